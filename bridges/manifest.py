@@ -1,0 +1,50 @@
+"""Manifests: the ordered list of tensors that crosses the seam, its digest, and a readable difference."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+
+from bridges.api import ManifestMismatch, ParamMeta
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1}
+
+
+def digest(metas: Iterable[ParamMeta]) -> str:
+    """SHA-256 over names, dtypes, shapes, roles and blocks, in order: equal digests mean the same wire layout."""
+    rows = [[m.name, m.dtype, list(m.shape), m.role, m.block] for m in metas]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def nbytes(metas: Iterable[ParamMeta]) -> int:
+    """Bytes on the wire."""
+    return sum(math.prod(m.shape) * _ITEMSIZE[m.dtype] for m in metas)
+
+
+def differences(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> list[str]:
+    """One line a difference, `have` (the source) against `want` (the engine); empty when they match in any order."""
+    a, b = {m.name: m for m in have}, {m.name: m for m in want}
+    lines = [f"{n}: in the engine, missing from the source" for n in b if n not in a]
+    lines += [f"{n}: in the source, unknown to the engine" for n in a if n not in b]
+    for n in a.keys() & b.keys():
+        for field in ("dtype", "shape", "role", "block"):
+            x, y = getattr(a[n], field), getattr(b[n], field)
+            if x != y:
+                lines.append(f"{n}: {field} {x} in the source, {y} in the engine")
+    if len(a) != len(have):
+        lines.append("the source names a tensor twice")
+    return sorted(lines)
+
+
+def check(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> None:
+    """Raise ManifestMismatch, listing up to ten differences, unless the two manifests name the same tensors."""
+    lines = differences(have, want)
+    if lines:
+        more = f"\n  ... and {len(lines) - 10} more" if len(lines) > 10 else ""
+        raise ManifestMismatch(
+            f"the weights on offer are not those the engine expects ({len(lines)} differences):\n  "
+            + "\n  ".join(lines[:10]) + more,
+            "build both sides from the same config.json and the same precision recipe",
+        )

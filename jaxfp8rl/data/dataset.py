@@ -1,0 +1,126 @@
+"""The order of problems: seeded, resumable, and the same on every machine; and their tokens, checked once at start-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxfp8rl.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from jaxfp8rl.data.tasks import Problem
+    from jaxfp8rl.data.tokenizer import Tokenizer
+
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """A uniform permutation of range(n), [n] int64, fixed by (seed, epoch).
+
+    It sorts raw Philox words, which numpy promises never to change; `Generator.permutation` carries no such promise
+    (NEP 19).
+    """
+    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(n)
+    return np.argsort(words, kind="stable")
+
+
+def fingerprint(items: Sequence[Any]) -> str:
+    """SHA-256 over ids and prompts, in order. An item is a Problem, or the (Problem, tokens) of `prepare`."""
+    digest = hashlib.sha256()
+    for item in items:
+        problem: Problem = item[0] if isinstance(item, tuple) else item
+        digest.update(json.dumps([problem.id, problem.prompt]).encode() + b"\n")
+    return digest.hexdigest()
+
+
+class PromptStream[Item]:
+    """An endless order over items: each epoch is a permutation fixed by (seed, epoch); a batch may span two epochs.
+
+    Raises DataError when there is nothing to draw from.
+    """
+
+    def __init__(self, items: Sequence[Item], seed: int):
+        if not items:
+            raise DataError("there are no problems to train on", "check the task's options and max_prompt_tokens")
+        self._items, self._seed, self._fingerprint = items, seed, fingerprint(items)
+        self._seek(0, 0)
+
+    def next(self, n: int) -> list[Item]:
+        """The next n items."""
+        batch = []
+        while len(batch) < n:
+            if self._position == len(self._items):
+                self._seek(self._epoch + 1, 0)
+            take = self._order[self._position:self._position + n - len(batch)]
+            batch += [self._items[i] for i in take]
+            self._position += len(take)
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able place in the stream."""
+        return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "items": len(self._items),
+                "fingerprint": self._fingerprint}
+
+    @classmethod
+    def from_state(cls, items: Sequence[Item], state: dict[str, Any]) -> PromptStream[Item]:
+        """Continue where `state` was taken. Raises CheckpointError when the state is damaged or of other data."""
+        try:
+            stream = cls(items, int(state["seed"]))
+            epoch, position, have = int(state["epoch"]), int(state["position"]), state["fingerprint"]
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"the data state of the checkpoint is damaged: {e!r}", "resume from an older one") from e
+        if have != stream._fingerprint:
+            raise CheckpointError(
+                f"the checkpoint was taken on other problems ({state.get('items')} with fingerprint {str(have)[:12]}; "
+                f"now {len(items)} with {stream._fingerprint[:12]})",
+                "restore the task's options and files, or start a new run from the weights (--fork)")
+        if epoch < 0 or not 0 <= position <= len(items):
+            raise CheckpointError(f"the data state of the checkpoint is damaged: epoch {epoch}, position {position} "
+                                  f"of {len(items)}", "resume from an older one")
+        stream._seek(epoch, position)
+        return stream
+
+    def _seek(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = permutation(len(self._items), self._seed, epoch)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareReport:
+    """What `prepare` did: problems kept, left out for having no tokens or too many, and the longest kept, in tokens."""
+
+    kept: int
+    empty: int
+    too_long: int
+    longest: int
+
+
+def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids [T] of a prompt; chat messages go through the tokenizer's template. May be empty."""
+    if isinstance(problem.prompt, str):
+        return tuple(tokenizer.encode(problem.prompt))
+    return tuple(tokenizer.apply_chat(problem.prompt))
+
+
+def prepare(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_tokens: int,
+            skip: bool = False) -> tuple[list[tuple[Problem, tuple[int, ...]]], PrepareReport]:
+    """Encode every prompt, once, at start-up. With `skip`, prompts that are empty or too long are left out and counted.
+
+    Raises DataError naming the first five such prompts when `skip` is off, and when none is left.
+    """
+    kept, bad, empty = [], [], 0
+    for problem in problems:
+        tokens = encode_prompt(problem, tokenizer)
+        if 0 < len(tokens) <= max_prompt_tokens:
+            kept.append((problem, tokens))
+            continue
+        empty += not tokens
+        bad.append(f'problem "{problem.id}": ' + (f"{len(tokens)} tokens, the limit is {max_prompt_tokens}" if tokens
+                                                    else "the prompt has no tokens"))
+    if bad and (not skip or not kept):
+        more = f"\n  ... and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise DataError(f"{len(bad)} of {len(problems)} prompts cannot be used:\n  " + "\n  ".join(bad[:5]) + more,
+                        "raise task.max_prompt_tokens, or set task.skip_bad_rows = true to leave them out and count them")
+    return kept, PrepareReport(len(kept), empty, len(bad) - empty, max((len(t) for _, t in kept), default=0))

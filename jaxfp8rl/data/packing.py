@@ -1,0 +1,80 @@
+"""Packing sequences of different lengths into rows of one length, so that the jitted step sees one shape for ever.
+
+First-fit decreasing (Johnson 1973): longest first, each into the first row that still has room. The number of micro-batches
+is fixed by the worst case of the configuration, not by the batch at hand: a step that was compiled once never compiles
+again, and micro-batches that stay empty are skipped on the device (see train_step.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxfp8rl.types import TrainBatch
+
+
+class Sample(NamedTuple):
+    """A prompt with its completion. `logprobs` [len(completion)] float32 are the engine's; `advantage` is one number."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    logprobs: np.ndarray
+    advantage: float
+
+
+def microbatches_needed(samples: int, longest: int, row_tokens: int, rows: int) -> int:
+    """Micro-batches of `rows` rows that hold any `samples` sequences of at most `longest` tokens, however they fall.
+
+    With one sequence of the longest kind always fitting, at least floor(row_tokens / longest) share a row.
+    """
+    return math.ceil(math.ceil(samples / (row_tokens // longest)) / rows)
+
+
+def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Indices of the sequences in each row, first-fit decreasing; ties keep their order, so the result is deterministic.
+
+    Raises ValueError when a sequence is longer than a row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[i] > row_tokens:
+            raise ValueError(f"sequence {i} has {lengths[i]} tokens, a row holds {row_tokens}")
+        at = next((r for r, free in enumerate(room) if free >= lengths[i]), None)
+        if at is None:
+            at = len(rows)
+            rows.append([])
+            room.append(row_tokens)
+        rows[at].append(i)
+        room[at] -= lengths[i]
+    return rows
+
+
+def pack(samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, microbatches: int) -> TrainBatch:
+    """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
+
+    Raises ValueError when they do not fit.
+    """
+    rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
+    shape = (microbatches * rows_per_microbatch, row_tokens)
+    if len(rows) > shape[0]:
+        raise ValueError(f"{len(rows)} packed rows do not fit {shape[0]}")
+    ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
+    mask, logp, advantages = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for r, members in enumerate(rows):
+        at = 0
+        for segment, i in enumerate(members, 1):
+            s = samples[i]
+            start, end = at + len(s.prompt), at + len(s.prompt) + len(s.completion)
+            ints["tokens"][r, at:start], ints["tokens"][r, start:end] = s.prompt, s.completion
+            ints["positions"][r, at:end] = np.arange(end - at)
+            ints["segment_ids"][r, at:end] = segment
+            mask[r, start:end] = True
+            logp[r, start:end] = s.logprobs
+            advantages[r, start:end] = s.advantage
+            at = end
+    fields = (*ints.values(), mask, logp, advantages)
+    return TrainBatch(*(x.reshape(microbatches, rows_per_microbatch, row_tokens) for x in fields))

@@ -1,0 +1,377 @@
+"""Tasks: where problems come from and how an answer is scored.
+
+A task is a frozen dataclass whose fields are its options, so that `spec()` can rebuild it in the scoring process. Three
+kinds: "arithmetic" (built in), "reasoning_gym" (any generator of that package) and "file" (your rows). `make_task` checks
+the options of a task; problems are made or read on first use.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jaxfp8rl.data.dataset import permutation
+from jaxfp8rl.data.rows import BadRow, Prompt, Row, read_rows, refuse
+from jaxfp8rl.errors import ConfigError, DataError, nearest
+from jaxfp8rl.rewards import verifiers
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A prompt (plain text, or chat messages of `role` and `content`) and its reference answer. `meta` is JSON-able."""
+
+    id: str
+    prompt: Prompt
+    answer: str
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Task(Protocol):
+    """What the loop needs. `in_child`: `score` may be slow or crash, so it must run in the scoring process."""
+
+    kind: ClassVar[str]
+    name: str
+
+    @property
+    def in_child(self) -> bool: ...
+
+    def problems(self) -> Sequence[Problem]:
+        """Training problems, in an order that the options fix."""
+
+    def held_out(self) -> Sequence[Problem]:
+        """Problems that are never trained on; empty when the options ask for none."""
+
+    def score(self, problem: Problem, text: str) -> float | None:
+        """Score of a completion's text (special tokens removed); None: undefined. May raise: undefined as well."""
+
+    def load_scorer(self) -> None:
+        """Import what `score` needs, so that no item's clock pays for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArithmeticTask:
+    """`a+b=` with plain decimal answers, operands 0 to `max_operand`.
+
+    `size` problems are drawn without repetition (all, when fewer exist) and split by a hash of the unordered operands: a
+    held-out pair occurs in training neither swapped nor under another operation.
+    """
+
+    kind: ClassVar[str] = "arithmetic"
+    name: ClassVar[str] = "arithmetic"
+    in_child: ClassVar[bool] = False
+    max_operand: Annotated[int, Field(ge=1, le=999)] = 99
+    operations: tuple[Literal["+", "-", "*"], ...] = ("+",)
+    size: Annotated[int, Field(ge=1)] = 20_000
+    held_out_fraction: Fraction = 0.1
+    seed: Seed = 0
+
+    def __post_init__(self):
+        if not self.operations or len(set(self.operations)) != len(self.operations):
+            raise ConfigError(f"operations = {list(self.operations)}: name each of them once", 'for example ["+", "-"]')
+
+    def problems(self) -> Sequence[Problem]:
+        return self._split[0]
+
+    def held_out(self) -> Sequence[Problem]:
+        return self._split[1]
+
+    def supervised_pairs(self) -> list[tuple[str, str]]:
+        """(prompt, answer) of every training problem, for the warm start."""
+        return [(p.prompt, p.answer) for p in self.problems()]
+
+    def score(self, problem: Problem, text: str) -> float:
+        """1.0 for exactly the answer, no blank around it: what stands before the stop token is the answer or is wrong."""
+        return float(text == problem.answer)
+
+    def load_scorer(self) -> None:
+        pass
+
+    @functools.cached_property
+    def _split(self) -> tuple[list[Problem], list[Problem]]:
+        n, k = self.max_operand + 1, len(self.operations)
+        split = [], []
+        for code in permutation(n * n * k, self.seed, 0)[:self.size].tolist():
+            a, b, operation = code // (n * k), code // k % n, self.operations[code % k]
+            held_out = _unit_hash(self.seed, min(a, b), max(a, b)) < self.held_out_fraction
+            split[held_out].append(self._problem(a, b, operation))
+        return split
+
+    def _problem(self, a: int, b: int, operation: str) -> Problem:
+        value = {"+": a + b, "-": a - b, "*": a * b}[operation]
+        return Problem(f"{a}{operation}{b}", f"{a}{operation}{b}=", str(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningGymTask:
+    """Any generator of the package reasoning-gym, scored by that generator. `options` are the generator's own.
+
+    Training takes items [0, size) and held-out the `held_out_size` items after them: most generators draw item i from
+    `Random(seed + i)`, so that a neighbouring seed would repeat training items. Held-out items whose question occurs in
+    training are dropped. A few generators depend on Python's hash seed: to resume one of those, fix PYTHONHASHSEED.
+    """
+
+    kind: ClassVar[str] = "reasoning_gym"
+    in_child: ClassVar[bool] = True
+    name: str
+    size: Annotated[int, Field(ge=1)] = 1000
+    held_out_size: Annotated[int, Field(ge=0)] = 200
+    extract: verifiers.Extract = "tag"
+    instruction: str = ""
+    chat: bool = False
+    system_prompt: str = ""
+    seed: Seed = 0
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        _check_chat(self.chat, self.system_prompt)
+        self.load_scorer()
+
+    def problems(self) -> Sequence[Problem]:
+        return self._split[0]
+
+    def held_out(self) -> Sequence[Problem]:
+        return self._split[1]
+
+    def score(self, problem: Problem, text: str) -> float:
+        """The generator's score in [0, 1] of the extracted answer, 0.0 when there is none. Some give partial credit."""
+        answer = verifiers.extract(text, self.extract)
+        if not answer:
+            return 0.0
+        entry = ast.literal_eval(problem.meta["entry"])
+        try:
+            return float(self._dataset.score_answer(answer, entry))
+        except ValueError:  # some scorers parse the answer unguarded: int("seven") is a wrong answer, not a broken scorer
+            return 0.0
+
+    def load_scorer(self) -> None:
+        self._dataset  # noqa: B018  imports the package and builds the generator
+
+    @functools.cached_property
+    def _dataset(self):
+        known = _reasoning_gym_options(self.name)
+        for key in self.options.keys() - known:
+            own = {f.name for f in dataclasses.fields(self)} - {"options"}
+            raise ConfigError(f'task.options: generator "{self.name}" has no option "{key}"{nearest(key, known | own)}')
+        import reasoning_gym
+
+        try:
+            total = self.size + self.held_out_size
+            return reasoning_gym.create_dataset(self.name, size=total, seed=self.seed, **self.options)
+        except (AssertionError, TypeError, ValueError) as e:
+            raise ConfigError(f'task.options: generator "{self.name}" refuses {self.options}: {e}') from e
+
+    @functools.cached_property
+    def _split(self) -> tuple[list[Problem], list[Problem]]:
+        items = [self._problem(i) for i in range(self.size + self.held_out_size)]
+        train = items[:self.size]
+        seen = {json.dumps(p.prompt) for p in train}
+        held_out = [p for p in items[self.size:] if json.dumps(p.prompt) not in seen]
+        if self.held_out_size and not held_out:
+            raise ConfigError(f'generator "{self.name}" repeats itself: every held-out question also occurs in training',
+                              "make size smaller, or the options of the generator wider")
+        return train, held_out
+
+    def _problem(self, index: int) -> Problem:
+        entry = _plain(self._dataset[index])
+        text = repr(entry)  # a literal keeps the tuples and integer keys that scorers rely on and JSON would lose
+        if ast.literal_eval(text) != entry:
+            raise DataError(f'generator "{self.name}", item {index}: its metadata does not survive as a literal')
+        instruction = self.instruction or (ANSWER_TAG_INSTRUCTION if self.extract == "tag" else "")
+        question = entry["question"] + (f"\n{instruction}" if instruction else "")
+        prompt = _prompt(question, self.chat, self.system_prompt)
+        return Problem(f"{self.name}:{self.seed}:{index}", prompt, entry["answer"] or "", {"entry": text})
+
+
+@dataclasses.dataclass(frozen=True)
+class FileReport:
+    """Rows read, and those left out (with `skip_bad_rows`), training and held-out file together."""
+
+    rows: int
+    bad: tuple[BadRow, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileTask:
+    """Rows of a `.jsonl` or `.parquet` file: a prompt (a string or a list of {role, content}) and an answer (a string).
+
+    Held-out rows come from `held_out_path`, or else are the share `held_out_fraction` of `path` chosen by a hash of the
+    prompt, which keeps equal prompts together. `scorer`: "exact", "math_verify" or "package.module:function".
+    """
+
+    kind: ClassVar[str] = "file"
+    path: str
+    held_out_path: str = ""
+    held_out_fraction: Fraction = 0.05
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    scorer: str = "exact"
+    extract: verifiers.Extract = "all"
+    chat: bool = False
+    system_prompt: str = ""
+    skip_bad_rows: bool = False
+    seed: Seed = 0
+
+    def __post_init__(self):
+        _check_chat(self.chat, self.system_prompt)
+        verifiers.check_scorer_name(self.scorer)
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+    @property
+    def in_child(self) -> bool:
+        return self.scorer != "exact"
+
+    @property
+    def report(self) -> FileReport:
+        return self._split[2]
+
+    def problems(self) -> Sequence[Problem]:
+        return self._split[0]
+
+    def held_out(self) -> Sequence[Problem]:
+        return self._split[1]
+
+    def score(self, problem: Problem, text: str) -> float | None:
+        answer = verifiers.extract(text, self.extract)
+        return 0.0 if answer is None else self._scorer(problem, answer)
+
+    def load_scorer(self) -> None:
+        self._scorer  # noqa: B018
+
+    @functools.cached_property
+    def _scorer(self):
+        return verifiers.load_scorer(self.scorer)
+
+    @functools.cached_property
+    def _split(self) -> tuple[list[Problem], list[Problem], FileReport]:
+        rows, bad = read_rows(self.path, self.prompt_field, self.answer_field)
+        total = len(rows) + len(bad)
+        if self.held_out_path:
+            held_out, held_out_bad = read_rows(self.held_out_path, self.prompt_field, self.answer_field)
+            total += len(held_out) + len(held_out_bad)
+            rows, shared = _without(rows, held_out, self.path, self.prompt_field)
+            bad += held_out_bad + shared
+        else:
+            held_out = [r for r in rows if _unit_hash(self.seed, r.prompt) < self.held_out_fraction]
+            rows = [r for r in rows if _unit_hash(self.seed, r.prompt) >= self.held_out_fraction]
+        if not self.skip_bad_rows:
+            refuse(bad, total)
+        if not rows:
+            raise DataError(f"{self.path}: no usable row is left to train on ({total} read, {len(bad)} bad)",
+                            "check prompt_field, answer_field and held_out_fraction")
+        held_out_path = self.held_out_path or self.path
+        return ([self._problem(self.path, r) for r in rows], [self._problem(held_out_path, r) for r in held_out],
+                FileReport(total, tuple(bad)))
+
+    def _problem(self, path: str, row: Row) -> Problem:
+        return Problem(f"{os.path.basename(path)}:{row.line}", _prompt(row.prompt, self.chat, self.system_prompt), row.answer)
+
+
+TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
+
+
+def make_task(task: Any, **options: Any) -> Task:
+    """Build a task from its kind ("arithmetic", "reasoning_gym", "file") and options, or from a configuration's `[task]`.
+
+    Options that reasoning_gym does not know go to the generator. Raises ConfigError for an unknown kind, generator or
+    option, an option given twice, and a value of the wrong type or out of range.
+    """
+    if not isinstance(task, str):
+        return make_task(task.kind, **options, **_section_options(task))
+    if task not in TASKS:
+        raise ConfigError(f'task.kind: unknown kind "{task}"{nearest(task, TASKS)}')
+    cls = TASKS[task]
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if cls is ReasoningGymTask:
+        inner = {k: options.pop(k) for k in options.keys() - fields.keys()}
+        options["options"] = {**options.get("options", {}), **inner}
+    for key in options.keys() - fields.keys():
+        raise ConfigError(f'task: a task of kind "{task}" has no option "{key}"{nearest(key, fields)}')
+    for key, field in fields.items():
+        if field.default is field.default_factory is dataclasses.MISSING and not options.get(key):
+            raise ConfigError(f'task.{key}: a task of kind "{task}" needs it')
+    return cls(**{k: _checked(k, v, hints[k]) for k, v in options.items()})
+
+
+def spec(task: Task) -> dict[str, Any]:
+    """JSON-able arguments with which `make_task(**spec(task))` builds the same task."""
+    return {"task": task.kind, **dataclasses.asdict(task)}
+
+
+def _section_options(section: Any) -> dict[str, Any]:
+    """The fields of `jaxfp8rl.config.Task` that are set and concern a task, and its `options`, side by side."""
+    fields = ("name", "path", "held_out_path", "system_prompt", "chat", "scorer", "skip_bad_rows")
+    given = {f: getattr(section, f) for f in fields if getattr(section, f)}
+    for key in given.keys() & section.options.keys():
+        raise ConfigError(f"task.options.{key}: also set as task.{key}", "keep one of the two")
+    return {**given, **section.options}
+
+
+def _checked(key: str, value: Any, hint: Any) -> Any:
+    value = tuple(value) if isinstance(value, list) else value  # TOML and JSON have no tuples
+    try:
+        return pydantic.TypeAdapter(hint).validate_python(value, strict=True)
+    except pydantic.ValidationError as e:
+        raise ConfigError(f"task: {key} = {value!r}: {e.errors()[0]['msg']}") from e
+
+
+def _check_chat(chat: bool, system_prompt: str) -> None:
+    if system_prompt and not chat:
+        raise ConfigError("task.system_prompt: only a prompt rendered with the chat template has one", "set chat = true")
+
+
+def _prompt(prompt: Prompt, chat: bool, system_prompt: str) -> Prompt:
+    if isinstance(prompt, str) and not chat:
+        return prompt
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    has_own = messages[0]["role"] == "system"
+    return messages if not system_prompt or has_own else ({"role": "system", "content": system_prompt}, *messages)
+
+
+def _unit_hash(*parts: Any) -> float:
+    """A number in [0, 1) fixed by the parts, on every machine."""
+    return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:6]) / 2**48
+
+
+def _without(rows: list[Row], held_out: list[Row], path: str, field: str) -> tuple[list[Row], list[BadRow]]:
+    """Training rows whose prompt is not held out, and the others as bad rows."""
+    held = {json.dumps(r.prompt) for r in held_out}
+    bad = [BadRow(path, r.line, field, "this prompt is also held out") for r in rows if json.dumps(r.prompt) in held]
+    return [r for r in rows if json.dumps(r.prompt) not in held], bad
+
+
+def _reasoning_gym_options(name: str) -> set[str]:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as e:
+        raise ConfigError(f"task.kind: reasoning_gym cannot be imported: {e}", "pip install 'jaxfp8rl[tasks]'") from e
+    if name not in DATASETS:
+        raise ConfigError(f'task.name: reasoning-gym has no generator "{name}"{nearest(name, DATASETS)}')
+    return {f.name for f in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars as Python ones, inside dicts, lists, tuples and sets."""
+    if isinstance(value, dict):
+        return {_plain(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(_plain(v) for v in value)
+    return value.item() if isinstance(value, np.generic) else value

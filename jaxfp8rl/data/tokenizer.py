@@ -1,0 +1,215 @@
+"""Text to token ids and back: a `tokenizer.json` from a Hugging Face folder, or one token a character.
+
+Reads the files that transformers writes, through the `tokenizers` package; transformers itself is not needed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from jaxfp8rl.errors import DataError, ModelError
+
+CHARS_PREFIX = "chars:"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with its special ids and chat template.
+
+    `eos_token_ids`: every id that ends a completion, the usual one first. `vocab_size`: largest id + 1.
+    """
+
+    def __init__(self, backend: Any, config: Mapping[str, Any], eos_token_ids: Sequence[int], pad_token_id: int,
+                 chat_template: str | None = None):
+        backend.no_truncation()  # a folder may carry the settings of its last use; both would change prompts silently
+        backend.no_padding()
+        self._backend, self._config, self._template = backend, dict(config), chat_template
+        self.eos_token_ids, self.pad_token_id = tuple(eos_token_ids), pad_token_id
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids [T]. `add_special_tokens` puts what the tokenizer starts a text with (a BOS, say) in front.
+
+        Raises DataError when the text has characters outside a vocabulary that has no unknown token.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as e:  # tokenizers raises bare Exception
+            unknown = sorted({c for c in text if self._backend.token_to_id(c) is None})
+            raise DataError(f"cannot encode {text[:60]!r}: {e}" + (f" (unknown: {unknown})" if unknown else ""),
+                            "use a tokenizer whose vocabulary covers the task's text") from e
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids [T]. An id without a token (a model's vocabulary may be padded) shows as U+FFFD, never as nothing."""
+        runs = itertools.groupby(map(int, ids), lambda i: self._backend.id_to_token(i) is not None)
+        return "".join(self._backend.decode(list(run), skip_special_tokens=skip_special_tokens) if known
+                       else "\ufffd" * len(list(run)) for known, run in runs)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """Messages (`role`, `content`) as the text the model was trained on.
+
+        Raises ModelError when the folder has no chat template, DataError when the template refuses the messages.
+        """
+        if self._template is None:
+            raise ModelError("this tokenizer has no chat template (chat_template.jinja, or chat_template in "
+                             "tokenizer_config.json)", "use plain prompts (task.chat = false) or an instruct model")
+        import jinja2
+
+        special = {k: _token_text(self._config[k]) for k in _SPECIAL if self._config.get(k)}
+        try:
+            template = _jinja_environment().from_string(self._template)
+            return template.render(messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt,
+                                   tools=None, documents=None, **special)
+        except jinja2.TemplateError as e:
+            raise DataError(f"the chat template refused the messages: {e}", "change the roles or the system prompt") from e
+
+    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids [T] of messages, ending where the assistant's reply begins. Raises as `render_chat`."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)  # the template writes its own BOS
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the vocabulary and the special ids."""
+        vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        return hashlib.sha256(json.dumps([vocab, self.eos_token_ids, self.pad_token_id]).encode()).hexdigest()
+
+    def save(self, folder: str) -> None:
+        """Write a folder that `load_tokenizer`, transformers and vLLM read."""
+        os.makedirs(folder, exist_ok=True)
+        self._backend.save(os.path.join(folder, "tokenizer.json"))
+        config = {k: v for k, v in self._config.items() if k != "chat_template"}
+        config |= {"chat_template": self._template} if self._template else {}
+        _write_json(folder, "tokenizer_config.json", config)
+        _write_json(folder, "generation_config.json",
+                    {"eos_token_id": list(self.eos_token_ids), "pad_token_id": self.pad_token_id})
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """A tokenizer from an HF folder, or `chars:0123456789+=`: one token for each character, `<pad>` 0 and `<eos>` 1.
+
+    Raises ModelError when the folder lacks a file, a file is damaged, or no end-of-sequence token is known.
+    """
+    return _char_tokenizer(spec.removeprefix(CHARS_PREFIX)) if spec.startswith(CHARS_PREFIX) else _from_folder(spec)
+
+
+def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ModelError when the tokenizer can produce an id that the model has no embedding for."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ModelError(f"the tokenizer's largest id is {tokenizer.vocab_size - 1}, the model's vocabulary has "
+                         f"{vocab_size} entries", "use the tokenizer that came with the model, or raise vocab_size")
+
+
+def _char_tokenizer(chars: str) -> Tokenizer:
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    if not chars or len(set(chars)) != len(chars):
+        raise ModelError(f"chars:{chars}: name each character once", 'for example "chars:0123456789+-*="')
+    special = ("<pad>", "<eos>")
+    backend = Backend(models.WordLevel({token: i for i, token in enumerate((*special, *chars))}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>",
+              "clean_up_tokenization_spaces": False}
+    return Tokenizer(backend, config, eos_token_ids=(1,), pad_token_id=0)
+
+
+def _from_folder(folder: str) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.isfile(path):
+        raise ModelError(f"no tokenizer.json in {folder!r}", "download the model's folder first (nothing is fetched at run "
+                         "time); a folder with tokenizer.model alone: load and save it once with transformers")
+    try:
+        backend = Backend.from_file(path)
+    except Exception as e:  # tokenizers raises bare Exception
+        raise ModelError(f"{path} is damaged: {e}", "download it again") from e
+    config = _read_json(folder, "tokenizer_config.json")
+    eos = _eos_token_ids(folder, config, backend)
+    pad = backend.token_to_id(_token_text(config["pad_token"])) if config.get("pad_token") else None
+    return Tokenizer(backend, config, eos, eos[0] if pad is None else pad, _chat_template(folder, config))
+
+
+def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tuple[int, ...]:
+    """What ends a completion: generation_config.json first (chat models list several), the tokenizer's own, config.json."""
+    ids = _as_list(_read_json(folder, "generation_config.json").get("eos_token_id"))
+    if config.get("eos_token"):
+        ids += _as_list(backend.token_to_id(_token_text(config["eos_token"])))
+    ids += _as_list(_read_json(folder, "config.json").get("eos_token_id")) if not ids else []
+    if not ids:
+        raise ModelError(f"{folder}: no end-of-sequence token in generation_config.json, tokenizer_config.json or "
+                         "config.json", 'set "eos_token" in tokenizer_config.json')
+    return tuple(dict.fromkeys(ids))
+
+
+def _chat_template(folder: str, config: Mapping[str, Any]) -> str | None:
+    path = os.path.join(folder, "chat_template.jinja")
+    if os.path.isfile(path):
+        with open(path, encoding="utf-8") as f:
+            return f.read()
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        return {t["name"]: t["template"] for t in template}.get("default")
+    return template
+
+
+def _jinja_environment():
+    """The dialect of chat templates: sandboxed, blocks trimmed, loop controls, `{% generation %}`, two helper functions."""
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks the assistant's tokens for supervised masks; here it renders as its content."""
+
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)  # jinja's own escapes HTML
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception,
+                            "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+    return environment
+
+
+def _token_text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    """The file's object; {} when there is no such file."""
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except ValueError as e:
+        raise ModelError(f"{path} is damaged: {e}", "download it again") from e
+
+
+def _write_json(folder: str, name: str, value: dict[str, Any]) -> None:
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=2, ensure_ascii=False)

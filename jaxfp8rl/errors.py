@@ -1,0 +1,51 @@
+"""Errors that a user meets. Each says what was wrong and where, and ends with the next step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Base: wrong input, not a bug. The command line prints it without a stack trace and leaves with `exit_code`."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, next_step: str = ""):
+        super().__init__(f"{message}\n  next step: {next_step}" if next_step else message)
+        self.next_step = next_step
+
+
+class ConfigError(UserError):
+    """An unknown or misplaced key, a wrong type, or an impossible combination."""
+
+
+class DataError(UserError):
+    """A malformed dataset row or an unusable prompt; the message names file, line and field."""
+
+
+class ModelError(UserError):
+    """Missing, corrupt or unsuitable weights, config.json or tokenizer."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be read, or that belongs to another run."""
+
+
+class GateFailed(UserError):
+    """Learner and engine disagree at equal weights: training would be off-policy from the first token."""
+
+    exit_code = 3
+
+
+class NonFiniteStep(UserError):
+    """Too many updates in a row were not finite. None of them was applied."""
+
+    exit_code = 4
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """' (did you mean "x"?)' for the closest known word, or the list of known ones when none is close."""
+    known = sorted(known)
+    hit = difflib.get_close_matches(word, known, 1, 0.6)
+    return f' (did you mean "{hit[0]}"?)' if hit else f" (known: {', '.join(known)})"

@@ -1,0 +1,162 @@
+"""The other page: sample prompts -> generate -> score -> pack -> step -> publish -> save -> log.
+
+A step samples at the weights of the step before (`weights/version` = step - 1), learns from what it sampled, and publishes.
+Everything random is drawn from (run.seed, step), so a resumed run continues as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import numpy as np
+
+from bridges.api import PublishReceipt
+from jaxfp8rl import rollouts
+from jaxfp8rl.build import Parts, build
+from jaxfp8rl.config import Config
+from jaxfp8rl.data.dataset import PromptStream
+from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.errors import NonFiniteStep
+from jaxfp8rl.gate import check_gate
+from jaxfp8rl.monitors.summary import write_summary
+from jaxfp8rl.optim import init_state
+from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, peak_memory_gib
+from jaxfp8rl.sft import warm_start
+from jaxfp8rl.types import TrainBatch, TrainState
+
+EVAL_STEP = 2**31  # evaluation draws its seeds from here on, apart from training's
+
+
+def train(cfg: Config, resume: bool = False) -> None:
+    """Run `cfg` to its last step, from the newest checkpoint of its run directory when `resume`.
+
+    Raises UserError and BridgeError kinds with their next step; leaves with exit code 130 after SIGINT or SIGTERM, when the
+    step in progress has been finished and saved.
+    """
+    cfg.check()
+    with RunDirectory(cfg, resume) as run, contextlib.closing(build(cfg)) as parts, StopSignals() as stop:
+        state, step = restore(parts, run) if resume else (begin(parts, run), 0)
+        publish(parts, state, step)
+        facts = gate(parts, state, step)
+        if not resume:
+            run.log({"step": 0, "weights/version": 0, **facts, **evaluate(parts, 0)})
+        while step < cfg.run.steps and not stop.requested:
+            step += 1
+            state, metrics, sampled = one_step(parts, run, state, step)
+            if step == cfg.run.steps or (cfg.run.eval_every and step % cfg.run.eval_every == 0):
+                metrics |= evaluate(parts, step)
+            run.log(metrics, samples=sampled)
+            if step == cfg.run.steps or step % cfg.run.save_every == 0 or stop.requested:
+                run.save(step, state, {"stream": parts.stream.state(), "seed": cfg.run.seed})
+    if stop.requested and step < cfg.run.steps:
+        raise SystemExit(stop.exit_code)
+    write_summary(cfg.run.dir)
+
+
+def begin(parts: Parts, run: RunDirectory) -> TrainState:
+    """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one."""
+    params = parts.initial_params()
+    if parts.cfg.sft.steps:
+        params = warm_start(parts.cfg, parts.model, params, parts.train, parts.tokenizer, run.note)
+    return init_state(params, parts.optimizer)
+
+
+def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
+    """The newest checkpoint: state, step; the prompt stream goes back to where it was and later metrics are forgotten."""
+    state, loop, step = run.restore(init_state(parts.initial_params(), parts.optimizer))
+    parts.stream = PromptStream.from_state(parts.train, loop["stream"])
+    return state, step
+
+
+def one_step(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> tuple[TrainState, dict, list[dict]]:
+    """One rollout batch, its updates and a publish -> (state, the step's metrics, samples to look at)."""
+    cfg, clock = parts.cfg, Clock()
+    with clock("rollout"):
+        prompts = parts.stream.next(cfg.rollout.prompts_per_step)
+        requests = rollouts.make_requests(prompts, parts.sampling, cfg.rollout.samples_per_prompt, cfg.run.seed, step)
+        kept, rejected = rollouts.generate(parts.engine, prompts, requests, version=step - 1)
+    with clock("reward"):
+        batch = rollouts.Rollouts(tuple(rollouts.score(kept, parts.tokenizer, parts.rewards)), rejected)
+    with clock("score"):
+        packed = [pack_samples(parts, rollouts.to_samples(g, cfg.loss.advantage)) for g in split(batch.groups, parts)]
+        old_logp = jax.block_until_ready([parts.score(state.params, p) for p in packed])
+    with clock("update"):
+        lr = float(parts.schedule(state.step))
+        state, updates = update(parts, run, state, packed, old_logp)
+    with clock("publish"):
+        receipt = publish(parts, state, step)
+    metrics = {
+        "step": step, "weights/version": step - 1, "lr": lr, **batch.metrics(), **updates, **clock.metrics(),
+        "publish/bytes": receipt.bytes, "engine/healthy": int(parts.engine.health().ok), "memory/peak_gib": peak_memory_gib(),
+    }  # fmt: skip
+    metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
+    metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
+    return state, metrics, sample_rows(batch, step, cfg.run.samples_per_step)
+
+
+def update(
+    parts: Parts, run: RunDirectory, state: TrainState, packed: list[TrainBatch], old_logp: list[jax.Array]
+) -> tuple[TrainState, dict[str, float]]:
+    """Apply the step's updates in turn; metrics are means over them. Raises NonFiniteStep after too many bad ones in a row."""
+    rows = []
+    for batch, old in zip(packed, old_logp):
+        state, metrics = parts.train_step(state, batch, old)
+        rows.append({k: float(v) for k, v in jax.device_get(metrics).items()})
+        if not rows[-1]["update/applied"]:
+            saved = run.save_bad_batch(batch, old)
+            if rows[-1]["update/bad_in_a_row"] >= parts.cfg.optim.max_bad_steps:
+                raise NonFiniteStep(
+                    f"{parts.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied",
+                    f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
+                )
+    return state, {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
+
+
+def publish(parts: Parts, state: TrainState, version: int) -> PublishReceipt:
+    """Hand the policy to the engine as `version` and have the transport confirm it."""
+    source = LearnerWeights(parts.model, state.params, parts.runs, parts.cfg.precision.weight_dtype)
+    receipt = parts.transport.publish(source, version)
+    parts.transport.verify(receipt)
+    return receipt
+
+
+def gate(parts: Parts, state: TrainState, version: int) -> dict[str, float]:
+    """Sample a few completions and score them with the learner. Raises GateFailed when the two disagree."""
+    prompts = (parts.held_out or parts.train)[: parts.cfg.gate.completions]
+    requests = rollouts.make_requests(prompts, parts.sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
+    kept, _ = rollouts.generate(parts.engine, prompts, requests, version)
+    batch = pack_samples(parts, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])
+    return check_gate(parts.cfg.gate, batch, np.asarray(parts.score(state.params, batch)), parts.tokenizer)
+
+
+def evaluate(parts: Parts, version: int) -> dict[str, float]:
+    """Mean reward of one greedy completion for each held-out problem; an undefined score counts as 0."""
+    sampling = parts.greedy
+    requests = rollouts.make_requests(parts.held_out, sampling, 1, parts.cfg.run.seed, EVAL_STEP + version)
+    kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version)
+    rewards = np.concatenate([g.rewards for g in rollouts.score(kept, parts.tokenizer, parts.rewards)])
+    total = np.nan_to_num(rewards).sum() / (len(kept) + len(rejected))
+    return {"eval/reward_mean": float(total), "eval/problems": len(kept) + len(rejected)}
+
+
+def split(groups: tuple[rollouts.Group, ...], parts: Parts) -> list[tuple[rollouts.Group, ...]]:
+    """The groups of each update, in order: never more than the configured share, so that the packed shape holds."""
+    size = parts.cfg.rollout.prompts_per_step // parts.cfg.train.updates_per_step
+    return [groups[i : i + size] for i in range(0, len(groups), size)]
+
+
+def pack_samples(parts: Parts, samples: list[Sample]) -> TrainBatch:
+    t = parts.cfg.train
+    return pack(samples, t.row_tokens, t.rows_per_microbatch, parts.microbatches)
+
+
+def sample_rows(batch: rollouts.Rollouts, step: int, count: int) -> list[dict]:
+    """The first completion of `count` groups, for samples.jsonl."""
+    return [
+        {"step": step, "id": g.prompt.problem.id, "prompt": g.prompt.problem.prompt, "completion": g.texts[0],
+         "answer": g.prompt.problem.answer, "reward": float(g.rewards[0]), "tokens": len(g.completions[0].token_ids),
+         "finish_reason": g.completions[0].finish_reason}
+        for g in batch.groups[:count]
+    ]  # fmt: skip

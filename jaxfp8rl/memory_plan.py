@@ -1,0 +1,77 @@
+"""What a run will hold in device memory, from its config and model shape alone: the table of `--dry-run`.
+
+Weights, optimiser state, gradients, cache and wire are counted tensor by tensor. What autodiff keeps of a micro-batch is
+estimated (XLA fuses and reuses), as is whatever the compiler needs besides: leave a fifth of the memory free.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from bridges import manifest
+from jaxfp8rl.config import Config
+from jaxfp8rl.losses.logprobs import CHUNK_ELEMENTS
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes, param_table
+from jaxfp8rl.precision.recipe import LayerRun, fp8_runs, get_recipe
+from jaxfp8rl.publish import wire_manifest
+
+Plan = list[tuple[str, int]]
+F32 = 4
+
+
+def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
+    """(what, bytes), the learner's first, then the embedded engine's. Raises ConfigError for shapes that FP8 cannot take."""
+    params = sum(math.prod(e.shape) for e in param_table(model))
+    compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
+    wire = manifest.nbytes(wire_manifest(model, _runs(cfg, model), cfg.precision.weight_dtype))
+    learner = [
+        (f"master weights, float32, {params / 1e6:,.1f} M parameters", params * F32),
+        ("Adam's two moments, float32", params * 2 * F32),
+        ("gradients: a float32 sum, and a micro-batch's own", params * (F32 + compute)),
+        (f"policy in {cfg.precision.compute_dtype}", params * compute),
+        (f"weights on their way to the engine, recipe {cfg.precision.recipe}", wire),
+        ("activations of a micro-batch (estimate)", _activations(cfg, model, compute)),
+        ("logits of a chunk, with their derivative, float32 (estimate)", _logits(cfg, model)),
+    ]
+    if cfg.rollout.engine == "vllm":  # takes its share of the GPU, whatever it needs
+        return learner
+    return [*learner, ("engine: weights", wire), ("engine: keys and values", _kv_cache(cfg, model, compute))]
+
+
+def format_plan(plan: Plan) -> str:
+    """The plan as an aligned table, in GiB."""
+    rows = [*plan, ("total", sum(size for _, size in plan))]
+    return "memory on the device\n" + "\n".join(f"  {size / 2**30:10,.3f} GiB  {what}" for what, size in rows)
+
+
+def _runs(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
+    if not get_recipe(cfg.precision.recipe).engine_fp8:
+        return (LayerRun(0, model.num_hidden_layers, frozenset()),)
+    p = cfg.precision
+    return fp8_runs(linear_shapes(model), model.num_hidden_layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude)
+
+
+def _activations(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    """A layer keeps the input of each norm and product, q, k, v and the attention's weights [H, T, T] for its backward pass;
+    with remat only its input, while one layer at a time holds the rest."""
+    tokens = cfg.train.rows_per_microbatch * cfg.train.row_tokens
+    heads = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    scores = model.num_attention_heads * cfg.train.row_tokens * F32
+    layer = tokens * ((4 * model.hidden_size + heads + 3 * model.intermediate_size) * itemsize + scores)
+    if cfg.train.remat:
+        return layer + model.num_hidden_layers * tokens * model.hidden_size * itemsize
+    return model.num_hidden_layers * layer
+
+
+def _logits(cfg: Config, model: ModelConfig) -> int:
+    tokens = min(cfg.train.rows_per_microbatch * cfg.train.row_tokens, CHUNK_ELEMENTS // model.vocab_size)
+    return 2 * max(tokens, 1) * model.vocab_size * F32
+
+
+def _kv_cache(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    rows = min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+    itemsize = 1 if cfg.rollout.kv_cache == "fp8" else itemsize
+    return 2 * model.num_hidden_layers * rows * cfg.max_model_len * model.num_key_value_heads * model.head_dim * itemsize

@@ -1,0 +1,88 @@
+"""The pieces of a decoder layer, as pure functions. Softmax, norms and RoPE compute in float32."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxfp8rl.models.config import ModelConfig
+
+E4M3_MAX = 448.0
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x [..., D] / rms(x) * weight [D]; rounded to x's dtype before the weight, as Hugging Face does."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
+    """Radians a position for each rotated pair, [Hd/2] float32, with Llama 3.1's scaling when the config asks for it."""
+    freq = cfg.rope_theta ** -(np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
+    if s := cfg.rope_scaling:
+        turns = s.original_max_position_embeddings * freq / (2 * math.pi)  # full turns within the original context
+        keep = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
+        freq = freq * (keep + (1.0 - keep) / s.factor)
+    return freq.astype(np.float32)
+
+
+def rope_tables(positions_BT: Array, cfg: ModelConfig) -> tuple[Array, Array]:
+    """Cosine and sine of each position's angles, [B, T, 1, Hd/2] float32, ready to broadcast over heads."""
+    angles = positions_BT.astype(jnp.float32)[..., None, None] * rope_frequencies(cfg)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_BTHd: Array, cos: Array, sin: Array) -> Array:
+    """Rotate the pairs (i, i + Hd/2), Hugging Face's layout of RoPE (Su et al. 2021)."""
+    a, b = jnp.split(x_BTHd.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHd.dtype)
+
+
+def packed_mask(segment_ids_BT: Array) -> Array:
+    """[B, T, S] bool: t sees s <= t of its own segment. Padding (segment 0) sees padding, so its softmax is never empty."""
+    t = jnp.arange(segment_ids_BT.shape[1])
+    return (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & (t[:, None] >= t[None, :])
+
+
+def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array) -> Array:
+    """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K), which is not repeated."""
+    B, T, H, d = q_BTHd.shape
+    K = k_BSKd.shape[2]
+    exact = jax.lax.Precision.HIGHEST if q_BTHd.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
+    product = {"precision": exact, "preferred_element_type": jnp.float32}
+    q_BTKGd = q_BTHd.reshape(B, T, K, H // K, d)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q_BTKGd, k_BSKd, **product) * d**-0.5
+    scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    probs = jax.nn.softmax(scores, axis=-1).astype(v_BSKd.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", probs, v_BSKd, **product).reshape(B, T, H, d).astype(q_BTHd.dtype)
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) * up, [..., F] (Shazeer 2020)."""
+    return jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype) * up
+
+
+def to_e4m3(x: Array) -> Array:
+    """Cast with saturation and scale 1: a plain cast gives NaN above 464."""
+    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+
+
+@jax.custom_jvp
+def round_e4m3(x: Array) -> Array:
+    """x as it reads back from an FP8 KV cache, in x's dtype. Straight-through: its derivative is the identity.
+
+    By arithmetic: XLA for GPUs drops a cast to E4M3 and back as "excess precision", and the rounding with it.
+    """
+    x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
+    subnormal = jnp.round(x * 2.0**9) * 2.0**-9  # below 2^-6 the step is 2^-9; above it three bits follow the leading one
+    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3))
+
+
+@round_e4m3.defjvp
+def _(primals, tangents):
+    return round_e4m3(*primals), tangents[0]

@@ -1,0 +1,189 @@
+"""Hugging Face folders in and out: config.json and safetensors. Never a pickle, never torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxfp8rl.errors import ModelError, nearest
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import Entry, empty_params, get_param, param_table, set_param
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(bfloat16)}
+_TIED = "lm_head.weight"
+
+
+def load_params(
+    folder: str | Path, cfg: ModelConfig | None = None, dtype: str = "float32"
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in flight at a time.
+
+    `cfg` defaults to the folder's config.json. Raises ModelError for a missing, corrupt or pickled checkpoint and for any
+    tensor that is missing, unknown or of another shape than the config says.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(f"no model folder at {folder}", "give the path of a local Hugging Face folder; nothing is downloaded")
+    cfg = cfg or ModelConfig.from_hf(folder)
+    entries = {e.hf_name: e for e in param_table(cfg)}
+    params, seen = empty_params(cfg, _DTYPES[dtype]), set()
+    tied_head = None
+    for name, tensor in _tensors(folder):
+        if name == _TIED and cfg.tie_word_embeddings:
+            tied_head = tensor
+        elif name.endswith(".rotary_emb.inv_freq"):
+            continue  # older Llama exports store RoPE's frequencies, which the config determines
+        elif name not in entries:
+            raise ModelError(f"{folder}: unknown tensor {name}{nearest(name, entries)}", "does config.json belong to it?")
+        else:
+            _check(entries[name], tensor, folder)
+            set_param(params, entries[name], tensor)
+            seen.add(name)
+    _check_complete(entries, seen, folder)
+    if tied_head is not None and not np.array_equal(tied_head, params["embed_tokens"]["weight"].astype(tied_head.dtype)):
+        raise ModelError(
+            f"{folder}: tie_word_embeddings is true but {_TIED} differs from model.embed_tokens.weight",
+            "set tie_word_embeddings to false in config.json, or drop the tensor",
+        )
+    return cfg, params
+
+
+def save_params(
+    folder: str | Path, cfg: ModelConfig, params: dict[str, Any], dtype: str = "bfloat16",
+    max_shard_bytes: float = 5e9, tokenizer_from: str | Path | None = None,
+) -> None:  # fmt: skip
+    """Write a Hugging Face folder: safetensors in `dtype` (sharded past `max_shard_bytes`), config.json, tokenizer files.
+
+    All of it appears at once, by renaming a finished temporary folder. Raises ModelError when `folder` is not empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} exists and is not empty", "choose another folder or remove it first")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _write_tensors(partial, cfg, params, _DTYPES[dtype], max_shard_bytes)
+        _write_json(partial / "config.json", dataclasses.replace(cfg, dtype=dtype).to_hf())
+        for name in TOKENIZER_FILES if tokenizer_from else ():
+            if (Path(tokenizer_from) / name).is_file():
+                shutil.copyfile(Path(tokenizer_from) / name, partial / name)
+        partial.chmod(0o755)  # mkdtemp's folders are private
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of the folder's safetensors files, one at a time."""
+    for path, expected in _files(folder).items():
+        try:
+            with safe_open(path, "np") as file:
+                names = list(file.keys())
+                absent = expected - set(names)
+                if absent:
+                    raise ModelError(f"{path}: the index places {min(absent)} here and it is not", "download it again")
+                for name in names:
+                    _check_dtype(path, name, file.get_slice(name).get_dtype())
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise ModelError(f"{path} cannot be read, it is corrupt or cut short: {e}", "download or copy it again") from e
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """The safetensors files, each with the tensor names that the index promises there (none for a single file)."""
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: set()}
+    if not (folder / INDEX).is_file():
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        if pickles:
+            raise ModelError(
+                f"{folder} holds {pickles[0]} and no safetensors: a pickle runs code when it is read, so it is refused",
+                "convert it where you trust it: transformers' model.save_pretrained(folder) writes safetensors",
+            )
+        raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}", "is it a Hugging Face model folder?")
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as e:
+        raise ModelError(f"{folder / INDEX} is not a safetensors index: {e!r}", "download it again") from e
+    files: dict[Path, set[str]] = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file:
+            raise ModelError(f"{folder / INDEX}: {file!r} is not a file name of this folder")
+        files.setdefault(folder / file, set()).add(name)
+    for path in files:
+        if not path.is_file():
+            raise ModelError(f"{path} is named in {INDEX} and missing", "the download is incomplete: fetch it again")
+    return files
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    if dtype not in ("F32", "F16", "BF16") and not name.endswith(".inv_freq"):
+        raise ModelError(
+            f"{path}: {name} is {dtype}, only BF16, F16 and F32 weights can be trained", "start from the unquantised checkpoint"
+        )
+
+
+def _check(entry: Entry, tensor: np.ndarray, folder: Path) -> None:
+    if tensor.shape != entry.shape:
+        raise ModelError(
+            f"{folder}: {entry.hf_name} has shape {list(tensor.shape)}, config.json says {list(entry.shape)}",
+            "config.json and the weights belong to different models",
+        )
+
+
+def _check_complete(entries: dict[str, Entry], seen: set[str], folder: Path) -> None:
+    missing = [name for name in entries if name not in seen]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        hint = "does it share the embedding? then set tie_word_embeddings to true in config.json"
+        raise ModelError(
+            f"{folder}: {len(missing)} of {len(entries)} tensors are missing: {', '.join(missing[:5])}{more}",
+            hint if missing == [_TIED] else "the checkpoint is incomplete, or config.json belongs to a larger model",
+        )
+
+
+def _write_tensors(folder: Path, cfg: ModelConfig, params: dict[str, Any], dtype: np.dtype, max_shard_bytes: float) -> None:
+    shards, total = _plan_shards(cfg, dtype.itemsize, max_shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+    ]  # fmt: skip
+    for file, shard in zip(names, shards):
+        tensors = {e.hf_name: np.ascontiguousarray(np.asarray(get_param(params, e)).astype(dtype)) for e in shard}
+        save_file(tensors, folder / file, metadata={"format": "pt"})  # transformers refuses a file that does not say so
+    if len(shards) > 1:
+        weight_map = {e.hf_name: file for file, shard in zip(names, shards) for e in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _plan_shards(cfg: ModelConfig, itemsize: int, max_shard_bytes: float) -> tuple[list[list[Entry]], int]:
+    """Consecutive tensors, each shard within `max_shard_bytes` unless one tensor alone exceeds it; and the bytes in all."""
+    shards, filled, total = [[]], 0, 0
+    for entry in param_table(cfg):
+        size = int(np.prod(entry.shape)) * itemsize
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled, total = filled + size, total + size
+    return shards, total
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,213 @@
+"""A dense decoder as pure functions over a parameter tree, and the NNX module that owns such a tree.
+
+The tree mirrors Hugging Face names, with the layers stacked along a leading axis L so that one `scan` runs them:
+`{"embed_tokens": {"weight" [V, D]}, "layers": {"self_attn": {"q_proj": {"weight" [L, N, K]}, ...}, ...}, "norm", "lm_head"}`.
+`params["layers"]` may also be a tuple of such dicts, one for each run of equal precision (`split_layers`).
+
+Letters: B rows, T tokens, S keys, D width, F hidden, H query heads, K key-value heads, d head size, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxfp8rl.models import layers as nn
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.precision.linear import linear
+from jaxfp8rl.precision.recipe import LayerRun, Precision
+
+Params = dict[str, Any]
+
+
+class KVCache(NamedTuple):
+    """k, v [L, B, S, K, d]: slot s of a row holds the key and value of its position s."""
+
+    k: Array
+    v: Array
+
+
+def forward(
+    params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
+    precision: Precision, remat: bool = False,
+) -> Array:  # fmt: skip
+    """Hidden states [B, T, D] after the final norm, in `precision.compute_dtype`.
+
+    Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
+    in each segment. With `remat` only each layer's input is kept for the backward pass.
+    """
+    rope, mask_BTS = nn.rope_tables(positions_BT, cfg), nn.packed_mask(segment_ids_BT)
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        if precision.kv_fp8:
+            k, v = nn.round_e4m3(k), nn.round_e4m3(v)
+        return nn.attention(q, k, v, mask_BTS), None
+
+    x = _embed(params, tokens_BT, precision)
+    for run, weights in _runs(params, cfg, precision):
+
+        def body(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, None]:
+            return _layer(x, w, cfg, precision, run, rope, attend)
+
+        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
+    return nn.rms_norm(x, params["norm"]["weight"], cfg.rms_norm_eps)
+
+
+def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) -> KVCache:
+    """An empty cache for `batch` rows of at most `length` positions: E4M3 with scale 1 when `kv_fp8`, else compute dtype."""
+    dtype = jnp.float8_e4m3fn if precision.kv_fp8 else jnp.dtype(precision.compute_dtype)
+    shape = (cfg.num_hidden_layers, batch, length, cfg.num_key_value_heads, cfg.head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def forward_cached(
+    params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, cache: KVCache, precision: Precision
+) -> tuple[Array, KVCache]:
+    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values: prefill (T tokens) and decode (T = 1).
+
+    A token writes slot `positions_BT` of its row, then sees the slots up to its own. So a right-padded prompt is harmless:
+    the slots of its padding are overwritten by decoded tokens before anything may see them. Writes past the end are dropped.
+    The cache is carried through the scan and updated in place when the caller donates it.
+    """
+    rope = nn.rope_tables(positions_BT, cfg)
+    mask_BTS = jnp.arange(cache.k.shape[2]) <= positions_BT[:, :, None]
+    x = _embed(params, tokens_BT, precision)
+    for run, weights in _runs(params, cfg, precision):
+
+        def body(carry: tuple[Array, KVCache], layer: tuple[Array, Params], run: LayerRun = run):
+            (x, cache), (index, w) = carry, layer
+            attend = functools.partial(_attend_cached, cache, index, positions_BT, mask_BTS)
+            return _layer(x, w, cfg, precision, run, rope, attend), None
+
+        (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(run.start, run.stop), weights))
+    return nn.rms_norm(x, params["norm"]["weight"], cfg.rms_norm_eps), cache
+
+
+def head_weight(params: Params, cfg: ModelConfig) -> Array:
+    """The output projection [V, D]: `lm_head`, or the embedding when they are tied."""
+    return params["embed_tokens" if cfg.tie_word_embeddings else "lm_head"]["weight"]
+
+
+def split_layers(params: Params, precision: Precision) -> Params:
+    """The same tree with one stack of layers for each run of equal precision, so that runs can differ in leaf types."""
+    spans = [slice(run.start, run.stop) for run in precision.runs]
+    return {**params, "layers": tuple(jax.tree.map(operator.itemgetter(span), params["layers"]) for span in spans)}
+
+
+def _embed(params: Params, tokens_BT: Array, precision: Precision) -> Array:
+    return params["embed_tokens"]["weight"][tokens_BT].astype(precision.compute_dtype)
+
+
+def _runs(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
+    """Each run of equal precision with its stacked layers; a single stack that is one run is not sliced (a slice copies)."""
+    runs, stacks = precision.runs, params["layers"]
+    if runs[-1].stop != cfg.num_hidden_layers:
+        raise ValueError(f"the precision covers {runs[-1].stop} layers, the model has {cfg.num_hidden_layers}")
+    if isinstance(stacks, dict):
+        stacks = (stacks,) if len(runs) == 1 else split_layers(params, precision)["layers"]
+    return list(zip(runs, stacks, strict=True))
+
+
+def _layer(x_BTD: Array, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope, attend: Callable):
+    """One decoder layer -> (x_BTD, what `attend` left behind). `attend(q, k, v)` gets rotated, normalised heads."""
+
+    def project(x: Array, block: str, name: str) -> Array:
+        return linear(x, w[block][name]["weight"], precision, name in run.fp8)
+
+    def heads(x: Array, name: str, norm: str = "") -> Array:
+        y = project(x, "self_attn", name).reshape(*x.shape[:2], -1, cfg.head_dim)
+        return nn.rms_norm(y, w["self_attn"][norm]["weight"], cfg.rms_norm_eps) if norm and cfg.qk_norm else y
+
+    h = nn.rms_norm(x_BTD, w["input_layernorm"]["weight"], cfg.rms_norm_eps)
+    q, k, v = heads(h, "q_proj", "q_norm"), heads(h, "k_proj", "k_norm"), heads(h, "v_proj")
+    o_BTHd, left = attend(nn.apply_rope(q, *rope), nn.apply_rope(k, *rope), v)
+    x_BTD = x_BTD + project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj")
+    h = nn.rms_norm(x_BTD, w["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
+    h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"))
+    return x_BTD + project(h_BTF, "mlp", "down_proj"), left
+
+
+def _attend_cached(cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, q: Array, k: Array, v: Array):
+    """Store k, v [B, T, K, d] in their slots, then attend to the row's whole cache -> (o [B, T, H, d], cache)."""
+    rows = jnp.arange(q.shape[0])[:, None]
+    cast = nn.to_e4m3 if cache.k.dtype == jnp.float8_e4m3fn else lambda a: a.astype(cache.k.dtype)
+    cache = KVCache(*(c.at[layer, rows, positions_BT].set(cast(a), mode="drop") for c, a in zip(cache, (k, v))))
+    return nn.attention(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), mask_BTS), cache
+
+
+class Weight(nnx.Module):
+    """One parameter tensor."""
+
+    def __init__(self, value: Array):
+        self.weight = nnx.Param(value)
+
+
+class Attention(nnx.Module):
+    """The attention weights of all layers, stacked."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        L, D, d = cfg.num_hidden_layers, cfg.hidden_size, cfg.head_dim
+        q, kv = cfg.num_attention_heads * d, cfg.num_key_value_heads * d
+        self.q_proj, self.k_proj, self.v_proj = (Weight(_normal(rngs, (L, n, D))) for n in (q, kv, kv))
+        self.o_proj = Weight(_normal(rngs, (L, D, q), _residual_std(cfg)))
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = (Weight(jnp.ones((L, d))) for _ in range(2))
+
+
+class MLP(nnx.Module):
+    """The SwiGLU weights of all layers, stacked."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        L, D, F = cfg.num_hidden_layers, cfg.hidden_size, cfg.intermediate_size
+        self.gate_proj, self.up_proj = (Weight(_normal(rngs, (L, F, D))) for _ in range(2))
+        self.down_proj = Weight(_normal(rngs, (L, D, F), _residual_std(cfg)))
+
+
+class Layers(nnx.Module):
+    """All decoder layers, stacked."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        shape = (cfg.num_hidden_layers, cfg.hidden_size)
+        self.input_layernorm, self.post_attention_layernorm = (Weight(jnp.ones(shape)) for _ in range(2))
+        self.self_attn, self.mlp = Attention(cfg, rngs), MLP(cfg, rngs)
+
+
+class Transformer(nnx.Module):
+    """Owns the parameters, float32, drawn as N(0, 0.02) with residual outputs scaled by 1/sqrt(2L) (GPT-2, section 2.3)."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.embed_tokens = Weight(_normal(rngs, (cfg.vocab_size, cfg.hidden_size)))
+        self.layers = Layers(cfg, rngs)
+        self.norm = Weight(jnp.ones(cfg.hidden_size))
+        if not cfg.tie_word_embeddings:
+            self.lm_head = Weight(_normal(rngs, (cfg.vocab_size, cfg.hidden_size)))
+
+    def params(self) -> Params:
+        """The tree that the pure functions take."""
+        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+
+    def __call__(self, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array, precision: Precision) -> Array:
+        """`forward` on these parameters."""
+        return forward(self.params(), self.cfg, tokens_BT, positions_BT, segment_ids_BT, precision)
+
+
+def init_params(cfg: ModelConfig, key: Array, dtype: Any = jnp.float32) -> Params:
+    """Fresh parameters in `dtype`, drawn in float32."""
+    params = Transformer(cfg, nnx.Rngs(key)).params()
+    return jax.tree.map(lambda a: a.astype(dtype), params)
+
+
+def _residual_std(cfg: ModelConfig) -> float:
+    return 0.02 / (2 * cfg.num_hidden_layers) ** 0.5
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = 0.02) -> Array:
+    return std * jax.random.normal(rngs.params(), shape, jnp.float32)

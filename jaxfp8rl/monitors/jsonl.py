@@ -1,0 +1,65 @@
+"""One JSON object a line, flushed at once: metrics.jsonl, and samples.jsonl.
+
+JSON has no NaN and no infinity, so a non-finite float is written as the string "nan", "inf" or "-inf", which Python's
+`float` reads back: every line stays valid JSON for every reader. `read_metrics` turns them into floats again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NON_FINITE = {"nan", "inf", "-inf"}
+
+
+class JsonlMonitor:
+    """Appends records to `path`, whose folder is made. A record of a sample may hold nested JSON values and text."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write one line. numpy and JAX values are taken as their Python values."""
+        self._file.write(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what came after the restored `step`: lines of later steps, and a line cut short by a crash."""
+        self._file.close()
+        kept = [line for line in _whole_lines(self.path) if json.loads(line)["step"] <= step]
+        draft = self.path.with_name(self.path.name + ".tmp")
+        draft.write_text("".join(kept), encoding="utf-8")
+        os.replace(draft, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float | int | str]]:
+    """The records of metrics.jsonl, non-finite floats restored; a last line cut short by a crash is left out."""
+    return [{k: _restored(v) for k, v in json.loads(line).items()} for line in _whole_lines(Path(path))]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    with path.open(encoding="utf-8", newline="\n") as file:
+        return [line for line in file if line.endswith("\n")]
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _restored(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and value in _NON_FINITE else value

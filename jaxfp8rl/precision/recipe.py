@@ -1,0 +1,163 @@
+"""The precision recipes: the single source of which tensor is in which format.
+
+A `Recipe` is what a user names in the config. Together with what the engine reports it computes in and the model's shapes
+it resolves to a `Precision`, the hashable record that the model's forward pass reads.
+
+| recipe        | engine            | learner forward          | learner backward   | reproduces                |
+|---------------|-------------------|--------------------------|--------------------|---------------------------|
+| bf16          | BF16              | BF16                     | BF16               | the baseline              |
+| fp8_rollout   | FP8 W8A8 (or A16) | BF16                     | BF16               | FP8-RL (verl)             |
+| fp8_unified   | FP8 W8A8 (or A16) | FP8, the published bytes | FP8 dgrad, wgrad   | Jet-RL, NeMo RL, InfiR2   |
+| fp8_forward   | FP8               | FP8, the published bytes | BF16               | ablation                  |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from bridges.api import EngineFormats
+from jaxfp8rl.errors import ConfigError, nearest
+from pallas_kernels.quantize import BLOCK
+
+FP8_WEIGHT = "fp8_e4m3_128x128"
+FP8_ACTIVATION = "fp8_e4m3_1x128"
+FP8_KV = "fp8_e4m3"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """`engine_fp8`: the engine's linears. `forward_fp8`, `backward_fp8`: the learner's, mirroring the engine's report."""
+
+    name: str
+    engine_fp8: bool
+    forward_fp8: bool
+    backward_fp8: bool
+
+
+RECIPES = {
+    r.name: r
+    for r in (
+        Recipe("bf16", False, False, False),
+        Recipe("fp8_rollout", True, False, False),
+        Recipe("fp8_unified", True, True, True),
+        Recipe("fp8_forward", True, True, False),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRun:
+    """Layers [start, stop) share the set `fp8` of modules ("q_proj", ...) that compute in FP8."""
+
+    start: int
+    stop: int
+    fp8: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """How one forward pass computes. Hashable: a static argument of the jitted step.
+
+    runs: consecutive layers with equal FP8 modules, covering all layers.
+    activations_fp8: activations enter FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16).
+    backward_fp8: dgrad and wgrad of FP8 products in FP8.
+    kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's cache holds them.
+    weight_dtype: the float type the published policy is rounded to; the float32 master weights only feed the optimiser.
+    """
+
+    runs: tuple[LayerRun, ...]
+    activations_fp8: bool = True
+    backward_fp8: bool = False
+    kv_fp8: bool = False
+    compute_dtype: str = "bfloat16"
+    weight_dtype: str = "bfloat16"
+
+    @classmethod
+    def uniform(cls, num_layers: int, compute_dtype: str = "float32", **kw) -> Precision:
+        """All layers in `compute_dtype`, nothing quantised; keywords override the other fields."""
+        return cls((LayerRun(0, num_layers, frozenset()),), compute_dtype=compute_dtype, **kw)
+
+    @property
+    def any_fp8(self) -> bool:
+        return any(run.fp8 for run in self.runs)
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of that name; ConfigError with the nearest name otherwise."""
+    if name not in RECIPES:
+        raise ConfigError(f'precision.recipe: unknown recipe "{name}"{nearest(name, RECIPES)}')
+    return RECIPES[name]
+
+
+def fp8_runs(
+    shapes: dict[str, tuple[int, int]], num_layers: int, first_bf16: int = 0, last_bf16: int = 0, exclude: str = ""
+) -> tuple[LayerRun, ...]:
+    """Group layers by which of their linears (`shapes`: "self_attn.q_proj" -> (N, K)) the engine runs in FP8.
+
+    A layer's linear is excluded when it is among the first or last layers named or when the pattern `exclude` is found in
+    its HF module name, "model.layers.3.mlp.down_proj". A linear that is left must have a contraction of whole blocks, and
+    a member of a fused product (q, k, v; gate, up) whole blocks of outputs: ConfigError names the pattern that excludes it.
+    """
+    try:
+        pattern = re.compile(exclude) if exclude else None
+    except re.error as e:
+        raise ConfigError(f"precision.exclude: {exclude!r} is not a regular expression: {e}") from e
+
+    def fp8_modules(i: int) -> frozenset[str]:
+        if i < first_bf16 or i >= num_layers - last_bf16:
+            return frozenset()
+        named = {m.split(".")[-1]: f"model.layers.{i}.{m}" for m in shapes}
+        return frozenset(short for short, full in named.items() if not (pattern and pattern.search(full)))
+
+    sets = [fp8_modules(i) for i in range(num_layers)]
+    _check_shapes(shapes, frozenset().union(*sets))
+    starts = [i for i in range(num_layers) if i == 0 or sets[i] != sets[i - 1]]
+    return tuple(LayerRun(a, b, sets[a]) for a, b in zip(starts, starts[1:] + [num_layers]))
+
+
+_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+
+
+def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str]) -> None:
+    odd = []
+    for module, (n, k) in shapes.items():
+        short = module.split(".")[-1]
+        fused = any(short in group for group in _FUSED)
+        if short in used and (k % BLOCK or (fused and n % BLOCK)):
+            odd.append((short, n, k))
+    if odd:
+        listing = ", ".join(f"{s} [{n}, {k}]" for s, n, k in odd)
+        raise ConfigError(
+            f"precision: FP8 blocks are {BLOCK}x{BLOCK} and these linears do not divide: {listing}",
+            f'leave them in high precision: precision.exclude = "{"|".join(s for s, _, _ in odd)}"',
+        )
+    for group in _FUSED:
+        if used & group and not group <= used:
+            raise ConfigError(
+                f"precision.exclude: {', '.join(sorted(group))} are one product in the engine: exclude all of them or none"
+            )
+
+
+def resolve(
+    recipe: Recipe, runs: tuple[LayerRun, ...], formats: EngineFormats, compute_dtype: str, weight_dtype: str
+) -> Precision:
+    """The learner's Precision: the recipe, mirroring what the engine reports (W8A8 or W8A16, FP8 KV or not).
+
+    Raises ConfigError when the engine does not compute in what the recipe asks of it: nothing falls back silently.
+    """
+    engine_fp8 = formats.weights == FP8_WEIGHT
+    if engine_fp8 != recipe.engine_fp8:
+        raise ConfigError(
+            f'precision.recipe "{recipe.name}" needs {"FP8" if recipe.engine_fp8 else "unquantised"} engine weights, '
+            f'the engine reports "{formats.weights}"'
+        )
+    plain = (LayerRun(0, runs[-1].stop, frozenset()),)
+    return Precision(
+        runs=runs if recipe.forward_fp8 else plain,
+        activations_fp8=formats.activations == FP8_ACTIVATION,
+        backward_fp8=recipe.backward_fp8,
+        kv_fp8=recipe.forward_fp8 and formats.kv_cache == FP8_KV,
+        compute_dtype=compute_dtype,
+        weight_dtype=weight_dtype,
+    )

@@ -1,0 +1,88 @@
+"""The one place where the learner meets concrete engines and transports. Each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+from jax import Array
+
+from bridges.api import EngineFormats, RolloutEngine, WeightTransport
+from jaxfp8rl.config import Config
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import param_table
+from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, LayerRun, Precision, get_recipe
+from jaxfp8rl.publish import assemble, is_fp8, wire_manifest
+
+
+def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    """The engine the config names, with a transport opened on it. `runs`: which linears it holds in FP8.
+
+    Raises ConfigError (from the engine's own checks) or ImportError with the extra to install.
+    """
+    engine, transport = {"jax": _jax, "vllm": _vllm}[cfg.rollout.engine](cfg, model, runs)
+    transport.open(engine)
+    return engine, transport
+
+
+def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    from bridges.rollout.jax_engine import EngineModel, JaxEngine
+    from bridges.weights.jax_inprocess import JaxInprocess
+    from jaxfp8rl.losses.logprobs import logits_of
+    from jaxfp8rl.models.transformer import forward_cached, head_weight, init_cache
+    from jaxfp8rl.precision.linear import QuantizedWeight
+
+    formats = _embedded_formats(cfg)
+    precision = Precision(
+        runs, activations_fp8=formats.activations == FP8_ACTIVATION, kv_fp8=formats.kv_cache == FP8_KV,
+        compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
+    )  # fmt: skip
+
+    def to_compute(w: Array | QuantizedWeight) -> Array | QuantizedWeight:
+        return w if isinstance(w, QuantizedWeight) else w.astype(precision.compute_dtype)
+
+    def to_params(tensors: Mapping[str, Array]) -> dict:
+        return jax.tree.map(to_compute, assemble(model, runs, tensors), is_leaf=lambda w: isinstance(w, QuantizedWeight))
+
+    functions = EngineModel(
+        manifest=wire_manifest(model, runs, precision.weight_dtype),
+        assemble=to_params,
+        init_cache=lambda batch, length: init_cache(model, batch, length, precision),
+        step=lambda params, tokens, positions, cache: forward_cached(params, model, tokens, positions, cache, precision),
+        logits=lambda params, hidden: logits_of(hidden, head_weight(params, model)),
+        formats=formats,
+        vocab_size=model.vocab_size,
+    )
+    limits = dict(max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed)
+    return JaxEngine(functions, **limits), JaxInprocess()
+
+
+def _embedded_formats(cfg: Config) -> EngineFormats:
+    """What the embedded engine computes in: the recipe's engine column, as the config details it."""
+    compute, fp8 = cfg.precision.compute_dtype, get_recipe(cfg.precision.recipe).engine_fp8
+    return EngineFormats(
+        weights=FP8_WEIGHT if fp8 else cfg.precision.weight_dtype,
+        activations=FP8_ACTIVATION if fp8 and cfg.precision.embedded_activations == "fp8" else compute,
+        kv_cache=FP8_KV if cfg.rollout.kv_cache == "fp8" else compute,
+        compute=compute,
+    )
+
+
+def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    from bridges.rollout.vllm_engine import VllmEngine
+    from bridges.weights.vllm_inprocess import VllmReload
+
+    linears = [e for e in param_table(model) if e.role == "linear"]
+    engine = VllmEngine(
+        model.to_hf(),
+        weights=FP8_WEIGHT if get_recipe(cfg.precision.recipe).engine_fp8 else cfg.precision.weight_dtype,
+        kv_cache=FP8_KV if cfg.rollout.kv_cache == "fp8" else "auto",
+        dtype=cfg.precision.weight_dtype,
+        high_precision_modules=[e.hf_name.removesuffix(".weight") for e in linears if not is_fp8(e, runs)],
+        max_model_len=cfg.max_model_len,
+        max_num_seqs=cfg.rollout.max_num_seqs,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+        enforce_eager=cfg.rollout.enforce_eager,
+        seed=cfg.run.seed,
+    )
+    return engine, VllmReload()

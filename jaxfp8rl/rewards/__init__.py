@@ -1,0 +1,1 @@
+"""Scores of completions, and the killable process in which untrusted or slow scorers run."""

@@ -1,0 +1,99 @@
+"""From the text of a completion to an answer, and from an answer to a score in [0, 1].
+
+Everything here takes text and returns numbers. `math_verify` may loop on hostile input for longer than anyone would wait:
+call it only inside the child process of `jaxfp8rl.rewards.runner`, whose clock can kill it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import re
+import unicodedata
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jaxfp8rl.errors import ConfigError, nearest
+
+Extract = Literal["all", "tag", "last_line", "last_number"]
+SCORERS = ("exact", "math_verify")
+# A minus directly after a digit is a subtraction, not a sign; commas count as thousands separators.
+_NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def extract(text: str, how: Extract) -> str | None:
+    """The answer inside a completion, stripped; None when there is none of that form (which scores 0, not undefined).
+
+    all: the whole text. tag: inside the last `<answer>...</answer>`. last_line: the last line that is not blank.
+    last_number: the last decimal number, its thousands separators removed.
+    """
+    if how == "tag":
+        end = text.rfind("</answer>")
+        start = text.rfind("<answer>", 0, max(end, 0))
+        return text[start + len("<answer>"):end].strip() if start >= 0 else None
+    if how == "last_line":
+        return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), None)
+    if how == "last_number":
+        numbers = _NUMBER.findall(text)
+        return numbers[-1].replace(",", "") if numbers else None
+    return text.strip()
+
+
+def normalise(text: str) -> str:
+    """NFKC, case-folded, runs of white space as one blank, one final full stop dropped."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).removesuffix(".").rstrip()
+
+
+def exact_match(answer: str, candidate: str) -> float:
+    """1.0 when both normalise to the same text, else 0.0."""
+    return float(normalise(answer) == normalise(candidate))
+
+
+@functools.cache
+def _math_verify():
+    import math_verify
+
+    # It warns once that its own alarms are off. They are: the parent's clock stands in for them.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify
+
+
+def math_verify(answer: str, candidate: str) -> float:
+    """1.0 when the candidate's last mathematical expression equals the answer's (package math-verify), else 0.0.
+
+    Raises ValueError when the reference answer itself does not parse: the score is then undefined, not 0.
+    """
+    lib = _math_verify()
+    # Bare text is searched for numbers ("2x+3" would read as 3), so a reference without delimiters is given as LaTeX.
+    latex = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+    gold = lib.parse(latex, fallback_mode="no_fallback", parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
+    return float(lib.verify(gold, lib.parse(candidate, parsing_timeout=None), timeout_seconds=None))
+
+
+def check_scorer_name(name: str) -> None:
+    """Raise ConfigError unless `name` is a built-in scorer or has the form `package.module:function`."""
+    if name not in SCORERS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        raise ConfigError(f'task.scorer: unknown scorer "{name}"{nearest(name, SCORERS)}',
+                          'for a scorer of your own give "package.module:function", function(problem, text) -> float | None')
+
+
+def load_scorer(name: str) -> Callable[[Any, str], float | None]:
+    """The function (problem, candidate text) -> score behind a name; imports what it needs.
+
+    Raises ConfigError for an unknown name, a module that cannot be imported, or a function it does not have.
+    """
+    check_scorer_name(name)
+    if name == "exact":
+        return lambda problem, text: exact_match(problem.answer, text)
+    if name == "math_verify":
+        _math_verify()
+        return lambda problem, text: math_verify(problem.answer, text)
+    module, function = name.split(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f'task.scorer: cannot load "{name}": {e}',
+                          "the module must be importable from where you start") from e

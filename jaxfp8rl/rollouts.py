@@ -1,0 +1,120 @@
+"""From problems to scored groups of completions: what stands between the engine and the packed batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bridges.api import Completion, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
+from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.data.tasks import Problem
+from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.losses.advantages import group_advantages
+from jaxfp8rl.rewards.runner import RewardRunner
+
+
+class Prompt(NamedTuple):
+    """A problem and its token ids."""
+
+    problem: Problem
+    token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The n completions of one prompt with their rewards [n]; NaN where the scorer has no answer."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]
+    rewards: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """All usable groups of a step; `rejected` says of each refused group why."""
+
+    groups: tuple[Group, ...]
+    rejected: tuple[str, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """reward/*, response/*, rollout/* of metrics.jsonl."""
+        rewards = np.concatenate([g.rewards for g in self.groups])
+        completions = [c for g in self.groups for c in g.completions]
+        lengths = np.array([len(c.token_ids) for c in completions])
+        undefined = np.isnan(rewards)
+        return {
+            "reward/mean": float(np.mean(rewards[~undefined])) if not undefined.all() else float("nan"),
+            "reward/std": float(np.std(rewards[~undefined])) if not undefined.all() else float("nan"),
+            "reward/undefined": int(undefined.sum()),
+            "reward/groups_solved_in_part": float(np.mean([0 < np.nanstd(g.rewards) for g in self.groups])),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": int(lengths.max()),
+            "response/cut_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
+            "rollout/groups_rejected": len(self.rejected),
+            "tokens/rollout": int(lengths.sum()),
+        }
+
+
+def make_requests(prompts: Sequence[Prompt], sampling: SamplingParams, n: int, seed: int, step: int) -> list[GenRequest]:
+    """One request a prompt. Each seed is drawn from (run seed, step, place), so a resumed run samples the same."""
+    seeds = np.random.SeedSequence([seed, step]).generate_state(len(prompts))
+    return [
+        GenRequest(f"{step}/{i}", p.token_ids, sampling, n, int(s)) for i, (p, s) in enumerate(zip(prompts, seeds))
+    ]  # fmt: skip
+
+
+def generate(engine: RolloutEngine, prompts: Sequence[Prompt], requests: Sequence[GenRequest], version: int):
+    """The engine's answers in order, with those groups set apart that cannot be learned from -> (kept, rejected).
+
+    A group is rejected whole when one of its completions has missing, short or non-finite log-probabilities or was sampled
+    at another weight version than `version`: half a group has another baseline. Raises EngineUnhealthy when none is left.
+    """
+    kept, rejected = [], []
+    for prompt, request, completions in zip(prompts, requests, engine.generate(requests), strict=True):
+        problem = _problem(request, completions, version)
+        if problem:
+            rejected.append(f"request {request.request_id}: {problem}")
+        else:
+            kept.append((prompt, tuple(completions)))
+    if not kept:
+        raise EngineUnhealthy(
+            f"every group of the step was rejected; the first: {rejected[0]}; engine health: {engine.health().detail or 'ok'}",
+            "check the published weights; resume from the last checkpoint with --resume",
+        )
+    return kept, tuple(rejected)
+
+
+def _problem(request: GenRequest, completions: Sequence[Completion], version: int) -> str | None:
+    if len(completions) != request.n:
+        return f"{len(completions)} completions, {request.n} asked for"
+    for c in completions:
+        if found := c.problem():
+            return f"completion {c.index}: {found}"
+        if any(span.version != version for span in c.version_spans) or not c.version_spans:
+            return f"completion {c.index}: sampled at weight versions {c.version_spans}, expected {version}"
+    return None
+
+
+def score(kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner) -> list[Group]:
+    """Decode every completion (without its stop token) and ask the task what it is worth."""
+    stops = set(tokenizer.eos_token_ids)
+    texts = [[tokenizer.decode([t for t in c.token_ids.tolist() if t not in stops]) for c in cs] for _, cs in kept]
+    flat = [(prompt.problem, text) for (prompt, _), group in zip(kept, texts) for text in group]
+    values = iter([float("nan") if s.value is None else s.value for s in rewards.score(flat)])
+    return [
+        Group(prompt, completions, tuple(group), np.array([next(values) for _ in group]))
+        for (prompt, completions), group in zip(kept, texts)
+    ]
+
+
+def to_samples(groups: Sequence[Group], advantage: str) -> list[Sample]:
+    """Every completion with its group-relative advantage, ready to pack. Groups may differ in size."""
+    samples = []
+    for g in groups:
+        for completion, a in zip(g.completions, group_advantages(g.rewards[None], advantage)[0]):
+            samples.append(Sample(g.prompt.token_ids, completion.token_ids, completion.logprobs, float(a)))
+    return samples

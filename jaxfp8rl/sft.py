@@ -1,0 +1,91 @@
+"""The supervised warm start: cross-entropy on the answers of a task, in high precision.
+
+`train` runs it before step 1 when `sft.steps` > 0; `jaxfp8rl sft` runs it alone and writes an HF folder.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from jaxfp8rl.build import load_data, model_config, starting_params
+from jaxfp8rl.config import Config
+from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
+from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.errors import ConfigError, NonFiniteStep
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.loading import save_params
+from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
+from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.rollouts import Prompt
+from jaxfp8rl.train_step import accumulate, make_logprobs, policy_weights
+from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
+
+
+def run_sft(cfg: Config) -> None:
+    """`jaxfp8rl sft`: warm-start the config's model and write it to <run.dir>/sft, an HF folder for `model.path`."""
+    if not cfg.sft.steps:
+        raise ConfigError("sft.steps = 0: nothing to train", "set sft.steps, sft.lr and sft.examples_per_step")
+    cfg.check()
+    model = model_config(cfg)
+    data = load_data(cfg, model)
+    params = warm_start(cfg, model, starting_params(cfg, model), data.train, data.tokenizer, print)
+    folder = Path(cfg.run.dir) / "sft"
+    save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
+    data.tokenizer.save(folder)
+    print(f"wrote {folder}")
+
+
+def warm_start(
+    cfg: Config, model: ModelConfig, params: Params, prompts: Sequence[Prompt], tokenizer: Tokenizer, note: Callable
+) -> Params:
+    """`sft.steps` updates on (prompt, answer + stop token) pairs drawn by (run.seed, step) -> float32 parameters."""
+    precision = Precision.uniform(
+        model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype
+    )
+    optim = cfg.optim.model_copy(update={"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "constant"})
+    optimizer = make_optimizer(optim, cfg.sft.steps)
+    step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
+    shape = cfg.train.row_tokens, cfg.train.rows_per_microbatch
+    microbatches = microbatches_needed(cfg.sft.examples_per_step, cfg.max_model_len, *shape)
+    state = init_state(params, optimizer)
+    for step in range(1, cfg.sft.steps + 1):
+        chosen = np.random.default_rng([cfg.run.seed, step]).integers(len(prompts), size=cfg.sft.examples_per_step)
+        samples = [_example(prompts[i], tokenizer, cfg) for i in chosen]
+        state, metrics = step_fn(state, pack(samples, *shape, microbatches))
+        if step % max(cfg.sft.steps // 10, 1) == 0 or step == cfg.sft.steps:
+            note(f"warm start {step}/{cfg.sft.steps}  loss {float(metrics['loss']):.4f}")
+            if int(state.bad_steps):
+                raise NonFiniteStep("the warm start's loss is not finite", "lower sft.lr")
+    return state.params
+
+
+def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.GradientTransformation) -> Callable:
+    """Jitted step(state, batch) -> (state, metrics): mean negative log-likelihood of the response tokens, in nats."""
+
+    def loss_fn(weights: Params, micro: tuple, tokens: Array) -> tuple[Array, StepMetrics]:
+        (batch,) = micro
+        logp, _ = logprobs(weights, batch)
+        return -jnp.sum(jnp.where(batch.response_mask, logp, 0.0)) / tokens, {}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
+        tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
+        weights = policy_weights(state.params, precision)
+        value, _, grads = accumulate(functools.partial(loss_fn, tokens=tokens), weights, (batch,), batch.response_mask)
+        state, metrics = guarded_update(optimizer, state, value, grads)
+        return state, {"loss": value, **metrics}
+
+    return step
+
+
+def _example(prompt: Prompt, tokenizer: Tokenizer, cfg: Config) -> Sample:
+    answer = tokenizer.encode(prompt.problem.answer)[: cfg.rollout.max_new_tokens - 1] + [tokenizer.eos_token_ids[0]]
+    return Sample(prompt.token_ids, answer, np.zeros(len(answer), np.float32), 0.0)

@@ -1,0 +1,298 @@
+"""TOML files and command-line overrides -> `Config`, and back.
+
+A refusal names the file, the line, the key, what was wrong and the nearest right thing, and all problems of a file are
+listed at once. tomllib forgets where a key stood, so on an error `key_lines` finds it again: it parses ever longer prefixes
+of the file and notes when each key first appears, which is right for multi-line values, dotted keys and inline tables alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.resources
+import json
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pydantic
+
+from jaxfp8rl.config import Config, Section
+from jaxfp8rl.errors import ConfigError, nearest
+
+KeyPath = tuple[str, ...]
+MAX_PROBLEMS = 10
+
+
+class Override(NamedTuple):
+    """One `--section.key value` of the command line."""
+
+    flag: str
+    path: KeyPath
+    value: Any
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, or a shipped preset by its bare name ("demo"), apply overrides and check everything.
+
+    overrides: command-line words, `["--optim.lr", "1e-6", "--run.dir=runs/a"]`. Raises ConfigError.
+    """
+    name, text = _read(path)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(_syntax_problem(name, text, e)) from e
+    given = parse_overrides(overrides)
+    for override in given:
+        _set(data, override)
+    where = _Places(name, text, given)
+    try:
+        return Config.model_validate(data).check()
+    except pydantic.ValidationError as e:
+        problems = [f"{where(tuple(map(str, err['loc'])))}: {_explain(err)}" for err in e.errors()]
+        raise _config_error(name, problems) from e
+    except ConfigError as e:
+        raise _place_cross_check(e, where) from e
+
+
+def dump_config(cfg: Config) -> str:
+    """The resolved config as TOML: every field, with its description as a comment. Loads back to an equal Config."""
+    return "\n".join(line for name in Config.model_fields for line in _dump_section(name, getattr(cfg, name)))
+
+
+# --- presets
+
+
+def presets() -> dict[str, Traversable]:
+    """The shipped configs by name: `configs/` beside the package in a checkout, `jaxfp8rl/_presets` in a wheel."""
+    package = importlib.resources.files("jaxfp8rl")
+    shipped = package / "_presets"
+    folder = shipped if shipped.is_dir() else Path(str(package)).parent / "configs"
+    files = folder.iterdir() if folder.is_dir() else ()
+    return {f.name.removesuffix(".toml"): f for f in files if f.name.endswith(".toml")}
+
+
+def _read(path: str) -> tuple[str, str]:
+    """(name for messages, text) of a file, or of a preset named by its bare name."""
+    file = Path(path)
+    shipped = presets()
+    if file.is_file():
+        source: Path | Traversable = file
+    elif path in shipped:
+        source = shipped[path]
+    else:
+        raise ConfigError(f"{path}: no such file, nor a shipped preset{nearest(file.stem, shipped)}",
+                          "give the path of a TOML file or the bare name of a preset: jaxfp8rl train demo")  # fmt: skip
+    try:
+        return str(file) if source is file else f"{path}.toml", source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {e}") from e
+
+
+def _syntax_problem(name: str, text: str, e: tomllib.TOMLDecodeError) -> str:
+    at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(e))
+    what = str(e)[: at.start()] if at else str(e)
+    line, column = (int(at[1]), int(at[2])) if at and at[1] else (text.count("\n") + 1, 1)
+    lines = text.splitlines() or [""]
+    shown = lines[min(line, len(lines)) - 1]
+    return f"{name}:{line}:{column}: not valid TOML: {what}\n    {shown}"
+
+
+# --- overrides
+
+
+def parse_overrides(words: Sequence[str]) -> list[Override]:
+    """`--optim.lr 1e-6` and `--optim.lr=1e-6`; the value is TOML, a bare word a string. Raises ConfigError."""
+    out, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, text = word.partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{word!r}: expected --section.key value", "for example --optim.lr 1e-6")
+        if not equals:
+            if not rest or re.match(r"--[A-Za-z]", rest[0]):
+                raise ConfigError(f"{flag}: a value is missing", f"{flag} VALUE")
+            text = rest.pop(0)
+        out.append(Override(flag, tuple(flag[2:].replace("-", "_").split(".")), _parse_value(flag, text)))
+    return out
+
+
+def _parse_value(flag: str, text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as e:
+        if text.lstrip()[:1] in ('"', "'", "[", "{"):
+            raise ConfigError(f"{flag}: {text} is not valid TOML: {e}", 'lists look like \'["a", "b"]\'') from e
+        return text
+    is_word = len(parsed) > 1 or isinstance(parsed["value"], datetime.date | datetime.time)  # a run named by its date
+    return text if is_word else parsed["value"]
+
+
+def _set(data: dict[str, Any], override: Override) -> None:
+    *parents, key = override.path
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{override.flag}: {parent} is a value, not a table of keys")
+    data[key] = override.value
+
+
+# --- where a key stands
+
+
+class _Places:
+    """KeyPath -> "demo.toml:12: optim.lr" or "--optim.lr"; looks the lines up when first asked, errors being rare."""
+
+    def __init__(self, name: str, text: str, overrides: Sequence[Override]):
+        self.name, self.text = name, text
+        self.flags = {o.path: o.flag for o in overrides}
+        self.lines: dict[KeyPath, int] | None = None
+
+    def __call__(self, path: KeyPath) -> str:
+        if self.lines is None:
+            self.lines = key_lines(self.text)
+        for n in range(len(path), 0, -1):  # a missing key is reported at its section
+            if path[:n] in self.flags:
+                return self.flags[path[:n]] if n == len(path) else f"{self.flags[path[:n]]}: {'.'.join(path)}"
+            if path[:n] in self.lines:
+                return f"{self.name}:{self.lines[path[:n]]}: {'.'.join(path)}"
+        return f"{self.name}: {'.'.join(path)}"
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """The line, from 1, on which each key and table of a valid TOML text is first written."""
+    lines, seen, start = text.splitlines(keepends=True), {}, 1
+    for n in range(1, len(lines) + 1):
+        try:
+            data = tomllib.loads("".join(lines[:n]))
+        except tomllib.TOMLDecodeError:
+            continue  # inside a multi-line value, which began at `start`
+        for path in _paths(data):
+            seen.setdefault(path, start)
+        start = n + 1
+    return seen
+
+
+def _paths(data: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    for key, value in data.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*prefix, key))
+
+
+# --- what was wrong
+
+SECTIONS: dict[str, type[Section]] = {n: f.annotation for n, f in Config.model_fields.items()}
+TOML_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
+LIMITS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "greater than"),
+          "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}  # fmt: skip
+EXPECTED = {"int": "an integer", "float": "a number", "string": "a string", "bool": "true or false", "tuple": "a list",
+            "dict": "a table", "model": "a section of keys, [section]"}  # fmt: skip
+
+
+def unknown_key(path: KeyPath) -> str:
+    """Why `path` is no key: the section it belongs to, or the nearest name."""
+    *sections, key = path
+    homes = [f"{s}.{key}" for s, model in SECTIONS.items() if key in model.model_fields]
+    if homes:
+        return f'unknown key: "{key}" belongs to {" or ".join(homes)}'
+    if not sections:
+        everything = {f"{s}.{k}": k for s, model in SECTIONS.items() for k in model.model_fields}
+        close = nearest(key, [*SECTIONS, *everything.values()])
+        full = next((f for f, k in everything.items() if f'"{k}"' in close), None)
+        return "unknown section or key" + (f' (did you mean "{full}"?)' if full else nearest(key, SECTIONS))
+    return f"unknown key{nearest(key, SECTIONS[sections[0]].model_fields)}"
+
+
+def _explain(err: Mapping[str, Any]) -> str:
+    """A pydantic error as a line for the user."""
+    kind, path, got = err["type"], tuple(map(str, err["loc"])), err["input"]
+    if kind == "extra_forbidden":
+        return unknown_key(path)
+    if kind == "missing":
+        return f"missing; it has no default{_description(path)}"
+    if kind == "literal_error":
+        options = re.findall(r"'([^']*)'", err["ctx"]["expected"])
+        return f"{json.dumps(got, default=str)} is not a choice{nearest(str(got), options)}"
+    if kind in LIMITS:
+        key, words = LIMITS[kind]
+        return f"must be {words} {err['ctx'][key]:g}, got {got}"
+    if kind == "finite_number":
+        return f"must be finite, got {got}"
+    expected = EXPECTED.get(kind.removesuffix("_type").removesuffix("_parsing"))
+    if expected is None:
+        return f"{err['msg'].lower()}, got {got!r}"
+    hint = f"; quote it: '\"{got}\"'" if expected == "a string" and isinstance(got, bool | int | float) else ""
+    return f"expected {expected}, got {json.dumps(got, default=str)} ({TOML_TYPES.get(type(got), type(got).__name__)}){hint}"
+
+
+def _description(path: KeyPath) -> str:
+    if len(path) != 2:
+        return ""
+    text = SECTIONS[path[0]].model_fields[path[1]].description
+    return f" ({text})" if text else ""
+
+
+def _config_error(name: str, problems: list[str]) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(problems[0], "`jaxfp8rl config demo` prints every key with its meaning")
+    more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+    listing = "\n  ".join(problems[:MAX_PROBLEMS] + more)
+    return ConfigError(
+        f"{name}: {len(problems)} problems\n  {listing}", "`jaxfp8rl config demo` prints every key with its meaning"
+    )
+
+
+def _place_cross_check(e: ConfigError, where: _Places) -> ConfigError:
+    """Put the place of the first key that a `Config.check` message names before the message."""
+    message = str(e).removesuffix(f"\n  next step: {e.next_step}")
+    for section, key in re.findall(r"\b([a-z]+)\.([a-z_0-9]+)", message):
+        if section in SECTIONS and key in SECTIONS[section].model_fields:
+            place = where((section, key))
+            break
+    else:
+        place = where((message.split(":")[0],))
+    place = place.removesuffix(f": {place.split(': ')[-1]}") if ": " in place else place  # the message names the key itself
+    return ConfigError(f"{place}: {message}", e.next_step)
+
+
+# --- writing
+
+
+def _dump_section(name: str, section: Section) -> list[str]:
+    model = type(section)
+    doc = (model.__doc__ or "").strip().splitlines()[0]
+    lines, tables = [f"# {doc}", f"[{name}]"], []
+    for key, field in model.model_fields.items():
+        value = getattr(section, key)
+        if isinstance(value, dict) and value:
+            tables += [f"[{name}.{key}]", *(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items())]
+        else:
+            choices = " | ".join(typing.get_args(field.annotation)) if typing.get_origin(field.annotation) is Literal else ""
+            comment = ": ".join(filter(None, (choices, field.description)))
+            lines.append(f"{key} = {_toml(value)}" + (f"  # {comment}" if comment else ""))
+    return [*lines, *tables, ""]
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML, nested tables inline."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is, TOML forbids it
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_toml_key(k)} = {_toml(v)}' for k, v in value.items())}}}"
+    raise ConfigError(f"{value!r} has no form in TOML", "leave the key out: an absent key is TOML's null")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)

@@ -1,0 +1,46 @@
+"""The records that the learner's jitted functions exchange.
+
+Shape letters, everywhere in this package: B sequences or packed rows, T tokens, D model width, F hidden width, H query
+heads, K key-value heads, d head size, V vocabulary, L layers, M micro-batches, R rows of a micro-batch, N and K outputs and
+inputs of a linear. `rollout_logp` is mu (the engine), `old_logp` is pi_old (the learner at the weights that sampled),
+`logp` is pi (the learner now).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+Params = dict  # nested dict of arrays that mirrors HF names: see models/transformer.py
+StepMetrics = dict[str, Array]  # flat metric name -> scalar
+
+
+class TrainBatch(NamedTuple):
+    """One update's packed rows, as M micro-batches of R rows of T tokens. Every field is aligned with `tokens`: position t of
+    `logp`-like fields speaks of token t given the tokens before it in its segment.
+
+    tokens: token ids, 0 where padded.
+    positions: 0, 1, ... within each segment.
+    segment_ids: 1, 2, ... within a row; 0 is padding.
+    response_mask: True on the tokens that were sampled, which alone are learned from.
+    rollout_logp: the engine's log-probabilities; 0 elsewhere.
+    advantages: of the token's completion; 0 elsewhere.
+    """
+
+    tokens: Int[Array, "M R T"]
+    positions: Int[Array, "M R T"]
+    segment_ids: Int[Array, "M R T"]
+    response_mask: Bool[Array, "M R T"]
+    rollout_logp: Float[Array, "M R T"]
+    advantages: Float[Array, "M R T"]
+
+
+class TrainState(NamedTuple):
+    """All that an update changes. `params` are float32 masters; the policy is their rounding (train_step.policy_weights)."""
+
+    step: Int[Array, ""]  # updates applied
+    params: Params
+    opt_state: tuple
+    bad_steps: Int[Array, ""]  # non-finite updates in a row, none of them applied

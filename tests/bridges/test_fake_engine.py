@@ -1,0 +1,107 @@
+"""The conformance suite on the numpy engine, and the suite's own ability to fail: each fault must be caught by it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from bridges.weights.array_source import random_source
+
+from bridges import conformance
+from bridges.api import EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
+from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.rollout.fake_engine import EMBED, FakeEngine, FakeTransport, Faults
+
+
+def build(**kwargs) -> EngineUnderTest:
+    engine, transport = FakeEngine(**kwargs), FakeTransport()
+    transport.open(engine)
+    return EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
+
+
+@pytest.fixture(scope="module")
+def under_test():
+    e = build()
+    yield e
+    e.engine.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check, under_test):
+    check(under_test)
+
+
+@pytest.mark.parametrize(
+    "faults, check",
+    [
+        (Faults(logprobs="missing"), conformance.completions_come_in_order),
+        (Faults(logprobs="short"), conformance.completions_come_in_order),
+        (Faults(logprobs="nan"), conformance.completions_come_in_order),
+        (Faults(drop_tensor=EMBED), conformance.weights_decide),
+        (Faults(stale_cache=True), conformance.weights_decide),
+        (Faults(stale_version=True), conformance.receipt_tells_what_crossed),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_suite_catches(faults, check):
+    e = build(faults=faults)
+    with pytest.raises((AssertionError, PublishFailed)):
+        check(e)
+
+
+@pytest.mark.parametrize("tensor", [0, 1])
+def test_death_at_a_tensor_leaves_it_dirty_until_a_full_publish(tensor):
+    e = build()
+    e.publish(0)
+    e.engine.faults.die_at_tensor = tensor
+    with pytest.raises(PublishFailed, match=f"tensor {tensor}"):
+        e.publish(1)
+    with pytest.raises(EngineDirty, match="version 2 has not finished"):
+        e.sample()
+    e.engine.faults.die_at_tensor = None
+    assert e.publish(1).version == e.sample()[0].version_spans[0].version
+
+
+@pytest.mark.parametrize("fault, problem", [("missing", "none"), ("short", "4 log-prob"), ("nan", "nan at token 2")])
+def test_unfit_logprobs_show_in_the_completion_and_in_health_until_a_publish(fault, problem):
+    e = build(faults=Faults(logprobs=fault))
+    e.publish(0)
+    assert problem in e.sample(max_tokens=5)[0].problem()
+    assert not e.engine.health().ok and problem in e.engine.health().detail
+    e.engine.faults.logprobs = ""
+    e.publish(0)
+    assert e.engine.health().ok and e.sample()[0].problem() is None
+
+
+def test_replies_come_first_and_have_true_logprobs():
+    e = build(replies=[[5, 6], [7, 8, 9]])
+    e.publish(0)
+    a, b, c = e.sample(n=3, stop_token_ids=(8,))
+    assert (a.token_ids.tolist(), b.token_ids.tolist()) == ([5, 6], [7, 8])
+    assert b.finish_reason == "stop" and len(c.token_ids) == 8
+    arrays = dict(e.source(0))
+    logits = arrays["lm_head.weight"].astype(np.float64) @ arrays[EMBED][5]
+    want = logits[6] - np.log(np.exp(logits).sum())
+    np.testing.assert_allclose(a.logprobs[1], want, rtol=1e-5)
+
+
+def test_samples_follow_the_distribution():
+    e = build(vocab_size=4)
+    e.publish(3)
+    drawn = e.sample(n=4000, max_tokens=1, seed=0)
+    counts = np.bincount([c.token_ids[0] for c in drawn], minlength=4) / 4000
+    want = {int(c.token_ids[0]): np.exp(c.logprobs[0]) for c in drawn}
+    np.testing.assert_allclose(counts, [want.get(t, 0.0) for t in range(4)], atol=0.03)
+
+
+def test_keeps_the_contracts():
+    assert isinstance(FakeEngine(), RolloutEngine) and isinstance(FakeTransport(), WeightTransport)
+
+
+def test_slow():
+    e = build(faults=Faults(seconds=0.05))
+    receipt = e.publish(0)
+    import time
+
+    start = time.perf_counter()
+    e.engine.generate([GenRequest("slow", (1,), SamplingParams(max_tokens=1))])
+    assert time.perf_counter() - start >= 0.05 and receipt.version == 1

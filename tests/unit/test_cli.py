@@ -1,0 +1,156 @@
+"""The command line as a user meets it: exit codes, where messages go, and how quickly it answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from bridges.api import EngineUnhealthy
+from jaxfp8rl import cli
+from jaxfp8rl.errors import GateFailed, NonFiniteStep
+from jaxfp8rl.toml_config import load_config
+
+CONFIG = """\
+[run]
+dir = "runs/x"
+steps = 3
+[model]
+tokenizer = "chars:0123456789+="
+[model.config]
+architectures = ["Qwen3ForCausalLM"]
+vocab_size = 128
+hidden_size = 128
+intermediate_size = 256
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 64
+max_position_embeddings = 64
+[task]
+kind = "arithmetic"
+max_prompt_tokens = 16
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 2
+max_new_tokens = 8
+[train]
+row_tokens = 32
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """What the loop was called with, in place of the loop."""
+    calls = []
+    module = types.ModuleType("jaxfp8rl.loop")
+    module.train = lambda cfg, resume: calls.append((cfg, resume))
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", module)
+    return calls
+
+
+def test_train_passes_config_and_flags(config, trained):
+    assert cli.main(["train", "--optim.lr", "1e-3", config, "--resume", "--run.dir=runs/y"]) == 0
+    ((cfg, resume),) = trained
+    assert cfg == load_config(config, ["--optim.lr", "1e-3", "--run.dir", "runs/y"]) and resume is True
+
+
+def test_config_prints_what_loads_back(config, capsys, tmp_path):
+    assert cli.main(["config", config, "--run.seed", "-7"]) == 0
+    again = tmp_path / "again.toml"
+    again.write_text(capsys.readouterr().out)
+    assert load_config(str(again)) == load_config(config, ["--run.seed", "-7"])
+
+
+def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, capsys):
+    assert cli.main(["train", config, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "[rollout]" in out and "master weights" in out and "total" in out
+    assert trained == []
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["train", "nowhere.toml"], "nowhere.toml: no such file"),
+        (["train", "CONFIG", "--optim.lrr", "1"], '--optim.lrr: unknown key (did you mean "lr"?)'),
+        (["train", "CONFIG", "--lr", "1"], '--lr: unknown key: "lr" belongs to optim.lr or sft.lr'),
+        (["train", "CONFIG", "--temprature=1"], '(did you mean "rollout.temperature"?)'),
+        (["train", "CONFIG", "more"], "more: unexpected argument"),
+        (["doctor", "--optim.lr", "1"], "`jaxfp8rl doctor` reads no config"),
+        (["train", "CONFIG", "--optim.lr"], "--optim.lr: a value is missing"),
+    ],
+)
+def test_wrong_input_leaves_with_2_and_no_trace(words, says, config, trained, capsys):
+    assert cli.main([config if w == "CONFIG" else w for w in words]) == 2
+    out, err = capsys.readouterr()
+    assert says in err and "next step:" in err and "Traceback" not in err and out == "" and trained == []
+
+
+@pytest.mark.parametrize("error, code", [(GateFailed("gap", "look"), 3), (NonFiniteStep("nan"), 4), (EngineUnhealthy("bad"), 5),
+                                         (KeyboardInterrupt(), 130)])  # fmt: skip
+def test_exit_codes(error, code, config, monkeypatch, capsys):
+    def train(cfg, resume):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=train))
+    assert cli.main(["train", config]) == code
+    assert capsys.readouterr().err.startswith("jaxfp8rl: ")
+
+
+def test_a_bug_keeps_its_trace(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=lambda cfg, resume: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", config])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["config", "CONFIG"], ["train", "CONFIG", "--optim.lrr", "1"]])
+def test_quick_answers_load_nothing_heavy(words, config):
+    code = (
+        "import sys; from jaxfp8rl.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'jax', 'torch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    words = [config if w == "CONFIG" else w for w in words]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or done.stderr
+
+
+def test_help_teaches_every_command(capsys):
+    with pytest.raises(SystemExit) as e:
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert e.value.code == 0
+    assert all(word in out for word in ("train", "sft", "doctor", "config", "import-gguf", "--dry-run", "--resume"))
+
+
+def test_memory_plan_counts_the_tensors(config):
+    """The counted rows against the arrays themselves."""
+    import jax
+
+    from jaxfp8rl.memory_plan import memory_plan
+    from jaxfp8rl.models.config import ModelConfig
+    from jaxfp8rl.models.hf_names import empty_params
+    from jaxfp8rl.optim import init_state, make_optimizer
+
+    cfg = load_config(config, ["--precision.recipe", "fp8_unified", "--rollout.kv_cache", "fp8"])
+    model = ModelConfig.from_hf(cfg.model.config)
+    plan = {what.split(",")[0].split(" (")[0]: size for what, size in memory_plan(cfg, model)}
+    state = init_state(jax.tree.map(jax.numpy.asarray, empty_params(model, "float32")), make_optimizer(cfg.optim, 1))
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree) if x.ndim)
+    assert plan["master weights"] == size(state.params) and plan["Adam's two moments"] == size(state.opt_state)
+    assert plan["engine: keys and values"] == 2 * 2 * 8 * 24 * 2 * 64  # k and v, layers, rows, tokens, heads, width, one byte
+    assert plan["engine: weights"] < plan["master weights"] / 2
+    with_vllm = memory_plan(load_config(config, ["--rollout.engine", "vllm"]), model)
+    assert not any(what.startswith("engine") for what, _ in with_vllm)

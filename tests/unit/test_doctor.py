@@ -1,0 +1,103 @@
+"""The doctor on this very machine, and its findings on machines that are not well."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from jaxfp8rl import cli, doctor
+from jaxfp8rl.doctor import Check
+
+
+def finish(stdout="", stderr="", returncode=0):
+    return lambda *a, **k: types.SimpleNamespace(stdout=stdout, stderr=stderr, returncode=returncode)
+
+
+def only(monkeypatch, *groups):
+    for name in ("_python", "_gpu", "_jax", "_packages", "_bridge", "_memory", "_disk", "_configs"):
+        if name not in groups:
+            monkeypatch.setattr(doctor, name, lambda: iter(()))
+
+
+@pytest.fixture(scope="module")
+def here():
+    """`jaxfp8rl doctor --json` as a user runs it."""
+    done = subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", "doctor", "--json"], capture_output=True, text=True)
+    return done, {c["name"]: c for c in json.loads(done.stdout)}
+
+
+def test_this_machine_is_fit(here):
+    done, checks = here
+    assert done.returncode == 0, done.stderr
+    assert {"python", "gpu", "jax", "packages", "tasks", "torch", "memory", "disk", "configs"} <= checks.keys()
+    assert all(c["fix"] for c in checks.values() if c["status"] == "FAIL")
+    assert "all valid" in checks["configs"]["detail"] and "demo" in checks["configs"]["detail"]
+
+
+def test_dlpack_is_tried_on_this_machine(here):
+    _, checks = here
+    if checks["torch"]["status"] == "-":
+        pytest.skip("torch is not installed")
+    assert "float8_e4m3fn zero copy" in checks["dlpack"]["detail"]
+
+
+@pytest.mark.parametrize(
+    "done, status, says",
+    [
+        (finish('{"torch": null, "vllm": null, "dlpack": {}, "vllm_fp8": null}'), "-", "not installed"),
+        (finish(stderr="Traceback\nImportError: libcudart.so", returncode=1), "FAIL", "breaks when used: ImportError: libcud"),
+        (finish(returncode=-11), "FAIL", "exit status -11"),
+    ],
+)
+def test_torch_absent_or_broken(done, status, says, monkeypatch):
+    monkeypatch.setattr(doctor.subprocess, "run", done)
+    (check,) = doctor._bridge()
+    assert check.status == status and says in check.detail and check.fix
+
+
+def test_dlpack_that_carries_wrong_values_fails(monkeypatch):
+    dlpack = {"float32": "zero copy", "float8_e4m3fn": "wrong values"}
+    found = {"torch": "2.0", "vllm": "0.25.1", "dlpack": dlpack, "vllm_fp8": None}
+    monkeypatch.setattr(doctor.subprocess, "run", finish(json.dumps(found)))
+    checks = {c.name: c for c in doctor._bridge()}
+    assert checks["dlpack"].status == "FAIL" and "float8_e4m3fn wrong values" in checks["dlpack"].detail
+    assert str(checks["vllm"]).startswith("ok   vllm       0.25.1, BF16 and FP8")
+
+
+def test_gpu_that_jax_does_not_see_fails(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(doctor.subprocess, "run", finish("NVIDIA H200, 9.0, 580.159, 143771 MiB\n"))
+    (gpu,), (jax,) = doctor._gpu(), doctor._jax()
+    assert gpu.status == "ok" and gpu.detail.startswith("NVIDIA H200, compute capability 9.0, driver 580.159")
+    assert jax.status == "FAIL" and "cuda13" in jax.fix
+
+
+def test_missing_package_is_named(monkeypatch):
+    have = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda p: None if p in ("optax", "math-verify") else have(p))
+    packages, tasks = doctor._packages()
+    assert (packages.status, packages.detail) == ("FAIL", "missing: optax")
+    assert tasks.status == "-" and "math-verify" in tasks.detail
+
+
+def test_a_crashing_check_is_a_finding_and_the_exit_code_says_so(monkeypatch, capsys):
+    def crash():
+        raise OSError("no /proc")
+        yield
+
+    only(monkeypatch, "_python")
+    monkeypatch.setattr(doctor, "_memory", crash)
+    monkeypatch.setattr(crash, "__name__", "_memory")
+    assert cli.main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAIL memory     OSError: no /proc" in out and "1 of 2 checks failed: memory" in err
+
+
+def test_the_fix_stands_under_its_line():
+    lines = str(Check("disk", "FAIL", "1 GiB free", "free some")).splitlines()
+    assert lines == ["FAIL disk       1 GiB free", "                fix: free some"]

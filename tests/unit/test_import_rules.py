@@ -1,0 +1,127 @@
+"""The walls of the house, read from the source: who may import whom, and what must never stand in the code.
+
+    pallas_kernels -> nothing of ours      bridges -> bridges      jaxfp8rl -> pallas_kernels, bridges.api, bridges.manifest
+
+Concrete engines and transports are built in `jaxfp8rl/registry.py`; `jaxfp8rl/cli.py` reaches the GGUF importer lazily.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("jaxfp8rl", "pallas_kernels", "bridges")
+FILES = sorted(p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+ALLOWED = {
+    "pallas_kernels": r"pallas_kernels(\..*)?",
+    "bridges": r"bridges(\..*)?",
+    "jaxfp8rl": r"jaxfp8rl(\..*)?|pallas_kernels(\..*)?|bridges\.(api|manifest)(\..*)?",
+}
+EXTRA = {
+    "jaxfp8rl/registry.py": r"bridges\.(rollout|weights)\..*",
+    "jaxfp8rl/cli.py": r"bridges\.weights\.gguf_import\..*",
+}
+LAZY = {"torch", "vllm", "transformers"}  # imported inside functions alone
+
+
+def imports(tree: ast.AST) -> list[tuple[str, int]]:
+    """(dotted name, line) of everything imported anywhere; `from a import b` gives a.b."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: write imports in full"
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def breaches(file: str, source: str) -> list[str]:
+    """Imports of `file` that its package may not make."""
+    package = file.split("/")[0]
+    allowed = "|".join(filter(None, (ALLOWED[package], EXTRA.get(file))))
+    ours = [(name, line) for name, line in imports(ast.parse(source)) if name.split(".")[0] in PACKAGES]
+    return [f"{file}:{line} imports {name}" for name, line in ours if not re.fullmatch(allowed, name)]
+
+
+def at_module_level(tree: ast.Module) -> list[str]:
+    """Top packages imported when the module is, TYPE_CHECKING blocks left out."""
+    names, todo = [], list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names += [name.split(".")[0] for name, _ in imports(node)]
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)]
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_keep_to_the_walls(package):
+    found = [line for f in FILES if f.startswith(package + "/") for line in breaches(f, (ROOT / f).read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("pallas_kernels/x.py", "import jaxfp8rl.config"),
+        ("pallas_kernels/x.py", "def f():\n from bridges import api"),
+        ("bridges/x.py", "from pallas_kernels.quantize import reference"),
+        ("jaxfp8rl/x.py", "from bridges.rollout.jax_engine import JaxEngine"),
+        ("jaxfp8rl/x.py", "from bridges import rollout"),
+        ("jaxfp8rl/x.py", "import bridges"),
+        ("jaxfp8rl/cli.py", "from bridges.weights.dlpack import torch_view"),
+    ],
+)
+def test_a_breach_is_seen(file, source):
+    assert breaches(file, source)
+
+
+def test_heavy_packages_are_imported_in_functions():
+    heavy = {f: sorted(LAZY & set(at_module_level(ast.parse((ROOT / f).read_text())))) for f in FILES}
+    assert {f: names for f, names in heavy.items() if names} == {}
+    assert at_module_level(ast.parse("try:\n import torch\nexcept ImportError:\n import vllm")) == ["vllm", "torch"]
+
+
+FORBIDDEN = {
+    "pickle": r"\bimport (cloud)?pickle\b|\bfrom (cloud)?pickle\b|allow_pickle\s*=\s*True",
+    "torch.load": r"\btorch\.load\(",
+    "eval(": r"(?<![.\w])eval\(",
+    "exec(": r"(?<![.\w])exec\(",
+    "remote code": r"trust_remote_code[\"']?\s*[=:]\s*True",
+    "insecure serialisation": r"VLLM_ALLOW_INSECURE_SERIALIZATION",
+    "shell": r"shell\s*=\s*True|os\.system\(",
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_nothing_unsafe_stands_in_the_code(what):
+    hits = [
+        f"{f}:{n}"
+        for f in FILES
+        for n, line in enumerate((ROOT / f).read_text().splitlines(), 1)
+        if re.search(FORBIDDEN[what], line)
+    ]
+    assert hits == []
+
+
+@pytest.mark.parametrize(
+    "modules, unwanted",
+    [
+        ("bridges.api, bridges.manifest, jaxfp8rl.toml_config, jaxfp8rl.cli", {"jax", "torch", "vllm"}),
+        ("jaxfp8rl, jaxfp8rl.registry, jaxfp8rl.loop, bridges.rollout.vllm_engine", {"torch", "vllm", "transformers"}),
+    ],
+)
+def test_importing_stays_light(modules, unwanted):
+    code = f"import sys, {modules}; print(*({unwanted!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,64 @@
+"""The table of names: complete, unambiguous, and in the order of a real checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import empty_params, get_param, linear_shapes, param_table, set_param
+from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.precision.linear import QuantizedWeight
+
+QWEN3 = ModelConfig("Qwen3ForCausalLM", 33, 16, 24, 2, 4, 2, 8, 64)
+CONFIGS = {
+    "qwen3": QWEN3,
+    "qwen3-tied": dataclasses.replace(QWEN3, tie_word_embeddings=True),
+    "llama": dataclasses.replace(QWEN3, architecture="LlamaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_table_names_what_transformers_names(name):
+    transformers = pytest.importorskip("transformers")
+    cfg = CONFIGS[name]
+    config = transformers.AutoConfig.for_model(**cfg.to_hf())
+    theirs = {k: tuple(v.shape) for k, v in transformers.AutoModelForCausalLM.from_config(config).state_dict().items()}
+    if cfg.tie_word_embeddings:
+        theirs.pop("lm_head.weight")
+    table = param_table(cfg)
+    assert [(e.hf_name, e.shape) for e in table] == list(theirs.items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_table_covers_the_parameter_tree(name):
+    cfg = CONFIGS[name]
+    params = init_params(cfg, jax.random.key(0))
+    copy = empty_params(cfg, np.float32)
+    for leaf in jax.tree.leaves(copy):
+        leaf[:] = np.nan
+    for entry in param_table(cfg):
+        tensor = get_param(params, entry)
+        assert tensor.shape == entry.shape
+        set_param(copy, entry, np.asarray(tensor))
+    chex.assert_trees_all_equal(copy, jax.tree.map(np.asarray, params))
+
+
+def test_roles_and_linear_shapes():
+    roles = {e.hf_name: e.role for e in param_table(QWEN3)}
+    assert roles["model.embed_tokens.weight"] == "embedding" and roles["lm_head.weight"] == "head"
+    assert roles["model.layers.1.self_attn.q_norm.weight"] == roles["model.norm.weight"] == "norm"
+    linears = {e.hf_name: e.shape for e in param_table(QWEN3) if e.role == "linear"}
+    assert linears == {f"model.layers.{i}.{m}.weight": s for i in range(2) for m, s in linear_shapes(QWEN3).items()}
+
+
+def test_get_param_keeps_codes_and_scales_together():
+    params = init_params(QWEN3, jax.random.key(0))
+    weight = params["layers"]["mlp"]["up_proj"]["weight"]
+    params["layers"]["mlp"]["up_proj"]["weight"] = QuantizedWeight.of(weight)
+    entry = next(e for e in param_table(QWEN3) if e.hf_name == "model.layers.1.mlp.up_proj.weight")
+    chex.assert_trees_all_equal(get_param(params, entry), QuantizedWeight.of(weight[1]))

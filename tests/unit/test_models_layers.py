@@ -1,0 +1,74 @@
+"""The pieces of a layer against independent arithmetic."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfp8rl.models import layers
+from jaxfp8rl.models.config import ModelConfig
+
+
+def test_round_e4m3_equals_the_cast_for_every_bfloat16():
+    bits = jnp.arange(2**16, dtype=jnp.uint16)
+    x = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    x = x[jnp.isfinite(x)]
+    np.testing.assert_array_equal(jax.jit(layers.round_e4m3)(x), layers.to_e4m3(x).astype(x.dtype))
+
+
+def test_round_e4m3_equals_the_cast_in_float32_and_at_its_ties():
+    codes = np.arange(256, dtype=np.uint8)
+    grid = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    grid = jnp.sort(grid[jnp.isfinite(grid)])
+    ties = (grid[1:] + grid[:-1]) / 2
+    near = jnp.concatenate([grid, ties, jnp.nextafter(ties, jnp.inf), jnp.nextafter(ties, -jnp.inf)])
+    x = jnp.concatenate([near, jnp.array([449.0, 464.0, 465.0, 1e30, -1e30])])
+    np.testing.assert_array_equal(jax.jit(layers.round_e4m3)(x), layers.to_e4m3(x).astype(jnp.float32))
+
+
+def test_round_e4m3_passes_the_gradient_through():
+    x = jnp.array([0.3, -500.0, 7.0])
+    np.testing.assert_array_equal(jax.grad(lambda x: (layers.round_e4m3(x) * jnp.array([1.0, 2.0, 3.0])).sum())(x), [1, 2, 3])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_is_the_textbook_sum(kv_heads):
+    B, T, S, H, d = 2, 3, 5, 4, 8
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, n, h, d)).astype(np.float32) for n, h in ((T, H), (S, kv_heads), (S, kv_heads)))
+    mask = rng.random((B, T, S)) < 0.6
+    mask[:, :, 0] = True
+    want = np.zeros((B, T, H, d))
+    for b, t, h in np.ndindex(B, T, H):
+        seen = np.flatnonzero(mask[b, t])
+        kv = h // (H // kv_heads)
+        p = np.exp(k[b, seen, kv] @ q[b, t, h] / np.sqrt(d))
+        want[b, t, h] = p @ v[b, seen, kv] / p.sum()
+    np.testing.assert_allclose(layers.attention(*map(jnp.asarray, (q, k, v, mask))), want, atol=1e-5)
+
+
+def test_rope_scores_depend_on_distance_alone():
+    cfg = ModelConfig("LlamaForCausalLM", 8, 16, 16, 1, 1, 1, 16, 64)
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+
+    def score(at_q: int, at_k: int) -> float:
+        rotated = [layers.apply_rope(x, *layers.rope_tables(jnp.array([[at]]), cfg)) for x, at in ((q, at_q), (k, at_k))]
+        return float((rotated[0] * rotated[1]).sum())
+
+    assert score(17, 12) == pytest.approx(score(105, 100), abs=1e-4)
+    assert score(17, 12) != pytest.approx(score(17, 13), abs=1e-2)
+
+
+def test_rms_norm_rounds_before_the_weight():
+    x, w = jnp.array([[1.0, 2.0, 3.0]], jnp.bfloat16), jnp.array([1.1, 0.9, 1.3], jnp.bfloat16)
+    got = layers.rms_norm(x, w, 1e-6)
+    normed = np.array([1.0, 2.0, 3.0]) / np.sqrt(14 / 3)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got[0], w * jnp.asarray(normed, jnp.bfloat16))
+
+
+def test_packed_mask():
+    mask = layers.packed_mask(jnp.array([[1, 1, 2, 0]]))
+    np.testing.assert_array_equal(mask[0], [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])

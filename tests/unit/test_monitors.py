@@ -1,0 +1,154 @@
+"""Records reach every sink whole, survive a crash and a resume, and are summed up truthfully."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from jaxfp8rl.errors import UserError
+from jaxfp8rl.monitors import console as console_module
+from jaxfp8rl.monitors.base import Monitors
+from jaxfp8rl.monitors.console import ConsoleMonitor
+from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
+from jaxfp8rl.monitors.plot import smooth
+from jaxfp8rl.monitors.summary import series, write_summary
+from jaxfp8rl.monitors.tensorboard import TensorboardMonitor
+
+
+def no_constants(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+@given(st.dictionaries(st.text(), st.floats() | st.integers(-(2**53), 2**53)))
+def test_jsonl_round_trip_stays_valid_json(tmp_path_factory, record):
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    monitor = JsonlMonitor(path)
+    monitor.log({**record, "step": 1})
+    for line in path.read_bytes().splitlines():  # flushed: readable before close
+        json.loads(line, parse_constant=no_constants)
+    (back,) = read_metrics(path)
+    assert back.keys() == {**record, "step": 1}.keys()
+    assert all(back[k] == v or (math.isnan(v) and math.isnan(back[k])) for k, v in record.items() if k != "step")
+    monitor.close()
+
+
+def test_jsonl_takes_array_scalars_and_nested_samples(tmp_path):
+    monitor = JsonlMonitor(tmp_path / "new" / "samples.jsonl")
+    monitor.log({"step": np.int64(1), "x": jnp.float32(0.5), "y": jnp.bfloat16(jnp.nan), "logp": np.array([0.5, -np.inf])})
+    monitor.log({"step": 2, "text": "two\nlines \u2028 nan"})
+    first, second = (tmp_path / "new" / "samples.jsonl").read_text().split("\n")[:2]
+    assert json.loads(first) == {"step": 1, "x": 0.5, "y": "nan", "logp": [0.5, "-inf"]}
+    assert json.loads(second)["text"] == "two\nlines \u2028 nan"
+    monitor.close()
+
+
+def test_truncate_after_drops_later_steps_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    monitor = JsonlMonitor(path)
+    for step in range(5):
+        monitor.log({"step": step, "text": "a\u2028b"})
+    monitor.close()
+    path.write_text(path.read_text() + '{"step": 5, "lo')
+    monitor = JsonlMonitor(path)
+    monitor.truncate_after(2)
+    monitor.log({"step": 3, "again": 1})
+    assert [r["step"] for r in read_metrics(path)] == [0, 1, 2, 3] and read_metrics(path)[-1]["again"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    monitor.close()
+
+
+def test_tensorboard_holds_the_numbers(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    monitor = TensorboardMonitor(tmp_path)
+    monitor.log({"step": 7, "reward/mean": 0.25, "note": "text"})
+    monitor.close()
+    (file,) = tmp_path.iterdir()
+    data, scalars = file.read_bytes(), {}
+    while data:  # a TFRecord: length u64, crc u32, payload, crc u32
+        n = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + n])
+        scalars |= {v.tag: (event.step, v.simple_value) for v in event.summary.value}
+        data = data[16 + n :]
+    assert scalars == {"reward/mean": (7, 0.25)}
+
+
+def logged(terminal: bool, records) -> str:
+    out = io.StringIO()
+    monitor = ConsoleMonitor(4, Console(file=out, force_terminal=terminal, width=120, highlight=False))
+    monitor.note("gate passed")
+    for record in records:
+        monitor.log(record)
+    monitor.close()
+    return out.getvalue()
+
+
+RECORDS = [
+    {"step": 0, "eval/reward_mean": 0.5},
+    {"step": 1, "reward/mean": 0.25, "mismatch/token_mult_prob_error": 1.01, "tokens/rollout_per_s": 1234.0},
+    {"step": 2, "reward/mean": float("nan"), "eval/reward_mean": 0.75},
+]
+
+
+def test_console_writes_a_plain_line_a_step(monkeypatch):
+    ticks = iter([0.0, 10.0, 20.0])
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: next(ticks))
+    assert logged(False, RECORDS).splitlines() == [
+        "gate passed",
+        "step 0/4  held-out 0.500",
+        "step 1/4  reward 0.250  mismatch 1.0100  tok/s 1,234  left 0:00:30",
+        "step 2/4  held-out 0.750  reward nan  left 0:00:20",
+    ]
+
+
+def test_console_draws_on_a_terminal_and_keeps_evaluations():
+    out = logged(True, RECORDS)
+    assert "step 2: held-out reward 0.750" in out and "reward nan" in out and "2/4" in out
+
+
+def test_monitors_fan_out(tmp_path):
+    both = Monitors([JsonlMonitor(tmp_path / "a"), JsonlMonitor(tmp_path / "b")])
+    both.log({"step": 1})
+    both.close()
+    assert read_metrics(tmp_path / "a") == read_metrics(tmp_path / "b") == [{"step": 1}]
+
+
+def test_summary_names_what_was_logged(tmp_path):
+    monitor = JsonlMonitor(tmp_path / "metrics.jsonl")
+    monitor.log({"step": 0, "eval/reward_mean": 0.5})
+    for step in range(1, 5):
+        times = {"time/rollout_s": 3.0, "time/update_s": 1.0, "time/step_s": 5.0}
+        monitor.log({"step": step, "reward/mean": step / 8, "mismatch/token_mult_prob_error": 1 + step / 100, **times})
+    monitor.log({"step": 5, "reward/mean": float("nan"), "eval/reward_mean": 0.875})
+    out = io.StringIO()
+    plot = write_summary(tmp_path, Console(file=out, width=100))
+    rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for line in out.getvalue().splitlines()
+            if len(cells := line.replace("┃", "│").split("│")) > 3}  # fmt: skip
+    assert rows["held-out reward"] == ["0.500", "0.875", "0.688", "0.500", "0.875"]
+    assert rows["mismatch, 1: none"] == ["1.0100", "1.0400", "1.0250", "1.0100", "1.0400"]
+    assert rows["rollout"] == ["12.0", "60%"] and rows["other"] == ["4.0", "20%"]
+    assert "rollout tokens/s" not in rows  # never logged
+    assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and plot.stat().st_size > 20_000
+
+
+def test_summary_of_nothing(tmp_path):
+    with pytest.raises(UserError, match="no metrics"):
+        write_summary(tmp_path)
+
+
+def test_series_leaves_out_what_is_not_a_number():
+    records = [{"step": 1, "x": 1.0}, {"step": 2}, {"step": 3, "x": float("inf")}, {"step": 4, "x": "text"}, {"step": 5, "x": 2}]
+    assert series(records, "x") == ([1, 5], [1.0, 2.0])
+
+
+@given(st.floats(-1e3, 1e3), st.integers(1, 50))
+def test_smooth_leaves_a_constant_alone(value, n):
+    assert smooth([value] * n) == pytest.approx([value] * n)

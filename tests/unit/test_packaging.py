@@ -1,0 +1,78 @@
+"""What is shipped: a wheel with the three packages and the configs, nothing else, that works away from the checkout."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("jaxfp8rl", "pallas_kernels", "bridges")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy, so that no build folder is left in the checkout."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in (*PACKAGES, "configs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "tests").mkdir()
+    (copy / "tests" / "__init__.py").touch()
+    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(out)], cwd=copy, check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_the_packages_and_the_configs(wheel):
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    code = {p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
+    configs = {"jaxfp8rl/_presets/" + p.relative_to(ROOT / "configs").as_posix() for p in (ROOT / "configs").rglob("*.toml")}
+    assert names == code | configs
+
+
+def test_installed_wheel_finds_its_presets(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    command = [sys.executable, "-P", "-c", "import sys; from jaxfp8rl.cli import main; sys.exit(main())", "config", "demo"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "[rollout]" in done.stdout
+
+
+def test_every_import_is_declared():
+    """Third-party packages the code imports stand in the dependencies or an extra."""
+    declared = [*PYPROJECT["project"]["dependencies"], *sum(PYPROJECT["project"]["optional-dependencies"].values(), [])]
+    declared = {re.match(r"[A-Za-z0-9_-]+", d)[0].lower().replace("_", "-") for d in declared} | {"torch"}  # vllm brings torch
+    distributions = importlib.metadata.packages_distributions()
+    imported = set()
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    imported.add(node.module.split(".")[0])
+    third_party = imported - set(sys.stdlib_module_names) - set(PACKAGES)
+    homes = {name: {d.lower().replace("_", "-") for d in distributions.get(name, [name])} for name in third_party}
+    assert {name for name, found in homes.items() if not found & (declared | {"vllm"})} <= {"vllm"}
+
+
+def test_locked_versions_satisfy_the_declared_ones():
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "requirements" / "base.txt").read_text().splitlines()
+    locked = {name.lower(): version for name, _, version in (line.partition("==") for line in lines)}
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    for text in (*PYPROJECT["project"]["dependencies"], *extras["tasks"], *extras["trackers"]):
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(locked[requirement.name.lower()]), text

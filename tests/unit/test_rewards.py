@@ -1,0 +1,243 @@
+"""Scorers, and the process that runs them: what hangs, forks, crashes or eats memory costs one score and nothing more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxfp8rl.data.tasks import Problem, make_task
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.rewards.runner import RewardRunner, Score
+from jaxfp8rl.rewards.verifiers import exact_match, extract, math_verify, normalise
+
+# What the scorer under test does is the problem's answer; the text names a file to write process ids to.
+SCORER = """
+import os, re, signal, subprocess, sys, time
+
+def score(problem, text):
+    act = problem.answer
+    if act == "sleep":
+        time.sleep(60)
+    elif act == "hold_the_gil":
+        re.match(r"(a+)+$", "a" * 40 + "b")
+    elif act == "ignore_signals":
+        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(s, signal.SIG_IGN)
+        time.sleep(60)
+    elif act == "fork":
+        child = os.fork()
+        if child:
+            open(text, "w").write(f"{os.getpid()} {child}")
+        time.sleep(60)
+    elif act == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif act == "exit":
+        os._exit(0)
+    elif act == "sys_exit":
+        sys.exit(1)
+    elif act == "memory":
+        return float(len(bytearray(1 << 40)))
+    elif act == "print":
+        print('{"value": 1.0, "why": "ok"}', flush=True)
+        return 0.25
+    elif act == "modules":
+        return float(bool({"jax", "torch", "vllm"} & sys.modules.keys()))
+    elif act == "raise":
+        raise KeyError("no such thing")
+    elif act in ("none", "nan"):
+        return {"none": None, "nan": float("nan")}[act]
+    elif act == "length":
+        return float(len(text))
+    else:
+        return float(text == act)
+"""
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    (tmp_path / "misbehaving.py").write_text(SCORER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return make_task("file", path="unused.jsonl", scorer="misbehaving:score")
+
+
+def problem(answer):
+    return Problem(f"p-{answer}", "?", answer)
+
+
+def gone(pid):
+    """True once the process has ended, reaped or not."""
+    for _ in range(100):
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                if f.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_answers_errors_and_undefined_values(task):
+    with RewardRunner(task) as runner:
+        scores = runner.score([(problem(a), "right") for a in ("right", "wrong", "raise", "none", "nan", "print", "memory")])
+        assert scores[:2] == [Score(1.0, "ok"), Score(0.0, "ok")]
+        assert scores[2] == Score(None, "error: KeyError: 'no such thing'")
+        assert [s.why for s in scores[3:5]] == ["error: the scorer returned None", "error: the scorer returned nan"]
+        assert scores[5] == Score(0.25, "ok") and scores[6] == Score(None, "error: MemoryError: ")
+        assert runner.counts == {"ok": 3, "error": 4}
+        assert runner.score([]) == []
+
+
+@pytest.mark.parametrize("act", ["sleep", "hold_the_gil", "ignore_signals"])
+def test_a_scorer_that_hangs_is_killed_at_its_deadline_and_the_rest_goes_on(task, act):
+    with RewardRunner(task, timeout_s=0.5) as runner:
+        runner.score([(problem("a"), "a")])  # the start is not on the item's clock
+        before, pid = time.monotonic(), runner._children[0]._process.pid
+        scores = runner.score([(problem("a"), "a"), (problem(act), ""), (problem("b"), "b")])
+        assert time.monotonic() - before < 10
+        assert scores == [Score(1.0, "ok"), Score(None, "timeout"), Score(1.0, "ok")]
+        assert gone(pid)
+
+
+def test_what_a_scorer_forks_dies_with_it(task, tmp_path):
+    with RewardRunner(task, timeout_s=0.5) as runner:
+        assert runner.score([(problem("fork"), str(tmp_path / "pids"))]) == [Score(None, "timeout")]
+        assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_a_scorer_that_dies_costs_one_score(task):
+    acts = ["segfault", "a", "exit", "a", "sys_exit", "a"]
+    with RewardRunner(task, workers=2) as runner:
+        scores = runner.score([(problem(act), "a") for act in acts])
+        assert scores == [Score(None, "crash"), Score(1.0, "ok")] * 3
+        assert runner.counts == {"crash": 3, "ok": 3}
+
+
+def test_a_child_that_dies_between_batches_is_replaced(task):
+    with RewardRunner(task) as runner:
+        runner.score([(problem("a"), "a")])
+        os.kill(pid := runner._children[0]._process.pid, 9)
+        assert gone(pid)
+        assert runner.score([(problem("a"), "a")] * 3) == [Score(1.0, "ok")] * 3
+
+
+def test_the_child_imports_neither_jax_nor_torch_and_takes_long_and_odd_texts(task):
+    with RewardRunner(task) as runner:
+        texts = ["x" * 2_000_000, "\ud800 line\nbreaks\r\x00", ""]
+        assert [s.value for s in runner.score([(problem("length"), t) for t in texts])] == [2_000_000, 15, 0]
+        assert runner.score([(problem("modules"), "")]) == [Score(0.0, "ok")]
+
+
+def test_an_interrupted_batch_leaves_no_late_answers(task, monkeypatch):
+    with RewardRunner(task) as runner:
+        runner.score([(problem("a"), "a")])
+        collect = runner._collect
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(runner, "_collect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner.score([(problem("wrong"), "a")])
+        monkeypatch.setattr(runner, "_collect", collect)
+        assert runner.score([(problem("a"), "a")]) == [Score(1.0, "ok")]
+
+
+def test_close_leaves_no_process_and_is_final(task):
+    runner = RewardRunner(task, workers=2)
+    pids = [c._process.pid for c in runner._children]
+    runner.close()
+    runner.close()
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.score([(problem("a"), "a")])
+
+
+def test_children_end_when_the_learner_is_killed(task, tmp_path):
+    script = textwrap.dedent(f"""
+        import os, sys, threading
+        sys.path.insert(0, {str(tmp_path)!r})
+        from jaxfp8rl.data.tasks import Problem, make_task
+        from jaxfp8rl.rewards.runner import RewardRunner
+        runner = RewardRunner(make_task("file", path="x", scorer="misbehaving:score"), timeout_s=0.5)
+        runner.score([(Problem("p", "?", "a"), "a")])
+        child = runner._children[0]
+        child.send(0, Problem("p", "?", "hold_the_gil"), "")
+        print(child._process.pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """)
+    result = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False, timeout=60)
+    assert gone(int(result.stdout))
+
+
+@pytest.mark.usefixtures("task")
+def test_a_scorer_that_cannot_be_loaded_is_a_config_error():
+    for name, words in (("no_such_module:score", "No module named"), ("misbehaving:nothing", "nothing")):
+        task = make_task("file", path="x", scorer=name)
+        with RewardRunner(task) as runner, pytest.raises(ConfigError, match=f"cannot be loaded.*{words}"):
+            runner.score([(problem("a"), "a")])
+
+
+def test_cheap_tasks_need_no_process():
+    task = make_task("arithmetic", max_operand=5)
+    with RewardRunner(task) as runner:
+        p = task.problems()[0]
+        assert runner._children == []
+        assert runner.score([(p, p.answer), (p, "no")]) == [Score(1.0, "ok"), Score(0.0, "ok")]
+
+
+def test_reasoning_gym_is_scored_in_the_child():
+    task = make_task("reasoning_gym", name="chain_sum", size=5, held_out_size=0, extract="last_number")
+    items = [(p, text) for p in task.problems() for text in (f"It is {p.answer}.", "I do not know", p.answer + "1")]
+    with RewardRunner(task) as runner:
+        scores = runner.score(items)
+        assert {s.why for s in scores} == {"ok"}
+        assert [s.value for s in scores] == [task.score(*item) for item in items]
+        assert [s.value for s in scores[::3]] == [1.0] * 5
+
+
+MATH = [("1/2", "so \\boxed{\\frac{1}{2}}", 1.0), ("0.5", "The answer is $\\frac12$", 1.0), ("12", "12 + 30 = 42", 0.0),
+        ("x^2+2x+1", "$(x+1)^2$", 1.0), ("2x+3", "it is 3", 0.0), ("x=3", "$x = 3$", 1.0), ("$\\sqrt{4}$", "2", 1.0),
+        ("\\frac{3}{4}", "no idea", 0.0)]
+
+
+@pytest.mark.parametrize(("answer", "text", "value"), MATH)
+def test_math_verify(answer, text, value):
+    assert math_verify(answer, text) == value
+
+
+def test_math_verify_runs_in_the_child_and_an_unreadable_reference_is_undefined():
+    task = make_task("file", path="unused.jsonl", scorer="math_verify")
+    with RewardRunner(task) as runner:
+        assert [s.value for s in runner.score([(problem(a), t) for a, t, _ in MATH])] == [v for *_, v in MATH]
+        (score,) = runner.score([(problem("???"), "12")])
+        assert score.value is None and "reference answer '???'" in score.why
+
+
+@pytest.mark.parametrize(("how", "text", "answer"), [
+    ("all", " 12\n", "12"), ("last_line", "a\n b \n\n", "b"), ("last_line", "", None),
+    ("tag", "<answer>1</answer><answer> 2 </answer> x", "2"), ("tag", "</answer><answer>3", None), ("tag", "4", None),
+    ("last_number", "12 + 30 = 1,042.", "1042"), ("last_number", "12-5", "5"), ("last_number", "x = -5", "-5"),
+    ("last_number", "about 3.50", "3.50"), ("last_number", "none", None),
+])
+def test_extract(how, text, answer):
+    assert extract(text, how) == answer
+
+
+@given(st.text(max_size=40))
+def test_exact_match_is_reflexive_and_blind_to_space(text):
+    assert exact_match(text, f"  {text}\n") == 1.0 == exact_match(text, normalise(text))
+
+
+@settings(max_examples=30)
+@given(st.text("ab <>/answer1,.-", max_size=200), st.sampled_from(["all", "tag", "last_line", "last_number"]))
+def test_extract_yields_a_part_of_the_text(text, how):
+    found = extract(text, how)
+    assert found is None or found.replace(",", "") in text.replace(",", "")
