@@ -11,11 +11,11 @@ import math
 import jax.numpy as jnp
 
 from bridges import manifest
+from jaxfp8rl.build import engine_runs
 from jaxfp8rl.config import Config
 from jaxfp8rl.losses.logprobs import CHUNK_ELEMENTS
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.hf_names import linear_shapes, param_table
-from jaxfp8rl.precision.recipe import LayerRun, fp8_runs, get_recipe
+from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.publish import wire_manifest
 
 Plan = list[tuple[str, int]]
@@ -26,7 +26,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     """(what, bytes), the learner's first, then the embedded engine's. Raises ConfigError for shapes that FP8 cannot take."""
     params = sum(math.prod(e.shape) for e in param_table(model))
     compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
-    wire = manifest.nbytes(wire_manifest(model, _runs(cfg, model), cfg.precision.weight_dtype))
+    wire = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
     learner = [
         (f"master weights, float32, {params / 1e6:,.1f} M parameters", params * F32),
         ("Adam's two moments, float32", params * 2 * F32),
@@ -45,13 +45,6 @@ def format_plan(plan: Plan) -> str:
     """The plan as an aligned table, in GiB."""
     rows = [*plan, ("total", sum(size for _, size in plan))]
     return "memory on the device\n" + "\n".join(f"  {size / 2**30:10,.3f} GiB  {what}" for what, size in rows)
-
-
-def _runs(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    if not get_recipe(cfg.precision.recipe).engine_fp8:
-        return (LayerRun(0, model.num_hidden_layers, frozenset()),)
-    p = cfg.precision
-    return fp8_runs(linear_shapes(model), model.num_hidden_layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude)
 
 
 def _activations(cfg: Config, model: ModelConfig, itemsize: int) -> int:

@@ -281,7 +281,8 @@ class FileTask:
                 FileReport(total, tuple(bad)))
 
     def _problem(self, path: str, row: Row) -> Problem:
-        return Problem(f"{os.path.basename(path)}:{row.line}", _prompt(row.prompt, self.chat, self.system_prompt), row.answer)
+        prompt = _prompt(row.prompt, self.chat, self.system_prompt)
+        return Problem(f"{os.path.basename(path)}:{row.line}", prompt, row.answer)
 
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
@@ -290,11 +291,12 @@ TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, 
 def make_task(task: Any, **options: Any) -> Task:
     """Build a task from its kind ("arithmetic", "reasoning_gym", "file") and options, or from a configuration's `[task]`.
 
-    Options that reasoning_gym does not know go to the generator. Raises ConfigError for an unknown kind, generator or
+    What the section sets comes before `options`: a run's seed, say, gives way to a seed of the task's own. Options that
+    reasoning_gym does not know go to the generator. Raises ConfigError for an unknown kind, generator or
     option, an option given twice, and a value of the wrong type or out of range.
     """
     if not isinstance(task, str):
-        return make_task(task.kind, **options, **_section_options(task))
+        return make_task(task.kind, **{**options, **_section_options(task)})
     if task not in TASKS:
         raise ConfigError(f'task.kind: unknown kind "{task}"{nearest(task, TASKS)}')
     cls = TASKS[task]

@@ -13,7 +13,7 @@ matplotlib.use("Agg")  # a file, never a window
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-BLUE, ORANGE, GREEN, RED, GREY = "#4269d0", "#efb118", "#3ca951", "#d1495b", "#9aa0a6"
+BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#4269d0", "#efb118", "#3ca951", "#d1495b", "#a463f2", "#9aa0a6"
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.grid": True,
     "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
@@ -73,12 +73,12 @@ def _time(ax: Axes, records: Records) -> None:
     phases = {p: dict(zip(*series(records, f"time/{p}_s"))) for p in PHASES}
     steps = sorted(set().union(*phases.values()))
     stacked = [[phases[p].get(step, 0.0) for step in steps] for p in PHASES]
-    ax.stackplot(steps, stacked, labels=PHASES, colors=(BLUE, GREY, ORANGE, GREEN), lw=0)
+    ax.stackplot(steps, stacked, labels=PHASES, colors=(BLUE, VIOLET, GREY, ORANGE, GREEN), lw=0)
     ax.set_title("Seconds a step")
     usual = sorted(sum(column) for column in zip(*stacked))
     if usual:  # the first steps compile: cut them off rather than flatten the rest
-        ax.set_ylim(0, 1.3 * usual[int(0.9 * (len(usual) - 1))] or None)
-    ax.legend(loc="upper right", ncols=len(PHASES), columnspacing=1, handlelength=1)
+        ax.set_ylim(0, 1.4 * usual[int(0.9 * (len(usual) - 1))] or None)
+    ax.legend(loc="upper right", ncols=3, columnspacing=1, handlelength=1)
 
 
 def smooth(values: list[float], weight: float = 0.9) -> list[float]:

@@ -26,7 +26,7 @@ _MEASURES = (
     ("tokens/rollout_per_s", "rollout tokens/s", ",.0f"),
     ("tokens/update_per_s", "update tokens/s", ",.0f"),
 )
-PHASES = ("rollout", "score", "update", "publish")
+PHASES = ("rollout", "reward", "score", "update", "publish")
 
 
 def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:

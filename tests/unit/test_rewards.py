@@ -97,7 +97,7 @@ def test_answers_errors_and_undefined_values(task):
 
 @pytest.mark.parametrize("act", ["sleep", "hold_the_gil", "ignore_signals"])
 def test_a_scorer_that_hangs_is_killed_at_its_deadline_and_the_rest_goes_on(task, act):
-    with RewardRunner(task, timeout_s=0.5) as runner:
+    with RewardRunner(task, timeout_s=1.0) as runner:
         runner.score([(problem("a"), "a")])  # the start is not on the item's clock
         before, pid = time.monotonic(), runner._children[0]._process.pid
         scores = runner.score([(problem("a"), "a"), (problem(act), ""), (problem("b"), "b")])
@@ -107,7 +107,7 @@ def test_a_scorer_that_hangs_is_killed_at_its_deadline_and_the_rest_goes_on(task
 
 
 def test_what_a_scorer_forks_dies_with_it(task, tmp_path):
-    with RewardRunner(task, timeout_s=0.5) as runner:
+    with RewardRunner(task, timeout_s=1.0) as runner:
         assert runner.score([(problem("fork"), str(tmp_path / "pids"))]) == [Score(None, "timeout")]
         assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 

@@ -74,6 +74,8 @@ def test_a_task_from_the_configuration():
     assert (task.seed, task.size, task.options) == (3, 5, {"max_terms": 2})
     system, user = task.problems()[0].prompt
     assert system == {"role": "system", "content": "Be brief."} and user["role"] == "user"
+    own_seed = TaskSection(kind="arithmetic", max_prompt_tokens=8, options={"seed": 7, "operations": ["+", "-"]})
+    assert make_task(own_seed, seed=3) == make_task("arithmetic", seed=7, operations=("+", "-"))
     twice = TaskSection(kind="file", path="a.jsonl", max_prompt_tokens=64, options={"path": "b.jsonl"})
     with pytest.raises(ConfigError, match="keep one of the two"):
         make_task(twice, seed=3)
