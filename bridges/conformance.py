@@ -39,8 +39,11 @@ HOT = 2.0  # the hottest that vLLM takes: at it short samples differ
 
 @dataclasses.dataclass
 class EngineUnderTest:
-    """An engine with the transport opened on it. `source(seed)` makes a full set of weights, another for another seed, under
-    which the two likeliest tokens are within a factor of ten of each other. prompt_tokens should exceed a block of the engine's prefix cache."""
+    """An engine with the transport opened on it.
+
+    `source(seed)` makes a full set of weights, another for another seed, under which the two likeliest tokens are within a
+    factor of ten of each other. prompt_tokens should exceed a block of the engine's prefix cache.
+    """
 
     engine: RolloutEngine
     transport: WeightTransport
@@ -88,7 +91,8 @@ def completions_come_in_order(e: EngineUnderTest) -> None:
     receipt = e.publish(0)
     requests = [GenRequest(f"r{i}", e.prompt(i), SamplingParams(max_tokens=2 + i), n) for i, n in enumerate((2, 1, 3))]
     groups = e.engine.generate(requests)
-    assert [[(c.request_id, c.index) for c in g] for g in groups] == [[(r.request_id, i) for i in range(r.n)] for r in requests]
+    want = [[(r.request_id, i) for i in range(r.n)] for r in requests]
+    assert [[(c.request_id, c.index) for c in group] for group in groups] == want
     for r, group in zip(requests, groups):
         for c in group:
             _well_formed(c, r.sampling.max_tokens, receipt.version)
@@ -137,24 +141,29 @@ def seeds_reproduce(e: EngineUnderTest) -> None:
 
 
 def greedy_is_the_mode(e: EngineUnderTest) -> None:
-    """Temperature 0 repeats itself and takes what top_k 1 takes at temperature 1."""
+    """Temperature 0 repeats itself and takes what top_k 1 takes at temperature 1, up to a tie of the largest logits."""
     e.publish(0)
     e.sample(temperature=0.0)
     a, b, one = e.sample(temperature=0.0), e.sample(temperature=0.0), e.sample(top_k=1)
     assert _same(a, b), "greedy, twice, differs"
-    assert a[0].token_ids.tolist() == one[0].token_ids.tolist(), (a, one)
+    clear = int(np.argmax(np.append(one[0].logprobs < -1e-3, True)))
+    assert a[0].token_ids[:clear].tolist() == one[0].token_ids[:clear].tolist(), (a, one)
 
 
 def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
-    """They follow temperature and filters: 0 at top_k 1, two that sum to 1 at top_k 2, their ratio's root at temperature 2."""
+    """They follow temperature and filters: 0 at top_k 1, a sum of 1 at top_k 2, half the gap at temperature 2.
+
+    A filter may keep more than k tokens whose logits tie, as bfloat16 logits do: top_k 1 then gives -log of their number.
+    """
     e.publish(0)
-    one = e.sample(top_k=1)[0].logprobs
-    assert np.abs(one).max() < 1e-5, f"top_k 1 leaves one token, of log-probability 0, not {one}"
+    kept = np.exp(-e.sample(top_k=1)[0].logprobs)
+    assert np.abs(kept - kept.round()).max() < 1e-3 and kept.max() < 4, f"top_k 1 leaves one token or a tie, not {kept}"
     gaps = []
     for temperature in (1.0, 2.0):
-        first = {int(c.token_ids[0]): float(c.logprobs[0]) for c in e.sample(64, max_tokens=1, top_k=2, temperature=temperature)}
-        assert len(first) == 2, f"64 draws among the two likeliest tokens gave {first}"
-        assert abs(sum(np.exp(p) for p in first.values()) - 1) < 1e-3, f"top_k 2: the two probabilities do not sum to 1: {first}"
+        drawn = e.sample(64, max_tokens=1, top_k=2, temperature=temperature)
+        first = {int(c.token_ids[0]): float(c.logprobs[0]) for c in drawn}
+        assert 2 <= len(first) < 5, f"64 draws among the two likeliest tokens gave {first}"
+        assert abs(sum(np.exp(p) for p in first.values()) - 1) < 1e-3, f"top_k 2: the probabilities do not sum to 1: {first}"
         gaps.append(np.ptp(list(first.values())))
     assert abs(gaps[0] - 2 * gaps[1]) < 1e-3, f"temperature 2 halves the gap of two log-probabilities, not {gaps}"
     nucleus = e.sample(n=8, max_tokens=1, top_p=1e-6)
@@ -168,7 +177,7 @@ def weights_decide(e: EngineUnderTest) -> None:
     for seed in (0, 1, 0):
         e.publish(seed)
         runs.append(e.sample(temperature=0.0, max_tokens=4) + e.sample(n=2, seed=3, max_tokens=4))
-    assert not _same(runs[0][:1], runs[1][:1]), "other weights, same log-probabilities: they did not arrive, or a cache is stale"
+    assert not _same(runs[0][:1], runs[1][:1]), "other weights, same log-probabilities: lost, or a stale cache"
     if e.engine.capabilities().seeds:
         assert _same(runs[0], runs[2]), "the first weights again do not restore the first log-probabilities"
     assert _same(runs[0][:1], runs[2][:1]), "the first weights again do not restore the first greedy log-probabilities"

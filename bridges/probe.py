@@ -43,15 +43,13 @@ def dlpack_round_trips() -> dict[str, str]:
 
 
 def vllm_fp8() -> str | None:
-    """What this machine lacks for vLLM's own blockwise FP8 linears, None when nothing."""
+    """What this machine lacks for vLLM's own blockwise FP8 linears, None when nothing. vLLM, slow to import, is not asked."""
     import torch
-
-    from bridges.rollout.vllm_engine import FP8, cpu_lacks
 
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return None if (major, minor) >= (8, 9) else f"FP8 needs compute capability 8.9, this GPU has {major}.{minor}"
-    return cpu_lacks(FP8, "auto")
+    return None if torch.cpu._is_amx_tile_supported() else "FP8 on a CPU needs AMX tiles (Sapphire Rapids or newer)"
 
 
 def probe() -> dict:

@@ -32,7 +32,7 @@ class Run(Section):
     save_every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
     samples_per_step: int = Field(4, ge=0, description="completions written to samples.jsonl each step")
-    trackers: tuple[Literal["tensorboard"], ...] = Field((), strict=False, description="extra metric sinks besides console and JSONL")
+    trackers: tuple[Literal["tensorboard"], ...] = Field((), strict=False, description="metric sinks besides console and JSONL")
 
 
 class Model(Section):

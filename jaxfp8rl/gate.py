@@ -26,10 +26,11 @@ def check_gate(cfg: Gate, batch: TrainBatch, learner_logp: np.ndarray, tokenizer
     m, r, t = np.unravel_index(gaps.argmax(), gaps.shape)
     same = np.flatnonzero(batch.segment_ids[m, r] == batch.segment_ids[m, r, t])
     context = tokenizer.decode(batch.tokens[m, r, same[0] : t].tolist()[-40:])
+    token, learner, engine = int(batch.tokens[m, r, t]), learner_logp[m, r, t], batch.rollout_logp[m, r, t]
     raise GateFailed(
         f"learner and engine disagree at equal weights: mean gap {mean:.4g} nats (limit {cfg.max_mean_gap}), largest "
-        f"{worst:.4g} (limit {cfg.max_gap})\n  worst token: {tokenizer.decode([int(batch.tokens[m, r, t])])!r} (id "
-        f"{batch.tokens[m, r, t]}) after {context!r}: learner {learner_logp[m, r, t]:.4f}, engine {batch.rollout_logp[m, r, t]:.4f}",
+        f"{worst:.4g} (limit {cfg.max_gap})\n  worst token: {tokenizer.decode([token])!r} (id {token}) after {context!r}: "
+        f"learner {learner:.4f}, engine {engine:.4f}",
         "the engine may hold other weights or compute in other formats; compare `capabilities()` with the precision recipe, "
         "or raise gate.max_mean_gap and gate.max_gap if this gap is the recipe's own",
     )

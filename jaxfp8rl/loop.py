@@ -59,7 +59,7 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
     """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one."""
     params = parts.initial_params()
     if parts.cfg.sft.steps:
-        params = warm_start(parts.cfg, parts.model, params, parts.train, parts.tokenizer, run.note)
+        params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
     return init_state(params, parts.optimizer)
 
 

@@ -42,9 +42,9 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
 
 
 def format_plan(plan: Plan) -> str:
-    """The plan as an aligned table, in GiB."""
+    """The plan as an aligned table, in MiB."""
     rows = [*plan, ("total", sum(size for _, size in plan))]
-    return "memory on the device\n" + "\n".join(f"  {size / 2**30:10,.3f} GiB  {what}" for what, size in rows)
+    return "memory on the device\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  {what}" for what, size in rows)
 
 
 def _activations(cfg: Config, model: ModelConfig, itemsize: int) -> int:

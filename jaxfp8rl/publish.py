@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bridges.api import ParamMeta
+from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, get_param, param_table
 from jaxfp8rl.precision.linear import QuantizedWeight, round_to
@@ -58,7 +59,7 @@ class LearnerWeights:
         return ((m.name, tensors[m.name]) for m in self.manifest())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(exact_jit, static_argnums=(0, 1, 2))
 def _export(cfg: ModelConfig, runs: tuple[LayerRun, ...], weight_dtype: str, params: Params) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
     for e in param_table(cfg):

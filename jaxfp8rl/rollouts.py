@@ -100,9 +100,17 @@ def _problem(request: GenRequest, completions: Sequence[Completion], version: in
 
 
 def score(kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner) -> list[Group]:
-    """Decode every completion (without its stop token) and ask the task what it is worth."""
+    """Decode every completion and ask the task what it is worth.
+
+    Special tokens stay in the text, save the one that ended it: a sampled <pad> must not vanish from "1<pad>9".
+    """
     stops = set(tokenizer.eos_token_ids)
-    texts = [[tokenizer.decode([t for t in c.token_ids.tolist() if t not in stops]) for c in cs] for _, cs in kept]
+
+    def text(c: Completion) -> str:
+        ids = c.token_ids.tolist()
+        return tokenizer.decode(ids[:-1] if ids[-1] in stops else ids, skip_special_tokens=False)
+
+    texts = [[text(c) for c in completions] for _, completions in kept]
     flat = [(prompt.problem, text) for (prompt, _), group in zip(kept, texts) for text in group]
     values = iter([float("nan") if s.value is None else s.value for s in rewards.score(flat)])
     return [

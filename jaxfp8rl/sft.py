@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,8 +17,10 @@ from jax import Array
 from jaxfp8rl.build import load_data, model_config, starting_params
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
+from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep
+from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
@@ -36,7 +37,7 @@ def run_sft(cfg: Config) -> None:
     cfg.check()
     model = model_config(cfg)
     data = load_data(cfg, model)
-    params = warm_start(cfg, model, starting_params(cfg, model), data.train, data.tokenizer, print)
+    params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
     folder = Path(cfg.run.dir) / "sft"
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(folder)
@@ -44,21 +45,22 @@ def run_sft(cfg: Config) -> None:
 
 
 def warm_start(
-    cfg: Config, model: ModelConfig, params: Params, prompts: Sequence[Prompt], tokenizer: Tokenizer, note: Callable
+    cfg: Config, model: ModelConfig, params: Params, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, note: Callable
 ) -> Params:
-    """`sft.steps` updates on (prompt, answer + stop token) pairs drawn by (run.seed, step) -> float32 parameters."""
+    """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters."""
     precision = Precision.uniform(
         model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype
     )
     optim = cfg.optim.model_copy(update={"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "constant"})
     optimizer = make_optimizer(optim, cfg.sft.steps)
     step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
-    shape = cfg.train.row_tokens, cfg.train.rows_per_microbatch
+    shape, longest = (cfg.train.row_tokens, cfg.train.rows_per_microbatch), cfg.rollout.max_new_tokens
     microbatches = microbatches_needed(cfg.sft.examples_per_step, cfg.max_model_len, *shape)
     state = init_state(params, optimizer)
     for step in range(1, cfg.sft.steps + 1):
-        chosen = np.random.default_rng([cfg.run.seed, step]).integers(len(prompts), size=cfg.sft.examples_per_step)
-        samples = [_example(prompts[i], tokenizer, cfg) for i in chosen]
+        rng = np.random.default_rng([cfg.run.seed, step])
+        chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]
+        samples = [_example(p.token_ids, task.demonstrate(p.problem, rng), tokenizer, longest) for p in chosen]
         state, metrics = step_fn(state, pack(samples, *shape, microbatches))
         if step % max(cfg.sft.steps // 10, 1) == 0 or step == cfg.sft.steps:
             note(f"warm start {step}/{cfg.sft.steps}  loss {float(metrics['loss']):.4f}")
@@ -75,7 +77,7 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.Gra
         logp, _ = logprobs(weights, batch)
         return -jnp.sum(jnp.where(batch.response_mask, logp, 0.0)) / tokens, {}
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(exact_jit, donate_argnums=0)
     def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
         tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
         weights = policy_weights(state.params, precision)
@@ -86,6 +88,7 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.Gra
     return step
 
 
-def _example(prompt: Prompt, tokenizer: Tokenizer, cfg: Config) -> Sample:
-    answer = tokenizer.encode(prompt.problem.answer)[: cfg.rollout.max_new_tokens - 1] + [tokenizer.eos_token_ids[0]]
-    return Sample(prompt.token_ids, answer, np.zeros(len(answer), np.float32), 0.0)
+def _example(prompt: Sequence[int], answer: str, tokenizer: Tokenizer, longest: int) -> Sample:
+    """Prompt, answer, stop token; the answer cut to `longest` tokens, the stop token included."""
+    completion = tokenizer.encode(answer, add_special_tokens=False)[: longest - 1] + [tokenizer.eos_token_ids[0]]
+    return Sample(prompt, completion, np.zeros(len(completion), np.float32), 0.0)

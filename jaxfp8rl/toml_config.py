@@ -8,6 +8,7 @@ of the file and notes when each key first appears, which is right for multi-line
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.resources
 import json
 import re
@@ -52,7 +53,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(data).check()
     except pydantic.ValidationError as e:
-        problems = [f"{where(tuple(map(str, err['loc'])))}: {_explain(err)}" for err in e.errors()]
+        problems = [f"{where.named(tuple(map(str, err['loc'])))}: {_explain(err)}" for err in e.errors()]
         raise _config_error(name, problems) from e
     except ConfigError as e:
         raise _place_cross_check(e, where) from e
@@ -144,22 +145,29 @@ def _set(data: dict[str, Any], override: Override) -> None:
 
 
 class _Places:
-    """KeyPath -> "demo.toml:12: optim.lr" or "--optim.lr"; looks the lines up when first asked, errors being rare."""
+    """Where keys were given. Lines are looked up when first asked for, errors being rare."""
 
     def __init__(self, name: str, text: str, overrides: Sequence[Override]):
         self.name, self.text = name, text
         self.flags = {o.path: o.flag for o in overrides}
-        self.lines: dict[KeyPath, int] | None = None
 
-    def __call__(self, path: KeyPath) -> str:
-        if self.lines is None:
-            self.lines = key_lines(self.text)
-        for n in range(len(path), 0, -1):  # a missing key is reported at its section
+    @functools.cached_property
+    def lines(self) -> dict[KeyPath, int]:
+        return key_lines(self.text)
+
+    def of(self, path: KeyPath) -> str:
+        """ "--optim.lr" or "demo.toml:12"; a key that is missing has its section's place."""
+        for n in range(len(path), 0, -1):
             if path[:n] in self.flags:
-                return self.flags[path[:n]] if n == len(path) else f"{self.flags[path[:n]]}: {'.'.join(path)}"
+                return self.flags[path[:n]]
             if path[:n] in self.lines:
-                return f"{self.name}:{self.lines[path[:n]]}: {'.'.join(path)}"
-        return f"{self.name}: {'.'.join(path)}"
+                return f"{self.name}:{self.lines[path[:n]]}"
+        return self.name
+
+    def named(self, path: KeyPath) -> str:
+        """The place and the key, which a flag names already."""
+        place, key = self.of(path), ".".join(path)
+        return place if path in self.flags else f"{place}: {key}"
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
@@ -247,16 +255,11 @@ def _config_error(name: str, problems: list[str]) -> ConfigError:
 
 
 def _place_cross_check(e: ConfigError, where: _Places) -> ConfigError:
-    """Put the place of the first key that a `Config.check` message names before the message."""
+    """A refusal by `Config.check`, headed by the place of a key it names: one given on the command line before others."""
     message = str(e).removesuffix(f"\n  next step: {e.next_step}")
-    for section, key in re.findall(r"\b([a-z]+)\.([a-z_0-9]+)", message):
-        if section in SECTIONS and key in SECTIONS[section].model_fields:
-            place = where((section, key))
-            break
-    else:
-        place = where((message.split(":")[0],))
-    place = place.removesuffix(f": {place.split(': ')[-1]}") if ": " in place else place  # the message names the key itself
-    return ConfigError(f"{place}: {message}", e.next_step)
+    keys = [m for m in re.findall(r"\b([a-z]+)\.([a-z_0-9]+)", message) if m[0] in SECTIONS] or [(message.split(":")[0],)]
+    path = next((key for key in keys if key in where.flags), keys[0])
+    return ConfigError(f"{where.of(path)}: {message}", e.next_step)
 
 
 # --- writing

@@ -17,6 +17,7 @@ import optax
 from jax import Array
 
 from jaxfp8rl.config import Loss
+from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.losses.correction import CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.objectives import clipped_objective
@@ -46,7 +47,7 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
 def make_score(logprobs: Callable, precision: Precision) -> Callable:
     """Jitted score(params, batch) -> old_logp [M, R, T]: the learner's log-probabilities of what the engine sampled."""
 
-    @jax.jit
+    @exact_jit
     def score(params: Params, batch: TrainBatch) -> Array:
         weights = policy_weights(params, precision)
         return jax.lax.map(
@@ -74,7 +75,7 @@ def make_train_step(logprobs: Callable, precision: Precision, loss: Loss, optimi
         sums = {k: jnp.sum(jnp.where(mask, v, 0.0)) / tokens for k, v in sums.items()}
         return jnp.sum(jnp.where(mask, importance * surrogate, 0.0)) / tokens, sums
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(exact_jit, donate_argnums=0)
     def train_step(state: TrainState, batch: TrainBatch, old_logp: Array) -> tuple[TrainState, StepMetrics]:
         fix = rollout_correction(old_logp, batch.rollout_logp, batch.response_mask, correction)
         tokens = jnp.maximum(jnp.sum(fix.mask), 1).astype(jnp.float32)

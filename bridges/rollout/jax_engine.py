@@ -52,7 +52,10 @@ class JaxEngine:
         self._params: Any = None
         self._version: int | None = None
         self._problem = ""
-        self._run = jax.jit(functools.partial(_generate, model), static_argnames=("max_new", "top_k", "nucleus", "greedy"))
+        self._run = jax.jit(
+            functools.partial(_generate, model), static_argnames=("max_new", "top_k", "nucleus", "greedy"),
+            compiler_options={"xla_allow_excess_precision": False},  # keep the roundings that the learner keeps
+        )  # fmt: skip
 
     def capabilities(self) -> Capabilities:
         m = self._model

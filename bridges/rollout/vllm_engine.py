@@ -1,6 +1,6 @@
 """vLLM as the rollout engine, in this process: token ids in and out, weights by `bridges.weights.vllm_inprocess`.
 
-Written for vLLM 0.25 (CUDA) and 0.32 (its CPU build). One engine a process: vLLM keeps its model-parallel state in globals.
+Written for vLLM 0.25 (CUDA) and 0.32 (its CPU build). One open engine a process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from bridges.api import (
     BridgeError, Capabilities, Completion, EngineFormats, EngineUnhealthy, GenRequest, Health, ParamMeta, SamplingParams,
 )
 from bridges.rollout import vllm_fp8_emulation
-from bridges.rollout.vllm_params import expected_manifest
+from bridges.rollout.vllm_params import expected_manifest, tied_names
 from bridges.rollout.weight_state import WeightState
 
 BLOCK = (128, 128)
@@ -41,6 +41,7 @@ ACTIVATIONS = {
     vllm_fp8_emulation.NAME: "fp8_e4m3_1x128",
     "CPUFp8BlockScaledMMKernel": None,
 }
+COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first without saying so, and refuses higher ones
 SLEEP_LEVEL = {"off": None, "keep_weights": 1, "drop_weights": 2}
 
 
@@ -51,13 +52,15 @@ class VllmEngine:
     weights: "bfloat16", "float16", "float32", or "fp8_e4m3_128x128" with `dtype` (default bfloat16) for all the rest.
     high_precision_modules: HF names of linears that stay unquantised, e.g. "model.layers.0.self_attn.q_proj". vLLM fuses
         q, k, v and gate, up: name all of a group or none.
-    sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache
-        is dropped), "drop_weights" (both are dropped: publish after wake()). The latter two need CUDA.
+    sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped), "drop_weights"
+        (both are dropped: publish after wake()). The latter two need CUDA.
     fp8_kernel: "emulated" lets FP8 weights run on a CPU without AMX, slowly (see vllm_fp8_emulation).
 
     At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none worth learning.
     Raises BridgeError for what this machine or this vLLM cannot do, before any memory is taken where it can tell.
     """
+
+    _open = False  # closing any engine takes down process-wide state of vLLM, so one at a time
 
     def __init__(
         self,
@@ -77,9 +80,11 @@ class VllmEngine:
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         if weights not in (FP8, dtype):
-            raise BridgeError(f"weights={weights!r} with dtype={dtype!r}", f"use one float type for both, or weights={FP8!r}")
+            raise BridgeError(f"weights={weights!r} with dtype={dtype!r}", f"use one type for both, or weights={FP8!r}")
+        if VllmEngine._open:
+            raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time", "close() that one")
         _prepare_environment()
-        _check_cpu(weights, kv_cache, fp8_kernel)
+        _check_hardware(weights, kv_cache, fp8_kernel)
         self._state, self._sick, self._asleep, self._broken = WeightState(), "", False, False
         self._weights, self._dtype, self._kv_cache = weights, dtype, dtype if kv_cache == "auto" else kv_cache
         self._sleep_level = SLEEP_LEVEL[sleep]
@@ -94,8 +99,14 @@ class VllmEngine:
             enable_prefix_caching=True, enable_sleep_mode=self._sleep_level is not None,
         )
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
-        self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK))
-        self._capabilities = self._describe(hf_config["vocab_size"], max_model_len)
+        VllmEngine._open = True
+        try:
+            self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK))
+            self._tied = self.on_model(tied_names)
+            self._capabilities = self._describe(hf_config["vocab_size"], max_model_len)
+        except BridgeError:
+            self.close()
+            raise
 
     def on_model(self, function: Callable[[Any], Any]) -> Any:
         """`function(model)` run inside the engine, on the torch module of its one worker."""
@@ -111,11 +122,12 @@ class VllmEngine:
     def _activations(self) -> str:
         """How activations enter the FP8 products, read off the kernel that vLLM chose."""
         names = self.on_model(_block_kernels)
-        unknown = names - ACTIVATIONS.keys()
-        if unknown or not names:
+        if not names:
+            raise BridgeError("no linear of this model is quantised", "use weights='bfloat16', or exclude fewer modules")
+        if unknown := ",".join(sorted(names - ACTIVATIONS.keys())):
             raise BridgeError(
-                f"vLLM chose the FP8 kernel {sorted(unknown) or 'none'}, whose activation format is not known here",
-                f"set VLLM_DISABLED_KERNELS={','.join(sorted(unknown))} so that it takes another (known: {', '.join(ACTIVATIONS)})",
+                f"vLLM chose the FP8 kernel {unknown}, whose activation format is not known here",
+                f"set VLLM_DISABLED_KERNELS={unknown} so that it takes another (known: {', '.join(ACTIVATIONS)})",
             )
         found = {ACTIVATIONS[n] or self._dtype for n in names}
         if len(found) > 1:
@@ -150,6 +162,9 @@ class VllmEngine:
                              f"{r.sampling.max_tokens} exceed max_model_len {room}")
         if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < vocabulary:
             raise ValueError(f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {vocabulary}")
+        if not (r.sampling.temperature == 0 or COOLEST <= r.sampling.temperature <= HOTTEST):
+            raise ValueError(f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to {HOTTEST}, "
+                             f"not {r.sampling.temperature}")
 
     def _completion(self, r: GenRequest, index: int, out: Any) -> Completion:
         tokens = np.asarray(out.token_ids, np.int32)
@@ -203,7 +218,7 @@ class VllmEngine:
             raise EngineUnhealthy("an earlier reload broke off inside vLLM", "close this engine and build a new one")
         self._state.begin(version)
         self._broken = True
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _untied(tensors, self._tied)})
         _synchronise()
         self._broken = False
 
@@ -225,6 +240,7 @@ class VllmEngine:
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         cleanup_dist_env_and_memory()
+        VllmEngine._open = False
         self._folder.cleanup()
 
 
@@ -247,17 +263,19 @@ def cpu_lacks(weights: str, kv_cache: str) -> str | None:
         return None
     amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
     if weights == FP8 and not amx:
-        return "vLLM's blockwise FP8 linears need AMX tiles (Sapphire Rapids or newer)"
+        return "vLLM's blockwise FP8 linears need a CPU with AMX tiles (Sapphire Rapids or newer)"
     if kv_cache == "fp8_e4m3" and not (amx or avx512):
-        return "vLLM's FP8 KV cache needs AVX-512 or AMX"
+        return "vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX"
     return None
 
 
-def _check_cpu(weights: str, kv_cache: str, fp8_kernel: str) -> None:
-    lack = cpu_lacks(weights if fp8_kernel == "native" else "", kv_cache)
-    if lack:
-        raise BridgeError(f"{lack}, which this CPU does not have",
-                          'use fp8_kernel="emulated" for FP8 weights and kv_cache="auto", or a GPU')
+def _check_hardware(weights: str, kv_cache: str, fp8_kernel: str) -> None:
+    from vllm.platforms import current_platform
+
+    if fp8_kernel == "emulated" and not (weights == FP8 and current_platform.is_cpu()):
+        raise BridgeError('fp8_kernel="emulated" is for FP8 weights on a CPU', 'use fp8_kernel="native"')
+    if lack := cpu_lacks(weights if fp8_kernel == "native" else "", kv_cache):
+        raise BridgeError(lack, 'use fp8_kernel="emulated" for FP8 weights and kv_cache="auto", or a GPU')
 
 
 def _quantised(hf_config: dict[str, Any], high_precision_modules: Sequence[str]) -> dict[str, Any]:
@@ -298,6 +316,14 @@ def _params(s: SamplingParams, seed: int | None) -> Any:
         max_tokens=s.max_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=seed,
         stop_token_ids=list(s.stop_token_ids), ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True,
     )
+
+
+def _untied(tensors: Iterable[tuple[str, Any]], tied: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:
+    """Tied tensors once under each name: kernels may hold lm_head in a packed form of its own, which must be renewed too."""
+    for name, tensor in tensors:
+        yield name, tensor
+        for other in tied.get(name, ()):
+            yield other, tensor
 
 
 def _synchronise() -> None:

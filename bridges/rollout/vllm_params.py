@@ -11,22 +11,43 @@ from typing import Any
 
 from bridges.api import BridgeError, ParamMeta
 
-Rows = list[tuple[str, int]]
+EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}  # vLLM stacks the experts of a layer in two tensors
 
 
 def expected_manifest(model: Any, block: tuple[int, int]) -> tuple[ParamMeta, ...]:
-    """One ParamMeta a checkpoint tensor: fused projections are split, a tied lm_head is absent, vocabulary padding is off."""
+    """One ParamMeta a checkpoint tensor: fused projections and stacked experts are split, a tied lm_head is absent, the
+    padding of the vocabulary is off. `block` is the FP8 block.
+
+    Raises BridgeError where the parts of a fused FP8 projection do not end at a block's edge.
+    """
+    repeats = {name for names in tied_names(model).values() for name in names}
+    metas = (meta for path, module in model.named_modules() for meta in _of_module(model, path, module, block))
+    return tuple(m for m in metas if m.name not in repeats)
+
+
+def tied_names(model: Any) -> dict[str, list[str]]:
+    """First name of each parameter that has several -> its other names: embed_tokens -> [lm_head] when they are tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: rest for first, *rest in names.values() if rest}
+
+
+def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> Iterator[ParamMeta]:
     fused = getattr(model, "packed_modules_mapping", {})
-    metas = [m for path, module in model.named_modules() for m in _of_module(path, module, fused, block)]
-    return tuple(metas)
-
-
-def _of_module(path: str, module: Any, fused: dict[str, list[str]], block: tuple[int, int]) -> Iterator[ParamMeta]:
+    parent, _, last = path.rpartition(".")
     for leaf, tensor in _checkpoint_tensors(module):
-        if tensor.dim() == 0:  # the scales of attention: optional in a checkpoint, 1 unless given
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if not shape:  # the scales of attention: optional in a checkpoint, 1 unless given
             continue
-        for name, rows in _parts(path, module, leaf, tensor, fused, block):
-            yield _meta(f"{name}.{leaf}", tensor, rows, block)
+        if leaf.partition("_")[0] in EXPERTS:
+            parts = _experts(path.removesuffix(".routed_experts"), leaf, shape)
+        elif last in fused:
+            names = [f"{parent}.{part}" for part in fused[last]]
+            parts = _fused(path, names, module.output_partition_sizes, leaf, shape, block)
+        else:
+            parts = [(f"{path}.{leaf}", (getattr(module, "org_vocab_size", shape[0]), *shape[1:]))]
+        yield from (_meta(name, dtype, shape, block) for name, shape in parts)
 
 
 def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:
@@ -39,25 +60,32 @@ def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:
         yield "bias", module.bias
 
 
-def _parts(path: str, module: Any, leaf: str, tensor: Any, fused: dict[str, list[str]], block: tuple[int, int]) -> Rows:
-    """(HF module name, rows) of each checkpoint tensor that vLLM keeps in this one."""
-    parent, _, last = path.rpartition(".")
-    if last not in fused:
-        return [(path, getattr(module, "org_vocab_size", tensor.shape[0]))]
-    sizes = list(module.output_partition_sizes)
+Parts = list[tuple[str, tuple[int, ...]]]
+
+
+def _experts(path: str, leaf: str, shape: tuple[int, ...]) -> Parts:
+    """w13 [E, 2F, D] and w2 [E, D, F], or their block scales, as one tensor an expert and projection."""
+    kind, _, leaf = leaf.partition("_")
+    experts, rows, *columns = shape
+    names = EXPERTS[kind]
+    return [(f"{path}.{e}.{name}.{leaf}", (rows // len(names), *columns)) for e in range(experts) for name in names]
+
+
+def _fused(
+    path: str, names: list[str], sizes: list[int], leaf: str, shape: tuple[int, ...], block: tuple[int, int]
+) -> Parts:
+    """The parts of a fused projection, `sizes` rows each, or their block scales."""
     if leaf == "weight_scale_inv":
         if any(size % block[0] for size in sizes[:-1]):
             raise BridgeError(
                 f"{path}: its parts have {sizes} rows, not multiples of {block[0]}, so their FP8 blocks do not line up",
-                f"name {', '.join(f'{parent}.{part}' for part in fused[last])} in high_precision_modules",
+                f"name {', '.join(names)} in high_precision_modules",
             )
         sizes = [-(-size // block[0]) for size in sizes]
-    return [(f"{parent}.{part}", size) for part, size in zip(fused[last], sizes, strict=True)]
+    return [(f"{name}.{leaf}", (size, *shape[1:])) for name, size in zip(names, sizes, strict=True)]
 
 
-def _meta(name: str, tensor: Any, rows: int, block: tuple[int, int]) -> ParamMeta:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    shape = (rows, *tensor.shape[1:])
+def _meta(name: str, dtype: str, shape: tuple[int, ...], block: tuple[int, int]) -> ParamMeta:
     if name.endswith("weight_scale_inv"):
         return ParamMeta(name, dtype, shape, "block_scale", block)
     return ParamMeta(name, dtype, shape, "weight", block if dtype == "float8_e4m3fn" else None)

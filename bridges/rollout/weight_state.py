@@ -30,7 +30,7 @@ class WeightState:
     def require_clean(self) -> None:
         """Raise EngineDirty unless the weights are those of one whole publish."""
         if self.dirty:
-            raise EngineDirty(f"the engine has no usable weights: {self.dirty}", "publish a full set of weights, then generate")
+            raise EngineDirty(f"the engine has no usable weights: {self.dirty}", "publish a full set of weights first")
 
     def span(self, tokens: int) -> tuple[VersionSpan, ...]:
         """`tokens` tokens, all sampled at the current version."""

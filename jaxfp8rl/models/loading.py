@@ -39,7 +39,7 @@ def load_params(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelError(f"no model folder at {folder}", "give the path of a local Hugging Face folder; nothing is downloaded")
+        raise ModelError(f"no model folder at {folder}", "give a local Hugging Face folder; nothing is downloaded")
     cfg = cfg or ModelConfig.from_hf(folder)
     entries = {e.hf_name: e for e in param_table(cfg)}
     params, seen = empty_params(cfg, _DTYPES[dtype]), set()
@@ -136,7 +136,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 def _check_dtype(path: Path, name: str, dtype: str) -> None:
     if dtype not in ("F32", "F16", "BF16") and not name.endswith(".inv_freq"):
         raise ModelError(
-            f"{path}: {name} is {dtype}, only BF16, F16 and F32 weights can be trained", "start from the unquantised checkpoint"
+            f"{path}: {name} is {dtype}, only BF16, F16 and F32 weights can be trained",
+            "start from the unquantised checkpoint",
         )
 
 

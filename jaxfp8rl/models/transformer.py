@@ -1,7 +1,7 @@
 """A dense decoder as pure functions over a parameter tree, and the NNX module that owns such a tree.
 
 The tree mirrors Hugging Face names, with the layers stacked along a leading axis L so that one `scan` runs them:
-`{"embed_tokens": {"weight" [V, D]}, "layers": {"self_attn": {"q_proj": {"weight" [L, N, K]}, ...}, ...}, "norm", "lm_head"}`.
+`{"embed_tokens": {"weight" [V, D]}, "layers": {"self_attn": {"q_proj": {"weight" [L, N, K]}, ...}, ...}, "norm", ...}`.
 `params["layers"]` may also be a tuple of such dicts, one for each run of equal precision (`split_layers`).
 
 Letters: B rows, T tokens, S keys, D width, F hidden, H query heads, K key-value heads, d head size, V vocabulary, L layers.
@@ -70,7 +70,7 @@ def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) 
 def forward_cached(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, cache: KVCache, precision: Precision
 ) -> tuple[Array, KVCache]:
-    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values: prefill (T tokens) and decode (T = 1).
+    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values. Prefill, and decode with T = 1.
 
     A token writes slot `positions_BT` of its row, then sees the slots up to its own. So a right-padded prompt is harmless:
     the slots of its padding are overwritten by decoded tokens before anything may see them. Writes past the end are dropped.

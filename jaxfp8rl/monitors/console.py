@@ -13,7 +13,6 @@ from jaxfp8rl.monitors.base import Record
 _SHOWN = (
     ("eval/reward_mean", "held-out", ".3f"),
     ("reward/mean", "reward", ".3f"),
-    ("loss", "loss", ".4f"),
     ("mismatch/token_mult_prob_error", "mismatch", ".4f"),
     ("tokens/rollout_per_s", "tok/s", ",.0f"),
 )
@@ -29,7 +28,7 @@ class ConsoleMonitor:
         self._progress = self._live() if self.console.is_terminal else None
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)  # a record is one line, however narrow
 
     def log(self, record: Record) -> None:
         step = int(record["step"])
@@ -48,7 +47,7 @@ class ConsoleMonitor:
 
     def _live(self) -> Progress:
         progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[facts]}"),
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.fields[facts]}"),
             TextColumn("left {task.fields[left]}"), console=self.console,
         )  # fmt: skip
         self._task = progress.add_task("train", total=self.total_steps, facts="", left="")

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written by tensorboardX (no TensorFlow)."""
+"""TensorBoard event files, written by tensorboardX: no TensorFlow, though it loads torch where torch is installed."""
 
 from __future__ import annotations
 

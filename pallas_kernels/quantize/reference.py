@@ -22,8 +22,14 @@ E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10
 
 
+def _divide(x: Array, y: Array) -> Array:
+    """x / y. XLA turns division by a broadcast into multiplication by its reciprocal, an ulp off in a quarter of all cases;
+    it does not see through the barrier. Correctly rounded on CPUs; on GPUs XLA's own division is not."""
+    return x / jax.lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
+
+
 def _codes(x: Array, scale: Array) -> Array:
-    return jnp.clip(x / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    return jnp.clip(_divide(x, scale), -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
 
 
 def _read(codes: Array) -> Array:
@@ -32,7 +38,7 @@ def _read(codes: Array) -> Array:
 
 
 def _scale(amax: Array) -> Array:
-    return jnp.maximum(amax, AMAX_FLOOR) / E4M3_MAX
+    return _divide(jnp.maximum(amax, AMAX_FLOOR), jnp.float32(E4M3_MAX))
 
 
 def _pad_to_blocks(x: Array, axis: int) -> Array:

@@ -30,7 +30,7 @@ def test_view_is_the_same_memory(dtype):
     view = dlpack.torch_view(a)
     assert view.dtype is getattr(torch, dtype) and tuple(view.shape) == a.shape and view.is_contiguous()
     assert view.data_ptr() == a.unsafe_buffer_pointer()
-    np.testing.assert_array_equal(view.view(torch.uint8).numpy(), codes(a))
+    np.testing.assert_array_equal(view.view(torch.uint8).cpu().numpy(), codes(a))
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
@@ -39,7 +39,7 @@ def test_every_fp8_code_survives_where_torch_refuses_fp8(dtype, monkeypatch):
     a = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), dtype)
     view = dlpack.torch_view(a)
     assert view.dtype is getattr(torch, dtype)
-    np.testing.assert_array_equal(view.view(torch.uint8).numpy(), np.arange(256, dtype=np.uint8))
+    np.testing.assert_array_equal(view.view(torch.uint8).cpu().numpy(), np.arange(256, dtype=np.uint8))
 
 
 def test_view_outlives_the_array():
@@ -48,7 +48,7 @@ def test_view_outlives_the_array():
     del a
     gc.collect()
     churn = [jnp.zeros((512, 512), jnp.bfloat16) for _ in range(8)]
-    np.testing.assert_array_equal(view.view(torch.uint8).numpy(), want)
+    np.testing.assert_array_equal(view.view(torch.uint8).cpu().numpy(), want)
     assert len(churn) == 8
 
 
@@ -57,12 +57,12 @@ def test_donation_of_a_viewed_array_spares_the_view():
     want, view = codes(a).copy(), dlpack.torch_view(a)
     doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(a).block_until_ready()
     assert doubled.unsafe_buffer_pointer() != view.data_ptr()
-    np.testing.assert_array_equal(view.view(torch.uint8).numpy(), want)
+    np.testing.assert_array_equal(view.view(torch.uint8).cpu().numpy(), want)
 
 
 def test_waits_for_the_array():
     a = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: y @ x / 256, x))(jnp.ones((256, 256)))
-    np.testing.assert_array_equal(dlpack.torch_view(a).numpy(), np.asarray(a))
+    np.testing.assert_array_equal(dlpack.torch_view(a).cpu().numpy(), np.asarray(a))
 
 
 def test_numpy_arrays_pass_and_what_cannot_travel_is_refused():

@@ -13,11 +13,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 
 import torch
 
-from bridges.api import BridgeError, RolloutEngine, WeightTransport
+from bridges.api import BridgeError, EngineDirty, GenRequest, RolloutEngine, SamplingParams, WeightTransport
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.rollout.fake_engine import FakeEngine
 from bridges.rollout.vllm_engine import BLOCK, FP8, VllmEngine, cpu_lacks
 from bridges.weights.array_source import ArraySource, random_source
+from bridges.weights.dlpack import torch_view
 from bridges.weights.vllm_inprocess import VllmReload
 
 CONFIG = {
@@ -27,25 +28,34 @@ CONFIG = {
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
 }  # fmt: skip
 ATTENTION_0 = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True,
+}  # fmt: skip
+EMULATED = {"weights": FP8, "fp8_kernel": "emulated"}
 ENGINES = {
     "bfloat16": {},
-    "float32": {"weights": "float32", "hf": {"tie_word_embeddings": False}},
-    "fp8-emulated": {"weights": FP8, "fp8_kernel": "emulated", "high_precision_modules": ATTENTION_0},
+    "float32": {"weights": "float32"},
+    "fp8-emulated": {**EMULATED, "hf": {"tie_word_embeddings": False}, "high_precision_modules": ATTENTION_0},
+    "moe": {"hf": MOE},
     "fp8-kv8": {"weights": FP8, "kv_cache": "fp8_e4m3"},
 }
 SHORT = {"max_model_len": 256, "max_num_seqs": 32, "enforce_eager": True}
 
 
 def needs(options: dict) -> str | None:
-    native = "" if options.get("fp8_kernel") == "emulated" else options.get("weights", "")
-    return cpu_lacks(native, options.get("kv_cache", "auto"))
+    """What this machine lacks for the engine, by vLLM's own checks."""
+    emulated = options.get("fp8_kernel") == "emulated"
+    if emulated and torch.cuda.is_available():
+        return "the emulated kernel is for CPUs"
+    return cpu_lacks("" if emulated else options.get("weights", ""), options.get("kv_cache", "auto"))
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def under_test(request):
     options = dict(ENGINES[request.param])
     if lack := needs(options):
-        pytest.skip(f"{lack}, which this CPU does not have")
+        pytest.skip(lack)
     engine, transport = VllmEngine(CONFIG | options.pop("hf", {}), **SHORT, **options), VllmReload()
     transport.open(engine)
     # vLLM's CPU build caches prompts in blocks of 128 tokens
@@ -85,7 +95,7 @@ def test_linear_computes_what_the_formats_say(under_test):
     under_test.publish(6)
     formats, arrays = under_test.engine.capabilities().formats, under_test.source(6).arrays
     name, x = "model.layers.1.mlp.down_proj", np.random.default_rng(0).standard_normal((5, 384)) * np.logspace(-2, 2, 384)
-    x = x.astype(np.dtype(getattr(ml_dtypes, formats.compute, formats.compute)))
+    x = x.astype(numpy_type(formats.compute))
     got = under_test.engine.on_model(lambda model: run_linear(model.get_submodule(name), x))
     w = np.asarray(arrays[f"{name}.weight"]).astype(np.float64)
     if formats.weights == FP8:
@@ -93,6 +103,24 @@ def test_linear_computes_what_the_formats_say(under_test):
     a = rounded_1x128(x) if formats.activations == "fp8_e4m3_1x128" else x.astype(np.float64)
     error = np.linalg.norm(got - a @ w.T) / np.linalg.norm(a @ w.T)
     assert error < (1e-6 if formats.compute == "float32" else 4e-3), error  # 2^-9 is one bfloat16 rounding
+
+
+def test_logits_come_from_the_published_head(under_test):
+    """A tied head, too: vLLM's CPU kernels keep it in a packed form of its own, which a reload must renew."""
+    under_test.publish(7)
+    arrays, formats = under_test.source(7).arrays, under_test.engine.capabilities().formats
+    head = np.asarray(arrays.get("lm_head.weight", arrays["model.embed_tokens.weight"])).astype(np.float64)
+    x = np.random.default_rng(0).standard_normal((3, 256)).astype(numpy_type(formats.compute))
+    got = under_test.engine.on_model(lambda model: model.compute_logits(torch_view(jnp.asarray(x))).double().cpu().numpy())
+    error = np.linalg.norm(got - x.astype(np.float64) @ head.T) / np.linalg.norm(got)
+    assert error < (1e-6 if formats.compute == "float32" else 4e-3), error
+
+
+def test_temperatures_that_vllm_would_change_are_refused(under_test):
+    under_test.publish(0)
+    for temperature in (0.001, 3.0):
+        with pytest.raises(ValueError, match="0 or 0.01 to 2.0"):
+            under_test.sample(temperature=temperature)
 
 
 def test_nan_weights_make_it_unhealthy_until_the_next_publish(under_test):
@@ -126,18 +154,37 @@ def test_fp8_without_the_hardware_says_so():
 
 
 def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
-    with pytest.raises(BridgeError, match="use one float type"):
+    with pytest.raises(BridgeError, match="use one type"):
         VllmEngine(CONFIG, weights="bfloat16", dtype="float16", **SHORT)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(BridgeError, match="out of reach of DLPack"):
         VllmEngine(CONFIG, **SHORT)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
 def test_blocks_that_do_not_line_up_are_refused():
     """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute nonsense."""
     odd = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 192}
     with pytest.raises(BridgeError, match="name model.layers.0.self_attn.q_proj, .*in high_precision_modules"):
-        VllmEngine(odd, weights=FP8, fp8_kernel="emulated", **SHORT)
+        VllmEngine(odd, **EMULATED, **SHORT)
+
+
+def test_one_engine_at_a_time(under_test):
+    with pytest.raises(BridgeError, match="close\\(\\) that one"):
+        VllmEngine(CONFIG, **SHORT)
+    under_test.publish(0)
+    assert under_test.sample()[0].problem() is None, "the refusal disturbed the engine that is open"
+
+
+def test_closed_is_closed_and_the_next_may_open():
+    engine, transport = VllmEngine(CONFIG, **SHORT), VllmReload()
+    transport.open(engine)
+    transport.publish(source(engine, 0), 1)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDirty, match="closed"):
+        engine.generate([GenRequest("r", (1, 2, 3), SamplingParams(2))])
+    VllmEngine(CONFIG, **SHORT).close()
 
 
 def test_transport_refuses_another_engine():
@@ -147,24 +194,28 @@ def test_transport_refuses_another_engine():
         VllmReload().publish(ArraySource((), {}), 1)
 
 
+def numpy_type(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def live_parameters(engine: VllmEngine) -> dict[str, np.ndarray]:
     """The engine's parameters that are of checkpoint shape, as bytes."""
     def read(model):
-        return {n: p.data.view(torch.uint8).numpy() for n, p in model.named_parameters() if p.dim() and p.numel()}
+        return {n: p.data.view(torch.uint8).cpu().numpy() for n, p in model.named_parameters() if p.dim() and p.numel()}
 
     return engine.on_model(read)
 
 
 def fused_names(live: dict[str, np.ndarray]) -> dict[str, list[str]]:
     parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    fused = {n: next((p for p in parts if p in n), None) for n in live}
+    fused = {n: next((p for p in parts if p in n), None) for n in live if "routed_experts" not in n}
     return {n: [n.replace(key, p) for p in parts[key]] if key else [n] for n, key in fused.items()}
 
 
 def run_linear(layer, x: np.ndarray) -> np.ndarray:
     with torch.inference_mode():
-        y = layer.quant_method.apply(layer, torch.from_dlpack(jnp.asarray(x)))
-    return y.double().numpy()
+        y = layer.quant_method.apply(layer, torch_view(jnp.asarray(x)))
+    return y.double().cpu().numpy()
 
 
 def rounded_1x128(x: np.ndarray) -> np.ndarray:

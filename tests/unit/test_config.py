@@ -179,6 +179,8 @@ def test_override(write, words, section, key, value):
         (["--run.steps.x", "1"], "--run.steps.x: steps is a value, not a table of keys"),
         (["--run", "1"], "--run: expected a section of keys"),
         (["--run.trackers", "[tensorboard]"], "--run.trackers: [tensorboard] is not valid TOML"),
+        (["--precision.recipe", "fp8_unified", "--loss.correction", "none"], "--precision.recipe: precision.recipe"),
+        (["--rollout.max_new_tokens", "30"], "--rollout.max_new_tokens: train.row_tokens = 32 cannot hold"),
         (["--train.row_tokens", "20"], "--train.row_tokens: train.row_tokens = 20 cannot hold"),
     ],
 )

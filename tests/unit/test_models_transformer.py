@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -140,7 +141,6 @@ PRECISIONS = {
     "bfloat16": Precision.uniform(3, "bfloat16"),
     "fp8-kv": Precision.uniform(3, kv_fp8=True),
     "w8a16": Precision(MIXED_RUNS, activations_fp8=False, compute_dtype="float32"),
-    "w8a8-fp8-kv": Precision(MIXED_RUNS, kv_fp8=True, compute_dtype="float32"),
     "bfloat16-w8a8-fp8-kv": Precision(MIXED_RUNS, kv_fp8=True),
 }
 
@@ -179,7 +179,7 @@ def generate_cached(params, tokens, positions, prompt_lengths, precision):
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_cached_equals_uncached(name):
-    """Within 1e-5; where something is rounded to FP8 (or BF16), a value at a tie may round the other way at a few positions."""
+    """Within 1e-5. Where values are rounded to FP8 or BF16, one near a tie may round the other way at a few positions."""
     precision = PRECISIONS[name]
     tokens, positions, segments = row(20, B=3)
     params = small_params()
@@ -200,19 +200,19 @@ def test_cached_equals_uncached(name):
 
 
 def test_writes_past_the_end_of_the_cache_are_dropped():
-    tokens, positions, _ = row(8)
-    cache = init_cache(SMALL, 1, 8, FLOAT32)
-    _, cache = jit_cached(small_params(), SMALL, tokens, positions, cache, FLOAT32)
-    hidden, after = jit_cached(small_params(), SMALL, tokens[:, :1], jnp.array([[8]]), cache, FLOAT32)
+    tokens = np.array([[1], [2], [3]])
+    empty = init_cache(SMALL, 3, 20, FLOAT32)
+    _, cache = jit_cached(small_params(), SMALL, tokens, np.array([[0], [1], [19]]), empty, FLOAT32)
+    hidden, after = jit_cached(small_params(), SMALL, tokens, np.array([[20], [21], [99]]), cache, FLOAT32)
     chex.assert_trees_all_equal(after, cache)
-    assert np.isfinite(hidden).all()
+    assert np.isfinite(hidden).all() and float(jnp.abs(cache.k[:, 2, 19]).min()) > 0
 
 
 # --- structure --------------------------------------------------------------------------------------------------------
 
 
 def test_runs_and_stacks_do_not_change_the_numbers():
-    inputs = row(12)
+    inputs = row(24)
     in_two = Precision((LayerRun(0, 2, frozenset()), LayerRun(2, 3, frozenset())), compute_dtype="float32")
     whole = jit_forward(small_params(), SMALL, *inputs, FLOAT32, False)
     np.testing.assert_allclose(jit_forward(small_params(), SMALL, *inputs, in_two, False), whole, atol=1e-6)
@@ -225,39 +225,31 @@ def test_precision_must_cover_the_model():
         forward(small_params(), SMALL, *row(4), Precision.uniform(2))
 
 
-def test_remat_has_equal_gradients():
-    inputs = row(12)
-    w = np.random.default_rng(3).standard_normal((1, 12, SMALL.hidden_size), np.float32)
-
-    def grads(remat):
-        return jax.jit(jax.grad(lambda p: (forward(p, SMALL, *inputs, FLOAT32, remat) * w).sum()))(small_params())
-
-    plain, rematerialised = grads(False), grads(True)
-    chex.assert_trees_all_close(plain, rematerialised, rtol=1e-4, atol=1e-4)
-    layers = plain["layers"]
-    assert all(float(jnp.abs(g).max(tuple(range(1, g.ndim))).min()) > 0 for g in jax.tree.leaves(layers))  # every layer
-
-
-def test_gradient_is_the_slope():
-    inputs = row(6)
-    rng = np.random.default_rng(4)
+def test_gradient_is_the_slope_with_and_without_remat():
+    inputs, rng = row(24), np.random.default_rng(3)
+    w = rng.standard_normal((1, 24, SMALL.hidden_size), np.float32)
     direction = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32) * a.std(), small_params())
 
-    @jax.jit
-    def loss(step):
-        params = jax.tree.map(lambda p, u: p + step * u, small_params(), direction)
-        return jnp.square(forward(params, SMALL, *inputs, FLOAT32) @ head_weight(params, SMALL).T).mean()
+    def grads(remat):
+        return jax.jit(jax.grad(lambda p: (forward(p, SMALL, *inputs, FLOAT32, remat) * w).mean()))(small_params())
 
-    h = 1e-3
-    slope = (loss(h) - loss(-h)) / (2 * h)
-    assert float(jax.grad(loss)(0.0)) == pytest.approx(float(slope), rel=2e-2)
+    def loss(step):
+        params = jax.tree.map(lambda p, u: p + np.float32(step) * u, small_params(), direction)
+        return np.mean(np.asarray(jit_forward(params, SMALL, *inputs, FLOAT32, False), np.float64) * w)
+
+    plain, h = grads(False), 1e-3
+    slope = sum(np.vdot(g, u) for g, u in zip(jax.tree.leaves(plain), jax.tree.leaves(direction)))
+    assert slope == pytest.approx((loss(h) - loss(-h)) / (2 * h), rel=1e-2)
+    chex.assert_trees_all_close(plain, grads(True), rtol=1e-4, atol=1e-7)
+    per_layer = jax.tree.map(lambda g: jnp.abs(g).max(tuple(range(1, g.ndim))), plain["layers"])
+    assert all(float(g.min()) > 0 for g in jax.tree.leaves(per_layer))
 
 
 def test_module_owns_the_tree():
-    model = Transformer(SMALL, _rngs(0))
-    inputs = row(5)
+    model, inputs = Transformer(SMALL, nnx.Rngs(0)), row(24)
     chex.assert_trees_all_equal_shapes(model.params(), small_params())
-    np.testing.assert_array_equal(model(*inputs, FLOAT32), forward(model.params(), SMALL, *inputs, FLOAT32))
+    want = jit_forward(model.params(), SMALL, *inputs, FLOAT32, False)
+    np.testing.assert_allclose(model(*inputs, FLOAT32), want, atol=1e-5)
 
 
 def test_initialisation():
@@ -267,9 +259,3 @@ def test_initialisation():
     assert float(jnp.std(params["layers"]["mlp"]["down_proj"]["weight"])) == pytest.approx(0.02 / 6**0.5, rel=0.02)
     q = params["layers"]["self_attn"]["q_proj"]["weight"]
     assert not np.array_equal(q[0], q[1])
-
-
-def _rngs(seed):
-    from flax import nnx
-
-    return nnx.Rngs(seed)

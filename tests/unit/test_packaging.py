@@ -75,3 +75,22 @@ def test_locked_versions_satisfy_the_declared_ones():
     for text in (*PYPROJECT["project"]["dependencies"], *extras["tasks"], *extras["trackers"]):
         requirement = Requirement(text)
         assert requirement.specifier.contains(locked[requirement.name.lower()]), text
+
+
+def test_make_without_python_3_12_says_so(tmp_path):
+    """With a PATH on which only an older Python answers, under every name."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "env"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    for name in ("python3.12", "python3", "python"):
+        (tools / name).write_text("#!/usr/bin/env bash\nexit 1\n")
+        (tools / name).chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "setup.py").touch()
+    done = subprocess.run([shutil.which("make"), "demo"], cwd=tmp_path, env={"PATH": str(tools)}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[0].startswith("jaxfp8rl needs Python 3.12 and found none on PATH")
+    assert not (tmp_path / ".venv").exists()

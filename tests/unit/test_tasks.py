@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfp8rl.config import Task as TaskSection
+import numpy as np
 from jaxfp8rl.data.tasks import make_task, spec
 from jaxfp8rl.errors import ConfigError, DataError
 
@@ -34,7 +35,8 @@ def test_arithmetic_is_right_distinct_and_split_by_pair(max_operand, operations,
         assert task.score(p, p.answer) == 1.0 and task.score(p, p.answer + "0") == task.score(p, "") == 0.0
     again = make_task(**json.loads(json.dumps(spec(task))))
     assert again == task and list(again.problems()) == list(train)
-    assert task.supervised_pairs() == [(p.prompt, p.answer) for p in train]
+    rng = np.random.default_rng(0)
+    assert [task.demonstrate(p, rng) for p in train] == [p.answer for p in train]
 
 
 def test_arithmetic_held_out_share_and_seed():
