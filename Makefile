@@ -23,7 +23,8 @@ demo: $(VENV)/.base
 
 demo-vllm: $(VENV)/.vllm
 	rm -rf runs/demo-vllm
-	$(BIN)/jaxfp8rl train configs/demo.toml --rollout.engine vllm --run.dir runs/demo-vllm
+	$(BIN)/jaxfp8rl train configs/demo.toml --rollout.engine vllm --run.dir runs/demo-vllm \
+	    $$($(BIN)/python -m bridges.probe --demo-flags)
 
 test: lint $(VENV)/.vllm
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu"

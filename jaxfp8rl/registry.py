@@ -83,6 +83,7 @@ def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[
         max_num_seqs=cfg.rollout.max_num_seqs,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
+        fp8_kernel=cfg.rollout.fp8_kernel,
         seed=cfg.run.seed,
     )
     return engine, VllmReload()

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.api import (
-    Capabilities, Completion, EngineDirty, EngineFormats, GenRequest, Health, ParamMeta, SamplingParams, VersionSpan,
-)  # fmt: skip
+from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, Health, ParamMeta, SamplingParams
+from bridges.rollout.weight_state import WeightState
 
 ROW_BUCKET, TOKEN_BUCKET = 8, 16
 
@@ -50,8 +49,7 @@ class JaxEngine:
         self._model, self._max_len, self._max_rows = model, max_model_len, max_num_seqs
         self._stream = np.random.default_rng(seed)
         self._params: Any = None
-        self._version: int | None = None
-        self._problem = ""
+        self.state, self._problem = WeightState(), ""
         self._run = jax.jit(
             functools.partial(_generate, model), static_argnames=("max_new", "top_k", "nucleus", "greedy"),
             compiler_options={"xla_allow_excess_precision": False},  # keep the roundings that the learner keeps
@@ -62,9 +60,9 @@ class JaxEngine:
         return Capabilities("jax", jax.__version__, m.formats, self._max_len, m.vocab_size, seeds=True)
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        """n completions for each request, in the order asked. Raises EngineDirty, or ValueError for an overlong request."""
-        if self._version is None:
-            raise EngineDirty("the embedded engine holds no complete weights", "publish a full set of weights first")
+        """n completions for each request, in the order asked. Raises EngineDirty, or ValueError for a request that does not
+        fit. At temperature 0 the log-probabilities are those of temperature 1."""
+        self.state.require_clean()
         for r in requests:
             self._check(r)
         results: dict[tuple[int, int], Completion] = {}
@@ -74,14 +72,15 @@ class JaxEngine:
                 results.update(self._batch(requests, rows[at : at + self._max_rows], sampling))
         return [[results[i, j] for j in range(r.n)] for i, r in enumerate(requests)]
 
-    def load(self, tensors: Mapping[str, Array], version: int) -> None:
-        """Replace all weights; called by the transport after the manifest has been checked."""
+    def load(self, tensors: Mapping[str, Array]) -> None:
+        """Replace all weights. The engine stays dirty until `commit`."""
         self._params = self._model.assemble(tensors)
-        self._version, self._problem = version, ""
 
-    def mark_dirty(self) -> None:
-        """Refuse to generate until the next load: a publish has begun."""
-        self._version = None
+    def commit(self, version: int, digest: str) -> tuple[str, ...]:
+        """Declare `version` current. Returns the caches dropped: keys and values live only inside a generate call."""
+        self.state.commit(version, digest)
+        self._problem = ""
+        return ("kv_cache",)
 
     def expected_manifest(self) -> tuple[ParamMeta, ...]:
         return self._model.manifest
@@ -92,8 +91,9 @@ class JaxEngine:
     resume = pause
 
     def sleep(self) -> None:
-        """Drop the weights; the cache lives only inside a generate call. `wake` needs a publish to follow."""
-        self._params, self._version = None, None
+        """Drop the weights; `wake` needs a publish to follow."""
+        self._params = None
+        self.state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:
         """Nothing to restore: memory is taken by the publish that must follow."""
@@ -102,18 +102,18 @@ class JaxEngine:
         return Health(not self._problem, self._problem)
 
     def weight_version(self) -> int | None:
-        return self._version
+        return self.state.version
 
     def close(self) -> None:
-        self.sleep()
+        self._params = None
+        self.state.drop("the engine is closed")
 
     def _check(self, r: GenRequest) -> None:
         longest = len(r.prompt_token_ids) + r.sampling.max_tokens
         if longest > self._max_len:
             raise ValueError(f"request {r.request_id!r}: prompt + max_tokens = {longest} exceeds max_model_len {self._max_len}")
-        worst = max(r.prompt_token_ids)
-        if worst >= self._model.vocab_size or min(r.prompt_token_ids) < 0:
-            raise ValueError(f"request {r.request_id!r}: token id {worst} outside the vocabulary of {self._model.vocab_size}")
+        if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < self._model.vocab_size:
+            raise ValueError(f"request {r.request_id!r}: a token lies outside the vocabulary of {self._model.vocab_size}")
 
     def _batch(self, requests: Sequence[GenRequest], rows: list[tuple[int, int]], s: SamplingParams):
         """One device program: rows are (request, sample) pairs that share their sampling parameters."""
@@ -139,7 +139,7 @@ class JaxEngine:
         if not np.isfinite(logp).all():
             self._problem = f"request {r.request_id!r}: non-finite log-probability: the weights or a kernel are broken"
         reason = "stop" if tokens[-1] in r.sampling.stop_token_ids else "length"
-        return Completion(r.request_id, index, tokens, logp, reason, (VersionSpan(0, len(tokens), self._version),))
+        return Completion(r.request_id, index, tokens, logp, reason, self.state.span(len(tokens)))
 
 
 def _bucket(n: int, smallest: int) -> int:

@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import jax
 
 from bridges import manifest
-from bridges.api import PublishFailed, PublishReceipt, WeightSource
+from bridges.api import ParamMeta, PublishFailed, PublishReceipt, WeightSource
 from bridges.rollout.jax_engine import JaxEngine
 
 
 class JaxInprocess:
-    """WeightTransport into a JaxEngine of the same process. The engine's cache lives inside a generate call, so that no
-    key or value of the old weights survives a publish."""
+    """WeightTransport into a JaxEngine of the same process. The source's buffers are read, never kept as they are."""
 
     def open(self, engine: JaxEngine) -> None:
         self._engine = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        """Raises ManifestMismatch before a byte moves, PublishFailed (engine dirty) when the source breaks off."""
-        start, metas = time.perf_counter(), source.manifest()
-        manifest.check(metas, self._engine.expected_manifest())
-        self._engine.mark_dirty()
+        """Raises ManifestMismatch before a byte moves; PublishFailed later, the engine being dirty."""
+        engine, start, metas = self._engine, time.perf_counter(), source.manifest()
+        manifest.check(metas, engine.expected_manifest())
+        engine.state.begin(version)
         try:
-            tensors = dict(source)
-            if missing := [m.name for m in metas if m.name not in tensors]:
-                raise PublishFailed(f"the source promised {len(metas)} tensors and left out {missing[:5]}")
-            self._engine.load(jax.block_until_ready(tensors), version)
-        except PublishFailed:
-            raise
-        except Exception as e:
+            tensors = {m.name: _checked(m, name, buffer) for m, (name, buffer) in zip(metas, source, strict=True)}
+            engine.load(jax.block_until_ready(tensors))
+        except Exception as e:  # whatever the source raised
             raise PublishFailed(f"the publish of version {version} broke off: {e}", "publish again in full") from e
-        seconds = time.perf_counter() - start
-        self._digest = manifest.digest(metas)
-        return PublishReceipt(version, len(metas), manifest.nbytes(metas), self._digest, seconds, ("kv_cache",))
+        digest = manifest.digest(metas)
+        caches = engine.commit(version, digest)
+        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, time.perf_counter() - start, caches)
 
     def verify(self, receipt: PublishReceipt) -> None:
-        """Raises PublishFailed when the engine does not hold the version of the receipt."""
-        have = (self._engine.weight_version(), self._digest)
-        if have != (receipt.version, receipt.digest):
-            raise PublishFailed(f"the engine holds version {have[0]}, the receipt says {receipt.version}", "publish again")
+        """Raises PublishFailed when the engine is dirty or holds another publish than the receipt's."""
+        state = self._engine.state
+        if (state.version, state.digest) != (receipt.version, receipt.digest):
+            raise PublishFailed(f"the engine holds version {state.version}, the receipt says {receipt.version}", "publish again")
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _checked(meta: ParamMeta, name: str, buffer: Any) -> Any:
+    have = (name, str(buffer.dtype), tuple(buffer.shape))
+    if have != (meta.name, meta.dtype, tuple(meta.shape)):
+        raise ValueError(f"the source yields {have} where its manifest says {(meta.name, meta.dtype, tuple(meta.shape))}")
+    return buffer
