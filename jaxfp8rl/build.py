@@ -142,7 +142,7 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
 def starting_params(cfg: Config, model: ModelConfig) -> Params:
     """Float32 masters: the HF folder's weights, or random ones from the run's seed."""
     if cfg.model.path:
-        _, params = load_params(cfg.model.path, model, jnp.float32)
+        _, params = load_params(cfg.model.path, model)
         return jax.tree.map(jnp.asarray, params)
     return init_params(model, jax.random.key(cfg.run.seed))
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfp8rl.config import Loss
-from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
+from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.models.transformer import forward, init_params
 from jaxfp8rl.optim import init_state
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.sft import make_sft_step
-from jaxfp8rl.train_step import make_logprobs, make_score, make_train_step
+from jaxfp8rl.train_step import make_logprobs, make_score, make_train_step, policy_weights
 from jaxfp8rl.types import TrainBatch
 
 LONGEST = 12
@@ -31,69 +31,164 @@ MODEL = ModelConfig.from_hf(
 )  # fmt: skip
 FLOAT32 = Precision.uniform(2)  # compute in float32, weights rounded to bfloat16: the bf16 recipe in float32 mode
 LOGPROBS = make_logprobs(MODEL, FLOAT32, 0.7, remat=False)
-SGD = optax.sgd(1.0)  # the parameters move by exactly minus the gradient
-
-
-@pytest.fixture(scope="module")
-def params():
-    drawn = init_params(MODEL, jax.random.key(0))
-    drawn = jax.tree.map(lambda p: 8 * p if p.ndim > 1 and p.std() > 0 else p, drawn)  # far from uniform
-    return jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), drawn)
+KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients, exact, in opt_state
+    lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
+)
+score, train_step = make_score(LOGPROBS, FLOAT32), make_train_step(LOGPROBS, FLOAT32, Loss(), KEEP)
+# [M, R, T]: one sequence a row, padded; the same one by one; packed, split, with room for more than there is
+PADDED = (1, 12, LONGEST)
+LAYOUTS = (PADDED, (12, 1, LONGEST), (2, 2, 36))
 
 
 @functools.cache
-def programs(remat: bool = False):
-    logprobs = make_logprobs(MODEL, FLOAT32, 0.7, remat)
-    return make_score(logprobs, FLOAT32), make_train_step(logprobs, FLOAT32, Loss(), SGD)
+def params():
+    """Matrices four times the usual, so that the distributions are far from uniform and attention is not an average."""
+    drawn = init_params(MODEL, jax.random.key(0))
+    return jax.tree.map(lambda p: 4 * p if jnp.std(p) > 0 else p, drawn)
 
 
 def samples_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Sample]:
     """Completions whose engine log-probabilities are some way off the learner's, so that the correction has work."""
     rng = np.random.default_rng(seed)
     return [
-        Sample(rng.integers(1, 32, p), rng.integers(1, 32, c), -3 * rng.random(c).astype(np.float32), float(rng.normal()))
+        Sample(rng.integers(1, 32, p), rng.integers(1, 32, c), -rng.uniform(1, 6, c).astype(np.float32), float(rng.normal()))
         for p, c in lengths
     ]
 
 
-def learn(params, batch: TrainBatch, drift: float = 0.05, remat: bool = False):
-    """(metrics, gradients [numpy tree]) of one update whose old log-probabilities differ a little from the present ones."""
-    score, train_step = programs(remat)
-    old = np.asarray(score(params, batch))
-    old = old + drift * np.sin(batch.tokens + 3.0 * batch.positions).astype(np.float32)  # a function of the token alone
-    state = init_state(jax.tree.map(jnp.copy, params), SGD)
-    after, metrics = train_step(state, batch, old)
-    grads = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64), params, after.params)
-    return {k: float(v) for k, v in metrics.items()}, grads
+def laid_out(samples: list[Sample], layout: tuple[int, int, int]) -> TrainBatch:
+    m, rows, row_tokens = layout
+    if row_tokens > LONGEST:
+        return pack(samples, row_tokens, rows, m)
+    single = [pack([s], row_tokens, 1, 1) for s in samples] + [pack([], row_tokens, 1, 1)] * (m * rows - len(samples))
+    return TrainBatch(*(np.concatenate(f).reshape(layout) for f in zip(*single)))
 
 
-def gradients(params, batch: TrainBatch, drift: float = 0.05):
-    """As `learn`, but gradients straight from `accumulate`, without the rounding of params - grads."""
-    from jaxfp8rl.losses.objectives import clipped_objective
-    from jaxfp8rl.train_step import accumulate
-
-    def loss_fn(weights, micro, tokens):
-        rows, old, mask = micro
-        logp = jnp.where(mask, LOGPROBS(weights, rows)[0], 0.0)
-        surrogate, _ = clipped_objective(logp, jnp.where(mask, old, 0.0), rows.advantages, 0.2, 0.2)
-        return jnp.sum(jnp.where(mask, surrogate, 0.0)) / tokens, {}
-
-    @jax.jit
-    def run(weights, batch, old):
-        tokens = jnp.sum(batch.response_mask).astype(jnp.float32)
-        return accumulate(functools.partial(loss_fn, tokens=tokens), weights, (batch, old, batch.response_mask),
-                          batch.response_mask)  # fmt: skip
-
-    old = np.asarray(programs()[0](params, batch))
-    old = old + drift * np.sin(batch.tokens + 3.0 * batch.positions).astype(np.float32)
-    value, _, grads = run(params, batch, old)
-    return float(value), jax.tree.map(np.asarray, grads)
+def old_logps(params, batch: TrainBatch) -> np.ndarray:
+    """The learner's own, off by some tenths that depend on the token alone: some ratios are clipped, some are not."""
+    return np.asarray(score(params, batch)) + 0.3 * np.sin(batch.tokens + 3.0 * batch.positions).astype(np.float32)
 
 
-def relative(a, b) -> float:
-    """Distance of two gradient trees over the length of the first."""
+def learn(params, batch: TrainBatch, old_logp: np.ndarray):
+    """(metrics, gradients) of one update."""
+    after, metrics = train_step(init_state(jax.tree.map(jnp.copy, params), KEEP), batch, old_logp)
+    return {k: float(v) for k, v in metrics.items()}, jax.tree.map(np.asarray, after.opt_state)
+
+
+def distance(a, b) -> float:
+    """Of two gradient trees, over the length of the first; 0 when all of a batch is clipped and both are zero."""
     flat = [np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(t)]) for t in (a, b)]
-    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[0]))
+    return float(np.linalg.norm(flat[0] - flat[1]) / max(np.linalg.norm(flat[0]), 1e-12))
 
 
-lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(1, LONGEST - 5)), min_size=2, max_size=10)
+def assert_bit_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(1, LONGEST - 5)), min_size=2, max_size=12)
+
+
+@settings(max_examples=12)
+@given(lengths, st.sampled_from(LAYOUTS), st.randoms(use_true_random=False))
+def test_padding_packing_splitting_and_order_change_neither_loss_nor_gradients(lengths, layout, random):
+    samples = samples_of(lengths)
+    metrics, grads = learn(params(), b := laid_out(samples, PADDED), old_logps(params(), b))
+    shuffled = random.sample(samples, len(samples))
+    other, other_grads = learn(params(), b := laid_out(shuffled, layout), old_logps(params(), b))
+    assert distance(grads, other_grads) < 1e-6
+    # The loss is a sum of terms of both signs: 1e-6 of their magnitudes, not of what is left of them.
+    magnitude = 2 * np.average([abs(s.advantage) for s in samples], weights=[len(s.completion) for s in samples])
+    assert abs(metrics.pop("loss") - other.pop("loss")) < 1e-6 * magnitude
+    for key, value in metrics.items():
+        np.testing.assert_allclose(other[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def test_the_invariance_test_sees_a_microbatch_mean():
+    """The usual mistake, a mean over each micro-batch, is far outside the tolerance on the same data."""
+    samples = samples_of([(2, 1), (3, 7), (1, 2), (5, 5), (2, 6)])
+    whole = laid_out(samples, (12, 1, LONGEST))
+    old = old_logps(params(), whole)
+    _, grads = learn(params(), whole, old)
+    parts = []
+    for i in range(len(samples)):
+        alone = TrainBatch(*(np.where(np.arange(12)[:, None, None] == i, f, np.zeros_like(f)) for f in whole))
+        parts.append(learn(params(), alone, old)[1])
+    mean = jax.tree.map(lambda *g: sum(g) / len(g), *parts)
+    assert distance(grads, mean) > 1e-2
+
+
+def test_the_warm_start_is_as_independent_of_the_split():
+    step = make_sft_step(LOGPROBS, FLOAT32, KEEP)
+    samples = samples_of([(3, 7), (2, 2), (5, 6), (1, 4), (4, 7), (2, 5), (3, 3), (1, 1)])
+    results = []
+    for layout in LAYOUTS[1:3]:
+        state, metrics = step(init_state(jax.tree.map(jnp.copy, params()), KEEP), laid_out(samples, layout))
+        results.append((state.opt_state, float(metrics["loss"])))
+    assert distance(results[0][0], results[1][0]) < 1e-6
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
+
+
+@settings(max_examples=8)
+@given(st.sampled_from([np.nan, np.inf, -np.inf, 1e30]), lengths)
+def test_what_stands_under_the_mask_changes_no_bit(value, lengths):
+    batch = laid_out(samples_of(lengths), (2, 2, 36))
+    old = old_logps(params(), batch)
+    metrics, grads = learn(params(), batch, old)
+    dead = ~batch.response_mask
+    spoilt = batch._replace(
+        rollout_logp=np.where(dead, np.float32(value), batch.rollout_logp),
+        advantages=np.where(dead, np.float32(value), batch.advantages),
+        tokens=np.where(batch.segment_ids == 0, 31, batch.tokens),
+        positions=np.where(batch.segment_ids == 0, 7, batch.positions),
+    )
+    other, other_grads = learn(params(), spoilt, np.where(dead, np.float32(value), old))
+    assert metrics == other and np.isfinite(metrics["grad_norm"])
+    assert_bit_equal(grads, other_grads)
+
+
+@pytest.mark.parametrize("field", ["rollout_logp", "advantages", "old_logp"])
+def test_a_nan_at_a_live_token_is_seen_and_nothing_is_applied(field):
+    batch = laid_out(samples_of([(2, 3), (3, 4)]), (2, 2, 36))
+    old = old_logps(params(), batch)
+    at = tuple(np.argwhere(batch.response_mask)[2])
+    spoilt = {"rollout_logp": batch.rollout_logp.copy(), "advantages": batch.advantages.copy(), "old_logp": old.copy()}
+    spoilt[field][at] = np.nan
+    old = spoilt.pop("old_logp")
+    state = init_state(jax.tree.map(jnp.copy, params()), KEEP)
+    before = jax.tree.map(np.array, state)
+    after, metrics = train_step(state, batch._replace(**spoilt), old)
+    assert metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 1
+    assert_bit_equal(before._replace(bad_steps=np.int32(1)), jax.tree.map(np.asarray, after))
+
+
+def test_on_policy_ratios_are_one_and_the_correction_is_neutral():
+    """At the weights that sampled, engine and learner in agreement, the loss is minus the mean advantage over tokens."""
+    batch = laid_out(samples_of([(2, 3), (3, 4), (1, 7)]), (2, 2, 36))
+    old = np.asarray(score(params(), batch))
+    metrics, _ = learn(params(), batch._replace(rollout_logp=old), old)
+    np.testing.assert_allclose(metrics["loss"], -batch.advantages[batch.response_mask].mean(), rtol=1e-5)
+    assert metrics["correction/ess"] == 1 and metrics["clip/fraction"] == 0 and metrics["mismatch/max_logp_diff"] == 0
+    assert abs(metrics["staleness/k1"]) < 1e-6 and metrics["tokens/update"] == 14
+
+
+def test_score_is_the_log_softmax_of_the_published_policy_at_the_sampling_temperature():
+    """Against a plain forward of one unpacked sequence through the rounded weights."""
+    samples = samples_of([(3, 4), (2, 6), (5, 2)])
+    scores = np.asarray(score(params(), batch := laid_out(samples, (2, 2, 36))))
+    weights = policy_weights(params(), FLOAT32)
+    for s in samples:
+        tokens = np.concatenate([s.prompt, s.completion])[None]
+        hidden = forward(weights, MODEL, tokens, np.arange(tokens.size)[None], np.ones_like(tokens), FLOAT32)
+        table = jax.nn.log_softmax(hidden[0] @ weights["embed_tokens"]["weight"].T / 0.7)
+        want = [float(table[t - 1, tokens[0, t]]) for t in range(len(s.prompt), tokens.size)]
+        m, r, t = (x[0] for x in np.nonzero(batch.rollout_logp == s.logprobs[0]))
+        np.testing.assert_allclose(scores[m, r, t : t + len(want)], want, atol=2e-6)
+
+
+def test_other_lengths_compile_nothing():
+    state, sizes = init_state(jax.tree.map(jnp.copy, params()), KEEP), []
+    for seed, lengths in enumerate(([(1, 2), (2, 3)], [(5, 7)] * 12, [(3, 1)] * 5)):
+        batch = laid_out(samples_of(lengths, seed), (2, 2, 36))
+        state, _ = train_step(state, batch, np.asarray(score(params(), batch)))
+        sizes.append((score._cache_size(), train_step._cache_size()))
+    assert len(set(sizes)) == 1

