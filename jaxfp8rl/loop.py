@@ -16,8 +16,8 @@ from jaxfp8rl import rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.dataset import PromptStream
-from jaxfp8rl.data.packing import Sample, pack
-from jaxfp8rl.errors import NonFiniteStep
+from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
+from jaxfp8rl.errors import CheckpointError, NonFiniteStep
 from jaxfp8rl.gate import check_gate
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.optim import init_state
@@ -49,25 +49,39 @@ def train(cfg: Config, resume: bool = False) -> None:
                 metrics |= evaluate(parts, step)
             run.log(metrics, samples=sampled)
             if step == cfg.run.steps or step % cfg.run.save_every == 0 or stop.requested:
-                run.save(step, state, {"stream": parts.stream.state(), "seed": cfg.run.seed})
+                save(parts, run, state, step)
     if stop.requested and step < cfg.run.steps:
         raise SystemExit(stop.exit_code)
     write_summary(cfg.run.dir)
 
 
 def begin(parts: Parts, run: RunDirectory) -> TrainState:
-    """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one."""
+    """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one; saved as
+    step 0, so that whatever stops the run later leaves something to resume."""
     params = parts.initial_params()
     if parts.cfg.sft.steps:
         params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
-    return init_state(params, parts.optimizer)
+    state = init_state(params, parts.optimizer)
+    save(parts, run, state, 0)
+    return state
 
 
 def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
-    """The newest checkpoint: state, step; the prompt stream goes back to where it was and later metrics are forgotten."""
+    """The newest checkpoint: state, step; the prompt stream goes back to where it was and later metrics are forgotten.
+
+    Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data or another seed.
+    """
     state, loop, step = run.restore(init_state(parts.initial_params(), parts.optimizer))
+    seed = parts.cfg.run.seed
+    if loop["seed"] != seed:
+        raise CheckpointError(f"run.seed = {seed}, the checkpoint was taken with {loop['seed']}", "resume with the same seed")
     parts.stream = PromptStream.from_state(parts.train, loop["stream"])
+    run.rewind(step)
     return state, step
+
+
+def save(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> None:
+    run.save(step, state, {"stream": parts.stream.state(), "seed": parts.cfg.run.seed})
 
 
 def one_step(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> tuple[TrainState, dict, list[dict]]:
@@ -132,9 +146,11 @@ def gate(parts: Parts, state: TrainState, version: int) -> dict[str, float]:
 
 
 def evaluate(parts: Parts, version: int) -> dict[str, float]:
-    """Mean reward of one greedy completion for each held-out problem; an undefined score counts as 0."""
-    sampling = parts.greedy
-    requests = rollouts.make_requests(parts.held_out, sampling, 1, parts.cfg.run.seed, EVAL_STEP + version)
+    """Mean reward of one greedy completion for each held-out problem; an undefined score counts as 0. Nothing when the task
+    holds none out."""
+    if not parts.held_out:
+        return {}
+    requests = rollouts.make_requests(parts.held_out, parts.greedy, 1, parts.cfg.run.seed, EVAL_STEP + version)
     kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version)
     rewards = np.concatenate([g.rewards for g in rollouts.score(kept, parts.tokenizer, parts.rewards)])
     total = np.nan_to_num(rewards).sum() / (len(kept) + len(rejected))
@@ -148,8 +164,10 @@ def split(groups: tuple[rollouts.Group, ...], parts: Parts) -> list[tuple[rollou
 
 
 def pack_samples(parts: Parts, samples: list[Sample]) -> TrainBatch:
+    """Packed to the shape of an update; to a larger one when there are more samples than that holds (the gate's)."""
     t = parts.cfg.train
-    return pack(samples, t.row_tokens, t.rows_per_microbatch, parts.microbatches)
+    needed = microbatches_needed(len(samples), parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
+    return pack(samples, t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches))
 
 
 def sample_rows(batch: rollouts.Rollouts, step: int, count: int) -> list[dict]:

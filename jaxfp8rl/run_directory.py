@@ -27,7 +27,8 @@ class RunDirectory:
 
     def __init__(self, cfg: Config, resume: bool):
         self.path = Path(cfg.run.dir)
-        used = (self.path / "metrics.jsonl").exists()
+        metrics = self.path / "metrics.jsonl"
+        used = metrics.exists() and metrics.stat().st_size > 0  # a run that failed before its first line left nothing to keep
         if used and not resume:
             raise ConfigError(
                 f"run.dir: {self.path} holds a run already", "continue it with --resume, or choose another --run.dir"
@@ -35,7 +36,9 @@ class RunDirectory:
         if resume and not used:
             raise CheckpointError(f"run.dir: {self.path} holds no run to resume", "train without --resume")
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.toml").write_text(dump_config(cfg), encoding="utf-8")
+        self._config = dump_config(cfg)
+        if not resume:
+            self._write_config()
         self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints)
         self._console = ConsoleMonitor(cfg.run.steps)
         self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
@@ -60,12 +63,18 @@ class RunDirectory:
         self._checkpoints.save(step, state, loop)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any], int]:
-        """(state, loop state, step) of the newest checkpoint; lines of metrics and samples after it are removed."""
-        step = self._checkpoints.latest() or 0
+        """(state, loop state, step) of the newest checkpoint. Nothing is written: the run may still be refused."""
         state, loop = self._checkpoints.restore(like)
+        return state, loop, self._checkpoints.latest()
+
+    def rewind(self, step: int) -> None:
+        """Continue from `step`: forget the lines of metrics and samples after it, and keep the config that continues."""
         for lines in (self._metrics, self._samples):
             lines.truncate_after(step)
-        return state, loop, step
+        self._write_config()
+
+    def _write_config(self) -> None:
+        (self.path / "config.toml").write_text(self._config, encoding="utf-8")
 
     def save_bad_batch(self, batch: TrainBatch, old_logp: jax.Array) -> Path:
         """Keep the newest batch whose update was not finite, as arrays, to be looked at."""

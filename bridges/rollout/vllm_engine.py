@@ -22,7 +22,7 @@ from bridges.rollout.weight_state import WeightState
 
 BLOCK = (128, 128)
 FP8 = "fp8_e4m3_128x128"
-# Set before vLLM is imported and, for XLA, before JAX makes its first array; each only where the environment does not say otherwise already.
+# Set before vLLM is imported (for XLA: before JAX makes its first array), where the environment does not say otherwise.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must see this process's JAX buffers
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # JAX would take three quarters of the GPU at its first array

@@ -21,15 +21,12 @@ if TYPE_CHECKING:
 
 @functools.cache
 def torch_takes_fp8() -> bool:
-    """Whether this torch accepts float8_e4m3fn through DLPack (2.11 and 2.13 do, from JAX 0.11). Asked once, on the CPU."""
-    import jax
+    """Whether this torch accepts float8_e4m3fn through DLPack (2.11 and 2.13 do, from JAX 0.11). Asked once."""
     import jax.numpy as jnp
     import torch
 
-    with jax.default_device(jax.devices("cpu")[0]):
-        probe = jnp.zeros((1,), jnp.float8_e4m3fn)
     try:
-        return torch.from_dlpack(probe).dtype is torch.float8_e4m3fn
+        return torch.from_dlpack(jnp.zeros((1,), jnp.float8_e4m3fn).block_until_ready()).dtype is torch.float8_e4m3fn
     except (BufferError, RuntimeError, TypeError, ValueError):
         return False
 

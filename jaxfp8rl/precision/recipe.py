@@ -112,6 +112,7 @@ def fp8_runs(
 
     sets = [fp8_modules(i) for i in range(num_layers)]
     _check_shapes(shapes, frozenset().union(*sets))
+    _check_fused(sets)
     starts = [i for i in range(num_layers) if i == 0 or sets[i] != sets[i - 1]]
     return tuple(LayerRun(a, b, sets[a]) for a, b in zip(starts, starts[1:] + [num_layers]))
 
@@ -132,11 +133,17 @@ def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str]) -> N
             f"precision: FP8 blocks are {BLOCK}x{BLOCK} and these linears do not divide: {listing}",
             f'leave them in high precision: precision.exclude = "{"|".join(s for s, _, _ in odd)}"',
         )
-    for group in _FUSED:
-        if used & group and not group <= used:
-            raise ConfigError(
-                f"precision.exclude: {', '.join(sorted(group))} are one product in the engine: exclude all of them or none"
-            )
+
+
+def _check_fused(sets: list[frozenset[str]]) -> None:
+    for layer, used in enumerate(sets):
+        for group in _FUSED:
+            if used & group and not group <= used:
+                raise ConfigError(
+                    f"precision.exclude leaves {', '.join(sorted(used & group))} of layer {layer} without "
+                    f"{', '.join(sorted(group - used))}: they are one product in the engine",
+                    f"exclude all of {', '.join(sorted(group))} or none",
+                )
 
 
 def resolve(

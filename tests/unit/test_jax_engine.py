@@ -1,0 +1,120 @@
+"""The embedded engine's log-probabilities are the learner's, on the tokens it sampled.
+
+In float32 the two differ in the order of sums alone: prefill and decode against packed rows, some 1e-6 nats. Where
+activations or cached keys and values are rounded to E4M3, such a difference now and then tips a value over a rounding
+boundary and moves every later token of that row by 2^-4 of one element: rare, and no order of summation prevents it. So
+with such roundings nearly all tokens agree to 1e-5 and the rest stay small; a learner that lacks one of the roundings
+agrees on nearly none.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfp8rl import loop, rollouts
+from jaxfp8rl.build import Parts, build
+from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.optim import init_state
+from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.train_step import make_logprobs, make_score
+from jaxfp8rl.types import TrainBatch
+
+TINY = ("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--rollout.max_new_tokens", "12",
+        "--rollout.temperature", "0.8", "--train.rows_per_microbatch", "4", "--sft.steps", "0")  # fmt: skip
+AUTO_KV, W8A16 = ("--rollout.kv_cache", "auto"), ("--precision.embedded_activations", "high")
+SOME_LAYERS = ("--model.config.num_hidden_layers", "4", "--precision.first_layers_bf16", "1",
+               "--precision.last_layers_bf16", "1", "--precision.exclude", r"layers\.2\.self_attn\.o_proj")  # fmt: skip
+CASES = {
+    "bf16": ("--precision.recipe", "bf16", *AUTO_KV),
+    "W8A16, some layers": (*AUTO_KV, *W8A16, *SOME_LAYERS),
+    "W8A16, FP8 KV": W8A16,
+    "W8A8, some layers": (*AUTO_KV, *SOME_LAYERS),
+    "W8A8, FP8 KV": (),
+}
+EXACT = ("bf16", "W8A16, some layers")  # nothing that depends on a sum is rounded to E4M3
+
+
+@functools.cache
+def case(name: str) -> tuple[Parts, dict, TrainBatch]:
+    """A run's parts, parameters far from uniform, and a packed batch that its engine sampled from them."""
+    parts = build(load_config("demo", ["--run.dir", "unused", *TINY, *CASES[name]]))
+    params = jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, parts.initial_params())
+    loop.publish(parts, init_state(params, parts.optimizer), 3)
+    return parts, params, sample(parts, seed=1)
+
+
+def sample(parts: Parts, seed: int) -> TrainBatch:
+    prompts = parts.train[seed * 8 : seed * 8 + 8]
+    requests = rollouts.make_requests(prompts, parts.sampling, 4, seed, 1)
+    kept, rejected = rollouts.generate(parts.engine, prompts, requests, 3)
+    assert not rejected
+    return loop.pack_samples(parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept for c in cs])
+
+
+def gaps(score, params, batch: TrainBatch) -> np.ndarray:
+    return np.abs(np.asarray(score(params, batch)) - batch.rollout_logp)[batch.response_mask]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engine_and_learner_agree_on_every_token(name):
+    parts, params, batch = case(name)
+    found = gaps(parts.score, params, batch)
+    assert len(found) > 200 and np.std(batch.rollout_logp[batch.response_mask]) > 0.5  # the distributions are not flat
+    if name in EXACT:
+        assert found.max() < 1e-5
+    else:
+        assert np.median(found) < 2e-6 and np.quantile(found, 0.8) < 1e-5 and found.max() < 0.5
+
+
+@pytest.mark.parametrize("missing", ["kv_fp8", "activations_fp8"])
+def test_a_learner_without_one_of_the_roundings_is_far_off(missing):
+    parts, params, batch = case("W8A8, FP8 KV")
+    lacking = dataclasses.replace(parts.precision, **{missing: False})
+    found = gaps(make_score(make_logprobs(parts.model, lacking, 0.8, False), lacking), params, batch)
+    assert np.median(found) > 1e-3
+
+
+def test_a_learner_that_excludes_other_layers_is_far_off():
+    parts, params, batch = case("W8A16, some layers")
+    runs = tuple(dataclasses.replace(r, fp8=r.fp8 | {"o_proj"} if r.fp8 else r.fp8) for r in parts.precision.runs)
+    other = dataclasses.replace(parts.precision, runs=runs)
+    assert np.median(gaps(make_score(make_logprobs(parts.model, other, 0.8, False), other), params, batch)) > 1e-4
+
+
+def test_a_publish_replaces_the_weights_and_the_old_batch_no_longer_fits():
+    parts, params, batch = case("bf16")
+    moved = jax.tree.map(lambda a: a * 1.05, params)
+    loop.publish(parts, init_state(moved, parts.optimizer), 3)
+    try:
+        again = sample(parts, seed=1)
+        assert gaps(parts.score, moved, again).max() < 1e-5 < np.median(gaps(parts.score, params, again))
+    finally:
+        loop.publish(parts, init_state(params, parts.optimizer), 3)
+    np.testing.assert_array_equal(sample(parts, seed=1).rollout_logp, batch.rollout_logp)  # and back, bit for bit
+
+
+def test_other_prompts_compile_nothing():
+    parts, _, _ = case("bf16")
+    before = parts.engine._run._cache_size(), parts.score._cache_size()
+    for seed in (2, 3):
+        parts.score(case("bf16")[1], sample(parts, seed))
+    assert (parts.engine._run._cache_size(), parts.score._cache_size()) == before
+
+
+def test_filters_and_temperature_leave_the_reported_distribution_normalised():
+    """With top_k = 1 every sampled token is certain; the greedy one is reported at temperature 1, unfiltered."""
+    parts, params, _ = case("bf16")
+    prompts = parts.train[:8]
+    certain = dataclasses.replace(parts.sampling, top_k=1)
+    for sampling, sure in ((certain, True), (parts.greedy, False)):
+        kept, _ = rollouts.generate(parts.engine, prompts, rollouts.make_requests(prompts, sampling, 1, 0, 1), 3)
+        values = np.concatenate([c.logprobs for _, (c,) in kept])
+        assert (values == 0).all() if sure else (values < 0).all()
+        tokens = [c.token_ids.tolist() for _, (c,) in kept]
+        if sure:
+            first = tokens
+    assert tokens == first

@@ -1,0 +1,110 @@
+"""What crosses the seam is what the learner computes with: names, order, and every byte."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bridges import manifest
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import get_param, param_table
+from jaxfp8rl.models.transformer import forward, init_params
+from jaxfp8rl.precision.linear import QuantizedWeight
+from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.publish import LearnerWeights, assemble, is_fp8, wire_manifest
+from jaxfp8rl.train_step import policy_weights
+
+ALL = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+RUNS = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, ALL), LayerRun(3, 4, ALL - {"o_proj"}))
+
+
+def model(tied: bool) -> ModelConfig:
+    return ModelConfig.from_hf(
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 48, "hidden_size": 128,
+         "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+         "tie_word_embeddings": tied}
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda p: p * jnp.exp(jax.random.normal(jax.random.key(1), p.shape)),
+                        init_params(model(False), jax.random.key(0)))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wire(params):
+    return dict(LearnerWeights(model(False), params, RUNS, "bfloat16"))
+
+
+def test_the_manifest_lists_hf_names_in_order_each_fp8_weight_before_its_scales():
+    names = [m.name for m in wire_manifest(model(False), RUNS, "bfloat16")]
+    assert names[0] == "model.embed_tokens.weight" and names[-2:] == ["model.norm.weight", "lm_head.weight"]
+    first = [n.removeprefix("model.layers.0.") for n in names if n.startswith("model.layers.0.")]
+    assert first == [
+        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
+        "self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
+        "mlp.down_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
+    ]  # fmt: skip
+    second = [n.removeprefix("model.layers.1.") for n in names if n.startswith("model.layers.1.")]
+    scaled = [n for m in first for n in ([m, m + "_scale_inv"] if "proj" in m else [m])]
+    assert second == scaled
+    assert not any("layers.3.self_attn.o_proj.weight_scale_inv" in n for n in names)
+    assert "lm_head.weight" not in [m.name for m in wire_manifest(model(True), RUNS, "bfloat16")]
+
+
+def test_the_manifest_tells_dtype_shape_role_and_block():
+    metas = {m.name: m for m in wire_manifest(model(False), RUNS, "bfloat16")}
+    gate, scale = (metas[f"model.layers.1.mlp.gate_proj.weight{s}"] for s in ("", "_scale_inv"))
+    assert (gate.dtype, gate.shape, gate.role, gate.block) == ("float8_e4m3fn", (256, 128), "weight", (128, 128))
+    assert (scale.dtype, scale.shape, scale.role, scale.block) == ("float32", (2, 1), "block_scale", (128, 128))
+    plain = metas["model.layers.0.mlp.gate_proj.weight"]
+    assert (plain.dtype, plain.shape, plain.block) == ("bfloat16", (256, 128), None)
+    assert {m.dtype for m in wire_manifest(model(False), (LayerRun(0, 4, frozenset()),), "float32")} == {"float32"}
+
+
+def test_the_buffers_are_those_of_the_manifest(params, wire):
+    source = LearnerWeights(model(False), params, RUNS, "bfloat16")
+    metas = source.manifest()
+    assert [n for n, _ in source] == [m.name for m in metas]
+    for m in metas:
+        assert (str(wire[m.name].dtype), wire[m.name].shape) == (m.dtype, m.shape)
+    assert sum(b.nbytes for b in wire.values()) == manifest.nbytes(metas)
+
+
+def test_every_byte_is_the_quantised_bf16_rounding_of_the_master(params, wire):
+    for e in param_table(model(False)):
+        master = jnp.asarray(get_param(params, e)).astype(jnp.bfloat16)
+        if is_fp8(e, RUNS):
+            codes, scale = QuantizedWeight.of(master)
+            np.testing.assert_array_equal(np.asarray(wire[e.hf_name]).view(np.uint8), np.asarray(codes).view(np.uint8))
+            np.testing.assert_array_equal(wire[e.hf_name + "_scale_inv"], scale)
+        else:
+            np.testing.assert_array_equal(np.asarray(wire[e.hf_name]).view(np.uint16), np.asarray(master).view(np.uint16))
+
+
+def test_the_codes_are_not_those_of_the_unrounded_master(params, wire):
+    """So the test above can tell: without the rounding to bfloat16 some codes are others."""
+    entry = next(e for e in param_table(model(False)) if is_fp8(e, RUNS))
+    codes, _ = QuantizedWeight.of(get_param(params, entry))
+    assert (np.asarray(codes).view(np.uint8) != np.asarray(wire[entry.hf_name]).view(np.uint8)).any()
+
+
+def test_assemble_gives_back_the_published_leaves_one_stack_a_run(wire):
+    tree = assemble(model(False), RUNS, wire)
+    q = [stack["self_attn"]["o_proj"]["weight"] for stack in tree["layers"]]
+    assert [isinstance(w, QuantizedWeight) for w in q] == [False, True, False]
+    for i, layer in enumerate((1, 2)):
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        np.testing.assert_array_equal(np.asarray(q[1].codes[i]).view(np.uint8), np.asarray(wire[name]).view(np.uint8))
+        np.testing.assert_array_equal(q[1].scale[i], wire[name + "_scale_inv"])
+    np.testing.assert_array_equal(tree["lm_head"]["weight"], wire["lm_head.weight"])
+
+
+def test_a_forward_on_the_published_bytes_is_the_learners_forward_bit_for_bit(params, wire):
+    precision = Precision(RUNS, compute_dtype="float32")
+    tokens = jnp.arange(24).reshape(2, 12)
+    args = model(False), tokens, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones_like(tokens), precision
+    run = jax.jit(forward, static_argnums=(1, 5))
+    np.testing.assert_array_equal(run(assemble(model(False), RUNS, wire), *args), run(policy_weights(params, precision), *args))
