@@ -22,7 +22,7 @@ from jaxfp8rl.gate import check_gate
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.optim import init_state
 from jaxfp8rl.publish import LearnerWeights
-from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, peak_memory_gib
+from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, check_run_directory, peak_memory_gib
 from jaxfp8rl.sft import warm_start
 from jaxfp8rl.types import TrainBatch, TrainState
 
@@ -36,7 +36,8 @@ def train(cfg: Config, resume: bool = False) -> None:
     step in progress has been finished and saved.
     """
     cfg.check()
-    with RunDirectory(cfg, resume) as run, contextlib.closing(build(cfg)) as parts, StopSignals() as stop:
+    check_run_directory(cfg, resume)
+    with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, resume) as run, StopSignals() as stop:
         state, step = restore(parts, run) if resume else (begin(parts, run), 0)
         publish(parts, state, step)
         facts = gate(parts, state, step)

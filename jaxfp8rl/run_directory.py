@@ -22,19 +22,26 @@ from jaxfp8rl.toml_config import dump_config
 from jaxfp8rl.types import TrainBatch, TrainState
 
 
+def check_run_directory(cfg: Config, resume: bool) -> None:
+    """Refuse, before anything loads, to start over a run, or to resume where there is none.
+
+    A run that failed before its first line of metrics left nothing to keep.
+    """
+    metrics = Path(cfg.run.dir) / "metrics.jsonl"
+    used = metrics.exists() and metrics.stat().st_size > 0
+    if used and not resume:
+        raise ConfigError(
+            f"run.dir: {cfg.run.dir} holds a run already", "continue it with --resume, or choose another --run.dir"
+        )
+    if resume and not used:
+        raise CheckpointError(f"run.dir: {cfg.run.dir} holds no run to resume", "train without --resume")
+
+
 class RunDirectory:
     """Everything a run writes. A context manager: leaving it closes every file."""
 
     def __init__(self, cfg: Config, resume: bool):
         self.path = Path(cfg.run.dir)
-        metrics = self.path / "metrics.jsonl"
-        used = metrics.exists() and metrics.stat().st_size > 0  # a run that failed before its first line left nothing to keep
-        if used and not resume:
-            raise ConfigError(
-                f"run.dir: {self.path} holds a run already", "continue it with --resume, or choose another --run.dir"
-            )
-        if resume and not used:
-            raise CheckpointError(f"run.dir: {self.path} holds no run to resume", "train without --resume")
         self.path.mkdir(parents=True, exist_ok=True)
         self._config = dump_config(cfg)
         if not resume:

@@ -47,11 +47,14 @@ def run_sft(cfg: Config) -> None:
 def warm_start(
     cfg: Config, model: ModelConfig, params: Params, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, note: Callable
 ) -> Params:
-    """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters."""
+    """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters.
+
+    The learning rate warms up to `sft.lr` and falls linearly to 0, so that the policy settles on the mean of what it saw.
+    """
     precision = Precision.uniform(
         model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype
     )
-    optim = cfg.optim.model_copy(update={"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "constant"})
+    optim = cfg.optim.model_copy(update={"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear"})
     optimizer = make_optimizer(optim, cfg.sft.steps)
     step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
     shape, longest = (cfg.train.row_tokens, cfg.train.rows_per_microbatch), cfg.rollout.max_new_tokens

@@ -1,5 +1,7 @@
 """The quantised product and its derivative, and the recipes that say where it is used."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,6 +10,7 @@ import pytest
 
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, init_params
 from jaxfp8rl.precision.linear import QuantizedWeight, linear, round_to
@@ -27,10 +30,11 @@ def precision_of(activations_fp8: bool, backward_fp8: bool) -> Precision:
     return Precision.uniform(1, activations_fp8=activations_fp8, backward_fp8=backward_fp8)
 
 
+@functools.partial(exact_jit, static_argnums=0)
 def product(precision: Precision, x, w, dy):
     """(y, dx, dw) of the FP8 product."""
-    y, pull = jax.vjp(lambda x, w: linear(x, w, precision, fp8=True), jnp.asarray(x), jnp.asarray(w))
-    return y, *pull(jnp.asarray(dy))
+    y, pull = jax.vjp(lambda x, w: linear(x, w, precision, fp8=True), x, w)
+    return y, *pull(dy)
 
 
 def integers(shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -46,7 +50,7 @@ def e4m3(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("backward_fp8", [True, False])
 @pytest.mark.parametrize("activations_fp8", [True, False])
-@pytest.mark.parametrize("tokens", [150, 17, 128])
+@pytest.mark.parametrize("tokens", [150, 17])
 def test_products_equal_an_integer_oracle_exactly(tokens, activations_fp8, backward_fp8):
     x, w, dy = integers((tokens, 256), 0), integers((128, 256), 1), integers((tokens, 128), 2)
     rounded, none = e4m3, lambda a: a.astype(np.float64)

@@ -1,0 +1,318 @@
+"""Whole runs of a tiny config: bit-for-bit resumption, what is refused, what stops a run and what it leaves behind."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxfp8rl import loop, rollouts
+from jaxfp8rl.build import model_config, starting_params
+from jaxfp8rl.checkpoint import Checkpoints
+from jaxfp8rl.cli import main
+from jaxfp8rl.config import Config
+from jaxfp8rl.data.tokenizer import load_tokenizer
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
+from jaxfp8rl.models.loading import load_params
+from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.sft import run_sft
+from jaxfp8rl.toml_config import load_config
+
+TINY = {
+    "run.steps": 10, "run.eval_problems": 16, "run.eval_every": 5, "run.save_every": 4,
+    "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
+    "train.row_tokens": 40, "train.rows_per_microbatch": 1, "train.updates_per_step": 2,
+    "sft.steps": 80, "sft.examples_per_step": 32, "task.options.operands": 2, "task.options.demonstration_error": 0.0,
+}  # fmt: skip
+# The keys of a step that a user is promised, besides those that an evaluation adds.
+KEYS = set(
+    """step reward/mean reward/std loss entropy grad_norm lr correction/ess correction/weight_mean
+    correction/truncated_fraction correction/rejected_fraction mismatch/k1 mismatch/k3 mismatch/token_mult_prob_error
+    mismatch/max_logp_diff response/length_mean time/rollout_s time/score_s time/update_s time/publish_s time/step_s
+    tokens/rollout_per_s tokens/update_per_s memory/peak_gib weights/version""".split()
+)
+
+
+def words(directory: Path, **changes) -> list[str]:
+    """Command-line overrides: TINY with changes, "__" for the dot."""
+    settings = TINY | {"run.dir": str(directory)} | {k.replace("__", "."): v for k, v in changes.items()}
+    return [w for k, v in settings.items() for w in (f"--{k}", str(v))]
+
+
+def config(directory: Path, **changes) -> Config:
+    return load_config("demo", words(directory, **changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """The runs of this file share their compiled programs, those in child processes too."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    settings = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {k: getattr(jax.config, k) for k in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in settings.items():
+            jax.config.update(key, value)
+            patch.setenv(key.upper(), str(value))
+        compilation_cache.reset_cache()
+        yield
+    for key, value in before.items():
+        jax.config.update(key, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """The directory of one run of ten steps, never interrupted. Read it, or copy it."""
+    directory = tmp_path_factory.mktemp("straight") / "run"
+    loop.train(config(directory))
+    return directory
+
+
+@pytest.fixture
+def copy(straight, tmp_path) -> Path:
+    return Path(shutil.copytree(straight, tmp_path / "copy"))
+
+
+def metrics(directory: Path) -> list[dict]:
+    return read_metrics(directory / "metrics.jsonl")
+
+
+def saved(directory: Path):
+    """(state, loop state, step) of the newest checkpoint."""
+    cfg = config(directory)
+    checkpoints = Checkpoints(directory / "checkpoints", 2)
+    like = init_state(starting_params(cfg, model_config(cfg)), make_optimizer(cfg.optim, 10))
+    state, loop_state = checkpoints.restore(like)
+    step = checkpoints.latest()
+    checkpoints.close()
+    return state, loop_state, step
+
+
+def assert_same_run(directory: Path, straight: Path):
+    """Every line of metrics but clocks and memory, every sample, every bit of the final state."""
+
+    def without_clocks(rows: list[dict]) -> list[dict]:
+        return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k} for r in rows]
+
+    np.testing.assert_equal(without_clocks(metrics(directory)), without_clocks(metrics(straight)))
+    assert (directory / "samples.jsonl").read_bytes() == (straight / "samples.jsonl").read_bytes()
+    (state, loop_state, step), (want, want_loop, want_step) = saved(directory), saved(straight)
+    assert (loop_state, step) == (want_loop, want_step)
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+
+
+def start(directory: Path) -> subprocess.Popen:
+    """The command line in a process of its own group, as a terminal would start it; far more steps than will be taken."""
+    command = [sys.executable, "-m", "jaxfp8rl.cli", "train", "demo", *words(directory, run__steps=500)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def wait_for_step(process: subprocess.Popen, directory: Path, step: int):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (directory / "metrics.jsonl").exists() and any(r["step"] >= step for r in metrics(directory)):
+            return
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(f"the run did not reach step {step}:\n{process.communicate()[0]}")
+
+
+# --- a run and its files
+
+
+def test_a_run_leaves_what_was_promised(straight):
+    rows = metrics(straight)
+    assert [r["step"] for r in rows] == list(range(11))
+    for row in rows[1:]:
+        assert KEYS <= row.keys() and all(np.isfinite(row[k]) for k in KEYS)
+        assert row["update/applied"] == 1 and row["rollout/groups_rejected"] == 0
+    assert sum(row["grad_norm"] > 0 for row in rows[1:]) >= 5  # there was something to learn, so the weights did move
+    assert [r["step"] for r in rows if "eval/reward_mean" in r] == [0, 5, 10]
+    assert rows[0]["eval/problems"] == 16 and rows[0]["gate/max_gap"] < 0.5
+    assert saved(straight)[2] == 10 and sorted(p.name for p in (straight / "checkpoints").iterdir()) == ["10", "8"]
+    samples = [json.loads(line) for line in (straight / "samples.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in samples] == [s for s in range(1, 11) for _ in range(4)]
+    assert load_config(str(straight / "config.toml")) == config(straight)
+
+
+def test_every_version_of_the_weights_is_sampled_once(straight):
+    assert [r["weights/version"] for r in metrics(straight)[1:]] == list(range(10))
+    assert len({json.loads(line)["id"] for line in (straight / "samples.jsonl").read_text().splitlines()}) == 40
+
+
+# --- resuming
+
+
+def test_ten_steps_equal_five_and_five(straight, tmp_path):
+    loop.train(config(tmp_path, run__steps=5))
+    loop.train(config(tmp_path), resume=True)
+    assert_same_run(tmp_path, straight)
+    assert load_config(str(tmp_path / "config.toml")).run.steps == 10
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_and_forgets_what_came_after(straight, tmp_path):
+    process = start(tmp_path)
+    wait_for_step(process, tmp_path, 5)
+    process.kill()
+    process.communicate()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "loss"')  # a line cut short
+    assert saved(tmp_path)[2] < max(r["step"] for r in metrics(tmp_path))  # there is something to forget
+    loop.train(config(tmp_path), resume=True)
+    assert_same_run(tmp_path, straight)
+
+
+def test_ctrl_c_saves_leaves_with_130_and_resumes(straight, tmp_path):
+    process = start(tmp_path)
+    wait_for_step(process, tmp_path, 1)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "stopping after this step" in output and "Traceback" not in output
+    _, _, step = saved(tmp_path)
+    assert step == metrics(tmp_path)[-1]["step"] < 10
+    loop.train(config(tmp_path), resume=True)
+    resumed, whole = metrics(tmp_path), metrics(straight)
+    assert [r["loss"] for r in resumed[1:]] == [r["loss"] for r in whole[1:]]
+    jax.tree.map(np.testing.assert_array_equal, saved(tmp_path)[0], saved(straight)[0])
+
+
+def test_ctrl_c_during_the_warm_start_keeps_it(tmp_path, monkeypatch):
+    """The first step is not begun, the warm start is saved as step 0, and the run resumes from it."""
+    warm_start = loop.warm_start
+    monkeypatch.setattr(loop, "warm_start", lambda *a: (os.kill(os.getpid(), signal.SIGINT), warm_start(*a))[1])
+    with pytest.raises(SystemExit) as e:
+        loop.train(config(tmp_path, run__steps=1))
+    assert e.value.code == 130 and saved(tmp_path)[2] == 0 and len(metrics(tmp_path)) == 1
+    monkeypatch.setattr(loop, "warm_start", lambda *a: pytest.fail("warm-started twice"))
+    loop.train(config(tmp_path, run__steps=1), resume=True)
+    assert [r["step"] for r in metrics(tmp_path)] == [0, 1]
+
+
+def test_a_finished_run_resumes_to_nothing(copy, straight):
+    loop.train(config(copy), resume=True)
+    assert_same_run(copy, straight)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"task.options.max_operand": 8}, "other problems"),
+        ({"run.seed": 1}, "run.seed = 1, the checkpoint was taken with 0"),
+        ({"model.config.intermediate_size": 384}, "cannot be restored into this configuration"),
+    ],
+    ids=["data", "seed", "model"],
+)
+def test_resuming_as_another_run_is_refused_and_touches_nothing(copy, change, message):
+    before = {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()}
+    with pytest.raises(CheckpointError, match=message):
+        loop.train(config(copy, run__steps=12, **{k.replace(".", "__"): v for k, v in change.items()}), resume=True)
+    assert {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()} == before
+
+
+def test_a_used_run_directory_and_one_without_a_run_are_refused(straight, tmp_path):
+    with pytest.raises(ConfigError, match="holds a run already\n.*--resume"):
+        loop.train(config(straight))
+    with pytest.raises(CheckpointError, match="holds no run to resume"):
+        loop.train(config(tmp_path), resume=True)
+
+
+def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_path):
+    """The second attempt is also one of a task that holds nothing out: it is trained without evaluations."""
+    with pytest.raises(DataError, match="the limit is 2"):
+        loop.train(config(tmp_path, task__max_prompt_tokens=2))
+    loop.train(config(tmp_path, run__steps=1, sft__steps=0, task__options__held_out_fraction="0.0"))
+    rows = metrics(tmp_path)
+    assert [r["step"] for r in rows] == [0, 1] and not any("eval/reward_mean" in r for r in rows)
+
+
+# --- what stops a run, and what does not
+
+
+def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_path, monkeypatch, capsys):
+    to_samples, calls = rollouts.to_samples, []
+
+    def poisoned(*args):
+        calls.append(1)
+        return [s._replace(advantage=float("nan")) if len(calls) > 4 else s for s in to_samples(*args)]
+
+    monkeypatch.setattr(rollouts, "to_samples", poisoned)
+    assert main(["train", "demo", *words(tmp_path, run__save_every=1, optim__max_bad_steps=3)]) == NonFiniteStep.exit_code == 4
+    assert "3 updates in a row were not finite" in (said := capsys.readouterr().err) and "bad_batch.npz" in said
+    state, _, step = saved(tmp_path)
+    assert step == 3 and int(state.step) == 4 and int(state.bad_steps) == 2  # two good steps of two updates each
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    rows = metrics(tmp_path)
+    assert [r["update/applied"] for r in rows[1:]] == [1, 1, 0] and np.isnan(rows[3]["loss"])
+    with np.load(tmp_path / "bad_batch.npz", allow_pickle=False) as bad:
+        assert np.isnan(bad["advantages"][bad["response_mask"]]).all() and bad["old_logp"].shape == bad["tokens"].shape
+    monkeypatch.setattr(rollouts, "to_samples", to_samples)
+    loop.train(config(tmp_path, run__steps=4), resume=True)
+    assert metrics(tmp_path)[-1]["update/applied"] == 1 and int(saved(tmp_path)[0].bad_steps) == 0
+
+
+def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, capsys):
+    class Perturbed(LearnerWeights):
+        def __init__(self, cfg, params, *args):
+            super().__init__(cfg, jax.tree.map(lambda p: p * (1 + 0.5 * jax.random.normal(jax.random.key(0), p.shape)), params),
+                             *args)  # fmt: skip
+
+    monkeypatch.setattr(loop, "LearnerWeights", Perturbed)
+    assert main(["train", "demo", *words(tmp_path, sft__steps=0)]) == 3
+    said = capsys.readouterr().err
+    assert "disagree at equal weights" in said and "worst token: " in said and "next step:" in said
+    assert metrics(tmp_path) == []
+
+
+def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, monkeypatch):
+    """Every step one completion of the second prompt comes back with a NaN; the other three groups are learned from."""
+    generate = rollouts.generate
+
+    def spoilt(engine, prompts, requests, version):
+        real = engine.generate
+
+        def broken(asked):
+            groups = real(asked)
+            if asked[0].n > 1:
+                values = np.full_like(groups[1][2].logprobs, np.nan)
+                groups[1][2] = dataclasses.replace(groups[1][2], logprobs=values)
+            return groups
+
+        monkeypatch.setattr(engine, "generate", broken, raising=True)
+        try:
+            return generate(engine, prompts, requests, version)
+        finally:
+            monkeypatch.setattr(engine, "generate", real)
+
+    monkeypatch.setattr(rollouts, "generate", spoilt)
+    loop.train(config(tmp_path, run__steps=2, sft__steps=0))
+    for row in metrics(tmp_path)[1:]:
+        assert row["rollout/groups_rejected"] == 1 and row["update/applied"] == 1 and np.isfinite(row["loss"])
+
+
+# --- the warm start as a command
+
+
+def test_sft_writes_a_folder_that_train_starts_from_as_if_it_had_warm_started_itself(straight, tmp_path):
+    run_sft(config(tmp_path))
+    folder = tmp_path / "sft"
+    cfg, params = load_params(folder)
+    assert cfg == dataclasses.replace(model_config(config(tmp_path)), dtype=cfg.dtype)
+    assert load_tokenizer(str(folder)).encode("1+2=") == load_tokenizer("chars:0123456789+-*=").encode("1+2=")
+    from_folder = {"model__path": folder, "model__config": "{}", "model__tokenizer": '""', "sft__steps": 0, "run__steps": 1}
+    loop.train(config(tmp_path / "run", **from_folder))
+    (begun, first), (want, want_first) = metrics(tmp_path / "run"), metrics(straight)[:2]
+    assert begun == want  # the policy is the rounded one in both: same evaluation, same gate
+    for key in ("reward/mean", "response/length_mean", "mismatch/max_logp_diff", "loss", "grad_norm"):
+        assert first[key] == want_first[key], key
