@@ -62,7 +62,7 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
     params = parts.initial_params()
     if parts.cfg.sft.steps:
         params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
-    state = init_state(params, parts.optimizer)
+    state = jax.device_put(init_state(params, parts.optimizer), jax.local_devices()[0])  # as restored: the same programs
     save(parts, run, state, 0)
     return state
 

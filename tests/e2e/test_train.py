@@ -33,7 +33,8 @@ TINY = {
     "run.steps": 10, "run.eval_problems": 16, "run.eval_every": 5, "run.save_every": 4,
     "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
     "train.row_tokens": 40, "train.rows_per_microbatch": 1, "train.updates_per_step": 2,
-    "sft.steps": 80, "sft.examples_per_step": 32, "task.options.operands": 2, "task.options.demonstration_error": 0.0,
+    "sft.steps": 80, "sft.examples_per_step": 32,
+    "task.options.operands": 2, "task.options.demonstration_error": 0.0, "task.options.held_out_fraction": 0.3,
 }  # fmt: skip
 # The keys of a step that a user is promised, besides those that an evaluation adds.
 KEYS = set(
@@ -314,5 +315,5 @@ def test_sft_writes_a_folder_that_train_starts_from_as_if_it_had_warm_started_it
     loop.train(config(tmp_path / "run", **from_folder))
     (begun, first), (want, want_first) = metrics(tmp_path / "run"), metrics(straight)[:2]
     assert begun == want  # the policy is the rounded one in both: same evaluation, same gate
-    for key in ("reward/mean", "response/length_mean", "mismatch/max_logp_diff", "loss", "grad_norm"):
+    for key in ("reward/mean", "response/length_mean", "mismatch/max_logp_diff"):  # before the masters' low bits play a part
         assert first[key] == want_first[key], key
