@@ -133,11 +133,15 @@ class Sft(Section):
 
 
 class Gate(Section):
-    """The start-up check that learner and engine agree at equal weights."""
+    """The start-up check that learner and engine agree at equal weights.
+
+    The limits part an engine with other weights (a nat and more a token) from FP8's own noise: 0.02 to 0.13 nats on average
+    were seen between this learner and vLLM with FP8 weights and FP8 KV.
+    """
 
     completions: int = Field(16, ge=1, description="completions sampled and scored by both")
-    max_mean_gap: float = Field(0.05, gt=0, description="nats: largest mean |learner - engine| log-probability")
-    max_gap: float = Field(2.0, gt=0, description="nats: largest single one")
+    max_mean_gap: float = Field(0.2, gt=0, description="nats: largest mean |learner - engine| log-probability")
+    max_gap: float = Field(5.0, gt=0, description="nats: largest single one")
 
 
 class Config(Section):
