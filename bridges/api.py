@@ -137,12 +137,14 @@ class EngineFormats:
     activations: the format in which activations enter a quantised product: a float type, or "fp8_e4m3_1x128"
     kv_cache: a float type, or "fp8_e4m3"
     compute: the float type of everything else
+    query: "fp8_e4m3" where attention over an FP8 cache rounds the queries too, else None: they stay in `compute`
     """
 
     weights: str
     activations: str
     kv_cache: str
     compute: str
+    query: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ def guarded_update(
     """Apply `grads` unless the loss or their global norm is not finite; then keep every byte of params and optimiser state
     and count up `bad_steps`. (optax.apply_if_finite applies the bad update after N in a row: a delay, not a guard.)
     """
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     ok = jnp.isfinite(loss) & jnp.isfinite(norm)
 
     def apply() -> TrainState:

@@ -1,9 +1,10 @@
 """The page: log-probabilities -> correction -> objective -> gradients -> finite guard -> update, in one jit.
 
-    mu (engine)  --rho = pi_old / mu, corrected once a batch-->  pi_old  --r = pi / mu_old, clipped-->  pi (now)
+    mu (engine)  --rho = pi_old / mu, corrected once a batch-->  pi_old  --r = pi / pi_old, clipped-->  pi (now)
 
 Micro-batches are a `lax.scan`; every denominator is counted over the whole batch before it, so no result depends on how
-the batch was split, padded or packed. Nothing here leaves the device.
+the batch was split, padded or packed. (An FP8 backward is the exception: the blocks of its wgrad run along the tokens of a
+micro-batch.) Nothing here leaves the device.
 """
 
 from __future__ import annotations

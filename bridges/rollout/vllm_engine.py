@@ -117,7 +117,8 @@ class VllmEngine:
         import vllm
 
         activations = self._activations() if self._weights == FP8 else self._dtype
-        formats = EngineFormats(self._weights, activations, self._kv_cache, self._dtype)
+        query = "fp8_e4m3" if self.on_model(_rounds_queries) else None
+        formats = EngineFormats(self._weights, activations, self._kv_cache, self._dtype, query)
         return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True)
 
     def _activations(self) -> str:
@@ -301,6 +302,11 @@ def _block_kernels(model: Any) -> set[str]:
     """Class names of the FP8 linear kernels in use."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
+
+
+def _rounds_queries(model: Any) -> bool:
+    """Whether attention casts queries to E4M3, as FlashAttention 3 over an FP8 cache does, with scale 1 unless calibrated."""
+    return any(getattr(module, "query_quant", None) is not None for module in model.modules())
 
 
 def _seeds(r: GenRequest) -> list[int | None]:

@@ -127,7 +127,8 @@ def _layer(x_BTD: Array, w: Params, cfg: ModelConfig, precision: Precision, run:
 
     h = nn.rms_norm(x_BTD, w["input_layernorm"]["weight"], cfg.rms_norm_eps)
     q, k, v = heads(h, "q_proj", "q_norm"), heads(h, "k_proj", "k_norm"), heads(h, "v_proj")
-    o_BTHd, left = attend(nn.apply_rope(q, *rope), nn.apply_rope(k, *rope), v)
+    q, k = nn.apply_rope(q, *rope), nn.apply_rope(k, *rope)
+    o_BTHd, left = attend(nn.round_e4m3(q) if precision.query_fp8 else q, k, v)
     x_BTD = x_BTD + project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj")
     h = nn.rms_norm(x_BTD, w["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
     h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"))

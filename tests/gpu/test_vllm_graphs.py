@@ -36,6 +36,7 @@ def test_conformance(check, under_test):
     check(under_test)
 
 
-def test_it_computes_in_w8a8(under_test):
+def test_it_computes_in_w8a8_and_rounds_queries(under_test):
     formats = under_test.engine.capabilities().formats
     assert (formats.weights, formats.activations, formats.kv_cache) == ("fp8_e4m3_128x128", "fp8_e4m3_1x128", "fp8_e4m3")
+    assert formats.query == "fp8_e4m3"

@@ -1,0 +1,40 @@
+"""What `make demo` and `make demo-vllm` did on this machine, one beside the other.
+
+    python benchmarks/demo_cpu.py [RUN_OF_EMBEDDED RUN_OF_VLLM] [--out benchmarks/results/demo_cpu.json]
+
+Reads the metrics.jsonl of both run directories (runs/demo and runs/demo-vllm unless named) and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tomllib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import common
+from benchmarks.demo_h200 import compare, curve
+from jaxfp8rl.monitors.jsonl import read_metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", default=["runs/demo", "runs/demo-vllm"])
+    parser.add_argument("--out", default="benchmarks/results/demo_cpu.json")
+    args = parser.parse_args()
+    embedded, vllm = (read_metrics(Path(run, "metrics.jsonl")) for run in args.runs)
+    engines = {run: tomllib.loads(Path(run, "config.toml").read_text())["rollout"] for run in args.runs}
+    versions = [r["weights/version"] for r in vllm if r["step"] > 0]
+    common.write(
+        args.out, "demo_cpu", compare("demo", vllm, embedded, "the embedded engine"), rollout=engines,
+        mismatch_median=statistics.median(r["mismatch/token_mult_prob_error"] for r in vllm if r["step"] > 0),
+        every_version_sampled_once=versions == list(range(len(versions))),
+        curves={"embedded": curve(embedded), "vllm": curve(vllm)},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
