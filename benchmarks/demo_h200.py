@@ -10,6 +10,7 @@ are on. At these sizes FP8 is not expected to be faster: what is shown is that i
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -51,7 +52,7 @@ def main() -> None:
             records[name] = read_metrics(folder / "metrics.jsonl")
     pairs = [(name, records.get(name), records.get(name.split("/")[0] + "/bf16")) for name in runs if "fp8" in name]
     rows = [r for pair in pairs for r in compare(*pair)]
-    common.write(args.out, "demo_h200", rows, problems=problems, commands={k: " ".join(v) for k, v in runs.items()},
+    common.write(args.out, "demo_h200", rows, problems=problems, commands={k: shlex.join(v) for k, v in runs.items()},
                  curves={k: curve(v) for k, v in records.items()})  # fmt: skip
 
 
