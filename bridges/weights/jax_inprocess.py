@@ -43,7 +43,5 @@ class JaxInprocess:
 
 
 def _checked(meta: ParamMeta, name: str, buffer: Any) -> Any:
-    have = (name, str(buffer.dtype), tuple(buffer.shape))
-    if have != (meta.name, meta.dtype, tuple(meta.shape)):
-        raise ValueError(f"the source yields {have} where its manifest says {(meta.name, meta.dtype, tuple(meta.shape))}")
+    manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)
     return buffer

@@ -89,7 +89,5 @@ class _Stream:
 
 def _checked(meta: ParamMeta, name: str, buffer: Any) -> torch.Tensor:
     view = torch_view(buffer)
-    have = (name, str(view.dtype).removeprefix("torch."), tuple(view.shape))
-    if have != (meta.name, meta.dtype, tuple(meta.shape)):
-        raise ValueError(f"the source yields {have} where its manifest says {(meta.name, meta.dtype, tuple(meta.shape))}")
+    manifest.check_tensor(meta, name, str(view.dtype).removeprefix("torch."), view.shape)
     return view

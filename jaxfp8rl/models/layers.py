@@ -10,8 +10,7 @@ import numpy as np
 from jax import Array
 
 from jaxfp8rl.models.config import ModelConfig
-
-E4M3_MAX = 448.0
+from pallas_kernels.quantize.reference import E4M3_MAX
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

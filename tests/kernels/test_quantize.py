@@ -33,20 +33,12 @@ def oracle(x: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarra
     return codes, scales
 
 
+@pytest.mark.parametrize(("quantize", "block"), [(q.quantize_blocks, (128, 128)), (q.quantize_rows, (1, 128))])
 @given(shapes, seeds)
-def test_blocks_equal_the_oracle_bit_for_bit(shape, seed):
+def test_codes_and_scales_equal_the_oracle_bit_for_bit(quantize, block, shape, seed):
     x = tile_distinct(shape, seed)
-    codes, scales = q.quantize_blocks(jnp.asarray(x))
-    want_codes, want_scales = oracle(x, (128, 128))
-    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), want_codes.view(np.uint8))
-    np.testing.assert_array_equal(scales, want_scales)
-
-
-@given(shapes, seeds)
-def test_rows_equal_the_oracle_bit_for_bit(shape, seed):
-    x = tile_distinct(shape, seed)
-    codes, scales = q.quantize_rows(jnp.asarray(x))
-    want_codes, want_scales = oracle(x, (1, 128))
+    codes, scales = quantize(jnp.asarray(x))
+    want_codes, want_scales = oracle(x, block)
     np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), want_codes.view(np.uint8))
     np.testing.assert_array_equal(scales, want_scales)
 
