@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from bridges.api import RolloutEngine, SamplingParams, WeightTransport
+from jaxfp8rl.calibrate import ClipCalibration
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.dataset import PromptStream, prepare
 from jaxfp8rl.data.packing import microbatches_needed
@@ -51,6 +52,8 @@ class Parts:
     train_step: Callable
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
+    calibration: ClipCalibration | None
+    reference: Params | None = None  # the policy that loss.kl_coef holds on to
 
     @property
     def sampling(self) -> SamplingParams:
@@ -94,9 +97,18 @@ def build(cfg: Config) -> Parts:
         cfg, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems],
         RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, logprobs,
-        make_score(logprobs, precision), make_train_step(logprobs, precision, cfg.loss, optimizer),
-        optimizer, make_schedule(cfg.optim, updates),
+        make_score(logprobs, precision), make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer),
+        optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model),
     )  # fmt: skip
+
+
+def make_calibration(cfg: Config, model: ModelConfig) -> ClipCalibration | None:
+    """The shadow learner without FP8 that loss.calibrate_clip_every asks for."""
+    if not cfg.loss.calibrate_clip_every:
+        return None
+    plain = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype)
+    shadow = make_score(make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat), plain)
+    return ClipCalibration(shadow, cfg.loss)
 
 
 def model_config(cfg: Config) -> ModelConfig:

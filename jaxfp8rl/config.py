@@ -6,13 +6,19 @@ overrides and turns a refusal into a line of the file. Checks that span sections
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.recipe import get_recipe
+from jaxfp8rl.precision.recipe import Recipe, get_recipe
+
+if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
+    from jaxfp8rl.losses.correction import CorrectionConfig
+    from jaxfp8rl.losses.objectives import ObjectiveConfig
 
 FloatType = Literal["float32", "bfloat16"]
 
@@ -91,13 +97,108 @@ class PrecisionSection(Section):
 
 
 class Loss(Section):
-    """Group-relative advantages, the clipped objective, and the correction of the rollout mismatch."""
+    """Advantages, the objective, its regularisers, and how the losses of tokens become one number."""
 
-    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="divide by the group's standard deviation or not")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="and above at 1 + clip_high")
-    correction: Literal["none", "token_tis"] = Field("token_tis", description="truncated importance weight a token")
-    tis_cap: float = Field(2.0, gt=0, description="cap of the importance weight")
+    advantage: Literal[
+        "grpo", "grpo_sample_std", "dr_grpo", "leave_one_out", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k"
+    ] = Field("grpo", description="see jaxfp8rl/losses/advantages.py")
+    pass_at_k: int | None = Field(None, ge=1, description='the k of advantage = "pass_at_k"')
+    objective: Literal[
+        "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "prime_rl"
+    ] = Field("ppo_clip", description="see jaxfp8rl/losses/objectives.py")
+    clip_low: float | None = Field(None, description="lower clip distance; absent, as below: the objective's own default")
+    clip_high: float | None = Field(None, description="upper clip distance")
+    dual_clip: float | None = Field(None, description="ppo_clip: largest ratio of a token with a negative advantage")
+    ratio_cap: float | None = Field(None, description="dppo_tv, dppo_kl, reinforce: cap of the detached ratio")
+    tau_positive: float | None = Field(None, description="sapo: temperature of the gate where the advantage is positive")
+    tau_negative: float | None = Field(None, description="sapo: and where it is negative")
+    penalty: float | None = Field(None, description="prime_rl: weight of the squared log-ratio")
+    aggregation: Literal[
+        "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
+    ] = Field("token_mean", description="see jaxfp8rl/losses/aggregation.py")
+    horizon: int | None = Field(None, ge=1, description="seq_mean_token_sum_norm: tokens to divide by")
+    old_policy: Literal["recomputed", "rollout"] = Field(
+        "recomputed", description='"rollout": the engine\'s log-probabilities stand for pi_old (two policies, no scoring pass)'
+    )
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the policy that the run began with")
+    kl: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = Field(
+        "k3+", description="its estimator; one with a + has the gradient of k2"
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    calibrate_clip_every: int = Field(
+        0, ge=0, description="steps between calibrations of the clip bounds by a shadow learner without FP8; 0: never"
+    )
+    dynamic_sampling_rounds: int = Field(
+        1, ge=1, description="sample up to so many batches of prompts for groups whose rewards differ (DAPO); 1: take what comes"
+    )
+    overlong_buffer: int = Field(0, ge=0, description="tokens before rollout.max_new_tokens over which the reward falls (DAPO)")
+    overlong_penalty: float = Field(1.0, ge=0, description="by how much, at the limit")
+    mask_cut: bool = Field(False, description="completions cut at the length limit are not learned from")
+
+    @property
+    def objective_config(self) -> ObjectiveConfig:
+        from jaxfp8rl.losses.objectives import ObjectiveConfig
+
+        named = {name: getattr(self, name) for name in ObjectiveConfig._fields if name != "kind"}
+        return ObjectiveConfig(self.objective, **named)
+
+
+class RejectionSection(Section):
+    """One rejection; see losses.correction.Rejection."""
+
+    level: Literal["token", "sequence"]
+    statistic: Literal["ratio", "k1", "k2", "k3", "mult_error"]
+    aggregation: Literal["sum", "mean", "max", "min"] = "mean"
+    lower: float = Field(-math.inf, allow_inf_nan=True)
+    upper: float = Field(math.inf, allow_inf_nan=True)
+    inverse: bool = False
+    clamp: bool = True
+
+
+class AdaptiveSection(Section):
+    """Adaptive mixing; see losses.correction.AdaptiveMix."""
+
+    power: float = 1.0
+    onset: float = 0.02
+    slope: float = 0.01
+    cv_scale: float = 1.0
+
+
+class Correction(Section):
+    """The correction of the mismatch between engine and learner: a preset, and what to change in it."""
+
+    preset: str = Field("token_tis", description="a name from jaxfp8rl/losses/presets.py; docs/corrections.md compares them")
+    weight: Literal["none", "token", "sequence", "geometric"] | None = Field(
+        None, description="importance weight; absent, as below: the preset's"
+    )
+    action: Literal["truncate", "mask", "clip"] | None = Field(None, description="what happens to it outside the bounds")
+    lower: float | None = Field(None, description="its lower bound")
+    upper: float | None = Field(None, allow_inf_nan=True, description="its upper bound")
+    overflow: Literal["cap", "zero"] | None = Field(None, description="log-ratios clamped to +-20, or overflow to weight 0")
+    rejections: tuple[RejectionSection, ...] | None = Field(
+        None, strict=False, description='[{level = "sequence", statistic = "ratio", lower = 0.99, upper = 1.01}]'
+    )
+    batch_normalize: bool | None = Field(None, description="divide by the batch's mean weight")
+    denominator: Literal["kept", "all"] | None = Field(None, description="whether rejected tokens still count")
+    m2_limit: float | None = Field(None, description="M2PO: limit of the mean squared log-ratio")
+    adaptive: AdaptiveSection | None = Field(None, description="{onset = 0.02}: adaptive mixing of weighted and plain gradient")
+
+    def resolve(self) -> CorrectionConfig:
+        """Raises ConfigError for an unknown preset or bounds that cannot be."""
+        from jaxfp8rl.losses.correction import AdaptiveMix, Rejection
+        from jaxfp8rl.losses.presets import get_preset
+
+        given = {name: value for name, value in self if name != "preset" and value is not None}
+        if "rejections" in given:
+            given["rejections"] = tuple(Rejection(**r.model_dump()) for r in self.rejections)
+        if "adaptive" in given:
+            given["adaptive"] = AdaptiveMix(**self.adaptive.model_dump())
+        try:
+            return get_preset(self.preset)._replace(**given).check()
+        except ConfigError:
+            raise
+        except ValueError as e:
+            raise ConfigError(f"correction.preset {self.preset!r} with the changes given: {e}") from e
 
 
 class Optim(Section):
@@ -154,6 +255,7 @@ class Config(Section):
     train: Train
     precision: PrecisionSection = PrecisionSection()
     loss: Loss = Loss()
+    correction: Correction = Correction()
     optim: Optim = Optim()
     sft: Sft = Sft()
     gate: Gate = Gate()
@@ -166,11 +268,7 @@ class Config(Section):
     def check(self) -> Config:
         """Refuse combinations that cannot work, before anything loads. Raises ConfigError; returns self."""
         recipe = get_recipe(self.precision.recipe)
-        if recipe.engine_fp8 and self.loss.correction == "none":
-            raise ConfigError(
-                f'precision.recipe "{recipe.name}" samples in FP8 with loss.correction = "none": runs collapse that way',
-                'set loss.correction = "token_tis"',
-            )
+        self._check_loss(recipe)
         if bool(self.model.path) == bool(self.model.config):
             raise ConfigError("model: give either `path` (an HF folder) or `config` (a table), not both or neither")
         if not (self.model.tokenizer or self.model.path):
@@ -186,10 +284,89 @@ class Config(Section):
                 f"train.updates_per_step = {self.train.updates_per_step} does not divide rollout.prompts_per_step = "
                 f"{self.rollout.prompts_per_step}: a group stays whole"
             )
-        if self.rollout.samples_per_prompt == 1:
-            raise ConfigError("rollout.samples_per_prompt = 1: a group of one has advantage 0 and nothing is learned")
         if self.task.kind == "reasoning_gym" and not self.task.name:
             raise ConfigError("task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"')
         if self.task.kind == "file" and not self.task.path:
             raise ConfigError("task.path: a file task needs a JSONL or Parquet file")
         return self
+
+    def _check_loss(self, recipe: Recipe) -> None:
+        """Objective, advantage, correction and recipe must go together."""
+        from jaxfp8rl.losses.advantages import check_advantage
+        from jaxfp8rl.losses.aggregation import check_aggregation
+        from jaxfp8rl.losses.objectives import objective_parameters
+        from jaxfp8rl.losses.presets import two_policy_only
+
+        loss, correction, name = self.loss, self.correction.resolve(), self.correction.preset
+        with _about("loss.advantage"):
+            check_advantage(loss.advantage, loss.pass_at_k, self.rollout.samples_per_prompt)
+        with _about("loss.aggregation"):
+            check_aggregation(loss.aggregation, loss.horizon)
+        with _about("loss.objective"):
+            objective_parameters(loss.objective_config)
+        if self.rollout.samples_per_prompt == 1 and loss.advantage != "reinforce_pp":
+            raise ConfigError(
+                f'rollout.samples_per_prompt = 1: a group of one has loss.advantage "{loss.advantage}" 0 and nothing is learned',
+                'sample more, or set loss.advantage = "reinforce_pp"',
+            )
+        carries_ratio = loss.old_policy == "rollout" and (loss.objective != "reinforce" or loss.ratio_cap is not None)
+        if recipe.engine_fp8 and not correction.corrects and not carries_ratio:
+            raise ConfigError(
+                f'precision.recipe "{recipe.name}" samples in FP8 with correction.preset = "{name}", which does nothing: runs '
+                "collapse that way",
+                'set correction.preset = "token_tis"',
+            )
+        if loss.old_policy == "recomputed" and (two_policy_only(name) or loss.objective == "prime_rl"):
+            which = f'correction.preset "{name}"' if two_policy_only(name) else 'loss.objective "prime_rl"'
+            raise ConfigError(f"{which} is made for two policies", 'set loss.old_policy = "rollout"')
+        if loss.old_policy == "rollout":
+            _check_two_policies(loss, correction, name, carries_ratio)
+        if loss.calibrate_clip_every:
+            self._check_calibration(recipe)
+        if loss.overlong_buffer > self.rollout.max_new_tokens:
+            raise ConfigError(
+                f"loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = {self.rollout.max_new_tokens}"
+            )
+
+    def _check_calibration(self, recipe: Recipe) -> None:
+        problem = None
+        if self.loss.objective not in ("ppo_clip", "cispo"):
+            problem = f'loss.objective "{self.loss.objective}" does not clip the ratio of a token'
+        elif not recipe.forward_fp8:
+            problem = f'precision.recipe "{recipe.name}" has no FP8 forward to compare with'
+        elif self.train.updates_per_step == 1:
+            problem = "with train.updates_per_step = 1 every ratio is 1"
+        elif self.loss.old_policy == "rollout":
+            problem = 'it compares ratios to the recomputed pi_old, not loss.old_policy = "rollout"'
+        if problem:
+            raise ConfigError(f"loss.calibrate_clip_every: nothing to calibrate, {problem}", "set it to 0")
+
+
+@contextlib.contextmanager
+def _about(key: str):
+    """Name the key whose check failed."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(f"{key}: {e.message}", e.next_step) from e
+
+
+def _check_two_policies(loss: Loss, correction: CorrectionConfig, name: str, carries_ratio: bool) -> None:
+    """Without a scoring pass the correction is worked out a micro-batch at a time, from the policy as it is now."""
+    if carries_ratio and correction.weight != "none":
+        raise ConfigError(
+            f'loss.old_policy = "rollout" with loss.objective "{loss.objective}": its ratio is already that to the engine, and '
+            f'correction.preset "{name}" would weigh by it again',
+            'set correction.weight = "none", or loss.objective = "reinforce"',
+        )
+    if correction.needs_batch:
+        raise ConfigError(
+            f'correction.preset "{name}" looks at the whole batch (normalisation, M2PO or adaptive mixing), which '
+            'loss.old_policy = "rollout" never sees at once',
+            'set loss.old_policy = "recomputed"',
+        )
+    if correction.rejections and correction.denominator == "kept":
+        raise ConfigError(
+            'loss.old_policy = "rollout": what is rejected is known only after the denominators are',
+            'set correction.denominator = "all"',
+        )

@@ -13,7 +13,7 @@ class UserError(ValueError):
 
     def __init__(self, message: str, next_step: str = ""):
         super().__init__(f"{message}\n  next step: {next_step}" if next_step else message)
-        self.next_step = next_step
+        self.message, self.next_step = message, next_step
 
 
 class ConfigError(UserError):

@@ -17,7 +17,7 @@ from jaxfp8rl.build import Parts, build
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
-from jaxfp8rl.errors import CheckpointError, NonFiniteStep
+from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.gate import check_gate
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.optim import init_state
@@ -25,6 +25,7 @@ from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, check_run_directory, peak_memory_gib
 from jaxfp8rl.sft import warm_start
 from jaxfp8rl.types import TrainBatch, TrainState
+from jaxfp8rl.update import learn, score
 
 EVAL_STEP = 2**31  # evaluation draws its seeds from here on, apart from training's
 
@@ -64,6 +65,9 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
         params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
     state = jax.device_put(init_state(params, parts.optimizer), jax.local_devices()[0])  # as restored: the same programs
     save(parts, run, state, 0)
+    if parts.cfg.loss.kl_coef:
+        run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
+        parts.reference = run.load_reference(parts.model)
     return state
 
 
@@ -77,29 +81,29 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
     if loop["seed"] != seed:
         raise CheckpointError(f"run.seed = {seed}, the checkpoint was taken with {loop['seed']}", "resume with the same seed")
     parts.stream = PromptStream.from_state(parts.train, loop["stream"])
+    if parts.cfg.loss.kl_coef:
+        parts.reference = run.load_reference(parts.model)
+    if parts.calibration and "clip" in loop:
+        parts.calibration.clip = tuple(map(np.float32, loop["clip"]))
     run.rewind(step)
     return state, step
 
 
 def save(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> None:
-    run.save(step, state, {"stream": parts.stream.state(), "seed": parts.cfg.run.seed})
+    clip = {"clip": [float(x) for x in parts.calibration.clip]} if parts.calibration else {}
+    run.save(step, state, {"stream": parts.stream.state(), "seed": parts.cfg.run.seed} | clip)
 
 
 def one_step(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> tuple[TrainState, dict, list[dict]]:
     """One rollout batch, its updates and a publish -> (state, the step's metrics, samples to look at)."""
     cfg, clock = parts.cfg, Clock()
-    with clock("rollout"):
-        prompts = parts.stream.next(cfg.rollout.prompts_per_step)
-        requests = rollouts.make_requests(prompts, parts.sampling, cfg.rollout.samples_per_prompt, cfg.run.seed, step)
-        kept, rejected = rollouts.generate(parts.engine, prompts, requests, version=step - 1)
-    with clock("reward"):
-        batch = rollouts.Rollouts(tuple(rollouts.score(kept, parts.tokenizer, parts.rewards)), rejected)
+    batch = collect(parts, step, clock)
     with clock("score"):
-        packed = [pack_samples(parts, rollouts.to_samples(g, cfg.loss.advantage)) for g in split(batch.groups, parts)]
-        old_logp = jax.block_until_ready([parts.score(state.params, p) for p in packed])
+        packed = [pack_samples(parts, samples) for samples in split(batch, parts)]
+        scored = jax.block_until_ready([score(parts, state, p) for p in packed])
     with clock("update"):
         lr = float(parts.schedule(state.step))
-        state, updates = update(parts, run, state, packed, old_logp)
+        state, updates = learn(parts, run, state, step, packed, scored)
     with clock("publish"):
         receipt = publish(parts, state, step)
     metrics = {
@@ -111,22 +115,21 @@ def one_step(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> t
     return state, metrics, sample_rows(batch, step, cfg.run.samples_per_step)
 
 
-def update(
-    parts: Parts, run: RunDirectory, state: TrainState, packed: list[TrainBatch], old_logp: list[jax.Array]
-) -> tuple[TrainState, dict[str, float]]:
-    """Apply the step's updates in turn; metrics are means over them. Raises NonFiniteStep after too many bad ones in a row."""
-    rows = []
-    for batch, old in zip(packed, old_logp):
-        state, metrics = parts.train_step(state, batch, old)
-        rows.append({k: float(v) for k, v in jax.device_get(metrics).items()})
-        if not rows[-1]["update/applied"]:
-            saved = run.save_bad_batch(batch, old)
-            if rows[-1]["update/bad_in_a_row"] >= parts.cfg.optim.max_bad_steps:
-                raise NonFiniteStep(
-                    f"{parts.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied",
-                    f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
-                )
-    return state, {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
+def collect(parts: Parts, step: int, clock: Clock) -> rollouts.Rollouts:
+    """Sample and score a batch of prompts; under dynamic sampling further ones, until enough groups have rewards that differ."""
+    cfg, rounds = parts.cfg, []
+    for again in range(cfg.loss.dynamic_sampling_rounds):
+        with clock("rollout"):
+            prompts = parts.stream.next(cfg.rollout.prompts_per_step)
+            n, seed = cfg.rollout.samples_per_prompt, cfg.run.seed
+            requests = rollouts.make_requests(prompts, parts.sampling, n, seed, step, again)
+            kept, rejected = rollouts.generate(parts.engine, prompts, requests, version=step - 1)
+        with clock("reward"):
+            groups = tuple(rollouts.score(kept, parts.tokenizer, parts.rewards))
+        rounds.append(rollouts.Rollouts(groups, rejected, groups))
+        if len(rollouts.choose(rounds, cfg.rollout.prompts_per_step).chosen) == cfg.rollout.prompts_per_step:
+            break
+    return rounds[0] if cfg.loss.dynamic_sampling_rounds == 1 else rollouts.choose(rounds, cfg.rollout.prompts_per_step)
 
 
 def publish(parts: Parts, state: TrainState, version: int) -> PublishReceipt:
@@ -158,10 +161,11 @@ def evaluate(parts: Parts, version: int) -> dict[str, float]:
     return {"eval/reward_mean": float(total), "eval/problems": len(kept) + len(rejected)}
 
 
-def split(groups: tuple[rollouts.Group, ...], parts: Parts) -> list[tuple[rollouts.Group, ...]]:
-    """The groups of each update, in order: never more than the configured share, so that the packed shape holds."""
+def split(batch: rollouts.Rollouts, parts: Parts) -> list[list[Sample]]:
+    """The samples of each update, groups whole and in order: never more than the configured share, so that the shape holds."""
     size = parts.cfg.rollout.prompts_per_step // parts.cfg.train.updates_per_step
-    return [groups[i : i + size] for i in range(0, len(groups), size)]
+    samples = rollouts.to_samples(batch.chosen, parts.cfg.loss, parts.cfg.rollout.max_new_tokens)
+    return [sum(samples[i : i + size], []) for i in range(0, max(len(samples), 1), size)]
 
 
 def pack_samples(parts: Parts, samples: list[Sample]) -> TrainBatch:

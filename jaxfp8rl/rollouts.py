@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from bridges.api import Completion, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
+from jaxfp8rl.config import Loss
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.losses.advantages import group_advantages
+from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
 from jaxfp8rl.rewards.runner import RewardRunner
 
 
@@ -35,10 +36,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """All usable groups of a step; `rejected` says of each refused group why."""
+    """All usable groups of a step; `rejected` says of each refused group why. `chosen`: those to learn from."""
 
     groups: tuple[Group, ...]
     rejected: tuple[str, ...]
+    chosen: tuple[Group, ...]
 
     def metrics(self) -> dict[str, float]:
         """reward/*, response/*, rollout/* of metrics.jsonl."""
@@ -55,16 +57,19 @@ class Rollouts:
             "response/length_max": int(lengths.max()),
             "response/cut_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
             "rollout/groups_rejected": len(self.rejected),
+            "rollout/groups_chosen": len(self.chosen),
             "tokens/rollout": int(lengths.sum()),
         }
 
 
-def make_requests(prompts: Sequence[Prompt], sampling: SamplingParams, n: int, seed: int, step: int) -> list[GenRequest]:
-    """One request a prompt. Each seed is drawn from (run seed, step, place), so a resumed run samples the same."""
-    seeds = np.random.SeedSequence([seed, step]).generate_state(len(prompts))
-    return [
-        GenRequest(f"{step}/{i}", p.token_ids, sampling, n, int(s)) for i, (p, s) in enumerate(zip(prompts, seeds))
-    ]  # fmt: skip
+def make_requests(
+    prompts: Sequence[Prompt], sampling: SamplingParams, n: int, seed: int, step: int, again: int = 0
+) -> list[GenRequest]:
+    """One request a prompt. Each seed is drawn from (run seed, step, place), so a resumed run samples the same. `again`
+    counts the further rounds of a step that samples dynamically."""
+    seeds = np.random.SeedSequence([seed, step, again] if again else [seed, step]).generate_state(len(prompts))
+    name = f"{step}.{again}" if again else f"{step}"
+    return [GenRequest(f"{name}/{i}", p.token_ids, sampling, n, int(s)) for i, (p, s) in enumerate(zip(prompts, seeds))]
 
 
 def generate(engine: RolloutEngine, prompts: Sequence[Prompt], requests: Sequence[GenRequest], version: int):
@@ -119,10 +124,34 @@ def score(kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Toke
     ]
 
 
-def to_samples(groups: Sequence[Group], advantage: str) -> list[Sample]:
-    """Every completion with its group-relative advantage, ready to pack. Groups may differ in size."""
-    samples = []
-    for g in groups:
-        for completion, a in zip(g.completions, group_advantages(g.rewards[None], advantage)[0]):
-            samples.append(Sample(g.prompt.token_ids, completion.token_ids, completion.logprobs, float(a)))
-    return samples
+def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:
+    """The rounds of a dynamically sampled step as one: of their groups the first `wanted` whose rewards differ."""
+    groups = tuple(g for r in rounds for g in r.groups)
+    useful = informative_groups([g.rewards for g in groups])
+    chosen = tuple(g for g, keep in zip(groups, useful) if keep)[:wanted]
+    return Rollouts(groups, tuple(why for r in rounds for why in r.rejected), chosen)
+
+
+def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list[list[Sample]]:
+    """The completions of each group with their advantages, ready to pack. Groups may differ in size.
+
+    Rewards are shaped for length first; a completion that was cut is left out under loss.mask_cut, but was part of the
+    baseline.
+    """
+    shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
+    return [
+        [
+            Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a))
+            for c, a in zip(g.completions, group)
+            if not (loss.mask_cut and c.finish_reason == "length")
+        ]
+        for g, group in zip(groups, advantages(shaped, loss.advantage, loss.pass_at_k))
+    ]
+
+
+def overlong(group: Group, loss: Loss, max_new_tokens: int) -> np.ndarray:
+    """What the group's completions lose for their length [n], 0 or below."""
+    if not loss.overlong_buffer:
+        return np.zeros(len(group.completions))
+    lengths = np.array([len(c.token_ids) for c in group.completions])
+    return overlong_penalty(lengths, max_new_tokens, loss.overlong_buffer, loss.overlong_penalty)

@@ -15,11 +15,13 @@ import numpy as np
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import CheckpointError, ConfigError
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.toml_config import dump_config
-from jaxfp8rl.types import TrainBatch, TrainState
+from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
 def check_run_directory(cfg: Config, resume: bool) -> None:
@@ -83,6 +85,13 @@ class RunDirectory:
     def _write_config(self) -> None:
         (self.path / "config.toml").write_text(self._config, encoding="utf-8")
 
+    def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
+        """Keep the policy that the run began with: a Hugging Face folder, `reference`."""
+        save_params(self.path / "reference", model, params, dtype=dtype)
+
+    def load_reference(self, model: ModelConfig) -> Params:
+        return jax.tree.map(jax.numpy.asarray, load_params(self.path / "reference", model)[1])
+
     def save_bad_batch(self, batch: TrainBatch, old_logp: jax.Array) -> Path:
         """Keep the newest batch whose update was not finite, as arrays, to be looked at."""
         path = self.path / "bad_batch.npz"
@@ -108,7 +117,7 @@ class Clock:
     def __call__(self, phase: str):
         start = time.perf_counter()
         yield
-        self._phases[phase] = time.perf_counter() - start
+        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
         """time/<phase>_s for each phase, and time/step_s since the clock was made."""

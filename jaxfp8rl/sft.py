@@ -22,11 +22,12 @@ from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollouts import Prompt
-from jaxfp8rl.train_step import accumulate, make_logprobs, policy_weights
+from jaxfp8rl.train_step import make_logprobs, policy_weights
 from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
 
 

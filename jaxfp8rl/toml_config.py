@@ -256,7 +256,7 @@ def _config_error(name: str, problems: list[str]) -> ConfigError:
 
 def _place_cross_check(e: ConfigError, where: _Places) -> ConfigError:
     """A refusal by `Config.check`, headed by the place of a key it names: one given on the command line before others."""
-    message = str(e).removesuffix(f"\n  next step: {e.next_step}")
+    message = e.message
     keys = [m for m in re.findall(r"\b([a-z]+)\.([a-z_0-9]+)", message) if m[0] in SECTIONS] or [(message.split(":")[0],)]
     path = next((key for key in keys if key in where.flags), keys[0])
     return ConfigError(f"{where.of(path)}: {message}", e.next_step)
@@ -271,7 +271,9 @@ def _dump_section(name: str, section: Section) -> list[str]:
     lines, tables = [f"# {doc}", f"[{name}]"], []
     for key, field in model.model_fields.items():
         value = getattr(section, key)
-        if isinstance(value, dict) and value:
+        if value is None:  # TOML has no null
+            lines.append(f"# {key} =  # {field.description}")
+        elif isinstance(value, dict) and value:
             tables += [f"[{name}.{key}]", *(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items())]
         else:
             choices = " | ".join(typing.get_args(field.annotation)) if typing.get_origin(field.annotation) is Literal else ""
@@ -292,6 +294,8 @@ def _toml(value: Any) -> str:
         return value.isoformat()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Section):
+        value = value.model_dump()
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_toml_key(k)} = {_toml(v)}' for k, v in value.items())}}}"
     raise ConfigError(f"{value!r} has no form in TOML", "leave the key out: an absent key is TOML's null")

@@ -2,6 +2,9 @@
 
     mu (engine)  --rho = pi_old / mu, corrected once a batch-->  pi_old  --r = pi / pi_old, clipped-->  pi (now)
 
+With two policies (loss.old_policy = "rollout") mu stands for pi_old: there is no scoring pass, the objective's ratio is
+pi / mu, and what the correction rejects is worked out a micro-batch at a time from pi.
+
 Micro-batches are a `lax.scan`; every denominator is counted over the whole batch before it, so no result depends on how
 the batch was split, padded or packed. (An FP8 backward is the exception: the blocks of its wgrad run along the tokens of a
 micro-batch.) Nothing here leaves the device.
@@ -19,15 +22,18 @@ from jax import Array
 
 from jaxfp8rl.config import Loss
 from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.logprobs import token_logprobs
-from jaxfp8rl.losses.objectives import clipped_objective
+from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
+from jaxfp8rl.losses.objectives import kl_penalty, policy_loss
+from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.optim import guarded_update
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
+from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
 def policy_weights(params: Params, precision: Precision) -> Params:
@@ -61,50 +67,47 @@ def make_score(logprobs: Callable, precision: Precision) -> Callable:
     return score
 
 
-def make_train_step(logprobs: Callable, precision: Precision, loss: Loss, optimizer: optax.GradientTransformation) -> Callable:
-    """Jitted train_step(state, batch, old_logp) -> (state, metrics); the state's buffers are donated."""
-    correction = CorrectionConfig("token" if loss.correction == "token_tis" else "none", loss.tis_cap)
+def make_train_step(
+    logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: optax.GradientTransformation
+) -> Callable:
+    """Jitted train_step(state, batch, old_logp, ref_logp=None, clip=None) -> (state, metrics); the state's buffers are donated.
 
-    def microbatch_loss(weights: Params, micro: tuple, tokens: Array) -> tuple[Array, StepMetrics]:
-        batch, old_logp, importance, mask = micro
+    old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under loss.kl_coef;
+    clip: two scalars in place of the objective's clip distances.
+    """
+    two_policies = loss.old_policy == "rollout"
+
+    def microbatch_loss(weights: Params, micro: tuple, clip: tuple | None) -> tuple[Array, dict]:
+        batch, old_logp, ref_logp, importance, mask, scale = micro
         logp, entropy = logprobs(weights, batch)
-        logp = jnp.where(mask, logp, 0.0)  # inner where: what is under the mask must not reach the gradient
-        surrogate, clipped = clipped_objective(
-            logp, jnp.where(mask, old_logp, 0.0), batch.advantages, loss.clip_low, loss.clip_high
-        )
-        sums = {"entropy": entropy, "clip/fraction": clipped, "staleness/k1": old_logp - logp}
-        sums = {k: jnp.sum(jnp.where(mask, v, 0.0)) / tokens for k, v in sums.items()}
-        return jnp.sum(jnp.where(mask, importance * surrogate, 0.0)) / tokens, sums
+        if two_policies:
+            importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
+        policy, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
+        total = jnp.where(importance != 0, importance * policy, 0.0)  # what is rejected says nothing, not 0 x infinity
+        if loss.kl_coef:
+            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl))
+            cut["kl"] = jax.lax.stop_gradient(kl)
+        if loss.entropy_coef:
+            total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
+        return jnp.sum(jnp.where(mask, scale * total, 0.0)), {"logp": logp, "entropy": entropy, **cut}
 
     @functools.partial(exact_jit, donate_argnums=0)
-    def train_step(state: TrainState, batch: TrainBatch, old_logp: Array) -> tuple[TrainState, StepMetrics]:
-        fix = rollout_correction(old_logp, batch.rollout_logp, batch.response_mask, correction)
-        tokens = jnp.maximum(jnp.sum(fix.mask), 1).astype(jnp.float32)
-        value, sums, grads = accumulate(
-            functools.partial(microbatch_loss, tokens=tokens), policy_weights(state.params, precision),
-            (batch, old_logp, fix.weights, fix.mask), fix.mask,
+    def train_step(state: TrainState, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
+        sampled = batch.response_mask
+        fix = rollout_correction(old_logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
+        mask = sampled if two_policies else fix.mask
+        scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon)
+        value, seen, grads = accumulate(
+            functools.partial(microbatch_loss, clip=clip), policy_weights(state.params, precision),
+            (batch, batch.rollout_logp if two_policies else old_logp, ref_logp, fix.weights, mask, scale), mask,
         )  # fmt: skip
         state, update = guarded_update(optimizer, state, value, grads)
-        return state, {"loss": value, "tokens/update": jnp.sum(fix.mask), **sums, **fix.metrics, **update}
+        logp = seen.pop("logp")
+        if two_policies:
+            old_logp = logp
+            fix = rollout_correction(logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
+        metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask), "staleness/k1": mean_over(mask, old_logp - logp)}
+        metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
+        return state, metrics | advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
 
     return train_step
-
-
-def accumulate(loss_fn: Callable, weights: Params, batch: tuple, mask: Array) -> tuple[Array, StepMetrics, Params]:
-    """Sum (loss, metrics, gradients in float32) of `loss_fn(weights, micro)` over the leading axis of `batch`.
-
-    Micro-batches whose `mask` [M, R, T] is empty are skipped, not computed and thrown away.
-    """
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-
-    def run(micro: tuple) -> tuple:
-        (value, sums), grads = grad_fn(weights, micro)
-        return value, sums, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, jax.tree.map(lambda x: x[0], batch)))
-
-    def body(total: tuple, step: tuple) -> tuple:
-        micro, live = step
-        return jax.lax.cond(live, lambda: jax.tree.map(jnp.add, total, run(micro)), lambda: total), None
-
-    return jax.lax.scan(body, zeros, (batch, mask.any((1, 2))))[0]

@@ -238,6 +238,38 @@ def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_pat
     assert [r["step"] for r in rows] == [0, 1] and not any("eval/reward_mean" in r for r in rows)
 
 
+# --- other ways to learn
+
+EVERYTHING = {
+    "loss__kl_coef": 0.05, "loss__calibrate_clip_every": 2, "loss__dynamic_sampling_rounds": 2, "loss__mask_cut": "true",
+    "loss__overlong_buffer": 2, "loss__aggregation": "seq_mean_token_mean", "loss__entropy_coef": 0.001,
+    "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis", "run__save_every": 3,
+    "optim__lr": 0.001, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
+}  # fmt: skip
+
+
+def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
+    """Reference policy, calibrated clip bounds and the place in the prompt stream are part of what is restored."""
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    loop.train(config(whole, run__steps=4, **EVERYTHING))
+    rows = metrics(whole)
+    assert all(0 < row["rollout/groups_chosen"] <= 4 for row in rows[1:])  # not those whose rewards are all equal
+    assert any(row["tokens/rollout"] > 4 * 4 * 4 for row in rows[1:])  # more than one round holds
+    assert rows[1]["clip/bound_low"] == rows[1]["clip/bound_high"] == np.float32(0.2)
+    assert rows[4]["kl"] > 0 and saved(whole)[1]["clip"] == [rows[4]["clip/bound_low"], rows[4]["clip/bound_high"]]
+    loop.train(config(parted, run__steps=3, **EVERYTHING))
+    loop.train(config(parted, run__steps=4, **EVERYTHING), resume=True)
+    assert_same_run(parted, whole)
+
+
+def test_two_policies_need_no_scoring_pass(tmp_path):
+    options = {"loss__old_policy": "rollout", "loss__objective": "prime_rl", "correction__preset": "prime_rl/default"}
+    loop.train(config(tmp_path, run__steps=2, **options))
+    rows = metrics(tmp_path)[1:]
+    assert all(r["update/applied"] == 1 and r["mismatch/token_mult_prob_error"] >= 1 for r in rows)
+    assert all(r["mismatch/max_logp_diff"] < 0.5 for r in rows) and any(r["grad_norm"] > 0 for r in rows)
+
+
 # --- what stops a run, and what does not
 
 
@@ -246,7 +278,7 @@ def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_pat
 
     def poisoned(*args):
         calls.append(1)
-        return [s._replace(advantage=float("nan")) if len(calls) > 4 else s for s in to_samples(*args)]
+        return [[s._replace(advantage=float("nan")) if len(calls) > 2 else s for s in g] for g in to_samples(*args)]
 
     monkeypatch.setattr(rollouts, "to_samples", poisoned)
     assert main(["train", "demo", *words(tmp_path, run__save_every=1, optim__max_bad_steps=3)]) == NonFiniteStep.exit_code == 4

@@ -68,7 +68,7 @@ def test_one_bad_completion_costs_its_group_and_no_other(kind):
     assert [p.problem.id for p, _ in kept] == ["p0", "p2", "p3"] and all(len(c) == 3 for _, c in kept)
     assert len(rejected) == 1 and rejected[0].startswith("request 7/1: completion 2: ") and why in rejected[0]
     groups = tuple(rollouts.Group(p, c, ("",) * 3, np.array([0.0, 1.0, np.nan])) for p, c in kept)
-    metrics = Rollouts(groups, rejected).metrics()
+    metrics = Rollouts(groups, rejected, groups).metrics()
     assert metrics["rollout/groups_rejected"] == 1 and metrics["reward/undefined"] == 3 and metrics["reward/mean"] == 0.5
     assert metrics["tokens/rollout"] == 3 * 3 * 6
 
@@ -117,10 +117,10 @@ def test_requests_of_a_step_have_their_own_seeds_and_a_resumed_run_the_same_ones
 
 @pytest.mark.parametrize("recipe", ["fp8_rollout", "fp8_unified", "fp8_forward"])
 def test_fp8_rollouts_without_a_correction_are_refused_by_key(recipe):
-    with pytest.raises(ConfigError, match='loss.correction = "none"') as e:
-        load_config("demo", ["--precision.recipe", recipe, "--loss.correction", "none"])
-    assert e.value.next_step == 'set loss.correction = "token_tis"'
-    load_config("demo", ["--precision.recipe", "bf16", "--loss.correction", "none"])
+    with pytest.raises(ConfigError, match='correction.preset = "none"') as e:
+        load_config("demo", ["--precision.recipe", recipe, "--correction.preset", "none"])
+    assert e.value.next_step == 'set correction.preset = "token_tis"'
+    load_config("demo", ["--precision.recipe", "bf16", "--correction.preset", "none"])
 
 
 def test_prompts_that_are_empty_or_too_long_stop_the_start_or_are_counted():

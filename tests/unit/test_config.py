@@ -5,14 +5,20 @@ from __future__ import annotations
 import string
 import subprocess
 import sys
+import typing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl import toml_config
+from jaxfp8rl import config, toml_config
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.losses.advantages import ADVANTAGES
+from jaxfp8rl.losses.aggregation import AGGREGATIONS
+from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection
+from jaxfp8rl.losses.objectives import OBJECTIVES, ObjectiveConfig
+from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.toml_config import dump_config, key_lines, load_config
 
 GOOD = """\
@@ -90,7 +96,7 @@ MISTAKES = {
     "twice": ("lr = 1e-6", "lr = 1e-6\nlr = 2e-6", "run.toml:25:10: not valid TOML: Cannot overwrite a value"),
     "recipe": ("[optim]", '[precision]\nrecipe = "fp8_unifed"\n[optim]', ':24: precision.recipe: unknown recipe "fp8_unifed"'),
     "fp8 without correction": (
-        "[optim]", '[precision]\nrecipe = "fp8_unified"\n[loss]\ncorrection = "none"\n[optim]', ':24: precision.recipe "fp8_'
+        "[optim]", '[precision]\nrecipe = "fp8_unified"\n[correction]\npreset = "none"\n[optim]', ':24: precision.recipe "fp8_'
     ),
     "row too short": ("row_tokens = 32", "row_tokens = 20", ":21: train.row_tokens = 20 cannot hold"),
     "no model": ('[model.config]\nhidden_size = 128\neos_token_id = [1, 2]', "", ":5: model: give either"),
@@ -179,7 +185,7 @@ def test_override(write, words, section, key, value):
         (["--run.steps.x", "1"], "--run.steps.x: steps is a value, not a table of keys"),
         (["--run", "1"], "--run: expected a section of keys"),
         (["--run.trackers", "[tensorboard]"], "--run.trackers: [tensorboard] is not valid TOML"),
-        (["--precision.recipe", "fp8_unified", "--loss.correction", "none"], "--precision.recipe: precision.recipe"),
+        (["--precision.recipe", "fp8_unified", "--correction.preset", "none"], "--precision.recipe: precision.recipe"),
         (["--rollout.max_new_tokens", "30"], "--rollout.max_new_tokens: train.row_tokens = 32 cannot hold"),
         (["--train.row_tokens", "20"], "--train.row_tokens: train.row_tokens = 20 cannot hold"),
     ],
@@ -197,7 +203,7 @@ def test_dump_holds_every_field_and_loads_back(write):
     for section, model in toml_config.SECTIONS.items():
         assert f"[{section}]" in text
         for key in model.model_fields:
-            assert f"\n{key} = " in text or f"\n[{section}.{key}]\n" in text
+            assert f"\n{key} = " in text or f"\n# {key} = " in text or f"\n[{section}.{key}]\n" in text
     assert load_config(write(text)) == cfg
 
 
@@ -240,6 +246,55 @@ def test_no_text_crashes(tmp_path_factory, text):
     path.write_text(text)
     with pytest.raises(ConfigError):
         load_config(str(path))
+
+
+def test_the_choices_of_the_loss_are_those_that_exist():
+    fields = {name: set(typing.get_args(config.Loss.model_fields[name].annotation)) for name in config.Loss.model_fields}
+    assert fields["objective"] == set(OBJECTIVES) and fields["advantage"] == set(ADVANTAGES)
+    assert fields["aggregation"] == set(AGGREGATIONS)
+    assert set(config.Correction.model_fields) - {"preset"} == set(CorrectionConfig._fields)
+    assert config.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
+    assert set(config.RejectionSection.model_fields) == set(Rejection._fields)
+    assert set(ObjectiveConfig._fields) - {"kind"} <= set(fields)
+
+
+CORRECTIONS = {
+    "unknown preset": ('preset = "token_tsi"', 'correction.preset "token_tsi" does not exist (did you mean "token_tis"?)'),
+    "reversed": ('action = "mask"\nlower = 3.0', "bounds [3.0, 2.0] are reversed"),
+    "negative": ("upper = -1.0", "bounds [0.0, -1.0] are reversed"),
+    "rejection reversed": (
+        'rejections = [{level = "sequence", statistic = "k2", lower = 2.0, upper = 1.0}]', "rejection sequence_mean_k2: bounds",
+    ),
+    "rejection misspelt": ('rejections = [{level = "sequence", statistic = "k4"}]', '"k4" is not a choice'),
+    "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
+    "two policies only": ('preset = "verl/bypass_pg_is"', 'set loss.old_policy = "rollout"'),
+    "batch": ('batch_normalize = true\n[loss]\nold_policy = "rollout"\nobjective = "reinforce"', "looks at the whole batch"),
+    "twice": ('[loss]\nold_policy = "rollout"', "would weigh by it again"),
+    "denominator": (
+        'preset = "geometric_mask"\n[loss]\nold_policy = "rollout"', 'set correction.denominator = "all"',
+    ),
+    "foreign parameter": ("[loss]\ntau_positive = 1.0", 'loss.objective: tau_positive = 1.0 means nothing to the objective "ppo'),
+    "nothing to calibrate": ("[loss]\ncalibrate_clip_every = 5", "has no FP8 forward to compare with"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_correction_or_objective_that_cannot_be_is_refused(kind, write):
+    text, says = CORRECTIONS[kind]
+    assert says in (said := refusal(write(GOOD + "\n[correction]\n" + text))), said
+
+
+def test_a_preset_can_be_changed_field_by_field(write):
+    text = GOOD + '\n[correction]\npreset = "skyrl/geo_mask"\nweight = "token"\nupper = inf\n'
+    cfg = load_config(write(text), ["--correction.denominator", "kept"])
+    preset = get_preset("skyrl/geo_mask")
+    assert cfg.correction.resolve() == preset._replace(weight="token", upper=float("inf"), denominator="kept")
+    assert load_config(write(dump_config(cfg))) == cfg
+    own = GOOD + '\n[correction]\nrejections = [{level = "token", statistic = "k3", upper = 0.5}]\nadaptive = {onset = 0.1}\n'
+    cfg = load_config(write(own))
+    assert cfg.correction.resolve().rejections == (Rejection("token", "k3", upper=0.5),)
+    assert cfg.correction.resolve().adaptive == AdaptiveMix(onset=0.1)
+    assert load_config(write(dump_config(cfg))) == cfg
 
 
 def test_config_errors_load_neither_jax_nor_torch(write):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.config import Loss
 from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
+from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, init_params
 from jaxfp8rl.optim import init_state
@@ -34,7 +36,7 @@ LOGPROBS = make_logprobs(MODEL, FLOAT32, 0.7, remat=False)
 KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients, exact, in opt_state
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
 )
-score, train_step = make_score(LOGPROBS, FLOAT32), make_train_step(LOGPROBS, FLOAT32, Loss(), KEEP)
+score, train_step = make_score(LOGPROBS, FLOAT32), make_train_step(LOGPROBS, FLOAT32, Loss(), CorrectionConfig(), KEEP)
 # [M, R, T]: one sequence a row, padded; the same one by one; packed, split, with room for more than there is
 PADDED = (1, 12, LONGEST)
 LAYOUTS = (PADDED, (12, 1, LONGEST), (2, 2, 36))
@@ -69,9 +71,14 @@ def old_logps(params, batch: TrainBatch) -> np.ndarray:
     return np.asarray(score(params, batch)) + 0.3 * np.sin(batch.tokens + 3.0 * batch.positions).astype(np.float32)
 
 
-def learn(params, batch: TrainBatch, old_logp: np.ndarray):
+@functools.cache
+def step_of(loss: Loss, correction: CorrectionConfig):
+    return make_train_step(LOGPROBS, FLOAT32, loss, correction, KEEP)
+
+
+def learn(params, batch: TrainBatch, old_logp: np.ndarray, ref_logp=None, step=train_step):
     """(metrics, gradients) of one update."""
-    after, metrics = train_step(init_state(jax.tree.map(jnp.copy, params), KEEP), batch, old_logp)
+    after, metrics = step(init_state(jax.tree.map(jnp.copy, params), KEEP), batch, old_logp, ref_logp)
     return {k: float(v) for k, v in metrics.items()}, jax.tree.map(np.asarray, after.opt_state)
 
 
@@ -115,6 +122,84 @@ def test_the_invariance_test_sees_a_microbatch_mean():
         parts.append(learn(params(), alone, old)[1])
     mean = jax.tree.map(lambda *g: sum(g) / len(g), *parts)
     assert distance(grads, mean) > 1e-2
+
+
+MIXED = samples_of([(2, 1), (3, 7), (1, 2), (5, 5), (2, 6), (4, 4)], seed=1)
+KINDS = {
+    "GSPO with sequence TIS": (Loss(objective="gspo", aggregation="seq_mean_token_mean"), "sequence_tis"),
+    "GMPO, KL and entropy": (
+        Loss(objective="gmpo", aggregation="seq_mean_token_sum_norm", horizon=8, kl_coef=0.1, entropy_coef=0.05), "icepop",
+    ),
+    "MIS, normalised": (Loss(aggregation="seq_mean_token_sum"), "slime/mis_sequence"),
+    "REINFORCE, two policies": (Loss(objective="reinforce", old_policy="rollout"), "verl/bypass_pg_is"),
+    "prime-rl": (Loss(objective="prime_rl", old_policy="rollout"), "prime_rl/default"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_loss_is_as_independent_of_the_layout(kind):
+    loss, preset = KINDS[kind]
+    results = []
+    for layout in LAYOUTS[1:]:
+        batch = laid_out(near_policy(MIXED, layout), layout)
+        old = old_logps(params(), batch)
+        ref = old + 0.1 * np.cos(batch.tokens) if loss.kl_coef else None
+        results.append(learn(params(), batch, old, ref, step_of(loss, get_preset(preset))))
+    (metrics, grads), (other, other_grads) = results
+    assert distance(grads, other_grads) < 2e-6 and metrics["grad_norm"] > 1e-3
+    for key, value in metrics.items():
+        np.testing.assert_allclose(other[key], value, rtol=2e-5, atol=2e-6, err_msg=key)
+
+
+def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sample]:
+    """The same completions from an engine near the learner: sequences differ by tenths of nats, not by tens."""
+    batch = laid_out(samples, layout)
+    scores, out = np.asarray(score(params(), batch)), []
+    for s in samples:
+        m, r, t = (x[0] for x in np.nonzero(batch.rollout_logp == s.logprobs[0]))
+        span = slice(t, t + len(s.completion))
+        noise = 0.2 * np.sin(np.arange(len(s.completion)) + 5 * s.advantage).astype(np.float32)
+        out.append(s._replace(logprobs=scores[m, r, span] + noise))
+    return out
+
+
+def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved():
+    """REINFORCE with the sequence weight: worked out from pi a micro-batch at a time, or once from pi_old = pi."""
+    batch = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36))
+    preset = get_preset("verl/bypass_pg_is")
+    two = learn(params(), batch, batch.rollout_logp, step=step_of(Loss(objective="reinforce", old_policy="rollout"), preset))
+    three = learn(params(), batch, np.asarray(score(params(), batch)), step=step_of(Loss(objective="reinforce"), preset))
+    assert distance(two[1], three[1]) < 1e-6
+    for key in ("loss", "mismatch/k3", "mismatch/chi2_seq", "correction/ess", "mismatch/skew_negative"):
+        np.testing.assert_allclose(two[0][key], three[0][key], rtol=1e-5, err_msg=key)
+    assert two[0]["mismatch/k3"] > 1e-3  # not neutral
+
+
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
+    """Exactly so when it leaves the denominator; when it stays, the gradient shrinks by its share of the tokens."""
+    layout = (2, 2, 36)
+    good = near_policy(MIXED, layout)
+    bad = good[1]._replace(logprobs=good[1].logprobs - 3)  # 7 of 25 tokens
+    reject = CorrectionConfig(denominator=denominator, rejections=(Rejection("sequence", "ratio", "mean", 0.5, 2.0),))
+    results = []
+    for samples in ([good[0], bad, *good[2:]], [good[0], *good[2:]]):
+        batch = laid_out(samples, layout)
+        results.append(learn(params(), batch, old_logps(params(), batch), step=step_of(Loss(), reject)))
+    (metrics, grads), (_, without) = results
+    share = 1 if denominator == "kept" else 18 / 25
+    assert distance(grads, jax.tree.map(lambda g: share * g, without)) < 1e-6
+    assert metrics["correction/rejected_fraction"] == pytest.approx(7 / 25)
+
+
+def test_a_policy_that_has_not_left_its_reference_pays_nothing():
+    batch = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36))
+    old = np.asarray(score(params(), batch))
+    metrics, held = learn(params(), batch, old, old, step_of(Loss(kl_coef=1.0), CorrectionConfig()))
+    _, free = learn(params(), batch, old)
+    assert abs(metrics["kl"]) < 1e-9 and distance(free, held) < 1e-5
+    _, away = learn(params(), batch, old, old - 0.5, step_of(Loss(kl_coef=1.0), CorrectionConfig()))
+    assert distance(free, away) > 0.1
 
 
 def test_the_warm_start_is_as_independent_of_the_split():

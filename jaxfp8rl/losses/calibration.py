@@ -1,0 +1,80 @@
+"""Calibrated clipping (arXiv 2609.22870): PPO bounds for noisy FP8 ratios that act as the nominal ones act on BF16 ratios.
+
+FP8 noise in both log-probabilities widens the ratios. Tokens with a negative advantage then fall below 1 - clip_low by noise
+alone and lose their gradient, so that what should be punished is not. Every N steps a shadow forward pass in BF16 gives the
+ratios as they would be without the noise, and the bounds are moved until the FP8 ratios meet them as often.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+BISECTIONS = 40  # each halves the bracket: enough to meet float32's own resolution
+
+
+def calibrated_bounds(
+    ratio: Array, shadow_ratio: Array, advantages: Array, mask: Array, clip_low: Array | float, clip_high: Array | float
+) -> tuple[Array, Array]:
+    """ratio = exp(logp - old_logp) in FP8 and its BF16 shadow, advantages, mask bool, all [..., T] of the whole batch ->
+    (clip_low', clip_high'), float32 scalars for `policy_loss(clip=...)` of the objectives that clip a ratio.
+
+    The paper's lower bound is L = F_fp8^-1(F_bf16(1 - clip_low)), F the distributions over tokens with A < 0; its upper
+    bound H makes the ratio of positive to negative contributions that of BF16. Our reading where it is silent:
+
+    - L: a quantile of n numbers is an interval between two of them; L is its point nearest to 1 - clip_low, so that exactly
+      as many FP8 tokens are below L as BF16 tokens are below 1 - clip_low, and nothing moves without need. L <= 1.
+    - a token's contribution is what it adds to the clipped surrogate: A min(r, H) where A > 0, |A| max(r, L) where A < 0.
+      The positive side grows with H, so bisection finds it. If the target lies above what H = max r gives, H = max r (no
+      positive token is cut); if below what H = 1 gives, H = 1.
+
+    Equal ratios give back the nominal bounds. With no token of one sign, the bounds that need it stay nominal. What is off
+    the mask changes nothing; a NaN on it makes both NaN. Jittable, no gradient.
+    """
+    ratio, shadow_ratio, advantages = jax.lax.stop_gradient((ratio, shadow_ratio, advantages))
+    ratio, shadow = (jnp.where(mask, jnp.asarray(r, jnp.float32), 1.0) for r in (ratio, shadow_ratio))
+    advantages = jnp.where(mask, jnp.asarray(advantages, jnp.float32), 0.0)
+    low, high = jnp.float32(clip_low), jnp.float32(clip_high)
+    lower = _lower_bound(ratio, shadow, advantages < 0, 1 - low)
+    upper = _upper_bound(ratio, shadow, advantages, lower, 1 - low, 1 + high)
+    bad = jnp.isnan(ratio + shadow + advantages).any()
+    bounds = jnp.where(lower == 1 - low, low, 1 - lower), jnp.where(upper == 1 + high, high, upper - 1)
+    return tuple(jnp.where(bad, jnp.nan, b) for b in bounds)
+
+
+def _lower_bound(ratio: Array, shadow: Array, negative: Array, nominal: Array) -> Array:
+    """The point nearest to `nominal` with as many negative-advantage ratios below it as the shadow has below `nominal`."""
+    below = jnp.sum(negative & (shadow < nominal))
+    ordered = jnp.sort(jnp.where(negative, ratio, jnp.inf).ravel())
+    ordered = jnp.concatenate([jnp.array([-jnp.inf]), ordered, jnp.array([jnp.inf])])
+    last_below, first_kept = ordered[below], ordered[below + 1]
+    just_above = jnp.nextafter(last_below, jnp.float32(jnp.inf))
+    return jnp.minimum(jnp.clip(nominal, just_above, first_kept), 1.0)
+
+
+def _upper_bound(ratio: Array, shadow: Array, advantages: Array, lower: Array, nominal_low: Array, nominal: Array) -> Array:
+    """H with P(ratio, H) / N(ratio, lower) = P(shadow, nominal) / N(shadow, nominal_low), P and N the sides' contributions.
+
+    Both sides are taken as their differences from the shadow's, token by token, so that equal ratios give exactly 0.
+    """
+    gain, loss = jnp.maximum(advantages, 0), jnp.maximum(-advantages, 0)
+    shadow_gain, shadow_loss = jnp.minimum(shadow, nominal), jnp.maximum(shadow, nominal_low)
+    positive, negative = jnp.sum(gain * shadow_gain), jnp.sum(loss * shadow_loss)
+    target = positive * jnp.sum(loss * (jnp.maximum(ratio, lower) - shadow_loss))
+
+    def excess(h: Array) -> Array:
+        return negative * jnp.sum(gain * (jnp.minimum(ratio, h) - shadow_gain)) - target
+
+    def halve(_, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
+        a, b = bracket
+        middle = (a + b) / 2
+        short = excess(middle) < 0
+        return jnp.where(short, middle, a), jnp.where(short, b, middle)
+
+    at_nominal = excess(nominal)
+    most = jnp.maximum(nominal, jnp.max(jnp.where(gain > 0, ratio, 0.0), initial=0.0))
+    bracket = (jnp.where(at_nominal < 0, nominal, 1.0), jnp.where(at_nominal < 0, most, nominal))
+    found = jax.lax.fori_loop(0, BISECTIONS, halve, bracket)[1]
+    usable = (at_nominal != 0) & (gain > 0).any() & (loss > 0).any()
+    return jnp.where(usable, found, nominal)

@@ -1,0 +1,57 @@
+"""Totals over the sequences of packed rows, without knowing how many there are.
+
+A sequence is a run of equal `segment_ids` within a row. Its total is found by a segmented scan and handed to each of its
+tokens: static shapes, no table of sequences, and always summed in the same order (a scatter would use atomics on a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def segment_total(x: Array, segment_ids: Array, op: Callable[[Array, Array], Array] = jnp.add) -> Array:
+    """Every token gets the total of its segment: x [..., T], segment_ids [..., T] int -> [..., T] of x's dtype.
+
+    op: an associative function, jnp.add, jnp.maximum or jnp.minimum. x may have leading axes that segment_ids lacks.
+    """
+    t = segment_ids.shape[-1]
+    end = jnp.where(segment_ends(segment_ids), jnp.arange(t), t - 1)
+    end = jax.lax.cummin(end, axis=end.ndim - 1, reverse=True)
+    return jnp.take_along_axis(_running(x, segment_ids, op), jnp.broadcast_to(end, x.shape), -1)
+
+
+def segment_ends(segment_ids: Array) -> Array:
+    """True at the last token of each segment, live or not: [..., T] bool."""
+    return jnp.concatenate([_starts(segment_ids)[..., 1:], jnp.ones_like(segment_ids[..., :1], bool)], -1)
+
+
+def first_live(mask: Array, segment_ids: Array) -> Array:
+    """True at the first live token of each segment that has one: one token to stand for each sequence. Both [..., T]."""
+    return mask & (_running(mask.astype(jnp.int32), segment_ids, jnp.add) == 1)
+
+
+def _starts(segment_ids: Array) -> Array:
+    first = jnp.ones_like(segment_ids[..., :1], bool)
+    return jnp.concatenate([first, segment_ids[..., 1:] != segment_ids[..., :-1]], -1)
+
+
+def _running(x: Array, segment_ids: Array, op: Callable) -> Array:
+    """The inclusive scan that begins anew at each segment, by doubling (Hillis and Steele 1986): ceil(log2 T) rounds, each of
+    which joins to a token's total that of as many tokens before it. `reached`: the segment's start is in the total, no more
+    may join; it holds of the first tokens of a row before a shift could wrap around to them.
+
+    A loop and not lax.associative_scan, whose unrolled tree takes seconds to compile.
+    """
+    t = x.shape[-1]
+
+    def join(n: Array, carry: tuple) -> tuple:
+        total, reached = carry
+        before, before_reached = (jnp.roll(a, 1 << n, axis=-1) for a in carry)
+        return jnp.where(reached, total, op(before, total)), reached | before_reached
+
+    start = (x, jnp.broadcast_to(_starts(segment_ids), x.shape))
+    return jax.lax.fori_loop(0, (t - 1).bit_length(), join, start)[0]

@@ -1,0 +1,39 @@
+"""Gradients of a batch, a micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxfp8rl.types import Params
+
+
+def accumulate(loss_fn: Callable, weights: Params, batch: tuple, mask: Array) -> tuple[Array, dict[str, Array], Params]:
+    """(sum of the losses, what was seen by micro-batch, sum of the gradients in float32) of
+    `loss_fn(weights, micro) -> (loss, seen)` over the leading axis of `batch`.
+
+    Micro-batches whose `mask` [M, R, T] is empty are skipped, not computed and thrown away; they have seen zeros.
+    """
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def run(micro: tuple) -> tuple:
+        (value, seen), grads = grad_fn(weights, micro)
+        return (value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)), jax.lax.stop_gradient(seen)
+
+    def zeros(like: tuple) -> tuple:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+
+    total, seen = jax.eval_shape(run, jax.tree.map(lambda x: x[0], batch))
+
+    def body(total: tuple, step: tuple) -> tuple:
+        def add() -> tuple:
+            new, seen = run(step[0])
+            return jax.tree.map(jnp.add, total, new), seen
+
+        return jax.lax.cond(step[1], add, lambda: (total, zeros(seen)))
+
+    (value, grads), seen = jax.lax.scan(body, zeros(total), (batch, mask.any((1, 2))))
+    return value, seen, grads
