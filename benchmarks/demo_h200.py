@@ -1,10 +1,11 @@
-"""Whole runs on one GPU with vLLM in-process: the demo in FP8 beside BF16, and SmolLM2-135M in BF16 and FP8.
+"""Whole runs on one GPU with vLLM in-process: the demo in FP8 beside BF16 over several seeds, SmolLM2-135M in BF16 and FP8.
 
-    python benchmarks/demo_h200.py [--smollm2 FOLDER [--kv8]] [--out benchmarks/results/demo_h200.json] [--keep DIR]
+    python benchmarks/demo_h200.py [--seeds 3] [--smollm2 FOLDER] [--out benchmarks/results/demo_h200.json] [--keep DIR]
 
-Each run is `jaxfp8rl train` in a process of its own; what is compared is read from its metrics.jsonl. The demo's FP8 run has
-FP8 weights and FP8 KV; SmolLM2's has FP8 weights where its shapes allow, and with --kv8 one more run adds FP8 KV. CUDA graphs
-are on. At these sizes FP8 is not expected to be faster: what is shown is that it learns the same.
+Each run is `jaxfp8rl train` in a process of its own; what is compared is read from its metrics.jsonl. The demo's FP8 runs have
+FP8 weights and FP8 KV; SmolLM2's have FP8 weights where its shapes allow, without and with FP8 KV. CUDA graphs are on.
+FP8 is not expected to be faster at these sizes: what is shown is that it learns the same. A finished run under DIR is read,
+not repeated.
 """
 
 from __future__ import annotations
@@ -29,30 +30,52 @@ SMOL_FP8 = ["--precision.recipe", "fp8_unified", "--precision.exclude", "self_at
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of the demo in each precision")
     parser.add_argument("--smollm2", help="HF folder from `jaxfp8rl import-gguf`")
-    parser.add_argument("--kv8", action="store_true", help="SmolLM2 with an FP8 cache as well")
     parser.add_argument("--out", default="benchmarks/results/demo_h200.json")
-    parser.add_argument("--keep", default=tempfile.mkdtemp(), help="where the run directories go")
+    parser.add_argument("--keep", type=Path, default=tempfile.mkdtemp(), help="where the run directories go")
     args = parser.parse_args()
     if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
         sys.exit("benchmarks/demo_h200.py needs an NVIDIA GPU")
-    runs = {"demo/fp8": DEMO, "demo/bf16": [*DEMO, *BF16]}
-    if args.smollm2:
-        smol = ["smollm2-135m", "--model.path", args.smollm2]
-        runs |= {"smollm2/bf16": smol, "smollm2/fp8": [*smol, *SMOL_FP8]}
-        runs |= {"smollm2/fp8-kv8": [*smol, *SMOL_FP8, "--rollout.kv_cache", "fp8"]} if args.kv8 else {}
-    records, problems = {}, {}
+    runs = demo_runs(args.seeds) | (smollm2_runs(args.smollm2) if args.smollm2 else {})
     for name, words in runs.items():
-        folder = Path(args.keep, name.replace("/", "-"))
-        done = subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", "train", *words, "--run.dir", str(folder)])
-        if done.returncode:
-            problems[name] = f"left with exit code {done.returncode}"
-        if (folder / "metrics.jsonl").exists():
-            records[name] = read_metrics(folder / "metrics.jsonl")
-    pairs = [(name, records.get(name), records.get(name.split("/")[0] + "/bf16")) for name in runs if "fp8" in name]
-    rows = [r for pair in pairs for r in compare(*pair)]
+        run(words, folder(args.keep, name))
+    records = {n: read_metrics(path) for n in runs if (path := folder(args.keep, n) / "metrics.jsonl").exists()}
+    problems = {n: f"ended at step {records[n][-1]['step'] if n in records else None}" for n in runs
+                if not finished(folder(args.keep, n))}  # fmt: skip
+    rows = []
+    for name in runs:
+        twin = name.replace("fp8-kv8", "bf16").replace("fp8", "bf16")
+        if twin != name:
+            rows += compare(name, records.get(name), records.get(twin))
     write(args.out, "demo_h200", rows, problems=problems, commands={k: shlex.join(v) for k, v in runs.items()},
           curves={k: curve(v) for k, v in records.items()})  # fmt: skip
+
+
+def demo_runs(seeds: int) -> dict[str, list[str]]:
+    """Words of the command for each run, by its name."""
+    return {f"demo/{name}/seed{s}": [*DEMO, *words, "--run.seed", str(s)]
+            for s in range(seeds) for name, words in {"fp8": [], "bf16": BF16}.items()}  # fmt: skip
+
+
+def smollm2_runs(path: str) -> dict[str, list[str]]:
+    words = ["smollm2-135m", "--model.path", path]
+    return {"smollm2/bf16": words, "smollm2/fp8": [*words, *SMOL_FP8],
+            "smollm2/fp8-kv8": [*words, *SMOL_FP8, "--rollout.kv_cache", "fp8"]}  # fmt: skip
+
+
+def run(words: list[str], run_dir: Path) -> None:
+    if not finished(run_dir):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", "train", *words, "--run.dir", str(run_dir)])
+
+
+def folder(keep: Path, name: str) -> Path:
+    return Path(keep, name.replace("/", "-"))
+
+
+def finished(run_dir: Path) -> bool:
+    return (run_dir / "plot.png").exists()  # written last
 
 
 if __name__ == "__main__":

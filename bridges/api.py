@@ -137,14 +137,15 @@ class EngineFormats:
     activations: the format in which activations enter a quantised product: a float type, or "fp8_e4m3_1x128"
     kv_cache: a float type, or "fp8_e4m3"
     compute: the float type of everything else
-    query: "fp8_e4m3" where attention over an FP8 cache rounds the queries too, else None: they stay in `compute`
+    attention: "fp8_e4m3" where attention over an FP8 cache rounds queries and probabilities too (FlashAttention 3 does,
+        both with scale 1, probabilities times 2^8), else None: they stay in `compute`
     """
 
     weights: str
     activations: str
     kv_cache: str
     compute: str
-    query: str | None = None
+    attention: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,8 +117,8 @@ class VllmEngine:
         import vllm
 
         activations = self._activations() if self._weights == FP8 else self._dtype
-        query = "fp8_e4m3" if self.on_model(_rounds_queries) else None
-        formats = EngineFormats(self._weights, activations, self._kv_cache, self._dtype, query)
+        attention = "fp8_e4m3" if self.on_model(_attends_in_fp8) else None
+        formats = EngineFormats(self._weights, activations, self._kv_cache, self._dtype, attention)
         return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True)
 
     def _activations(self) -> str:
@@ -304,8 +304,8 @@ def _block_kernels(model: Any) -> set[str]:
     return {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
 
 
-def _rounds_queries(model: Any) -> bool:
-    """Whether attention casts queries to E4M3, as FlashAttention 3 over an FP8 cache does, with scale 1 unless calibrated."""
+def _attends_in_fp8(model: Any) -> bool:
+    """Whether attention runs on E4M3 queries, as FlashAttention 3 over an FP8 cache does, with scale 1 unless calibrated."""
     return any(getattr(module, "query_quant", None) is not None for module in model.modules())
 
 

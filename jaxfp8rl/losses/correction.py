@@ -49,8 +49,9 @@ class Rejection(NamedTuple):
     clamp: bool = True
 
     def name(self) -> str:
-        """For metric keys: token_k2, sequence_mean_ratio, ..."""
-        return "_".join([self.level, *([self.aggregation] if self.level == "sequence" else []), self.statistic])
+        """For metric keys: token_k2, sequence_mean_ratio, sequence_mean_k1_inverse, ..."""
+        words = [self.level, *([self.aggregation] if self.level == "sequence" else []), self.statistic]
+        return "_".join(words + ["inverse"] * self.inverse)
 
 
 class AdaptiveMix(NamedTuple):
@@ -111,6 +112,11 @@ class CorrectionConfig(NamedTuple):
         _check_bounds("weight", self.lower, self.upper, positive=True)
         if self.action == "truncate" and self.lower > 0:
             raise ValueError(f'lower = {self.lower} has no effect under action "truncate": use "clip" or "mask"')
+        if self.batch_normalize and self.weight == "none":
+            raise ValueError('batch_normalize has no effect with weight "none"')
+        names = [r.name() for r in self.rejections]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two rejections by {', '.join(sorted(twice))}: join their bounds in one")
         for r in self.rejections:
             _check_bounds(f"rejection {r.name()}", r.lower, r.upper, positive=r.statistic != "k1")
         if self.m2_limit is not None and not 0 < self.m2_limit < INF:

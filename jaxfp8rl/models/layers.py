@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.quantize.reference import E4M3_MAX
 
 
@@ -30,10 +31,11 @@ def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
     return freq.astype(np.float32)
 
 
-def rope_tables(positions_BT: Array, cfg: ModelConfig) -> tuple[Array, Array]:
-    """Cosine and sine of each position's angles, [B, T, 1, Hd/2] float32, ready to broadcast over heads."""
+def rope_tables(positions_BT: Array, cfg: ModelConfig, dtype: str = "float32") -> tuple[Array, Array]:
+    """Cosine and sine of each position's angles, [B, T, 1, Hd/2] float32, ready to broadcast over heads; rounded to `dtype`,
+    the type that the engine keeps its table in."""
     angles = positions_BT.astype(jnp.float32)[..., None, None] * rope_frequencies(cfg)
-    return jnp.cos(angles), jnp.sin(angles)
+    return round_to(jnp.cos(angles), dtype), round_to(jnp.sin(angles), dtype)
 
 
 def apply_rope(x_BTHd: Array, cos: Array, sin: Array) -> Array:
@@ -48,17 +50,24 @@ def packed_mask(segment_ids_BT: Array) -> Array:
     return (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & (t[:, None] >= t[None, :])
 
 
-def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array) -> Array:
-    """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K); none is repeated."""
+def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8: bool = False) -> Array:
+    """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K); none is repeated.
+
+    Rounded where FlashAttention rounds (Dao et al. 2022, algorithm 1): exp(score - max) enters the product with the values
+    in their type and is divided by its float32 sum afterwards. `fp8`: queries and those exponentials enter as E4M3, the
+    latter times 2^8, as in FlashAttention 3 (over one block of keys; over several, its maximum is the running one).
+    """
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
     exact = jax.lax.Precision.HIGHEST if q_BTHd.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
     product = {"precision": exact, "preferred_element_type": jnp.float32}
-    q_BTKGd = q_BTHd.reshape(B, T, K, H // K, d)
+    q_BTKGd = (round_e4m3(q_BTHd) if fp8 else q_BTHd).reshape(B, T, K, H // K, d)
     scores = jnp.einsum("btkgd,bskd->bkgts", q_BTKGd, k_BSKd, **product) * d**-0.5
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v_BSKd.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", probs, v_BSKd, **product).reshape(B, T, H, d).astype(q_BTHd.dtype)
+    exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    rounded = round_e4m3(exps * 2**8) * 2**-8 if fp8 else exps
+    out = jnp.einsum("bkgts,bskd->bkgtd", rounded.astype(v_BSKd.dtype), v_BSKd, **product) / exps.sum(-1, keepdims=True)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, d).astype(q_BTHd.dtype)
 
 
 def swiglu(gate: Array, up: Array) -> Array:

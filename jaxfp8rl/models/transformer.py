@@ -43,12 +43,12 @@ def forward(
     Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
     in each segment. With `remat` only each layer's input is kept for the backward pass.
     """
-    rope, mask_BTS = nn.rope_tables(positions_BT, cfg), nn.packed_mask(segment_ids_BT)
+    rope, mask_BTS = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), nn.packed_mask(segment_ids_BT)
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
         if precision.kv_fp8:
             k, v = nn.round_e4m3(k), nn.round_e4m3(v)
-        return nn.attention(q, k, v, mask_BTS), None
+        return nn.attention(q, k, v, mask_BTS, precision.attention_fp8), None
 
     x = _embed(params, tokens_BT, precision)
     for run, weights in _runs(params, cfg, precision):
@@ -76,14 +76,14 @@ def forward_cached(
     the slots of its padding are overwritten by decoded tokens before anything may see them. Writes past the end are dropped.
     The cache is carried through the scan and updated in place when the caller donates it.
     """
-    rope = nn.rope_tables(positions_BT, cfg)
+    rope = nn.rope_tables(positions_BT, cfg, precision.rope_dtype)
     mask_BTS = jnp.arange(cache.k.shape[2]) <= positions_BT[:, :, None]
     x = _embed(params, tokens_BT, precision)
     for run, weights in _runs(params, cfg, precision):
 
         def body(carry: tuple[Array, KVCache], layer: tuple[Array, Params], run: LayerRun = run):
             (x, cache), (index, w) = carry, layer
-            attend = functools.partial(_attend_cached, cache, index, positions_BT, mask_BTS)
+            attend = functools.partial(_attend_cached, cache, index, positions_BT, mask_BTS, precision.attention_fp8)
             return _layer(x, w, cfg, precision, run, rope, attend), None
 
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(run.start, run.stop), weights))
@@ -123,24 +123,28 @@ def _layer(x_BTD: Array, w: Params, cfg: ModelConfig, precision: Precision, run:
 
     def heads(x: Array, name: str, norm: str = "") -> Array:
         y = project(x, "self_attn", name).reshape(*x.shape[:2], -1, cfg.head_dim)
-        return nn.rms_norm(y, w["self_attn"][norm]["weight"], cfg.rms_norm_eps) if norm and cfg.qk_norm else y
+        if not (norm and cfg.qk_norm):
+            return y
+        return nn.rms_norm(y.astype(jnp.float32), w["self_attn"][norm]["weight"], cfg.rms_norm_eps)
 
     h = nn.rms_norm(x_BTD, w["input_layernorm"]["weight"], cfg.rms_norm_eps)
     q, k, v = heads(h, "q_proj", "q_norm"), heads(h, "k_proj", "k_norm"), heads(h, "v_proj")
-    q, k = nn.apply_rope(q, *rope), nn.apply_rope(k, *rope)
-    o_BTHd, left = attend(nn.round_e4m3(q) if precision.query_fp8 else q, k, v)
+    q, k = (nn.apply_rope(a, *rope).astype(h.dtype) for a in (q, k))  # one rounding after norm and rotation, as when fused
+    o_BTHd, left = attend(q, k, v)
     x_BTD = x_BTD + project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj")
     h = nn.rms_norm(x_BTD, w["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
     h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"))
     return x_BTD + project(h_BTF, "mlp", "down_proj"), left
 
 
-def _attend_cached(cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, q: Array, k: Array, v: Array):
+def _attend_cached(
+    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, fp8: bool, q: Array, k: Array, v: Array
+):  # fmt: skip
     """Store k, v [B, T, K, d] in their slots, then attend to the row's whole cache -> (o [B, T, H, d], cache)."""
     rows = jnp.arange(q.shape[0])[:, None]
     cast = nn.to_e4m3 if cache.k.dtype == jnp.float8_e4m3fn else lambda a: a.astype(cache.k.dtype)
     cache = KVCache(*(c.at[layer, rows, positions_BT].set(cast(a), mode="drop") for c, a in zip(cache, (k, v))))
-    return nn.attention(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), mask_BTS), cache
+    return nn.attention(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), mask_BTS, fp8), cache
 
 
 class Weight(nnx.Module):

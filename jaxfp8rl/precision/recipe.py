@@ -63,7 +63,8 @@ class Precision:
     activations_fp8: activations enter FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16).
     backward_fp8: dgrad and wgrad of FP8 products in FP8.
     kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's cache holds them.
-    query_fp8: queries are rounded likewise before they meet the keys.
+    attention_fp8: queries and probabilities are rounded to E4M3 likewise, each before its product.
+    rope_dtype: the float type of the engine's table of cosines and sines.
     weight_dtype: the float type the published policy is rounded to; the float32 master weights only feed the optimiser.
     """
 
@@ -71,7 +72,8 @@ class Precision:
     activations_fp8: bool = True
     backward_fp8: bool = False
     kv_fp8: bool = False
-    query_fp8: bool = False
+    attention_fp8: bool = False
+    rope_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
 
@@ -167,7 +169,8 @@ def resolve(
         activations_fp8=formats.activations == FP8_ACTIVATION,
         backward_fp8=recipe.backward_fp8,
         kv_fp8=recipe.forward_fp8 and formats.kv_cache == FP8_KV,
-        query_fp8=recipe.forward_fp8 and formats.query == FP8_KV,
+        attention_fp8=recipe.forward_fp8 and formats.attention == FP8_KV,
+        rope_dtype=formats.compute,
         compute_dtype=compute_dtype,
         weight_dtype=weight_dtype,
     )

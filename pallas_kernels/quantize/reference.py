@@ -23,9 +23,14 @@ AMAX_FLOOR = 1e-10
 
 
 def _divide(x: Array, y: Array) -> Array:
-    """x / y. XLA turns division by a broadcast into multiplication by its reciprocal, an ulp off in a quarter of all cases;
-    it does not see through the barrier. Correctly rounded on CPUs; on GPUs XLA's own division is not."""
-    return x / jax.lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
+    """x / y, correctly rounded to float32 everywhere. XLA's float32 division is not: on GPUs it is 2 ulp off, and division by a
+    broadcast becomes multiplication by its reciprocal (the barrier hides it). So it is done in float64, whose rounding
+    to float32 is that of the exact quotient (Figueroa 1995: 53 >= 2 * 24 + 2 bits).
+    """
+    with jax.enable_x64(True):
+        x, y = (jax.lax.convert_element_type(a, jnp.float64) for a in (x, y))
+        quotient = x / jax.lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
+        return jax.lax.convert_element_type(quotient, jnp.float32)
 
 
 def _codes(x: Array, scale: Array) -> Array:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.weights.array_source import random_source
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.layers import rope_tables
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 256,
@@ -36,7 +39,14 @@ def test_conformance(check, under_test):
     check(under_test)
 
 
-def test_it_computes_in_w8a8_and_rounds_queries(under_test):
+def test_it_computes_in_w8a8_and_attends_in_fp8(under_test):
     formats = under_test.engine.capabilities().formats
     assert (formats.weights, formats.activations, formats.kv_cache) == ("fp8_e4m3_128x128", "fp8_e4m3_1x128", "fp8_e4m3")
-    assert formats.query == "fp8_e4m3"
+    assert formats.attention == "fp8_e4m3"
+
+
+def test_the_learner_rounds_ropes_table_as_vllm_keeps_it(under_test):
+    table = under_test.engine.on_model(lambda m: next(b.float().cpu().numpy() for n, b in m.named_buffers() if "cos_sin" in n))
+    cos, sin = rope_tables(jnp.arange(len(table))[None], ModelConfig.from_hf(CONFIG), "bfloat16")
+    mirrored = np.concatenate([cos[0, :, 0], sin[0, :, 0]], axis=-1)
+    assert (mirrored == table).mean() > 0.999  # cosines themselves differ by an ulp between libraries

@@ -266,6 +266,11 @@ CORRECTIONS = {
         'rejections = [{level = "sequence", statistic = "k2", lower = 2.0, upper = 1.0}]', "rejection sequence_mean_k2: bounds",
     ),
     "rejection misspelt": ('rejections = [{level = "sequence", statistic = "k4"}]', '"k4" is not a choice'),
+    "twice the same rule": (
+        'rejections = [{level = "token", statistic = "k1", upper = 1.0}, {level = "token", statistic = "k1", lower = 0.0}]',
+        "two rejections by token_k1: join their bounds",
+    ),
+    "nothing to normalise": ('preset = "none"\nbatch_normalize = true', 'no effect with weight "none"'),
     "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
     "two policies only": ('preset = "verl/bypass_pg_is"', 'set loss.old_policy = "rollout"'),
     "batch": ('batch_normalize = true\n[loss]\nold_policy = "rollout"\nobjective = "reinforce"', "looks at the whole batch"),

@@ -296,7 +296,7 @@ def test_rejection_is_monotone(statistic: str):
     batch = many(1.5)
     d = jnp.where(batch.mask, batch.old - batch.rollout, 0.0)
     batch = batch._replace(old=d, rollout=jnp.zeros_like(d))  # so that doubling is exact
-    another = Rejection("token", "k2", upper=0.5)
+    another = Rejection("token", "k2", upper=0.5, inverse=True)  # k2 is symmetric; so named, it is not the rule of kind "k2"
     kinds = [("token", "mean"), ("sequence", "sum"), ("sequence", "mean"), ("sequence", "max"), ("sequence", "min")]
     wide, narrow = ([rejection(*kind, statistic, width) for kind in kinds] for width in (1.0, 0.4))
     rules = [[(w,), (n,), (w, another)] for w, n in zip(wide, narrow, strict=True)]

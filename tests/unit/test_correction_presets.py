@@ -230,7 +230,10 @@ def test_weights_keep_within_their_bounds(name: str):
 
 
 def test_metrics_equal_the_oracle():
-    """Against the raw formulas where log-ratios stay within +-20, past which ours are clamped. Unpacked and packed."""
+    """Against the raw formulas where log-ratios stay within +-20, past which ours are clamped. Unpacked and packed.
+
+    Mismatch and raw weights are those of all live tokens, the statistics of the weights applied those of the kept ones.
+    """
     names = {
         "kl": "k1", "k3": "k3", "policy_k3": "k3_reverse", "js": "js", "abs": "abs_logp_diff", "max_abs": "max_logp_diff",
         "mult_prob_error": "token_mult_prob_error", "max_prob_diff": "prob_diff_max", "mean_prob_diff": "prob_diff_mean",
@@ -239,7 +242,7 @@ def test_metrics_equal_the_oracle():
         "log_ppl_diff_max": "log_ppl_diff_max", "log_ppl_diff_min": "log_ppl_diff_min", "chi2_token": "chi2_token",
         "chi2_sequence": "chi2_seq",
     }  # fmt: skip
-    data, config = batches(), CorrectionConfig(upper=2.0)
+    data, config = batches(), CorrectionConfig(upper=2.0, rejections=(Rejection("token", "k2", upper=1.0),))
     run = jax.jit(jax.vmap(lambda p, g, mask, ids: rollout_correction(p, g, mask, config, ids)))
     result = run(*(jnp.asarray(x[: 2 * BATCHES]) for x in data[:4]))
     metrics = {k: np.asarray(v) for k, v in result.metrics.items()}
@@ -249,13 +252,18 @@ def test_metrics_equal_the_oracle():
         p, g, mask = data.p[n], data.g[n], data.mask[n]
         expected = mismatch_metrics(p, g, mask)
         w, raw = np.asarray(result.weights[n], np.float64), np.exp(live_ratios()[n])
+        kept = mask & (live_ratios()[n] ** 2 / 2 <= 1.0)
+        if not kept.any():
+            continue
         ours_by_key = {f"mismatch/{names[k]}": expected[k] for k in names}
-        ours_by_key |= {f"correction/weight_{k}": v for k, v in weight_metrics(w, mask).items() if k != "ess"}
+        ours_by_key |= {f"correction/weight_{k}": v for k, v in weight_metrics(w, kept).items() if k != "ess"}
         ours_by_key |= {f"correction/raw_weight_{k}": v for k, v in weight_metrics(raw, mask).items() if k != "ess"}
         ours_by_key |= {
-            "correction/ess": weight_metrics(w, mask)["ess"], "correction/raw_ess": weight_metrics(raw, mask)["ess"],
+            "correction/ess": weight_metrics(w, kept)["ess"], "correction/raw_ess": weight_metrics(raw, mask)["ess"],
             "mismatch/seq_mult_prob_error_max": max(sequence_errors(p, g, mask)),
-            "correction/truncated_fraction": float(np.mean(raw[mask] > 2.0)), "correction/rejected_fraction": 0.0,
+            "correction/truncated_fraction": float(np.mean(raw[mask] > 2.0)),
+            "correction/rejected_fraction": float(np.mean(~kept[mask])),
+            "correction/rejected/token_k2": float(np.mean(~kept[mask])),
         }  # fmt: skip
         for key, value in ours_by_key.items():
             for where in (n, BATCHES + n):

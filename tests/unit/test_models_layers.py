@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -47,6 +48,30 @@ def test_attention_is_the_textbook_sum(kv_heads):
         p = np.exp(k[b, seen, kv] @ q[b, t, h] / np.sqrt(d))
         want[b, t, h] = p @ v[b, seen, kv] / p.sum()
     np.testing.assert_allclose(layers.attention(*map(jnp.asarray, (q, k, v, mask))), want, atol=1e-5)
+
+
+def test_fp8_attention_rounds_queries_and_probabilities_to_e4m3():
+    """One query over five keys, by hand: E4M3 of q, then of 2^8 exp(score - max); the sum below is of unrounded ones."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, n, 1, 8)).astype(np.float32) for n in (1, 5, 5))
+
+    def e4m3(a: np.ndarray) -> np.ndarray:
+        return a.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+    scores = k[0, :, 0] @ e4m3(q)[0, 0, 0] / np.sqrt(np.float32(8))
+    exps = np.exp(scores - scores.max())
+    want = e4m3(exps * 256) / 256 @ v[0, :, 0] / exps.sum()
+    mask = jnp.ones((1, 1, 5), bool)
+    got = [layers.attention(*map(jnp.asarray, (q, k, v)), mask, fp8=flag)[0, 0, 0] for flag in (True, False)]
+    np.testing.assert_allclose(got[0], want, atol=1e-6)
+    assert np.abs(got[1] - want).max() > 1e-3
+
+
+def test_rope_tables_are_rounded_to_the_engines_type():
+    cfg = ModelConfig("LlamaForCausalLM", 8, 16, 16, 1, 1, 1, 16, 64)
+    for exact, rounded in zip(*(layers.rope_tables(jnp.arange(64)[None], cfg, dtype) for dtype in ("float32", "bfloat16"))):
+        np.testing.assert_array_equal(rounded, np.asarray(exact).astype(ml_dtypes.bfloat16).astype(np.float32))
+        assert (rounded != exact).mean() > 0.5
 
 
 def test_rope_scores_depend_on_distance_alone():

@@ -140,7 +140,7 @@ PRECISIONS = {
     "float32": FLOAT32,
     "bfloat16": Precision.uniform(3, "bfloat16"),
     "fp8-kv": Precision.uniform(3, kv_fp8=True),
-    "fp8-kv-query": Precision.uniform(3, kv_fp8=True, query_fp8=True),
+    "fp8-kv-attention": Precision.uniform(3, kv_fp8=True, attention_fp8=True),
     "w8a16": Precision(MIXED_RUNS, activations_fp8=False, compute_dtype="float32"),
     "bfloat16-w8a8-fp8-kv": Precision(MIXED_RUNS, kv_fp8=True),
 }
@@ -194,7 +194,7 @@ def test_cached_equals_uncached(name):
         assert error.max() <= 1e-5
     else:
         assert np.median(error) <= 1e-5 and error.max() <= 0.1, error
-    for rounding in [r for r in ("kv_fp8", "query_fp8") if getattr(precision, r)]:
+    for rounding in [r for r in ("kv_fp8", "attention_fp8") if getattr(precision, r)]:
         unrounded = dataclasses.replace(precision, **{rounding: False})  # the bound can tell: every position moves
         other = np.asarray(jit_forward(params, SMALL, tokens, positions, segments, unrounded, False), np.float32)
         assert np.median(np.abs(other - want).max(-1)) > 1e-3

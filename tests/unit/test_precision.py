@@ -214,13 +214,13 @@ def test_the_learner_mirrors_what_the_engine_reports_or_refuses(name, weights):
     recipe, runs = RECIPES[name], (LayerRun(0, 2, ALL),)
     for activations in (FP8_ACTIVATION, "bfloat16"):
         for kv in (FP8_KV, "bfloat16"):
-            formats = EngineFormats(weights, activations, kv, "bfloat16", query=FP8_KV if kv == FP8_KV else None)
+            formats = EngineFormats(weights, activations, kv, "bfloat16", attention=FP8_KV if kv == FP8_KV else None)
             if (weights == FP8_WEIGHT) != recipe.engine_fp8:
                 with pytest.raises(ConfigError, match=f'"{name}" needs .* engine weights'):
                     resolve(recipe, runs, formats, "float32", "bfloat16")
                 continue
             p = resolve(recipe, runs, formats, "float32", "bfloat16")
             assert p.any_fp8 == recipe.forward_fp8 and p.runs[-1].stop == 2
-            assert p.kv_fp8 == p.query_fp8 == (recipe.forward_fp8 and kv == FP8_KV) and p.backward_fp8 == recipe.backward_fp8
+            assert p.kv_fp8 == p.attention_fp8 == (recipe.forward_fp8 and kv == FP8_KV) and p.backward_fp8 == recipe.backward_fp8
             assert p.activations_fp8 == (activations == FP8_ACTIVATION)
             assert (p.compute_dtype, p.weight_dtype) == ("float32", "bfloat16")

@@ -1,0 +1,105 @@
+"""What the correction costs: every kind of it on 64 packed rows of 8,192 tokens, beside one pass over the same arrays.
+
+    python benchmarks/corrections_time.py [--out benchmarks/results/corrections_time.json] [--demo RUN]
+
+`rollout_correction` with all its metrics, jitted alone; median of the host's clock over calls whose result is waited for. The
+yardstick is the same program for preset "none", which computes the metrics and nothing else, and one copy of the four inputs:
+the floor. --demo: a run directory on this machine, whose median step is what the correction should be a hundredth of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import row, write
+from jaxfp8rl.losses.correction import CorrectionConfig
+from jaxfp8rl.losses.correction import rollout_correction as correct
+from jaxfp8rl.losses.presets import get_preset
+from jaxfp8rl.monitors.jsonl import read_metrics
+
+PRESETS = (
+    "token_tis", "sequence_tis", "geometric_mask", "verl/decoupled_k3_rs_seq_tis", "slime/mis_sequence", "areal/m2po", "ais",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="benchmarks/results/corrections_time.json")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--demo", help="run directory of the demo, for its step time")
+    args = parser.parse_args()
+    arrays = batch(args.rows, args.tokens)
+    case = f"{args.rows} x {args.tokens} tokens"
+    floor = seconds(jax.jit(lambda *a: jax.tree.map(lambda x: x + x if x.dtype != bool else ~x, a)), arrays, args.calls)
+    none = seconds(jitted(get_preset("none")), arrays, args.calls)
+    rows = [row(case, "none", "ms", none * 1e3, floor * 1e3, "a copy of the inputs", True)]
+    for name in PRESETS:
+        taken = seconds(jitted(get_preset(name)), arrays, args.calls)
+        rows.append(row(case, name, "ms", taken * 1e3, none * 1e3, "metrics alone (preset none)", True))
+        print(f"{name:32} {taken * 1e3:8.3f} ms", flush=True)
+    if args.demo:
+        rows.append(demo_row(Path(args.demo), args.calls))
+    write(args.out, "corrections_time", rows)
+
+
+def jitted(config: CorrectionConfig):
+    return jax.jit(lambda old, rollout, mask, segment_ids: correct(old, rollout, mask, config, segment_ids))
+
+
+def batch(rows: int, tokens: int) -> tuple:
+    """Packed rows: prompts masked, log-normal lengths as in RL, a mismatch of 0.05 nats."""
+    rng = np.random.default_rng(0)
+    ids, mask = np.zeros((rows, tokens), np.int32), np.zeros((rows, tokens), bool)
+    for r in range(rows):
+        at, n = 0, 1
+        while at < tokens - 64:
+            length = min(int(rng.lognormal(6.5, 1.0)) + 16, tokens - at)
+            ids[r, at : at + length], mask[r, at + 8 : at + length] = n, True
+            at, n = at + length, n + 1
+    old = -rng.exponential(0.5, (rows, tokens)).astype(np.float32)
+    rollout = np.minimum(old + 0.05 * rng.standard_normal((rows, tokens)).astype(np.float32), 0)
+    return tuple(map(jnp.asarray, (old, rollout, mask, ids)))
+
+
+def seconds(f, arrays: tuple, calls: int) -> float:
+    """Median of a call, compilation and two calls left out."""
+    for _ in range(3):
+        jax.block_until_ready(f(*arrays))
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*arrays))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def demo_row(run: Path, calls: int) -> dict:
+    """The correction at the demo's own packed shape beside the demo's median step."""
+    from jaxfp8rl.data.packing import microbatches_needed
+    from jaxfp8rl.toml_config import load_config
+
+    cfg = load_config(str(run / "config.toml"))
+    samples = cfg.rollout.prompts_per_step // cfg.train.updates_per_step * cfg.rollout.samples_per_prompt
+    m = microbatches_needed(samples, cfg.max_model_len, cfg.train.row_tokens, cfg.train.rows_per_microbatch)
+    shape = (m, cfg.train.rows_per_microbatch, cfg.train.row_tokens)
+    flat = batch(m * cfg.train.rows_per_microbatch, max(cfg.train.row_tokens, 128))
+    arrays = tuple(x[:, : cfg.train.row_tokens].reshape(shape) for x in flat)
+    taken = seconds(jitted(cfg.correction.resolve()), arrays, calls)
+    step = statistics.median(r["time/step_s"] for r in read_metrics(run / "metrics.jsonl") if r["step"] > 1)
+    return row("the demo's step", cfg.correction.preset, "ms", taken * 1e3, step * 1e3, "the whole step", True)
+
+
+if __name__ == "__main__":
+    main()

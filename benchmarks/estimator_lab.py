@@ -1,0 +1,398 @@
+"""The estimator laboratory: bias, variance and effective sample size of every correction, where the truth is known.
+
+    python benchmarks/estimator_lab.py [--out benchmarks/results/corrections.json] [--plots docs]    # about four minutes, CPU
+
+The world. A policy writes T tokens of an alphabet of V; the logits of the next one depend on the last, theta [V, V]. The
+reward comes at the end: 1 if token 0, the right one, was written more than `threshold` times, else 0, so that what is early
+matters as much as what is late. The engine's policy mu has the logits theta + noise [T, V, V]. The gradient wanted is that of
+the expected reward at theta, which is pi_old.
+
+What is measured is the code that trains: `rollout_correction`, `token_scale` and `policy_loss`, on samples of mu, joined as
+in the train step (ratio pi/pi_old = 1; the advantage is the reward less its mean under mu, as a large group's would be).
+
+What is exact. The pair (tokens right so far, last token) is a Markov chain, so the value, its gradient, and mean and second
+moment of every estimator whose weight is a function of the token alone follow by dynamic programming at any length, with
+the weights that `rollout_correction` gives to a table of all tokens. So do those of plain sequence importance sampling, whose
+weight is a product. Corrections that look at a whole sequence or batch are simulated; "none", whose mean is known exactly,
+on the same samples is their control variate. For short sequences `enumerated` is exact for all that do not look at a batch.
+Everything is relative to the norm of the true gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.common import row, write
+from benchmarks.estimator_plots import SEQUENCES, mean_squared_error, plot
+from jaxfp8rl.losses.aggregation import token_scale
+from jaxfp8rl.losses.correction import CorrectionConfig, rollout_correction
+from jaxfp8rl.losses.objectives import ObjectiveConfig, policy_loss
+from jaxfp8rl.losses.presets import PRESETS, get_preset
+
+VOCABULARY, BATCH, TOKENS, DRAWS = 4, 128, 2**22, 3  # alphabet; sequences a batch; tokens simulated; engines averaged over
+LENGTHS, LENGTH = (4, 16, 64, 256, 1024), 256
+SIZES, SIZE = (0.025, 0.05, 0.1, 0.2, 0.4), 0.1  # nats: error of a logit; 0.1 is a token_mult_prob_error of 1.05
+NOISES = ("fresh", "shared", "outliers")
+COMPARED = ("none", "token_tis", "ais", "nemo/gspo", "sequence_tis", "sequence_mis", "geometric_mask")
+BARS = ("none", "nemo/is", "token_tis", "icepop", "sequence_tis", "geometric_mask")
+MASKS = ("geometric_mask", "verl/decoupled_geo_rs", "vexact", "verl/decoupled_seq_is_rs")
+
+
+# The world -----------------------------------------------------------------------------------------------------------
+
+
+class World(NamedTuple):
+    """theta [V, V]: logits of pi_old by last token; noise [T, V, V]: the engine's error in them. The first "last token" is 0."""
+
+    theta: np.ndarray
+    noise: np.ndarray
+    threshold: int
+
+    @property
+    def length(self) -> int:
+        return len(self.noise)
+
+    @property
+    def log_pi(self) -> np.ndarray:
+        """[T, V, V] float64."""
+        return np.broadcast_to(log_softmax(self.theta), self.noise.shape)
+
+    @property
+    def log_mu(self) -> np.ndarray:
+        return log_softmax(self.theta + self.noise)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[T + 1] by the number of right tokens."""
+        return (np.arange(self.length + 1) > self.threshold).astype(float)
+
+    @property
+    def baseline(self) -> float:
+        return float(path_moments(np.exp(self.log_mu))[0].sum(-1) @ self.rewards)
+
+
+def make_world(length: int, size: float, kind: str = "fresh", seed: int = 0) -> World:
+    """A random policy of moderate entropy, right half of the time, and an engine with logits wrong by `size` nats (std).
+
+    kind: "fresh", every position has its own error; "shared", the error of a last token is the same wherever it occurs, as
+    rounded weights would make it; "outliers", fresh, and one logit in 200 is wrong by 4 nats besides.
+    """
+    rng = np.random.default_rng(seed)
+    v = VOCABULARY
+    theta = np.random.default_rng(0).normal(0, 1.5, (v, v))
+    noise = rng.normal(0, size, (1 if kind == "shared" else length, v, v)).repeat(length if kind == "shared" else 1, 0)
+    if kind == "outliers":
+        noise += 4 * rng.choice([-1, 0, 1], noise.shape, p=[0.0025, 0.995, 0.0025])
+    elif kind not in ("fresh", "shared"):
+        raise ValueError(f'noise "{kind}" is not one of "fresh", "shared", "outliers"')
+    right = path_moments(np.exp(np.broadcast_to(log_softmax(theta), noise.shape)))[0].sum(-1)
+    return World(theta, noise, int(np.searchsorted(right.cumsum(), 0.5)))
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+# The truth -----------------------------------------------------------------------------------------------------------
+
+
+def path_moments(kernel: np.ndarray, steps: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sums over all paths x of product_t kernel[t, x_(t-1), x_t] times 1, S(x) and S(x)^2, S = sum_t steps[t, :, x_(t-1), x_t].
+
+    kernel [T, V, V], steps [T, D, V, V] -> [T + 1, V], [D, T + 1, V], [D, T + 1, V] by (right tokens, last token).
+    """
+    v = kernel.shape[-1]
+    steps = np.zeros((len(kernel), 0, v, v)) if steps is None else steps
+    zeroth = np.eye(v)[:1]  # no right token yet, the last token is 0
+    first = second = np.zeros((steps.shape[1], 1, v))
+    for k, c in zip(kernel, steps):
+        kc = k * c
+        second = _count(second @ k + 2 * first @ kc + zeroth @ (kc * c))
+        zeroth, first = _count(zeroth @ k), _count(first @ k + zeroth @ kc)
+    return zeroth, first, second
+
+
+def _count(x: np.ndarray) -> np.ndarray:
+    """[..., n, V] -> [..., n + 1, V]: whoever just wrote token 0 has one right token more."""
+    out = np.zeros((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1]))
+    out[..., 1:, 0], out[..., :-1, 1:] = x[..., 0], x[..., 1:]
+    return out
+
+
+def score(world: World) -> np.ndarray:
+    """[V * V, V, V]: d log pi(token | last) / d theta, by component, last token, token."""
+    v = len(world.theta)
+    pi, eye = np.exp(world.log_pi[0]), np.eye(v)
+    return (eye[:, None, :, None] * (eye[None, :, None, :] - pi[:, :, None, None])).reshape(v * v, v, v)
+
+
+def true_gradient(world: World) -> np.ndarray:
+    """[V * V]: of the expected reward under pi_old."""
+    steps = np.broadcast_to(score(world), (world.length, *score(world).shape))
+    return path_moments(np.exp(world.log_pi), steps)[1].sum(-1) @ world.rewards
+
+
+class Estimate(NamedTuple):
+    """Of an estimator of the gradient: its mean [D]; its variance (trace of the covariance) a sequence; the standard error of
+    the mean, 0 where it is exact; the effective share of the sampled tokens, (sum w)^2 / (N sum w^2)."""
+
+    mean: np.ndarray
+    variance: float
+    error: float = 0.0
+    share: float = math.nan
+
+
+def exact_estimate(world: World, config: CorrectionConfig) -> Estimate:
+    """Exactly, for a weight that is a function of the token alone, or the plain product over the sequence."""
+    advantage = world.rewards - world.baseline
+    log_pi, log_mu = world.log_pi, world.log_mu
+    if config == PLAIN_SEQUENCE:  # E_mu[w f] = E_pi[f], and E_mu[w^2 f] is a sum over pi^2 / mu
+        squared = np.exp(2 * log_pi - log_mu)
+        steps = np.broadcast_to(score(world), (world.length, *score(world).shape))
+        mean = path_moments(np.exp(log_pi), steps)[1].sum(-1) @ advantage
+        second = path_moments(squared, steps)[2].sum(-1) @ advantage**2
+        return Estimate(mean, float(second.sum() - mean @ mean), share=1 / path_moments(squared)[0].sum())
+    weights = np.asarray(_table_weights(log_pi.astype(np.float32), log_mu.astype(np.float32), config), float)
+    _, first, second = path_moments(np.exp(log_mu), weights[:, None] * score(world))
+    mean, second = first.sum(-1) @ advantage, second.sum(-1) @ advantage**2
+    total, squares = path_moments(np.exp(log_mu), np.stack([weights, weights**2], 1))[1].sum((-1, -2)) / world.length
+    return Estimate(mean, float(second.sum() - mean @ mean), share=total**2 / squares)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _table_weights(log_pi, log_mu, config):
+    if not token_local(config):
+        raise ValueError(f"the weight of a token depends on others: {config}")
+    return rollout_correction(log_pi, log_mu, jnp.ones(log_pi.shape, bool), config).weights
+
+
+def mismatch_of(world: World) -> float:
+    """mismatch/token_mult_prob_error in expectation: the mean of exp |log pi_old - log mu| over tokens from mu."""
+    factor = np.exp(np.abs(world.log_pi - world.log_mu))
+    return float(path_moments(np.exp(world.log_mu), factor[:, None])[1].sum()) / world.length
+
+
+PLAIN_SEQUENCE = get_preset("nemo/gspo")  # the product over the sequence, neither truncated nor rejected
+
+
+def token_local(config: CorrectionConfig) -> bool:
+    return not (config.needs_segments or config.needs_batch)
+
+
+# The shipped code on sequences ---------------------------------------------------------------------------------------
+
+
+def batch_gradient(theta, ids, tokens, rollout_logp, advantages, config):
+    """ids, tokens, rollout_logp [B, T], advantages [B] -> (the gradient [V * V] a train step would climb, effective share)."""
+    last = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)))
+    mask = ids > 0
+    learner = lambda theta: jax.nn.log_softmax(theta)[last, tokens]
+    old_logp = learner(theta)
+    fix = rollout_correction(old_logp, rollout_logp, mask, config, ids)
+    scale = token_scale(fix.mask, ids, "seq_mean_token_sum")
+    advantages = jnp.broadcast_to(advantages[:, None], tokens.shape)
+
+    def loss(theta):
+        policy, _ = policy_loss(learner(theta), old_logp, advantages, fix.mask, ids, ObjectiveConfig("ppo_clip"))
+        return jnp.sum(jnp.where(fix.weights != 0, scale * fix.weights * policy, 0.0))
+
+    share = fix.metrics["correction/ess"] * (1 - fix.metrics["correction/rejected_fraction"])
+    return -jax.grad(loss)(theta).ravel(), share
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def batch_gradients(theta, ids, tokens, rollout_logp, advantages, config):
+    """`batch_gradient` of each of K batches: [K, V * V], [K]."""
+    return jax.lax.map(lambda x: batch_gradient(theta, ids, *x, config), (tokens, rollout_logp, advantages))
+
+
+class Samples(NamedTuple):
+    """theta [V, V]; segment_ids [B, T], all 1; tokens, rollout_logp [K, B, T]; advantages [K, B]."""
+
+    theta: jax.Array
+    segment_ids: jax.Array
+    tokens: jax.Array
+    rollout_logp: jax.Array
+    advantages: jax.Array
+
+
+def describe(world: World, tokens: np.ndarray) -> Samples:
+    """What a learner gets to see of tokens [K, B, T]."""
+    last = np.pad(tokens[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    rollout_logp = world.log_mu[np.arange(world.length), last, tokens]
+    advantages = world.rewards[(tokens == 0).sum(-1)] - world.baseline
+    arrays = (world.theta, np.ones_like(tokens[0]), tokens, rollout_logp, advantages)
+    return Samples(*(jnp.asarray(x, d) for x, d in zip(arrays, "fiiff")))
+
+
+def sample(world: World, batches: int, size: int, seed: int = 0) -> Samples:
+    rng = np.random.default_rng(seed)
+    cumulative = np.exp(world.log_mu).cumsum(-1)[..., :-1]
+    tokens, last = np.zeros((batches, size, world.length), np.int32), np.zeros((batches, size), np.int32)
+    for t in range(world.length):
+        last = (rng.random((batches, size, 1)) > cumulative[t, last]).sum(-1)
+        tokens[..., t] = last
+    return describe(world, tokens)
+
+
+def enumerated(world: World, config: CorrectionConfig) -> Estimate:
+    """Exactly, with each of the V^T sequences a batch of its own: no correction that looks at a batch."""
+    v = len(world.theta)
+    tokens = np.stack(np.unravel_index(np.arange(v**world.length), (v,) * world.length), -1)[:, None]
+    samples = describe(world, tokens.astype(np.int32))
+    chance = np.exp(np.asarray(samples.rollout_logp, float).sum(-1))[:, 0]
+    gradients = np.asarray(batch_gradients(*samples, config)[0], float)
+    mean = chance @ gradients
+    return Estimate(mean, float(chance @ (gradients**2).sum(-1) - mean @ mean))
+
+
+def simulated(samples: Samples, config: CorrectionConfig, control: tuple[np.ndarray, np.ndarray]) -> Estimate:
+    """From K batches. control: the gradients [K, D] of an estimator on the same samples whose mean [D] is known: what its
+    noise explains is taken out of the mean."""
+    x, share = batch_gradients(*samples, config)
+    x, (z, known) = np.asarray(x, float), control
+    batches, size = samples.tokens.shape[:2]
+    dx, dz = x - x.mean(0), z - z.mean(0)
+    beta = (dx * dz).sum() / (dz * dz).sum()
+    rest = ((dx - beta * dz) ** 2).sum() / (batches - 1)
+    mean = x.mean(0) - beta * (z.mean(0) - known)
+    return Estimate(mean, size * (dx**2).sum() / (batches - 1), math.sqrt(rest / batches), float(share.mean()))
+
+
+# The experiments -----------------------------------------------------------------------------------------------------
+
+
+def measure(names: Sequence[str], length: int, size: float, kind: str = "shared") -> list[dict]:
+    """One record a preset, over DRAWS engines."""
+    worlds, facts = _engines(length, size, kind)
+    found = {name: [] for name in names}
+    for seed, world in enumerate(worlds):
+        samples = control = None
+        for name in names:
+            config = get_preset(name)
+            if token_local(config) or config == PLAIN_SEQUENCE:
+                found[name].append(exact_estimate(world, config))
+                continue
+            if samples is None:
+                samples = sample(world, max(32, min(256, TOKENS // (BATCH * length))), BATCH, seed)
+                plain = np.asarray(batch_gradients(*samples, get_preset("none"))[0], float)
+                control = plain, exact_estimate(world, get_preset("none")).mean
+            found[name].append(simulated(samples, config, control))
+    return [{"preset": name, "length": length, "size": size, "noise": kind, **_summary(e, facts)} for name, e in found.items()]
+
+
+def _engines(length: int, size: float, kind: str) -> tuple[list[World], list[tuple]]:
+    worlds = [make_world(length, size, kind, seed) for seed in range(1, DRAWS + 1)]
+    return worlds, [(true_gradient(w), mismatch_of(w)) for w in worlds]
+
+
+def _relative(e: Estimate, truth: np.ndarray) -> tuple:
+    """Squares less what the noise of a simulated mean adds to them."""
+    norm, noise = np.linalg.norm(truth), e.error**2
+    along = e.mean @ truth / norm
+    squared_bias = (e.mean - truth) @ (e.mean - truth) - noise
+    across = max(e.mean @ e.mean - along**2 - noise * (1 - 1 / len(truth)), 0.0)
+    angle = math.atan2(math.sqrt(across), along) if along else math.nan
+    return squared_bias / norm**2, noise / norm**2, e.variance / norm**2, angle**2, e.share, norm
+
+
+def _summary(estimates: list[Estimate], facts: list[tuple]) -> dict:
+    """Bias and angle by root mean square over engines, the rest by mean."""
+    values = np.array([(*_relative(e, truth), mismatch) for e, (truth, mismatch) in zip(estimates, facts)])
+    bias, error, variance, angle, share, norm, mismatch = values.mean(0).tolist()
+    return {
+        "mismatch": mismatch, "bias": math.sqrt(max(bias, 0.0)), "bias_error": math.sqrt(error / len(facts)),
+        "angle_degrees": math.degrees(math.sqrt(angle)) if angle == angle else None,  # None: all was rejected
+        "variance": variance, "effective_share": share if share == share else None, "gradient_norm": norm,
+    }  # fmt: skip
+
+
+def kept_share(name: str, length: int, size: float) -> float:
+    """Share of sampled tokens that a preset's rejections keep."""
+    kept = []
+    for seed in range(1, DRAWS + 1):
+        samples = sample(make_world(length, size, "shared", seed), 1, max(64, 2**18 // length), seed)
+        logp = jax.nn.log_softmax(samples.theta)[jnp.pad(samples.tokens[0, :, :-1], ((0, 0), (1, 0))), samples.tokens[0]]
+        kept.append(float(_mask(logp, samples.rollout_logp[0], samples.segment_ids, get_preset(name)).mean()))
+    return float(np.mean(kept))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _mask(logp, rollout_logp, ids, config):
+    return rollout_correction(logp, rollout_logp, ids > 0, config._replace(denominator="kept"), ids).mask
+
+
+def experiments() -> dict[str, list[dict]]:
+    """Every record of the result file."""
+    found = {}
+    found["length"] = [r for n in LENGTHS for r in measure(COMPARED, n, SIZE)]
+    found["length, fresh noise"] = [r for n in LENGTHS for r in measure(("none", "token_tis", "nemo/gspo"), n, SIZE, "fresh")]
+    found["mismatch"] = [r for size in SIZES for r in measure(COMPARED, LENGTH, size)]
+    found["noise"] = [r for kind in NOISES for r in measure(BARS, LENGTH, SIZE, kind)]
+    found["kept"] = [
+        {"preset": name, "length": n, "size": size, "kept": kept_share(name, n, size)}
+        for name in MASKS for size in (SIZE / 2, SIZE) for n in LENGTHS
+    ]  # fmt: skip
+    found["presets"] = _every_preset(length=64, size=2 * SIZE)
+    found["enumerated"] = _enumerated(length=6, size=3 * SIZE)
+    return found
+
+
+def _every_preset(length: int, size: float) -> list[dict]:
+    names = {}
+    for name, config in PRESETS.items():
+        names.setdefault(config._replace(overflow="cap"), []).append(name)  # nothing here overflows
+    records = {r["preset"]: r for r in measure([same[0] for same in names.values()], length, size)}
+    return [records[same[0]] | {"preset": name} for same in names.values() for name in same]
+
+
+def _enumerated(length: int, size: float) -> list[dict]:
+    """No sampling: all sequences."""
+    worlds, facts = _engines(length, size, "shared")
+    names = ("none", "token_tis", "icepop", "nemo/gspo", "sequence_tis", "sequence_mis", "geometric_mask")
+    found = {name: [enumerated(w, get_preset(name)) for w in worlds] for name in names}
+    return [{"preset": n, "length": length, "size": size, "noise": "shared", **_summary(e, facts)} for n, e in found.items()]
+
+
+def rows(found: dict[str, list[dict]]) -> list[dict]:
+    """The comparisons: each preset with doing nothing, and with plain sequence importance sampling."""
+    out = []
+    for n in (LENGTH, LENGTHS[-1]):
+        records = {r["preset"]: r for r in found["length"] if r["length"] == n}
+        none, plain = records["none"], records["nemo/gspo"]
+        for name, r in records.items():
+            case = f"{name}, {n} tokens, mismatch {r['mismatch']:.3f}"
+            error = functools.partial(mean_squared_error, sequences=SEQUENCES)
+            out += [
+                row(case, "relative bias", "of |gradient|", r["bias"], none["bias"], "no correction", True),
+                row(case, "variance a sequence", "of |gradient|^2", r["variance"], plain["variance"], "sequence IS", True),
+                row(case, f"error of {SEQUENCES} sequences", "of |gradient|^2", error(r), error(none), "no correction", True),
+            ]
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="benchmarks/results/corrections.json")
+    parser.add_argument("--plots", default="docs", help="folder of the pictures, corrections-*.png")
+    args = parser.parse_args()
+    found = experiments()
+    write(args.out, "corrections", rows(found), records=found)
+    plot(args.out, args.plots)
+
+
+if __name__ == "__main__":
+    main()
