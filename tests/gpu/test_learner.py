@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from jaxfp8rl import loop
@@ -14,7 +13,7 @@ COMMON = ["--rollout.engine", "jax", "--gate.completions", "64", "--gate.max_gap
 BF16, HALF = ["--precision.recipe", "bf16", "--rollout.kv_cache", "auto"], ["--precision.compute_dtype", "bfloat16"]
 CASES = {
     "bf16-float32": (BF16, 1e-5, 1e-4),
-    "fp8-float32": ([], 1e-4, 0.05),
+    "fp8-float32": ([], 5e-4, 0.05),  # flipped roundings alone; a lost one moves the mean by 1e-2
     "bf16-bfloat16": ([*BF16, *HALF], 0.01, 0.1),
     "fp8-bfloat16": (HALF, 0.01, 0.2),
 }
@@ -30,4 +29,3 @@ def test_engine_and_learner_agree(case):
     gaps = loop.gate(parts, state, 0)
     parts.close()
     assert gaps["gate/mean_gap"] <= mean and gaps["gate/max_gap"] <= largest, gaps
-    assert np.isfinite(gaps["gate/mean_gap"])
