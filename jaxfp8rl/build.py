@@ -27,7 +27,7 @@ from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe,
 from jaxfp8rl.registry import build_engine
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollouts import Prompt
-from jaxfp8rl.train_step import make_logprobs, make_score, make_train_step
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import Params
 
 
@@ -48,12 +48,13 @@ class Parts:
     runs: tuple[LayerRun, ...]
     precision: Precision
     logprobs: Callable
+    policy: Callable
     score: Callable
     train_step: Callable
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     calibration: ClipCalibration | None
-    reference: Params | None = None  # the policy that loss.kl_coef holds on to
+    reference: Params | None = None  # the policy that the run began with, when loss.kl_coef holds on to it
 
     @property
     def sampling(self) -> SamplingParams:
@@ -88,8 +89,9 @@ def build(cfg: Config) -> Parts:
     engine, transport = build_engine(cfg, model, runs)
     formats = engine.capabilities().formats
     precision = resolve(
-        get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype
-    )
+        get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,
+        cfg.precision.gradients, cfg.precision.saved_activations,
+    )  # fmt: skip
     updates = cfg.run.steps * cfg.train.updates_per_step
     optimizer = make_optimizer(cfg.optim, updates)
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat)
@@ -97,7 +99,8 @@ def build(cfg: Config) -> Parts:
         cfg, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems],
         RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, logprobs,
-        make_score(logprobs, precision), make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer),
+        make_policy(precision), make_score(logprobs),
+        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer),
         optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model),
     )  # fmt: skip
 
@@ -107,8 +110,8 @@ def make_calibration(cfg: Config, model: ModelConfig) -> ClipCalibration | None:
     if not cfg.loss.calibrate_clip_every:
         return None
     plain = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype)
-    shadow = make_score(make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat), plain)
-    return ClipCalibration(shadow, cfg.loss)
+    policy, score = make_policy(plain), make_score(make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat))
+    return ClipCalibration(lambda params, batch: score(policy(params), batch), cfg.loss)
 
 
 def model_config(cfg: Config) -> ModelConfig:

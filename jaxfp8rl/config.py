@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.correction import CorrectionConfig
     from jaxfp8rl.losses.objectives import ObjectiveConfig
 
-FloatType = Literal["float32", "bfloat16"]
+FloatType = Literal["float32", "bfloat16", "float16"]
 
 
 class Section(pydantic.BaseModel):
@@ -78,6 +78,9 @@ class Rollout(Section):
     kv_cache: Literal["auto", "fp8"] = Field("auto", description='"fp8": keys and values cached in E4M3')
     max_num_seqs: int = Field(256, ge=1, description="sequences the engine decodes at once")
     gpu_memory_utilization: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM may take")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="GiB of vLLM's cache, instead of what gpu_memory_utilization leaves for it"
+    )
     fp8_kernel: Literal["native", "emulated"] = Field(
         "native", description='"emulated": vLLM on a CPU without AMX computes FP8 products slowly, in float32'
     )
@@ -90,6 +93,10 @@ class PrecisionSection(Section):
     recipe: str = "bf16"
     compute_dtype: FloatType = Field("bfloat16", description="float type of everything that is not FP8")
     weight_dtype: FloatType = Field("bfloat16", description="float type the published weights are rounded to")
+    gradients: Literal["e4m3", "e5m2"] = Field("e4m3", description="format of gradients in a backward pass in FP8")
+    saved_activations: Literal["high", "fp8"] = Field(
+        "high", description='what wgrad gets of an FP8 product\'s input: as it was, or the forward\'s codes (Jet-RL)'
+    )
     embedded_activations: Literal["fp8", "high"] = Field("fp8", description="W8A8 or W8A16 in the embedded engine")
     first_layers_bf16: int = Field(0, ge=0)
     last_layers_bf16: int = Field(0, ge=0)
@@ -268,6 +275,7 @@ class Config(Section):
     def check(self) -> Config:
         """Refuse combinations that cannot work, before anything loads. Raises ConfigError; returns self."""
         recipe = get_recipe(self.precision.recipe)
+        self._check_float_types(recipe)
         self._check_loss(recipe)
         if bool(self.model.path) == bool(self.model.config):
             raise ConfigError("model: give either `path` (an HF folder) or `config` (a table), not both or neither")
@@ -289,6 +297,19 @@ class Config(Section):
         if self.task.kind == "file" and not self.task.path:
             raise ConfigError("task.path: a file task needs a JSONL or Parquet file")
         return self
+
+    def _check_float_types(self, recipe: Recipe) -> None:
+        """float16 is a recipe of its own: its small gradients need the loss scaling, and both sides the same type."""
+        used = (self.precision.compute_dtype, self.precision.weight_dtype)
+        if recipe.dtype and used != (recipe.dtype,) * 2:
+            raise ConfigError(
+                f'precision.recipe "{recipe.name}" computes in {recipe.dtype}, but precision.compute_dtype and weight_dtype are '
+                f"{used[0]} and {used[1]}",
+                f'set both to "{recipe.dtype}"',
+            )
+        if "float16" in used and not recipe.dtype:
+            raise ConfigError(f'precision.compute_dtype, weight_dtype: float16 is not for recipe "{recipe.name}"',
+                              'set precision.recipe = "fp16"')  # fmt: skip
 
     def _check_loss(self, recipe: Recipe) -> None:
         """Objective, advantage, correction and recipe must go together."""

@@ -24,7 +24,7 @@ from jaxfp8rl.optim import init_state
 from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, check_run_directory, peak_memory_gib
 from jaxfp8rl.sft import warm_start
-from jaxfp8rl.types import TrainBatch, TrainState
+from jaxfp8rl.types import Params, TrainBatch, TrainState
 from jaxfp8rl.update import learn, score
 
 EVAL_STEP = 2**31  # evaluation draws its seeds from here on, apart from training's
@@ -40,13 +40,14 @@ def train(cfg: Config, resume: bool = False) -> None:
     check_run_directory(cfg, resume)
     with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, resume) as run, StopSignals() as stop:
         state, step = restore(parts, run) if resume else (begin(parts, run), 0)
-        publish(parts, state, step)
-        facts = gate(parts, state, step)
+        policy = parts.policy(state.params)
+        publish(parts, policy, step)
+        facts = gate(parts, policy, step)
         if not resume:
             run.log({"step": 0, "weights/version": 0, **facts, **evaluate(parts, 0)})
         while step < cfg.run.steps and not stop.requested:
             step += 1
-            state, metrics, sampled = one_step(parts, run, state, step)
+            state, policy, metrics, sampled = one_step(parts, run, state, policy, step)
             if step == cfg.run.steps or (cfg.run.eval_every and step % cfg.run.eval_every == 0):
                 metrics |= evaluate(parts, step)
             run.log(metrics, samples=sampled)
@@ -63,11 +64,12 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
     params = parts.initial_params()
     if parts.cfg.sft.steps:
         params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
-    state = jax.device_put(init_state(params, parts.optimizer), jax.local_devices()[0])  # as restored: the same programs
+    fresh = init_state(params, parts.optimizer, parts.precision.compute_dtype)
+    state = jax.device_put(fresh, jax.local_devices()[0])  # as restored: the same programs
     save(parts, run, state, 0)
     if parts.cfg.loss.kl_coef:
         run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
-        parts.reference = run.load_reference(parts.model)
+        parts.reference = parts.policy(run.load_reference(parts.model))
     return state
 
 
@@ -76,13 +78,13 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
 
     Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data or another seed.
     """
-    state, loop, step = run.restore(init_state(parts.initial_params(), parts.optimizer))
+    state, loop, step = run.restore(init_state(parts.initial_params(), parts.optimizer, parts.precision.compute_dtype))
     seed = parts.cfg.run.seed
     if loop["seed"] != seed:
         raise CheckpointError(f"run.seed = {seed}, the checkpoint was taken with {loop['seed']}", "resume with the same seed")
     parts.stream = PromptStream.from_state(parts.train, loop["stream"])
     if parts.cfg.loss.kl_coef:
-        parts.reference = run.load_reference(parts.model)
+        parts.reference = parts.policy(run.load_reference(parts.model))
     if parts.calibration and "clip" in loop:
         parts.calibration.clip = tuple(map(np.float32, loop["clip"]))
     run.rewind(step)
@@ -94,25 +96,25 @@ def save(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> None:
     run.save(step, state, {"stream": parts.stream.state(), "seed": parts.cfg.run.seed} | clip)
 
 
-def one_step(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> tuple[TrainState, dict, list[dict]]:
-    """One rollout batch, its updates and a publish -> (state, the step's metrics, samples to look at)."""
+def one_step(parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int):
+    """One rollout batch, its updates and a publish -> (state, its policy, the step's metrics, samples to look at)."""
     cfg, clock = parts.cfg, Clock()
     batch = collect(parts, step, clock)
     with clock("score"):
         packed = [pack_samples(parts, samples) for samples in split(batch, parts)]
-        scored = jax.block_until_ready([score(parts, state, p) for p in packed])
+        scored = jax.block_until_ready([score(parts, policy, p) for p in packed])
     with clock("update"):
         lr = float(parts.schedule(state.step))
-        state, updates = learn(parts, run, state, step, packed, scored)
+        state, policy, updates = learn(parts, run, state, policy, step, packed, scored)
     with clock("publish"):
-        receipt = publish(parts, state, step)
+        receipt = publish(parts, policy, step)
     metrics = {
         "step": step, "weights/version": step - 1, "lr": lr, **batch.metrics(), **updates, **clock.metrics(),
         "publish/bytes": receipt.bytes, "engine/healthy": int(parts.engine.health().ok), "memory/peak_gib": peak_memory_gib(),
     }  # fmt: skip
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
-    return state, metrics, sample_rows(batch, step, cfg.run.samples_per_step)
+    return state, policy, metrics, sample_rows(batch, step, cfg.run.samples_per_step)
 
 
 def collect(parts: Parts, step: int, clock: Clock) -> rollouts.Rollouts:
@@ -132,21 +134,21 @@ def collect(parts: Parts, step: int, clock: Clock) -> rollouts.Rollouts:
     return rounds[0] if cfg.loss.dynamic_sampling_rounds == 1 else rollouts.choose(rounds, cfg.rollout.prompts_per_step)
 
 
-def publish(parts: Parts, state: TrainState, version: int) -> PublishReceipt:
+def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
     """Hand the policy to the engine as `version` and have the transport confirm it."""
-    source = LearnerWeights(parts.model, state.params, parts.runs, parts.cfg.precision.weight_dtype)
+    source = LearnerWeights(parts.model, policy, parts.runs, parts.cfg.precision.weight_dtype)
     receipt = parts.transport.publish(source, version)
     parts.transport.verify(receipt)
     return receipt
 
 
-def gate(parts: Parts, state: TrainState, version: int) -> dict[str, float]:
+def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
     """Sample a few completions and score them with the learner. Raises GateFailed when the two disagree."""
     prompts = (parts.held_out or parts.train)[: parts.cfg.gate.completions]
     requests = rollouts.make_requests(prompts, parts.sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
     kept, _ = rollouts.generate(parts.engine, prompts, requests, version)
     batch = pack_samples(parts, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])
-    return check_gate(parts.cfg.gate, batch, np.asarray(parts.score(state.params, batch)), parts.tokenizer)
+    return check_gate(parts.cfg.gate, batch, np.asarray(parts.score(policy, batch)), parts.tokenizer)
 
 
 def evaluate(parts: Parts, version: int) -> dict[str, float]:

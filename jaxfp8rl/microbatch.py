@@ -11,16 +11,23 @@ from jax import Array
 from jaxfp8rl.types import Params
 
 
-def accumulate(loss_fn: Callable, weights: Params, batch: tuple, mask: Array) -> tuple[Array, dict[str, Array], Params]:
+def accumulate(
+    loss_fn: Callable, weights: Params, batch: tuple, mask: Array, loss_scale: Array
+) -> tuple[Array, dict[str, Array], Params]:
     """(sum of the losses, what was seen by micro-batch, sum of the gradients in float32) of
     `loss_fn(weights, micro) -> (loss, seen)` over the leading axis of `batch`.
 
-    Micro-batches whose `mask` [M, R, T] is empty are skipped, not computed and thrown away; they have seen zeros.
+    The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive float16, and the
+    gradients divided by it. Micro-batches whose `mask` [M, R, T] is empty are skipped, not computed and thrown away; they have
+    seen zeros.
     """
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def scaled(weights: Params, micro: tuple) -> tuple:
+        value, seen = loss_fn(weights, micro)
+        return value * loss_scale, (value, seen)
 
     def run(micro: tuple) -> tuple:
-        (value, seen), grads = grad_fn(weights, micro)
+        grads, (value, seen) = jax.grad(scaled, has_aux=True)(weights, micro)
         return (value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)), jax.lax.stop_gradient(seen)
 
     def zeros(like: tuple) -> tuple:
@@ -36,4 +43,4 @@ def accumulate(loss_fn: Callable, weights: Params, batch: tuple, mask: Array) ->
         return jax.lax.cond(step[1], add, lambda: (total, zeros(seen)))
 
     (value, grads), seen = jax.lax.scan(body, zeros(total), (batch, mask.any((1, 2))))
-    return value, seen, grads
+    return value, seen, jax.tree.map(lambda g: g / loss_scale, grads)

@@ -1,7 +1,7 @@
 """The policy on the wire: the learner as a WeightSource in checkpoint layout, and the way back for the embedded engine.
 
-The bytes that leave here are those the learner's own FP8 forward computes with: both round the float32 masters to
-`weight_dtype` first and quantise with the one quantiser.
+What is quantised in the policy leaves as it is: these bytes are the learner's own. What the engine alone holds in FP8 (recipe
+fp8_rollout) is quantised here, from the policy's rounded weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bridges.api import ParamMeta
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, get_param, param_table
-from jaxfp8rl.precision.linear import QuantizedWeight, round_to
+from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import LayerRun
 from jaxfp8rl.types import Params
 from pallas_kernels.quantize.reference import BLOCK
@@ -46,26 +46,27 @@ def wire_manifest(cfg: ModelConfig, runs: tuple[LayerRun, ...], weight_dtype: st
 
 
 class LearnerWeights:
-    """WeightSource over float32 master parameters. `runs`: which linears the engine computes in FP8."""
+    """WeightSource over a policy (jaxfp8rl.policy). `runs`: which linears the engine computes in FP8."""
 
-    def __init__(self, cfg: ModelConfig, params: Params, runs: tuple[LayerRun, ...], weight_dtype: str):
-        self._args, self._params = (cfg, runs, weight_dtype), params
+    def __init__(self, cfg: ModelConfig, policy: Params, runs: tuple[LayerRun, ...], weight_dtype: str):
+        self._args, self._policy = (cfg, runs, weight_dtype), policy
 
     def manifest(self) -> tuple[ParamMeta, ...]:
         return wire_manifest(*self._args)
 
     def __iter__(self) -> Iterator[tuple[str, Array]]:
-        tensors = _export(*self._args, self._params)
+        tensors = _export(*self._args, self._policy)
         return ((m.name, tensors[m.name]) for m in self.manifest())
 
 
 @functools.partial(exact_jit, static_argnums=(0, 1, 2))
-def _export(cfg: ModelConfig, runs: tuple[LayerRun, ...], weight_dtype: str, params: Params) -> dict[str, Array]:
+def _export(cfg: ModelConfig, runs: tuple[LayerRun, ...], weight_dtype: str, policy: Params) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
     for e in param_table(cfg):
-        weight = round_to(get_param(params, e), weight_dtype)
+        weight = get_param(policy, e)
         if is_fp8(e, runs):
-            tensors[e.hf_name], tensors[e.hf_name + SCALE_SUFFIX] = QuantizedWeight.of(weight)
+            weight = weight if isinstance(weight, QuantizedWeight) else QuantizedWeight.of(weight)
+            tensors[e.hf_name], tensors[e.hf_name + SCALE_SUFFIX] = weight
         else:
             tensors[e.hf_name] = weight.astype(weight_dtype)
     return tensors

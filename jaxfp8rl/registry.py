@@ -82,6 +82,7 @@ def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[
         max_model_len=cfg.max_model_len,
         max_num_seqs=cfg.rollout.max_num_seqs,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+        kv_cache_bytes=None if cfg.rollout.kv_cache_gib is None else int(cfg.rollout.kv_cache_gib * 2**30),
         enforce_eager=cfg.rollout.enforce_eager,
         fp8_kernel=cfg.rollout.fp8_kernel,
         seed=cfg.run.seed,

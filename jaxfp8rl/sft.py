@@ -25,9 +25,10 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
+from jaxfp8rl.policy import as_params, policy_of
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollouts import Prompt
-from jaxfp8rl.train_step import make_logprobs, policy_weights
+from jaxfp8rl.train_step import make_logprobs
 from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
 
 
@@ -60,7 +61,7 @@ def warm_start(
     step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
     shape, longest = (cfg.train.row_tokens, cfg.train.rows_per_microbatch), cfg.rollout.max_new_tokens
     microbatches = microbatches_needed(cfg.sft.examples_per_step, cfg.max_model_len, *shape)
-    state = init_state(params, optimizer)
+    state = init_state(params, optimizer, cfg.precision.compute_dtype)
     for step in range(1, cfg.sft.steps + 1):
         rng = np.random.default_rng([cfg.run.seed, step])
         chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]
@@ -76,17 +77,18 @@ def warm_start(
 def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.GradientTransformation) -> Callable:
     """Jitted step(state, batch) -> (state, metrics): mean negative log-likelihood of the response tokens, in nats."""
 
-    def loss_fn(weights: Params, micro: tuple, tokens: Array) -> tuple[Array, StepMetrics]:
+    def loss_fn(policy: Params, micro: tuple, tokens: Array) -> tuple[Array, StepMetrics]:
         (batch,) = micro
-        logp, _ = logprobs(weights, batch)
+        logp, _ = logprobs(policy, batch)
         return -jnp.sum(jnp.where(batch.response_mask, logp, 0.0)) / tokens, {}
 
     @functools.partial(exact_jit, donate_argnums=0)
     def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
         tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
-        weights = policy_weights(state.params, precision)
-        value, _, grads = accumulate(functools.partial(loss_fn, tokens=tokens), weights, (batch,), batch.response_mask)
-        state, metrics = guarded_update(optimizer, state, value, grads)
+        policy = policy_of(state.params, precision)  # nothing in it is quantised
+        loss = functools.partial(loss_fn, tokens=tokens)
+        value, _, grads = accumulate(loss, policy, (batch,), batch.response_mask, state.loss_scale)
+        state, metrics = guarded_update(optimizer, state, value, as_params(grads))
         return state, {"loss": value, **metrics}
 
     return step

@@ -31,35 +31,35 @@ from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.optim import guarded_update
-from jaxfp8rl.precision.linear import round_to
+from jaxfp8rl.policy import as_params, attach, handles, policy_of
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
-def policy_weights(params: Params, precision: Precision) -> Params:
-    """The policy as it is published: masters rounded to `weight_dtype`, held in `compute_dtype`."""
-    return jax.tree.map(lambda p: round_to(p, precision.weight_dtype).astype(precision.compute_dtype), params)
+def make_policy(precision: Precision) -> Callable:
+    """Jitted policy(params) -> the policy as it computes and as it is published (jaxfp8rl.policy)."""
+    return exact_jit(functools.partial(policy_of, precision=precision))
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: bool) -> Callable:
-    """f(policy weights, batch of [R, T] fields) -> (logp, entropy), each [R, T] float32."""
+    """f(policy, batch of [R, T] fields) -> (logp, entropy), each [R, T] float32."""
 
-    def logprobs(weights: Params, batch: TrainBatch) -> tuple[Array, Array]:
-        hidden = forward(weights, model, batch.tokens, batch.positions, batch.segment_ids, precision, remat)
-        return token_logprobs(hidden, head_weight(weights, model), batch.tokens, temperature)
+    def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
+        hidden = forward(policy, model, batch.tokens, batch.positions, batch.segment_ids, precision, remat)
+        head = head_weight(policy, model)
+        return token_logprobs(hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype)
 
     return logprobs
 
 
-def make_score(logprobs: Callable, precision: Precision) -> Callable:
-    """Jitted score(params, batch) -> old_logp [M, R, T]: the learner's log-probabilities of what the engine sampled."""
+def make_score(logprobs: Callable) -> Callable:
+    """Jitted score(policy, batch) -> old_logp [M, R, T]: the learner's log-probabilities of what the engine sampled."""
 
     @exact_jit
-    def score(params: Params, batch: TrainBatch) -> Array:
-        weights = policy_weights(params, precision)
+    def score(policy: Params, batch: TrainBatch) -> Array:
         return jax.lax.map(
             lambda micro: jax.lax.cond(
-                micro.response_mask.any(), lambda: logprobs(weights, micro)[0], lambda: jnp.zeros(micro.tokens.shape)
+                micro.response_mask.any(), lambda: logprobs(policy, micro)[0], lambda: jnp.zeros(micro.tokens.shape)
             ),
             batch,
         )
@@ -70,20 +70,21 @@ def make_score(logprobs: Callable, precision: Precision) -> Callable:
 def make_train_step(
     logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: optax.GradientTransformation
 ) -> Callable:
-    """Jitted train_step(state, batch, old_logp, ref_logp=None, clip=None) -> (state, metrics); the state's buffers are donated.
+    """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy, metrics). The buffers of
+    state and policy are donated; the policy that comes back is that of the new state.
 
     old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under loss.kl_coef;
     clip: two scalars in place of the objective's clip distances.
     """
     two_policies = loss.old_policy == "rollout"
 
-    def microbatch_loss(weights: Params, micro: tuple, clip: tuple | None) -> tuple[Array, dict]:
+    def microbatch_loss(leaves: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
         batch, old_logp, ref_logp, importance, mask, scale = micro
-        logp, entropy = logprobs(weights, batch)
+        logp, entropy = logprobs(attach(policy, leaves), batch)
         if two_policies:
             importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
-        policy, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
-        total = jnp.where(importance != 0, importance * policy, 0.0)  # what is rejected says nothing, not 0 x infinity
+        surrogate, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
+        total = jnp.where(importance != 0, importance * surrogate, 0.0)  # what is rejected says nothing, not 0 x infinity
         if loss.kl_coef:
             total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl))
             cut["kl"] = jax.lax.stop_gradient(kl)
@@ -91,23 +92,24 @@ def make_train_step(
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
         return jnp.sum(jnp.where(mask, scale * total, 0.0)), {"logp": logp, "entropy": entropy, **cut}
 
-    @functools.partial(exact_jit, donate_argnums=0)
-    def train_step(state: TrainState, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
+    @functools.partial(exact_jit, donate_argnums=(0, 1))
+    def train_step(state: TrainState, policy: Params, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
         sampled = batch.response_mask
         fix = rollout_correction(old_logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
         mask = sampled if two_policies else fix.mask
         scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon)
         value, seen, grads = accumulate(
-            functools.partial(microbatch_loss, clip=clip), policy_weights(state.params, precision),
-            (batch, batch.rollout_logp if two_policies else old_logp, ref_logp, fix.weights, mask, scale), mask,
+            functools.partial(microbatch_loss, policy=policy, clip=clip), handles(policy, precision.compute_dtype),
+            (batch, batch.rollout_logp if two_policies else old_logp, ref_logp, fix.weights, mask, scale), mask, state.loss_scale,
         )  # fmt: skip
-        state, update = guarded_update(optimizer, state, value, grads)
+        state, update = guarded_update(optimizer, state, value, as_params(grads))
         logp = seen.pop("logp")
         if two_policies:
             old_logp = logp
             fix = rollout_correction(logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
         metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask), "staleness/k1": mean_over(mask, old_logp - logp)}
         metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
-        return state, metrics | advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
+        metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
+        return state, policy_of(state.params, precision), metrics
 
     return train_step

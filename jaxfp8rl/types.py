@@ -38,9 +38,11 @@ class TrainBatch(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that an update changes. `params` are float32 masters; the policy is their rounding (train_step.policy_weights)."""
+    """All that an update changes. `params` are float32 masters; the policy is their rounding (jaxfp8rl.policy)."""
 
     step: Int[Array, ""]  # updates applied
     params: Params
     opt_state: tuple
     bad_steps: Int[Array, ""]  # non-finite updates in a row, none of them applied
+    loss_scale: Float[Array, ""]  # 1 unless the backward pass is in float16
+    good_steps: Int[Array, ""]  # updates applied since the loss scale last changed; 0 without one

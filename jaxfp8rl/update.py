@@ -8,27 +8,28 @@ import numpy as np
 from jaxfp8rl.build import Parts
 from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.run_directory import RunDirectory
-from jaxfp8rl.types import TrainBatch, TrainState
+from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
-def score(parts: Parts, state: TrainState, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
+def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
     """(old_logp, reference_logp or None), [M, R, T]. old_logp is recomputed by the learner, or with two policies the engine's
     own word."""
-    old = batch.rollout_logp if parts.cfg.loss.old_policy == "rollout" else parts.score(state.params, batch)
+    old = batch.rollout_logp if parts.cfg.loss.old_policy == "rollout" else parts.score(policy, batch)
     return old, None if parts.reference is None else parts.score(parts.reference, batch)
 
 
 def learn(
-    parts: Parts, run: RunDirectory, state: TrainState, step: int, packed: list[TrainBatch], scored: list[tuple]
-) -> tuple[TrainState, dict[str, float]]:
-    """Apply the step's updates in turn; metrics are means over them. Raises NonFiniteStep after too many bad ones in a row."""
+    parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int, packed: list[TrainBatch], scored: list[tuple]
+) -> tuple[TrainState, Params, dict[str, float]]:
+    """Apply the step's updates in turn -> (state, its policy, metrics: means over the updates). `state` and `policy` are
+    donated. Raises NonFiniteStep after too many bad ones in a row."""
     rows, calibration = [], parts.calibration
     shadow = calibration.begin(step, state.params, packed[-1]) if calibration else None
     for batch, (old, reference) in zip(packed, scored):
         if shadow is not None and batch is packed[-1]:
-            calibration.finish(state.params, batch, parts.score(state.params, batch), old, shadow)
+            calibration.finish(state.params, batch, parts.score(policy, batch), old, shadow)
         clip = calibration.clip if calibration else None
-        state, metrics = parts.train_step(state, batch, old, reference, clip)
+        state, policy, metrics = parts.train_step(state, policy, batch, old, reference, clip)
         rows.append({k: float(v) for k, v in jax.device_get(metrics).items()})
         if clip:
             rows[-1] |= {"clip/bound_low": float(clip[0]), "clip/bound_high": float(clip[1])}
@@ -39,4 +40,4 @@ def learn(
                     f"{parts.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied",
                     f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
-    return state, {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
+    return state, policy, {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}

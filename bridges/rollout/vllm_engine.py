@@ -72,6 +72,7 @@ class VllmEngine:
         max_model_len: int,
         max_num_seqs: int = 256,
         gpu_memory_utilization: float = 0.5,
+        kv_cache_bytes: int | None = None,
         enforce_eager: bool = False,
         high_precision_modules: Sequence[str] = (),
         dtype: str | None = None,
@@ -99,6 +100,8 @@ class VllmEngine:
             gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
             enable_prefix_caching=True, enable_sleep_mode=self._sleep_level is not None,
         )
+        if kv_cache_bytes is not None:  # vLLM then takes these, and does not measure what other processes leave
+            build["kv_cache_memory_bytes"] = kv_cache_bytes
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
         VllmEngine._open = True
         try:
@@ -118,7 +121,7 @@ class VllmEngine:
 
         activations = self._activations() if self._weights == FP8 else self._dtype
         attention = "fp8_e4m3" if self.on_model(_attends_in_fp8) else None
-        formats = EngineFormats(self._weights, activations, self._kv_cache, self._dtype, attention)
+        formats = EngineFormats(self._weights, activations, self._kv_cache, self._dtype, attention, self._dtype)
         return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True)
 
     def _activations(self) -> str:

@@ -6,6 +6,7 @@ Loading, saving and publishing all walk it, so they cannot disagree about names,
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -57,14 +58,25 @@ def param_table(cfg: ModelConfig) -> tuple[Entry, ...]:
 
 
 def get_param(params: dict[str, Any], entry: Entry) -> Any:
-    """The entry's own tensor out of a tree with one stack of layers. A QuantizedWeight gives one of that layer."""
-    leaf = functools.reduce(lambda node, key: node[key], entry.path, params)
-    return leaf if entry.layer is None else jax.tree.map(lambda stack: stack[entry.layer], leaf)
+    """The entry's own tensor, a QuantizedWeight of its layer where it is one. Layers may be one stack or a tuple of stacks."""
+    if entry.layer is None:
+        return _at(params, entry.path)
+    layer, stacks = entry.layer, params["layers"]
+    for stack in stacks if isinstance(stacks, tuple) else (stacks,):
+        leaf = _at(stack, entry.path[1:])
+        if layer < (held := len(jax.tree.leaves(leaf)[0])):
+            return jax.tree.map(operator.itemgetter(layer), leaf)
+        layer -= held
+    raise KeyError(f"{entry.hf_name}: the tree has {entry.layer - layer} layers")
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    return functools.reduce(lambda node, key: node[key], path, tree)
 
 
 def set_param(params: dict[str, Any], entry: Entry, value: np.ndarray) -> None:
     """Copy one tensor into its place in a tree of numpy arrays, casting to the tree's dtype."""
-    leaf = functools.reduce(lambda node, key: node[key], entry.path, params)
+    leaf = _at(params, entry.path)
     leaf[... if entry.layer is None else entry.layer] = value
 
 

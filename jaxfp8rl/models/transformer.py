@@ -43,21 +43,28 @@ def forward(
     Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
     in each segment. With `remat` only each layer's input is kept for the backward pass.
     """
-    rope, mask_BTS = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), nn.packed_mask(segment_ids_BT)
+    rope, attend = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), packed_attention(segment_ids_BT, precision)
+    x = embed(params, tokens_BT, precision)
+    for run, weights in runs_of(params, cfg, precision):
+
+        def body(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, None]:
+            return decoder_layer(x, w, cfg, precision, run, rope, attend)
+
+        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
+    return nn.rms_norm(x, params["norm"]["weight"], cfg.rms_norm_eps)
+
+
+def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
+    """attend(q [B, T, H, d], k, v [B, T, K, d]) -> (o [B, T, H, d], None): within segments, keys and values rounded as the
+    engine's cache holds them."""
+    mask_BTS = nn.packed_mask(segment_ids_BT)
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
         if precision.kv_fp8:
             k, v = nn.round_e4m3(k), nn.round_e4m3(v)
         return nn.attention(q, k, v, mask_BTS, precision.attention_fp8), None
 
-    x = _embed(params, tokens_BT, precision)
-    for run, weights in _runs(params, cfg, precision):
-
-        def body(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, None]:
-            return _layer(x, w, cfg, precision, run, rope, attend)
-
-        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
-    return nn.rms_norm(x, params["norm"]["weight"], cfg.rms_norm_eps)
+    return attend
 
 
 def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) -> KVCache:
@@ -78,13 +85,13 @@ def forward_cached(
     """
     rope = nn.rope_tables(positions_BT, cfg, precision.rope_dtype)
     mask_BTS = jnp.arange(cache.k.shape[2]) <= positions_BT[:, :, None]
-    x = _embed(params, tokens_BT, precision)
-    for run, weights in _runs(params, cfg, precision):
+    x = embed(params, tokens_BT, precision)
+    for run, weights in runs_of(params, cfg, precision):
 
         def body(carry: tuple[Array, KVCache], layer: tuple[Array, Params], run: LayerRun = run):
             (x, cache), (index, w) = carry, layer
             attend = functools.partial(_attend_cached, cache, index, positions_BT, mask_BTS, precision.attention_fp8)
-            return _layer(x, w, cfg, precision, run, rope, attend), None
+            return decoder_layer(x, w, cfg, precision, run, rope, attend), None
 
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(run.start, run.stop), weights))
     return nn.rms_norm(x, params["norm"]["weight"], cfg.rms_norm_eps), cache
@@ -101,11 +108,12 @@ def split_layers(params: Params, precision: Precision) -> Params:
     return {**params, "layers": tuple(jax.tree.map(operator.itemgetter(span), params["layers"]) for span in spans)}
 
 
-def _embed(params: Params, tokens_BT: Array, precision: Precision) -> Array:
+def embed(params: Params, tokens_BT: Array, precision: Precision) -> Array:
+    """What enters the first layer, [B, T, D] in `precision.compute_dtype`."""
     return params["embed_tokens"]["weight"][tokens_BT].astype(precision.compute_dtype)
 
 
-def _runs(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
+def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
     """Each run of equal precision with its stacked layers; a single stack that is one run is not sliced (a slice copies)."""
     runs, stacks = precision.runs, params["layers"]
     if runs[-1].stop != cfg.num_hidden_layers:
@@ -115,11 +123,15 @@ def _runs(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[
     return list(zip(runs, stacks, strict=True))
 
 
-def _layer(x_BTD: Array, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope, attend: Callable):
-    """One decoder layer -> (x_BTD, what `attend` left behind). `attend(q, k, v)` gets rotated, normalised heads."""
+def decoder_layer(
+    x_BTD: Array, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope: tuple[Array, Array],
+    attend: Callable, product: Callable = lambda name, *args: linear(*args),
+) -> tuple[Array, Any]:  # fmt: skip
+    """One decoder layer -> (x_BTD, what `attend` left behind). `attend(q, k, v)` gets rotated, normalised heads;
+    `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for whoever wants to look on."""
 
     def project(x: Array, block: str, name: str) -> Array:
-        return linear(x, w[block][name]["weight"], precision, name in run.fp8)
+        return product(name, x, w[block][name]["weight"], precision, name in run.fp8)
 
     def heads(x: Array, name: str, norm: str = "") -> Array:
         y = project(x, "self_attn", name).reshape(*x.shape[:2], -1, cfg.head_dim)

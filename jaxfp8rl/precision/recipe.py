@@ -9,6 +9,7 @@ it resolves to a `Precision`, the hashable record that the model's forward pass 
 | fp8_rollout   | FP8 W8A8 (or A16) | BF16                     | BF16               | FP8-RL (verl)             |
 | fp8_unified   | FP8 W8A8 (or A16) | FP8, the published bytes | FP8 dgrad, wgrad   | Jet-RL, NeMo RL, InfiR2   |
 | fp8_forward   | FP8               | FP8, the published bytes | BF16               | ablation                  |
+| fp16          | FP16              | FP16, loss scaling       | FP16               | arXiv 2510.26788          |
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Recipe:
     engine_fp8: bool
     forward_fp8: bool
     backward_fp8: bool
+    dtype: str | None = None  # the one float type of engine and learner, where the recipe is about that
 
 
 RECIPES = {
@@ -42,6 +44,7 @@ RECIPES = {
         Recipe("fp8_rollout", True, False, False),
         Recipe("fp8_unified", True, True, True),
         Recipe("fp8_forward", True, True, False),
+        Recipe("fp16", False, False, False, "float16"),
     )
 }
 
@@ -61,19 +64,24 @@ class Precision:
 
     runs: consecutive layers with equal FP8 modules, covering all layers.
     activations_fp8: activations enter FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16).
-    backward_fp8: dgrad and wgrad of FP8 products in FP8.
+    gradients: "e4m3" or "e5m2" for the gradients that enter dgrad and wgrad of FP8 products, all of whose operands are then
+        FP8; "high": neither is.
+    saved_activations: what wgrad gets of an FP8 product's input, "high" as it was or "fp8" the forward's codes.
     kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's cache holds them.
     attention_fp8: queries and probabilities are rounded to E4M3 likewise, each before its product.
     rope_dtype: the float type of the engine's table of cosines and sines.
+    logits_dtype: the float type the engine's logits are rounded to.
     weight_dtype: the float type the published policy is rounded to; the float32 master weights only feed the optimiser.
     """
 
     runs: tuple[LayerRun, ...]
     activations_fp8: bool = True
-    backward_fp8: bool = False
+    gradients: str = "high"
+    saved_activations: str = "high"
     kv_fp8: bool = False
     attention_fp8: bool = False
     rope_dtype: str = "float32"
+    logits_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
 
@@ -151,8 +159,9 @@ def _check_fused(sets: list[frozenset[str]]) -> None:
 
 
 def resolve(
-    recipe: Recipe, runs: tuple[LayerRun, ...], formats: EngineFormats, compute_dtype: str, weight_dtype: str
-) -> Precision:
+    recipe: Recipe, runs: tuple[LayerRun, ...], formats: EngineFormats, compute_dtype: str, weight_dtype: str,
+    gradients: str = "e4m3", saved_activations: str = "high",
+) -> Precision:  # fmt: skip
     """The learner's Precision: the recipe, mirroring what the engine reports (W8A8 or W8A16, FP8 KV or not).
 
     Raises ConfigError when the engine does not compute in what the recipe asks of it: nothing falls back silently.
@@ -167,10 +176,12 @@ def resolve(
     return Precision(
         runs=runs if recipe.forward_fp8 else plain,
         activations_fp8=formats.activations == FP8_ACTIVATION,
-        backward_fp8=recipe.backward_fp8,
+        gradients=gradients if recipe.backward_fp8 else "high",
+        saved_activations=saved_activations if recipe.forward_fp8 else "high",
         kv_fp8=recipe.forward_fp8 and formats.kv_cache == FP8_KV,
         attention_fp8=recipe.forward_fp8 and formats.attention == FP8_KV,
         rope_dtype=formats.compute,
+        logits_dtype=formats.logits,
         compute_dtype=compute_dtype,
         weight_dtype=weight_dtype,
     )

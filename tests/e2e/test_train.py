@@ -243,7 +243,8 @@ def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_pat
 EVERYTHING = {
     "loss__kl_coef": 0.05, "loss__calibrate_clip_every": 2, "loss__dynamic_sampling_rounds": 2, "loss__mask_cut": "true",
     "loss__overlong_buffer": 2, "loss__aggregation": "seq_mean_token_mean", "loss__entropy_coef": 0.001,
-    "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis", "run__save_every": 3,
+    "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis",
+    "run__save_every": 3, "run__eval_every": 3,
     "optim__lr": 0.001, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
 }  # fmt: skip
 
@@ -298,8 +299,8 @@ def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_pat
 def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, capsys):
     class Perturbed(LearnerWeights):
         def __init__(self, cfg, params, *args):
-            super().__init__(cfg, jax.tree.map(lambda p: p * (1 + 0.5 * jax.random.normal(jax.random.key(0), p.shape)), params),
-                             *args)  # fmt: skip
+            noisy = lambda p: p * (1 + 0.5 * jax.random.normal(jax.random.key(0), p.shape)) if p.dtype == np.float32 else p
+            super().__init__(cfg, jax.tree.map(noisy, params), *args)  # scales for codes, values for the rest
 
     monkeypatch.setattr(loop, "LearnerWeights", Perturbed)
     assert main(["train", "demo", *words(tmp_path, sft__steps=0)]) == 3

@@ -6,7 +6,6 @@ import pytest
 
 from jaxfp8rl import loop
 from jaxfp8rl.build import build
-from jaxfp8rl.optim import init_state
 from jaxfp8rl.toml_config import load_config
 
 COMMON = ["--rollout.engine", "jax", "--gate.completions", "64", "--gate.max_gap", "20", "--gate.max_mean_gap", "20"]
@@ -24,8 +23,8 @@ def test_engine_and_learner_agree(case):
     """Mean and largest gap in nats. A flipped E4M3 rounding moves single tokens; a lost one would move the mean."""
     options, mean, largest = CASES[case]
     parts = build(load_config("demo", [*COMMON, *options]))
-    state = init_state(parts.initial_params(), parts.optimizer)
-    loop.publish(parts, state, 0)
-    gaps = loop.gate(parts, state, 0)
+    policy = parts.policy(parts.initial_params())
+    loop.publish(parts, policy, 0)
+    gaps = loop.gate(parts, policy, 0)
     parts.close()
     assert gaps["gate/mean_gap"] <= mean and gaps["gate/max_gap"] <= largest, gaps

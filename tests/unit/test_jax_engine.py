@@ -18,9 +18,9 @@ import pytest
 from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.data.packing import Sample
-from jaxfp8rl.optim import init_state
+from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_logprobs, make_score
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import TrainBatch
 
 TINY = ("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--rollout.max_new_tokens", "12",
@@ -43,7 +43,7 @@ def case(name: str) -> tuple[Parts, dict, TrainBatch]:
     """A run's parts, parameters far from uniform, and a packed batch that its engine sampled from them."""
     parts = build(load_config("demo", ["--run.dir", "unused", *TINY, *CASES[name]]))
     params = jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, parts.initial_params())
-    loop.publish(parts, init_state(params, parts.optimizer), 3)
+    loop.publish(parts, parts.policy(params), 3)
     return parts, params, sample(parts, seed=1)
 
 
@@ -55,14 +55,18 @@ def sample(parts: Parts, seed: int) -> TrainBatch:
     return loop.pack_samples(parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept for c in cs])
 
 
-def gaps(score, params, batch: TrainBatch) -> np.ndarray:
-    return np.abs(np.asarray(score(params, batch)) - batch.rollout_logp)[batch.response_mask]
+def gaps(parts: Parts, params, batch: TrainBatch, precision: Precision | None = None) -> np.ndarray:
+    """|learner - engine| of each sampled token, in nats; of a learner of another precision where one is given."""
+    policy, score = parts.policy, parts.score
+    if precision:
+        policy, score = make_policy(precision), make_score(make_logprobs(parts.model, precision, 0.8, False))
+    return np.abs(np.asarray(score(policy(params), batch)) - batch.rollout_logp)[batch.response_mask]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_engine_and_learner_agree_on_every_token(name):
     parts, params, batch = case(name)
-    found = gaps(parts.score, params, batch)
+    found = gaps(parts, params, batch)
     assert len(found) > 200 and np.std(batch.rollout_logp[batch.response_mask]) > 0.5  # the distributions are not flat
     if name in EXACT:
         assert found.max() < 1e-5
@@ -74,7 +78,7 @@ def test_engine_and_learner_agree_on_every_token(name):
 def test_a_learner_without_one_of_the_roundings_is_far_off(missing):
     parts, params, batch = case("W8A8, FP8 KV")
     lacking = dataclasses.replace(parts.precision, **{missing: False})
-    found = gaps(make_score(make_logprobs(parts.model, lacking, 0.8, False), lacking), params, batch)
+    found = gaps(parts, params, batch, lacking)
     assert np.median(found) > 1e-3
 
 
@@ -82,18 +86,18 @@ def test_a_learner_that_excludes_other_layers_is_far_off():
     parts, params, batch = case("W8A16, some layers")
     runs = tuple(dataclasses.replace(r, fp8=r.fp8 | {"o_proj"} if r.fp8 else r.fp8) for r in parts.precision.runs)
     other = dataclasses.replace(parts.precision, runs=runs)
-    assert np.median(gaps(make_score(make_logprobs(parts.model, other, 0.8, False), other), params, batch)) > 1e-4
+    assert np.median(gaps(parts, params, batch, other)) > 1e-4
 
 
 def test_a_publish_replaces_the_weights_and_the_old_batch_no_longer_fits():
     parts, params, batch = case("bf16")
     moved = jax.tree.map(lambda a: a * 1.05, params)
-    loop.publish(parts, init_state(moved, parts.optimizer), 3)
+    loop.publish(parts, parts.policy(moved), 3)
     try:
         again = sample(parts, seed=1)
-        assert gaps(parts.score, moved, again).max() < 1e-5 < np.median(gaps(parts.score, params, again))
+        assert gaps(parts, moved, again).max() < 1e-5 < np.median(gaps(parts, params, again))
     finally:
-        loop.publish(parts, init_state(params, parts.optimizer), 3)
+        loop.publish(parts, parts.policy(params), 3)
     np.testing.assert_array_equal(sample(parts, seed=1).rollout_logp, batch.rollout_logp)  # and back, bit for bit
 
 
@@ -101,7 +105,7 @@ def test_other_prompts_compile_nothing():
     parts, _, _ = case("bf16")
     before = parts.engine._run._cache_size(), parts.score._cache_size()
     for seed in (2, 3):
-        parts.score(case("bf16")[1], sample(parts, seed))
+        parts.score(parts.policy(case("bf16")[1]), sample(parts, seed))
     assert (parts.engine._run._cache_size(), parts.score._cache_size()) == before
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxfp8rl.config import Optim
-from jaxfp8rl.optim import guarded_update, init_state, make_optimizer, make_schedule
+from jaxfp8rl.optim import LOSS_SCALE_PATIENCE, guarded_update, init_state, make_optimizer, make_schedule
 
 PARAMS = {
     "embed_tokens": {"weight": jnp.ones((4, 2))},
@@ -97,3 +97,17 @@ def test_schedules_warm_up_linearly_and_end_where_they_should(schedule, last, wa
 def test_a_warmup_longer_than_the_run_stays_finite():
     rate = make_schedule(Optim(lr=1.0, warmup_steps=30, schedule="cosine"), 20)
     assert all(np.isfinite(float(rate(i))) and 0 < float(rate(i)) <= 1 for i in range(20))
+
+
+def test_gradients_that_overflow_float16_halve_the_loss_scale_and_are_no_bad_step():
+    state = init_state(PARAMS, OPTIMIZER, "float16")
+    before, params = float(state.loss_scale), as_bytes(state.params)
+    infinite = jax.tree.map(lambda g: g * jnp.inf, GRADS)
+    state, metrics = update(state, jnp.float32(1.0), infinite)
+    assert float(state.loss_scale) == before / 2 and int(state.bad_steps) == 0 and metrics["update/overflow"] == 1
+    assert as_bytes(state.params) == params and metrics["update/applied"] == 0
+    state, metrics = update(state, jnp.float32(jnp.nan), GRADS)  # a bad loss is bad at any scale
+    assert int(state.bad_steps) == 1 and float(state.loss_scale) == before / 2 and metrics["update/overflow"] == 0
+    patient = state._replace(good_steps=jnp.int32(LOSS_SCALE_PATIENCE - 1))
+    state, metrics = update(patient, jnp.float32(1.0), GRADS)
+    assert float(state.loss_scale) == before and int(state.good_steps) == 0 and metrics["update/applied"] == 1

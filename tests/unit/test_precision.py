@@ -27,7 +27,7 @@ ALL = frozenset(name.split(".")[-1] for name in SHAPES)
 
 
 def precision_of(activations_fp8: bool, backward_fp8: bool) -> Precision:
-    return Precision.uniform(1, activations_fp8=activations_fp8, backward_fp8=backward_fp8)
+    return Precision.uniform(1, activations_fp8=activations_fp8, gradients="e4m3" if backward_fp8 else "high")
 
 
 @functools.partial(exact_jit, static_argnums=0)
@@ -125,7 +125,7 @@ def test_zeros_give_zeros(backward_fp8):
 
 def test_gradients_keep_the_dtypes_of_their_operands():
     x, w, dy = drawn(16)
-    p = Precision.uniform(1, compute_dtype="bfloat16", backward_fp8=True)
+    p = Precision.uniform(1, compute_dtype="bfloat16", gradients="e4m3")
     y, dx, dw = product(p, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), dy.astype(jnp.bfloat16))
     assert y.dtype == dx.dtype == dw.dtype == jnp.bfloat16
 
@@ -221,6 +221,7 @@ def test_the_learner_mirrors_what_the_engine_reports_or_refuses(name, weights):
                 continue
             p = resolve(recipe, runs, formats, "float32", "bfloat16")
             assert p.any_fp8 == recipe.forward_fp8 and p.runs[-1].stop == 2
-            assert p.kv_fp8 == p.attention_fp8 == (recipe.forward_fp8 and kv == FP8_KV) and p.backward_fp8 == recipe.backward_fp8
+            assert p.kv_fp8 == p.attention_fp8 == (recipe.forward_fp8 and kv == FP8_KV)
+            assert (p.gradients == "e4m3") == recipe.backward_fp8
             assert p.activations_fp8 == (activations == FP8_ACTIVATION)
             assert (p.compute_dtype, p.weight_dtype) == ("float32", "bfloat16")

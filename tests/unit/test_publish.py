@@ -12,7 +12,7 @@ from jaxfp8rl.models.transformer import forward, init_params
 from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.publish import LearnerWeights, assemble, is_fp8, wire_manifest
-from jaxfp8rl.train_step import policy_weights
+from jaxfp8rl.policy import policy_of
 
 ALL = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 RUNS = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, ALL), LayerRun(3, 4, ALL - {"o_proj"}))
@@ -35,7 +35,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def wire(params):
-    return dict(LearnerWeights(model(False), params, RUNS, "bfloat16"))
+    return dict(LearnerWeights(model(False), policy_of(params, Precision(RUNS)), RUNS, "bfloat16"))
 
 
 def test_the_manifest_lists_hf_names_in_order_each_fp8_weight_before_its_scales():
@@ -65,7 +65,7 @@ def test_the_manifest_tells_dtype_shape_role_and_block():
 
 
 def test_the_buffers_are_those_of_the_manifest(params, wire):
-    source = LearnerWeights(model(False), params, RUNS, "bfloat16")
+    source = LearnerWeights(model(False), policy_of(params, Precision(RUNS)), RUNS, "bfloat16")
     metas = source.manifest()
     assert [n for n, _ in source] == [m.name for m in metas]
     for m in metas:
@@ -107,4 +107,20 @@ def test_a_forward_on_the_published_bytes_is_the_learners_forward_bit_for_bit(pa
     tokens = jnp.arange(24).reshape(2, 12)
     args = model(False), tokens, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones_like(tokens), precision
     run = jax.jit(forward, static_argnums=(1, 5))
-    np.testing.assert_array_equal(run(assemble(model(False), RUNS, wire), *args), run(policy_weights(params, precision), *args))
+    np.testing.assert_array_equal(run(assemble(model(False), RUNS, wire), *args), run(policy_of(params, precision), *args))
+
+
+def test_an_engine_in_fp8_gets_the_same_bytes_from_a_learner_without(params, wire):
+    """Recipe fp8_rollout: the policy holds nothing quantised, so the publish quantises."""
+    plain = policy_of(params, Precision.uniform(4, "bfloat16"))
+    for name, buffer in LearnerWeights(model(False), plain, RUNS, "bfloat16"):
+        np.testing.assert_array_equal(np.asarray(buffer).view(np.uint8), np.asarray(wire[name]).view(np.uint8))
+
+
+def test_the_policys_codes_are_the_published_ones(params, wire):
+    policy = policy_of(params, Precision(RUNS))
+    for e in param_table(model(False)):
+        if is_fp8(e, RUNS):
+            held = get_param(policy, e)
+            np.testing.assert_array_equal(np.asarray(held.codes).view(np.uint8), np.asarray(wire[e.hf_name]).view(np.uint8))
+            np.testing.assert_array_equal(held.scale, wire[e.hf_name + "_scale_inv"])

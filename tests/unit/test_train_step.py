@@ -19,7 +19,7 @@ from jaxfp8rl.models.transformer import forward, init_params
 from jaxfp8rl.optim import init_state
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.sft import make_sft_step
-from jaxfp8rl.train_step import make_logprobs, make_score, make_train_step, policy_weights
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch
 
 LONGEST = 12
@@ -36,7 +36,8 @@ LOGPROBS = make_logprobs(MODEL, FLOAT32, 0.7, remat=False)
 KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients, exact, in opt_state
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
 )
-score, train_step = make_score(LOGPROBS, FLOAT32), make_train_step(LOGPROBS, FLOAT32, Loss(), CorrectionConfig(), KEEP)
+policy, score_policy = make_policy(FLOAT32), make_score(LOGPROBS)
+train_step = make_train_step(LOGPROBS, FLOAT32, Loss(), CorrectionConfig(), KEEP)
 # [M, R, T]: one sequence a row, padded; the same one by one; packed, split, with room for more than there is
 PADDED = (1, 12, LONGEST)
 LAYOUTS = (PADDED, (12, 1, LONGEST), (2, 2, 36))
@@ -66,6 +67,10 @@ def laid_out(samples: list[Sample], layout: tuple[int, int, int]) -> TrainBatch:
     return TrainBatch(*(np.concatenate(f).reshape(layout) for f in zip(*single)))
 
 
+def score(params, batch: TrainBatch) -> np.ndarray:
+    return np.asarray(score_policy(policy(params), batch))
+
+
 def old_logps(params, batch: TrainBatch) -> np.ndarray:
     """The learner's own, off by some tenths that depend on the token alone: some ratios are clipped, some are not."""
     return np.asarray(score(params, batch)) + 0.3 * np.sin(batch.tokens + 3.0 * batch.positions).astype(np.float32)
@@ -78,7 +83,7 @@ def step_of(loss: Loss, correction: CorrectionConfig):
 
 def learn(params, batch: TrainBatch, old_logp: np.ndarray, ref_logp=None, step=train_step):
     """(metrics, gradients) of one update."""
-    after, metrics = step(init_state(jax.tree.map(jnp.copy, params), KEEP), batch, old_logp, ref_logp)
+    after, _, metrics = step(init_state(jax.tree.map(jnp.copy, params), KEEP), policy(params), batch, old_logp, ref_logp)
     return {k: float(v) for k, v in metrics.items()}, jax.tree.map(np.asarray, after.opt_state)
 
 
@@ -241,7 +246,7 @@ def test_a_nan_at_a_live_token_is_seen_and_nothing_is_applied(field):
     old = spoilt.pop("old_logp")
     state = init_state(jax.tree.map(jnp.copy, params()), KEEP)
     before = jax.tree.map(np.array, state)
-    after, metrics = train_step(state, batch._replace(**spoilt), old)
+    after, _, metrics = train_step(state, policy(params()), batch._replace(**spoilt), old)
     assert metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 1
     assert_bit_equal(before._replace(bad_steps=np.int32(1)), jax.tree.map(np.asarray, after))
 
@@ -260,7 +265,7 @@ def test_score_is_the_log_softmax_of_the_published_policy_at_the_sampling_temper
     """Against a plain forward of one unpacked sequence through the rounded weights."""
     samples = samples_of([(3, 4), (2, 6), (5, 2)])
     scores = np.asarray(score(params(), batch := laid_out(samples, (2, 2, 36))))
-    weights = policy_weights(params(), FLOAT32)
+    weights = policy(params())
     for s in samples:
         tokens = np.concatenate([s.prompt, s.completion])[None]
         hidden = forward(weights, MODEL, tokens, np.arange(tokens.size)[None], np.ones_like(tokens), FLOAT32)
@@ -272,8 +277,9 @@ def test_score_is_the_log_softmax_of_the_published_policy_at_the_sampling_temper
 
 def test_other_lengths_compile_nothing():
     state, sizes = init_state(jax.tree.map(jnp.copy, params()), KEEP), []
+    now = policy(params())
     for seed, lengths in enumerate(([(1, 2), (2, 3)], [(5, 7)] * 12, [(3, 1)] * 5)):
         batch = laid_out(samples_of(lengths, seed), (2, 2, 36))
-        state, _ = train_step(state, batch, np.asarray(score(params(), batch)))
-        sizes.append((score._cache_size(), train_step._cache_size()))
+        state, now, _ = train_step(state, now, batch, score(params(), batch))
+        sizes.append((score_policy._cache_size(), train_step._cache_size()))
     assert len(set(sizes)) == 1

@@ -1,0 +1,173 @@
+"""Small models, many runs: how far engine and learner differ by recipe, and what each recipe and correction learns.
+
+    python benchmarks/learning_grid.py [--part mismatch|learning|both] [--seeds 3] [--jobs 6] [--out benchmarks/results/...]
+
+Every run is `jaxfp8rl train` on the demo in a process of its own, several at once on one GPU; runs of one seed begin from the
+same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps. `learning`: the embedded engine,
+recipe x correction; held-out reward at the end, with Student's 95% interval over seeds. The yardstick is the BF16 recipe of
+the same seeds. A correction that does nothing is refused for an FP8 recipe, so "none" carries a rejection that never rejects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import row, write
+from jaxfp8rl.config import Config
+from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.toml_config import dump_config
+
+RECIPES = ("bf16", "fp8_rollout", "fp8_unified")
+CORRECTIONS = {
+    "none": ["--correction.preset", "none", "--correction.rejections", '[{level = "token", statistic = "k1", lower = -1e9}]'],
+    "token_tis": ["--correction.preset", "token_tis"],
+    "sequence_tis": ["--correction.preset", "sequence_tis"],
+    "geometric_mask": ["--correction.preset", "geometric_mask"],
+}
+STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("mismatch", "learning", "both"), default="both")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=6, help="runs at once")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--compute", default="bfloat16", help="float type of the learner")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the two JSON files")
+    parser.add_argument("--keep", type=Path, default=None, help="where the run directories go")
+    args = parser.parse_args()
+    args.keep = args.keep or Path(tempfile.mkdtemp())
+    args.out, args.keep = args.out.absolute(), args.keep.absolute()
+    common = ["--precision.compute_dtype", args.compute, "--run.steps", str(args.steps)]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda seed: warm_start(args, seed), range(args.seeds)))
+    if args.part != "learning":
+        mismatch(args, common)
+    if args.part != "mismatch":
+        learning(args, common)
+
+
+def warm_start(args, seed: int) -> None:
+    run = args.keep / f"sft{seed}"
+    if not (run / "sft").exists():
+        words = ["--precision.compute_dtype", args.compute, "--run.seed", str(seed), "--run.dir", str(run)]
+        child(["sft", "demo", *words])
+    (args.keep / f"demo{seed}.toml").write_text(demo_from(run / "sft"))
+
+
+def mismatch(args, common: list[str]) -> None:
+    cases = {f"{recipe}, {kv} KV": ["--precision.recipe", recipe, "--rollout.kv_cache", {"BF16": "auto", "FP8": "fp8"}[kv]]
+             for recipe in RECIPES for kv in ("BF16", "FP8")}  # fmt: skip
+    vllm = ["--rollout.engine", "vllm", "--rollout.gpu_memory_utilization", "0.08", "--rollout.kv_cache_gib", "4"]
+    records = run_all(args, {name: [*common, *vllm, *words] for name, words in cases.items()}, "mismatch")
+    rows = []
+    for name in cases:
+        twin = f"fp8_rollout, {name.split(', ')[1]}"
+        for key in ("mismatch/k3", "mismatch/token_mult_prob_error", "mismatch/abs_logp_diff"):
+            ours, other = (median_of(records.get(n, {}), key) for n in (name, twin))
+            if ours is not None and other is not None:
+                rows.append(row(name, key, "median over steps and seeds", ours, other, twin, True))
+    keys = ("mismatch/k3", "mismatch/token_mult_prob_error")
+    medians = {n: {s: {k: seed_median(r, k) for k in keys} for s, r in by.items()} for n, by in records.items()}
+    write(args.out / "mismatch.json", "mismatch", rows, problems=problems(args, records), medians=medians)
+
+
+def learning(args, common: list[str]) -> None:
+    plain = ["--rollout.kv_cache", "auto"]
+    cases = {f"{recipe}, {name}": ["--precision.recipe", recipe, *words, *(plain if recipe == "bf16" else [])]
+             for recipe in RECIPES for name, words in CORRECTIONS.items()}  # fmt: skip
+    records = run_all(args, {name: [*common, *words] for name, words in cases.items()}, "learning")
+    finals = {n: {s: last(r, "eval/reward_mean") for s, r in by.items()} for n, by in records.items()}
+    rows = []
+    for name, by_seed in finals.items():
+        twin = finals.get(f"bf16, {name.split(', ')[1]}", {})
+        if by_seed and twin:
+            mean, other = statistics.mean(by_seed.values()), statistics.mean(twin.values())
+            rows.append(row(name, "held-out reward, end", "mean over seeds", mean, other, "recipe bf16, the same correction")
+                        | {"interval_95": interval(list(by_seed.values())), "seeds": len(by_seed)})  # fmt: skip
+    starts = {n: {s: first(r, "eval/reward_mean") for s, r in by.items()} for n, by in records.items()}
+    errors = {n: {s: seed_median(r, "mismatch/token_mult_prob_error") for s, r in by.items()} for n, by in records.items()}
+    write(args.out / "learning_grid.json", "learning_grid", rows, problems=problems(args, records), finals=finals,
+          starts=starts, mismatch=errors)  # fmt: skip
+
+
+def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int, list[dict]]]:
+    """Records by case and seed of the runs that finished."""
+
+    def one(job: tuple[str, int]) -> None:
+        name, seed = job
+        child(["train", str(args.keep / f"demo{seed}.toml"), *cases[name], "--run.seed", str(seed), "--sft.steps", "0",
+               "--run.dir", str(folder(args, part, name, seed))])  # fmt: skip
+
+    jobs = [(name, seed) for seed in range(args.seeds) for name in cases]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, jobs))
+    out: dict[str, dict[int, list[dict]]] = {name: {} for name in cases}
+    for name, seed in jobs:
+        path = folder(args, part, name, seed) / "metrics.jsonl"
+        records = read_metrics(path) if path.exists() else []
+        if records and records[-1]["step"] == args.steps:
+            out[name][seed] = records
+    return out
+
+
+def child(words: list[str]) -> None:
+    name = words[words.index("--run.dir") + 1]
+    with open(f"{name}.log", "w") as log:
+        subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", *words], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+def folder(args, part: str, name: str, seed: int) -> Path:
+    return args.keep / f"{part}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+
+
+def demo_from(path: Path) -> str:
+    """The demo's config with its model read from an HF folder instead of made from scratch."""
+    data = tomllib.loads((ROOT / "configs" / "demo.toml").read_text())
+    data["model"] = {"path": str(path), "tokenizer": data["model"]["tokenizer"]}
+    return dump_config(Config.model_validate(data))
+
+
+def seed_median(records: list[dict], key: str) -> float:
+    return statistics.median(r[key] for r in records if r["step"] > 0)
+
+
+def median_of(by_seed: dict[int, list[dict]], key: str) -> float | None:
+    return statistics.median(seed_median(r, key) for r in by_seed.values()) if by_seed else None
+
+
+def last(records: list[dict], key: str) -> float:
+    return [r[key] for r in records if key in r][-1]
+
+
+def first(records: list[dict], key: str) -> float:
+    return next(r[key] for r in records if key in r)
+
+
+def interval(values: list[float]) -> list[float] | None:
+    """Student's 95% interval of the mean."""
+    if len(values) not in STUDENT_95:
+        return None
+    half = STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return [statistics.mean(values) - half, statistics.mean(values) + half]
+
+
+def problems(args, records: dict[str, dict[int, list[dict]]]) -> dict[str, str]:
+    missing = {n: args.seeds - len(by) for n, by in records.items() if len(by) < args.seeds}
+    return {n: f"{count} of {args.seeds} runs did not finish" for n, count in missing.items()}
+
+
+if __name__ == "__main__":
+    main()

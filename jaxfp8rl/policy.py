@@ -1,0 +1,55 @@
+"""The policy: what the float32 masters are rounded to, once an update, for everything that computes with it.
+
+Score, update and publish take the same tree, so the engine and the learner's FP8 forward hold equal bytes because there is but
+one copy of them. Its leaves are arrays of the masters' shapes in `compute_dtype`, rounded to `weight_dtype` first, and
+QuantizedWeights where the learner's forward is FP8. `layers` is a tuple of stacks, one for each run of equal precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8rl.models.transformer import split_layers
+from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, round_to
+from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.types import Params
+
+
+def is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedWeight)
+
+
+def policy_of(params: Params, precision: Precision) -> Params:
+    """Masters (one stack of layers) -> policy."""
+    rounded = jax.tree.map(lambda p: round_to(p, precision.weight_dtype).astype(precision.compute_dtype), params)
+    policy = split_layers(rounded, precision)
+    stacks = tuple(_quantize(stack, run.fp8) for stack, run in zip(policy["layers"], precision.runs))
+    return {**policy, "layers": stacks}
+
+
+def _quantize(stack: Params, modules: frozenset[str]) -> Params:
+    """Every product of `modules` ("q_proj", ...) in a stack of layers."""
+    return {
+        name: {"weight": QuantizedWeight.of(node["weight"])} if name in modules
+        else _quantize(node, modules) if isinstance(node, dict) else node
+        for name, node in stack.items()
+    }  # fmt: skip
+
+
+def handles(policy: Params, dtype: str) -> Params:
+    """What a loss is differentiated by: the policy's float leaves themselves, and zeros of `dtype` for quantised ones."""
+    return jax.tree.map(lambda w: jnp.zeros(w.codes.shape, dtype) if is_quantized(w) else w, policy, is_leaf=is_quantized)
+
+
+def attach(policy: Params, handles: Params) -> Params:
+    """The policy that the forward takes, differentiable by `handles`."""
+    return jax.tree.map(lambda w, h: TrainableWeight(w, h) if is_quantized(w) else h, policy, handles, is_leaf=is_quantized)
+
+
+def as_params(tree: Params) -> Params:
+    """A tree with one stack of layers a run (gradients) -> one stack, as the masters have it."""
+    stacks = tree["layers"]
+    return {**tree, "layers": stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *stacks)}
