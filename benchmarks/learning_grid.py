@@ -20,14 +20,14 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import row, write
 from jaxfp8rl.config import Config
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.toml_config import dump_config
 
+ROOT = Path(__file__).parent.parent
 RECIPES = ("bf16", "fp8_rollout", "fp8_unified")
 CORRECTIONS = {
     "none": ["--correction.preset", "none", "--correction.rejections", '[{level = "token", statistic = "k1", lower = -1e9}]'],
@@ -50,6 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     args.keep = args.keep or Path(tempfile.mkdtemp())
     args.out, args.keep = args.out.absolute(), args.keep.absolute()
+    args.keep.mkdir(parents=True, exist_ok=True)
     common = ["--precision.compute_dtype", args.compute, "--run.steps", str(args.steps)]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda seed: warm_start(args, seed), range(args.seeds)))

@@ -22,6 +22,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim import make_optimizer, make_schedule
 from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, resolve
 from jaxfp8rl.registry import build_engine
@@ -54,6 +55,7 @@ class Parts:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     calibration: ClipCalibration | None
+    spikes: SpikeCounter
     reference: Params | None = None  # the policy that the run began with, when loss.kl_coef holds on to it
 
     @property
@@ -101,7 +103,7 @@ def build(cfg: Config) -> Parts:
         RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, logprobs,
         make_policy(precision), make_score(logprobs),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer),
-        optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model),
+        optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model), SpikeCounter(),
     )  # fmt: skip
 
 

@@ -252,6 +252,12 @@ class Gate(Section):
     max_gap: float = Field(5.0, gt=0, description="nats: largest single one")
 
 
+class Monitor(Section):
+    """What is measured besides the step itself."""
+
+    precision_every: int = Field(0, ge=0, description="steps between probes of the FP8 roundings (docs/precision.md); 0: never")
+
+
 class Config(Section):
     """A whole run."""
 
@@ -266,6 +272,7 @@ class Config(Section):
     optim: Optim = Optim()
     sft: Sft = Sft()
     gate: Gate = Gate()
+    monitor: Monitor = Monitor()
 
     @property
     def max_model_len(self) -> int:

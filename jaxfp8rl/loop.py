@@ -21,11 +21,12 @@ from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.gate import check_gate
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.optim import init_state
+from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning
 from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, check_run_directory, peak_memory_gib
 from jaxfp8rl.sft import warm_start
 from jaxfp8rl.types import Params, TrainBatch, TrainState
-from jaxfp8rl.update import learn, score
+from jaxfp8rl.update import learn, probe, score
 
 EVAL_STEP = 2**31  # evaluation draws its seeds from here on, apart from training's
 
@@ -39,6 +40,8 @@ def train(cfg: Config, resume: bool = False) -> None:
     cfg.check()
     check_run_directory(cfg, resume)
     with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, resume) as run, StopSignals() as stop:
+        if warning := kv_fp8_warning(parts.model, parts.engine.capabilities().formats):
+            run.note(warning)
         state, step = restore(parts, run) if resume else (begin(parts, run), 0)
         policy = parts.policy(state.params)
         publish(parts, policy, step)
@@ -62,6 +65,7 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
     """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one; saved as
     step 0, so that whatever stops the run later leaves something to resume."""
     params = parts.initial_params()
+    check_finite(params, parts.model)
     if parts.cfg.sft.steps:
         params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
     fresh = init_state(params, parts.optimizer, parts.precision.compute_dtype)
@@ -87,6 +91,7 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
         parts.reference = parts.policy(run.load_reference(parts.model))
     if parts.calibration and "clip" in loop:
         parts.calibration.clip = tuple(map(np.float32, loop["clip"]))
+    check_finite(state.params, parts.model, "the checkpoint")
     run.rewind(step)
     return state, step
 
@@ -106,6 +111,8 @@ def one_step(parts: Parts, run: RunDirectory, state: TrainState, policy: Params,
     with clock("update"):
         lr = float(parts.schedule(state.step))
         state, policy, updates = learn(parts, run, state, policy, step, packed, scored)
+    if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
+        updates |= probe(parts, run, state, packed[0], step)
     with clock("publish"):
         receipt = publish(parts, policy, step)
     metrics = {

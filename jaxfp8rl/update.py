@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 
 from jaxfp8rl.build import Parts
 from jaxfp8rl.errors import NonFiniteStep
+from jaxfp8rl.precision.checks import find_nonfinite
+from jaxfp8rl.precision.probes import precision_report
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
@@ -33,11 +37,27 @@ def learn(
         rows.append({k: float(v) for k, v in jax.device_get(metrics).items()})
         if clip:
             rows[-1] |= {"clip/bound_low": float(clip[0]), "clip/bound_high": float(clip[1])}
-        if not rows[-1]["update/applied"]:
+        parts.spikes.add(rows[-1]["loss"])
+        if not rows[-1]["update/applied"] and not rows[-1]["update/overflow"]:
             saved = run.save_bad_batch(batch, old)
+            where = find_nonfinite(state.params, batch, parts.model, parts.precision, old, parts.cfg.rollout.temperature)
+            run.note(f"step {step}: an update was not finite and was not applied: {where}")
             if rows[-1]["update/bad_in_a_row"] >= parts.cfg.optim.max_bad_steps:
                 raise NonFiniteStep(
-                    f"{parts.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied",
+                    f"{parts.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied: {where}",
                     f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
     return state, policy, {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
+
+
+def probe(parts: Parts, run: RunDirectory, state: TrainState, batch: TrainBatch, step: int) -> dict[str, float]:
+    """What FP8 rounds away in weights and activations, and which layers that shows in: metrics of the step, and the whole
+    report as precision.json. A learner without FP8 is asked what the engine's would cost it."""
+    precision = parts.precision
+    if not precision.any_fp8:
+        precision = dataclasses.replace(precision, runs=parts.runs)
+    if not precision.any_fp8:
+        return {}
+    report = precision_report(state.params, batch, parts.model, precision, parts.cfg.rollout.temperature)
+    report.save(run.path / "precision.json")
+    return report.metrics() | {"precision/loss_spikes": parts.spikes.count}

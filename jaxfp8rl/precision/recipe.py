@@ -141,9 +141,11 @@ def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str]) -> N
             odd.append((short, n, k))
     if odd:
         listing = ", ".join(f"{s} [{n}, {k}]" for s, n, k in odd)
+        names = {s for s, _, _ in odd}
+        whole = sorted(names.union(*(group for group in _FUSED if group & names)))  # the engine fuses them: all or none
         raise ConfigError(
-            f"precision: FP8 blocks are {BLOCK}x{BLOCK} and these linears do not divide: {listing}",
-            f'leave them in high precision: precision.exclude = "{"|".join(s for s, _, _ in odd)}"',
+            f"precision: FP8 blocks are {BLOCK}x{BLOCK} and these linears of every layer do not divide: {listing}",
+            f'leave them in high precision: precision.exclude = "{"|".join(whole)}"',
         )
 
 

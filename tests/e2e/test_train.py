@@ -263,10 +263,11 @@ def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
     assert_same_run(parted, whole)
 
 
-def test_two_policies_need_no_scoring_pass(tmp_path):
+def test_two_policies_need_no_scoring_pass_and_the_probes_join_the_metrics(tmp_path):
     options = {"loss__old_policy": "rollout", "loss__objective": "prime_rl", "correction__preset": "prime_rl/default"}
-    loop.train(config(tmp_path, run__steps=2, **options))
+    loop.train(config(tmp_path, run__steps=2, monitor__precision_every=2, **options))
     rows = metrics(tmp_path)[1:]
+    assert rows[1]["precision/gap_all"] > 0 and "precision/gap_all" not in rows[0] and (tmp_path / "precision.json").exists()
     assert all(r["update/applied"] == 1 and r["mismatch/token_mult_prob_error"] >= 1 for r in rows)
     assert all(r["mismatch/max_logp_diff"] < 0.5 for r in rows) and any(r["grad_norm"] > 0 for r in rows)
 
@@ -284,6 +285,7 @@ def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_pat
     monkeypatch.setattr(rollouts, "to_samples", poisoned)
     assert main(["train", "demo", *words(tmp_path, run__save_every=1, optim__max_bad_steps=3)]) == NonFiniteStep.exit_code == 4
     assert "3 updates in a row were not finite" in (said := capsys.readouterr().err) and "bad_batch.npz" in said
+    assert "advantages" in said  # what was wrong, not only that something was
     state, _, step = saved(tmp_path)
     assert step == 3 and int(state.step) == 4 and int(state.bad_steps) == 2  # two good steps of two updates each
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))

@@ -1,0 +1,1 @@
+"""Products of blockwise-quantised FP8 operands."""

@@ -1,0 +1,324 @@
+"""The precision probes against cases whose answer is known: counted codes, a layer spoilt on purpose, brute force."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from bridges.api import EngineFormats
+from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.errors import ModelError
+from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.losses.logprobs import logits_of
+from jaxfp8rl.losses.sharpness import logit_sharpness, sharpness_of
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes
+from jaxfp8rl.models.transformer import forward, init_params
+from jaxfp8rl.monitors.spikes import SpikeCounter
+from jaxfp8rl.precision.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning
+from jaxfp8rl.precision.probes import (
+    _formats, layer_groups, mixed_forward, precision_report, rounding_stats, unquantized_policy, walk, weight_stats,
+)  # fmt: skip
+from jaxfp8rl.precision.recipe import FP8_KV, LayerRun, Precision, fp8_runs
+from jaxfp8rl.precision.report import PrecisionReport
+from pallas_kernels.quantize import reference as q
+
+MODEL = ModelConfig("Qwen3ForCausalLM", 97, 128, 256, 3, 2, 2, 64, 64)
+LINEARS = [name.split(".")[-1] for name in linear_shapes(MODEL)]
+FULL = Precision(fp8_runs(linear_shapes(MODEL), 3), kv_fp8=True, attention_fp8=True, compute_dtype="float32")
+SPOILT, NEURONS = 1, (0, 128)  # one hidden neuron in each block of rows of that layer's gate_proj
+
+
+@functools.cache
+def params():
+    """Matrices some times the usual: no layer is nearly the identity."""
+    return jax.tree.map(lambda p: 3 * p if jnp.std(p) > 0 else p, init_params(MODEL, jax.random.key(0)))
+
+
+def changed(tree, *path_and_change):
+    """The tree with `change` applied to the leaf at `path`."""
+    *path, change = path_and_change
+    return change(tree) if not path else {**tree, path[0]: changed(tree[path[0]], *path[1:], change)}
+
+
+@functools.cache
+def spoilt_params():
+    """In layer 1, gate_proj's rows of two neurons are 2^21 times too large. Their up_proj and down_proj are zero: nothing
+    changes but for FP8, whose blocks then have no codes left for the others."""
+    rows = jnp.asarray(NEURONS)
+    tree = changed(params(), "layers", "mlp", "gate_proj", "weight", lambda w: w.at[SPOILT, rows].multiply(2.0**21))
+    tree = changed(tree, "layers", "mlp", "up_proj", "weight", lambda w: w.at[SPOILT, rows].set(0))
+    return changed(tree, "layers", "mlp", "down_proj", "weight", lambda w: w.at[SPOILT, :, rows].set(0))
+
+
+@functools.cache
+def batch():
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(rng.integers(1, 97, 5), rng.integers(1, 97, n), -np.ones(n, np.float32), 1.0) for n in (9, 8, 7, 7, 6, 3)
+    ]
+    return pack(samples, 32, 2, 2)
+
+
+def micro():
+    return jax.tree.map(lambda x: x[0], batch())
+
+
+@functools.cache
+def spoilt_report() -> PrecisionReport:
+    return precision_report(spoilt_params(), batch(), MODEL, FULL)
+
+
+# --- rounding errors
+
+
+def known_block(clipped: int, zeros: int, tiny: int, scale: float) -> np.ndarray:
+    """[128, 128] with that many codes of 448, zeros, and values too small for a code; 1 elsewhere. All times `scale`."""
+    flat = np.ones(128 * 128, np.float32)
+    flat[:clipped] = 448 * np.resize([1, -1], clipped)
+    flat[clipped : clipped + zeros] = 0
+    flat[clipped + zeros : clipped + zeros + tiny] = 2.0**-11
+    return np.random.default_rng(0).permutation(flat).reshape(128, 128) * scale
+
+
+def test_codes_are_counted_and_the_error_is_what_underflowed():
+    w = np.stack([known_block(3, 10, 7, 2.0**-6), known_block(1, 0, 100, 2.0**3)]).reshape(256, 128)
+    codes, scale = q.quantize_blocks(w)
+    stats = rounding_stats(jnp.asarray(w), codes, scale, q.dequantize_blocks(codes, scale))
+    n = w.size
+    want = {"clipped": 4 / n, "zero": 117 / n, "underflow": 107 / n, "scale_min": 2.0**-6, "scale_max": 2.0**3}
+    lost = np.sqrt(7 * 2.0**-34 + 100 * 2.0**-16)
+    want["error"] = lost / np.linalg.norm(w.astype(np.float64))
+    for name, value in want.items():
+        assert float(stats[name]) == pytest.approx(value, rel=1e-5), name
+
+
+def test_weights_are_judged_by_layer_and_linear():
+    w = known_block(2, 5, 9, 1.0)
+    tree = changed(params(), "layers", "self_attn", "v_proj", "weight", lambda old: old.at[2].set(w))
+    stats = weight_stats(tree, MODEL)
+    at = 2, LINEARS.index("v_proj")
+    assert stats["underflow"].shape == (3, 7)
+    assert float(stats["underflow"][at]) == pytest.approx(9 / w.size) and float(stats["scale_max"][at]) == 1.0
+    assert np.delete(np.asarray(stats["underflow"]).ravel(), np.ravel_multi_index(at, (3, 7))).max() < 1e-4
+    errors = np.delete(np.asarray(stats["error"]).ravel(), np.ravel_multi_index(at, (3, 7)))
+    assert 0.02 < errors.min() and errors.max() < 0.03  # but for the known block, all of whose values are codes
+
+
+def test_padding_is_not_judged():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 6, 256)).astype(np.float32)
+    live = np.arange(6) < np.array([[6], [3]])
+    padded = np.where(live[..., None], x, 1e9)
+
+    @jax.jit
+    def stats(x, live=None):
+        codes, scale = q.quantize_rows(x)
+        return rounding_stats(x, codes, scale, q.dequantize_rows(codes, scale), live)
+
+    got, want = stats(jnp.asarray(padded), jnp.asarray(live)), stats(jnp.asarray(x[live]))
+    for name in want:
+        assert float(got[name]) == pytest.approx(float(want[name]), rel=1e-6), name
+
+
+# --- the whole report
+
+
+def test_a_layer_spoilt_on_purpose_is_named():
+    found = spoilt_report().metrics()
+    assert (found["precision/weight_underflow_layer"], LINEARS[found["precision/weight_underflow_linear"]]) == (1, "gate_proj")
+    for name in ("one_in", "left_without", "leave_one_out"):
+        assert found[f"precision/{name}_layer"] == SPOILT, name
+    gaps = spoilt_report().gaps
+    others = np.delete(gaps["one_in"], SPOILT)
+    assert gaps["one_in"][SPOILT] > 3 * others.max()
+    assert found["precision/weight_underflow_worst"] > 0.9
+    assert gaps["weights"] > gaps["kv"] > 0
+    assert gaps["left_without"][SPOILT] < gaps["all"] / 2 < np.delete(gaps["left_without"], SPOILT).min()
+
+
+def test_the_same_model_unspoilt_is_even():
+    report = precision_report(params(), batch(), MODEL, FULL)
+    assert report.weights["error"].max() < 0.03 and report.activations["error"].max() < 0.03
+    assert report.gaps["one_in"].max() < 5 * report.gaps["one_in"].min()
+    assert report.gaps["all"] < spoilt_report().gaps["all"] / 3
+    assert (report.kv["key_clipped"] == 0).all() and (0.02 < report.kv["key_error"]).all()
+
+
+def test_tables_metrics_and_file():
+    report = spoilt_report()
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    console.print(report.tables())
+    text = console.export_text()
+    assert text.count("gate_proj") == 2 * 3 and "leave one out" in text and "sharpness" in text
+    metrics = report.metrics()
+    assert len(metrics) < 40 and all(k.startswith("precision/") and isinstance(v, float | int) for k, v in metrics.items())
+
+
+def test_a_saved_report_reads_back(tmp_path):
+    spoilt_report().save(tmp_path / "r.json")
+    back = PrecisionReport.load(tmp_path / "r.json")
+    assert back.metrics() == pytest.approx(spoilt_report().metrics())
+    assert back.spans == spoilt_report().spans and (back.fp8 == spoilt_report().fp8).all()
+
+
+def test_what_stays_in_high_precision_is_not_in_the_metrics():
+    fp8 = spoilt_report().fp8.copy()
+    fp8[SPOILT] = False
+    rest = PrecisionReport(**{**vars(spoilt_report()), "fp8": fp8, "kv_fp8": False, "activations_fp8": False})
+    found = rest.metrics()
+    assert found["precision/weight_error_layer"] != SPOILT and found["precision/weight_underflow_worst"] < 0.01
+    assert not any("key" in k or "activation" in k for k in found)
+
+
+def test_a_gap_that_is_not_a_number_is_the_worst():
+    gaps = spoilt_report().gaps | {"one_in": np.array([1.0, 2.0, np.nan])}
+    assert PrecisionReport(**{**vars(spoilt_report()), "gaps": gaps}).metrics()["precision/one_in_layer"] == 2
+
+
+@pytest.mark.parametrize("layers, groups", [(3, 16), (16, 16), (36, 16), (5, 2), (1, 4)])
+def test_groups_cover_all_layers_in_order(layers, groups):
+    spans = layer_groups(layers, groups)
+    assert len(spans) == min(layers, groups) and spans[0][0] == 0 and spans[-1][1] == layers
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    sizes = [b - a for a, b in spans]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_mixed_and_the_watched_forward_are_the_models_forward():
+    """Also with runs that differ: the first layer in high precision."""
+    runs = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, frozenset(LINEARS)))
+    full = Precision(runs, kv_fp8=True, compute_dtype="float32")
+    formats, m = _formats(full), micro()
+    weights = unquantized_policy(params(), full)
+    live = m.segment_ids > 0
+
+    @exact_jit
+    def compare(weights):
+        want = [forward(weights, MODEL, m.tokens, m.positions, m.segment_ids, f) for f in formats]
+        mixed = jax.lax.map(lambda i: mixed_forward(weights, m, MODEL, formats, jnp.full(3, i)), jnp.arange(4))
+        watched, seen = walk(weights, m, MODEL, full, lambda name, x, live: x.astype(jnp.float32))
+        return want, mixed, watched, seen
+
+    want, mixed, watched, seen = compare(weights)
+    for a, b in zip([*mixed, watched], [*want, want[1]]):
+        gap = np.abs(np.asarray(a - b))[live]
+        assert np.median(gap) < 1e-5  # an ulp may tip a code over; most tokens never see one
+    assert np.abs(np.asarray(want[0] - want[1]))[live].mean() > 1e-3
+    assert set(seen) == {*LINEARS, "key", "value", "output"}
+    assert seen["q_proj"].shape == (3, 2, 32, 128) and seen["down_proj"].shape == (3, 2, 32, 256)
+    np.testing.assert_array_equal(seen["gate_proj"], seen["up_proj"])
+
+
+# --- sharpness
+
+
+def test_sharpness_is_the_maximum_over_the_box():
+    """Against all corners of the box, where a convex function has its maximum, and points within."""
+    rng = np.random.default_rng(0)
+    z, epsilon = rng.normal(size=(6, 4)) * 3, 0.01
+    targets = rng.integers(0, 4, 6)
+    radius = epsilon * (np.abs(z) + 1)
+
+    def loss(z):
+        return np.log(np.exp(z).sum(-1)) - z[np.arange(6), targets]
+
+    corners = [loss(z + radius * np.array(signs)) for signs in itertools.product((-1, 1), repeat=4)]
+    inside = [loss(z + radius * rng.uniform(-1, 1, z.shape)) for _ in range(200)]
+    worst = np.max(corners, 0)
+    assert (np.max(inside, 0) <= worst).all()
+    got = sharpness_of(jnp.asarray(z, jnp.float32), jnp.asarray(targets), epsilon)
+    np.testing.assert_allclose(got, 100 * (worst - loss(z)) / (1 + loss(z)), rtol=1e-4)
+
+
+def test_sharpness_of_a_batch_is_the_mean_over_live_tokens_and_looks_at_the_token_before():
+    rng = np.random.default_rng(1)
+    hidden, head = jnp.asarray(rng.normal(size=(2, 9, 8)), jnp.float32), jnp.asarray(rng.normal(size=(17, 8)), jnp.float32)
+    tokens, mask = jnp.asarray(rng.integers(0, 17, (2, 9))), jnp.asarray(rng.random((2, 9)) < 0.5).at[:, 0].set(False)
+    hidden = hidden.at[1, 8].set(jnp.nan)  # the last hidden state predicts nothing
+    each = sharpness_of(logits_of(hidden[:, :-1], head) / 0.7, tokens[:, 1:])
+    want = np.asarray(each)[np.asarray(mask)[:, 1:]].mean()
+    for chunk in (5 * 17, 2**20):
+        assert float(logit_sharpness(hidden, head, tokens, mask, 0.7, chunk_elements=chunk)) == pytest.approx(want, rel=1e-4)
+
+
+# --- spikes
+
+
+def test_spikes_are_counted_and_slow_change_is_not():
+    rng = np.random.default_rng(0)
+    series = 3 - 0.01 * np.arange(200) + 0.05 * rng.normal(size=200)
+    spikes = {40: 5.0, 41: 9.0, 120: float("nan"), 150: 5.0, 170: float("inf")}
+    series[list(spikes)] = list(spikes.values())
+    series[90] = -5.0  # a fall
+    counter = SpikeCounter()
+    seen = [i for i, x in enumerate(series) if counter.add(x)]
+    assert seen == sorted(spikes) and counter.count == len(spikes)
+
+
+def test_a_new_level_stops_counting_and_a_constant_series_never_does():
+    counter = SpikeCounter(window=20)
+    assert not any(counter.add(1.0 + 1e-7 * (i % 3)) for i in range(50))
+    assert sum(counter.add(2.0 + 0.01 * (i % 5)) for i in range(60)) <= 11  # half a window and one
+    assert not counter.add(2.05)
+
+
+def test_nothing_counts_before_the_warmup_but_what_is_not_finite():
+    counter = SpikeCounter(warmup=5)
+    assert [counter.add(x) for x in (1, 50, float("nan"), 2, 90)] == [False, False, True, False, False]
+
+
+# --- bad input
+
+
+def test_tensors_that_are_not_finite_are_named_with_their_layer_and_count():
+    check_finite(params(), MODEL)
+    tree = changed(params(), "layers", "mlp", "down_proj", "weight", lambda w: w.at[2, 0, :3].set(jnp.nan))
+    tree = changed(tree, "layers", "self_attn", "q_norm", "weight", lambda w: w.at[1, 5].set(jnp.inf))
+    tree = changed(tree, "embed_tokens", "weight", lambda w: w.at[0].set(-jnp.inf))
+    tree = changed(tree, "norm", "weight", lambda w: w.at[0].set(jnp.nan))
+    names = ["model.embed_tokens.weight", "model.layers.1.self_attn.q_norm.weight", "model.layers.2.mlp.down_proj.weight",
+             "model.norm.weight"]  # fmt: skip
+    assert [(b.hf_name, b.bad) for b in bad_tensors(tree, MODEL)] == list(zip(names, (128, 1, 3, 1)))
+    with pytest.raises(ModelError) as e:
+        check_finite(tree, MODEL, "the gradients")
+    text = str(e.value)
+    assert text.startswith("the gradients are not finite") and "model.layers.2.mlp.down_proj.weight (3 of 32768 elements)" in text
+    assert "and 1 more tensor" in text and "next step" in text
+
+
+def test_the_place_where_an_update_broke_is_named():
+    plain = Precision.uniform(3)
+    assert "the forward pass are finite" in find_nonfinite(params(), batch(), MODEL, plain)
+    m, r, t = map(int, np.argwhere(batch().response_mask)[4])
+    logp = batch().rollout_logp.copy()
+    logp[m, r, t] = np.nan
+    found = find_nonfinite(params(), batch()._replace(rollout_logp=logp), MODEL, plain)
+    assert found == f"rollout_logp of the batch is not finite at 1 tokens, first at micro-batch {m}, row {r}, token {t}"
+    assert "old_logp of the batch" in find_nonfinite(params(), batch(), MODEL, plain, old_logp=logp)
+    broken = changed(params(), "layers", "self_attn", "k_proj", "weight", lambda w: w.at[1, 0, 0].set(jnp.nan))
+    assert "model.layers.1.self_attn.k_proj.weight (1 of 16384" in find_nonfinite(broken, batch(), MODEL, plain)
+
+
+def test_the_layer_whose_activations_overflow_is_named():
+    huge = params()
+    for name in ("gate_proj", "up_proj"):
+        huge = changed(huge, "layers", "mlp", name, "weight", lambda w: w.at[1].multiply(1e22))
+    live = int((batch().segment_ids[0] > 0).sum())
+    found = find_nonfinite(huge, batch(), MODEL, Precision.uniform(3))
+    assert found == f"micro-batch 0, layer 1: what enters mlp.down_proj is not finite at {live} tokens"
+
+
+def test_fp8_keys_without_query_key_norm_are_warned_of():
+    llama = ModelConfig("LlamaForCausalLM", 97, 128, 256, 3, 2, 2, 64, 64)
+    fp8 = EngineFormats("bfloat16", "bfloat16", FP8_KV, "bfloat16")
+    high = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
+    assert kv_fp8_warning(MODEL, fp8) is None and kv_fp8_warning(llama, high) is None
+    warning = kv_fp8_warning(llama, fp8)
+    assert "LlamaForCausalLM" in warning and "precision/key_clipped" in warning and "rollout.kv_cache" in warning
