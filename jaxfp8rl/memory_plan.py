@@ -16,7 +16,9 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.losses.logprobs import CHUNK_ELEMENTS
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
-from jaxfp8rl.publish import wire_manifest
+from jaxfp8rl.precision.recipe import get_recipe
+from jaxfp8rl.publish import is_fp8, wire_manifest
+from pallas_kernels.quantize import BLOCK
 
 Plan = list[tuple[str, int]]
 F32 = 4
@@ -31,7 +33,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
         (f"master weights, float32, {params / 1e6:,.1f} M parameters", params * F32),
         ("Adam's two moments, float32", params * 2 * F32),
         ("gradients: a float32 sum, and a micro-batch's own", params * (F32 + compute)),
-        (f"policy in {cfg.precision.compute_dtype}", params * compute),
+        (f"policy in {cfg.precision.compute_dtype}, and codes and scales of what is FP8 in it", _policy(cfg, model, compute)),
         (f"weights on their way to the engine, recipe {cfg.precision.recipe}", wire),
         ("activations of a micro-batch (estimate)", _activations(cfg, model, compute)),
         ("logits of a chunk, with their derivative, float32 (estimate)", _logits(cfg, model)),
@@ -57,6 +59,15 @@ def _activations(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     if cfg.train.remat:
         return layer + model.num_hidden_layers * tokens * model.hidden_size * itemsize
     return model.num_hidden_layers * layer
+
+
+def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    """Codes take a byte and their scales 4 for 128x128; beside them stand zeros in the type of their gradients."""
+    forward_fp8 = get_recipe(cfg.precision.recipe).forward_fp8
+    runs = engine_runs(cfg, model) if forward_fp8 else ()
+    fp8 = sum(math.prod(e.shape) for e in param_table(model) if is_fp8(e, runs))
+    params = sum(math.prod(e.shape) for e in param_table(model))
+    return params * itemsize + fp8 + fp8 * F32 // BLOCK**2
 
 
 def _logits(cfg: Config, model: ModelConfig) -> int:
