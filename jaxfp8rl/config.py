@@ -283,6 +283,7 @@ class Config(Section):
         """Refuse combinations that cannot work, before anything loads. Raises ConfigError; returns self."""
         recipe = get_recipe(self.precision.recipe)
         self._check_float_types(recipe)
+        self._check_fp8_formats(recipe)
         self._check_loss(recipe)
         if bool(self.model.path) == bool(self.model.config):
             raise ConfigError("model: give either `path` (an HF folder) or `config` (a table), not both or neither")
@@ -317,6 +318,16 @@ class Config(Section):
         if "float16" in used and not recipe.dtype:
             raise ConfigError(f'precision.compute_dtype, weight_dtype: float16 is not for recipe "{recipe.name}"',
                               'set precision.recipe = "fp16"')  # fmt: skip
+
+    def _check_fp8_formats(self, recipe: Recipe) -> None:
+        """A format for a pass that the recipe does not run in FP8 would be ignored."""
+        ignored = {
+            f'precision.gradients = "{self.precision.gradients}"': self.precision.gradients != "e4m3" and not recipe.backward_fp8,
+            'precision.saved_activations = "fp8"': self.precision.saved_activations == "fp8" and not recipe.forward_fp8,
+        }
+        for what in (what for what, is_ignored in ignored.items() if is_ignored):
+            raise ConfigError(f'{what} has no effect under precision.recipe "{recipe.name}"',
+                              'leave it out, or set precision.recipe = "fp8_unified"')  # fmt: skip
 
     def _check_loss(self, recipe: Recipe) -> None:
         """Objective, advantage, correction and recipe must go together."""

@@ -101,7 +101,9 @@ def save(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> None:
     run.save(step, state, {"stream": parts.stream.state(), "seed": parts.cfg.run.seed} | clip)
 
 
-def one_step(parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int):
+def one_step(
+    parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int
+) -> tuple[TrainState, Params, dict, list[dict]]:
     """One rollout batch, its updates and a publish -> (state, its policy, the step's metrics, samples to look at)."""
     cfg, clock = parts.cfg, Clock()
     batch = collect(parts, step, clock)

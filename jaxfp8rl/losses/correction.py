@@ -114,6 +114,8 @@ class CorrectionConfig(NamedTuple):
             raise ValueError(f'lower = {self.lower} has no effect under action "truncate": use "clip" or "mask"')
         if self.batch_normalize and self.weight == "none":
             raise ValueError('batch_normalize has no effect with weight "none"')
+        if self.adaptive and self.weight == "none":
+            raise ValueError('adaptive has no effect with weight "none": it mixes weights with 1')
         names = [r.name() for r in self.rejections]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two rejections by {', '.join(sorted(twice))}: join their bounds in one")

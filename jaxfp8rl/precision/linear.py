@@ -22,7 +22,7 @@ from jax import Array
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.quantize import reference as q
 
-GRADIENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+GRADIENT_DTYPES = {"e4m3": q.E4M3, "e5m2": q.E5M2}
 HIGHEST = jax.lax.Precision.HIGHEST  # else a GPU multiplies float32 as TF32
 
 
@@ -76,7 +76,7 @@ def _dot(x: Array, w: Array) -> Array:
     ).astype(x.dtype)
 
 
-def _round_rows(x: Array, dtype=jnp.float8_e4m3fn) -> Array:
+def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
     """x [..., K] rounded through FP8 in 1x128 blocks, float32."""
     return q.dequantize_rows(*q.quantize_rows(x, dtype))
 

@@ -270,6 +270,11 @@ CORRECTIONS = {
         'rejections = [{level = "token", statistic = "k1", upper = 1.0}, {level = "token", statistic = "k1", lower = 0.0}]',
         "two rejections by token_k1: join their bounds",
     ),
+    "nothing to mix": ('preset = "none"\nadaptive = {onset = 0.1}', 'adaptive has no effect with weight "none"'),
+    "no FP8 backward": (
+        '[precision]\ngradients = "e5m2"', 'precision.gradients = "e5m2" has no effect under precision.recipe "bf16"',
+    ),
+    "no FP8 forward": ('[precision]\nsaved_activations = "fp8"', 'precision.saved_activations = "fp8" has no effect'),
     "nothing to normalise": ('preset = "none"\nbatch_normalize = true', 'no effect with weight "none"'),
     "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
     "two policies only": ('preset = "verl/bypass_pg_is"', 'set loss.old_policy = "rollout"'),
