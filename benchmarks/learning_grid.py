@@ -3,29 +3,28 @@
     python benchmarks/learning_grid.py [--part mismatch|learning|both] [--seeds 3] [--jobs 6] [--out benchmarks/results/...]
 
 Every run is `jaxfp8rl train` on the demo in a process of its own, several at once on one GPU; runs of one seed begin from the
-same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps. `learning`: the embedded engine,
-recipe x correction; held-out reward at the end, with Student's 95% interval over seeds. The yardstick is the BF16 recipe of
-the same seeds. A correction that does nothing is refused for an FP8 recipe, so "none" carries a rejection that never rejects.
+same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps (`--cpu`: vLLM's CPU build, W8A16,
+on a machine with AMX). `learning`: the embedded engine, recipe x correction; held-out reward at the end, and its mean over the
+run, with Student's 95% interval over seeds. The yardstick is the BF16 recipe of the same seeds. A correction that does nothing
+is refused for an FP8 recipe, so "none" carries a rejection that never rejects.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import row, write
-from jaxfp8rl.config import Config
+from benchmarks.common import demo_from, row, write
 from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.toml_config import dump_config
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ("bf16", "fp8_rollout", "fp8_unified")
@@ -44,6 +43,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=6, help="runs at once")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--cpu", action="store_true", help="vLLM's CPU build: results go to mismatch_cpu.json")
     parser.add_argument("--compute", default="bfloat16", help="float type of the learner")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the two JSON files")
     parser.add_argument("--keep", type=Path, default=None, help="where the run directories go")
@@ -71,7 +71,8 @@ def warm_start(args, seed: int) -> None:
 def mismatch(args, common: list[str]) -> None:
     cases = {f"{recipe}, {kv} KV": ["--precision.recipe", recipe, "--rollout.kv_cache", {"BF16": "auto", "FP8": "fp8"}[kv]]
              for recipe in RECIPES for kv in ("BF16", "FP8")}  # fmt: skip
-    vllm = ["--rollout.engine", "vllm", "--rollout.gpu_memory_utilization", "0.08", "--rollout.kv_cache_gib", "4"]
+    vllm = ["--rollout.engine", "vllm"]
+    vllm += [] if args.cpu else ["--rollout.gpu_memory_utilization", "0.08", "--rollout.kv_cache_gib", "4"]
     records = run_all(args, {name: [*common, *vllm, *words] for name, words in cases.items()}, "mismatch")
     rows = []
     for name in cases:
@@ -82,26 +83,30 @@ def mismatch(args, common: list[str]) -> None:
                 rows.append(row(name, key, "median over steps and seeds", ours, other, twin, True))
     keys = ("mismatch/k3", "mismatch/token_mult_prob_error")
     medians = {n: {s: {k: seed_median(r, k) for k in keys} for s, r in by.items()} for n, by in records.items()}
-    write(args.out / "mismatch.json", "mismatch", rows, problems=problems(args, records), medians=medians)
+    name = "mismatch_cpu" if args.cpu else "mismatch"
+    write(args.out / f"{name}.json", name, rows, problems=problems(args, records), medians=medians)
 
 
 def learning(args, common: list[str]) -> None:
     plain = ["--rollout.kv_cache", "auto"]
     cases = {f"{recipe}, {name}": ["--precision.recipe", recipe, *words, *(plain if recipe == "bf16" else [])]
-             for recipe in RECIPES for name, words in CORRECTIONS.items()}  # fmt: skip
+             for recipe in RECIPES for name, words in CORRECTIONS.items()
+             if recipe != "bf16" or name in ("none", "token_tis")}  # fmt: skip
     records = run_all(args, {name: [*common, *words] for name, words in cases.items()}, "learning")
-    finals = {n: {s: last(r, "eval/reward_mean") for s, r in by.items()} for n, by in records.items()}
+    finals = {n: {s: evals(r)[-1] for s, r in by.items()} for n, by in records.items()}
+    means = {n: {s: statistics.mean(evals(r)[1:]) for s, r in by.items()} for n, by in records.items()}
     rows = []
-    for name, by_seed in finals.items():
-        twin = finals.get(f"bf16, {name.split(', ')[1]}", {})
-        if by_seed and twin:
-            mean, other = statistics.mean(by_seed.values()), statistics.mean(twin.values())
-            rows.append(row(name, "held-out reward, end", "mean over seeds", mean, other, "recipe bf16, the same correction")
-                        | {"interval_95": interval(list(by_seed.values())), "seeds": len(by_seed)})  # fmt: skip
-    starts = {n: {s: first(r, "eval/reward_mean") for s, r in by.items()} for n, by in records.items()}
+    for metric, found in (("held-out reward, end", finals), ("held-out reward, mean over the run", means)):
+        twin = found["bf16, token_tis"]
+        for name, by_seed in found.items():
+            if by_seed and twin:
+                mean, other = statistics.mean(by_seed.values()), statistics.mean(twin.values())
+                rows.append(row(name, metric, "mean over seeds", mean, other, "recipe bf16, token_tis")
+                            | {"interval_95": interval(list(by_seed.values())), "seeds": len(by_seed)})  # fmt: skip
+    starts = {n: {s: evals(r)[0] for s, r in by.items()} for n, by in records.items()}
     errors = {n: {s: seed_median(r, "mismatch/token_mult_prob_error") for s, r in by.items()} for n, by in records.items()}
     write(args.out / "learning_grid.json", "learning_grid", rows, problems=problems(args, records), finals=finals,
-          starts=starts, mismatch=errors)  # fmt: skip
+          means=means, starts=starts, mismatch=errors)  # fmt: skip
 
 
 def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int, list[dict]]]:
@@ -126,19 +131,14 @@ def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int,
 
 def child(words: list[str]) -> None:
     name = words[words.index("--run.dir") + 1]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(name).parent / "compiled")}  # one program is compiled once for all runs
     with open(f"{name}.log", "w") as log:
-        subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", *words], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        words = [sys.executable, "-m", "jaxfp8rl.cli", *words]
+        subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | cache)
 
 
 def folder(args, part: str, name: str, seed: int) -> Path:
     return args.keep / f"{part}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-
-
-def demo_from(path: Path) -> str:
-    """The demo's config with its model read from an HF folder instead of made from scratch."""
-    data = tomllib.loads((ROOT / "configs" / "demo.toml").read_text())
-    data["model"] = {"path": str(path), "tokenizer": data["model"]["tokenizer"]}
-    return dump_config(Config.model_validate(data))
 
 
 def seed_median(records: list[dict], key: str) -> float:
@@ -149,12 +149,8 @@ def median_of(by_seed: dict[int, list[dict]], key: str) -> float | None:
     return statistics.median(seed_median(r, key) for r in by_seed.values()) if by_seed else None
 
 
-def last(records: list[dict], key: str) -> float:
-    return [r[key] for r in records if key in r][-1]
-
-
-def first(records: list[dict], key: str) -> float:
-    return next(r[key] for r in records if key in r)
+def evals(records: list[dict]) -> list[float]:
+    return [r["eval/reward_mean"] for r in records if "eval/reward_mean" in r]
 
 
 def interval(values: list[float]) -> list[float] | None:

@@ -40,7 +40,7 @@ from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.loading import load_params
-from jaxfp8rl.models.transformer import decoder_layer, embed, head_weight, packed_attention
+from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention
 from jaxfp8rl.optim import init_state
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.probes import precision_report, unquantized_policy
@@ -170,7 +170,7 @@ def products(subject: Subject) -> dict[str, Product]:
 
         steps = policy["layers"], jnp.arange(model.num_hidden_layers)
         x, seen = jax.lax.scan(jax.checkpoint(body), embed(policy, micro.tokens, precision), steps)
-        hidden = nn.rms_norm(x, policy["norm"]["weight"], model.rms_norm_eps)
+        hidden = final_norm(x, policy, model, precision)
         logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens)
         return -jnp.sum(jnp.where(micro.response_mask, micro.advantages * logp, 0)) / jnp.sum(micro.response_mask), seen
 

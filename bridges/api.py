@@ -136,10 +136,15 @@ class EngineFormats:
     weights: "bfloat16" | "float16" | "float32" | "fp8_e4m3_128x128"
     activations: the format in which activations enter a quantised product: a float type, or "fp8_e4m3_1x128"
     kv_cache: a float type, or "fp8_e4m3"
+    kv_truncated: that cache is written towards zero, not to the nearest code (vLLM's CPU kernels cut the bits off)
     compute: the float type of everything else
     attention: "fp8_e4m3" where attention over an FP8 cache rounds queries and probabilities too (FlashAttention 3 does,
         both with scale 1, probabilities times 2^8), else None: they stay in `compute`
     logits: the float type that logits are rounded to before the softmax
+    fused: a compiled engine, which keeps float32 between the operations that it fuses. A norm sees the sum with the residual
+        before that is rounded and rounds once, after its weight; silu(gate) * up is rounded once, if at all
+    fused_quantizer: of such an engine, activations are quantised to FP8 inside RMSNorm and SiLU (all but o_proj's), where the
+        norm is rounded before and after its weight, silu(gate) * up not at all, and amax has a floor of 2^-9, not 1e-10
     """
 
     weights: str
@@ -148,6 +153,9 @@ class EngineFormats:
     compute: str
     attention: str | None = None
     logits: str = "float32"
+    fused: bool = False
+    fused_quantizer: bool = False
+    kv_truncated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +193,11 @@ class ParamMeta:
 
 @dataclasses.dataclass(frozen=True)
 class PublishReceipt:
-    """Proof of a publish: what crossed and which caches were dropped. `digest` is that of the manifest that crossed."""
+    """Proof of a publish: what crossed and which caches were dropped.
+
+    digest: of the manifest that crossed. content: of every tensor's bytes, read back from the engine and found equal to the
+    source's; "" from a transport that cannot read the engine.
+    """
 
     version: int
     tensors: int
@@ -193,11 +205,48 @@ class PublishReceipt:
     digest: str
     seconds: float
     caches_reset: tuple[str, ...]
+    content: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackRow:
+    """A buffer: row `index` of `stack`, an array with one axis more, as a learner holds the layers that it scans over.
+
+    Who knows this class reads the row where it lies; for anyone else `__dlpack__` and `__array__` copy it out.
+    """
+
+    stack: Any
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stack.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        return self.stack.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.stack.nbytes // self.stack.shape[0]
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.stack[self.index].__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return self.stack.__dlpack_device__()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.stack[self.index], dtype=dtype)
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Named buffers, in the manifest's order. A buffer is anything with `__dlpack__` on the engine's device."""
+    """Named buffers, in the manifest's order. A buffer is anything with `__dlpack__` on the engine's device, a StackRow too.
+
+    Buffers may be made while they are asked for. Those made by JAX may be dropped once the next layer has been asked for;
+    others must stay as they are until the publish is over.
+    """
 
     def manifest(self) -> tuple[ParamMeta, ...]: ...
 

@@ -24,6 +24,7 @@ from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import init_params
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim import make_optimizer, make_schedule
+from jaxfp8rl.precision.linear import products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, resolve
 from jaxfp8rl.registry import build_engine
 from jaxfp8rl.rewards.runner import RewardRunner
@@ -92,7 +93,7 @@ def build(cfg: Config) -> Parts:
     formats = engine.capabilities().formats
     precision = resolve(
         get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,
-        cfg.precision.gradients, cfg.precision.saved_activations,
+        cfg.precision.gradients, cfg.precision.saved_activations, products_of(cfg.precision.products),
     )  # fmt: skip
     updates = cfg.run.steps * cfg.train.updates_per_step
     optimizer = make_optimizer(cfg.optim, updates)

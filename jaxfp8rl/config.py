@@ -97,6 +97,9 @@ class PrecisionSection(Section):
     saved_activations: Literal["high", "fp8"] = Field(
         "high", description='what wgrad gets of an FP8 product\'s input: as it was, or the forward\'s codes (Jet-RL)'
     )
+    products: Literal["auto", "float32", "tensor_core"] = Field(
+        "auto", description="how W8A8 products are summed: auto is tensor_core, as engines do, where there are FP8 tensor cores"
+    )
     embedded_activations: Literal["fp8", "high"] = Field("fp8", description="W8A8 or W8A16 in the embedded engine")
     first_layers_bf16: int = Field(0, ge=0)
     last_layers_bf16: int = Field(0, ge=0)
@@ -323,6 +326,9 @@ class Config(Section):
         """A format for a pass that the recipe does not run in FP8 would be ignored."""
         ignored = {
             f'precision.gradients = "{self.precision.gradients}"': self.precision.gradients != "e4m3" and not recipe.backward_fp8,
+            f'precision.products = "{self.precision.products}"': self.precision.products != "auto" and not (
+                recipe.forward_fp8 or (recipe.engine_fp8 and self.rollout.engine == "jax")
+            ),
             'precision.saved_activations = "fp8"': self.precision.saved_activations == "fp8" and not recipe.forward_fp8,
         }
         for what in (what for what, is_ignored in ignored.items() if is_ignored):

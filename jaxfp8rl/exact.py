@@ -1,8 +1,11 @@
-"""`exact_jit`: jax.jit that keeps every rounding the program asks for.
+"""`exact_jit`: jax.jit that keeps every rounding the program asks for, and multiplies matrices as the engine does.
 
 By default XLA may drop a cast to a narrower float and back ("excess precision"). On a GPU that was seen to remove the
 rounding of intermediate bfloat16 values in one program and keep it in another, so that the same tokens got different
 log-probabilities from prefill, decode and the learner. Everything that computes a log-probability is compiled with this.
+
+Products of matrices are left to cuBLAS, as they are in the engine. XLA's own kernels sum in another order, which for FP8 also
+means in another precision, and XLA would choose between the two anew for every shape.
 """
 
 from __future__ import annotations
@@ -11,4 +14,5 @@ import functools
 
 import jax
 
-exact_jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+OPTIONS = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
+exact_jit = functools.partial(jax.jit, compiler_options=OPTIONS)

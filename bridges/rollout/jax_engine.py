@@ -52,7 +52,8 @@ class JaxEngine:
         self.state, self._problem = WeightState(), ""
         self._run = jax.jit(
             functools.partial(_generate, model), static_argnames=("max_new", "top_k", "nucleus", "greedy"),
-            compiler_options={"xla_allow_excess_precision": False},  # keep the roundings that the learner keeps
+            # keep the roundings that the learner keeps, and multiply as it does: by cuBLAS
+            compiler_options={"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
         )  # fmt: skip
 
     def capabilities(self) -> Capabilities:

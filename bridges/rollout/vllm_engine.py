@@ -118,10 +118,15 @@ class VllmEngine:
 
     def _describe(self, vocab_size: int, max_model_len: int) -> Capabilities:
         import vllm
+        from vllm.platforms import current_platform
 
         activations = self._activations() if self._weights == FP8 else self._dtype
         attention = "fp8_e4m3" if self.on_model(_attends_in_fp8) else None
-        formats = EngineFormats(self._weights, activations, self._kv_cache, self._dtype, attention, self._dtype)
+        fused, fused_quantizer = _fusion(self.llm.llm_engine.vllm_config.compilation_config)
+        formats = EngineFormats(
+            self._weights, activations, self._kv_cache, self._dtype, attention, self._dtype, fused,
+            fused_quantizer and self._weights == FP8, self._kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
+        )  # fmt: skip
         return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True)
 
     def _activations(self) -> str:
@@ -305,6 +310,21 @@ def _block_kernels(model: Any) -> set[str]:
     """Class names of the FP8 linear kernels in use."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
+
+
+def _fusion(compilation: Any) -> tuple[bool, bool]:
+    """Whether Inductor fuses what it compiles, and whether vLLM's passes put the FP8 quantiser inside RMSNorm and SiLU."""
+    from vllm.config import CompilationMode
+
+    passes = compilation.pass_config
+    if compilation.mode != CompilationMode.VLLM_COMPILE:
+        return compilation.mode != CompilationMode.NONE and compilation.backend in ("", "inductor"), False
+    if passes.fuse_norm_quant != passes.fuse_act_quant:
+        raise BridgeError(
+            f"vLLM fuses quantisation with norms ({passes.fuse_norm_quant}) or activations ({passes.fuse_act_quant}) alone",
+            "switch both passes on or both off: the learner mirrors one or the other",
+        )
+    return True, bool(passes.fuse_norm_quant)
 
 
 def _attends_in_fp8(model: Any) -> bool:

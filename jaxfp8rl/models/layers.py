@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.quantize.reference import E4M3_MAX
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x [..., D] / rms(x) * weight [D]; rounded to x's dtype before the weight, as Hugging Face does."""
-    x32 = x.astype(jnp.float32)
+def rms_norm(x: Array, weight: Array, eps: float, dtype: DTypeLike | None = None, once: bool = False) -> Array:
+    """x [..., D] / rms(x) * weight [D] in `dtype`, x's own by default. Rounded to it before and after the weight, as Hugging
+    Face does, or `once`, after it, as compilers do that fuse the two."""
+    x32, dtype = x.astype(jnp.float32), dtype or x.dtype
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight.astype(x.dtype)
+    if once:
+        return (normed * weight.astype(dtype).astype(jnp.float32)).astype(dtype)
+    return normed.astype(dtype) * weight.astype(dtype)
+
+
+def add_residual(x: Array, y: Array) -> Array:
+    """x + y in x's dtype, that of the stream. Where that is wider than y's the sum stays unrounded for the norm to see, and is
+    rounded to y's dtype when the next one is added: what travels on is the rounded sum."""
+    return x.astype(y.dtype).astype(x.dtype) + y.astype(x.dtype)
 
 
 def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
@@ -70,9 +81,10 @@ def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8:
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, d).astype(q_BTHd.dtype)
 
 
-def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) * up, [..., F] (Shazeer 2020)."""
-    return jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype) * up
+def swiglu(gate: Array, up: Array, fused: bool = False) -> Array:
+    """silu(gate) * up, [..., F] (Shazeer 2020), in gate's dtype, silu rounded to it first; in float32, unrounded, if `fused`."""
+    silu = jax.nn.silu(gate.astype(jnp.float32))
+    return silu * up.astype(jnp.float32) if fused else silu.astype(gate.dtype) * up
 
 
 def to_e4m3(x: Array) -> Array:
@@ -80,17 +92,25 @@ def to_e4m3(x: Array) -> Array:
     return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
 
 
-@jax.custom_jvp
-def round_e4m3(x: Array) -> Array:
-    """x as it reads back from an FP8 KV cache, in x's dtype. Straight-through: its derivative is the identity.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_e4m3(x: Array, truncate: bool = False) -> Array:
+    """x as it reads back from an FP8 KV cache, in x's dtype: the nearest E4M3 number, or the next towards zero if `truncate`.
+    Straight-through: its derivative is the identity.
 
     By arithmetic: XLA for GPUs drops a cast to E4M3 and back as "excess precision", and the rounding with it.
     """
     x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
-    subnormal = jnp.round(x * 2.0**9) * 2.0**-9  # below 2^-6 the step is 2^-9; above it three bits follow the leading one
-    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3))
+    subnormal = (jnp.trunc if truncate else jnp.round)(x * 2.0**9) * 2.0**-9  # below 2^-6 the step is 2^-9
+    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, _three_bits(x, truncate))  # above it three bits follow the leading one
+
+
+def _three_bits(x: Array, truncate: bool) -> Array:
+    if not truncate:
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFF00000), jnp.float32).astype(x.dtype)
 
 
 @round_e4m3.defjvp
-def _(primals, tangents):
-    return round_e4m3(*primals), tangents[0]
+def _(truncate, primals, tangents):
+    return round_e4m3(*primals, truncate), tangents[0]

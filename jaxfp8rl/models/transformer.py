@@ -23,6 +23,7 @@ from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision
+from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
 
@@ -51,7 +52,7 @@ def forward(
             return decoder_layer(x, w, cfg, precision, run, rope, attend)
 
         x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
-    return nn.rms_norm(x, params["norm"]["weight"], cfg.rms_norm_eps)
+    return final_norm(x, params, cfg, precision)
 
 
 def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
@@ -61,7 +62,7 @@ def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
         if precision.kv_fp8:
-            k, v = nn.round_e4m3(k), nn.round_e4m3(v)
+            k, v = (nn.round_e4m3(a, precision.kv_truncated) for a in (k, v))
         return nn.attention(q, k, v, mask_BTS, precision.attention_fp8), None
 
     return attend
@@ -94,7 +95,7 @@ def forward_cached(
             return decoder_layer(x, w, cfg, precision, run, rope, attend), None
 
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(run.start, run.stop), weights))
-    return nn.rms_norm(x, params["norm"]["weight"], cfg.rms_norm_eps), cache
+    return final_norm(x, params, cfg, precision), cache
 
 
 def head_weight(params: Params, cfg: ModelConfig) -> Array:
@@ -109,8 +110,13 @@ def split_layers(params: Params, precision: Precision) -> Params:
 
 
 def embed(params: Params, tokens_BT: Array, precision: Precision) -> Array:
-    """What enters the first layer, [B, T, D] in `precision.compute_dtype`."""
-    return params["embed_tokens"]["weight"][tokens_BT].astype(precision.compute_dtype)
+    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`, in `precision.stream_dtype`."""
+    return params["embed_tokens"]["weight"][tokens_BT].astype(precision.compute_dtype).astype(precision.stream_dtype)
+
+
+def final_norm(x_BTD: Array, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
+    """The norm after the last layer, [B, T, D] in `precision.compute_dtype`."""
+    return nn.rms_norm(x_BTD, params["norm"]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once=precision.fused)
 
 
 def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
@@ -127,11 +133,17 @@ def decoder_layer(
     x_BTD: Array, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope: tuple[Array, Array],
     attend: Callable, product: Callable = lambda name, *args: linear(*args),
 ) -> tuple[Array, Any]:  # fmt: skip
-    """One decoder layer -> (x_BTD, what `attend` left behind). `attend(q, k, v)` gets rotated, normalised heads;
-    `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for whoever wants to look on."""
+    """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is in `precision.stream_dtype`. `attend(q, k, v)` gets
+    rotated, normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for who wants to look on."""
+    quantizes = run.fp8 if precision.fused_quantizer else frozenset()  # products whose input is quantised as it is made
 
     def project(x: Array, block: str, name: str) -> Array:
-        return product(name, x, w[block][name]["weight"], precision, name in run.fp8)
+        floor = FUSED_AMAX_FLOOR if name in quantizes and name != "o_proj" else AMAX_FLOOR
+        return product(name, x, w[block][name]["weight"], precision, name in run.fp8, floor)
+
+    def norm(x: Array, name: str, reader: str) -> Array:
+        once = precision.fused and reader not in quantizes
+        return nn.rms_norm(x, w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
 
     def heads(x: Array, name: str, norm: str = "") -> Array:
         y = project(x, "self_attn", name).reshape(*x.shape[:2], -1, cfg.head_dim)
@@ -139,14 +151,16 @@ def decoder_layer(
             return y
         return nn.rms_norm(y.astype(jnp.float32), w["self_attn"][norm]["weight"], cfg.rms_norm_eps)
 
-    h = nn.rms_norm(x_BTD, w["input_layernorm"]["weight"], cfg.rms_norm_eps)
+    h = norm(x_BTD, "input_layernorm", "q_proj")
     q, k, v = heads(h, "q_proj", "q_norm"), heads(h, "k_proj", "k_norm"), heads(h, "v_proj")
     q, k = (nn.apply_rope(a, *rope).astype(h.dtype) for a in (q, k))  # one rounding after norm and rotation, as when fused
     o_BTHd, left = attend(q, k, v)
-    x_BTD = x_BTD + project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj")
-    h = nn.rms_norm(x_BTD, w["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
-    h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"))
-    return x_BTD + project(h_BTF, "mlp", "down_proj"), left
+    x_BTD = nn.add_residual(x_BTD, project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj"))
+    h = norm(x_BTD, "post_attention_layernorm", "gate_proj")
+    h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"), precision.fused)
+    if "down_proj" not in quantizes:
+        h_BTF = h_BTF.astype(h.dtype)
+    return nn.add_residual(x_BTD, project(h_BTF, "mlp", "down_proj")), left
 
 
 def _attend_cached(

@@ -5,9 +5,9 @@ FP8 forward: W as E4M3 codes with a scale a 128x128 block, x as E4M3 codes with 
 same weight codes; wgrad contracts over tokens, so x and dy are both quantised 1x128 along T. For wgrad x is kept as it was
 (one rounding) or as the forward's E4M3 codes (half the memory and a second rounding: Jet-RL, arXiv 2601.14243).
 
-The products run here as float32 dots of the dequantised operands: every code times scale is exact in float32 to 2^-24, so
-this differs from a tensor-core FP8 product only in the order of the float32 sum. It is the reference and, until the Hopper
-kernels land, the only backend.
+`Precision.products` says how the W8A8 forward is summed, in `_scaled_product` alone: "float32", a product of the dequantised
+operands, which runs anywhere; or "tensor_core", as the engine's kernels sum it on a GPU, to the bit. The tensor core keeps 14
+bits of a sum of 128 products, and the BF16 roundings that this flips are most of what is left of the mismatch without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.precision.recipe import Precision
+from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.quantize import reference as q
 
 GRADIENT_DTYPES = {"e4m3": q.E4M3, "e5m2": q.E5M2}
@@ -46,25 +48,42 @@ class TrainableWeight(NamedTuple):
     handle: Array
 
 
+def products_of(choice: str) -> str:
+    """`precision.products` on this machine: "auto" is "tensor_core" where there are FP8 tensor cores, else "float32".
+
+    Raises ConfigError for "tensor_core" where there are none.
+    """
+    device = jax.devices()[0]
+    has = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8.9
+    if choice == "tensor_core" and not has:
+        raise ConfigError(
+            f'precision.products = "tensor_core" needs a GPU with FP8 tensor cores, this is {device.device_kind}',
+            'set precision.products = "float32": the same products, summed otherwise',
+        )
+    return ("tensor_core" if has else "float32") if choice == "auto" else choice
+
+
 def round_to(x: Array, dtype: str) -> Array:
     """x rounded to a narrower float type, in its own dtype. Not a pair of casts: XLA may drop those as excess precision."""
     to = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, to.nexp, to.nmant)
 
 
-def linear(x: Array, weight: Array | QuantizedWeight | TrainableWeight, precision: Precision, fp8: bool) -> Array:
+def linear(
+    x: Array, weight: Array | QuantizedWeight | TrainableWeight, precision: Precision, fp8: bool, amax_floor: float = q.AMAX_FLOOR
+) -> Array:  # fmt: skip
     """x [..., K] times weight [N, K] transposed -> [..., N] in `precision.compute_dtype`.
 
     `weight` is a TrainableWeight, the learner's case; a QuantizedWeight, the engine's, which is not differentiated; or a float
-    array, quantised on the fly when `fp8` (straight-through to it).
+    array, quantised on the fly when `fp8` (straight-through to it). `amax_floor` is that of x's quantisation.
     """
     dtype = jnp.dtype(precision.compute_dtype)
     if isinstance(weight, QuantizedWeight):
-        return _fp8_forward(x, weight, precision.activations_fp8).astype(dtype)
+        return _fp8_forward(precision, amax_floor, x, weight).astype(dtype)
     if isinstance(weight, TrainableWeight):
-        return _fp8_linear(precision, x, *weight).astype(dtype)
+        return _fp8_linear(precision, amax_floor, x, *weight).astype(dtype)
     if fp8:
-        return _fp8_linear(precision, x, QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight).astype(dtype)
+        return _fp8_linear(precision, amax_floor, x, QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight).astype(dtype)
     return _dot(x.astype(dtype), weight.astype(dtype))
 
 
@@ -81,23 +100,33 @@ def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
     return q.dequantize_rows(*q.quantize_rows(x, dtype))
 
 
-def _fp8_forward(x: Array, weight: QuantizedWeight, activations_fp8: bool) -> Array:
-    x = _round_rows(x) if activations_fp8 else x.astype(jnp.float32)
-    return _dot(x, q.dequantize_blocks(*weight))
+def _fp8_forward(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight) -> Array:
+    if not precision.activations_fp8:
+        return _dot(x.astype(jnp.float32), q.dequantize_blocks(*weight))
+    return _scaled_product(precision.products, *q.quantize_rows(x, amax_floor=amax_floor), weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8_linear(precision: Precision, x: Array, weight: QuantizedWeight, handle: Array) -> Array:
-    return _fp8_forward(x, weight, precision.activations_fp8)
+def _scaled_product(products: str, codes: Array, scale: Array, weight: QuantizedWeight) -> Array:
+    """x [..., K] as codes and scales times `weight` [N, K] transposed -> [..., N] float32."""
+    if products == "tensor_core":
+        return xla.blockwise_matmul(codes, scale, *weight)
+    return _dot(q.dequantize_rows(codes, scale), q.dequantize_blocks(*weight))
 
 
-def _fp8_linear_fwd(precision: Precision, x: Array, weight: QuantizedWeight, handle: Array):
-    kept = q.quantize_rows(x) if precision.saved_activations == "fp8" else x
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fp8_linear(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight, handle: Array) -> Array:
+    return _fp8_forward(precision, amax_floor, x, weight)
+
+
+def _fp8_linear_fwd(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight, handle: Array):
+    kept = x.astype(precision.compute_dtype)  # unrounded where the engine's quantiser is fused: not worth twice the memory
+    if precision.saved_activations == "fp8":
+        kept = q.quantize_rows(x, amax_floor=amax_floor)
     like = jnp.zeros((), x.dtype), handle[:0, :0]
-    return _fp8_forward(x, weight, precision.activations_fp8), (kept, weight, like)
+    return _fp8_forward(precision, amax_floor, x, weight), (kept, weight, like)
 
 
-def _fp8_linear_bwd(precision: Precision, saved, dy: Array):
+def _fp8_linear_bwd(precision: Precision, amax_floor: float, saved, dy: Array):
     kept, weight, (like_x, like_w) = saved
     x = q.dequantize_rows(*kept) if precision.saved_activations == "fp8" else kept
     w = q.dequantize_blocks(*weight)  # the same codes as the forward's, in either backward

@@ -37,7 +37,7 @@ from jaxfp8rl.losses.sharpness import logit_sharpness
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.transformer import decoder_layer, embed, head_weight, packed_attention, runs_of
+from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention, runs_of
 from jaxfp8rl.policy import as_params, policy_of
 from jaxfp8rl.precision.linear import QuantizedWeight, linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision
@@ -185,7 +185,7 @@ def walk(
         x, seen = jax.lax.scan(body, x, stack)
         stacks.append(seen)
     seen = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
-    return nn.rms_norm(x, weights["norm"]["weight"], model.rms_norm_eps), seen
+    return final_norm(x, weights, model, precision), seen
 
 
 # The layers that cause the mismatch --------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def mixed_forward(
         branches = [layer_in(f, f.runs[i]) for f in formats]
         body = lambda x, step, branches=branches: (jax.lax.switch(step[1], branches, x, step[0]), None)
         x, _ = jax.lax.scan(body, x, (stack, choice[run.start : run.stop]))
-    return nn.rms_norm(x, weights["norm"]["weight"], model.rms_norm_eps)
+    return final_norm(x, weights, model, formats[0])
 
 
 # Small things ------------------------------------------------------------------------------------------------------------

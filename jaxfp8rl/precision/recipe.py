@@ -64,24 +64,32 @@ class Precision:
 
     runs: consecutive layers with equal FP8 modules, covering all layers.
     activations_fp8: activations enter FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16).
+    products: how W8A8 products are summed: "float32", or "tensor_core", as the engine's kernels on a GPU do.
     gradients: "e4m3" or "e5m2" for the gradients that enter dgrad and wgrad of FP8 products, all of whose operands are then
         FP8; "high": neither is.
     saved_activations: what wgrad gets of an FP8 product's input, "high" as it was or "fp8" the forward's codes.
     kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's cache holds them.
+    kv_truncated: towards zero, in the learner's forward (see EngineFormats); the embedded engine's cache never is.
     attention_fp8: queries and probabilities are rounded to E4M3 likewise, each before its product.
     rope_dtype: the float type of the engine's table of cosines and sines.
     logits_dtype: the float type the engine's logits are rounded to.
+    fused, fused_quantizer: where a compiled engine does not round, or quantises in a fused kernel: see EngineFormats. With
+        `fused` the residual stream is carried as the unrounded sum, in float32.
     weight_dtype: the float type the published policy is rounded to; the float32 master weights only feed the optimiser.
     """
 
     runs: tuple[LayerRun, ...]
     activations_fp8: bool = True
+    products: str = "float32"
     gradients: str = "high"
     saved_activations: str = "high"
     kv_fp8: bool = False
+    kv_truncated: bool = False
     attention_fp8: bool = False
     rope_dtype: str = "float32"
     logits_dtype: str = "float32"
+    fused: bool = False
+    fused_quantizer: bool = False
     compute_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
 
@@ -93,6 +101,11 @@ class Precision:
     @property
     def any_fp8(self) -> bool:
         return any(run.fp8 for run in self.runs)
+
+    @property
+    def stream_dtype(self) -> str:
+        """Float type of the residual stream between layers."""
+        return "float32" if self.fused else self.compute_dtype
 
 
 def get_recipe(name: str) -> Recipe:
@@ -162,7 +175,7 @@ def _check_fused(sets: list[frozenset[str]]) -> None:
 
 def resolve(
     recipe: Recipe, runs: tuple[LayerRun, ...], formats: EngineFormats, compute_dtype: str, weight_dtype: str,
-    gradients: str = "e4m3", saved_activations: str = "high",
+    gradients: str = "e4m3", saved_activations: str = "high", products: str = "float32",
 ) -> Precision:  # fmt: skip
     """The learner's Precision: the recipe, mirroring what the engine reports (W8A8 or W8A16, FP8 KV or not).
 
@@ -178,12 +191,16 @@ def resolve(
     return Precision(
         runs=runs if recipe.forward_fp8 else plain,
         activations_fp8=formats.activations == FP8_ACTIVATION,
+        products=products,
         gradients=gradients if recipe.backward_fp8 else "high",
         saved_activations=saved_activations if recipe.forward_fp8 else "high",
         kv_fp8=recipe.forward_fp8 and formats.kv_cache == FP8_KV,
+        kv_truncated=recipe.forward_fp8 and formats.kv_truncated,
         attention_fp8=recipe.forward_fp8 and formats.attention == FP8_KV,
         rope_dtype=formats.compute,
         logits_dtype=formats.logits,
+        fused=formats.fused,
+        fused_quantizer=recipe.forward_fp8 and formats.fused_quantizer,
         compute_dtype=compute_dtype,
         weight_dtype=weight_dtype,
     )

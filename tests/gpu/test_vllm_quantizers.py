@@ -12,7 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxfp8rl.exact import exact_jit
 from pallas_kernels.blockwise_matmul import reference as matmul
+from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.numerics import relative_l2, tile_distinct, ulp_distance
 from pallas_kernels.quantize import reference as q
 
@@ -241,6 +243,22 @@ def test_cutlass_computes_the_reference_product(torch):
         cuda(torch, np.asarray(a)), cuda(torch, np.asarray(b)).T, device_sa, cuda(torch, np.asarray(sb)).T, torch.bfloat16
     )
     assert relative_l2(host(out, ml_dtypes.bfloat16).astype(np.float32), matmul.blockwise_matmul(a, sa, b, sb)) < 3e-3
+
+
+@pytest.mark.parametrize("n, k", [(384, 256), (6144, 4096), (4096, 12288), (512, 1536)])
+@pytest.mark.parametrize("tokens", [1, 8, 100, 2049])
+def test_the_tensor_core_product_equals_cutlass_to_the_bit(torch, tokens, n, k):
+    """What the learner's forward runs against what the engine runs, at shapes of decode and prefill, rounded to bfloat16."""
+    from vllm._custom_ops import cutlass_scaled_mm
+
+    (x, sx), (w, sw) = quantize_rows(normal((tokens, k), 1)), quantize_blocks(normal((n, k), 2, 0.02))
+    device_sx = cuda(torch, np.asarray(sx).T).T  # column by column, as the quantiser writes it
+    out = cutlass_scaled_mm(
+        cuda(torch, np.asarray(x)), cuda(torch, np.asarray(w)).T, device_sx, cuda(torch, np.asarray(sw)).T, torch.bfloat16
+    )
+    ours = np.asarray(exact_jit(lambda *a: xla.blockwise_matmul(*a).astype(jnp.bfloat16))(x, sx, w, sw))
+    theirs = host(out, ml_dtypes.bfloat16)
+    assert (ours != theirs).mean() == 0, f"{(ours != theirs).mean():.2e} differ, relative l2 {relative_l2(ours, theirs):.1e}"
 
 
 @pytest.mark.parametrize("k", [128, 4096])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.blockwise_matmul import reference as matmul
+from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.numerics import cosine, relative_l2, tile_distinct
 from pallas_kernels.quantize import reference as q
 
@@ -62,6 +63,27 @@ def test_fprop_equals_float64(x, w, power_of_two):
     got = blockwise_matmul(*a, *b)
     assert got.shape == (T, N) and got.dtype == jnp.float32
     check(got, rows64(*a), blocks64(*b).T)
+
+
+@pytest.mark.parametrize("shape", [(T, N, K), (1, 128, 256), (16, 384, 128)])
+def test_the_product_of_fp8_dots_is_the_reference(shape):
+    """On a GPU these dots sum as its tensor cores do; here in float32. Tokens may have several axes."""
+    tokens, n, k = shape
+    a = quantize_rows(tile_distinct((tokens, k), (1, 128), seed=1))
+    b = quantize_blocks(tile_distinct((n, k), (128, 128), seed=2))
+    got = jax.jit(xla.blockwise_matmul)(*a, *b)
+    check(got, rows64(*a), blocks64(*b).T)
+    folded = jax.jit(xla.blockwise_matmul)(*(x[None, :, None] for x in a), *b)
+    np.testing.assert_array_equal(folded[0, :, 0], got)
+
+
+def test_fma_rounds_once():
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=1000).astype(np.float32) for _ in range(2))
+    c = (-a * b).astype(np.float32)  # what is left is the rounding of the product, which two roundings would lose
+    exact = a.astype(np.float64) * b.astype(np.float64) + c
+    assert (exact != 0).mean() > 0.9
+    np.testing.assert_array_equal(jax.jit(xla._fma)(a, b, c), exact.astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", [q.E4M3, q.E5M2])

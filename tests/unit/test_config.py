@@ -275,6 +275,7 @@ CORRECTIONS = {
         '[precision]\ngradients = "e5m2"', 'precision.gradients = "e5m2" has no effect under precision.recipe "bf16"',
     ),
     "no FP8 forward": ('[precision]\nsaved_activations = "fp8"', 'precision.saved_activations = "fp8" has no effect'),
+    "no FP8 product": ('[precision]\nproducts = "float32"', 'precision.products = "float32" has no effect'),
     "nothing to normalise": ('preset = "none"\nbatch_normalize = true', 'no effect with weight "none"'),
     "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
     "two policies only": ('preset = "verl/bypass_pg_is"', 'set loss.old_policy = "rollout"'),

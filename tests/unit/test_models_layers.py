@@ -29,6 +29,16 @@ def test_round_e4m3_equals_the_cast_in_float32_and_at_its_ties():
     np.testing.assert_array_equal(jax.jit(layers.round_e4m3)(x), layers.to_e4m3(x).astype(jnp.float32))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_truncation_takes_the_next_code_towards_zero(dtype):
+    codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(np.concatenate([rng.normal(size=5000) * np.exp2(rng.uniform(-12, 9, 5000)), codes, -codes, [1e4]]), dtype)
+    x64 = np.asarray(x, np.float64)
+    want = np.sign(x64) * codes[np.searchsorted(codes, np.abs(x64).clip(max=448), side="right") - 1]
+    np.testing.assert_array_equal(jax.jit(layers.round_e4m3, static_argnums=1)(x, True).astype(jnp.float64), want)
+
+
 def test_round_e4m3_passes_the_gradient_through():
     x, w = jnp.array([0.3, -500.0, 7.0]), jnp.array([1.0, 2.0, 3.0])
     np.testing.assert_array_equal(jax.grad(lambda x: (layers.round_e4m3(x) * w).sum())(x), w)
@@ -92,6 +102,30 @@ def test_rms_norm_rounds_before_the_weight():
     normed = np.array([1.0, 2.0, 3.0]) / np.sqrt(14 / 3)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got[0], w * jnp.asarray(normed, jnp.bfloat16))
+
+
+def test_what_a_compiled_engine_fuses_is_rounded_once():
+    """Norm and weight; SiLU and product; and the sum with the residual, which the norm sees unrounded and the stream does not."""
+    rng = np.random.default_rng(0)
+    x, y, w = (jnp.asarray(rng.normal(size=(4, 64)), jnp.bfloat16) for _ in range(3))
+    x64, y64, w64 = (np.asarray(a, np.float64) for a in (x, y, w))
+
+    def rounded(a: np.ndarray) -> np.ndarray:
+        return a.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    total = layers.add_residual(x.astype(jnp.float32), y)
+    np.testing.assert_array_equal(total, (x64 + y64).astype(np.float32))
+    np.testing.assert_array_equal(layers.add_residual(total, y), rounded(np.asarray(total)) + np.asarray(y, np.float32))
+    np.testing.assert_array_equal(layers.add_residual(x, y), rounded(x64 + y64))
+    s = np.asarray(total, np.float64)
+    want = rounded(s / np.sqrt((s**2).mean(-1, keepdims=True) + 1e-6) * w64[0])
+    once, twice = (np.asarray(layers.rms_norm(total, w[0], 1e-6, "bfloat16", o), np.float32) for o in (True, False))
+    assert (once != want).mean() < 0.01 < 0.1 < (twice != want).mean()
+    product = x64 / (1 + np.exp(-x64)) * y64
+    fused, apart = layers.swiglu(x, y, fused=True), layers.swiglu(x, y)
+    assert (fused.dtype, apart.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(fused, product, rtol=1e-6)
+    assert (np.asarray(apart, np.float32) != rounded(product)).mean() > 0.1
 
 
 def test_packed_mask():

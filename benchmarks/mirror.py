@@ -1,0 +1,134 @@
+"""What each rounding that the learner mirrors is worth: samples of the engine, scored by learners that do one of them otherwise.
+
+    python benchmarks/mirror.py [--samples 4096] [--out benchmarks/results/mirror.json]
+
+The demo's warm start is published to vLLM and sampled, in a process of its own for each case. The same tokens are then scored by
+the learner as it mirrors the engine (`resolve`), and by learners that do one thing otherwise. The yardstick of a row is the full
+mirror: a ratio of 0.5 says that this change doubles the gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.common import demo_from, row, write
+from jaxfp8rl import loop, rollouts
+from jaxfp8rl.build import Parts, build
+from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score
+
+CASES = {
+    "bf16, BF16 KV": "--precision.recipe bf16 --rollout.kv_cache auto",
+    "fp8_unified, BF16 KV": "--rollout.kv_cache auto",
+    "fp8_unified, FP8 KV": "--rollout.kv_cache fp8",
+    "fp8_unified, BF16 KV, engine not compiled": "--rollout.kv_cache auto --rollout.enforce_eager true",
+}
+ENGINE = "--precision.compute_dtype bfloat16 --rollout.engine vllm --rollout.gpu_memory_utilization 0.08 --rollout.kv_cache_gib 4"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--options", default="", help="more overrides of the config, as `jaxfp8rl train` takes them")
+    parser.add_argument("--jobs", type=int, default=len(CASES), help="cases at once")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/mirror.json"))
+    parser.add_argument("--child", nargs=3, metavar=("CONFIG", "OPTIONS", "OUT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        measure(*args.child, args.samples)
+    else:
+        run_all(args)
+
+
+def run_all(args) -> None:
+    folder = Path(tempfile.mkdtemp())
+    words = ["sft", "demo", "--precision.compute_dtype", "bfloat16", "--run.dir", str(folder / "sft")]
+    subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", *words], check=True)
+    (folder / "demo.toml").write_text(demo_from(folder / "sft" / "sft"))
+
+    def one(case: tuple[int, str]) -> dict | None:
+        index, options = case
+        out = folder / f"{index}.json"
+        options = f"{ENGINE} --run.dir {folder / 'unused'} {options} {args.options}"
+        words = ["--child", str(folder / "demo.toml"), options, str(out), "--samples", str(args.samples)]
+        subprocess.run([sys.executable, __file__, *words])
+        return json.loads(out.read_text()) if out.exists() else None
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = dict(zip(CASES, pool.map(one, enumerate(CASES.values()))))
+    rows = [
+        row(f"{case}: {name}", key, "over response tokens", value, result["gaps"]["mirrored"][key], "mirrored in full", True)
+        for case, result in found.items() if result
+        for name, values in result["gaps"].items() for key, value in values.items()
+    ]  # fmt: skip
+    write(args.out, "mirror", rows, samples=args.samples, formats={case: r and r["formats"] for case, r in found.items()},
+          problems=[case for case, result in found.items() if not result])  # fmt: skip
+
+
+def measure(config: str, options: str, out: str, samples: int) -> None:
+    parts = build(load_config(config, shlex.split(options)))
+    params = parts.initial_params()
+    loop.publish(parts, parts.policy(params), 0)
+    batch, formats = sample(parts, samples), parts.engine.capabilities().formats
+    found = {name: gaps(parts, params, batch, precision) for name, precision in variants(parts.precision).items()}
+    Path(out).write_text(json.dumps({"formats": dataclasses.asdict(formats), "gaps": found}))
+    parts.close()
+
+
+def variants(full: Precision) -> dict[str, Precision]:
+    """The learner as it mirrors the engine, and with one thing otherwise; what would change nothing is left out."""
+    plain = tuple(dataclasses.replace(run, fp8=frozenset()) for run in full.runs)
+    changes = {
+        "FP8 products summed in float32": {"products": "float32"},
+        "norms and SiLU rounded as if not fused": {"fused": False, "fused_quantizer": False},
+        "norms and SiLU as if fused": {"fused": True},
+        "quantiser apart from norms and SiLU": {"fused_quantizer": False},
+        "rotary table in float32": {"rope_dtype": "float32"},
+        "logits in float32": {"logits_dtype": "float32"},
+        "keys, values, queries, probabilities not FP8": {"kv_fp8": False, "attention_fp8": False},
+        "keys, values rounded to nearest": {"kv_truncated": False},
+        "queries, probabilities not FP8": {"attention_fp8": False},
+        "no FP8 at all": {"runs": plain, "kv_fp8": False, "attention_fp8": False, "fused_quantizer": False},
+        "everything but FP8 in float32": {"compute_dtype": "float32"},
+    }
+    changed = {name: dataclasses.replace(full, **change) for name, change in changes.items()}
+    if not full.any_fp8:  # its fields say nothing then
+        del changed["FP8 products summed in float32"]
+    return {"mirrored": full} | {name: precision for name, precision in changed.items() if precision != full}
+
+
+def sample(parts: Parts, count: int):
+    """`count` completions of the training prompts, packed."""
+    prompts = (parts.train * (count // len(parts.train) + 1))[: max(1, count // 4)]
+    kept, _ = rollouts.generate(parts.engine, prompts, rollouts.make_requests(prompts, parts.sampling, 4, 7, 5), 0)
+    return loop.pack_samples(parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept for c in cs])
+
+
+def gaps(parts: Parts, params, batch, precision: Precision) -> dict[str, float]:
+    """Means over response tokens of |d|, of k3 and of those with |d| < 1e-5, and the largest |d|; d in nats."""
+    cfg = parts.cfg
+    score = make_score(make_logprobs(parts.model, precision, cfg.rollout.temperature, cfg.train.remat))
+    logp = np.asarray(jax.device_get(score(make_policy(precision)(params), batch)))
+    d = (logp - np.asarray(batch.rollout_logp))[np.asarray(batch.response_mask)].astype(np.float64)
+    apart = np.abs(d)
+    return {"abs_logp_diff": float(apart.mean()), "k3": float((np.expm1(d) - d).mean()), "max_logp_diff": float(apart.max()),
+            "off by more than 1e-5": float((apart > 1e-5).mean())}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

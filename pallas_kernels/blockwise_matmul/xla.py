@@ -1,0 +1,48 @@
+"""The blockwise product on a GPU's FP8 tensor cores through XLA: one FP8 product for each 128 of the contraction.
+
+Every block of 128 is summed inside the tensor core, whose accumulator keeps some 14 bits, and promoted to a float32 sum: what
+CUTLASS's and DeepGEMM's kernels do, in the same order, so that the result equals the engine's to the bit (on Hopper, checked by
+tests/gpu/test_vllm_quantizers.py), provided that XLA takes cuBLASLt's FP8 product and not one of its own that sums otherwise:
+compile with `xla_gpu_enable_triton_gemm` off, as `jaxfp8rl.exact.exact_jit` does. It costs a pass over the output for every
+block, which a kernel of ours need not.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.quantize import BLOCK
+from pallas_kernels.quantize.reference import pad_to_blocks
+
+ROWS = 16  # cuBLASLt takes FP8 operands in multiples of it; XLA would multiply others in a wider format
+
+
+def blockwise_matmul(x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array) -> Array:
+    """x [..., K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [..., N] float32.
+
+    x_scale [..., ceil(K/128)], w_scale [ceil(N/128), ceil(K/128)] float32; codes of any FP8 type.
+    """
+    lead, n = x_codes.shape[:-1], w_codes.shape[0]
+    x, w = (_pad_rows(pad_to_blocks(c, -1)) for c in (x_codes.reshape(-1, x_codes.shape[-1]), w_codes))
+    x_scale = _pad_rows(x_scale.reshape(-1, x_scale.shape[-1]))
+    w_scale = jnp.repeat(w_scale, BLOCK, 0)[: w.shape[0]]
+    total = jnp.zeros((x.shape[0], w.shape[0]), jnp.float32)
+    for g in range(x.shape[1] // BLOCK):
+        block = slice(g * BLOCK, (g + 1) * BLOCK)
+        partial = jax.lax.dot_general(x[:, block], w[:, block], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        total = _fma(partial, x_scale[:, g, None] * w_scale[None, :, g], total)
+    return total[: x_codes.size // x_codes.shape[-1], :n].reshape(*lead, n)
+
+
+def _fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c rounded once to float32, as the kernels' fused multiply-add. By way of float64, where the product is exact and
+    the sum within 2^-53: XLA fuses the two or not as it likes."""
+    with jax.enable_x64(True):
+        a, b, c = (jax.lax.convert_element_type(x, jnp.float64) for x in (a, b, c))
+        return jax.lax.convert_element_type(jax.lax.reduce_precision(a * b + c, 8, 23), jnp.float32)
+
+
+def _pad_rows(a: Array) -> Array:
+    return jnp.pad(a, ((0, -a.shape[0] % ROWS), (0, 0)))
