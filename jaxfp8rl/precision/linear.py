@@ -101,8 +101,8 @@ def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
 
 
 def _fp8_forward(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight) -> Array:
-    if not precision.activations_fp8:
-        return _dot(x.astype(jnp.float32), q.dequantize_blocks(*weight))
+    if not precision.activations_fp8:  # W8A16 kernels make the weight a BF16 one (vLLM's AMX kernel, for more than 4 tokens)
+        return _dot(x.astype(jnp.float32), round_to(q.dequantize_blocks(*weight), precision.compute_dtype))
     return _scaled_product(precision.products, *q.quantize_rows(x, amax_floor=amax_floor), weight)
 
 
