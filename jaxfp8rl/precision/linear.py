@@ -79,7 +79,7 @@ def linear(
     """
     dtype = jnp.dtype(precision.compute_dtype)
     if isinstance(weight, QuantizedWeight):
-        return _fp8_forward(precision, amax_floor, x, weight).astype(dtype)
+        return _fp8_forward(precision, amax_floor, x, weight)[0].astype(dtype)
     if isinstance(weight, TrainableWeight):
         return _fp8_linear(precision, amax_floor, x, *weight).astype(dtype)
     if fp8:
@@ -100,10 +100,14 @@ def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
     return q.dequantize_rows(*q.quantize_rows(x, dtype))
 
 
-def _fp8_forward(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight) -> Array:
-    if not precision.activations_fp8:  # W8A16 kernels make the weight a BF16 one (vLLM's AMX kernel, for more than 4 tokens)
-        return _dot(x.astype(jnp.float32), round_to(q.dequantize_blocks(*weight), precision.compute_dtype))
-    return _scaled_product(precision.products, *q.quantize_rows(x, amax_floor=amax_floor), weight)
+def _fp8_forward(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight) -> tuple[Array, tuple]:
+    """The product in float32, and x as codes and scales, for whoever keeps them."""
+    quantized = q.quantize_rows(x, amax_floor=amax_floor)
+    if precision.activations_fp8:
+        return _scaled_product(precision.products, *quantized, weight), quantized
+    # W8A16 kernels make the weight a BF16 one (vLLM's on AMX, for more than 4 tokens)
+    w = round_to(q.dequantize_blocks(*weight), precision.compute_dtype)
+    return _dot(x.astype(jnp.float32), w), quantized
 
 
 def _scaled_product(products: str, codes: Array, scale: Array, weight: QuantizedWeight) -> Array:
@@ -115,15 +119,14 @@ def _scaled_product(products: str, codes: Array, scale: Array, weight: Quantized
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fp8_linear(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight, handle: Array) -> Array:
-    return _fp8_forward(precision, amax_floor, x, weight)
+    return _fp8_forward(precision, amax_floor, x, weight)[0]
 
 
 def _fp8_linear_fwd(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight, handle: Array):
-    kept = x.astype(precision.compute_dtype)  # unrounded where the engine's quantiser is fused: not worth twice the memory
-    if precision.saved_activations == "fp8":
-        kept = q.quantize_rows(x, amax_floor=amax_floor)
+    y, quantized = _fp8_forward(precision, amax_floor, x, weight)
+    high = x.astype(precision.compute_dtype)  # unrounded where the engine's quantiser is fused: not worth twice the memory
     like = jnp.zeros((), x.dtype), handle[:0, :0]
-    return _fp8_forward(precision, amax_floor, x, weight), (kept, weight, like)
+    return y, (quantized if precision.saved_activations == "fp8" else high, weight, like)
 
 
 def _fp8_linear_bwd(precision: Precision, amax_floor: float, saved, dy: Array):
