@@ -86,6 +86,15 @@ def verify_refuses_an_old_receipt(e: EngineUnderTest) -> None:
     e.transport.verify(new)
 
 
+def content_follows_the_bytes(e: EngineUnderTest) -> None:
+    """Where a transport reads the engine back, equal weights have equal content in the receipt, and others another."""
+    first, other, again = (e.publish(seed) for seed in (0, 1, 0))
+    if first.content:
+        assert first.content == again.content != other.content, (first, other, again)
+        with _raises(PublishFailed, "a receipt of another content"):
+            e.transport.verify(dataclasses.replace(again, content=other.content))
+
+
 def completions_come_in_order(e: EngineUnderTest) -> None:
     """len(requests) lists, the i-th of n completions numbered from 0, whatever the lengths and counts."""
     receipt = e.publish(0)
@@ -234,10 +243,10 @@ def impossible_requests_are_refused(e: EngineUnderTest) -> None:
 
 
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
-    starts_dirty, receipt_tells_what_crossed, verify_refuses_an_old_receipt, completions_come_in_order, lengths_and_reasons,
-    stop_tokens_are_included, samples_differ, seeds_reproduce, greedy_is_the_mode, logprobs_are_of_the_distribution_sampled,
-    weights_decide, manifest_is_checked_first, a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone,
-    impossible_requests_are_refused,
+    starts_dirty, receipt_tells_what_crossed, verify_refuses_an_old_receipt, content_follows_the_bytes,
+    completions_come_in_order, lengths_and_reasons, stop_tokens_are_included, samples_differ, seeds_reproduce,
+    greedy_is_the_mode, logprobs_are_of_the_distribution_sampled, weights_decide, manifest_is_checked_first,
+    a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone, impossible_requests_are_refused,
 )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from bridges.api import RolloutEngine, SamplingParams, WeightTransport
-from jaxfp8rl.calibrate import ClipCalibration
+from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.dataset import PromptStream, prepare
 from jaxfp8rl.data.packing import microbatches_needed
@@ -56,6 +56,7 @@ class Parts:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     calibration: ClipCalibration | None
+    kv_scales: KvCalibration | None
     spikes: SpikeCounter
     reference: Params | None = None  # the policy that the run began with, when loss.kl_coef holds on to it
 
@@ -104,7 +105,9 @@ def build(cfg: Config) -> Parts:
         RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, logprobs,
         make_policy(precision), make_score(logprobs),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer),
-        optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model), SpikeCounter(),
+        optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model),
+        KvCalibration(model, precision, cfg.rollout.temperature, cfg.rollout.kv_scale_decay)
+        if cfg.rollout.kv_scales == "calibrated" else None, SpikeCounter(),
     )  # fmt: skip
 
 

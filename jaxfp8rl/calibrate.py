@@ -1,11 +1,13 @@
-"""Clip bounds for a noisy FP8 ratio, set from time to time by what the same learner without FP8 would have clipped.
+"""What a run measures of itself to set its own numbers: clip bounds for a noisy FP8 ratio, and scales of FP8 attention.
 
 FP8 rounding noise in both log-probabilities widens the distribution of pi / pi_old; tokens with a negative advantage then
-fall below the lower bound and keep their probability though nobody wanted them (arXiv 2609.22870).
+fall below the lower bound and keep their probability though nobody wanted them (arXiv 2609.22870). The bounds are set from time
+to time by what the same learner without FP8 would have clipped.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,9 +16,15 @@ import numpy as np
 from jax import Array
 
 from jaxfp8rl.config import Loss
+from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.losses.calibration import calibrated_bounds
+from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
 from jaxfp8rl.losses.objectives import objective_parameters
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.transformer import forward_and_amax, head_weight
+from jaxfp8rl.precision.kv_scales import KvScales, remember, scales_from
+from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.types import Params, TrainBatch
 
 
@@ -41,6 +49,41 @@ class ClipCalibration:
         bounds = jax.device_get(_bounds(ratio, shadow, batch.advantages, batch.response_mask, *self.nominal))
         if np.isfinite(bounds).all():  # else the update that follows is not finite either, and its guard reports it
             self.clip = tuple(map(np.float32, bounds))
+
+
+class KvCalibration:
+    """Scales of FP8 attention from the largest queries, keys and values of the scoring pass, which it therefore makes.
+
+    `amax` [L] of each is the largest seen, forgotten by `decay` a step (jaxfp8rl/precision/kv_scales.py); None before the first.
+    """
+
+    def __init__(self, model: ModelConfig, precision: Precision, temperature: float, decay: float):
+        self.amax: KvScales | None = None
+        self._decay, self._observe = decay, exact_jit(functools.partial(_observe, model, precision, temperature))
+
+    def score(self, policy: Params, batch: TrainBatch) -> Array:
+        """old_logp [M, R, T], as `score` gives it; what was seen on the way is remembered."""
+        logp, amax = self._observe(policy, batch)
+        self.amax = remember(self.amax, amax, self._decay)
+        return logp
+
+    def apply(self, policy: Params) -> Params:
+        """The policy with the scales to publish it with."""
+        return {**policy, "kv_scales": scales_from(self.amax)}
+
+
+def _observe(model: ModelConfig, precision: Precision, temperature: float, policy: Params, batch: TrainBatch):
+    """(log-probabilities [M, R, T], {"q", "k", "v": [L]}) of the policy on `batch`; empty micro-batches are skipped."""
+
+    def one(micro: TrainBatch) -> tuple[Array, KvScales]:
+        hidden, amax = forward_and_amax(policy, model, micro.tokens, micro.positions, micro.segment_ids, precision)
+        head, dtype = head_weight(policy, model), precision.logits_dtype
+        return token_logprobs(hidden, head, micro.tokens, temperature, logits_dtype=dtype)[0], amax
+
+    first = jax.tree.map(lambda x: x[0], batch)
+    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first))
+    logp, amax = jax.lax.map(lambda m: jax.lax.cond((m.segment_ids > 0).any(), one, lambda _: nothing, m), batch)
+    return logp, jax.tree.map(lambda x: x.max(0), amax)
 
 
 _bounds = jax.jit(calibrated_bounds)

@@ -76,6 +76,10 @@ class Rollout(Section):
     top_k: int = Field(0, ge=0, description="0: off")
     top_p: float = Field(1.0, gt=0, le=1)
     kv_cache: Literal["auto", "fp8"] = Field("auto", description='"fp8": keys and values cached in E4M3')
+    kv_scales: Literal["one", "calibrated"] = Field(
+        "one", description='scales of an FP8 cache: 1, or a power of two a layer from what the scoring pass saw'
+    )
+    kv_scale_decay: float = Field(0.9, ge=0, le=1, description="what is left after a step of the largest key or value seen")
     max_num_seqs: int = Field(256, ge=1, description="sequences the engine decodes at once")
     gpu_memory_utilization: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM may take")
     kv_cache_gib: float | None = Field(
@@ -83,6 +87,9 @@ class Rollout(Section):
     )
     fp8_kernel: Literal["native", "emulated"] = Field(
         "native", description='"emulated": vLLM on a CPU without AMX computes FP8 products slowly, in float32'
+    )
+    publish: Literal["auto", "in_place", "reload"] = Field(
+        "auto", description="weights to vLLM: written into its tensors, or by vLLM's own reload; auto: in place where it can"
     )
     enforce_eager: bool = Field(False, description="vLLM without CUDA graphs and compilation")
 
@@ -303,6 +310,7 @@ class Config(Section):
                 f"train.updates_per_step = {self.train.updates_per_step} does not divide rollout.prompts_per_step = "
                 f"{self.rollout.prompts_per_step}: a group stays whole"
             )
+        self._check_kv_scales()
         if self.task.kind == "reasoning_gym" and not self.task.name:
             raise ConfigError("task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"')
         if self.task.kind == "file" and not self.task.path:
@@ -321,6 +329,19 @@ class Config(Section):
         if "float16" in used and not recipe.dtype:
             raise ConfigError(f'precision.compute_dtype, weight_dtype: float16 is not for recipe "{recipe.name}"',
                               'set precision.recipe = "fp16"')  # fmt: skip
+
+    def _check_kv_scales(self) -> None:
+        if self.rollout.kv_scales == "one":
+            return
+        problem = None
+        if self.rollout.kv_cache != "fp8":
+            problem = f'rollout.kv_cache = "{self.rollout.kv_cache}" has none', 'set rollout.kv_cache = "fp8"'
+        elif self.rollout.engine != "jax":
+            problem = f'rollout.engine "{self.rollout.engine}" is not given any yet', 'set rollout.kv_scales = "one"'
+        elif self.loss.old_policy == "rollout":
+            problem = 'with loss.old_policy = "rollout" no scoring pass sees keys', 'set loss.old_policy = "recomputed"'
+        if problem:
+            raise ConfigError(f'rollout.kv_scales = "calibrated": {problem[0]}', problem[1])
 
     def _check_fp8_formats(self, recipe: Recipe) -> None:
         """A format for a pass that the recipe does not run in FP8 would be ignored."""

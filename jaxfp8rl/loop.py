@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bridges.api import PublishReceipt
@@ -43,7 +44,7 @@ def train(cfg: Config, resume: bool = False) -> None:
         if warning := kv_fp8_warning(parts.model, parts.engine.capabilities().formats):
             run.note(warning)
         state, step = restore(parts, run) if resume else (begin(parts, run), 0)
-        policy = parts.policy(state.params)
+        policy = with_scales(parts, parts.policy(state.params))
         publish(parts, policy, step)
         facts = gate(parts, policy, step)
         if not resume:
@@ -59,6 +60,16 @@ def train(cfg: Config, resume: bool = False) -> None:
     if stop.requested and step < cfg.run.steps:
         raise SystemExit(stop.exit_code)
     write_summary(cfg.run.dir)
+
+
+def with_scales(parts: Parts, policy: Params) -> Params:
+    """The policy with scales for FP8 attention where they are calibrated: before the first step, on prompts alone."""
+    if parts.kv_scales is None:
+        return policy
+    if parts.kv_scales.amax is None:
+        prompts = [p.token_ids for p in parts.train[: parts.cfg.rollout.prompts_per_step]]
+        parts.kv_scales.score(policy, pack_samples(parts, [Sample(p[:-1], p[-1:], np.zeros(1), 0.0) for p in prompts]))
+    return parts.kv_scales.apply(policy)
 
 
 def begin(parts: Parts, run: RunDirectory) -> TrainState:
@@ -91,6 +102,8 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
         parts.reference = parts.policy(run.load_reference(parts.model))
     if parts.calibration and "clip" in loop:
         parts.calibration.clip = tuple(map(np.float32, loop["clip"]))
+    if parts.kv_scales:
+        parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in loop["kv_amax"].items()}
     check_finite(state.params, parts.model, "the checkpoint")
     run.rewind(step)
     return state, step
@@ -98,7 +111,9 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
 
 def save(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> None:
     clip = {"clip": [float(x) for x in parts.calibration.clip]} if parts.calibration else {}
-    run.save(step, state, {"stream": parts.stream.state(), "seed": parts.cfg.run.seed} | clip)
+    seen = {n: np.asarray(x).tolist() for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
+    loop = {"stream": parts.stream.state(), "seed": parts.cfg.run.seed, "kv_amax": seen}
+    run.save(step, state, loop | clip)
 
 
 def one_step(
@@ -113,6 +128,7 @@ def one_step(
     with clock("update"):
         lr = float(parts.schedule(state.step))
         state, policy, updates = learn(parts, run, state, policy, step, packed, scored)
+        policy = with_scales(parts, policy)
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
         updates |= probe(parts, run, state, packed[0], step)
     with clock("publish"):

@@ -2,7 +2,8 @@
 
 Score, update and publish take the same tree, so the engine and the learner's FP8 forward hold equal bytes because there is but
 one copy of them. Its leaves are arrays of the masters' shapes in `compute_dtype`, rounded to `weight_dtype` first, and
-QuantizedWeights where the learner's forward is FP8. `layers` is a tuple of stacks, one for each run of equal precision.
+QuantizedWeights where the learner's forward is FP8. `layers` is a tuple of stacks, one for each run of equal precision. Whoever
+calibrates FP8 attention adds "kv_scales" (jaxfp8rl.precision.kv_scales), which no gradient concerns.
 """
 
 from __future__ import annotations
@@ -41,12 +42,23 @@ def _quantize(stack: Params, modules: frozenset[str]) -> Params:
 
 def handles(policy: Params, dtype: str) -> Params:
     """What a loss is differentiated by: the policy's float leaves themselves, and zeros of `dtype` for quantised ones."""
-    return jax.tree.map(lambda w: jnp.zeros(w.codes.shape, dtype) if is_quantized(w) else w, policy, is_leaf=is_quantized)
+    zeros_or_leaf = lambda w: jnp.zeros(w.codes.shape, dtype) if is_quantized(w) else w
+    return jax.tree.map(zeros_or_leaf, without_scales(policy), is_leaf=is_quantized)
 
 
 def attach(policy: Params, handles: Params) -> Params:
     """The policy that the forward takes, differentiable by `handles`."""
-    return jax.tree.map(lambda w, h: TrainableWeight(w, h) if is_quantized(w) else h, policy, handles, is_leaf=is_quantized)
+    handle = lambda w, h: TrainableWeight(w, h) if is_quantized(w) else h
+    return jax.tree.map(handle, without_scales(policy), handles, is_leaf=is_quantized) | scales_in(policy)
+
+
+def scales_in(policy: Params) -> Params:
+    """{"kv_scales": ...} where the policy has them, else {}."""
+    return {name: policy[name] for name in ("kv_scales",) if name in policy}
+
+
+def without_scales(policy: Params) -> Params:
+    return {name: node for name, node in policy.items() if name != "kv_scales"}
 
 
 def as_params(tree: Params) -> Params:

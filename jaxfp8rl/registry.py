@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import jax
 from jax import Array
 
-from bridges.api import EngineFormats, RolloutEngine, WeightTransport
+from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightTransport
 from jaxfp8rl.config import Config
+from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, LayerRun, Precision, get_recipe
@@ -20,12 +21,14 @@ def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) ->
 
     Raises ConfigError (from the engine's own checks) or ImportError with the extra to install.
     """
-    engine, transport = {"jax": _jax, "vllm": _vllm}[cfg.rollout.engine](cfg, model, runs)
-    transport.open(engine)
-    return engine, transport
+    return {"jax": _jax, "vllm": _vllm}[cfg.rollout.engine](cfg, model, runs)
 
 
 def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    if cfg.rollout.publish != "auto":
+        raise ConfigError(f'rollout.publish = "{cfg.rollout.publish}" is a way into vLLM, rollout.engine "jax" has but one',
+                          "leave rollout.publish out")  # fmt: skip
+
     from bridges.rollout.jax_engine import EngineModel, JaxEngine
     from bridges.weights.jax_inprocess import JaxInprocess
     from jaxfp8rl.losses.logprobs import logits_of
@@ -46,7 +49,7 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[R
         return jax.tree.map(to_compute, assemble(model, runs, tensors), is_leaf=lambda w: isinstance(w, QuantizedWeight))
 
     functions = EngineModel(
-        manifest=wire_manifest(model, runs, precision.weight_dtype),
+        manifest=wire_manifest(model, runs, precision.weight_dtype, cfg.rollout.kv_scales == "calibrated"),
         assemble=to_params,
         init_cache=lambda batch, length: init_cache(model, batch, length, precision),
         step=lambda params, tokens, positions, cache: forward_cached(params, model, tokens, positions, cache, precision),
@@ -55,7 +58,9 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[R
         vocab_size=model.vocab_size,
     )
     limits = dict(max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed)
-    return JaxEngine(functions, **limits), JaxInprocess()
+    engine, transport = JaxEngine(functions, **limits), JaxInprocess()
+    transport.open(engine)
+    return engine, transport
 
 
 def _embedded_formats(cfg: Config) -> EngineFormats:
@@ -71,7 +76,6 @@ def _embedded_formats(cfg: Config) -> EngineFormats:
 
 def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     from bridges.rollout.vllm_engine import VllmEngine
-    from bridges.weights.vllm_inprocess import VllmReload
 
     linears = [e for e in param_table(model) if e.role == "linear"]
     engine = VllmEngine(
@@ -88,4 +92,25 @@ def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[
         fp8_kernel=cfg.rollout.fp8_kernel,
         seed=cfg.run.seed,
     )
-    return engine, VllmReload()
+    try:
+        return engine, open_vllm_transport(cfg.rollout.publish, engine)
+    except BridgeError:
+        engine.close()
+        raise
+
+
+def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
+    """An open transport. "auto" says which it took and why: in place, with every publish proved, where the engine allows it."""
+    from bridges.weights.vllm_inplace import VllmInplace
+    from bridges.weights.vllm_inprocess import VllmReload
+
+    if how == "auto":
+        try:
+            transport = open_vllm_transport("in_place", engine)
+            print('rollout.publish = "auto" takes "in_place": vLLM keeps every tensor in a layout known here')
+            return transport
+        except BridgeError as e:
+            print(f'rollout.publish = "auto" takes "reload": {str(e).splitlines()[0]}')
+    transport = VllmInplace() if how == "in_place" else VllmReload()
+    transport.open(engine)
+    return transport

@@ -31,7 +31,7 @@ from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.optim import guarded_update
-from jaxfp8rl.policy import as_params, attach, handles, policy_of
+from jaxfp8rl.policy import as_params, attach, handles, policy_of, scales_in
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
@@ -110,6 +110,6 @@ def make_train_step(
         metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask), "staleness/k1": mean_over(mask, old_logp - logp)}
         metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
-        return state, policy_of(state.params, precision), metrics
+        return state, policy_of(state.params, precision) | scales_in(policy), metrics
 
     return train_step

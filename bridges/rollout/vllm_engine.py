@@ -1,4 +1,5 @@
-"""vLLM as the rollout engine, in this process: token ids in and out, weights by `bridges.weights.vllm_inprocess`.
+"""vLLM as the rollout engine, in this process: token ids in and out, weights by `bridges.weights.vllm_inplace` or
+`bridges.weights.vllm_inprocess`.
 
 Written for vLLM 0.25 (CUDA) and 0.32 (its CPU build). One open engine a process.
 """
@@ -153,8 +154,7 @@ class VllmEngine:
         Each completion is its own vLLM request: the prefix cache shares the prompt among the n.
         """
         self._state.require_clean()
-        if self._asleep:
-            raise BridgeError("the engine is asleep", "call wake() first")
+        self.require_awake()
         for r in requests:
             self._check(r)
         prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
@@ -219,14 +219,33 @@ class VllmEngine:
         """Every tensor a publish must bring, in checkpoint layout."""
         return self._manifest
 
+    def begin(self, version: int) -> None:
+        """The weights of `version` are about to be written: dirty until `commit`.
+
+        Raises EngineUnhealthy after a reload that broke off inside vLLM, BridgeError when asleep or closed.
+        """
+        if self._broken:
+            raise EngineUnhealthy("an earlier reload broke off inside vLLM", "close this engine and build a new one")
+        self.require_awake()
+        self._state.begin(version)
+
+    def require_awake(self) -> None:
+        """Raise BridgeError where the engine's tensors are not there to be read or written."""
+        if self.llm is None:
+            raise BridgeError("the engine is closed", "build a new one")
+        if self._asleep:
+            raise BridgeError("the engine is asleep", "call wake() first")
+
+    def drop(self, why: str) -> None:
+        """Declare the weights unusable until the next publish."""
+        self._state.drop(why)
+
     def load(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
         """Load torch tensors under HF names in place. Leaves the engine dirty: the caller commits when all went well.
 
         An exception out of vLLM leaves its layerwise reload half open, and the next one would build on that: no more loads.
         """
-        if self._broken:
-            raise EngineUnhealthy("an earlier reload broke off inside vLLM", "close this engine and build a new one")
-        self._state.begin(version)
+        self.begin(version)
         self._broken = True
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _untied(tensors, self._tied)})
         _synchronise()

@@ -7,22 +7,39 @@ the live parameters do not tell. vLLM records each layer's checkpoint layout for
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridges.api import BridgeError, ParamMeta
 
 EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}  # vLLM stacks the experts of a layer in two tensors
 
 
-def expected_manifest(model: Any, block: tuple[int, int]) -> tuple[ParamMeta, ...]:
-    """One ParamMeta a checkpoint tensor: fused projections and stacked experts are split, a tied lm_head is absent, the
-    padding of the vocabulary is off. `block` is the FP8 block.
+class Place(NamedTuple):
+    """Where vLLM keeps a checkpoint tensor: rows [start, start + meta.shape[0]) of `module.leaf`, a parameter that had `shape`
+    when it was loaded; `path` is the module's. start is None of a member of stacked experts."""
+
+    meta: ParamMeta
+    path: str
+    module: Any
+    leaf: str
+    start: int | None
+    shape: tuple[int, ...]
+
+
+def places(model: Any, block: tuple[int, int]) -> tuple[Place, ...]:
+    """One Place a checkpoint tensor: fused projections and stacked experts are split, a tied lm_head is absent, the padding of
+    the vocabulary is off. `block` is the FP8 block.
 
     Raises BridgeError where the parts of a fused FP8 projection do not end at a block's edge.
     """
     repeats = {name for names in tied_names(model).values() for name in names}
-    metas = (meta for path, module in model.named_modules() for meta in _of_module(model, path, module, block))
-    return tuple(m for m in metas if m.name not in repeats)
+    found = (place for path, module in model.named_modules() for place in _of_module(model, path, module, block))
+    return tuple(p for p in found if p.meta.name not in repeats)
+
+
+def expected_manifest(model: Any, block: tuple[int, int]) -> tuple[ParamMeta, ...]:
+    """What a publish must bring: the metas of `places`."""
+    return tuple(place.meta for place in places(model, block))
 
 
 def tied_names(model: Any) -> dict[str, list[str]]:
@@ -33,7 +50,7 @@ def tied_names(model: Any) -> dict[str, list[str]]:
     return {first: rest for first, *rest in names.values() if rest}
 
 
-def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> Iterator[ParamMeta]:
+def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> Iterator[Place]:
     fused = getattr(model, "packed_modules_mapping", {})
     parent, _, last = path.rpartition(".")
     for leaf, tensor in _checkpoint_tensors(module):
@@ -47,7 +64,10 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
             parts = _fused(path, names, module.output_partition_sizes, leaf, shape, block)
         else:
             parts = [(f"{path}.{leaf}", (getattr(module, "org_vocab_size", shape[0]), *shape[1:]))]
-        yield from (_meta(name, dtype, shape, block) for name, shape in parts)
+        start: int | None = None if leaf.partition("_")[0] in EXPERTS else 0
+        for name, part in parts:
+            yield Place(_meta(name, dtype, part, block), path, module, leaf, start, shape)
+            start = None if start is None else start + part[0]
 
 
 def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from bridges.api import StackRow
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,17 +37,20 @@ def torch_view(array: Any) -> torch.Tensor:
     """View of `array` (any shape, any float type) as a torch tensor: zero copy, read-only by convention.
 
     Where torch cannot take FP8 through DLPack the codes travel as uint8, which costs one copy in JAX, and are
-    reinterpreted: same bytes, same shape. Any other object with `__dlpack__` is taken as it is.
-    Raises TypeError for an object without.
+    reinterpreted: same bytes, same shape. A StackRow is a view into its stack. Any other object with `__dlpack__` is taken as
+    it is. Raises TypeError for an object without.
     """
     import torch
 
+    if isinstance(array, StackRow):
+        return torch_view(array.stack)[array.index]
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"a {type(array).__name__} has no __dlpack__: pass a JAX array")
     if hasattr(array, "block_until_ready"):
         array.block_until_ready()
-        if array.dtype.name in ("float8_e4m3fn", "float8_e5m2") and not torch_takes_fp8():
+        if not torch_takes_fp8() and array.dtype.name in ("float8_e4m3fn", "float8_e5m2"):
             return torch.from_dlpack(_codes(array)).view(getattr(torch, array.dtype.name))
+        return torch.from_dlpack(array.__dlpack__())  # it is ready: no stream need wait, and asking which one costs more
     return torch.from_dlpack(array)
 
 

@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from bridges import manifest
-from bridges.api import ParamMeta, PublishFailed, PublishReceipt, WeightSource
+from bridges.api import ParamMeta, PublishFailed, PublishReceipt, StackRow, WeightSource
 from bridges.rollout.jax_engine import JaxEngine
 
 
@@ -42,6 +44,9 @@ class JaxInprocess:
         """Nothing is held."""
 
 
-def _checked(meta: ParamMeta, name: str, buffer: Any) -> Any:
+def _checked(meta: ParamMeta, name: str, buffer: Any) -> jax.Array:
+    """A copy: the learner may donate its own."""
     manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)
-    return buffer
+    if isinstance(buffer, StackRow):
+        return jax.lax.dynamic_index_in_dim(buffer.stack, np.int32(buffer.index), keepdims=False)
+    return jnp.array(buffer)

@@ -34,6 +34,7 @@ class VllmReload:
         """
         engine, metas = self._opened(), source.manifest()
         manifest.check(metas, engine.expected_manifest())
+        engine.require_awake()
         start, stream = time.perf_counter(), _Stream(source, metas)
         try:
             engine.load(stream, version)

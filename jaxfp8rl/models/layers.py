@@ -61,18 +61,21 @@ def packed_mask(segment_ids_BT: Array) -> Array:
     return (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & (t[:, None] >= t[None, :])
 
 
-def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8: bool = False) -> Array:
+def attention(
+    q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8: bool = False, q_scale: Array | float = 1.0
+) -> Array:
     """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K); none is repeated.
 
     Rounded where FlashAttention rounds (Dao et al. 2022, algorithm 1): exp(score - max) enters the product with the values
     in their type and is divided by its float32 sum afterwards. `fp8`: queries and those exponentials enter as E4M3, the
-    latter times 2^8, as in FlashAttention 3 (over one block of keys; over several, its maximum is the running one).
+    latter times 2^8, as in FlashAttention 3 (over one block of keys; over several, its maximum is the running one), and queries
+    over `q_scale`, a power of two.
     """
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
     exact = jax.lax.Precision.HIGHEST if q_BTHd.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
     product = {"precision": exact, "preferred_element_type": jnp.float32}
-    q_BTKGd = (round_e4m3(q_BTHd) if fp8 else q_BTHd).reshape(B, T, K, H // K, d)
+    q_BTKGd = (round_scaled(q_BTHd, q_scale) if fp8 else q_BTHd).reshape(B, T, K, H // K, d)
     scores = jnp.einsum("btkgd,bskd->bkgts", q_BTKGd, k_BSKd, **product) * d**-0.5
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
@@ -102,6 +105,11 @@ def round_e4m3(x: Array, truncate: bool = False) -> Array:
     x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
     subnormal = (jnp.trunc if truncate else jnp.round)(x * 2.0**9) * 2.0**-9  # below 2^-6 the step is 2^-9
     return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, _three_bits(x, truncate))  # above it three bits follow the leading one
+
+
+def round_scaled(x: Array, scale: Array | float, truncate: bool = False) -> Array:
+    """`round_e4m3` of x / scale, times scale, in x's dtype; exact but for that rounding if scale is a power of two."""
+    return (round_e4m3(x / jnp.asarray(scale, x.dtype), truncate) * jnp.asarray(scale, x.dtype)).astype(x.dtype)
 
 
 def _three_bits(x: Array, truncate: bool) -> Array:

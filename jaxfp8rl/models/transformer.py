@@ -2,7 +2,8 @@
 
 The tree mirrors Hugging Face names, with the layers stacked along a leading axis L so that one `scan` runs them:
 `{"embed_tokens": {"weight" [V, D]}, "layers": {"self_attn": {"q_proj": {"weight" [L, N, K]}, ...}, ...}, "norm", ...}`.
-`params["layers"]` may also be a tuple of such dicts, one for each run of equal precision (`split_layers`).
+`params["layers"]` may also be a tuple of such dicts, one for each run of equal precision (`split_layers`), and `params` may
+hold "kv_scales" for FP8 attention (`precision/kv_scales.py`).
 
 Letters: B rows, T tokens, S keys, D width, F hidden, H query heads, K key-value heads, d head size, V vocabulary, L layers.
 """
@@ -21,11 +22,13 @@ from jax import Array
 
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.precision.kv_scales import NAMES, KvScales, amax_of
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
+UNIT = dict.fromkeys(NAMES, 1.0)  # the scales of one layer, when the tree has none
 
 
 class KVCache(NamedTuple):
@@ -44,26 +47,37 @@ def forward(
     Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
     in each segment. With `remat` only each layer's input is kept for the backward pass.
     """
+    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat)[0]
+
+
+def forward_and_amax(
+    params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
+    precision: Precision, remat: bool = False,
+) -> tuple[Array, KvScales]:  # fmt: skip
+    """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L] float32."""
     rope, attend = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), packed_attention(segment_ids_BT, precision)
-    x = embed(params, tokens_BT, precision)
+    x, seen = embed(params, tokens_BT, precision), []
     for run, weights in runs_of(params, cfg, precision):
 
-        def body(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, None]:
-            return decoder_layer(x, w, cfg, precision, run, rope, attend)
+        def body(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, KvScales]:
+            scaled = functools.partial(attend, scales=w.get("kv_scales"))
+            return decoder_layer(x, w, cfg, precision, run, rope, scaled)
 
-        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
-    return final_norm(x, params, cfg, precision)
+        x, amax = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
+        seen.append(amax)
+    return final_norm(x, params, cfg, precision), jax.tree.map(lambda *xs: jnp.concatenate(xs), *seen)
 
 
 def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
-    """attend(q [B, T, H, d], k, v [B, T, K, d]) -> (o [B, T, H, d], None): within segments, keys and values rounded as the
-    engine's cache holds them."""
+    """attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v): within segments,
+    keys and values rounded as the engine's cache holds them, over their scales, 1 if None."""
     mask_BTS = nn.packed_mask(segment_ids_BT)
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
+        amax, s = amax_of(q, k, v, segment_ids_BT > 0), scales or UNIT
         if precision.kv_fp8:
-            k, v = (nn.round_e4m3(a, precision.kv_truncated) for a in (k, v))
-        return nn.attention(q, k, v, mask_BTS, precision.attention_fp8), None
+            k, v = (nn.round_scaled(a, s[n], precision.kv_truncated) for n, a in (("k", k), ("v", v)))
+        return nn.attention(q, k, v, mask_BTS, precision.attention_fp8, s["q"]), amax
 
     return attend
 
@@ -91,7 +105,8 @@ def forward_cached(
 
         def body(carry: tuple[Array, KVCache], layer: tuple[Array, Params], run: LayerRun = run):
             (x, cache), (index, w) = carry, layer
-            attend = functools.partial(_attend_cached, cache, index, positions_BT, mask_BTS, precision.attention_fp8)
+            where = cache, index, positions_BT, mask_BTS
+            attend = functools.partial(_attend_cached, *where, precision.attention_fp8, w.get("kv_scales") or UNIT)
             return decoder_layer(x, w, cfg, precision, run, rope, attend), None
 
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(run.start, run.stop), weights))
@@ -120,12 +135,16 @@ def final_norm(x_BTD: Array, params: Params, cfg: ModelConfig, precision: Precis
 
 
 def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
-    """Each run of equal precision with its stacked layers; a single stack that is one run is not sliced (a slice copies)."""
+    """Each run of equal precision with its stacked layers, and their scales of keys and values where the tree has any; a single
+    stack that is one run is not sliced (a slice copies)."""
     runs, stacks = precision.runs, params["layers"]
     if runs[-1].stop != cfg.num_hidden_layers:
         raise ValueError(f"the precision covers {runs[-1].stop} layers, the model has {cfg.num_hidden_layers}")
     if isinstance(stacks, dict):
         stacks = (stacks,) if len(runs) == 1 else split_layers(params, precision)["layers"]
+    if scales := params.get("kv_scales"):
+        spans = [slice(run.start, run.stop) for run in runs]
+        stacks = [{**stack, "kv_scales": {n: s[at] for n, s in scales.items()}} for stack, at in zip(stacks, spans)]
     return list(zip(runs, stacks, strict=True))
 
 
@@ -164,13 +183,23 @@ def decoder_layer(
 
 
 def _attend_cached(
-    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, fp8: bool, q: Array, k: Array, v: Array
+    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, fp8: bool, scales: KvScales, q: Array, k: Array, v: Array
 ):  # fmt: skip
-    """Store k, v [B, T, K, d] in their slots, then attend to the row's whole cache -> (o [B, T, H, d], cache)."""
-    rows = jnp.arange(q.shape[0])[:, None]
-    cast = nn.to_e4m3 if cache.k.dtype == jnp.float8_e4m3fn else lambda a: a.astype(cache.k.dtype)
-    cache = KVCache(*(c.at[layer, rows, positions_BT].set(cast(a), mode="drop") for c, a in zip(cache, (k, v))))
-    return nn.attention(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), mask_BTS, fp8), cache
+    """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the row's whole cache ->
+    (o [B, T, H, d], cache)."""
+    rows, is_fp8 = jnp.arange(q.shape[0])[:, None], cache.k.dtype == jnp.float8_e4m3fn
+
+    def store(into: Array, x: Array, scale: Array) -> Array:
+        x = nn.to_e4m3(x / jnp.asarray(scale, x.dtype)) if is_fp8 else x.astype(into.dtype)
+        return into.at[layer, rows, positions_BT].set(x, mode="drop")
+
+    def read(stored: Array, scale: Array) -> Array:
+        x = stored[layer].astype(q.dtype)
+        return x * jnp.asarray(scale, q.dtype) if is_fp8 else x
+
+    cache = KVCache(store(cache.k, k, scales["k"]), store(cache.v, v, scales["v"]))
+    keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
+    return nn.attention(q, keys, values, mask_BTS, fp8, scales["q"]), cache
 
 
 class Weight(nnx.Module):

@@ -13,13 +13,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 
 import torch
 
-from bridges.api import BridgeError, EngineDirty, GenRequest, RolloutEngine, SamplingParams, WeightTransport
+from bridges.api import BridgeError, EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.rollout.fake_engine import FakeEngine
 from bridges.rollout.vllm_engine import BLOCK, FP8, VllmEngine, cpu_lacks
 from bridges.weights.array_source import ArraySource, random_source
 from bridges.weights.dlpack import torch_view
+from bridges.weights.vllm_inplace import VllmInplace
 from bridges.weights.vllm_inprocess import VllmReload
+from jaxfp8rl.registry import open_vllm_transport
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
@@ -37,6 +39,7 @@ ENGINES = {
     "bfloat16": {},
     "float32": {"weights": "float32"},
     "fp8-emulated": {**EMULATED, "hf": {"tie_word_embeddings": False}, "high_precision_modules": ATTENTION_0},
+    "fp8-emulated-in-place": {**EMULATED, "transport": VllmInplace},
     "moe": {"hf": MOE},
     "fp8-kv8": {"weights": FP8, "kv_cache": "fp8_e4m3"},
 }
@@ -56,10 +59,12 @@ def under_test(request):
     options = dict(ENGINES[request.param])
     if lack := needs(options):
         pytest.skip(lack)
-    engine, transport = VllmEngine(CONFIG | options.pop("hf", {}), **SHORT, **options), VllmReload()
+    transport = options.pop("transport", VllmReload)()
+    engine = VllmEngine(CONFIG | options.pop("hf", {}), **SHORT, **options)
     transport.open(engine)
     # vLLM's CPU build caches prompts in blocks of 128 tokens
     yield EngineUnderTest(engine, transport, lambda seed: source(engine, seed), prompt_tokens=150)
+    transport.close()
     engine.close()
 
 
@@ -114,6 +119,72 @@ def test_logits_come_from_the_published_head(under_test):
     got = under_test.engine.on_model(lambda model: model.compute_logits(torch_view(jnp.asarray(x))).double().cpu().numpy())
     error = np.linalg.norm(got - x.astype(np.float64) @ head.T) / np.linalg.norm(got)
     assert error < (1e-6 if formats.compute == "float32" else 4e-3), error
+
+
+def test_a_flipped_bit_is_found_where_the_transport_reads_the_engine(under_test):
+    if not isinstance(under_test.transport, VllmInplace):
+        pytest.skip("a reload does not read the engine back")
+    name, receipt = "model.layers.1.mlp.up_proj.weight", under_test.publish(5)
+    under_test.transport.verify(receipt)
+    under_test.transport.targets[name].view(torch.uint8)[3, 5] ^= 1
+    with pytest.raises(PublishFailed, match=f"1 of .* tensors of the engine differ from what was sent, first {name}"):
+        under_test.transport.verify(receipt)
+    with pytest.raises(EngineDirty, match="no longer those that were published"):
+        under_test.sample()
+    assert under_test.publish(5).content == receipt.content
+
+
+def test_a_scale_of_zero_is_refused_where_the_transport_reads_the_engine(under_test):
+    if not isinstance(under_test.transport, VllmInplace):
+        pytest.skip("a reload does not read the engine back")
+    good, name = under_test.source(5), "model.layers.1.mlp.up_proj.weight_scale_inv"
+    bad = dataclasses.replace(good, arrays=good.arrays | {name: good.arrays[name].at[0, 0].set(0)})
+    with pytest.raises(PublishFailed, match=f"{name} holds a scale that is not positive and finite"):
+        under_test.transport.publish(bad, next(under_test.versions))
+    with pytest.raises(EngineDirty):
+        under_test.sample()
+
+
+def test_a_moved_tensor_is_refused_before_a_byte_moves(under_test):
+    if not isinstance(under_test.transport, VllmInplace):
+        pytest.skip("a reload finds its tensors anew")
+    under_test.publish(5)
+
+    def exchange(model):
+        norm = model.get_submodule("model.norm").weight
+        norm.data, old = norm.data.clone(), norm.data
+        return old
+
+    old = under_test.engine.on_model(exchange)
+    with pytest.raises(BridgeError, match="model.norm.weight has moved"):
+        under_test.publish(6)
+    under_test.engine.on_model(lambda model: setattr(model.get_submodule("model.norm").weight, "data", old))
+    under_test.sample()
+
+
+def test_auto_publishes_in_place_where_it_can_and_says_why_not(under_test, request, capsys):
+    """vLLM shuffles experts everywhere; whether its CPU build packs an unquantised linear depends on type and machine."""
+    reason = why_not_in_place(under_test.engine)
+    if "moe" in request.node.name:
+        assert "model.layers.0.mlp.experts.0.gate_proj.weight cannot be written in place: it is one of a stack" in reason
+    if isinstance(under_test.transport, VllmInplace):
+        assert not reason
+    transport = open_vllm_transport("auto", under_test.engine)
+    assert isinstance(transport, VllmReload if reason else VllmInplace)
+    said = capsys.readouterr().out
+    assert reason.partition("\n")[0] in said and f'takes "{"reload" if reason else "in_place"}"' in said
+    if reason:
+        with pytest.raises(BridgeError, match='rollout.publish = "reload"'):
+            open_vllm_transport("in_place", under_test.engine)
+    assert isinstance(open_vllm_transport("reload", under_test.engine), VllmReload)
+
+
+def why_not_in_place(engine: VllmEngine) -> str:
+    try:
+        VllmInplace().open(engine)
+    except BridgeError as e:
+        return str(e)
+    return ""
 
 
 def test_temperatures_that_vllm_would_change_are_refused(under_test):

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from bridges import manifest
+from bridges.api import StackRow
+from jaxfp8rl import publish
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.transformer import forward, init_params
@@ -35,7 +37,11 @@ def params():
 
 @pytest.fixture(scope="module")
 def wire(params):
-    return dict(LearnerWeights(model(False), policy_of(params, Precision(RUNS)), RUNS, "bfloat16"))
+    return arrays(LearnerWeights(model(False), policy_of(params, Precision(RUNS)), RUNS, "bfloat16"))
+
+
+def arrays(source) -> dict[str, jax.Array]:
+    return {name: jnp.from_dlpack(buffer) for name, buffer in source}
 
 
 def test_the_manifest_lists_hf_names_in_order_each_fp8_weight_before_its_scales():
@@ -124,3 +130,24 @@ def test_the_policys_codes_are_the_published_ones(params, wire):
             held = get_param(policy, e)
             np.testing.assert_array_equal(np.asarray(held.codes).view(np.uint8), np.asarray(wire[e.hf_name]).view(np.uint8))
             np.testing.assert_array_equal(held.scale, wire[e.hf_name + "_scale_inv"])
+
+
+def test_what_the_policy_holds_as_it_crosses_is_given_out_where_it_lies(params):
+    policy = policy_of(params, Precision(RUNS))
+    held = {id(leaf) for leaf in jax.tree.leaves(policy)}
+    for name, buffer in LearnerWeights(model(False), policy, RUNS, "bfloat16"):
+        if policy["norm"]["weight"].dtype == "bfloat16" or "proj" in name:
+            assert id(buffer.stack if isinstance(buffer, StackRow) else buffer) in held, name
+
+
+def test_a_layer_is_made_when_its_first_tensor_is_asked_for(params, monkeypatch):
+    """And by one program for all layers of a stack."""
+    made, compute = [], publish._computed
+    monkeypatch.setattr(publish, "_computed", lambda *args: made.append(int(args[2])) or compute(*args))
+    plain = policy_of(params, Precision.uniform(4, "bfloat16"))
+    before = compute._cache_size()
+    for name, _ in LearnerWeights(model(False), plain, RUNS[1:2] + (LayerRun(3, 4, ALL),), "bfloat16"):
+        if name.startswith("model.layers."):
+            layer = int(name.split(".")[2])
+            assert made == [i for i in (1, 2, 3) if i <= layer], name
+    assert compute._cache_size() <= before + 1

@@ -1,0 +1,217 @@
+"""What a publish into vLLM costs on one GPU: Qwen3 shapes, random weights made on the device, CUDA graphs on.
+
+    python benchmarks/publish.py [--sizes 8b 4b 1.7b 0.6b] [--publishes 20] [--out benchmarks/results/publish.json]
+
+Ours is `VllmInplace`: quantise (recipe fp8_rollout alone: under fp8_unified the policy holds the codes), write into the engine's
+tensors, prove that every byte arrived. The yardstick, in the same run, is vLLM's own `reload_weights` through `VllmReload`, fed
+by the same source, which proves nothing. Times are host seconds around a whole publish, the device waited for; phases are timed
+one by one, so that their sum exceeds a publish, in which they overlap. Extra memory is what the peaks of JAX's and torch's
+allocators rise to above what was in use before the first publish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import functools
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from benchmarks.common import row, write
+from bridges.api import GenRequest, PublishReceipt, SamplingParams, WeightTransport
+from bridges.rollout.vllm_engine import FP8, VllmEngine
+from bridges.weights.digest import stack_digests
+from bridges.weights.dlpack import torch_view
+from bridges.weights.vllm_inplace import VllmInplace
+from bridges.weights.vllm_inprocess import VllmReload
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes, param_table
+from jaxfp8rl.precision.linear import QuantizedWeight
+from jaxfp8rl.precision.recipe import fp8_runs
+from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.types import Params
+
+SHAPES = {  # hidden, intermediate, layers, heads, tied
+    "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "4b": (2560, 9728, 36, 32, True),
+    "8b": (4096, 12288, 36, 32, False),
+}  # fmt: skip
+YARDSTICK = "vLLM's reload_weights, same run"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["8b", "4b", "1.7b", "0.6b"])
+    parser.add_argument("--publishes", type=int, default=20)
+    parser.add_argument("--out", default="benchmarks/results/publish.json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/publish.py needs an NVIDIA GPU")
+    rows, phases = [], {"copy GB/s, bytes read and written": round(copy_rate(), 1)}
+    for size in args.sizes:
+        with contextlib.closing(engine(size)) as e:
+            bench_size(f"Qwen3-{size.upper()}", e, config(size), args.publishes, rows, phases)
+        gc.collect()
+        torch.cuda.empty_cache()
+        write(args.out, "publish", rows, phases=phases)
+
+
+def config(size: str) -> dict:
+    hidden, intermediate, layers, heads, tied = SHAPES[size]
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": tied, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "hidden_act": "silu", "attention_bias": False,
+    }  # fmt: skip
+
+
+def engine(size: str) -> VllmEngine:
+    """Small in everything but its weights, so that it starts soon."""
+    return VllmEngine(config(size), weights=FP8, max_model_len=256, max_num_seqs=4, kv_cache_bytes=2**28)
+
+
+def bench_size(case: str, e: VllmEngine, hf: dict, count: int, rows: list[dict], phases: dict) -> None:
+    model = ModelConfig.from_hf(hf)
+    runs = fp8_runs(linear_shapes(model), model.num_hidden_layers)
+    plain = random_policy(model)
+    sources = {"fp8_rollout": LearnerWeights(model, plain, runs, "bfloat16")}
+    ours, yardstick = VllmInplace(), VllmReload()
+    ours.open(e)
+    yardstick.open(e)
+    extra = extra_bytes(lambda: ours.publish(sources["fp8_rollout"], 1))
+    coded = quantized(plain)
+    sources["fp8_unified"] = LearnerWeights(model, coded, runs, "bfloat16")
+    ours_ms = {recipe: [publish(ours, source) for _ in range(count + 2)][2:] for recipe, source in sources.items()}
+    check_it_generates(e)
+    phases[case] = time_phases(ours, sources, coded, count) | {
+        f"publish {recipe}, ms each": [round(ms, 2) for ms, _ in times] for recipe, times in ours_ms.items()
+    }
+    for recipe, times in ours_ms.items():
+        receipt = times[0][1]
+        reloads = [publish(yardstick, sources[recipe])[0] for _ in range(5)][1:]
+        mine, theirs = statistics.median(ms for ms, _ in times), statistics.median(reloads)
+        what = "quantise + publish + proof" if recipe == "fp8_rollout" else "publish + proof"
+        rows += [
+            row(f"{case} {recipe}", what, "ms", mine, theirs, YARDSTICK, True),
+            row(f"{case} {recipe}", "rate", "GB/s", receipt.bytes / mine / 1e6, receipt.bytes / theirs / 1e6, YARDSTICK),
+        ]
+        phases[case] |= {"bytes": receipt.bytes, "tensors": receipt.tensors, f"reload {recipe}, ms each": reloads}
+    more = extra_bytes(lambda: yardstick.publish(sources["fp8_rollout"], 2))
+    rows.append(row(f"{case} fp8_rollout", "extra memory", "GB", extra / 1e9, more / 1e9, YARDSTICK, True))
+    for r in rows[-5:]:
+        numbers = f"{r['ours']:9.2f} {r['unit']:5} {r['yardstick']:9.2f} {r['ratio']:6.2f}"
+        print(f"{r['case']:24} {r['metric']:28} {numbers}", flush=True)
+    print({k: v for k, v in phases[case].items() if "each" not in k}, flush=True)
+
+
+def time_phases(ours: VllmInplace, sources: dict, coded: Params, count: int) -> dict[str, float]:
+    """Medians in ms of what a publish consists of, each alone."""
+
+    def quantise() -> None:
+        recent = collections.deque(maxlen=24)  # a layer's, and what follows the last one
+        for _, buffer in sources["fp8_rollout"]:
+            recent.append(buffer)
+        jax.block_until_ready([buffer for buffer in recent if isinstance(buffer, jax.Array)])
+
+    def copy() -> None:
+        for name, buffer in sources["fp8_unified"]:
+            ours.targets[name].copy_(torch_view(buffer))
+        torch.cuda.synchronize()
+
+    def digest_source() -> None:
+        jax.block_until_ready([stack_digests(leaf) for leaf in jax.tree.leaves(coded["layers"])])
+
+    parts = {"quantise": quantise, "copy": copy, "digest of the source's layers": digest_source,
+             "digest of the engine": ours.read_digests}  # fmt: skip
+    return {f"{name}, ms": round(statistics.median([timed(f) for _ in range(count + 2)][2:]), 2) for name, f in parts.items()}
+
+
+def timed(f: Callable) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    f()
+    return (time.perf_counter() - start) * 1e3
+
+
+def publish(transport: WeightTransport, source: LearnerWeights) -> tuple[float, PublishReceipt]:
+    """(ms, receipt)."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    receipt = transport.publish(source, 1)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3, receipt
+
+
+def extra_bytes(f: Callable) -> int:
+    """How far `f` raises the peaks of both allocators above what is in use. JAX's peak cannot be reset: it counts in full."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    device, torch_before = jax.local_devices()[0], torch.cuda.memory_allocated()
+    before = device.memory_stats()["bytes_in_use"]
+    f()
+    torch.cuda.synchronize()
+    return device.memory_stats()["peak_bytes_in_use"] - before + torch.cuda.max_memory_allocated() - torch_before
+
+
+def check_it_generates(e: VllmEngine) -> None:
+    done = e.generate([GenRequest("r", tuple(range(32)), SamplingParams(8))])[0][0]
+    if problem := done.problem():
+        raise SystemExit(f"the engine is broken after the publishes: {problem}")
+
+
+def random_policy(model: ModelConfig) -> Params:
+    """A policy in bfloat16, one stack of layers, made a layer at a time so that its making leaves no peak behind."""
+    policy: Params = {"layers": ({},)}
+    for i, (path, entry) in enumerate({e.path: e for e in param_table(model)}.items()):
+        stacked = entry.layer is not None
+        shape = (model.num_hidden_layers, *entry.shape) if stacked else entry.shape
+        leaf = jnp.ones(shape, jnp.bfloat16) if entry.role == "norm" else normal(jax.random.key(i), shape)
+        node = policy["layers"][0] if stacked else policy
+        *nodes, last = path[1:] if stacked else path
+        functools.reduce(lambda n, key: n.setdefault(key, {}), nodes, node)[last] = leaf
+    return jax.block_until_ready(policy)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    chunk = (shape[0], *shape[1:]) if len(shape) == 3 else (shape[0] // 128, 128, shape[1])
+    keys = jax.random.split(key, chunk[0])
+    return jax.lax.map(lambda k: 0.02 * jax.random.normal(k, chunk[1:], jnp.bfloat16), keys).reshape(shape)
+
+
+def quantized(policy: Params) -> Params:
+    """The same policy as recipe fp8_unified holds it."""
+    of = jax.jit(lambda w: jax.lax.map(lambda x: tuple(QuantizedWeight.of(x)), w))
+
+    def leaf(path: tuple, w: jax.Array) -> jax.Array | QuantizedWeight:
+        return QuantizedWeight(*of(w)) if path[-2].key.endswith("_proj") else w
+
+    return {**policy, "layers": (jax.tree_util.tree_map_with_path(leaf, policy["layers"][0]),)}
+
+
+def copy_rate() -> float:
+    """GB/s of torch's copy of 4 GiB, read and written."""
+    a = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+
+    def copy() -> None:
+        b.copy_(a)
+        torch.cuda.synchronize()
+
+    return 2 * a.nbytes / statistics.median(timed(copy) for _ in range(12)) / 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""A rollout engine in a process of its own, asked over HTTP: `python -m bridges.rollout.engine_server --engine vllm ...`.
+
+    POST /v1/METHOD    Authorization: Bearer TOKEN    Deadline-Seconds: 600    JSON in, {"result": ...} or {"error": ...} out
+
+`bridges.rollout.remote_engine.RemoteEngine` is the other side. The engine's methods run one after the other in the thread that
+built the engine, so that no publish overlaps a generation; what only reads (hello, health, weight_version) is answered at
+once. Weights come as files: `begin` compares manifests and declares the engine dirty, `load` takes the folder that was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import errno
+import hmac
+import inspect
+import ipaddress
+import json
+import os
+import queue
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridges import manifest, wire
+from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, PublishFailed, RolloutEngine, WeightTransport
+from bridges.weights.safetensors_file import FileSource
+
+TOKEN_VARIABLE = "BRIDGES_ENGINE_TOKEN"
+TOKEN_CHARACTERS = 16
+BODY_BYTES = 2**30  # the largest body that is read
+UNTRUSTED_BYTES = 2**16  # of a body without the token, so that the refusal can be read before the connection is closed
+IDLE_SECONDS = 60.0  # for which a connection may say nothing
+
+
+class EngineServer:
+    """Serves `engine`, published to through `transport`, which is open on it and reads the buffers that `convert` makes.
+
+    The engine needs `expected_manifest()` beside the methods of RolloutEngine. `folder` is where a learner leaves weights:
+    both processes see it, and nothing outside it is ever read.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, transport: WeightTransport, http: HttpServer, folder: str | Path,
+        convert: Callable[[np.ndarray], Any] = np.asarray,
+    ):  # fmt: skip
+        self._engine, self._transport, self._folder, self._convert = engine, transport, Path(folder), convert
+        self._begun: tuple[int, str] | None = None  # version and digest of a publish that has not succeeded (yet)
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._http = http
+        self._at_once = {"hello": self._hello, "health": self._health, "weight_version": self._weight_version}
+        self._in_turn = {
+            "generate": self._generate, "begin": self._begin, "load": self._load, "verify": self._verify,
+            "expected_manifest": lambda: wire.pack_manifest(engine.expected_manifest()),
+            "pause": engine.pause, "resume": engine.resume, "sleep": engine.sleep, "wake": engine.wake,
+        }  # fmt: skip
+
+    def serve(self) -> None:
+        """Answer until somebody asks to `close`; then close the engine. The engine runs in the calling thread."""
+        self._http.answer = self._answer
+        threading.Thread(target=self._http.serve_forever, name="http", daemon=True).start()
+        try:
+            while job := self._jobs.get():
+                job()
+        finally:
+            self._http.shutdown()
+            self._http.server_close()
+            self._transport.close()
+            self._engine.close()
+
+    def stop(self) -> None:
+        """Have `serve` return once the call in progress is over."""
+        self._jobs.put(None)
+
+    def _answer(self, method: str, arguments: dict[str, Any], seconds: float) -> Any:
+        if method == "close":
+            return self.stop()
+        if method in self._at_once:
+            return self._at_once[method](**arguments)
+        if method not in self._in_turn:
+            raise ValueError(f"no method {method!r}; there are {', '.join(sorted([*self._at_once, *self._in_turn, 'close']))}")
+        return self._take_turn(method, arguments, seconds)
+
+    def _take_turn(self, method: str, arguments: dict[str, Any], seconds: float) -> Any:
+        """Run it in the engine's thread. Raises EngineUnhealthy at the deadline; a call still in the queue is then dropped."""
+        future = concurrent.futures.Future()
+
+        def job() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._in_turn[method](**arguments))
+                except Exception as e:  # the asker's, whatever it is
+                    future.set_exception(e)
+
+        self._jobs.put(job)
+        try:
+            return future.result(seconds)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # it was the engine that raised a TimeoutError
+                raise
+            waiting = "not begun" if future.cancel() else "not finished"
+            raise EngineUnhealthy(f"{method} has {waiting} within {seconds:.1f} s", "give it a longer deadline") from None
+
+    def _hello(self) -> dict[str, Any]:
+        capabilities = dataclasses.asdict(self._engine.capabilities())
+        return {"protocol": wire.PROTOCOL, "capabilities": capabilities, "folder": str(self._folder), "pid": os.getpid()}
+
+    def _health(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._engine.health())
+
+    def _weight_version(self) -> int | None:
+        return None if self._begun else self._engine.weight_version()
+
+    def _generate(self, requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        if self._begun:
+            raise EngineDirty(f"the publish of version {self._begun[0]} has not finished", "publish a full set of weights first")
+        groups = self._engine.generate([wire.unpack_request(r) for r in requests])
+        return [[wire.pack_completion(c) for c in group] for group in groups]
+
+    def _begin(self, version: int, tensors: list[dict[str, Any]]) -> None:
+        """Compare manifests; on ManifestMismatch the engine stays as it was, afterwards it is dirty until `load` succeeds."""
+        metas = wire.unpack_manifest(tensors)
+        manifest.check(metas, self._engine.expected_manifest())
+        self._begun = version, manifest.digest(metas)
+
+    def _load(self, version: int, digest: str, name: str) -> dict[str, Any]:
+        """Publish the folder `name`, which must be what `begin` announced, and say what arrived."""
+        if self._begun != (version, digest):
+            raise PublishFailed(f"version {version} was not begun, or another since", "publish again in full")
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is not the name of a folder in {self._folder}")
+        try:
+            source = FileSource(self._folder / name, self._convert)
+            if (source.version, source.digest) != self._begun:
+                raise BridgeError(f"{name} holds (version, digest) {(source.version, source.digest)}, announced {self._begun}")
+        except BridgeError as e:
+            raise PublishFailed(f"version {version} broke off: {e}", "publish again in full") from e
+        receipt = self._transport.publish(source, version)
+        self._begun = None
+        return dataclasses.asdict(receipt)
+
+    def _verify(self, receipt: dict[str, Any]) -> None:
+        if self._begun:
+            raise PublishFailed(f"the publish of version {self._begun[0]} has not finished", "publish again in full")
+        self._transport.verify(wire.unpack_receipt(receipt))
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Bound to its port when made; `answer(method, arguments, seconds)` is asked for each call that shows the token.
+
+    Raises BridgeError where the token is too short, the port is taken, or `host` lies outside this machine without
+    `allow_network`: calls travel in the clear.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0, *, allow_network: bool = False):
+        if not (_is_loopback(host) or allow_network):
+            raise BridgeError(f"{host} can be reached from other machines, and calls travel in the clear",
+                              "use 127.0.0.1 and a tunnel (ssh -L), or ask for it with --allow-network")  # fmt: skip
+        if len(token) < TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
+            raise BridgeError(f"a token has at least {TOKEN_CHARACTERS} printable ASCII characters",
+                              "make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'")  # fmt: skip
+        self._expected = f"Bearer {token}".encode()
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as e:
+            hint = "it is taken" if e.errno == errno.EADDRINUSE else str(e)
+            raise BridgeError(f"cannot listen on {host}:{port}: {hint}", "--port 0 takes a free port and says which") from e
+
+    def admits(self, authorization: str) -> bool:
+        return hmac.compare_digest(authorization.encode("utf-8", "replace"), self._expected)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away in the middle is not news; anything else is told on standard error."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One call a connection."""
+
+    server: HttpServer
+    timeout = IDLE_SECONDS
+    server_version, sys_version = "engine", ""
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        length = int(length) if length.isdecimal() else BODY_BYTES + 1
+        if not self.server.admits(self.headers.get("Authorization", "")):
+            self.rfile.read(min(length, UNTRUSTED_BYTES)) if length <= BODY_BYTES else None
+            return self._reply(401, _refusal("the engine's server refused the token", "use the one it was started with"))
+        if length > BODY_BYTES:
+            return self._reply(413, _refusal(f"a call has a Content-Length of at most {BODY_BYTES}", "ask for fewer at once"))
+        self._reply(*self._call(self.rfile.read(length)))
+
+    def _call(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        try:
+            seconds = float(self.headers.get("Deadline-Seconds", IDLE_SECONDS))
+            result = self.server.answer(self.path.removeprefix("/v1/"), json.loads(body), seconds)
+        except Exception as e:  # carried to the other side, by its class
+            return (400 if isinstance(e, ValueError) else 409 if isinstance(e, BridgeError) else 500), {"error": wire.pack_error(e)}
+        return 200, {"result": result}
+
+    def _reply(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a request line a call would drown what the engine has to say."""
+
+
+def _refusal(message: str, next_step: str) -> dict[str, Any]:
+    return {"error": wire.pack_error(BridgeError(message, next_step))}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _fake(_: dict[str, Any], faults: dict[str, Any] | None = None, **options: Any) -> tuple:
+    from bridges.rollout.fake_engine import FakeEngine, FakeTransport, Faults
+
+    return FakeEngine(faults=Faults(**faults or {}), **options), FakeTransport(), np.asarray
+
+
+def _vllm(hf_config: dict[str, Any], transport: str = "reload", **options: Any) -> tuple:
+    from bridges.rollout.vllm_engine import VllmEngine
+    from bridges.weights.vllm_inplace import VllmInplace
+    from bridges.weights.vllm_inprocess import VllmReload
+
+    transports = {"reload": VllmReload, "in_place": VllmInplace}
+    if transport not in transports:
+        raise BridgeError(f"no transport {transport!r} into vLLM", f"choose one of {', '.join(transports)}")
+    engine = VllmEngine(hf_config, **options)
+    return engine, transports[transport](), _torch_tensor
+
+
+def _torch_tensor(x: np.ndarray) -> Any:
+    """On the GPU where there is one: vLLM's tensors are there."""
+    import torch
+
+    tensor = torch.from_numpy(x.reshape(-1).view(np.uint8)).view(getattr(torch, x.dtype.name)).reshape(x.shape)
+    return tensor.cuda() if torch.cuda.is_available() else tensor
+
+
+ENGINES = {"fake": _fake, "vllm": _vllm}
+
+
+def _options(engine: str) -> list[str]:
+    """The keyword arguments that the engine's constructor takes; --NAME-WITH-DASHES on the command line."""
+    if engine == "fake":
+        from bridges.rollout.fake_engine import FakeEngine as Engine
+    else:
+        from bridges.rollout.vllm_engine import VllmEngine as Engine
+    extra = ["transport"] if engine == "vllm" else []
+    return extra + [p for p in inspect.signature(Engine).parameters if p != "hf_config"]
+
+
+def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """What the server takes, and what is passed on to the engine."""
+    parser = argparse.ArgumentParser("python -m bridges.rollout.engine_server", description=__doc__, add_help=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
+    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
+    parser.add_argument("--config", type=Path, help="the model's config.json (vllm)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 (the default) takes a free one")
+    parser.add_argument("--allow-network", action="store_true", help="listen on another address than this machine's own")
+    parser.add_argument("--folder", type=Path, help="where weights are left as files; default: one of its own, removed at the end")
+    parser.add_argument("--token-file", type=Path, help=f"default: the variable {TOKEN_VARIABLE}, else a new token in a new file")
+    parser.add_argument("--parent", type=int, help="end when the parent is no longer this process")
+    known, _ = parser.parse_known_args(argv)
+    parser.add_argument("-h", "--help", action="help")
+    group = parser.add_argument_group(f"options of {known.engine} (JSON, or a word)")
+    for name in _options(known.engine):
+        group.add_argument("--" + name.replace("_", "-"), dest=f"engine_{name}", type=_value, default=argparse.SUPPRESS)
+    parsed = vars(parser.parse_args(argv))
+    engine = {name.removeprefix("engine_"): parsed.pop(name) for name in list(parsed) if name.startswith("engine_")}
+    return argparse.Namespace(**parsed), engine
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _token(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    """The token, and where a new one was put. The variable is taken out of the environment: no child needs it."""
+    given = os.environ.pop(TOKEN_VARIABLE, "")
+    if args.token_file:
+        return args.token_file.read_text().strip(), {}
+    if given:
+        return given, {}
+    if not _is_loopback(args.host):
+        raise BridgeError(f"{args.host} wants a token that you chose", f"set {TOKEN_VARIABLE} or --token-file")
+    token = secrets.token_urlsafe(32)
+    descriptor, path = tempfile.mkstemp(prefix="engine-token-")  # readable by this user alone
+    with os.fdopen(descriptor, "w") as f:
+        f.write(token)
+    return token, {"token_file": path}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one JSON line once the engine answers: {"url", "pid", "folder"} and "token_file" where the token is new, or
+    {"error": {"class", "message", "next_step"}}. Everything else, by whomever, goes to standard error."""
+    args, options = _arguments(argv)
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        folder = args.folder or Path(tempfile.mkdtemp(prefix="engine-weights-"))
+        remove = [folder] if args.folder is None else []
+        if args.parent is not None:
+            threading.Thread(target=_end_with, args=(args.parent, remove), daemon=True).start()
+        try:
+            server, ready = _build(args, options, folder)
+            signal.signal(signal.SIGTERM, lambda *_: server.stop())
+            print(json.dumps(ready), file=out, flush=True)
+            server.serve()
+        except Exception as e:
+            print(json.dumps({"error": wire.pack_error(e)}), file=out, flush=True)
+            return 1
+        finally:
+            _remove(remove)
+    return 0
+
+
+def _build(args: argparse.Namespace, options: dict[str, Any], folder: Path) -> tuple[EngineServer, dict[str, Any]]:
+    """The server, its port taken before anything slow begins, and what to say once it answers."""
+    token, place = _token(args)
+    http = HttpServer(token, args.host, args.port, allow_network=args.allow_network)
+    hf_config = json.loads(args.config.read_text()) if args.config else {}
+    engine, transport, convert = ENGINES[args.engine](hf_config, **options)
+    transport.open(engine)
+    url = f"http://{args.host}:{http.server_port}"
+    return EngineServer(engine, transport, http, folder, convert), {"url": url, "pid": os.getpid(), "folder": str(folder), **place}
+
+
+def _end_with(parent: int, folders: list[Path]) -> None:
+    """End at once, with all children, when the parent has gone, however it went: nobody is left to ask for anything."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    _remove(folders)
+    os.kill(0 if os.getpgrp() == os.getpid() else os.getpid(), signal.SIGKILL)
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

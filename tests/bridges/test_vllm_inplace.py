@@ -1,0 +1,188 @@
+"""Writing in place without an engine: plain torch modules stand for vLLM's. The engine itself is in test_vllm.py."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import types
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bridges.api import BridgeError, ParamMeta, StackRow  # noqa: E402
+from bridges.rollout import vllm_layout  # noqa: E402
+from bridges.rollout.vllm_params import Place  # noqa: E402
+from bridges.weights.vllm_inplace import VllmInplace, _Reader  # noqa: E402
+from jaxfp8rl.build import engine_runs, model_config  # noqa: E402
+from jaxfp8rl.errors import ConfigError  # noqa: E402
+from jaxfp8rl.registry import build_engine  # noqa: E402
+from jaxfp8rl.toml_config import load_config  # noqa: E402
+
+LAYERS, ROWS, COLUMNS = 6, 4, 32
+
+
+class Fp8LinearMethod:
+    """vLLM's by name: what decides about a layout are names of classes."""
+
+    def __init__(self, kernel: str):
+        self.fp8_linear = type(kernel, (), {})()
+
+
+def fused(kernel: str = "CutlassFp8BlockScaledMMKernel") -> tuple[torch.nn.Module, list[Place]]:
+    """A module whose weight [12, 32] E4M3 holds q (8 rows), k and v (2 rows each)."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(12, COLUMNS).to(torch.float8_e4m3fn), requires_grad=False)
+    module.quant_method = Fp8LinearMethod(kernel)
+    starts, sizes = {"q": 0, "k": 8, "v": 10}, {"q": 8, "k": 2, "v": 2}
+    metas = {n: ParamMeta(f"layers.0.{n}_proj.weight", "float8_e4m3fn", (sizes[n], COLUMNS)) for n in starts}
+    return module, [Place(metas[n], "layers.0.qkv_proj", module, "weight", starts[n], (12, COLUMNS)) for n in starts]
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """live_rows of a module, its places given."""
+
+    def find(module: torch.nn.Module, places: list[Place]):
+        monkeypatch.setattr(vllm_layout, "places", lambda model, block: places)
+        return vllm_layout.live_rows(module, (128, 128))
+
+    return find
+
+
+def test_parts_of_a_fused_parameter_are_its_rows(found):
+    module, places = fused()
+    rows = found(module, places)
+    for i, r in enumerate(rows):
+        r.tensor.copy_(torch.full(r.meta.shape, float(i + 1)))
+    assert module.weight.float()[:, 0].tolist() == [1.0] * 8 + [2.0] * 2 + [3.0] * 2
+    assert not any(r.moved() for r in rows)
+    module.weight.data = module.weight.data.clone()
+    assert all(r.moved() for r in rows)
+
+
+def other_dtype(module, places):
+    module.weight.data = module.weight.data.to(torch.float8_e5m2)
+
+
+def transposed(module, places):
+    module.weight.data = torch.zeros(COLUMNS, 12).to(torch.float8_e4m3fn).t()
+
+
+def padded(module, places):
+    module.weight.data = torch.zeros(16, COLUMNS).to(torch.float8_e4m3fn)
+
+
+def consumed(module, places):
+    module.weight = None
+
+
+def another_method(module, places):
+    module.quant_method = types.SimpleNamespace()
+
+
+def an_expert(module, places):
+    places[0] = places[0]._replace(start=None)
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (other_dtype, r"\('float8_e5m2', \(12, 32\), True\)"), (transposed, r"\(12, 32\), False\)"),
+        (padded, r"\(16, 32\), True\)"), (consumed, "has no weight any more"),
+        (another_method, "how SimpleNamespace keeps it"), (an_expert, "one of a stack of experts"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)  # fmt: skip
+def test_a_layout_not_known_is_refused_by_name(found, spoil, says):
+    module, places = fused()
+    spoil(module, places)
+    with pytest.raises(BridgeError, match=f"layers.0.q_proj.weight cannot be written in place: .*{says}") as e:
+        found(module, places)
+    assert "VllmReload" in e.value.next_step
+
+
+def test_a_kernel_not_known_is_refused_by_name(found):
+    with pytest.raises(BridgeError, match="how MarlinKernel keeps it is not known here .known: Cutlass"):
+        found(*fused("MarlinKernel"))
+
+
+def test_rows_that_no_tensor_of_the_checkpoint_fills_are_refused(found):
+    module, places = fused()
+    with pytest.raises(BridgeError, match="weight cannot be written in place: 10 of its 12 rows"):
+        found(module, places[:2])
+    module.extra = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(BridgeError, match="extra cannot be written in place: 0 of its 3 rows"):
+        found(module, places)
+
+
+def test_digests_of_rows_are_read_from_the_parameter_itself(found):
+    rows = found(*fused())
+    reader = _Reader(list(rows))
+    before = np.asarray(reader())
+    rows[1].tensor.view(torch.uint8)[1, 3] = 1
+    changed = (np.asarray(reader()) != before).any(1)
+    assert dict(zip(reader.names, changed.tolist())) == {r.meta.name: i == 1 for i, r in enumerate(rows)}
+
+
+class Made:
+    """A source that makes a layer of two tensors when the first is asked for, and counts how many layers are alive."""
+
+    def __init__(self):
+        self.metas = tuple(ParamMeta(f"layers.{i}.{n}.weight", "float32", (ROWS, COLUMNS)) for i in range(LAYERS) for n in "ab")
+        self.alive, self.most = [], 0
+
+    def __iter__(self):
+        for i, metas in enumerate(itertools.batched(self.metas, 2)):
+            layer = [jnp.full((ROWS, COLUMNS), 10.0 * i + j) for j in range(2)]
+            self.alive.append(weakref.ref(layer[0]))
+            gc.collect()
+            self.most = max(self.most, sum(ref() is not None for ref in self.alive))
+            for meta in metas:
+                yield meta.name, layer.pop(0)
+
+
+def bare_transport(metas) -> VllmInplace:
+    transport = VllmInplace()
+    transport.targets = {m.name: torch.zeros(m.shape) for m in metas}
+    transport._place = {m.name: i for i, m in enumerate(metas)}
+    return transport
+
+
+def test_of_what_a_source_makes_two_layers_are_alive():
+    source = Made()
+    transport = bare_transport(source.metas)
+    transport._write(source, source.metas)
+    assert [int(t[0, 0]) for t in transport.targets.values()] == [10 * i + j for i in range(LAYERS) for j in range(2)]
+    assert source.most == 2
+
+
+def test_rows_of_a_stack_are_read_in_place_and_digested_as_tensors_are():
+    metas, stack = Made().metas, jnp.arange(2.0 * LAYERS * ROWS * COLUMNS).reshape(2 * LAYERS, ROWS, COLUMNS)
+    transport = bare_transport(metas)
+    stacked = transport._write(zip((m.name for m in metas), (StackRow(stack, i) for i in range(len(metas)))), metas)
+    for i, target in enumerate(transport.targets.values()):
+        np.testing.assert_array_equal(target.numpy(), stack[i])
+    np.testing.assert_array_equal(stacked, transport._write(zip((m.name for m in metas), stack), metas))
+    np.testing.assert_array_equal(stacked, transport._write(list(transport.targets.items()), metas))
+    assert len({tuple(row) for row in stacked.tolist()}) == len(metas)
+
+
+def test_a_stack_row_passes_for_an_array_anywhere():
+    stack = jnp.arange(24.0).reshape(2, 3, 4)
+    row = StackRow(stack, 1)
+    assert (row.shape, row.dtype, row.nbytes) == ((3, 4), stack.dtype, 48)
+    np.testing.assert_array_equal(row, stack[1])
+    np.testing.assert_array_equal(jax.dlpack.from_dlpack(row), stack[1])
+    np.testing.assert_array_equal(torch.from_dlpack(row).numpy(), stack[1])
+
+
+def test_a_way_into_vllm_is_refused_for_the_embedded_engine():
+    cfg = load_config("demo", ["--rollout.publish", "in_place"]).check()
+    model = model_config(cfg)
+    with pytest.raises(ConfigError, match='rollout.publish = "in_place" is a way into vLLM'):
+        build_engine(cfg, model, engine_runs(cfg, model))

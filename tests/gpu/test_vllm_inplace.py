@@ -1,0 +1,132 @@
+"""Publishing into the tensors that vLLM's CUDA graphs read: contracts, addresses, equality with a cold engine, and the proof."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from bridges.api import BridgeError, EngineDirty, PublishFailed
+from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.weights.array_source import random_source
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
+}  # fmt: skip
+FIRST = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]  # one layer's attention in BF16
+OPTIONS = {"weights": "fp8_e4m3_128x128", "kv_cache": "fp8_e4m3", "max_model_len": 256, "kv_cache_bytes": 2**26,
+           "high_precision_modules": FIRST}  # fmt: skip
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module", params=["graphs", "eager"])
+def mode(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def cold(mode):
+    """What an engine says that was built for these weights alone and loaded by vLLM itself."""
+    from bridges.weights.vllm_inprocess import VllmReload
+
+    e = build(VllmReload, mode)
+    e.publish(5)
+    said = e.sample(temperature=0.0, max_tokens=16) + e.sample(n=2, seed=3, max_tokens=16)
+    e.engine.close()
+    return said
+
+
+@pytest.fixture(scope="module")
+def under_test(cold, mode):
+    from bridges.weights.vllm_inplace import VllmInplace
+
+    e = build(VllmInplace, mode)
+    yield e
+    e.transport.close()
+    e.engine.close()
+
+
+def build(transport: type, mode: str) -> EngineUnderTest:
+    from bridges.rollout.vllm_engine import VllmEngine
+
+    engine, transport = VllmEngine(CONFIG, max_num_seqs=64, enforce_eager=mode == "eager", **OPTIONS), transport()
+    transport.open(engine)
+    return EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, convert=jnp.asarray))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check, under_test):
+    check(under_test)
+
+
+def test_after_1_3_and_20_publishes_it_says_what_a_cold_engine_says(under_test, cold):
+    """Greedy tokens equal, log-probabilities bit for bit; other weights go in between, and no tensor moves."""
+    before = addresses(under_test)
+    for count in (1, 3, 20):
+        for seed in range(count - 1):
+            under_test.publish(10 + seed % 3)
+        under_test.publish(5)
+        said = under_test.sample(temperature=0.0, max_tokens=16) + under_test.sample(n=2, seed=3, max_tokens=16)
+        for a, b in zip(said, cold, strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids, err_msg=f"after {count} publishes")
+            np.testing.assert_array_equal(a.logprobs, b.logprobs, err_msg=f"after {count} publishes")
+    assert addresses(under_test) == before
+
+
+def test_a_flipped_bit_is_found_and_makes_the_engine_dirty(under_test):
+    receipt = under_test.publish(5)
+    flip(under_test.transport.targets[WEIGHT])
+    with pytest.raises(PublishFailed, match=f"1 of .* tensors .* differ .* first {WEIGHT}"):
+        under_test.transport.verify(receipt)
+    with pytest.raises(EngineDirty):
+        under_test.sample()
+    assert under_test.publish(5).content == receipt.content
+
+
+def test_a_scale_of_zero_is_refused(under_test):
+    good = under_test.source(5)
+    name = WEIGHT + "_scale_inv"
+    bad = dataclasses.replace(good, arrays=good.arrays | {name: good.arrays[name].at[0, 0].set(0)})
+    with pytest.raises(PublishFailed, match=f"{name} holds a scale that is not positive and finite"):
+        under_test.transport.publish(bad, next(under_test.versions))
+    with pytest.raises(EngineDirty):
+        under_test.sample()
+    under_test.publish(5)
+
+
+def test_a_layout_not_known_is_refused_by_name(under_test):
+    from bridges.weights.vllm_inplace import VllmInplace
+
+    transposed(under_test, WEIGHT)
+    with pytest.raises(BridgeError, match="model.layers.1.mlp.gate_proj.weight cannot be written in place: .*row-major"):
+        VllmInplace().open(under_test.engine)
+    transposed(under_test, WEIGHT)
+    VllmInplace().open(under_test.engine)
+
+
+def addresses(e: EngineUnderTest) -> list[int]:
+    return e.engine.on_model(lambda model: [p.data_ptr() for p in model.parameters()])
+
+
+def flip(tensor) -> None:
+    import torch
+
+    tensor.view(torch.uint8)[3, 5] ^= 1
+
+
+def transposed(e: EngineUnderTest, name: str) -> None:
+    """Exchange the axes of the parameter that holds `name`, as some kernels want it."""
+    owner = name.replace("up_proj", "gate_up_proj").removesuffix(".weight")
+
+    def exchange(model) -> None:
+        parameter = model.get_submodule(owner).weight
+        parameter.data = parameter.data.t()
+
+    e.engine.on_model(exchange)

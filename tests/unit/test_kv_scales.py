@@ -1,0 +1,146 @@
+"""Scales of FP8 attention: powers of two from what was seen, the same in the learner, on the wire and in the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxfp8rl import loop
+from jaxfp8rl.build import build
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.models import layers
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.transformer import forward_and_amax, init_params
+from jaxfp8rl.precision.kv_scales import amax_of, remember, scales_from, unit_scales
+from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.toml_config import load_config
+
+MODEL = ModelConfig.from_hf(
+    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
+     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
+     "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": True}
+)  # fmt: skip
+FP8_KV = Precision.uniform(2, kv_fp8=True, attention_fp8=True)
+
+
+@given(st.floats(2.0**-99, 2.0**100, width=32))
+def test_a_scale_is_a_power_of_two_that_leaves_the_largest_at_128_to_256(amax):
+    scale = float(scales_from({"k": jnp.float32(amax)})["k"])
+    assert np.frexp(scale)[0] == 0.5
+    assert 128 <= np.float32(amax) / scale < 256
+
+
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e-38])
+def test_a_scale_is_1_where_the_largest_says_nothing(amax):
+    assert float(scales_from({"v": jnp.float32(amax)})["v"]) == 1.0
+
+
+def test_padding_does_not_count():
+    x = jnp.arange(24.0).reshape(1, 3, 2, 4)
+    live = jnp.array([[True, True, False]])
+    assert [float(a) for a in amax_of(x, -x, x.at[:, 1].set(0), live).values()] == [15.0, 15.0, 7.0]
+    assert [float(a) for a in amax_of(x, x, x, live & False).values()] == [0.0] * 3
+
+
+def test_what_was_seen_is_forgotten_slowly():
+    a, b = {"k": jnp.array([8.0, 1.0])}, {"k": jnp.array([1.0, 4.0])}
+    np.testing.assert_allclose(remember(remember(None, a, 0.5), b, 0.5)["k"], [4.0, 4.0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rounding_over_a_scale_is_rounding_in_its_units(dtype):
+    """So nothing but E4M3's own rounding is in it, and large keys are no longer cut off."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=4000) * 1500, dtype)
+    scale = scales_from({"k": jnp.max(jnp.abs(x)).astype(jnp.float32)})["k"]
+    got = layers.round_scaled(x, scale)
+    np.testing.assert_array_equal(got, layers.to_e4m3(x / scale.astype(dtype)).astype(dtype) * scale.astype(dtype))
+    assert (jnp.abs(got - x) <= jnp.abs(x) / 16 + scale * 2.0**-10).all()
+    assert jnp.abs(layers.round_scaled(x, 1.0) - x).max() > 1000
+
+
+def outputs(params: dict, scales: dict | None, precision: Precision = FP8_KV):
+    tokens = jnp.arange(12)[None] * 5 % 64
+    tree = params | ({"kv_scales": scales} if scales else {})
+    return forward_and_amax(tree, MODEL, tokens, jnp.arange(12)[None], jnp.ones_like(tokens), precision)
+
+
+def test_the_forward_reports_what_each_layer_holds_and_rounds_over_the_scales():
+    """Keys times 2^12 and queries times 2^-12, over scales times the same, round alike, and their product is the same."""
+    params = init_params(MODEL, jax.random.key(0))
+    hidden, amax = outputs(params, None)
+    assert {k: v.shape for k, v in amax.items()} == {"q": (2,), "k": (2,), "v": (2,)}
+    np.testing.assert_array_equal(outputs(params, unit_scales(2))[0], hidden)
+    louder = jax.tree.map(lambda w: w, params)
+    louder["layers"]["self_attn"]["k_norm"]["weight"] *= 2.0**12  # keys of 4,000 and more: cut off at scale 1
+    louder["layers"]["self_attn"]["q_norm"]["weight"] *= 2.0**-12  # and queries that vanish
+    scales = unit_scales(2)
+    lost, seen = outputs(louder, None)
+    assert seen["k"][0] == amax["k"][0] * 2.0**12  # the next layer's input is spoilt already
+    scaled, _ = outputs(louder, {"q": scales["q"] * 2.0**-12, "k": scales["k"] * 2.0**12, "v": scales["v"]})
+    np.testing.assert_array_equal(scaled, hidden)
+    assert jnp.abs(lost - hidden).max() > 0.01
+    exact = outputs(params, None, Precision.uniform(2))[0]
+    calibrated = outputs(louder, scales_from(seen))[0]
+    assert jnp.abs(calibrated - exact).mean() < 2 * jnp.abs(hidden - exact).mean()
+
+
+OPTIONS = ["--rollout.kv_scales", "calibrated", "--run.dir", "unused", "--gate.completions", "16"]
+
+
+def test_learner_and_embedded_engine_share_the_scales():
+    """Keys so large that scale 1 would cut them off: the wire carries the scales, and learner and engine agree."""
+    parts = build(load_config("demo", OPTIONS))
+    params = parts.initial_params()
+    params["layers"]["self_attn"]["k_norm"]["weight"] *= 500.0
+    policy = loop.with_scales(parts, parts.policy(params))
+    assert (np.asarray(policy["kv_scales"]["k"]) >= 4).all()
+    receipt = loop.publish(parts, policy, 0)
+    assert receipt.tensors == len(parts.engine.expected_manifest())
+    assert sum(m.role == "kv_scale" for m in parts.engine.expected_manifest()) == 3 * parts.model.num_hidden_layers
+    gaps = loop.gate(parts, policy, 0)
+    assert gaps["gate/mean_gap"] < 1e-3  # flipped roundings alone
+    dropped = {k: v for k, v in policy.items() if k != "kv_scales"}
+    with pytest.raises(Exception, match="missing from the source"):
+        loop.publish(parts, dropped, 1)
+    parts.close()
+
+
+def test_the_scoring_pass_gives_the_same_log_probabilities_and_remembers():
+    parts = build(load_config("demo", OPTIONS))
+    policy = loop.with_scales(parts, parts.policy(parts.initial_params()))
+    before = jax.tree.map(np.asarray, parts.kv_scales.amax)
+    samples = [loop.Sample(p.token_ids, (1, 2, 3), np.zeros(3, np.float32), 0.0) for p in parts.train[:8]]
+    batch = loop.pack_samples(parts, samples)
+    np.testing.assert_allclose(parts.kv_scales.score(policy, batch), parts.score(policy, batch), atol=1e-5)
+    assert all((np.asarray(parts.kv_scales.amax[n]) >= 0.9 * before[n] * (1 - 1e-6)).all() for n in before)
+    parts.close()
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--rollout.kv_cache", "auto"], 'rollout.kv_cache = "auto" has none'),
+        (["--rollout.engine", "vllm"], 'rollout.engine "vllm" is not given any yet'),
+        (["--loss.old_policy", "rollout", "--loss.objective", "reinforce"], "no scoring pass sees keys"),
+    ],
+)
+def test_calibration_that_cannot_be_is_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config("demo", [*OPTIONS, *options]).check()
+
+
+def test_scales_are_no_part_of_the_gradient():
+    parts = build(load_config("demo", OPTIONS))
+    assert dataclasses.replace(parts.precision).kv_fp8
+    policy = loop.with_scales(parts, parts.policy(parts.initial_params()))
+    from jaxfp8rl.policy import attach, handles
+
+    leaves = handles(policy, "float32")
+    assert "kv_scales" not in leaves and attach(policy, leaves)["kv_scales"] is policy["kv_scales"]
+    parts.close()
