@@ -6,11 +6,14 @@ estimated (XLA fuses and reuses), as is whatever the compiler needs besides: lea
 
 from __future__ import annotations
 
+import collections
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from bridges import manifest
+from bridges.api import ParamMeta
 from jaxfp8rl.build import engine_runs
 from jaxfp8rl.config import Config
 from jaxfp8rl.losses.logprobs import CHUNK_ELEMENTS
@@ -28,13 +31,14 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     """(what, bytes), the learner's first, then the embedded engine's. Raises ConfigError for shapes that FP8 cannot take."""
     params = sum(math.prod(e.shape) for e in param_table(model))
     compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
-    wire = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
+    metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
+    wire = manifest.nbytes(metas)
     learner = [
         (f"master weights, float32, {params / 1e6:,.1f} M parameters", params * F32),
         ("Adam's two moments, float32", params * 2 * F32),
         ("gradients: a float32 sum, and a micro-batch's own", params * (F32 + compute)),
         (f"policy in {cfg.precision.compute_dtype}, and codes and scales of what is FP8 in it", _policy(cfg, model, compute)),
-        (f"weights on their way to the engine, recipe {cfg.precision.recipe}", wire),
+        (f"weights on their way to the engine, recipe {cfg.precision.recipe}", _in_flight(cfg, metas)),
         ("activations of a micro-batch (estimate)", _activations(cfg, model, compute)),
         ("logits of a chunk, with their derivative, float32 (estimate)", _logits(cfg, model)),
     ]
@@ -47,6 +51,19 @@ def format_plan(plan: Plan) -> str:
     """The plan as an aligned table, in MiB."""
     rows = [*plan, ("total", sum(size for _, size in plan))]
     return "memory on the device\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  {what}" for what, size in rows)
+
+
+def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:
+    """Everything, where vLLM reloads and for the embedded engine, which keeps copies; written in place, the two
+    largest layers, or what stands outside them, of what the policy does not hold as it crosses."""
+    if cfg.rollout.engine != "vllm" or cfg.rollout.publish == "reload":
+        return manifest.nbytes(metas)
+    if cfg.precision.weight_dtype == cfg.precision.compute_dtype and get_recipe(cfg.precision.recipe).forward_fp8:
+        return 0
+    layers = collections.defaultdict(list)
+    for meta in metas:
+        layers[meta.name.split(".")[2] if meta.name.startswith("model.layers.") else ""].append(meta)
+    return sum(sorted(map(manifest.nbytes, layers.values()))[-2:])
 
 
 def _activations(cfg: Config, model: ModelConfig, itemsize: int) -> int:
