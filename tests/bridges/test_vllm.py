@@ -72,6 +72,44 @@ def source(engine: VllmEngine, seed: int) -> ArraySource:
     return random_source(engine.expected_manifest(), seed, convert=jnp.asarray)
 
 
+# Before the engines of `under_test`, of which the last stays open to the end of the module.
+
+
+def test_fp8_without_the_hardware_says_so():
+    if not (lack := cpu_lacks(FP8, "auto")):
+        pytest.skip("this machine runs FP8 linears")
+    with pytest.raises(BridgeError, match='fp8_kernel="emulated"') as e:
+        VllmEngine(CONFIG, weights=FP8, **SHORT)
+    assert lack in str(e.value)
+
+
+def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
+    with pytest.raises(BridgeError, match="use one type"):
+        VllmEngine(CONFIG, weights="bfloat16", dtype="float16", **SHORT)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(BridgeError, match="out of reach of DLPack"):
+        VllmEngine(CONFIG, **SHORT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
+def test_blocks_that_do_not_line_up_are_refused():
+    """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute nonsense."""
+    odd = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 192}
+    with pytest.raises(BridgeError, match="name model.layers.0.self_attn.q_proj, .*in high_precision_modules"):
+        VllmEngine(odd, **EMULATED, **SHORT)
+
+
+def test_closed_is_closed_and_the_next_may_open():
+    engine, transport = VllmEngine(CONFIG, **SHORT), VllmReload()
+    transport.open(engine)
+    transport.publish(source(engine, 0), 1)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDirty, match="closed"):
+        engine.generate([GenRequest("r", (1, 2, 3), SamplingParams(2))])
+    VllmEngine(CONFIG, **SHORT).close()
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check, under_test):
     check(under_test)
@@ -216,46 +254,11 @@ def test_keeps_the_contracts(under_test):
     assert isinstance(under_test.engine, RolloutEngine) and isinstance(under_test.transport, WeightTransport)
 
 
-def test_fp8_without_the_hardware_says_so():
-    if not (lack := cpu_lacks(FP8, "auto")):
-        pytest.skip("this machine runs FP8 linears")
-    with pytest.raises(BridgeError, match='fp8_kernel="emulated"') as e:
-        VllmEngine(CONFIG, weights=FP8, **SHORT)
-    assert lack in str(e.value)
-
-
-def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
-    with pytest.raises(BridgeError, match="use one type"):
-        VllmEngine(CONFIG, weights="bfloat16", dtype="float16", **SHORT)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with pytest.raises(BridgeError, match="out of reach of DLPack"):
-        VllmEngine(CONFIG, **SHORT)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
-def test_blocks_that_do_not_line_up_are_refused():
-    """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute nonsense."""
-    odd = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 192}
-    with pytest.raises(BridgeError, match="name model.layers.0.self_attn.q_proj, .*in high_precision_modules"):
-        VllmEngine(odd, **EMULATED, **SHORT)
-
-
 def test_one_engine_at_a_time(under_test):
     with pytest.raises(BridgeError, match="close\\(\\) that one"):
         VllmEngine(CONFIG, **SHORT)
     under_test.publish(0)
     assert under_test.sample()[0].problem() is None, "the refusal disturbed the engine that is open"
-
-
-def test_closed_is_closed_and_the_next_may_open():
-    engine, transport = VllmEngine(CONFIG, **SHORT), VllmReload()
-    transport.open(engine)
-    transport.publish(source(engine, 0), 1)
-    engine.close()
-    engine.close()
-    with pytest.raises(EngineDirty, match="closed"):
-        engine.generate([GenRequest("r", (1, 2, 3), SamplingParams(2))])
-    VllmEngine(CONFIG, **SHORT).close()
 
 
 def test_transport_refuses_another_engine():
@@ -270,9 +273,12 @@ def numpy_type(name: str) -> np.dtype:
 
 
 def live_parameters(engine: VllmEngine) -> dict[str, np.ndarray]:
-    """The engine's parameters that are of checkpoint shape, as bytes."""
+    """The engine's parameters that are of checkpoint shape, as bytes; not those that AMX's kernel shuffles in place."""
     def read(model):
-        return {n: p.data.view(torch.uint8).cpu().numpy() for n, p in model.named_parameters() if p.dim() and p.numel()}
+        kernels = {id(m.weight): type(getattr(m.quant_method, "fp8_linear", None)).__name__ for m in model.modules()
+                   if getattr(m, "quant_method", None) and hasattr(m, "weight")}  # fmt: skip
+        kept = {n: p for n, p in model.named_parameters() if kernels.get(id(p)) != "CPUFp8BlockScaledMMKernel"}
+        return {n: p.data.view(torch.uint8).cpu().numpy() for n, p in kept.items() if p.dim() and p.numel()}
 
     return engine.on_model(read)
 
