@@ -1,0 +1,215 @@
+"""The scaled FP8 products beside XLA's bfloat16, cuBLASLt's FP8 blockwise product and DeepGEMM, in one process on one GPU.
+
+    python benchmarks/gemm.py [--out benchmarks/results/gemm.json] [--tokens 4096 16384] [--tune]
+
+cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
+times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together; medians
+over rounds. --tune times every one of `sm90.CANDIDATES` in place of the chosen and writes nothing: `sm90.choose` is made from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import row, write
+from pallas_kernels.blockwise_matmul import api, reference, sm90
+from pallas_kernels.quantize import api as quantize
+
+QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+SQUARES = [(8192, 8192, 8192), (8192, 4096, 4096)]
+SETS = 2  # of operands, used in turn
+MILLISECONDS = 10  # of queued work a measurement
+
+
+class Product(NamedTuple):
+    """a [M, K] b [N, K]^T; `wgrad`: both in 1x128 blocks and a float32 result."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    wgrad: bool
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.m} x {self.n} x {self.k}"
+
+
+def products(tokens: list[int]) -> list[Product]:
+    """dgrad is an fprop of other sizes: y [T, N] = x W^T, dx [T, K] = dy W, dw [N, K] = dy^T x."""
+    found = [Product("square", *size, False) for size in SQUARES]
+    for t in tokens:
+        for name, (n, k) in QWEN3_8B.items():
+            found += [Product(f"{name} fprop", t, n, k, False), Product(f"{name} dgrad", t, k, n, False)]
+            found += [Product(f"{name} wgrad", n, k, t, True)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="benchmarks/results/gemm.json")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--only", nargs="+", default=[], help="products whose names begin so: square, qkv, o, gate_up, down")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+    rows = []
+    for product in products(args.tokens):
+        if args.only and product.name.split()[0] not in args.only:
+            continue
+        made = [operands(product, seed) for seed in range(SETS)]
+        runs = ours(product, made, sm90.CANDIDATES if args.tune else {"ours": None}) | yardsticks(product, made)
+        speed = {name: product.flops / seconds / 1e12 for name, seconds in measure(runs, product, args.rounds).items()}
+        print(f"{product!s:36}", "  ".join(f"{name} {value:.0f}" for name, value in speed.items()), flush=True)
+        own = speed.pop("ours", None)
+        rows += [row(str(product), "product", "TFLOP/s", own, value, name) for name, value in speed.items()]
+    if not args.tune:
+        write(args.out, "gemm", rows)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw(product: Product, seed: int) -> tuple:
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return tuple(jax.random.normal(key, (rows, product.k), jnp.bfloat16) for key, rows in zip(keys, (product.m, product.n)))
+
+
+def operands(product: Product, seed: int) -> tuple:
+    """(a, b) in bfloat16 and (codes, scale, codes, scale)."""
+    a, b = _draw(product, seed)
+    of_b = quantize.quantize_rows if product.wgrad else quantize.quantize_blocks
+    return (a, b), (*jax.jit(quantize.quantize_rows)(a), *jax.jit(of_b)(b))
+
+
+def ours(product: Product, made: list, tiles: dict[str, sm90.Tiles | None]) -> dict[str, Callable[[int], object]]:
+    """By name, the compiled product: call number -> result. Checked against the reference on its first rows."""
+    # Scales in the layout that the quantisers write and the kernel reads: what a model's jit passes on.
+    stored = [(a, sa.T, b, sb.T if product.wgrad else sb) for _, (a, sa, b, sb) in made]
+
+    def run(a, sa, b, sb, tiles):
+        f = api.wgrad if product.wgrad else api.blockwise_matmul
+        return f(a, sa.T, b, sb.T if product.wgrad else sb, backend="pallas", tiles=tiles)
+
+    lowered = [jax.jit(functools.partial(run, tiles=t)).lower(*stored[0]) for t in tiles.values()]
+    with ThreadPoolExecutor() as pool:
+        compiled = dict(zip(tiles, pool.map(lambda program: program.compile(), lowered)))
+    for f in compiled.values():
+        check(product, f(*stored[0]), made[0][1])
+    return {name: lambda i, f=f: f(*stored[i % SETS]) for name, f in compiled.items()}
+
+
+def check(product: Product, y, codes: tuple, rows: int = 128) -> None:
+    want = (reference.wgrad if product.wgrad else reference.blockwise_matmul)(codes[0][:rows], codes[1][:rows], *codes[2:])
+    error = jnp.linalg.norm(y[:rows].astype(jnp.float32) - want) / jnp.linalg.norm(want)
+    if not error < 3e-3:
+        raise SystemExit(f"{product}: relative error {float(error):.2e} against the reference")
+
+
+def yardsticks(product: Product, made: list) -> dict[str, Callable[[int], object]]:
+    dtype = jnp.float32 if product.wgrad else jnp.bfloat16
+    dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype))
+    found = {"XLA bf16": lambda i: dot(*made[i % SETS][0])}
+    for name, of in (("cuBLASLt FP8 blockwise", cublaslt), ("DeepGEMM", deep_gemm)):
+        try:
+            found[name] = of(product, [torch_operands(codes) for _, codes in made])
+            found[name](0)
+        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError) as e:
+            found.pop(name, None)
+            print(f"{product}: no {name}: {str(e).splitlines()[0]}", flush=True)
+    return found
+
+
+def torch_operands(codes: tuple) -> tuple:
+    import torch
+
+    return tuple(torch.from_dlpack(x) for x in codes)
+
+
+def by_column(scale):
+    """Scales contiguous along the rows of their operand, which both libraries want; theirs to keep, so not timed."""
+    return scale.t().contiguous().t()
+
+
+def cublaslt(product: Product, made: list) -> Callable[[int], object]:
+    import torch
+    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+    plain, kind = SwizzleType.NO_SWIZZLE, ScalingType.BlockWise1x128 if product.wgrad else ScalingType.BlockWise128x128
+
+    def run(i: int, turned: bool):
+        a, b, sa, sb = ready[i % SETS]
+        return scaled_mm(
+            a, b.t(), sa, ScalingType.BlockWise1x128, sb.t() if turned else sb, kind, swizzle_a=plain, swizzle_b=plain,
+            output_dtype=torch.bfloat16, use_fast_accum=False,
+        )  # fmt: skip
+
+    ready = [(a, b, by_column(sa), by_column(sb) if product.wgrad else sb) for a, sa, b, sb in made]
+    try:  # versions of torch differ in which way round they take b's scales
+        run(0, False)
+    except (RuntimeError, ValueError):
+        return functools.partial(run, turned=True)
+    return functools.partial(run, turned=False)
+
+
+def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
+    import torch
+    import vllm.third_party.deep_gemm as library
+
+    if product.wgrad:
+        raise NotImplementedError("its 1x128 by 1x128 product wants other scales")
+    out = torch.empty(product.m, product.n, dtype=torch.bfloat16, device="cuda")
+    ready = [(a, by_column(sa), b, sb) for a, sa, b, sb in made]
+
+    def run(i: int):
+        a, sa, b, sb = ready[i % SETS]
+        library.fp8_gemm_nt((a, sa), (b, sb), out, disable_ue8m0_cast=True)
+        return out
+
+    return run
+
+
+def measure(runs: dict[str, Callable[[int], object]], product: Product, rounds: int) -> dict[str, float]:
+    """Median seconds a call."""
+    calls = max(4, round(MILLISECONDS * 1e-3 / (product.flops / 1.2e15)))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in list(runs)[:: 1 if turn % 2 else -1]:
+            times[name].append(seconds(runs[name], calls))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def seconds(run: Callable[[int], object], calls: int) -> float:
+    wait(run(0))
+    start = time.perf_counter()
+    for i in range(calls):
+        last = run(i)
+    wait(last)
+    return (time.perf_counter() - start) / calls
+
+
+def wait(result) -> None:
+    if isinstance(result, jax.Array):
+        result.block_until_ready()
+    else:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

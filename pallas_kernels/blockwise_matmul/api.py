@@ -1,0 +1,88 @@
+"""The scaled FP8 products, by the Hopper kernel or by reference.py: one visible choice.
+
+`backend` as in `pallas_kernels.quantize.api`. The kernel sums each 128 products in the tensor cores, which keep about 14 bits
+(`reference.short_dot`), so that it differs from the reference by some 1e-4 before the result is rounded.
+
+Sizes that the kernel does not take as they are, are padded, which costs a copy: it wants the contraction in multiples of 128, M
+of 8, N of 64 (32 for a float32 result). Widths of language models have these, and so have packed rows of tokens.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.blockwise_matmul import reference, sm90
+from pallas_kernels.plgpu_compat import Backend, pad_to, use_kernel
+from pallas_kernels.quantize import BLOCK
+from pallas_kernels.quantize.reference import E4M3, E5M2
+
+OUTPUTS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+
+def blockwise_matmul(
+    x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, *, out_dtype: jnp.dtype = jnp.bfloat16,
+    backend: Backend = "auto", tiles: sm90.Tiles | None = None, interpret=None,
+) -> Array:  # fmt: skip
+    """x [T, K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [T, N] in `out_dtype`. fprop and dgrad.
+
+    x_scale [T, ceil(K/128)], w_scale [ceil(N/128), ceil(K/128)] float32; codes E4M3 or E5M2. `tiles`: other than the tuned ones.
+    `interpret`: run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the rule, for anything else.
+    """
+    _check(("x", x_codes, x_scale, False), ("w", w_codes, w_scale, True), out_dtype)
+    if not use_kernel(backend):
+        return reference.blockwise_matmul(x_codes, x_scale, w_codes, w_scale).astype(out_dtype)
+    return _kernel(x_codes, x_scale, w_codes, w_scale, True, out_dtype, tiles, interpret)
+
+
+def wgrad(
+    dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, *, out_dtype: jnp.dtype = jnp.float32,
+    backend: Backend = "auto", tiles: sm90.Tiles | None = None, interpret=None,
+) -> Array:  # fmt: skip
+    """dy^T x over the tokens: dy_codes [N, T], x_codes [K, T], both in 1x128 blocks along T -> [N, K] in `out_dtype`.
+
+    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as `quantize_tokens` gives them. Else as `blockwise_matmul`.
+    """
+    _check(("dy", dy_codes, dy_scale, False), ("x", x_codes, x_scale, False), out_dtype)
+    if not use_kernel(backend):
+        return reference.wgrad(dy_codes, dy_scale, x_codes, x_scale).astype(out_dtype)
+    return _kernel(dy_codes, dy_scale, x_codes, x_scale, False, out_dtype, tiles, interpret)
+
+
+def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: sm90.Tiles | None, interpret) -> Array:
+    """Pad to what the copy engine takes; scales of rows as [K/128, M]. Zeros add nothing, by any scale."""
+    (m, k), n = a.shape, b.shape[0]
+    columns = 128 // jnp.dtype(out_dtype).itemsize
+    tiles = tiles or sm90.choose(m, n, k, b_blocks=b_blocks)
+    b_scale = b_scale if b_blocks else pad_to(b_scale.T, 1, columns)
+    y = sm90.matmul(
+        pad_to(a, 8, BLOCK), pad_to(a_scale.T, 1, 8), pad_to(b, columns, BLOCK), b_scale, tiles,
+        b_blocks=b_blocks, out_dtype=out_dtype, interpret=interpret,
+    )  # fmt: skip
+    return y[:m, :n]
+
+
+def _check(a: tuple, b: tuple, out_dtype: jnp.dtype) -> None:
+    (a_name, a_codes, *_), (b_name, b_codes, *_) = a, b
+    for operand in (a, b):
+        _check_operand(*operand)
+    if a_codes.shape[1] != b_codes.shape[1]:
+        raise ValueError(
+            f"{a_name} {a_codes.shape} and {b_name} {b_codes.shape} contract over their second axes, which must be equal"
+        )
+    if jnp.dtype(out_dtype) not in OUTPUTS:
+        raise ValueError(f"a result of {jnp.dtype(out_dtype)}: bfloat16 or float32")
+
+
+def _check_operand(name: str, codes: Array, scale: Array, blocks: bool) -> None:
+    if codes.ndim != 2 or codes.dtype not in (E4M3, E5M2):
+        found = f"{name}_codes is {codes.dtype}{list(codes.shape)}"
+        raise ValueError(f"{found}: float8_e4m3fn or float8_e5m2 of two axes is wanted")
+    if not codes.size:
+        raise ValueError(f"{name}_codes {list(codes.shape)} is empty: there is nothing to multiply")
+    rows, width = codes.shape
+    want = (-(-rows // BLOCK) if blocks else rows, -(-width // BLOCK))
+    if scale.shape != want or scale.dtype != jnp.float32:
+        kind = "128x128" if blocks else "1x128"
+        found = f"{name}_scale is {scale.dtype}{list(scale.shape)}"
+        raise ValueError(f"{found}: {name}_codes {list(codes.shape)} in {kind} blocks has float32{list(want)}")

@@ -1,0 +1,370 @@
+"""The scaled FP8 products on Hopper: y = a b^T with a [M, K] and b [N, K], both contiguous along the contraction.
+
+One persistent kernel serves all three passes. A block of threads computes tiles of y one after the other; in it
+
+- one warp is the *producer*: it walks all tiles of its block and keeps the copy engine a few stages ahead of the products, over
+  the borders of tiles too, so that no tile waits for its first operands. In a cluster two blocks share an operand by multicast;
+- one to three warpgroups are the *consumers*, each with 64 rows or some columns of the tile. The tensor cores sum 128 products
+  in registers; then that partial times its scales is added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2).
+
+That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the
+tensor cores rest. With `Tiles.ahead` a warpgroup issues the product of block k + 1 *before* it promotes block k, so that the
+tensor cores have work queued: 192 registers of sums and partials, which two consumers can hold and three cannot.
+
+Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.plgpu_compat import COLUMN, ROW, SMS, WGMMA, multiprocessors, plgpu, spread, swizzled
+from pallas_kernels.quantize import BLOCK
+
+F32 = jnp.float32
+ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
+REGISTERS = {2: (240, 24), 3: (160, 24)}  # a thread of a consumer, of the producer's, by number of consumers: 64 Ki in all
+
+
+class Tiles(NamedTuple):
+    """How a product is cut up; `choose` knows what is fast for which shape."""
+
+    down: int = 3  # consumers along M, 64 rows each
+    across: int = 1  # consumers along N
+    width: int = 128  # columns of a consumer
+    stages: int = 4
+    cluster: Literal["", "m", "n"] = ""  # two blocks side by side along M share b, along N share a
+    band: int = 8  # tiles are walked in bands of this many,
+    band_axis: Literal[0, 1] = 0  # along M (0) or N (1), so that the operands of those in flight stay in L2
+    ahead: bool = False  # issue the next product before promoting the last; two consumers at most
+    buffers: int = 1  # of a consumer's results on their way to memory
+
+    @property
+    def m(self) -> int:
+        return self.down * ROWS
+
+    @property
+    def n(self) -> int:
+        return self.across * self.width
+
+    @property
+    def consumers(self) -> int:
+        return self.down * self.across
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is static in one kernel."""
+
+    tiles: Tiles
+    m: int
+    n: int
+    k_blocks: int
+    b_blocks: bool  # b's scales are of 128x128 blocks; else of 1x128
+    out_dtype: jnp.dtype
+    blocks: int  # of threads, or clusters of two
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles, or pairs of them, along M and N."""
+        t = self.tiles
+        return pl.cdiv(self.m, t.m * (1 + (t.cluster == "m"))), pl.cdiv(self.n, t.n * (1 + (t.cluster == "n")))
+
+    @property
+    def slab(self) -> int:
+        """Columns of a consumer that surely share a scale of b."""
+        return math.gcd(self.tiles.width, BLOCK) if self.b_blocks else self.tiles.width
+
+    @property
+    def store_width(self) -> int:
+        """Columns stored at once: 128 bytes, the swizzled row, or what a consumer has."""
+        return math.gcd(self.tiles.width, 128 // self.out_dtype.itemsize)
+
+
+class Shared(NamedTuple):
+    """Shared memory: a ring of stages, and results on their way out."""
+
+    a: jax.Ref
+    b: jax.Ref
+    a_scale: jax.Ref
+    b_scale: jax.Ref
+    out: jax.Ref
+    full: jax.Ref
+    empty: jax.Ref
+
+
+def matmul(
+    a: Array, a_scale: Array, b: Array, b_scale: Array, tiles: Tiles, *, b_blocks: bool, out_dtype: jnp.dtype, interpret=None
+) -> Array:
+    """a [M, K] times b [N, K] transposed -> [M, N] in `out_dtype`, bfloat16 or float32.
+
+    a_scale [K/128, M] and b_scale [K/128, N], or [N/128, K/128] for `b_blocks`; float32. The copy engine moves boxes of 8 rows by
+    128 bytes: M is a multiple of 8, K of 128, N of 64 (bfloat16) or 32 (float32). `api.py` pads.
+    """
+    (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
+    blocks = (2 * csize if interpret else multiprocessors()) // csize
+    plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks)
+    _check_tiles(tiles, plan.store_width)
+    clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
+    return plgpu.kernel(
+        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype), grid=(blocks,), grid_names=("block",),
+        num_threads=tiles.consumers + 1, thread_name="wg", scratch_types=_shared(plan, a.dtype, b.dtype), interpret=interpret,
+        **clusters,
+    )(a, a_scale, b, b_scale)  # fmt: skip
+
+
+def _check_tiles(tiles: Tiles, store_width: int) -> None:
+    """What registers allow; shared memory is counted by Pallas, which raises a ValueError with the bytes."""
+    if tiles.consumers not in REGISTERS:
+        raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 2 or 3 share the registers")
+    widest = {(2, False): 192, (2, True): 128, (3, False): 128, (3, True): 64}[tiles.consumers, tiles.ahead]
+    if tiles.width % 64 or not 0 < tiles.width <= widest:
+        raise ValueError(f"{tiles}: the width is a multiple of 64, {widest} at most with these consumers and this order")
+    if tiles.stages < 2:
+        raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
+    if tiles.buffers < 1 or tiles.width // store_width % tiles.buffers:
+        raise ValueError(f"{tiles}: results leave in {tiles.width // store_width} parts, which buffers must divide")
+
+
+def _shared(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
+    t, store = plan.tiles, (ROWS, plan.store_width)
+    store_layout = plgpu.TilingTransform((8, store[1])), plgpu.SwizzleTransform(store[1] * plan.out_dtype.itemsize)
+    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
+    return Shared(
+        a=plgpu.SMEM((t.stages, t.m, BLOCK), a_dtype, transforms=swizzled(a_dtype)),
+        b=plgpu.SMEM((t.stages, t.n, BLOCK), b_dtype, transforms=swizzled(b_dtype)),
+        a_scale=plgpu.SMEM((t.stages, t.m), F32),
+        b_scale=plgpu.SMEM((t.stages, t.n) if not plan.b_blocks else (8,), F32),  # blocks' scales are read as scalars
+        out=plgpu.SMEM((t.consumers, t.buffers, *store), plan.out_dtype, transforms=store_layout),
+        full=plgpu.Barrier(num_arrivals=3 + (not plan.b_blocks), num_barriers=t.stages),
+        empty=barrier(num_arrivals=t.consumers, num_barriers=t.stages),
+    )  # fmt: skip
+
+
+def _kernel(plan: Plan, a, a_scale, b, b_scale, out, *shared) -> None:
+    shared, wg = Shared(*shared), lax.axis_index("wg")
+    consumer_registers, producer_registers = REGISTERS[plan.tiles.consumers]
+
+    @pl.when(wg == plan.tiles.consumers)
+    def _():
+        plgpu.set_max_registers(producer_registers, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(functools.partial(_produce, plan, (a, a_scale, b, b_scale), shared))
+
+    @pl.when(wg < plan.tiles.consumers)
+    def _():
+        plgpu.set_max_registers(consumer_registers, action="increase")
+        _consume(plan, wg, b_scale, out, shared)
+
+
+def _for_each_tile(plan: Plan, body: Callable[[Array, Array, Array], None]) -> None:
+    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of threads."""
+
+    @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block")
+    def _(loop):
+        mi, ni = plgpu.planar_snake(loop.index[0], plan.grid, plan.tiles.band_axis, plan.tiles.band)
+        if plan.tiles.cluster == "m":
+            mi = 2 * mi + lax.axis_index("cluster")
+        if plan.tiles.cluster == "n":
+            ni = 2 * ni + lax.axis_index("cluster")
+        body(mi, ni, loop.local_index * plan.k_blocks)
+
+
+def _slot(plan: Plan, stage: Array) -> Array:
+    return lax.rem(stage, jnp.asarray(plan.tiles.stages, stage.dtype))
+
+
+def _produce(plan: Plan, operands, shared: Shared) -> None:
+    """Copy the operands of every tile, block by block of the contraction, as stages become free."""
+    a, a_scale, b, b_scale = operands
+    t = plan.tiles
+    share_a = dict(collective_axes="cluster") if t.cluster == "n" else {}
+    share_b = dict(collective_axes="cluster") if t.cluster == "m" else {}
+
+    def tile(mi, ni, before):
+        rows, columns = pl.ds(mi * t.m, t.m), pl.ds(ni * t.n, t.n)
+
+        @pl.loop(0, plan.k_blocks)
+        def _(ki):
+            slot = _slot(plan, before + ki)
+            pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
+            copy, full = plgpu.copy_gmem_to_smem, shared.full.at[slot]
+            ks = pl.ds(ki * BLOCK, BLOCK)
+            copy(a.at[rows, ks], shared.a.at[slot], full, **share_a)
+            copy(b.at[columns, ks], shared.b.at[slot], full, **share_b)
+            copy(a_scale.at[ki, rows], shared.a_scale.at[slot], full)
+            if not plan.b_blocks:
+                copy(b_scale.at[ki, columns], shared.b_scale.at[slot], full)
+
+    _for_each_tile(plan, tile)
+    _drain(plan, shared)
+
+
+def _drain(plan: Plan, shared: Shared) -> None:
+    """Stay until every stage is free again: a block that left could still be written to by its partner in the cluster."""
+    mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks
+    left = lax.min(mine, jnp.asarray(plan.tiles.stages, mine.dtype))
+    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[_slot(plan, mine - left + i)]))
+
+
+class Scales(NamedTuple):
+    """Of one partial: a's by row with b's blocks' multiplied in, one vector a slab; or a's by row and b's by column."""
+
+    rows: tuple[Array, ...]
+    columns: Array | None
+
+
+def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
+    """Compute this warpgroup's part of every tile."""
+    t = plan.tiles
+    row, column = lax.div(wg, t.across) * ROWS, lax.rem(wg, t.across) * t.width
+    rows, columns = pl.ds(row, ROWS), pl.ds(column, t.width)
+
+    def tile(mi, ni, before):
+        def issue(partial, ki):
+            slot = _slot(plan, before + ki)
+            plgpu.wgmma(partial, shared.a.at[slot, rows], shared.b.at[slot, columns].transpose((1, 0)))
+
+        def scales(ki):
+            slot = _slot(plan, before + ki)
+            by_row = plgpu.load(shared.a_scale.at[slot, rows], layout=ROW, optimized=False)
+            if not plan.b_blocks:
+                return Scales((by_row,), plgpu.load(shared.b_scale.at[slot, columns], layout=COLUMN, optimized=False))
+            at = (ni * t.n + column + s for s in range(0, t.width, plan.slab))
+            last = b_scale.shape[0] - 1  # a consumer that lies beyond N multiplies zeros, by any scale
+            return Scales(tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at), None)
+
+        def arrived(ki):
+            plgpu.barrier_wait(shared.full.at[_slot(plan, before + ki)])
+
+        def release(ki):
+            plgpu.barrier_arrive(shared.empty.at[_slot(plan, before + ki)])
+
+        total = (_sum_ahead if t.ahead else _sum)(plan, issue, scales, arrived, release)
+        at = out.at[pl.ds(mi * t.m + row, ROWS), pl.ds(ni * t.n + column, t.width)]
+        _store(plan, total, at, shared.out.at[wg])
+
+    _for_each_tile(plan, tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _zeros(plan: Plan) -> tuple[Array, ...]:
+    slabs = plan.tiles.width // plan.slab
+    return tuple(plgpu.layout_cast(jnp.zeros((ROWS, plan.slab), F32), WGMMA) for _ in range(slabs))
+
+
+def _promote(total: tuple[Array, ...], partial: Array, scales: Scales) -> tuple[Array, ...]:
+    """total + partial * scales, slab by slab."""
+    width = total[0].shape[1]
+    parts = (partial[:, i * width : (i + 1) * width] for i in range(len(total)))
+    if scales.columns is not None:
+        by_column = spread(scales.columns, partial.shape, 1)
+        return (total[0] + partial * (spread(scales.rows[0], partial.shape, 0) * by_column),)
+    return tuple(t + p * spread(s, p.shape, 0) for t, p, s in zip(total, parts, scales.rows))
+
+
+def _product(plan: Plan, issue, ki, meanwhile: Callable[[], object]) -> tuple[Array, object]:
+    """The partial of block ki, and what `meanwhile`, run while the tensor cores compute it, returns."""
+
+    def run(partial):
+        issue(partial, ki)
+        result = meanwhile()
+        return partial[...], result
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, plan.tiles.width), F32))
+
+
+def _sum(plan: Plan, issue, scales, arrived, release) -> tuple[Array, ...]:
+    """Every partial promoted as it is done. The wait for the next block's operands hides behind the product of this one."""
+
+    def block(ki, total, more=True):
+        def meanwhile():
+            loaded = scales(ki)
+            if more:
+                arrived(ki + 1)
+            return loaded
+
+        partial, loaded = _product(plan, issue, ki, meanwhile)
+        release(ki)
+        return _promote(total, partial, loaded)
+
+    arrived(0)
+    total = lax.fori_loop(0, plan.k_blocks - 1, block, _zeros(plan))
+    return block(plan.k_blocks - 1, total, more=False)
+
+
+def _sum_ahead(plan: Plan, issue, scales, arrived, release) -> tuple[Array, ...]:
+    """The partial of block k - 1 is promoted while the tensor cores compute block k.
+
+    Two blocks a turn of the loop, so that the two partials keep to their own registers and none is copied.
+    """
+
+    def block(ki, state, more=True):
+        def meanwhile():
+            promoted = _promote(*state) if state[1] is not None else state[0]
+            loaded = scales(ki)
+            if more:
+                arrived(ki + 1)
+            return promoted, loaded
+
+        partial, (promoted, loaded) = _product(plan, issue, ki, meanwhile)
+        release(ki)
+        return promoted, partial, loaded
+
+    arrived(0)
+    last = plan.k_blocks - 1
+    state = block(0, (_zeros(plan), None, None), more=last > 0)
+    turns = max(last - 1, 0) // 2
+    state = lax.fori_loop(0, turns, lambda i, s: block(2 * i + 2, block(2 * i + 1, s)), state)
+    for ki in range(2 * turns + 1, last + 1):
+        state = block(ki, state, more=ki < last)
+    return _promote(*state)
+
+
+def _store(plan: Plan, total: tuple[Array, ...], at, buffers) -> None:
+    """Through shared memory, a swizzled 128-byte column at a time; the copies run while the next tile is computed."""
+    width = plan.store_width
+    for i in range(plan.tiles.width // width):
+        slab, column = divmod(i * width, plan.slab)
+        buffer = buffers.at[i % plan.tiles.buffers]
+        plgpu.wait_smem_to_gmem(plan.tiles.buffers - 1, wait_read_only=True)
+        buffer[...] = total[slab][:, column : column + width].astype(plan.out_dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, at.at[:, pl.ds(i * width, width)])
+
+
+CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x across x width
+    "3x1x128": Tiles(buffers=2),
+    "3x1x128 pairs along M": Tiles(cluster="m", buffers=2),
+    "3x1x128 pairs along N": Tiles(cluster="n", buffers=2),
+    "2x1x128": Tiles(2, buffers=2),
+    "2x1x128 pairs along M": Tiles(2, cluster="m", buffers=2),
+    "2x1x128 ahead": Tiles(2, ahead=True, buffers=2),
+    "2x1x128 ahead, pairs along M": Tiles(2, ahead=True, cluster="m", buffers=2),
+    "2x1x128 ahead, pairs along N": Tiles(2, ahead=True, cluster="n", buffers=2),
+    "2x1x192 pairs along M": Tiles(2, width=192, cluster="m"),
+    "1x3x64": Tiles(1, 3, 64, stages=6),
+    "1x2x64 ahead": Tiles(1, 2, 64, stages=8, ahead=True),
+}
+
+
+def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
+    """The tiles for a product of this class, from what was measured on an H200 (docs/kernels.md)."""
+    if not b_blocks:
+        return CANDIDATES["2x1x128 pairs along M"]
+    if m <= ROWS:
+        return CANDIDATES["1x3x64"]  # bound by reading b: narrow tiles, so that all multiprocessors read
+    if pl.cdiv(m, 3 * ROWS) * pl.cdiv(n, 2 * BLOCK) < SMS // 2:
+        return CANDIDATES["2x1x128"]  # too few tiles to go round
+    return CANDIDATES["3x1x128 pairs along N"]

@@ -1,0 +1,99 @@
+"""Blockwise FP8 quantisation, by the Hopper kernels or by reference.py: bit-equal results, one visible choice.
+
+    backend: "auto"       the kernels on a Hopper GPU, the reference elsewhere (on another GPU with a warning)
+             "pallas"     the kernels, or an error
+             "reference"  plain jnp
+
+Input that the kernels do not take as it is, is padded: they want K a multiple of 128, T a multiple of 8 and, for what is
+transposed, of 128. Other sizes cost a copy. A dtype that no kernel takes is an error, whatever the backend.
+
+Scales come out as the transpose of what the kernels wrote and the products read: inside one `jit` the two transposes meet and
+vanish.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.plgpu_compat import Backend, pad_to, use_kernel
+from pallas_kernels.quantize import BLOCK, reference, sm90
+from pallas_kernels.quantize.reference import AMAX_FLOOR, E4M3, E5M2
+
+INPUTS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+
+def quantize_rows(
+    x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, amax_floor: float = AMAX_FLOOR,
+    backend: Backend = "auto", interpret=None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """1x128 blocks along the last axis: x [..., K] bfloat16 or float32 -> codes [..., K], scales [..., ceil(K/128)] float32.
+
+    Options as `reference.quantize_rows`. `interpret`: run the kernel on a CPU, for tests. Raises ValueError for other dtypes.
+    """
+    _check(x, dtype)
+    if not use_kernel(backend):
+        return reference.quantize_rows(x, dtype, power_of_two=power_of_two, amax_floor=amax_floor)
+    lead, k = x.shape[:-1], x.shape[-1]
+    flat = x.reshape(-1, k)
+    fmt = sm90.Format(dtype, power_of_two, amax_floor)
+    (codes, scale), _ = sm90.quantize(pad_to(flat, 8, BLOCK), fmt, interpret=interpret)
+    t = flat.shape[0]
+    return codes[:t, :k].reshape(*lead, k), scale[:, :t].T.reshape(*lead, -1)
+
+
+def quantize_tokens(
+    x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, backend: Backend = "auto", interpret=None
+) -> tuple[Array, Array]:
+    """1x128 blocks along the tokens: x [T, K] -> codes [K, T], scales [K, ceil(T/128)] float32, for wgrad."""
+    _check(x, dtype, ndim=2)
+    if not use_kernel(backend):
+        return reference.quantize_tokens(x, dtype, power_of_two=power_of_two)
+    return _both(x, sm90.Format(dtype, power_of_two, AMAX_FLOOR), rows=False, interpret=interpret)[1]
+
+
+def quantize_both(
+    x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, backend: Backend = "auto", interpret=None
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """`quantize_rows(x)` and `quantize_tokens(x)` of x [T, K], which is read once."""
+    _check(x, dtype, ndim=2)
+    if not use_kernel(backend):
+        return tuple(f(x, dtype, power_of_two=power_of_two) for f in (reference.quantize_rows, reference.quantize_tokens))
+    return _both(x, sm90.Format(dtype, power_of_two, AMAX_FLOOR), rows=True, interpret=interpret)
+
+
+def _both(x: Array, fmt: sm90.Format, *, rows: bool, interpret) -> tuple[tuple[Array, Array] | None, tuple[Array, Array]]:
+    """A padded token is a zero in every group it lies in, which changes none."""
+    t, k = x.shape
+    by_rows, (codes, scale) = sm90.quantize(pad_to(x, BLOCK, BLOCK), fmt, rows=rows, tokens=True, interpret=interpret)
+    tokens = codes[:k, :t], scale[:, :k].T
+    return (by_rows[0][:t, :k], by_rows[1][:, :t].T) if rows else None, tokens
+
+
+def quantize_blocks(
+    w: Array, *, transposed: bool = False, power_of_two: bool = False, backend: Backend = "auto", interpret=None
+) -> tuple[Array, ...]:
+    """128x128 blocks: w [N, K] bfloat16 or float32 -> codes [N, K] e4m3, scales [ceil(N/128), ceil(K/128)] float32.
+
+    `transposed`: a third result, the same codes as [K, N], which dgrad contracts over N; their scales are the transpose.
+    """
+    _check(w, E4M3, ndim=2)
+    if not use_kernel(backend):
+        codes, scale = reference.quantize_blocks(w, power_of_two=power_of_two)
+        return (codes, scale, codes.T) if transposed else (codes, scale)
+    n, k = w.shape
+    padded = pad_to(w, BLOCK if transposed else 8, BLOCK)
+    fmt = sm90.Format(E4M3, power_of_two, AMAX_FLOOR)
+    codes, scale, *more = sm90.quantize_blocks(padded, fmt, transposed=transposed, interpret=interpret)
+    return codes[:n, :k], scale, *(c[:k, :n] for c in more)
+
+
+def _check(x: Array, dtype: jnp.dtype, ndim: int | None = None) -> None:
+    if x.dtype not in INPUTS:
+        raise ValueError(f"x {x.shape} is {x.dtype}: bfloat16 or float32 is quantised")
+    if jnp.dtype(dtype) not in (E4M3, E5M2):
+        raise ValueError(f"codes of type {jnp.dtype(dtype)}: float8_e4m3fn or float8_e5m2")
+    if x.ndim < 1 or (ndim and x.ndim != ndim):
+        raise ValueError(f"x {x.shape} has {x.ndim} axes where {ndim or 'one or more'} are wanted: map over leading ones")
+    if not x.size:
+        raise ValueError(f"x {x.shape} is empty: there is nothing to quantise")

@@ -1,0 +1,141 @@
+"""The Hopper product on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA gives the rest."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.blockwise_matmul import api, reference, sm90
+from pallas_kernels.blockwise_matmul.sm90 import Tiles
+from pallas_kernels.numerics import worst_tile
+from pallas_kernels.plgpu_compat import INTERPRET
+from pallas_kernels.quantize import reference as q
+
+SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one tile a block, ragged edges
+    "ahead, K of one block": (136, 136, 100, False, Tiles(2, ahead=True, buffers=2)),
+    "ahead, K of five blocks, fewer stages": (72, 72, 600, False, Tiles(2, ahead=True, stages=2)),
+    "a cluster along M": (264, 136, 200, False, Tiles(2, ahead=True, cluster="m", buffers=2)),
+    "three consumers, a cluster along N": (200, 136, 200, False, Tiles(cluster="n", band=2, band_axis=1)),
+    "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
+    "a consumer over two blocks": (72, 384, 136, False, Tiles(2, width=192)),
+    "wgrad": (72, 136, 400, True, Tiles(2, ahead=True)),
+}
+VARIANTS = [(False, tiles) for tiles in sm90.CANDIDATES.values()] + [(True, sm90.CANDIDATES["2x1x128 ahead"])]
+
+
+def operands(m: int, n: int, k: int, wgrad: bool):
+    """Random codes, and scales of which no two in reach of each other are alike (as `tile_distinct`)."""
+    rng = np.random.default_rng(0)
+    codes = (jnp.asarray((64 * rng.normal(size=(rows, k))).astype(q.E4M3)) for rows in (m, n))
+    shapes = (m, -(-k // 128)), (n if wgrad else -(-n // 128), -(-k // 128))
+    scales = (np.exp2(3.0 * (np.add.outer(np.arange(r), 5 * np.arange(c)) % 13 - 6)) for r, c in shapes)
+    (a, b), (a_scale, b_scale) = codes, (jnp.asarray(s, jnp.float32) for s in scales)
+    return a, a_scale, b, b_scale
+
+
+def float64(codes, scale) -> np.ndarray:
+    rows = np.repeat(np.asarray(scale, np.float64), 128, 1)[:, : codes.shape[1]]
+    rows = rows if len(rows) == len(codes) else np.repeat(rows, 128, 0)[: len(codes)]
+    return np.asarray(codes).astype(np.float64) * rows
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_it_equals_float64(name):
+    """Every tile by its own norm: a scale or an operand of another tile is an error over 0.5."""
+    m, n, k, wgrad, tiles = SIMULATED[name]
+    args = operands(m, n, k, wgrad)
+    f = functools.partial(api.wgrad if wgrad else api.blockwise_matmul, backend="pallas", tiles=tiles, interpret=INTERPRET)
+    got = f(*args, out_dtype=jnp.float32)
+    assert got.shape == (m, n) and got.dtype == jnp.float32
+    assert worst_tile(got, float64(*args[:2]) @ float64(*args[2:]).T, (16, 16)) < 1e-5
+    if name == "ahead, K of one block":
+        np.testing.assert_array_equal(f(*args, out_dtype=jnp.bfloat16), got.astype(jnp.bfloat16))
+
+
+def shapes(m, n, k, wgrad, a_dtype=q.E4M3, b_dtype=q.E4M3):
+    struct, blocks = jax.ShapeDtypeStruct, lambda size: -(-size // 128)
+    b_scale = (n, blocks(k)) if wgrad else (blocks(n), blocks(k))
+    a = struct((m, k), a_dtype), struct((m, blocks(k)), jnp.float32)
+    return *a, struct((n, k), b_dtype), struct(b_scale, jnp.float32)
+
+
+def lower(args, wgrad=False, **options) -> str:
+    f = functools.partial(api.wgrad if wgrad else api.blockwise_matmul, backend="pallas", **options)
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("wgrad", "tiles"), VARIANTS)
+def test_every_candidate_lowers_for_cuda(wgrad, tiles):
+    assert "mosaic_gpu" in lower(shapes(4096, 4096, 4096, wgrad), wgrad, tiles=tiles)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wgrad"), [((1, 4096, 4096), False), ((131072, 4096, 12288), False), ((576, 1536, 3001), True)]
+)
+def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
+    assert "mosaic_gpu" in lower(shapes(*shape, wgrad), wgrad)
+
+
+def test_gradients_in_e5m2_lower_for_cuda():
+    assert "mosaic_gpu" in lower(shapes(4096, 4096, 4096, False, a_dtype=q.E5M2))
+    assert "mosaic_gpu" in lower(shapes(4096, 4096, 4096, True, a_dtype=q.E5M2), wgrad=True)
+
+
+def test_whole_blocks_are_not_padded():
+    text = lower(shapes(4096, 4096, 4096, False))
+    assert "stablehlo.pad" not in text and "stablehlo.slice" not in text
+
+
+def test_on_a_cpu_auto_is_the_reference():
+    args = operands(40, 72, 200, False)
+    np.testing.assert_array_equal(
+        api.blockwise_matmul(*args, out_dtype=jnp.float32), jax.jit(reference.blockwise_matmul)(*args)
+    )
+
+
+def bad(name: str):
+    a, a_scale, b, b_scale = shapes(256, 384, 512, False)
+    like = lambda s, shape=None, dtype=None: jax.ShapeDtypeStruct(shape or s.shape, dtype or s.dtype)
+    return {
+        "contraction": ((a, a_scale, like(b, (384, 640)), like(b_scale, (3, 5))), r"x \(256, 512\) and w \(384, 640\)"),
+        "codes": ((like(a, dtype=jnp.bfloat16), a_scale, b, b_scale), r"x_codes is bfloat16\[256, 512\]: float8_e4m3fn"),
+        "axes": ((like(a, (2, 128, 512)), a_scale, b, b_scale), r"x_codes is float8_e4m3fn\[2, 128, 512\].*two axes"),
+        "row scales": ((a, like(a_scale, (4, 256)), b, b_scale), r"x_scale is float32\[4, 256\].*1x128.*float32\[256, 4\]"),
+        "block scales": ((a, a_scale, b, like(b_scale, (4, 3))), r"w_scale is float32\[4, 3\].*128x128.*float32\[3, 4\]"),
+        "empty": ((like(a, (0, 512)), like(a_scale, (0, 4)), b, b_scale), r"x_codes \[0, 512\] is empty"),
+        "scale type": ((a, like(a_scale, dtype=jnp.bfloat16), b, b_scale), r"x_scale is bfloat16\[256, 4\]"),
+    }[name]
+
+
+@pytest.mark.parametrize("backend", ["pallas", "reference"])
+@pytest.mark.parametrize("name", ["contraction", "codes", "axes", "row scales", "block scales", "empty", "scale type"])
+def test_bad_operands_are_errors_at_trace_time(name, backend):
+    args, message = bad(name)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(api.blockwise_matmul, backend=backend), *args)
+
+
+def test_a_bad_result_type_or_backend_is_an_error():
+    args = shapes(256, 384, 512, False)
+    with pytest.raises(ValueError, match="a result of float16: bfloat16 or float32"):
+        jax.eval_shape(functools.partial(api.blockwise_matmul, out_dtype=jnp.float16), *args)
+    with pytest.raises(ValueError, match='backend = .triton.: one of "auto", "pallas", "reference"'):
+        jax.eval_shape(functools.partial(api.blockwise_matmul, backend="triton"), *args)
+
+
+def test_tiles_that_do_not_fit_are_errors():
+    args = shapes(256, 384, 512, False)
+    for tiles, message in {
+        Tiles(stages=8): "shared memory",
+        Tiles(4): r"4 consumers \(down x across\): 2 or 3",
+        Tiles(3, ahead=True): "multiple of 64, 64 at most",
+        Tiles(2, width=96): "multiple of 64, 192 at most",
+        Tiles(stages=1): "2 or more",
+        Tiles(2, width=192, buffers=2): "in 3 parts, which buffers must divide",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            lower(args, tiles=tiles)
