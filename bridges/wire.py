@@ -18,6 +18,7 @@ from bridges.api import (
 )
 
 PROTOCOL = 1  # raised whenever one side could misread the other
+TOKEN_VARIABLE = "BRIDGES_ENGINE_TOKEN"  # of the environment; a command line can be read by every user of a machine
 ERRORS = {e.__name__: e for e in (BridgeError, EngineDirty, EngineUnhealthy, ManifestMismatch, PublishFailed, ValueError)}
 ARRAYS = ("int32", "float32", "uint8", "uint16", "uint32")
 

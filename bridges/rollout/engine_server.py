@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,11 @@ from bridges import manifest, wire
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, PublishFailed, RolloutEngine, WeightTransport
 from bridges.weights.safetensors_file import FileSource
 
-TOKEN_VARIABLE = "BRIDGES_ENGINE_TOKEN"
 TOKEN_CHARACTERS = 16
 BODY_BYTES = 2**30  # the largest body that is read
 UNTRUSTED_BYTES = 2**16  # of a body without the token, so that the refusal can be read before the connection is closed
 IDLE_SECONDS = 60.0  # for which a connection may say nothing
+POLL_SECONDS = 0.1  # in which an end is noticed
 
 
 class EngineServer:
@@ -57,7 +58,7 @@ class EngineServer:
     ):  # fmt: skip
         self._engine, self._transport, self._folder, self._convert = engine, transport, Path(folder), convert
         self._begun: tuple[int, str] | None = None  # version and digest of a publish that has not succeeded (yet)
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal may put, too
         self._http = http
         self._at_once = {"hello": self._hello, "health": self._health, "weight_version": self._weight_version}
         self._in_turn = {
@@ -69,7 +70,7 @@ class EngineServer:
     def serve(self) -> None:
         """Answer until somebody asks to `close`; then close the engine. The engine runs in the calling thread."""
         self._http.answer = self._answer
-        threading.Thread(target=self._http.serve_forever, name="http", daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(POLL_SECONDS,), name="http", daemon=True).start()
         try:
             while job := self._jobs.get():
                 job()
@@ -179,6 +180,11 @@ class HttpServer(ThreadingHTTPServer):
             hint = "it is taken" if e.errno == errno.EADDRINUSE else str(e)
             raise BridgeError(f"cannot listen on {host}:{port}: {hint}", "--port 0 takes a free port and says which") from e
 
+    def server_bind(self) -> None:
+        """Without HTTPServer's look-up of this machine's name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
     def admits(self, authorization: str) -> bool:
         return hmac.compare_digest(authorization.encode("utf-8", "replace"), self._expected)
 
@@ -197,9 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        length = int(length) if length.isdecimal() else BODY_BYTES + 1
+        length = int(length) if length.isdecimal() else 0
         if not self.server.admits(self.headers.get("Authorization", "")):
-            self.rfile.read(min(length, UNTRUSTED_BYTES)) if length <= BODY_BYTES else None
+            self.rfile.read(min(length, UNTRUSTED_BYTES))
             return self._reply(401, _refusal("the engine's server refused the token", "use the one it was started with"))
         if length > BODY_BYTES:
             return self._reply(413, _refusal(f"a call has a Content-Length of at most {BODY_BYTES}", "ask for fewer at once"))
@@ -210,7 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
             seconds = float(self.headers.get("Deadline-Seconds", IDLE_SECONDS))
             result = self.server.answer(self.path.removeprefix("/v1/"), json.loads(body), seconds)
         except Exception as e:  # carried to the other side, by its class
-            return (400 if isinstance(e, ValueError) else 409 if isinstance(e, BridgeError) else 500), {"error": wire.pack_error(e)}
+            status = 400 if isinstance(e, ValueError) else 409 if isinstance(e, BridgeError) else 500
+            return status, {"error": wire.pack_error(e)}
         return 200, {"result": result}
 
     def _reply(self, status: int, content: dict[str, Any]) -> None:
@@ -244,14 +251,14 @@ def _fake(_: dict[str, Any], faults: dict[str, Any] | None = None, **options: An
 
 def _vllm(hf_config: dict[str, Any], transport: str = "reload", **options: Any) -> tuple:
     from bridges.rollout.vllm_engine import VllmEngine
-    from bridges.weights.vllm_inplace import VllmInplace
-    from bridges.weights.vllm_inprocess import VllmReload
 
-    transports = {"reload": VllmReload, "in_place": VllmInplace}
-    if transport not in transports:
-        raise BridgeError(f"no transport {transport!r} into vLLM", f"choose one of {', '.join(transports)}")
-    engine = VllmEngine(hf_config, **options)
-    return engine, transports[transport](), _torch_tensor
+    if transport == "in_place":
+        from bridges.weights.vllm_inplace import VllmInplace as Transport  # imports JAX
+    elif transport == "reload":
+        from bridges.weights.vllm_inprocess import VllmReload as Transport
+    else:
+        raise BridgeError(f"no transport {transport!r} into vLLM", "choose reload or in_place")
+    return VllmEngine(hf_config, **options), Transport(), _torch_tensor
 
 
 def _torch_tensor(x: np.ndarray) -> Any:
@@ -284,8 +291,8 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 (the default) takes a free one")
     parser.add_argument("--allow-network", action="store_true", help="listen on another address than this machine's own")
-    parser.add_argument("--folder", type=Path, help="where weights are left as files; default: one of its own, removed at the end")
-    parser.add_argument("--token-file", type=Path, help=f"default: the variable {TOKEN_VARIABLE}, else a new token in a new file")
+    parser.add_argument("--folder", type=Path, help="where weights are left as files; default: a new one, removed at the end")
+    parser.add_argument("--token-file", type=Path, help=f"default: the variable {wire.TOKEN_VARIABLE}, else a new one in a file")
     parser.add_argument("--parent", type=int, help="end when the parent is no longer this process")
     known, _ = parser.parse_known_args(argv)
     parser.add_argument("-h", "--help", action="help")
@@ -304,34 +311,34 @@ def _value(text: str) -> Any:
         return text
 
 
-def _token(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    """The token, and where a new one was put. The variable is taken out of the environment: no child needs it."""
-    given = os.environ.pop(TOKEN_VARIABLE, "")
+def _token(args: argparse.Namespace) -> tuple[str, Path | None]:
+    """The token, and the file of a new one. The variable is taken out of the environment: no child needs it."""
+    given = os.environ.pop(wire.TOKEN_VARIABLE, "")
     if args.token_file:
-        return args.token_file.read_text().strip(), {}
+        return args.token_file.read_text().strip(), None
     if given:
-        return given, {}
+        return given, None
     if not _is_loopback(args.host):
-        raise BridgeError(f"{args.host} wants a token that you chose", f"set {TOKEN_VARIABLE} or --token-file")
+        raise BridgeError(f"{args.host} wants a token that you chose", f"set {wire.TOKEN_VARIABLE} or --token-file")
     token = secrets.token_urlsafe(32)
     descriptor, path = tempfile.mkstemp(prefix="engine-token-")  # readable by this user alone
     with os.fdopen(descriptor, "w") as f:
         f.write(token)
-    return token, {"token_file": path}
+    return token, Path(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one JSON line once the engine answers: {"url", "pid", "folder"} and "token_file" where the token is new, or
     {"error": {"class", "message", "next_step"}}. Everything else, by whomever, goes to standard error."""
     args, options = _arguments(argv)
+    ours: list[Path] = []  # to be removed at the end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        folder = args.folder or Path(tempfile.mkdtemp(prefix="engine-weights-"))
-        remove = [folder] if args.folder is None else []
         if args.parent is not None:
-            threading.Thread(target=_end_with, args=(args.parent, remove), daemon=True).start()
+            threading.Thread(target=_end_with, args=(args.parent, ours), daemon=True).start()
         try:
-            server, ready = _build(args, options, folder)
+            server, ready = _build(args, options, ours)
             signal.signal(signal.SIGTERM, lambda *_: server.stop())
             print(json.dumps(ready), file=out, flush=True)
             server.serve()
@@ -339,32 +346,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"error": wire.pack_error(e)}), file=out, flush=True)
             return 1
         finally:
-            _remove(remove)
+            _remove(ours)
     return 0
 
 
-def _build(args: argparse.Namespace, options: dict[str, Any], folder: Path) -> tuple[EngineServer, dict[str, Any]]:
+def _build(args: argparse.Namespace, options: dict[str, Any], ours: list[Path]) -> tuple[EngineServer, dict[str, Any]]:
     """The server, its port taken before anything slow begins, and what to say once it answers."""
-    token, place = _token(args)
+    token, token_file = _token(args)
+    ours += [token_file] if token_file else []
     http = HttpServer(token, args.host, args.port, allow_network=args.allow_network)
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="engine-weights-"))
+    ours += [] if args.folder else [folder]
     hf_config = json.loads(args.config.read_text()) if args.config else {}
     engine, transport, convert = ENGINES[args.engine](hf_config, **options)
     transport.open(engine)
-    url = f"http://{args.host}:{http.server_port}"
-    return EngineServer(engine, transport, http, folder, convert), {"url": url, "pid": os.getpid(), "folder": str(folder), **place}
+    ready = {"url": f"http://{args.host}:{http.server_port}", "pid": os.getpid(), "folder": str(folder)}
+    ready |= {"token_file": str(token_file)} if token_file else {}
+    return EngineServer(engine, transport, http, folder, convert), ready
 
 
-def _end_with(parent: int, folders: list[Path]) -> None:
+def _end_with(parent: int, ours: list[Path]) -> None:
     """End at once, with all children, when the parent has gone, however it went: nobody is left to ask for anything."""
     while os.getppid() == parent:
-        time.sleep(0.5)
-    _remove(folders)
+        time.sleep(POLL_SECONDS)
+    _remove(ours)
     os.kill(0 if os.getpgrp() == os.getpid() else os.getpid(), signal.SIGKILL)
 
 
-def _remove(folders: list[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True) if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
 if __name__ == "__main__":
