@@ -99,11 +99,11 @@ def main() -> None:
 # Subjects --------------------------------------------------------------------------------------------------------------
 
 
-def demo(steps: int = 100) -> Subject:
+def demo(steps: int = 100, seed: int = 0) -> Subject:
     """A model twice as wide as the demo's after `steps` of its warm start; the batch is 64 of the task's own answers."""
     wider = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     overrides = [w for k, v in wider.items() for w in (f"--model.config.{k}", str(v))]
-    cfg = load_config("demo", [*overrides, "--sft.steps", str(steps)])
+    cfg = load_config("demo", [*overrides, "--sft.steps", str(steps), "--run.seed", str(seed)])
     model, data = model_config(cfg), load_data(cfg, model_config(cfg))
     params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, lambda _: None)
     rng = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def demo(steps: int = 100) -> Subject:
     for p in data.train[:64]:
         answer = data.tokenizer.encode(data.task.demonstrate(p.problem, rng), add_special_tokens=False)
         samples.append(sample(p.token_ids, answer, rng))
-    return Subject("demo model", model, params, packed(samples, 60), model.num_hidden_layers - 1)
+    return Subject("demo model" + f", seed {seed}" * bool(seed), model, params, packed(samples, 60), model.num_hidden_layers - 1)
 
 
 def smollm2(folder: str) -> Subject:
