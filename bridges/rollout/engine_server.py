@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import hmac
@@ -72,13 +73,19 @@ class EngineServer:
         self._http.answer = self._answer
         threading.Thread(target=self._http.serve_forever, args=(POLL_SECONDS,), name="http", daemon=True).start()
         try:
-            while job := self._jobs.get():
+            while job := self._next():
                 job()
         finally:
             self._http.shutdown()
             self._http.server_close()
             self._transport.close()
             self._engine.close()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Waits in short bits: a signal that arrives just as a wait begins is handled after it."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=POLL_SECONDS)
 
     def stop(self) -> None:
         """Have `serve` return once the call in progress is over."""
@@ -252,6 +259,8 @@ def _fake(_: dict[str, Any], faults: dict[str, Any] | None = None, **options: An
 def _vllm(hf_config: dict[str, Any], transport: str = "reload", **options: Any) -> tuple:
     from bridges.rollout.vllm_engine import VllmEngine
 
+    if not hf_config:
+        raise BridgeError("vLLM wants to know the model", "--config config.json, of a Hugging Face folder")
     if transport == "in_place":
         from bridges.weights.vllm_inplace import VllmInplace as Transport  # imports JAX
     elif transport == "reload":
@@ -272,21 +281,22 @@ def _torch_tensor(x: np.ndarray) -> Any:
 ENGINES = {"fake": _fake, "vllm": _vllm}
 
 
-def _options(engine: str) -> list[str]:
-    """The keyword arguments that the engine's constructor takes; --NAME-WITH-DASHES on the command line."""
+def _options(engine: str) -> dict[str, bool]:
+    """The keyword arguments that the engine is built from, and whether it cannot do without."""
     if engine == "fake":
         from bridges.rollout.fake_engine import FakeEngine as Engine
     else:
         from bridges.rollout.vllm_engine import VllmEngine as Engine
-    extra = ["transport"] if engine == "vllm" else []
-    return extra + [p for p in inspect.signature(Engine).parameters if p != "hf_config"]
+    parameters = inspect.signature(Engine).parameters.values()
+    extra = {"transport": False} if engine == "vllm" else {}
+    return extra | {p.name: p.default is p.empty for p in parameters if p.name != "hf_config"}
 
 
 def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """What the server takes, and what is passed on to the engine."""
     parser = argparse.ArgumentParser("python -m bridges.rollout.engine_server", description=__doc__, add_help=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--config", type=Path, help="the model's config.json (vllm)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 (the default) takes a free one")
@@ -297,8 +307,9 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str
     known, _ = parser.parse_known_args(argv)
     parser.add_argument("-h", "--help", action="help")
     group = parser.add_argument_group(f"options of {known.engine} (JSON, or a word)")
-    for name in _options(known.engine):
-        group.add_argument("--" + name.replace("_", "-"), dest=f"engine_{name}", type=_value, default=argparse.SUPPRESS)
+    for name, required in _options(known.engine).items():
+        group.add_argument("--" + name.replace("_", "-"), dest=f"engine_{name}", type=_value, metavar="VALUE",
+                           default=argparse.SUPPRESS, required=required)  # fmt: skip
     parsed = vars(parser.parse_args(argv))
     engine = {name.removeprefix("engine_"): parsed.pop(name) for name in list(parsed) if name.startswith("engine_")}
     return argparse.Namespace(**parsed), engine
@@ -342,12 +353,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, lambda *_: server.stop())
             print(json.dumps(ready), file=out, flush=True)
             server.serve()
+            return 0
         except Exception as e:
-            print(json.dumps({"error": wire.pack_error(e)}), file=out, flush=True)
-            return 1
+            said = {"error": wire.pack_error(e)}
         finally:
             _remove(ours)
-    return 0
+        print(json.dumps(said), file=out, flush=True)  # last: who reads it may end this process at once
+    return 1
 
 
 def _build(args: argparse.Namespace, options: dict[str, Any], ours: list[Path]) -> tuple[EngineServer, dict[str, Any]]:
