@@ -146,7 +146,7 @@ class EngineServer:
         """Publish the folder `name`, which must be what `begin` announced, and say what arrived."""
         if self._begun != (version, digest):
             raise PublishFailed(f"version {version} was not begun, or another since", "publish again in full")
-        if Path(name).name != name:
+        if name == ".." or Path(name).name != name:
             raise ValueError(f"{name!r} is not the name of a folder in {self._folder}")
         try:
             source = FileSource(self._folder / name, self._convert)
