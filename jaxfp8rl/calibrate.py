@@ -67,6 +67,10 @@ class KvCalibration:
         self.amax = remember(self.amax, amax, self._decay)
         return logp
 
+    def metrics(self) -> dict[str, float]:
+        """The largest of all layers, `kv/amax_q` and so on."""
+        return {f"kv/amax_{name}": float(x.max()) for name, x in (self.amax or {}).items()}
+
     def apply(self, policy: Params) -> Params:
         """The policy with the scales to publish it with."""
         return {**policy, "kv_scales": scales_from(self.amax)}

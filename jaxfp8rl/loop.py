@@ -137,6 +137,8 @@ def one_step(
         "step": step, "weights/version": step - 1, "lr": lr, **batch.metrics(), **updates, **clock.metrics(),
         "publish/bytes": receipt.bytes, "engine/healthy": int(parts.engine.health().ok), "memory/peak_gib": peak_memory_gib(),
     }  # fmt: skip
+    if parts.kv_scales:
+        metrics |= parts.kv_scales.metrics()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
     return state, policy, metrics, sample_rows(batch, step, cfg.run.samples_per_step)

@@ -244,13 +244,13 @@ EVERYTHING = {
     "loss__kl_coef": 0.05, "loss__calibrate_clip_every": 2, "loss__dynamic_sampling_rounds": 2, "loss__mask_cut": "true",
     "loss__overlong_buffer": 2, "loss__aggregation": "seq_mean_token_mean", "loss__entropy_coef": 0.001,
     "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis",
-    "run__save_every": 3, "run__eval_every": 3,
+    "run__save_every": 3, "run__eval_every": 3, "rollout__kv_scales": "calibrated",
     "optim__lr": 0.001, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
 }  # fmt: skip
 
 
 def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
-    """Reference policy, calibrated clip bounds and the place in the prompt stream are part of what is restored."""
+    """Reference policy, calibrated clip bounds and scales, and the place in the prompt stream are part of what is restored."""
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     loop.train(config(whole, run__steps=4, **EVERYTHING))
     rows = metrics(whole)
@@ -258,6 +258,7 @@ def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
     assert any(row["tokens/rollout"] > 4 * 4 * 4 for row in rows[1:])  # more than one round holds
     assert rows[1]["clip/bound_low"] == rows[1]["clip/bound_high"] == np.float32(0.2)
     assert rows[4]["kl"] > 0 and saved(whole)[1]["clip"] == [rows[4]["clip/bound_low"], rows[4]["clip/bound_high"]]
+    assert max(saved(whole)[1]["kv_amax"]["k"]) == rows[4]["kv/amax_k"] > 1
     loop.train(config(parted, run__steps=3, **EVERYTHING))
     loop.train(config(parted, run__steps=4, **EVERYTHING), resume=True)
     assert_same_run(parted, whole)
