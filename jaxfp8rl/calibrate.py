@@ -21,6 +21,7 @@ from jaxfp8rl.losses.calibration import calibrated_bounds
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
 from jaxfp8rl.losses.objectives import objective_parameters
+from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_amax, head_weight
 from jaxfp8rl.precision.kv_scales import KvScales, remember, scales_from
@@ -84,9 +85,7 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
         head, dtype = head_weight(policy, model), precision.logits_dtype
         return token_logprobs(hidden, head, micro.tokens, temperature, logits_dtype=dtype)[0], amax
 
-    first = jax.tree.map(lambda x: x[0], batch)
-    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first))
-    logp, amax = jax.lax.map(lambda m: jax.lax.cond((m.segment_ids > 0).any(), one, lambda _: nothing, m), batch)
+    logp, amax = map_live(one, batch)
     return logp, jax.tree.map(lambda x: x.max(0), amax)
 
 

@@ -1,14 +1,26 @@
-"""Gradients of a batch, a micro-batch at a time."""
+"""Functions of a batch, and their gradients, a micro-batch at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxfp8rl.types import Params
+from jaxfp8rl.types import Params, TrainBatch
+
+
+def map_live(f: Callable, batch: TrainBatch) -> Any:
+    """`f` of each micro-batch of `batch` [M, R, T], stacked; zeros for those without a response, which are skipped."""
+    nothing = zeros(jax.eval_shape(f, jax.tree.map(lambda x: x[0], batch)))
+    return jax.lax.map(lambda micro: jax.lax.cond(micro.response_mask.any(), f, lambda _: nothing, micro), batch)
+
+
+def zeros(like: Any) -> Any:
+    """A tree of zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
 
 
 def accumulate(
@@ -29,9 +41,6 @@ def accumulate(
     def run(micro: tuple) -> tuple:
         grads, (value, seen) = jax.grad(scaled, has_aux=True)(weights, micro)
         return (value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)), jax.lax.stop_gradient(seen)
-
-    def zeros(like: tuple) -> tuple:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
 
     total, seen = jax.eval_shape(run, jax.tree.map(lambda x: x[0], batch))
 

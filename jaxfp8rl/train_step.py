@@ -27,7 +27,7 @@ from jaxfp8rl.losses.correction import CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
 from jaxfp8rl.losses.objectives import kl_penalty, policy_loss
-from jaxfp8rl.microbatch import accumulate
+from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.optim import guarded_update
@@ -57,12 +57,7 @@ def make_score(logprobs: Callable) -> Callable:
 
     @exact_jit
     def score(policy: Params, batch: TrainBatch) -> Array:
-        return jax.lax.map(
-            lambda micro: jax.lax.cond(
-                micro.response_mask.any(), lambda: logprobs(policy, micro)[0], lambda: jnp.zeros(micro.tokens.shape)
-            ),
-            batch,
-        )
+        return map_live(lambda micro: logprobs(policy, micro)[0], batch)
 
     return score
 

@@ -125,8 +125,9 @@ class VllmEngine:
         attention = "fp8_e4m3" if self.on_model(_attends_in_fp8) else None
         fused, fused_quantizer = _fusion(self.llm.llm_engine.vllm_config.compilation_config)
         formats = EngineFormats(
-            self._weights, activations, self._kv_cache, self._dtype, attention, self._dtype, fused,
-            fused_quantizer and self._weights == FP8, self._kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
+            self._weights, activations, self._kv_cache, self._dtype, attention, logits=self._dtype, fused=fused,
+            fused_quantizer=fused_quantizer and self._weights == FP8,
+            kv_truncated=self._kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
         )  # fmt: skip
         return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True)
 

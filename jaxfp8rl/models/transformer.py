@@ -22,13 +22,12 @@ from jax import Array
 
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.precision.kv_scales import NAMES, KvScales, amax_of
+from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
-UNIT = dict.fromkeys(NAMES, 1.0)  # the scales of one layer, when the tree has none
 
 
 class KVCache(NamedTuple):
@@ -154,13 +153,14 @@ def decoder_layer(
 ) -> tuple[Array, Any]:  # fmt: skip
     """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is in `precision.stream_dtype`. `attend(q, k, v)` gets
     rotated, normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for who wants to look on."""
-    quantizes = run.fp8 if precision.fused_quantizer else frozenset()  # products whose input is quantised as it is made
+    # the products whose input is quantised as it is made: all but o_proj's, which attention makes
+    quantizes = run.fp8 - {"o_proj"} if precision.fused_quantizer else frozenset()
 
     def project(x: Array, block: str, name: str) -> Array:
-        floor = FUSED_AMAX_FLOOR if name in quantizes and name != "o_proj" else AMAX_FLOOR
+        floor = FUSED_AMAX_FLOOR if name in quantizes else AMAX_FLOOR
         return product(name, x, w[block][name]["weight"], precision, name in run.fp8, floor)
 
-    def norm(x: Array, name: str, reader: str) -> Array:
+    def normed(x: Array, name: str, reader: str) -> Array:
         once = precision.fused and reader not in quantizes
         return nn.rms_norm(x, w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
 
@@ -170,12 +170,12 @@ def decoder_layer(
             return y
         return nn.rms_norm(y.astype(jnp.float32), w["self_attn"][norm]["weight"], cfg.rms_norm_eps)
 
-    h = norm(x_BTD, "input_layernorm", "q_proj")
+    h = normed(x_BTD, "input_layernorm", "q_proj")
     q, k, v = heads(h, "q_proj", "q_norm"), heads(h, "k_proj", "k_norm"), heads(h, "v_proj")
     q, k = (nn.apply_rope(a, *rope).astype(h.dtype) for a in (q, k))  # one rounding after norm and rotation, as when fused
     o_BTHd, left = attend(q, k, v)
     x_BTD = nn.add_residual(x_BTD, project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj"))
-    h = norm(x_BTD, "post_attention_layernorm", "gate_proj")
+    h = normed(x_BTD, "post_attention_layernorm", "gate_proj")
     h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"), precision.fused)
     if "down_proj" not in quantizes:
         h_BTF = h_BTF.astype(h.dtype)

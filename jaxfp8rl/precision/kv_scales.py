@@ -15,12 +15,8 @@ from jax import Array
 
 NAMES = ("q", "k", "v")
 KvScales = dict[str, Array]  # of NAMES, each [L] float32: the scales of the layers
+UNIT = dict.fromkeys(NAMES, 1.0)  # of one layer, where there are none: what an engine has that was given none
 LARGEST = 7  # the largest element is scaled to between 2^7 and 2^8, with a factor of 1.75 to 3.5 to spare below 448
-
-
-def unit_scales(num_layers: int) -> KvScales:
-    """Scale 1 everywhere: what an engine has that was given none."""
-    return {name: jnp.ones(num_layers, jnp.float32) for name in NAMES}
 
 
 def amax_of(q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, live_BT: Array) -> KvScales:

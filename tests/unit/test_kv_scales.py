@@ -17,7 +17,7 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_amax, init_params
-from jaxfp8rl.precision.kv_scales import amax_of, remember, scales_from, unit_scales
+from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.toml_config import load_config
 
@@ -73,13 +73,13 @@ def outputs(params: dict, scales: dict | None, precision: Precision = FP8_KV):
 def test_the_forward_reports_what_each_layer_holds_and_rounds_over_the_scales():
     """Keys times 2^12 and queries times 2^-12, over scales times the same, round alike, and their product is the same."""
     params = init_params(MODEL, jax.random.key(0))
+    scales = {name: jnp.ones(2) for name in NAMES}
     hidden, amax = outputs(params, None)
     assert {k: v.shape for k, v in amax.items()} == {"q": (2,), "k": (2,), "v": (2,)}
-    np.testing.assert_array_equal(outputs(params, unit_scales(2))[0], hidden)
+    np.testing.assert_array_equal(outputs(params, scales)[0], hidden)
     louder = jax.tree.map(lambda w: w, params)
     louder["layers"]["self_attn"]["k_norm"]["weight"] *= 2.0**12  # keys of 4,000 and more: cut off at scale 1
     louder["layers"]["self_attn"]["q_norm"]["weight"] *= 2.0**-12  # and queries that vanish
-    scales = unit_scales(2)
     lost, seen = outputs(louder, None)
     assert seen["k"][0] == amax["k"][0] * 2.0**12  # the next layer's input is spoilt already
     scaled, _ = outputs(louder, {"q": scales["q"] * 2.0**-12, "k": scales["k"] * 2.0**12, "v": scales["v"]})
