@@ -84,7 +84,7 @@ def mismatch(args, common: list[str]) -> None:
     keys = ("mismatch/k3", "mismatch/token_mult_prob_error")
     medians = {n: {s: {k: seed_median(r, k) for k in keys} for s, r in by.items()} for n, by in records.items()}
     name = "mismatch_cpu" if args.cpu else "mismatch"
-    write(args.out / f"{name}.json", name, rows, problems=problems(args, records), medians=medians)
+    write(args.out / f"{name}.json", name, rows, problems=problems(args, "mismatch", records), medians=medians)
 
 
 def learning(args, common: list[str]) -> None:
@@ -105,7 +105,7 @@ def learning(args, common: list[str]) -> None:
                             | {"interval_95": interval(list(by_seed.values())), "seeds": len(by_seed)})  # fmt: skip
     starts = {n: {s: evals(r)[0] for s, r in by.items()} for n, by in records.items()}
     errors = {n: {s: seed_median(r, "mismatch/token_mult_prob_error") for s, r in by.items()} for n, by in records.items()}
-    write(args.out / "learning_grid.json", "learning_grid", rows, problems=problems(args, records), finals=finals,
+    write(args.out / "learning_grid.json", "learning_grid", rows, problems=problems(args, "learning", records), finals=finals,
           means=means, starts=starts, mismatch=errors)  # fmt: skip
 
 
@@ -161,9 +161,15 @@ def interval(values: list[float]) -> list[float] | None:
     return [statistics.mean(values) - half, statistics.mean(values) + half]
 
 
-def problems(args, records: dict[str, dict[int, list[dict]]]) -> dict[str, str]:
-    missing = {n: args.seeds - len(by) for n, by in records.items() if len(by) < args.seeds}
-    return {n: f"{count} of {args.seeds} runs did not finish" for n, count in missing.items()}
+def problems(args, part: str, records: dict[str, dict[int, list[dict]]]) -> dict[str, str]:
+    """By case and seed, what the log of a run that did not finish says."""
+    missing = {f"{n}, seed {s}": folder(args, part, n, s) for n, by in records.items() for s in range(args.seeds) if s not in by}
+    return {name: last_error(Path(f"{path}.log")) for name, path in missing.items()}
+
+
+def last_error(log: Path) -> str:
+    lines = log.read_text().splitlines() if log.exists() else []
+    return next((line for line in reversed(lines) if line.startswith("jaxfp8rl: ")), lines[-1] if lines else "no log")
 
 
 if __name__ == "__main__":
