@@ -8,8 +8,8 @@ One persistent kernel serves all three passes. A block of threads computes tiles
   in registers; then that partial times its scales is added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2).
 
 That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the
-tensor cores rest. With `Tiles.ahead` a warpgroup issues the product of block k + 1 *before* it promotes block k, so that the
-tensor cores have work queued: 192 registers of sums and partials, which two consumers can hold and three cannot.
+tensor cores rest; three warpgroups lose less by it than two. Where b has a scale a column (wgrad), those are read from shared
+memory a few columns at a time, or three warpgroups would not have the registers.
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
 """
@@ -32,6 +32,7 @@ from pallas_kernels.quantize import BLOCK
 
 F32 = jnp.float32
 ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
+SLAB = 32  # columns, each with its own scale, whose scales a consumer of a 1x128 by 1x128 product holds at once
 REGISTERS = {2: (240, 24), 3: (160, 24)}  # a thread of a consumer, of the producer's, by number of consumers: 64 Ki in all
 
 
@@ -45,7 +46,6 @@ class Tiles(NamedTuple):
     cluster: Literal["", "m", "n"] = ""  # two blocks side by side along M share b, along N share a
     band: int = 8  # tiles are walked in bands of this many,
     band_axis: Literal[0, 1] = 0  # along M (0) or N (1), so that the operands of those in flight stay in L2
-    ahead: bool = False  # issue the next product before promoting the last; two consumers at most
     buffers: int = 1  # of a consumer's results on their way to memory
 
     @property
@@ -81,13 +81,13 @@ class Plan:
 
     @property
     def slab(self) -> int:
-        """Columns of a consumer that surely share a scale of b."""
-        return math.gcd(self.tiles.width, BLOCK) if self.b_blocks else self.tiles.width
+        """Columns promoted together: those that surely share a scale of b, or few enough for their scales to fit in registers."""
+        return math.gcd(self.tiles.width, BLOCK if self.b_blocks else SLAB)
 
     @property
     def store_width(self) -> int:
         """Columns stored at once: 128 bytes, the swizzled row, or what a consumer has."""
-        return math.gcd(self.tiles.width, 128 // self.out_dtype.itemsize)
+        return math.gcd(self.slab, 128 // self.out_dtype.itemsize)
 
 
 class Shared(NamedTuple):
@@ -126,9 +126,9 @@ def _check_tiles(tiles: Tiles, store_width: int) -> None:
     """What registers allow; shared memory is counted by Pallas, which raises a ValueError with the bytes."""
     if tiles.consumers not in REGISTERS:
         raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 2 or 3 share the registers")
-    widest = {(2, False): 192, (2, True): 128, (3, False): 128, (3, True): 64}[tiles.consumers, tiles.ahead]
-    if tiles.width % 64 or not 0 < tiles.width <= widest:
-        raise ValueError(f"{tiles}: the width is a multiple of 64, {widest} at most with these consumers and this order")
+    widest = {2: 192, 3: 128}[tiles.consumers]
+    if tiles.width % 32 or not 0 < tiles.width <= widest:
+        raise ValueError(f"{tiles}: the width is a multiple of 32, {widest} at most with so many consumers")
     if tiles.stages < 2:
         raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
     if tiles.buffers < 1 or tiles.width // store_width % tiles.buffers:
@@ -218,13 +218,6 @@ def _drain(plan: Plan, shared: Shared) -> None:
     pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[_slot(plan, mine - left + i)]))
 
 
-class Scales(NamedTuple):
-    """Of one partial: a's by row with b's blocks' multiplied in, one vector a slab; or a's by row and b's by column."""
-
-    rows: tuple[Array, ...]
-    columns: Array | None
-
-
 def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
     """Compute this warpgroup's part of every tile."""
     t = plan.tiles
@@ -237,13 +230,27 @@ def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
             plgpu.wgmma(partial, shared.a.at[slot, rows], shared.b.at[slot, columns].transpose((1, 0)))
 
         def scales(ki):
-            slot = _slot(plan, before + ki)
-            by_row = plgpu.load(shared.a_scale.at[slot, rows], layout=ROW, optimized=False)
+            """Of a's rows, with those of b's blocks multiplied in: a vector a slab."""
+            by_row = plgpu.load(shared.a_scale.at[_slot(plan, before + ki), rows], layout=ROW, optimized=False)
             if not plan.b_blocks:
-                return Scales((by_row,), plgpu.load(shared.b_scale.at[slot, columns], layout=COLUMN, optimized=False))
+                return (by_row,)
             at = (ni * t.n + column + s for s in range(0, t.width, plan.slab))
             last = b_scale.shape[0] - 1  # a consumer that lies beyond N multiplies zeros, by any scale
-            return Scales(tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at), None)
+            return tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
+
+        def promote(total, partial, loaded, ki):
+            """total + partial * scales, slab by slab, so that few scales of b's columns are held at once."""
+            out = []
+            for i, t in enumerate(total):
+                part = partial[:, i * plan.slab : (i + 1) * plan.slab]
+                if plan.b_blocks:
+                    scale = spread(loaded[i], part.shape, 0)
+                else:
+                    at = shared.b_scale.at[_slot(plan, before + ki), pl.ds(column + i * plan.slab, plan.slab)]
+                    by_column = plgpu.load(at, layout=COLUMN, optimized=False)
+                    scale = spread(loaded[0], part.shape, 0) * spread(by_column, part.shape, 1)
+                out.append(t + part * scale)
+            return tuple(out)
 
         def arrived(ki):
             plgpu.barrier_wait(shared.full.at[_slot(plan, before + ki)])
@@ -251,7 +258,7 @@ def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
         def release(ki):
             plgpu.barrier_arrive(shared.empty.at[_slot(plan, before + ki)])
 
-        total = (_sum_ahead if t.ahead else _sum)(plan, issue, scales, arrived, release)
+        total = _sum(plan, issue, scales, promote, arrived, release)
         at = out.at[pl.ds(mi * t.m + row, ROWS), pl.ds(ni * t.n + column, t.width)]
         _store(plan, total, at, shared.out.at[wg])
 
@@ -262,16 +269,6 @@ def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
 def _zeros(plan: Plan) -> tuple[Array, ...]:
     slabs = plan.tiles.width // plan.slab
     return tuple(plgpu.layout_cast(jnp.zeros((ROWS, plan.slab), F32), WGMMA) for _ in range(slabs))
-
-
-def _promote(total: tuple[Array, ...], partial: Array, scales: Scales) -> tuple[Array, ...]:
-    """total + partial * scales, slab by slab."""
-    width = total[0].shape[1]
-    parts = (partial[:, i * width : (i + 1) * width] for i in range(len(total)))
-    if scales.columns is not None:
-        by_column = spread(scales.columns, partial.shape, 1)
-        return (total[0] + partial * (spread(scales.rows[0], partial.shape, 0) * by_column),)
-    return tuple(t + p * spread(s, p.shape, 0) for t, p, s in zip(total, parts, scales.rows))
 
 
 def _product(plan: Plan, issue, ki, meanwhile: Callable[[], object]) -> tuple[Array, object]:
@@ -285,7 +282,7 @@ def _product(plan: Plan, issue, ki, meanwhile: Callable[[], object]) -> tuple[Ar
     return pl.run_scoped(run, plgpu.ACC((ROWS, plan.tiles.width), F32))
 
 
-def _sum(plan: Plan, issue, scales, arrived, release) -> tuple[Array, ...]:
+def _sum(plan: Plan, issue, scales, promote, arrived, release) -> tuple[Array, ...]:
     """Every partial promoted as it is done. The wait for the next block's operands hides behind the product of this one."""
 
     def block(ki, total, more=True):
@@ -296,40 +293,16 @@ def _sum(plan: Plan, issue, scales, arrived, release) -> tuple[Array, ...]:
             return loaded
 
         partial, loaded = _product(plan, issue, ki, meanwhile)
+        if plan.b_blocks:
+            release(ki)
+            return promote(total, partial, loaded, ki)
+        total = promote(total, partial, loaded, ki)  # which reads b's scales
         release(ki)
-        return _promote(total, partial, loaded)
+        return total
 
     arrived(0)
     total = lax.fori_loop(0, plan.k_blocks - 1, block, _zeros(plan))
     return block(plan.k_blocks - 1, total, more=False)
-
-
-def _sum_ahead(plan: Plan, issue, scales, arrived, release) -> tuple[Array, ...]:
-    """The partial of block k - 1 is promoted while the tensor cores compute block k.
-
-    Two blocks a turn of the loop, so that the two partials keep to their own registers and none is copied.
-    """
-
-    def block(ki, state, more=True):
-        def meanwhile():
-            promoted = _promote(*state) if state[1] is not None else state[0]
-            loaded = scales(ki)
-            if more:
-                arrived(ki + 1)
-            return promoted, loaded
-
-        partial, (promoted, loaded) = _product(plan, issue, ki, meanwhile)
-        release(ki)
-        return promoted, partial, loaded
-
-    arrived(0)
-    last = plan.k_blocks - 1
-    state = block(0, (_zeros(plan), None, None), more=last > 0)
-    turns = max(last - 1, 0) // 2
-    state = lax.fori_loop(0, turns, lambda i, s: block(2 * i + 2, block(2 * i + 1, s)), state)
-    for ki in range(2 * turns + 1, last + 1):
-        state = block(ki, state, more=ki < last)
-    return _promote(*state)
 
 
 def _store(plan: Plan, total: tuple[Array, ...], at, buffers) -> None:
@@ -350,21 +323,25 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
     "3x1x128 pairs along N": Tiles(cluster="n", buffers=2),
     "2x1x128": Tiles(2, buffers=2),
     "2x1x128 pairs along M": Tiles(2, cluster="m", buffers=2),
-    "2x1x128 ahead": Tiles(2, ahead=True, buffers=2),
-    "2x1x128 ahead, pairs along M": Tiles(2, ahead=True, cluster="m", buffers=2),
-    "2x1x128 ahead, pairs along N": Tiles(2, ahead=True, cluster="n", buffers=2),
-    "2x1x192 pairs along M": Tiles(2, width=192, cluster="m"),
+    "2x1x192": Tiles(2, width=192),
     "1x3x64": Tiles(1, 3, 64, stages=6),
-    "1x2x64 ahead": Tiles(1, 2, 64, stages=8, ahead=True),
 }
 
 
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
     """The tiles for a product of this class, from what was measured on an H200 (docs/kernels.md)."""
-    if not b_blocks:
-        return CANDIDATES["2x1x128 pairs along M"]
     if m <= ROWS:
         return CANDIDATES["1x3x64"]  # bound by reading b: narrow tiles, so that all multiprocessors read
-    if pl.cdiv(m, 3 * ROWS) * pl.cdiv(n, 2 * BLOCK) < SMS // 2:
-        return CANDIDATES["2x1x128"]  # too few tiles to go round
-    return CANDIDATES["3x1x128 pairs along N"]
+    if not b_blocks:
+        return CANDIDATES["3x1x128"]
+    # Rates when there are tiles enough, times the share of the last turn's multiprocessors that have one.
+    rates = {"3x1x128 pairs along N": 1.0, "2x1x128": 0.91}
+    return CANDIDATES[max(rates, key=lambda name: rates[name] * _busy(CANDIDATES[name], m, n))]
+
+
+def _busy(tiles: Tiles, m: int, n: int) -> float:
+    """Elements of the result over those that all multiprocessors could compute in the turns it takes."""
+    pair = 2 if tiles.cluster else 1
+    down, across = tiles.m * (1 + (tiles.cluster == "m")), tiles.n * (1 + (tiles.cluster == "n"))
+    turns = pl.cdiv(pl.cdiv(m, down) * pl.cdiv(n, across), SMS // pair)
+    return m * n / (turns * (SMS // pair) * down * across)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfp8rl.exact import exact_jit
 from pallas_kernels.blockwise_matmul import api as matmul
-from pallas_kernels.blockwise_matmul import reference, sm90
+from pallas_kernels.blockwise_matmul import reference, sm90, xla
 from pallas_kernels.numerics import tile_distinct, worst_tile
 from pallas_kernels.plgpu_compat import HOPPER
 from pallas_kernels.quantize import api as quantize
@@ -162,6 +163,14 @@ def test_every_candidate_gives_the_same_bits(name, wgrad):
     got = np.asarray(kernel(ours, out_dtype=jnp.float32, tiles=tiles)(*args))
     assert worst_tile(got, jax.jit(theirs)(*args), TILE) < 2e-3
     np.testing.assert_array_equal(got, kernel(ours, out_dtype=jnp.float32)(*args))
+
+
+@pytest.mark.parametrize("shape", [(64, 1536, 4096), (1000, 1032, 1100), (200, 576, 1536), (4096, 6144, 4096)])
+def test_the_product_equals_the_tensor_cores_through_xla_bit_for_bit(shape):
+    """Which equal CUTLASS's, vLLM's (test_vllm_quantizers.py): one order of sums, promoted by fused multiply-adds."""
+    args = operands(*shape, False)
+    got = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32)(*args)
+    np.testing.assert_array_equal(got, exact_jit(xla.blockwise_matmul)(*args))
 
 
 @pytest.mark.parametrize("wgrad", [False, True])

@@ -16,15 +16,16 @@ from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.quantize import reference as q
 
 SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one tile a block, ragged edges
-    "ahead, K of one block": (136, 136, 100, False, Tiles(2, ahead=True, buffers=2)),
-    "ahead, K of five blocks, fewer stages": (72, 72, 600, False, Tiles(2, ahead=True, stages=2)),
-    "a cluster along M": (264, 136, 200, False, Tiles(2, ahead=True, cluster="m", buffers=2)),
+    "K of one block": (136, 136, 100, False, Tiles(2, buffers=2)),
+    "K of five blocks, fewer stages": (72, 72, 600, False, Tiles(2, stages=2)),
+    "a cluster along M": (264, 136, 200, False, Tiles(2, cluster="m", buffers=2)),
     "three consumers, a cluster along N": (200, 136, 200, False, Tiles(cluster="n", band=2, band_axis=1)),
     "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
     "a consumer over two blocks": (72, 384, 136, False, Tiles(2, width=192)),
-    "wgrad": (72, 136, 400, True, Tiles(2, ahead=True)),
+    "wgrad": (72, 136, 400, True, Tiles(2)),
+    "wgrad, three consumers by 96, a cluster along N": (200, 200, 400, True, Tiles(width=96, cluster="n")),
 }
-VARIANTS = [(False, tiles) for tiles in sm90.CANDIDATES.values()] + [(True, sm90.CANDIDATES["2x1x128 ahead"])]
+VARIANTS = [(wgrad, tiles) for wgrad in (False, True) for tiles in sm90.CANDIDATES.values()]
 
 
 def operands(m: int, n: int, k: int, wgrad: bool):
@@ -52,7 +53,7 @@ def test_simulated_it_equals_float64(name):
     got = f(*args, out_dtype=jnp.float32)
     assert got.shape == (m, n) and got.dtype == jnp.float32
     assert worst_tile(got, float64(*args[:2]) @ float64(*args[2:]).T, (16, 16)) < 1e-5
-    if name == "ahead, K of one block":
+    if name == "K of one block":
         np.testing.assert_array_equal(f(*args, out_dtype=jnp.bfloat16), got.astype(jnp.bfloat16))
 
 
@@ -132,8 +133,8 @@ def test_tiles_that_do_not_fit_are_errors():
     for tiles, message in {
         Tiles(stages=8): "shared memory",
         Tiles(4): r"4 consumers \(down x across\): 2 or 3",
-        Tiles(3, ahead=True): "multiple of 64, 64 at most",
-        Tiles(2, width=96): "multiple of 64, 192 at most",
+        Tiles(3, width=160): "multiple of 32, 128 at most",
+        Tiles(2, width=80): "multiple of 32, 192 at most",
         Tiles(stages=1): "2 or more",
         Tiles(2, width=192, buffers=2): "in 3 parts, which buffers must divide",
     }.items():
