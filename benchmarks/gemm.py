@@ -30,8 +30,8 @@ from pallas_kernels.quantize import api as quantize
 
 QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 SQUARES = [(8192, 8192, 8192), (8192, 4096, 4096)]
-SETS = 2  # of operands, used in turn
 MILLISECONDS = 10  # of queued work a measurement
+DECODE = 64  # tokens up to which reading the weights is what takes the time
 
 
 class Product(NamedTuple):
@@ -47,6 +47,20 @@ class Product(NamedTuple):
     def flops(self) -> float:
         return 2.0 * self.m * self.n * self.k
 
+    @property
+    def decode(self) -> bool:
+        return self.m <= DECODE
+
+    @property
+    def sets(self) -> int:
+        """Of operands, used in turn: what one product leaves in the cache is no use to the next."""
+        return 8 if self.decode else 2
+
+    @property
+    def floor(self) -> float:
+        """Seconds, about."""
+        return max(self.flops / 1.5e15, self.n * self.k / 4.5e12)
+
     def __str__(self) -> str:
         return f"{self.name} {self.m} x {self.n} x {self.k}"
 
@@ -56,8 +70,9 @@ def products(tokens: list[int]) -> list[Product]:
     found = [Product("square", *size, False) for size in SQUARES]
     for t in tokens:
         for name, (n, k) in QWEN3_8B.items():
-            found += [Product(f"{name} fprop", t, n, k, False), Product(f"{name} dgrad", t, k, n, False)]
-            found += [Product(f"{name} wgrad", n, k, t, True)]
+            found += [Product(f"{name} fprop", t, n, k, False)]
+            if t > DECODE:
+                found += [Product(f"{name} dgrad", t, k, n, False), Product(f"{name} wgrad", n, k, t, True)]
     return found
 
 
@@ -69,23 +84,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
-    rows = []
+    rows, bandwidth = [], copy_bandwidth()
     for product in products(args.tokens):
         if args.only and product.name.split()[0] not in args.only:
             continue
-        made = [operands(product, seed) for seed in range(SETS)]
-        runs = ours(product, made, candidates(product) if args.tune else {"ours": None}) | yardsticks(product, made)
-        speed = {name: product.flops / seconds / 1e12 for name, seconds in measure(runs, product, args.rounds).items()}
+        made = [operands(product, seed) for seed in range(product.sets)]
+        runs = ours(product, made, sm90.CANDIDATES if args.tune else {"ours": None}) | yardsticks(product, made)
+        times = measure(runs, product, args.rounds)
+        speed = {name: product.flops / seconds / 1e12 for name, seconds in times.items()}
         print(f"{product!s:36}", "  ".join(f"{name} {value:.0f}" for name, value in speed.items()), flush=True)
         if not args.tune:
             own = speed.pop("ours")
             rows += [row(str(product), "product", "TFLOP/s", own, value, name) for name, value in speed.items()]
+            if product.decode:
+                rate = product.n * product.k / times["ours"] / 1e12
+                rows.append(row(str(product), "weights read", "TB/s", rate, bandwidth, "copy"))
+                print(f"{product!s:36} {rate:.2f} of {bandwidth:.2f} TB/s", flush=True)
     if not args.tune:
         write(args.out, "gemm", rows)
-
-
-def candidates(product: Product) -> dict[str, sm90.Tiles]:
-    return {name: tiles for name, tiles in sm90.CANDIDATES.items() if not (product.wgrad and tiles.ahead)}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -110,12 +126,49 @@ def ours(product: Product, made: list, tiles: dict[str, sm90.Tiles | None]) -> d
         f = api.wgrad if product.wgrad else api.blockwise_matmul
         return f(a, sa.T, b, sb.T if product.wgrad else sb, backend="pallas", tiles=tiles)
 
+    if product.decode:
+        return {name: in_a_row(functools.partial(run, tiles=t), stored) for name, t in tiles.items()}
     lowered = [jax.jit(functools.partial(run, tiles=t)).lower(*stored[0]) for t in tiles.values()]
     with ThreadPoolExecutor() as pool:
         compiled = dict(zip(tiles, pool.map(lambda program: program.compile(), lowered)))
     for f in compiled.values():
         check(product, f(*stored[0]), made[0][1])
-    return {name: lambda i, f=f: f(*stored[i % SETS]) for name, f in compiled.items()}
+    return {name: lambda i, f=f: f(*stored[i % product.sets]) for name, f in compiled.items()}
+
+
+def in_a_row(f, stored: list) -> Callable[[int], object]:
+    """All sets in one program, as in a model's step: a call of its own takes the host longer than a small product the GPU."""
+    program = jax.jit(lambda stored: [f(*s) for s in stored]).lower(stored).compile()
+    last = program(stored)[-1]
+
+    def run(i: int):
+        nonlocal last
+        if i % len(stored) == 0:
+            last = program(stored)[-1]
+        return last
+
+    return run
+
+
+def as_graph(run: Callable[[int], object], count: int) -> Callable[[int], object]:
+    """`count` calls of a library of torch's as one CUDA graph, for the same reason."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            run(i)
+    return lambda i: graph.replay() if i % count == 0 else None
+
+
+def copy_bandwidth() -> float:
+    """TB/s read and written by torch's copy of 1 GiB."""
+    try:
+        import torch
+    except ImportError:
+        return float("nan")
+    a, b = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return 2 * 2**30 / seconds(lambda i: a.copy_(b), 20) / 1e12
 
 
 def check(product: Product, y, codes: tuple, rows: int = 128) -> None:
@@ -128,11 +181,14 @@ def check(product: Product, y, codes: tuple, rows: int = 128) -> None:
 def yardsticks(product: Product, made: list) -> dict[str, Callable[[int], object]]:
     dtype = jnp.float32 if product.wgrad else jnp.bfloat16
     dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype))
-    found = {"XLA bf16": lambda i: dot(*made[i % SETS][0])}
+    plain = [operands for operands, _ in made]
+    found = {"XLA bf16": in_a_row(dot, plain) if product.decode else lambda i: dot(*plain[i % product.sets])}
     for name, of in (("cuBLASLt FP8 blockwise", cublaslt), ("DeepGEMM", deep_gemm)):
         try:
             found[name] = of(product, [torch_operands(codes) for _, codes in made])
             found[name](0)
+            if product.decode:
+                found[name] = as_graph(found[name], product.sets)
         except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError) as e:
             found.pop(name, None)
             print(f"{product}: no {name}: {str(e).splitlines()[0]}", flush=True)
@@ -157,7 +213,7 @@ def cublaslt(product: Product, made: list) -> Callable[[int], object]:
     plain, kind = SwizzleType.NO_SWIZZLE, ScalingType.BlockWise1x128 if product.wgrad else ScalingType.BlockWise128x128
 
     def run(i: int, turned: bool):
-        a, b, sa, sb = ready[i % SETS]
+        a, b, sa, sb = ready[i % product.sets]
         return scaled_mm(
             a, b.t(), sa, ScalingType.BlockWise1x128, sb.t() if turned else sb, kind, swizzle_a=plain, swizzle_b=plain,
             output_dtype=torch.bfloat16, use_fast_accum=False,
@@ -181,7 +237,7 @@ def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
     ready = [(a, by_column(sa), b, sb) for a, sa, b, sb in made]
 
     def run(i: int):
-        a, sa, b, sb = ready[i % SETS]
+        a, sa, b, sb = ready[i % product.sets]
         library.fp8_gemm_nt((a, sa), (b, sb), out, disable_ue8m0_cast=True)
         return out
 
@@ -190,7 +246,7 @@ def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
 
 def measure(runs: dict[str, Callable[[int], object]], product: Product, rounds: int) -> dict[str, float]:
     """Median seconds a call."""
-    calls = max(4, round(MILLISECONDS * 1e-3 / (product.flops / 1.2e15)))
+    calls = -(-max(4, round(MILLISECONDS * 1e-3 / product.floor)) // product.sets) * product.sets
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
@@ -208,6 +264,7 @@ def seconds(run: Callable[[int], object], calls: int) -> float:
 
 
 def wait(result) -> None:
+    """For a result and what was queued before it."""
     if isinstance(result, jax.Array):
         result.block_until_ready()
     else:

@@ -5,9 +5,15 @@ FP8 forward: W as E4M3 codes with a scale a 128x128 block, x as E4M3 codes with 
 same weight codes; wgrad contracts over tokens, so x and dy are both quantised 1x128 along T. For wgrad x is kept as it was
 (one rounding) or as the forward's E4M3 codes (half the memory and a second rounding: Jet-RL, arXiv 2601.14243).
 
-`Precision.products` says how the W8A8 forward is summed, in `_scaled_product` alone: "float32", a product of the dequantised
-operands, which runs anywhere; or "tensor_core", as the engine's kernels sum it on a GPU, to the bit. The tensor core keeps 14
-bits of a sum of 128 products, and the BF16 roundings that this flips are most of what is left of the mismatch without it.
+`Precision.products` says what computes the FP8 products, here alone. The W8A8 forward has the same operands in all three; sums
+differ:
+
+    "float32"      a product of the dequantised operands, which runs anywhere
+    "tensor_core"  as the engine's kernels sum it on a GPU, to the bit, by XLA: a pass over the result every 128 products
+    "pallas"       the same bits by pallas_kernels (Hopper), and so are quantisation, dgrad and wgrad
+
+The tensor core keeps 14 bits of a sum of 128 products, and the BF16 roundings that this flips are most of what is left of the
+mismatch without it.
 """
 
 from __future__ import annotations
@@ -21,7 +27,10 @@ from jax import Array
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.precision.recipe import Precision
+from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import xla
+from pallas_kernels.plgpu_compat import HOPPER
+from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as q
 
 GRADIENT_DTYPES = {"e4m3": q.E4M3, "e5m2": q.E5M2}
@@ -49,18 +58,21 @@ class TrainableWeight(NamedTuple):
 
 
 def products_of(choice: str) -> str:
-    """`precision.products` on this machine: "auto" is "tensor_core" where there are FP8 tensor cores, else "float32".
+    """`precision.products` on this machine: "auto" is "pallas" on a Hopper GPU, "tensor_core" on another with FP8 tensor cores,
+    else "float32".
 
-    Raises ConfigError for "tensor_core" where there are none.
+    Raises ConfigError for a choice that this machine has no hardware for.
     """
     device = jax.devices()[0]
-    has = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8.9
-    if choice == "tensor_core" and not has:
+    capability = str(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else "0"
+    runs = {"pallas": capability == HOPPER, "tensor_core": float(capability) >= 8.9, "float32": True}
+    if choice != "auto" and not runs[choice]:
+        needed = {"pallas": f"a Hopper GPU (capability {HOPPER})", "tensor_core": "a GPU with FP8 tensor cores"}[choice]
         raise ConfigError(
-            f'precision.products = "tensor_core" needs a GPU with FP8 tensor cores, this is {device.device_kind}',
-            'set precision.products = "float32": the same products, summed otherwise',
+            f'precision.products = "{choice}" needs {needed}, this is {device.device_kind}',
+            'set precision.products = "auto": the same products by what is here',
         )
-    return ("tensor_core" if has else "float32") if choice == "auto" else choice
+    return next(name for name, here in runs.items() if here) if choice == "auto" else choice
 
 
 def round_to(x: Array, dtype: str) -> Array:
@@ -79,20 +91,19 @@ def linear(
     """
     dtype = jnp.dtype(precision.compute_dtype)
     if isinstance(weight, QuantizedWeight):
-        return _fp8_forward(precision, amax_floor, x, weight)[0].astype(dtype)
+        return _fp8_forward(precision, amax_floor, x, weight)[0]
     if isinstance(weight, TrainableWeight):
-        return _fp8_linear(precision, amax_floor, x, *weight).astype(dtype)
+        return _fp8_linear(precision, amax_floor, x, *weight)
     if fp8:
-        return _fp8_linear(precision, amax_floor, x, QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight).astype(dtype)
+        return _fp8_linear(precision, amax_floor, x, QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight)
     return _dot(x.astype(dtype), weight.astype(dtype))
 
 
-def _dot(x: Array, w: Array) -> Array:
-    """x [..., K], w [N, K] -> [..., N], float32 accumulation, in x's dtype."""
+def _dot(x: Array, w: Array, dtype: jnp.dtype | None = None) -> Array:
+    """x [..., K], w [N, K] -> [..., N], float32 accumulation, in `dtype`, x's by default."""
     exact = HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
-    ).astype(x.dtype)
+    y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=exact, preferred_element_type=jnp.float32)
+    return y.astype(dtype or x.dtype)
 
 
 def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
@@ -101,20 +112,30 @@ def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
 
 
 def _fp8_forward(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight) -> tuple[Array, tuple]:
-    """The product in float32, and x as codes and scales, for whoever keeps them."""
-    quantized = q.quantize_rows(x, amax_floor=amax_floor)
+    """The product in `precision.compute_dtype`, and x as codes and scales, for whoever keeps them."""
+    backend = "pallas" if precision.products == "pallas" else "reference"
+    quantized = quantize.quantize_rows(x, amax_floor=amax_floor, backend=backend)
     if precision.activations_fp8:
-        return _scaled_product(precision.products, *quantized, weight), quantized
+        return _scaled_product(precision, *quantized, weight), quantized
     # W8A16 kernels make the weight a BF16 one (vLLM's on AMX, for more than 4 tokens)
     w = round_to(q.dequantize_blocks(*weight), precision.compute_dtype)
-    return _dot(x.astype(jnp.float32), w), quantized
+    return _dot(x.astype(jnp.float32), w, precision.compute_dtype), quantized
 
 
-def _scaled_product(products: str, codes: Array, scale: Array, weight: QuantizedWeight) -> Array:
-    """x [..., K] as codes and scales times `weight` [N, K] transposed -> [..., N] float32."""
-    if products == "tensor_core":
-        return xla.blockwise_matmul(codes, scale, *weight)
-    return _dot(q.dequantize_rows(codes, scale), q.dequantize_blocks(*weight))
+def _scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight) -> Array:
+    """x [..., K] as codes and scales times `weight` [N, K] transposed -> [..., N] in `precision.compute_dtype`."""
+    dtype = precision.compute_dtype
+    if precision.products == "float32":
+        return _dot(q.dequantize_rows(codes, scale), q.dequantize_blocks(*weight), dtype)
+    if precision.products == "tensor_core":
+        return xla.blockwise_matmul(codes, scale, *weight).astype(dtype)
+    y = matmul.blockwise_matmul(_flat(codes), _flat(scale), *weight, out_dtype=dtype, backend="pallas")
+    return y.reshape(*codes.shape[:-1], -1)
+
+
+def _flat(x: Array) -> Array:
+    """[..., K] -> [T, K]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -132,14 +153,34 @@ def _fp8_linear_fwd(precision: Precision, amax_floor: float, x: Array, weight: Q
 def _fp8_linear_bwd(precision: Precision, amax_floor: float, saved, dy: Array):
     kept, weight, (like_x, like_w) = saved
     x = q.dequantize_rows(*kept) if precision.saved_activations == "fp8" else kept
-    w = q.dequantize_blocks(*weight)  # the same codes as the forward's, in either backward
-    dy_nt, x_kt = dy.reshape(-1, w.shape[0]).T, x.reshape(-1, w.shape[1]).T.astype(jnp.float32)
-    if precision.gradients != "high":
-        dtype = GRADIENT_DTYPES[precision.gradients]
-        dy, dy_nt, x_kt = _round_rows(dy, dtype), _round_rows(dy_nt, dtype), _round_rows(x_kt)
-    dx = _dot(dy.astype(jnp.float32), w.T)
-    dw = _dot(dy_nt.astype(jnp.float32), x_kt)
-    return dx.astype(like_x.dtype), None, dw.astype(like_w.dtype)
+    if precision.gradients == "high":
+        backward = _high_backward
+    else:
+        backward = _pallas_backward if precision.products == "pallas" else _float32_backward
+    dx, dw = backward(precision, _flat(dy), _flat(x), weight, like_x.dtype, like_w.dtype)
+    return dx.reshape(x.shape), None, dw
 
 
 _fp8_linear.defvjp(_fp8_linear_fwd, _fp8_linear_bwd)
+
+
+def _high_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
+    """dy [T, N], x [T, K] -> dx [T, K], dw [N, K] in `dtypes`: operands in `compute_dtype`, the weight the forward's."""
+    dy, x, w = (a.astype(precision.compute_dtype) for a in (dy, x, q.dequantize_blocks(*weight)))
+    return _dot(dy, w.T, dtypes[0]), _dot(dy.T, x.T, dtypes[1])
+
+
+def _float32_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
+    """As `_high_backward`, with FP8 operands, dequantised and multiplied in float32."""
+    fp8 = GRADIENT_DTYPES[precision.gradients]
+    dx = _dot(_round_rows(dy, fp8), q.dequantize_blocks(*weight).T, dtypes[0])
+    return dx, _dot(_round_rows(dy.T, fp8), _round_rows(x.T.astype(jnp.float32)), dtypes[1])
+
+
+def _pallas_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
+    """As `_float32_backward` by the Hopper kernels. Both want their operands contiguous along the contraction: dgrad takes the
+    weight's codes transposed, a copy of 2 bytes a weight."""
+    by_rows, by_tokens = quantize.quantize_both(dy, GRADIENT_DTYPES[precision.gradients], backend="pallas")
+    turned = weight.codes.T, weight.scale.T
+    dx = matmul.blockwise_matmul(*by_rows, *turned, out_dtype=dtypes[0], backend="pallas")
+    return dx, matmul.wgrad(*by_tokens, *quantize.quantize_tokens(x, backend="pallas"), out_dtype=dtypes[1], backend="pallas")

@@ -64,7 +64,7 @@ class Precision:
 
     runs: consecutive layers with equal FP8 modules, covering all layers.
     activations_fp8: activations enter FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16).
-    products: how W8A8 products are summed: "float32", or "tensor_core", as the engine's kernels on a GPU do.
+    products: what computes FP8 products: "float32"; "tensor_core" or "pallas", which sum as the engine's kernels on a GPU do.
     gradients: "e4m3" or "e5m2" for the gradients that enter dgrad and wgrad of FP8 products, all of whose operands are then
         FP8; "high": neither is.
     saved_activations: what wgrad gets of an FP8 product's input, "high" as it was or "fp8" the forward's codes.

@@ -13,7 +13,7 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, init_params
-from jaxfp8rl.precision.linear import QuantizedWeight, linear, round_to
+from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, round_to
 from jaxfp8rl.precision.recipe import (
     FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, RECIPES, LayerRun, Precision, fp8_runs, get_recipe, resolve,
 )
@@ -225,3 +225,21 @@ def test_the_learner_mirrors_what_the_engine_reports_or_refuses(name, weights):
             assert (p.gradients == "e4m3") == recipe.backward_fp8
             assert p.activations_fp8 == (activations == FP8_ACTIVATION)
             assert (p.compute_dtype, p.weight_dtype) == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize(("gradients", "kernels"), [("e4m3", 6), ("e5m2", 6), ("high", 2)])
+def test_on_hopper_all_of_an_fp8_product_is_kernels(gradients, kernels):
+    """Lowered for CUDA: quantise, multiply; quantise dy both ways, dgrad, quantise x along the tokens, wgrad. Nothing between
+    them makes a weight of its codes, unless the backward is asked to compute in high precision."""
+    precision = Precision.uniform(1, "bfloat16", products="pallas", gradients=gradients)
+    x, dy = (jax.ShapeDtypeStruct((2, 512, k), jnp.bfloat16) for k in (384, 640))
+    weight = jax.eval_shape(QuantizedWeight.of, jax.ShapeDtypeStruct((640, 384), jnp.bfloat16))
+    handle = jax.ShapeDtypeStruct((640, 384), jnp.bfloat16)
+
+    def run(x, weight, handle, dy):
+        y, pull = jax.vjp(lambda x, h: linear(x, TrainableWeight(weight, h), precision, fp8=True), x, handle)
+        return y, pull(dy)
+
+    text = jax.jit(run).trace(x, weight, handle, dy).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == kernels
+    assert ("640x384xf32" in text) == (gradients == "high")

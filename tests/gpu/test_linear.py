@@ -1,0 +1,74 @@
+"""The learner's FP8 product by the Hopper kernels and by XLA: equal forward, near backward, and what is compiled."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, products_of
+from jaxfp8rl.precision.recipe import Precision
+from pallas_kernels.numerics import relative_l2, tile_distinct
+
+WIDTHS = 1536, 640  # K, N
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if products_of("auto") != "pallas":
+        pytest.skip("needs a Hopper GPU")
+
+
+def precision(products: str, **options) -> Precision:
+    return Precision.uniform(1, **{"compute_dtype": "bfloat16", "gradients": "e4m3", "products": products} | options)
+
+
+def data(tokens: tuple[int, ...], dtype=jnp.bfloat16):
+    k, n = WIDTHS
+    count = int(np.prod(tokens))
+    x, dy = (jnp.asarray(tile_distinct((count, w), (1, 128), seed=s)).reshape(*tokens, w) for s, w in enumerate((k, n)))
+    w = QuantizedWeight.of(jnp.asarray(tile_distinct((n, k), (128, 128), seed=2)).astype(jnp.bfloat16))
+    return x.astype(dtype), w, dy.astype(jnp.bfloat16)
+
+
+@functools.partial(exact_jit, static_argnums=0)
+def passes(p: Precision, x, weight, dy):
+    """(y, dx, dw)"""
+    handle = jnp.zeros(weight.codes.shape, p.compute_dtype)
+    y, pull = jax.vjp(lambda x, h: linear(x, TrainableWeight(weight, h), p, fp8=True), x, handle)
+    return y, *pull(dy)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "e5m2"}, {"saved_activations": "fp8"}, {"gradients": "high"}], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("tokens", [(512,), (2, 150), (3,)])
+def test_the_kernels_compute_what_the_reference_does(tokens, dtype, options):
+    """The forward to the last bit, as the engine's CUTLASS; the backward within the tensor cores' 14 bits and BF16's rounding."""
+    args = data(tokens, dtype)
+    ours, engine, exact = (passes(precision(name, **options), *args) for name in ("pallas", "tensor_core", "float32"))
+    np.testing.assert_array_equal(ours[0].astype(jnp.float32), engine[0].astype(jnp.float32))
+    for got, want in zip(ours[1:], exact[1:]):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        assert relative_l2(got, want) < 4e-3
+
+
+def test_what_is_shared_is_quantised_once_and_no_weight_is_made_of_its_codes():
+    """q, k and v read one x: one quantisation of it by rows, one by tokens; no float array of a weight's shape."""
+    x, w, dy = data((512,))
+
+    def qkv(x, weights, dy):
+        outs = [passes(precision("pallas"), x, w, dy) for w in weights]
+        return [o[0] for o in outs], sum(o[1] for o in outs), [o[2] for o in outs]
+
+    weights = [w, *(QuantizedWeight(w.codes + w.codes, w.scale * s) for s in (2, 3))]
+    text = exact_jit(qkv).lower(x, weights, dy).compile().as_text()
+    calls = [line for line in text.splitlines() if "mosaic_gpu" in line and "custom-call(" in line]
+    print("\n".join(line.strip()[:200] for line in calls))
+    k, n = WIDTHS
+    assert f"f32[{n},{k}]" not in text
+    # quantise x, x along tokens, dy; three of each product. dy is one array here, so its two layouts are made once too.
+    assert len(calls) == 3 + 3 * 3
