@@ -12,6 +12,7 @@ import argparse
 import functools
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -52,11 +53,13 @@ def main() -> None:
 
 def compare(tokens: int, rounds: int) -> list[dict]:
     drawn = draw(tokens)
-    runs = {name: {what: bind(f, case, drawn) for what, f in PASSES.items()} for name, case in CASES.items()}
-    times: dict[tuple, list[float]] = {(what, name): [] for name in CASES for what in PASSES}
+    keys = [(what, name) for name in CASES for what in PASSES]
+    with ThreadPoolExecutor() as pool:
+        runs = dict(zip(keys, pool.map(lambda key: bind(PASSES[key[0]], CASES[key[1]], drawn), keys)))
+    times: dict[tuple, list[float]] = {key: [] for key in keys}
     for turn in range(rounds):
-        for what, name in list(times)[:: 1 if turn % 2 else -1]:
-            times[what, name].append(seconds(runs[name][what], CALLS))
+        for key in keys[:: 1 if turn % 2 else -1]:
+            times[key].append(seconds(runs[key], CALLS))
     ms = {key: 1e3 * statistics.median(t) for key, t in times.items()}
     print(tokens, "  ".join(f"{name}, {what} {t:.2f} ms" for (what, name), t in ms.items()), flush=True)
     case = f"Qwen3-8B layer's linears, {tokens} tokens"

@@ -328,14 +328,18 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
 }
 
 
+RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tune.json)
+    True: {"3x1x128 pairs along N": 1.0, "2x1x128": 0.91},
+    False: {"3x1x128": 1.0, "2x1x128 pairs along M": 0.93},
+}
+
+
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
-    """The tiles for a product of this class, from what was measured on an H200 (docs/kernels.md)."""
+    """The tiles for a product, from what was measured on an H200 (docs/kernels.md): big ones, unless they would leave many
+    multiprocessors without work in the last turn."""
     if m <= ROWS:
         return CANDIDATES["1x3x64"]  # bound by reading b: narrow tiles, so that all multiprocessors read
-    if not b_blocks:
-        return CANDIDATES["3x1x128"]
-    # Rates when there are tiles enough, times the share of the last turn's multiprocessors that have one.
-    rates = {"3x1x128 pairs along N": 1.0, "2x1x128": 0.91}
+    rates = RATES[b_blocks]
     return CANDIDATES[max(rates, key=lambda name: rates[name] * _busy(CANDIDATES[name], m, n))]
 
 
