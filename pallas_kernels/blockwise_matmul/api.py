@@ -4,7 +4,7 @@
 (`reference.short_dot`), so that it differs from the reference by some 1e-4 before the result is rounded.
 
 Sizes that the kernel does not take as they are, are padded, which costs a copy: it wants the contraction in multiples of 128, M
-of 8, N of 64 (32 for a float32 result). Widths of language models have these, and so have packed rows of tokens.
+of 8, N of 64 (32 for a float32 result), two at least. Widths of language models have these, and so have packed rows of tokens.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: sm90.Tiles
     """Pad to what the copy engine takes; scales of rows as [K/128, M]. Zeros add nothing, by any scale."""
     (m, k), n = a.shape, b.shape[0]
     columns = 128 // jnp.dtype(out_dtype).itemsize
+    if n <= columns:  # Mosaic drops an axis of one box from a copy, and with it the check that columns beyond are not written
+        columns *= 2
     tiles = tiles or sm90.choose(m, n, k, b_blocks=b_blocks)
     b_scale = b_scale if b_blocks else pad_to(b_scale.T, 1, columns)
     y = sm90.matmul(

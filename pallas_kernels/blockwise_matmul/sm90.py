@@ -113,16 +113,17 @@ def matmul(
     (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks)
-    _check_tiles(tiles, plan.store_width)
+    check_tiles(tiles, plan.store_width)
+    scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
         functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype), grid=(blocks,), grid_names=("block",),
-        num_threads=tiles.consumers + 1, thread_name="wg", scratch_types=_shared(plan, a.dtype, b.dtype), interpret=interpret,
+        num_threads=tiles.consumers + 1, thread_name="wg", scratch_types=scratch, interpret=interpret,
         **clusters,
     )(a, a_scale, b, b_scale)  # fmt: skip
 
 
-def _check_tiles(tiles: Tiles, store_width: int) -> None:
+def check_tiles(tiles: Tiles, store_width: int) -> None:
     """What registers allow; shared memory is counted by Pallas, which raises a ValueError with the bytes."""
     if tiles.consumers not in REGISTERS:
         raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 2 or 3 share the registers")
@@ -135,7 +136,7 @@ def _check_tiles(tiles: Tiles, store_width: int) -> None:
         raise ValueError(f"{tiles}: results leave in {tiles.width // store_width} parts, which buffers must divide")
 
 
-def _shared(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
+def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
     t, store = plan.tiles, (ROWS, plan.store_width)
     store_layout = plgpu.TilingTransform((8, store[1])), plgpu.SwizzleTransform(store[1] * plan.out_dtype.itemsize)
     barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
@@ -181,7 +182,7 @@ def _for_each_tile(plan: Plan, body: Callable[[Array, Array, Array], None]) -> N
         body(mi, ni, loop.local_index * plan.k_blocks)
 
 
-def _slot(plan: Plan, stage: Array) -> Array:
+def slot_of(plan: Plan, stage: Array) -> Array:
     return lax.rem(stage, jnp.asarray(plan.tiles.stages, stage.dtype))
 
 
@@ -197,7 +198,7 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
 
         @pl.loop(0, plan.k_blocks)
         def _(ki):
-            slot = _slot(plan, before + ki)
+            slot = slot_of(plan, before + ki)
             pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             copy, full = plgpu.copy_gmem_to_smem, shared.full.at[slot]
             ks = pl.ds(ki * BLOCK, BLOCK)
@@ -215,7 +216,7 @@ def _drain(plan: Plan, shared: Shared) -> None:
     """Stay until every stage is free again: a block that left could still be written to by its partner in the cluster."""
     mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks
     left = lax.min(mine, jnp.asarray(plan.tiles.stages, mine.dtype))
-    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[_slot(plan, mine - left + i)]))
+    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(plan, mine - left + i)]))
 
 
 def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
@@ -226,12 +227,12 @@ def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
 
     def tile(mi, ni, before):
         def issue(partial, ki):
-            slot = _slot(plan, before + ki)
+            slot = slot_of(plan, before + ki)
             plgpu.wgmma(partial, shared.a.at[slot, rows], shared.b.at[slot, columns].transpose((1, 0)))
 
         def scales(ki):
             """Of a's rows, with those of b's blocks multiplied in: a vector a slab."""
-            by_row = plgpu.load(shared.a_scale.at[_slot(plan, before + ki), rows], layout=ROW, optimized=False)
+            by_row = plgpu.load(shared.a_scale.at[slot_of(plan, before + ki), rows], layout=ROW, optimized=False)
             if not plan.b_blocks:
                 return (by_row,)
             at = (ni * t.n + column + s for s in range(0, t.width, plan.slab))
@@ -246,32 +247,32 @@ def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
                 if plan.b_blocks:
                     scale = spread(loaded[i], part.shape, 0)
                 else:
-                    at = shared.b_scale.at[_slot(plan, before + ki), pl.ds(column + i * plan.slab, plan.slab)]
+                    at = shared.b_scale.at[slot_of(plan, before + ki), pl.ds(column + i * plan.slab, plan.slab)]
                     by_column = plgpu.load(at, layout=COLUMN, optimized=False)
                     scale = spread(loaded[0], part.shape, 0) * spread(by_column, part.shape, 1)
                 out.append(t + part * scale)
             return tuple(out)
 
         def arrived(ki):
-            plgpu.barrier_wait(shared.full.at[_slot(plan, before + ki)])
+            plgpu.barrier_wait(shared.full.at[slot_of(plan, before + ki)])
 
         def release(ki):
-            plgpu.barrier_arrive(shared.empty.at[_slot(plan, before + ki)])
+            plgpu.barrier_arrive(shared.empty.at[slot_of(plan, before + ki)])
 
         total = _sum(plan, issue, scales, promote, arrived, release)
         at = out.at[pl.ds(mi * t.m + row, ROWS), pl.ds(ni * t.n + column, t.width)]
-        _store(plan, total, at, shared.out.at[wg])
+        store_tile(plan, total, at, shared.out.at[wg])
 
     _for_each_tile(plan, tile)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _zeros(plan: Plan) -> tuple[Array, ...]:
+def zeros(plan: Plan) -> tuple[Array, ...]:
     slabs = plan.tiles.width // plan.slab
     return tuple(plgpu.layout_cast(jnp.zeros((ROWS, plan.slab), F32), WGMMA) for _ in range(slabs))
 
 
-def _product(plan: Plan, issue, ki, meanwhile: Callable[[], object]) -> tuple[Array, object]:
+def product_of(plan: Plan, issue, ki, meanwhile: Callable[[], object]) -> tuple[Array, object]:
     """The partial of block ki, and what `meanwhile`, run while the tensor cores compute it, returns."""
 
     def run(partial):
@@ -292,7 +293,7 @@ def _sum(plan: Plan, issue, scales, promote, arrived, release) -> tuple[Array, .
                 arrived(ki + 1)
             return loaded
 
-        partial, loaded = _product(plan, issue, ki, meanwhile)
+        partial, loaded = product_of(plan, issue, ki, meanwhile)
         if plan.b_blocks:
             release(ki)
             return promote(total, partial, loaded, ki)
@@ -301,11 +302,11 @@ def _sum(plan: Plan, issue, scales, promote, arrived, release) -> tuple[Array, .
         return total
 
     arrived(0)
-    total = lax.fori_loop(0, plan.k_blocks - 1, block, _zeros(plan))
+    total = lax.fori_loop(0, plan.k_blocks - 1, block, zeros(plan))
     return block(plan.k_blocks - 1, total, more=False)
 
 
-def _store(plan: Plan, total: tuple[Array, ...], at, buffers) -> None:
+def store_tile(plan: Plan, total: tuple[Array, ...], at, buffers) -> None:
     """Through shared memory, a swizzled 128-byte column at a time; the copies run while the next tile is computed."""
     width = plan.store_width
     for i in range(plan.tiles.width // width):

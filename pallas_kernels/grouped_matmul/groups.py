@@ -1,0 +1,73 @@
+"""Where the rows of each expert lie: every group starts at a multiple of 128 rows, so that neither a tile of a product nor a
+1x128 block along the tokens holds rows of two experts.
+
+All of it is computed on the device from the group sizes; what must be static, the number of padded rows, is their bound over
+all sizes there can be.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.quantize import BLOCK
+
+
+class Groups(NamedTuple):
+    """R sorted rows of E experts in P padded rows, P = `padded_rows(R, E)`; all int32. Made by `plan_groups`."""
+
+    sizes: Array  # [E] rows that an expert has
+    starts: Array  # [E] its first padded row, a multiple of 128
+    expert: Array  # [P / 128] whose rows a block of 128 padded rows holds; E for none's
+    padded: Array  # [R] where sorted row r lies; P for a row beyond the last group
+    source: Array  # [P] which sorted row lies there; R for padding
+
+
+def padded_rows(rows: int, experts: int) -> int:
+    """The most padded rows that `rows` rows of `experts` experts can take: P."""
+    return (rows + min(rows, experts) * (BLOCK - 1)) // BLOCK * BLOCK
+
+
+def plan_groups(group_sizes: Array, rows: int) -> Groups:
+    """group_sizes [E] int32, the rows of each expert among `rows` rows sorted by expert -> where they lie, padded.
+
+    Sizes may be zero. Rows beyond their sum belong to no expert; sizes that add up to more than `rows` are cut there, since the
+    device cannot raise. Raises ValueError for other shapes or dtypes.
+    """
+    if group_sizes.ndim != 1 or not group_sizes.size or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}: a whole number for each expert is wanted")
+    if rows < 1:
+        raise ValueError(f"rows = {rows}: there is nothing to group")
+    experts = group_sizes.shape[0]
+    p = padded_rows(rows, experts)
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0)), rows)
+    firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    sizes = ends - firsts
+    blocks = (sizes + BLOCK - 1) // BLOCK
+    block_ends = jnp.cumsum(blocks)
+    starts = (block_ends - blocks) * BLOCK
+    expert = _group_of(jnp.arange(p // BLOCK), block_ends)
+    sorted_row = jnp.arange(rows, dtype=jnp.int32)
+    padded = sorted_row + (starts - firsts).at[_group_of(sorted_row, ends)].get(mode="fill", fill_value=p)
+    of_row = jnp.repeat(expert, BLOCK)
+    offset = jnp.arange(p, dtype=jnp.int32) - starts.at[of_row].get(mode="fill", fill_value=0)
+    inside = offset < sizes.at[of_row].get(mode="fill", fill_value=0)
+    source = jnp.where(inside, firsts.at[of_row].get(mode="fill", fill_value=0) + offset, rows)
+    return Groups(sizes, starts, expert, lax.min(padded, jnp.int32(p)), source)
+
+
+def pad_rows(x: Array, groups: Groups) -> Array:
+    """Sorted rows x [R, ...] -> [P, ...], zeros where there is padding. A gather, as is its inverse."""
+    return x.at[groups.source].get(mode="fill", fill_value=0)
+
+
+def unpad_rows(y: Array, groups: Groups) -> Array:
+    """Padded rows y [P, ...] -> sorted rows [R, ...], zeros for a row of no expert."""
+    return y.at[groups.padded].get(mode="fill", fill_value=0)
+
+
+def _group_of(places: Array, ends: Array) -> Array:
+    """The group that each place lies in, given where groups end; their number for a place beyond."""
+    return jnp.sum(places[:, None] >= ends[None, :], 1, dtype=jnp.int32)
