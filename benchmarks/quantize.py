@@ -1,4 +1,4 @@
-"""The FP8 quantisers beside a copy of their input and beside XLA's own quantisation, in one process on one GPU.
+"""The FP8 quantisers, alone and fused with what makes their input, beside a copy and beside XLA's own fusion of the same.
 
     python benchmarks/quantize.py [--out benchmarks/results/quantize.json]
 
@@ -12,7 +12,10 @@ import argparse
 import functools
 import statistics
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -21,18 +24,29 @@ import jax.numpy as jnp
 
 from benchmarks.common import row, write
 from benchmarks.gemm import seconds
+from pallas_kernels.fused_quantize import reference as activations
+from pallas_kernels.fused_quantize import sm90 as fused
 from pallas_kernels.quantize import reference, sm90
 
 SHAPES = [(16384, 12288), (16384, 4096), (4096, 4096)]
+TOKENS, D, F = 16384, 4096, 12288  # Qwen3-8B's
 SETS, CALLS = 2, 20
+EPS = 1e-6
 E4M3 = sm90.Format(reference.E4M3, False, reference.AMAX_FLOOR)
-KERNELS = {  # name: (function, bytes an element of bfloat16, scales left out)
-    "rows": (functools.partial(sm90.quantize, fmt=E4M3), 3),
-    "tokens": (functools.partial(sm90.quantize, fmt=E4M3, rows=False, tokens=True), 3),
-    "rows and tokens": (functools.partial(sm90.quantize, fmt=E4M3, tokens=True), 4),
-    "blocks": (functools.partial(sm90.quantize_blocks, fmt=E4M3, transposed=False), 3),
-    "blocks and transposed": (functools.partial(sm90.quantize_blocks, fmt=E4M3, transposed=True), 4),
-}
+FUSED = sm90.Format(reference.E4M3, False, reference.FUSED_AMAX_FLOOR)
+
+
+class Case(NamedTuple):
+    """`ours` and XLA's, if compared, of bfloat16 arrays of these shapes; `size`: bytes to read and write, scales left out."""
+
+    name: str
+    shapes: tuple[tuple[int, int], ...]
+    size: int
+    ours: Callable
+    xla: Callable | None = None
+
+    def __str__(self) -> str:
+        return " and ".join(f"{m} x {n}" for m, n in self.shapes) + " bfloat16"
 
 
 def naive(x: jax.Array):
@@ -42,10 +56,53 @@ def naive(x: jax.Array):
     return (groups / scale[..., None]).reshape(x.shape).astype(reference.E4M3), scale
 
 
-XLA = {
-    "rows": (naive, 3),
-    "rows and tokens": (lambda x: (naive(x), naive(x.T)), 4),
-}
+def naive_both(x: jax.Array):
+    return naive(x), naive(x.T)
+
+
+def quantisers(shape: tuple[int, int]) -> list[Case]:
+    n, quantize, blocks = shape[0] * shape[1], functools.partial(sm90.quantize, fmt=E4M3), sm90.quantize_blocks
+    return [
+        Case("rows", (shape,), 3 * n, quantize, naive),
+        Case("tokens", (shape,), 3 * n, functools.partial(quantize, rows=False, tokens=True)),
+        Case("rows and tokens", (shape,), 4 * n, functools.partial(quantize, tokens=True), naive_both),
+        Case("blocks", (shape,), 3 * n, functools.partial(blocks, fmt=E4M3, transposed=False)),
+        Case("blocks and transposed", (shape,), 4 * n, functools.partial(blocks, fmt=E4M3, transposed=True)),
+    ]
+
+
+def producers() -> list[Case]:
+    """RMSNorm's bytes do not count the second read of x that its statistics take: they are what one pass would need."""
+    x, h, joint = (TOKENS, D), (TOKENS, F), (TOKENS, 2 * F)
+    n, m, found = TOKENS * D, TOKENS * F, []
+    for also, tokens in (("", None), (" and tokens", E4M3)):
+        more = 1 if tokens else 0
+        norms = functools.partial(norm, tokens), functools.partial(xla_norm, tokens)
+        found += [
+            Case(f"RMSNorm, rows{also}", (x,), (3 + more) * n, *norms),
+            Case(f"RMSNorm of a sum, rows{also}", (x, x), (7 + more) * n, *norms),
+            Case(f"SwiGLU, rows{also}", (joint,), (5 + more) * m, functools.partial(fused.swiglu, rows=FUSED, tokens=tokens),
+                 functools.partial(xla_swiglu, tokens)),
+        ]  # fmt: skip
+    backward = lambda d_h, joint: naive_both(activations.swiglu_grad(d_h, joint))  # noqa: E731
+    ours = functools.partial(fused.swiglu_grad, fmt=E4M3)
+    return found + [Case("SwiGLU backward, rows and tokens", (h, joint), 10 * m, ours, backward)]
+
+
+def norm(tokens, x: jax.Array, residual: jax.Array | None = None):
+    inverse = activations.inverse_rms(activations.residual_sum(x, residual), EPS)[:, 0]
+    return fused.rms_norm(x, inverse, jnp.ones(D), residual, FUSED, tokens, False)
+
+
+def xla_norm(tokens, x: jax.Array, residual: jax.Array | None = None):
+    normed = activations.rms_norm(x, jnp.ones(D), EPS, residual)
+    total = () if residual is None else activations.residual_sum(x, residual).astype(jnp.bfloat16)
+    return (naive_both if tokens else naive)(normed), total
+
+
+def xla_swiglu(tokens, joint: jax.Array):
+    h = activations.swiglu(joint)
+    return (naive(h), naive(h.astype(jnp.bfloat16).T)) if tokens else naive(h)
 
 
 def main() -> None:
@@ -53,35 +110,42 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/quantize.json")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    rows = [r for shape in SHAPES for r in compare(shape, args.rounds)]
-    write(args.out, "quantize", rows)
+    groups = [quantisers(shape) for shape in SHAPES] + [[case] for case in producers()]
+    write(args.out, "quantize", [r for group in groups for r in compare(group, args.rounds)])
 
 
-def compare(shape: tuple[int, int], rounds: int) -> list[dict]:
-    xs = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(SETS)]
-    runs = {("ours", name): (compiled(f, xs), size) for name, (f, size) in KERNELS.items()}
-    runs |= {("XLA", name): (compiled(f, xs), size) for name, (f, size) in XLA.items()} | {("copy", ""): (copy(xs), 4)}
+def compare(cases: list[Case], rounds: int) -> list[dict]:
+    """Of cases on the same arrays."""
+    sets = [draw(i, cases[0].shapes) for i in range(SETS)]
+    programs = {("ours", c): c.ours for c in cases} | {("XLA", c): c.xla for c in cases if c.xla}
+    with ThreadPoolExecutor() as pool:
+        compiled = dict(zip(programs, pool.map(lambda f: jax.jit(f).lower(*sets[0]).compile(), programs.values())))
+    runs = {key: lambda i, f=f: jax.tree.leaves(f(*sets[i % SETS]))[0] for key, f in compiled.items()}
+    runs["copy", None] = copy([xs[0] for xs in sets])
     times: dict[tuple, list[float]] = {key: [] for key in runs}
     for turn in range(rounds):
         for key in list(runs)[:: 1 if turn % 2 else -1]:
-            times[key].append(seconds(runs[key][0], CALLS))
-    rate = {key: runs[key][1] * xs[0].size / statistics.median(t) / 1e12 for key, t in times.items()}
-    case = f"{shape[0]} x {shape[1]} bfloat16"
-    print(case, "  ".join(f"{' '.join(key).strip()} {value:.2f}" for key, value in rate.items()), "TB/s", flush=True)
-    found = [row(case, name, "TB/s", v, rate["copy", ""], "copy") for (who, name), v in rate.items() if who == "ours"]
-    return found + [row(case, name, "TB/s", rate["ours", name], v, "XLA") for (who, name), v in rate.items() if who == "XLA"]
+            times[key].append(seconds(runs[key], CALLS))
+    sizes = {key: key[1].size if key[1] else 4 * sets[0][0].size for key in runs}
+    rate = {key: sizes[key] / statistics.median(t) / 1e12 for key, t in times.items()}
+    shown = (f"{who} {case.name if case else ''} {rate[who, case]:.2f}" for who, case in rate)
+    print(cases[0], " ".join(shown), "TB/s", flush=True)
+    beside = [row(str(c), c.name, "TB/s", rate["ours", c], rate["copy", None], "copy") for c in cases]
+    return beside + [row(str(c), c.name, "TB/s", rate["ours", c], rate["XLA", c], "XLA") for c in cases if c.xla]
 
 
-def compiled(f, xs: list):
-    g = jax.jit(f).lower(xs[0]).compile()
-    return lambda i: jax.tree.leaves(g(xs[i % SETS]))[0]
+@functools.partial(jax.jit, static_argnums=1)
+def draw(seed: int, shapes: tuple[tuple[int, int], ...]) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
 
 
 def copy(xs: list):
     try:
         import torch
     except ImportError:
-        return compiled(lambda x: -x, xs)
+        program = jax.jit(lambda x: -x).lower(xs[0]).compile()
+        return lambda i: program(xs[i % SETS])
     tensors = [torch.from_dlpack(x) for x in xs]
     out = torch.empty_like(tensors[0])
     return lambda i: out.copy_(tensors[i % SETS])

@@ -1,9 +1,11 @@
 """Blockwise FP8 quantisation on Hopper: one read of the input, codes and scales bit-equal to reference.py.
 
-One block of threads a multiprocessor walks over 128x128 tiles. A producer warp keeps a ring of tiles in shared memory full. One
-quantiser serves both directions: a warpgroup reads 64 rows of a tile, or 64 rows of the *transposed* tile (`ldmatrix.trans`,
-free), so that in both a group of 128 lies in the registers of four neighbouring threads. A tile is read from memory once
-whatever is written, and results leave through the copy engine while the next tile is quantised.
+A block of threads, one warpgroup, has one 128x128 tile: the copy engine brings it to shared memory, it is quantised in four waves
+of 64 groups, and each wave's results leave by the copy engine while the next is quantised. Several blocks share a
+multiprocessor, so that one computes while others load and store. One quantiser serves both directions: a wave is 64 rows of
+the tile, or 64 rows of the *transposed* tile (`ldmatrix.trans`, free), so that in both a group of 128 lies in the registers of
+four neighbouring threads. A tile is read from memory once whatever is written. `make` puts an activation's arithmetic between
+the tiles that are read and the one that is quantised (`fused_quantize.sm90`).
 
 Division. `x / scale` has to round as IEEE's division does, or codes at ties move. Given r, the rounded 1 / y, one product and
 two fused multiply-adds are exact division (Markstein, "Computation of elementary functions on the IBM RISC System/6000
@@ -16,7 +18,8 @@ Scales are written [K/128, T], token-contiguous, as the products read them; `api
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -24,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import COLUMN, ROW, WGMMA, plgpu, spread, swizzled
 from pallas_kernels.quantize import BLOCK
 
 WAVE = 64  # rows that a warpgroup holds in registers at once
@@ -50,133 +53,198 @@ def quantize(
 
     The copy engine moves boxes of 8 rows by 128 bytes: K is a multiple of 128 and T of 8, for tokens of 128. `api.py` pads.
     """
-    names = [name for name, wanted in (("rows", rows), ("tokens", tokens)) if wanted]
-    plan = Plan(tuple(names), *x.shape, fmt, 2 if interpret else multiprocessors(), _fused(interpret))
-    stages = 6 // x.dtype.itemsize
-    shared = [plgpu.SMEM((stages, BLOCK, BLOCK), x.dtype, transforms=swizzled(x.dtype)), plgpu.Barrier(num_barriers=stages)]
-    shared += [plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=stages)]
-    shared += [plgpu.SMEM((plan.consumers, 2, WAVE, BLOCK), fmt.dtype, transforms=swizzled(fmt.dtype))]
-    shared += [plgpu.SMEM((plan.consumers, 2, WAVE), F32)]
-    done = plgpu.kernel(
-        functools.partial(_quantize_kernel, plan), out_type=plan.out_type, grid=(plan.blocks,), grid_names=("block",),
-        num_threads=plan.consumers + 1, thread_name="wg", scratch_types=shared, interpret=interpret,
-    )(x)  # fmt: skip
-    pairs = {name: (c, s[:, : c.shape[0]]) for name, c, s in zip(names, done[::2], done[1::2])}
-    return pairs.get("rows"), pairs.get("tokens")
+    plan = Plan(*x.shape, fmt if rows else None, fmt if tokens else None, fused_multiply_add(interpret))
+    return quantize_made(plan, (x,), interpret=interpret)[:2]
 
 
 class Plan(NamedTuple):
-    """All that is static in one kernel."""
+    """All that is static in one kernel: what is read, what becomes of a tile, what is written.
 
-    names: tuple[str, ...]
+    `make(values, vectors)` gets 64 rows of every tile and vector read, as they came, and returns `parts` arrays, which are
+    quantised and lie side by side in the results, then others. None: there is one tile, quantised as it is. What is quantised
+    along the tokens, and what is kept, is rounded to bfloat16 first. `rounded`: what is quantised by rows is, too; a loop can
+    then make 64x64 at a time, in place, in fewer registers and instructions.
+    """
+
     t: int
-    k: int
-    fmt: Format
-    blocks: int  # of threads
+    k: int  # of each part
+    rows: Format | None
+    tokens: Format | None
     fused: Callable[[Array, Array, Array], Array]
-
-    @property
-    def consumers(self) -> int:
-        """Two warpgroups a direction, each with one half of every tile."""
-        return 2 * len(self.names)
+    reads: tuple[tuple[int, int], ...] = ((0, 0),)  # of each tile: its array, the first column
+    vectors: tuple[int, ...] = ()  # of each vector: the axis of the tile that it lies along
+    make: Callable[[list[Array], list[Array]], list[Array]] | None = None
+    rounded: bool = False
+    parts: int = 1
+    keep: tuple[int, ...] = ()  # which of what is made is written in bfloat16
+    buffers: int = 2  # for waves of codes on their way out
 
     @property
     def grid(self) -> tuple[int, int]:
         return pl.cdiv(self.t, BLOCK), pl.cdiv(self.k, BLOCK)
 
     @property
-    def out_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        shapes = {"rows": (self.t, self.k), "tokens": (self.k, self.t)}
-        # A copy of scales is clipped at the end of the array and not of its rows, which therefore are whole tiles.
-        pairs = ((shapes[n], (pl.cdiv(shapes[n][1], BLOCK), pl.cdiv(shapes[n][0], BLOCK) * BLOCK)) for n in self.names)
-        return sum(((jax.ShapeDtypeStruct(c, self.fmt.dtype), jax.ShapeDtypeStruct(s, F32)) for c, s in pairs), ())
+    def formats(self) -> dict[str, Format]:
+        """By direction."""
+        return {name: fmt for name, fmt in (("rows", self.rows), ("tokens", self.tokens)) if fmt}
+
+    @property
+    def stored(self) -> list[int]:
+        """Which of what is made goes to shared memory, in the place of the tile of its number if that is bfloat16."""
+        return sorted({*range(self.parts if self.make and self.tokens else 0), *self.keep})
+
+    @property
+    def out_type(self) -> list[jax.ShapeDtypeStruct]:
+        """Codes and scales of each direction, then what is kept."""
+        shapes, found = {"rows": (self.t, self.parts * self.k), "tokens": (self.parts * self.k, self.t)}, []
+        for name, fmt in self.formats.items():
+            m, n = shapes[name]
+            # A copy of scales is clipped at the end of the array and not of its rows, which therefore are whole tiles.
+            scale = pl.cdiv(n, BLOCK), pl.cdiv(m, BLOCK) * BLOCK
+            found += [jax.ShapeDtypeStruct((m, n), fmt.dtype), jax.ShapeDtypeStruct(scale, F32)]
+        return found + [jax.ShapeDtypeStruct((self.t, self.k), jnp.bfloat16) for _ in self.keep]
 
 
-def _quantize_kernel(plan: Plan, x, *refs) -> None:
-    outs, (tiles, full, empty, codes, scales) = refs[: plan.consumers], refs[plan.consumers :]
-    wg = lax.axis_index("wg")
-    registers = {2: (232, 40), 4: (112, 24)}[plan.consumers]
+class Shared(NamedTuple):
+    """What a block of threads holds in shared memory."""
 
-    @pl.when(wg == plan.consumers)
-    def _():
-        plgpu.set_max_registers(registers[1], action="decrease")
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(functools.partial(_produce, plan, x, tiles, full, empty))
-
-    for i, name in enumerate(plan.names):
-
-        @pl.when(lax.div(wg, 2) == i)
-        def _(i=i, name=name):
-            plgpu.set_max_registers(registers[0], action="increase")
-            _consume(plan, name, outs[2 * i : 2 * i + 2], tiles, full, empty, codes.at[wg], scales.at[wg])
+    tiles: tuple[jax.Ref, ...]
+    vectors: tuple[jax.Ref, ...]
+    made: tuple[jax.Ref, ...]
+    codes: jax.Ref
+    scales: jax.Ref
+    arrived: jax.Ref
 
 
-def _for_each_tile(plan: Plan, body: Callable[[Array, Array, Array], None]) -> None:
-    """body(tile's row, tile's column, number of tiles before) for each of this block's."""
+def quantize_made(plan: Plan, arrays: tuple[Array, ...], vectors: tuple[Array, ...] = (), interpret=None):
+    """(rows, tokens, kept) of what `plan.make` makes of `arrays` [T, ...] and `vectors` float32, [T] or [K]: codes and scales,
+    or None, and a list of [T, K] bfloat16."""
+    shared = _shared(plan, [arrays[i].dtype for i, _ in plan.reads])
+    inputs, outputs = len(arrays) + len(vectors), plan.out_type
 
-    @plgpu.nd_loop((plan.grid[0] * plan.grid[1],), collective_axes="block")
-    def _(loop):
-        ti, ki = _raster(loop.index[0], plan.grid)
-        body(ti, ki, loop.local_index)
+    def kernel(*refs):
+        outs, held = refs[inputs : inputs + len(outputs)], Shared(*refs[inputs + len(outputs) :])
+        _quantize_kernel(plan, refs[: len(arrays)], refs[len(arrays) : inputs], outs, held)
+
+    done = plgpu.kernel(
+        kernel, out_type=tuple(outputs), grid=(plan.grid[0] * plan.grid[1],), grid_names=("tile",), num_threads=1,
+        thread_name="wg", scratch_types=shared, interpret=interpret,
+    )(*arrays, *vectors)  # fmt: skip
+    found = {name: (c, s[:, : c.shape[0]]) for name, c, s in zip(plan.formats, done[::2], done[1::2])}
+    return found.get("rows"), found.get("tokens"), list(done[2 * len(found) :])
+
+
+def _shared(plan: Plan, dtypes: list[jnp.dtype]) -> Shared:
+    code = next(iter(plan.formats.values())).dtype
+    return Shared(
+        tiles=tuple(_tile(dtype) for dtype in dtypes),
+        vectors=tuple(plgpu.SMEM((BLOCK,), F32) for _ in plan.vectors),
+        made=tuple(_tile(jnp.bfloat16) for i in plan.stored if dtypes[i] != jnp.bfloat16),
+        codes=plgpu.SMEM((plan.buffers, WAVE, BLOCK), code, transforms=swizzled(code)),
+        scales=plgpu.SMEM((plan.buffers, WAVE), F32),
+        arrived=plgpu.Barrier(num_arrivals=len(dtypes) + len(plan.vectors)),
+    )
+
+
+class Work(NamedTuple):
+    """A block's tile, in rows and columns of tiles, where its results go, and the number of waves sent out before."""
+
+    plan: Plan
+    shared: Shared
+    ti: Array
+    ki: Array
+    outs: dict[str, tuple[jax.Ref, jax.Ref]]
+    waves: Iterator[int]
+
+
+def _quantize_kernel(plan: Plan, arrays, vectors, outs, shared: Shared) -> None:
+    ti, ki = _raster(lax.axis_index("tile"), plan.grid)
+    work = Work(plan, shared, ti, ki, dict(zip(plan.formats, zip(outs[::2], outs[1::2]))), itertools.count())
+    at = pl.ds(ti * BLOCK, BLOCK), pl.ds(ki * BLOCK, BLOCK)
+    for tile, (array, first) in zip(shared.tiles, plan.reads):
+        plgpu.copy_gmem_to_smem(arrays[array].at[at[0], pl.ds(first + ki * BLOCK, BLOCK)], tile, shared.arrived)
+    for vector, array, axis in zip(shared.vectors, vectors, plan.vectors):
+        plgpu.copy_gmem_to_smem(array.at[at[axis]], vector, shared.arrived)
+    plgpu.barrier_wait(shared.arrived)
+    stored = _by_rows(work) if plan.make or plan.rows else {}
+    for i, out in zip(plan.keep, outs[2 * len(work.outs) :]):
+        plgpu.copy_smem_to_gmem(stored[i], out.at[at])
+    for part in range(plan.parts if plan.tokens else 0):
+        tile = stored[part] if plan.make else shared.tiles[part]
+        for start in (0, WAVE):
+            columns = tile.at[:, pl.ds(start, WAVE)].transpose((1, 0))
+            _send(work, "tokens", part, start, plgpu.load(columns, layout=WGMMA))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _by_rows(work: Work) -> dict[int, jax.Ref]:
+    """Make the tile, quantise it by rows; what of it is now in shared memory, and where."""
+    plan, tiles, spare = work.plan, work.shared.tiles, iter(work.shared.made)
+    stored = {i: tiles[i] if tiles[i].dtype == jnp.bfloat16 else next(spare) for i in plan.stored}
+    if plan.rounded:
+        _make_in_place(work, stored)
+    for start in (0, WAVE):
+        half = pl.ds(start, WAVE)
+        if plan.rounded:
+            values = [plgpu.load(stored[part].at[half], layout=WGMMA) for part in range(plan.parts)]
+        else:
+            values = _made(work, half, pl.ds(0, BLOCK))
+            for i, tile in stored.items():
+                tile[half] = values[i].astype(jnp.bfloat16)
+        for part in range(plan.parts if plan.rows else 0):
+            _send(work, "rows", part, start, values[part])
+    plgpu.commit_smem()  # who reads it next reads what other threads stored
+    return stored
+
+
+def _make_in_place(work: Work, stored: dict[int, jax.Ref]) -> None:
+    @pl.loop(0, (BLOCK // WAVE) ** 2)
+    def _(quarter):
+        rows, columns = (pl.ds(f(quarter, BLOCK // WAVE) * WAVE, WAVE) for f in (lax.div, lax.rem))
+        values = _made(work, rows, columns)
+        for i, tile in stored.items():
+            tile[rows, columns] = values[i].astype(jnp.bfloat16)
+
+    plgpu.commit_smem()
+
+
+def _made(work: Work, rows, columns) -> list[Array]:
+    """A part of the tile: what is quantised by rows, and what else is made."""
+    plan, shared = work.plan, work.shared
+    values = [plgpu.load(tile.at[rows, columns], layout=WGMMA) for tile in shared.tiles]
+    if not plan.make:
+        return values
+    layouts = (rows, ROW), (columns, COLUMN)
+    chosen = [(v, *layouts[axis]) for v, axis in zip(shared.vectors, plan.vectors)]
+    return plan.make(values, [plgpu.load(v.at[at], layout=layout, optimized=False) for v, at, layout in chosen])
+
+
+def _send(work: Work, direction: str, part: int, start: int, values: Array) -> None:
+    """Quantise 64 groups of 128, `values` [64, 128], and send them out."""
+    plan, wave, fmt = work.plan, next(work.waves), work.plan.formats[direction]
+    codes, scales = (buffer.at[wave % plan.buffers] for buffer in (work.shared.codes, work.shared.scales))
+    scale = _scale(jnp.max(jnp.abs(values), axis=1).astype(F32), fmt, plan.fused)
+    quantized = _codes(values.astype(F32), scale, fmt, plan.fused)
+    if wave >= plan.buffers:
+        plgpu.wait_smem_to_gmem(2 * (plan.buffers - 1), wait_read_only=True)  # two copies a wave
+    codes[...], scales[...] = quantized, scale
+    plgpu.commit_smem()
+    ki = part * plan.grid[1] + work.ki
+    row, column = (work.ti, ki) if direction == "rows" else (ki, work.ti)
+    groups, out = pl.ds(row * BLOCK + start, WAVE), work.outs[direction]
+    plgpu.copy_smem_to_gmem(codes, out[0].at[groups, pl.ds(column * BLOCK, BLOCK)])
+    plgpu.copy_smem_to_gmem(scales, out[1].at[column, groups])
 
 
 def _raster(tile: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
-    """In bands, so that both what is written along the rows and what is along the tokens is near what was written just before."""
-    return plgpu.planar_snake(tile, grid, 1, 8)
-
-
-def _produce(plan: Plan, x, tiles, full, empty) -> None:
-    stages = tiles.shape[0]
-
-    def tile(ti, ki, before):
-        slot = lax.rem(before, stages)
-        pl.when(before >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-        at = pl.ds(ti * BLOCK, BLOCK), pl.ds(ki * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(x.at[at], tiles.at[slot], full.at[slot])
-
-    _for_each_tile(plan, tile)
-    mine = (plan.grid[0] * plan.grid[1] - lax.axis_index("block") + plan.blocks - 1) // plan.blocks
-    left = lax.min(mine, stages)
-    pl.loop(0, left)(lambda i: plgpu.barrier_wait(empty.at[lax.rem(mine - left + i, stages)]))
-
-
-def _consume(plan: Plan, name: str, outs, tiles, full, empty, codes, scales) -> None:
-    """Quantise this warpgroup's half of every tile, its rows or its columns."""
-    start = lax.rem(lax.axis_index("wg"), 2) * WAVE
-    half = pl.ds(start, WAVE)
-
-    def tile(ti, ki, before):
-        slot, buffer = lax.rem(before, tiles.shape[0]), lax.rem(before, 2)
-        plgpu.barrier_wait(full.at[slot])
-        x = tiles.at[slot]
-        plgpu.wait_smem_to_gmem(2, wait_read_only=True)  # the two copies of the last tile may still be under way
-        _quantize_groups(
-            x.at[half] if name == "rows" else x.at[:, half].transpose((1, 0)), codes.at[buffer], scales.at[buffer],
-            plan.fmt, plan.fused,
-        )  # fmt: skip
-        plgpu.barrier_arrive(empty.at[slot])
-        plgpu.commit_smem()
-        row, column = (ti, ki) if name == "rows" else (ki, ti)
-        at = pl.ds(row * BLOCK + start, WAVE)
-        plgpu.copy_smem_to_gmem(codes.at[buffer], outs[0].at[at, pl.ds(column * BLOCK, BLOCK)])
-        plgpu.copy_smem_to_gmem(scales.at[buffer], outs[1].at[column, at])
-
-    _for_each_tile(plan, tile)
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _quantize_groups(x, codes, scale, fmt: Format, fused) -> None:
-    """x [64, 128] in shared memory, a group a row."""
-    values = plgpu.load(x, layout=WGMMA).astype(F32)
-    scales = _scale(jnp.max(jnp.abs(values), axis=1), fmt, fused)
-    codes[...] = _codes(values, scales, fmt, fused)
-    scale[...] = scales
+    """Along the rows: what is read, and written by rows, at one time lies together."""
+    columns = jnp.asarray(grid[1], tile.dtype)
+    return lax.div(tile, columns), lax.rem(tile, columns)
 
 
 def _scale(amax: Array, fmt: Format, fused) -> Array:
-    scale = _divide(jnp.maximum(amax, fmt.amax_floor), F32(fmt.max), F32(1 / fmt.max), fused)
+    amax = jnp.maximum(amax, fmt.amax_floor)
+    scale = jnp.where(amax < jnp.inf, _divide(amax, F32(fmt.max), F32(1 / fmt.max), fused), amax)
     return _next_power_of_two(scale) if fmt.power_of_two else scale
 
 
@@ -212,12 +280,12 @@ def _reciprocal(y: Array, fused) -> Array:
     return fused(e, r, r)
 
 
-def _fused(interpret):
+def fused_multiply_add(interpret):
     """a * b + c with one rounding: what the GPU's compiler makes of a product and a sum, and what a CPU needs told."""
-    return _fused_by_float64 if interpret else lambda a, b, c: a * b + c
+    return _by_float64 if interpret else lambda a, b, c: a * b + c
 
 
-def _fused_by_float64(a: Array, b: Array, c: Array) -> Array:
+def _by_float64(a: Array, b: Array, c: Array) -> Array:
     with jax.enable_x64(True):
         a, b, c = (lax.convert_element_type(v, jnp.float64) for v in (a, b, c))
         return lax.convert_element_type(a * b + c, jnp.float32)
@@ -234,7 +302,7 @@ def quantize_blocks(w: Array, fmt: Format, *, transposed: bool, interpret=None) 
     out_type += [jax.ShapeDtypeStruct((k, n), fmt.dtype)] if transposed else []
     scratch = [_tile(w.dtype), plgpu.Barrier(), *(_tile(fmt.dtype) for _ in range(1 + transposed))]
     return plgpu.kernel(
-        functools.partial(_blocks_kernel, fmt=fmt, grid=grid, transposed=transposed, fused=_fused(interpret)),
+        functools.partial(_blocks_kernel, fmt=fmt, grid=grid, transposed=transposed, fused=fused_multiply_add(interpret)),
         out_type=tuple(out_type), grid=(grid[0] * grid[1],), grid_names=("tile",), num_threads=1, thread_name="wg",
         scratch_types=scratch, interpret=interpret,
     )(w)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,14 @@ from pallas_kernels.quantize import api, sm90
 from pallas_kernels.quantize import reference as q
 
 quantize_rows = jax.jit(q.quantize_rows, static_argnames=("dtype", "power_of_two", "amax_floor"))
-SIMULATED = functools.partial(dict, backend="pallas", interpret=INTERPRET)
+RACES = dataclasses.replace(INTERPRET, detect_races=True)
+SIMULATED = functools.partial(dict, backend="pallas", interpret=RACES)
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd):
+    yield
+    assert "RACE" not in "".join(capfd.readouterr())
 
 
 def same(got, want) -> None:
@@ -26,11 +34,12 @@ def same(got, want) -> None:
 
 
 def hard(shape: tuple[int, int], dtype) -> jax.Array:
-    """Groups of magnitudes 8^-6 to 8^6, zeros of both signs, and elements at the ties between codes."""
+    """Groups of magnitudes 8^-6 to 8^6, zeros of both signs, elements at the ties between codes, infinities."""
     x = tile_distinct(shape, (1, 128))
     x[1], x[2] = 0.0, -0.0
     codes = np.arange(127, dtype=np.uint8).view(q.E4M3).astype(np.float32)
     x[3, :127] = np.append((codes[:-1] + codes[1:]) / 2, 448)[: x[3, :127].size]
+    x[4, 0], x[5, 100] = np.inf, -np.inf
     return jnp.asarray(x).astype(dtype)
 
 
@@ -62,7 +71,7 @@ def test_division_by_a_known_divisor_is_exact():
     y = (rng.integers(0, 2**23, 2**16) | 0x3F800000).astype(np.uint32).view(np.float32)
     middles = (rng.integers(2**23, 2**24, y.size) * 2 + 1) / 2.0**24
     x = (middles * y).astype(np.float32)
-    fused = sm90._fused(INTERPRET)
+    fused = sm90.fused_multiply_add(INTERPRET)
     r = jax.jit(lambda y: sm90._reciprocal(y, fused))(y)
     np.testing.assert_array_equal(r, (1 / y.astype(np.float64)).astype(np.float32))
     got = jax.jit(lambda x, y, r: sm90._divide(x, y, r, fused))(x, y, r)

@@ -1,0 +1,96 @@
+"""RMSNorm, SwiGLU and its backward that leave FP8 codes, by the Hopper kernels or by reference.py: one visible choice.
+
+`backend` as in `quantize.api`. Codes and scales are the reference's where the activation is, to the last bit: always for SwiGLU;
+but for some 1e-6 of the norms, as their sum of squares may be taken in another order, and of its backward, where a compiler
+fuses other products with sums.
+
+Widths are whole blocks of 128, as in every FP8 product that an engine fuses; tokens are padded to what the kernels take.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.fused_quantize import reference, sm90
+from pallas_kernels.fused_quantize.reference import Quantized
+from pallas_kernels.plgpu_compat import Backend, pad_to, use_kernel
+from pallas_kernels.quantize import BLOCK
+from pallas_kernels.quantize.reference import AMAX_FLOOR, E4M3, E5M2, FUSED_AMAX_FLOOR
+from pallas_kernels.quantize.sm90 import Format
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+FUSED, PLAIN = Format(E4M3, False, FUSED_AMAX_FLOOR), Format(E4M3, False, AMAX_FLOOR)
+
+
+def rms_norm_quantize(
+    x: Array, weight: Array, eps: float, residual: Array | None = None, *, tokens: bool = False, keep: bool = False,
+    backend: Backend = "auto", interpret=None,
+) -> tuple[Quantized, Array | None]:  # fmt: skip
+    """The norm of x [T, D] (bfloat16 or float32) plus `residual` [T, D] bfloat16, times weight [D], as codes by rows.
+
+    tokens: by tokens as well, for wgrad; keep: in bfloat16 as well. The second result is the sum in bfloat16, what travels on
+    as the next x; None without a residual. The statistics of the rows take a pass of their own over x.
+    """
+    _check("x", x, (BF16, F32), 1)
+    if weight.shape != x.shape[1:]:
+        raise ValueError(f"weight {weight.shape} of x {x.shape}: one number for each of the {x.shape[1]} columns is wanted")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != BF16):
+        raise ValueError(f"residual {residual.shape} {residual.dtype}: {x.shape} bfloat16 is wanted, as x is")
+    if not use_kernel(backend):
+        return reference.rms_norm_quantize(x, weight, eps, residual, tokens=tokens, keep=keep)
+    t = x.shape[0]
+    x, residual = _padded(x, tokens), None if residual is None else _padded(residual, tokens)
+    inverse = reference.inverse_rms(reference.residual_sum(x, residual), eps)[:, 0]
+    rows, by_tokens, kept = sm90.rms_norm(
+        x, inverse, reference.round_bf16(weight), residual, FUSED, PLAIN if tokens else None, keep, interpret
+    )
+    total = None if residual is None else kept.pop()[:t]
+    return _cut(t, rows, by_tokens, kept), total
+
+
+def swiglu_quantize(
+    gate_up: Array, *, tokens: bool = False, keep: bool = False, backend: Backend = "auto", interpret=None
+) -> Quantized:
+    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows; `tokens`, `keep` as above."""
+    _check("gate_up", gate_up, (BF16,), 2)
+    if not use_kernel(backend):
+        return reference.swiglu_quantize(gate_up, tokens=tokens, keep=keep)
+    padded = _padded(gate_up, tokens)
+    return _cut(gate_up.shape[0], *sm90.swiglu(padded, FUSED, PLAIN if tokens else None, keep, interpret))
+
+
+def swiglu_grad_quantize(
+    d_h: Array, gate_up: Array, dtype: jnp.dtype = E4M3, *, backend: Backend = "auto", interpret=None
+) -> Quantized:
+    """d_gate_up as codes by rows [T, 2F], for dgrad, and by tokens [2F, T], for wgrad, in `dtype`.
+
+    d_h [T, F] bfloat16 or float32 is the cotangent of silu(gate) * up, gate_up [T, 2F] bfloat16.
+    """
+    _check("gate_up", gate_up, (BF16,), 2)
+    _check("d_h", d_h, (BF16, F32), 1)
+    if (d_h.shape[0], 2 * d_h.shape[1]) != gate_up.shape:
+        raise ValueError(f"d_h {d_h.shape} of gate_up {gate_up.shape}: half its width is wanted")
+    if jnp.dtype(dtype) not in (E4M3, E5M2):
+        raise ValueError(f"codes of type {jnp.dtype(dtype)}: float8_e4m3fn or float8_e5m2")
+    if not use_kernel(backend):
+        return reference.swiglu_grad_quantize(d_h, gate_up, dtype)
+    fmt = Format(jnp.dtype(dtype), False, AMAX_FLOOR)
+    return _cut(d_h.shape[0], *sm90.swiglu_grad(_padded(d_h, True), _padded(gate_up, True), fmt, interpret))
+
+
+def _check(name: str, x: Array, dtypes: tuple, parts: int) -> None:
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} {x.shape} is {x.dtype}: {' or '.join(map(str, dtypes))} is wanted")
+    if x.ndim != 2 or not x.size or x.shape[1] % (parts * BLOCK):
+        raise ValueError(f"{name} {x.shape}: [tokens, a multiple of {parts * BLOCK}] is wanted")
+
+
+def _padded(x: Array, tokens: bool) -> Array:
+    return pad_to(x, BLOCK if tokens else 8, BLOCK)
+
+
+def _cut(t: int, rows, tokens, kept: list[Array]) -> Quantized:
+    """Without the padded tokens, scales shown as [T, K/128]."""
+    by_tokens = tokens and (tokens[0][:, :t], tokens[1].T)
+    return Quantized((rows[0][:t], rows[1][:, :t].T), by_tokens, kept[0][:t] if kept else None)
