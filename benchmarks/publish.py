@@ -37,6 +37,7 @@ from bridges.weights.vllm_inplace import VllmInplace
 from bridges.weights.vllm_inprocess import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
+from jaxfp8rl.policy import quantized
 from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import fp8_runs
 from jaxfp8rl.publish import LearnerWeights
@@ -90,7 +91,7 @@ def bench_size(case: str, e: VllmEngine, hf: dict, count: int, rows: list[dict],
     ours.open(e)
     yardstick.open(e)
     extra = extra_bytes(lambda: ours.publish(sources["fp8_rollout"], 1))
-    coded = quantized(plain)
+    coded = in_codes(plain)
     sources["fp8_unified"] = LearnerWeights(model, coded, runs, "bfloat16")
     ours_ms = {recipe: [publish(ours, source) for _ in range(count + 2)][2:] for recipe, source in sources.items()}
     check_it_generates(e)
@@ -191,12 +192,12 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.map(lambda k: 0.02 * jax.random.normal(k, chunk[1:], jnp.bfloat16), keys).reshape(shape)
 
 
-def quantized(policy: Params) -> Params:
+def in_codes(policy: Params) -> Params:
     """The same policy as recipe fp8_unified holds it."""
-    of = jax.jit(lambda w: jax.lax.map(lambda x: tuple(QuantizedWeight.of(x)), w))
+    of = jax.jit(quantized)
 
     def leaf(path: tuple, w: jax.Array) -> jax.Array | QuantizedWeight:
-        return QuantizedWeight(*of(w)) if path[-2].key.endswith("_proj") else w
+        return of(w) if path[-2].key.endswith("_proj") else w
 
     return {**policy, "layers": (jax.tree_util.tree_map_with_path(leaf, policy["layers"][0]),)}
 

@@ -139,7 +139,7 @@ class EngineFormats:
     kv_truncated: that cache is written towards zero, not to the nearest code (vLLM's CPU kernels cut the bits off)
     compute: the float type of everything else
     attention: "fp8_e4m3" where attention over an FP8 cache rounds queries and probabilities too (FlashAttention 3 does,
-        both with scale 1, probabilities times 2^8), else None: they stay in `compute`
+        both with scale 1 unless calibrated, probabilities times 2^8), else None: they stay in `compute`
     logits: the float type that logits are rounded to before the softmax
     fused: a compiled engine, which keeps float32 between the operations that it fuses. A norm sees the sum with the residual
         before that is rounded and rounds once, after its weight; silu(gate) * up is rounded once, if at all

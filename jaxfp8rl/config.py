@@ -1,12 +1,11 @@
 """The configuration: every setting of a run, typed, with its default, its unit and what it does.
 
 Frozen pydantic models that refuse unknown keys. `jaxfp8rl.toml_config` reads them from TOML files and command-line
-overrides and turns a refusal into a line of the file. Checks that span sections stand in `Config.check`.
+overrides and turns a refusal into a line of the file. Checks that span sections stand in `jaxfp8rl.config_checks`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +13,6 @@ import pydantic
 from pydantic import Field
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.recipe import Recipe, get_recipe
 
 if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.correction import CorrectionConfig
@@ -68,7 +66,7 @@ class Task(Section):
 class Rollout(Section):
     """What is sampled each step, and by which engine."""
 
-    engine: Literal["jax", "vllm"] = "jax"
+    engine: Literal["jax", "vllm", "remote"] = Field("jax", description="remote: vLLM in a process of its own")
     prompts_per_step: int = Field(ge=1, description="prompts (groups) a step")
     samples_per_prompt: int = Field(ge=1, description="completions a prompt: the group")
     max_new_tokens: int = Field(ge=1, description="longest completion, tokens")
@@ -91,7 +89,19 @@ class Rollout(Section):
     publish: Literal["auto", "in_place", "reload"] = Field(
         "auto", description="weights to vLLM: written into its tensors, or by vLLM's own reload; auto: in place where it can"
     )
+    one_copy: bool = Field(False, description="the learner's FP8 forward reads its weights' codes in vLLM's own memory")
     enforce_eager: bool = Field(False, description="vLLM without CUDA graphs and compilation")
+    sleep: Literal["off", "keep_weights", "drop_weights"] = Field(
+        "off", description="what vLLM gives up of the GPU while the learner learns: nothing, its cache, or its weights, too"
+    )
+    link: Literal["file", "shared_memory", "cuda_ipc", "nccl"] = Field(
+        "file", description='way of the weights to engine "remote": cuda_ipc on one GPU, nccl between two (docs/remote_engine.md)'
+    )
+    server_gpus: tuple[int, ...] = Field(
+        (), strict=False, description='what a server that engine "remote" starts sees as CUDA_VISIBLE_DEVICES; empty: as here'
+    )
+    server_url: str = Field("", description='a server that runs already, for engine "remote"; empty: one is started')
+    server_token_file: str = Field("", description="the file with that server's token")
 
 
 class PrecisionSection(Section):
@@ -104,8 +114,8 @@ class PrecisionSection(Section):
     saved_activations: Literal["high", "fp8"] = Field(
         "high", description='what wgrad gets of an FP8 product\'s input: as it was, or the forward\'s codes (Jet-RL)'
     )
-    products: Literal["auto", "float32", "tensor_core"] = Field(
-        "auto", description="how W8A8 products are summed: auto is tensor_core, as engines do, where there are FP8 tensor cores"
+    products: Literal["auto", "float32", "tensor_core", "pallas"] = Field(
+        "auto", description="what computes FP8 products; auto: tensor_core where there are FP8 tensor cores; pallas: on Hopper"
     )
     embedded_activations: Literal["fp8", "high"] = Field("fp8", description="W8A8 or W8A16 in the embedded engine")
     first_layers_bf16: int = Field(0, ge=0)
@@ -290,149 +300,8 @@ class Config(Section):
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
 
     def check(self) -> Config:
-        """Refuse combinations that cannot work, before anything loads. Raises ConfigError; returns self."""
-        recipe = get_recipe(self.precision.recipe)
-        self._check_float_types(recipe)
-        self._check_fp8_formats(recipe)
-        self._check_loss(recipe)
-        if bool(self.model.path) == bool(self.model.config):
-            raise ConfigError("model: give either `path` (an HF folder) or `config` (a table), not both or neither")
-        if not (self.model.tokenizer or self.model.path):
-            raise ConfigError("model.tokenizer: a model from scratch needs one", 'an HF folder, or "chars:0123456789+="')
-        if self.max_model_len > self.train.row_tokens:
-            raise ConfigError(
-                f"train.row_tokens = {self.train.row_tokens} cannot hold task.max_prompt_tokens + rollout.max_new_tokens"
-                f" = {self.max_model_len}",
-                f"set train.row_tokens to at least {self.max_model_len}",
-            )
-        if self.rollout.prompts_per_step % self.train.updates_per_step:
-            raise ConfigError(
-                f"train.updates_per_step = {self.train.updates_per_step} does not divide rollout.prompts_per_step = "
-                f"{self.rollout.prompts_per_step}: a group stays whole"
-            )
-        self._check_kv_scales()
-        if self.task.kind == "reasoning_gym" and not self.task.name:
-            raise ConfigError("task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"')
-        if self.task.kind == "file" and not self.task.path:
-            raise ConfigError("task.path: a file task needs a JSONL or Parquet file")
+        """Refuse combinations that cannot work (jaxfp8rl.config_checks). Raises ConfigError; returns self."""
+        from jaxfp8rl.config_checks import check
+
+        check(self)
         return self
-
-    def _check_float_types(self, recipe: Recipe) -> None:
-        """float16 is a recipe of its own: its small gradients need the loss scaling, and both sides the same type."""
-        used = (self.precision.compute_dtype, self.precision.weight_dtype)
-        if recipe.dtype and used != (recipe.dtype,) * 2:
-            raise ConfigError(
-                f'precision.recipe "{recipe.name}" computes in {recipe.dtype}, but precision.compute_dtype and weight_dtype are '
-                f"{used[0]} and {used[1]}",
-                f'set both to "{recipe.dtype}"',
-            )
-        if "float16" in used and not recipe.dtype:
-            raise ConfigError(f'precision.compute_dtype, weight_dtype: float16 is not for recipe "{recipe.name}"',
-                              'set precision.recipe = "fp16"')  # fmt: skip
-
-    def _check_kv_scales(self) -> None:
-        if self.rollout.kv_scales == "one":
-            return
-        problem = None
-        if self.rollout.kv_cache != "fp8":
-            problem = f'rollout.kv_cache = "{self.rollout.kv_cache}" has none', 'set rollout.kv_cache = "fp8"'
-        elif self.rollout.engine != "jax":
-            problem = f'rollout.engine "{self.rollout.engine}" is not given any yet', 'set rollout.kv_scales = "one"'
-        elif self.loss.old_policy == "rollout":
-            problem = 'with loss.old_policy = "rollout" no scoring pass sees keys', 'set loss.old_policy = "recomputed"'
-        if problem:
-            raise ConfigError(f'rollout.kv_scales = "calibrated": {problem[0]}', problem[1])
-
-    def _check_fp8_formats(self, recipe: Recipe) -> None:
-        """A format for a pass that the recipe does not run in FP8 would be ignored."""
-        ignored = {
-            f'precision.gradients = "{self.precision.gradients}"': self.precision.gradients != "e4m3" and not recipe.backward_fp8,
-            f'precision.products = "{self.precision.products}"': self.precision.products != "auto" and not (
-                recipe.forward_fp8 or (recipe.engine_fp8 and self.rollout.engine == "jax")
-            ),
-            'precision.saved_activations = "fp8"': self.precision.saved_activations == "fp8" and not recipe.forward_fp8,
-        }
-        for what in (what for what, is_ignored in ignored.items() if is_ignored):
-            raise ConfigError(f'{what} has no effect under precision.recipe "{recipe.name}"',
-                              'leave it out, or set precision.recipe = "fp8_unified"')  # fmt: skip
-
-    def _check_loss(self, recipe: Recipe) -> None:
-        """Objective, advantage, correction and recipe must go together."""
-        from jaxfp8rl.losses.advantages import check_advantage
-        from jaxfp8rl.losses.aggregation import check_aggregation
-        from jaxfp8rl.losses.objectives import objective_parameters
-        from jaxfp8rl.losses.presets import two_policy_only
-
-        loss, correction, name = self.loss, self.correction.resolve(), self.correction.preset
-        with _about("loss.advantage"):
-            check_advantage(loss.advantage, loss.pass_at_k, self.rollout.samples_per_prompt)
-        with _about("loss.aggregation"):
-            check_aggregation(loss.aggregation, loss.horizon)
-        with _about("loss.objective"):
-            objective_parameters(loss.objective_config)
-        if self.rollout.samples_per_prompt == 1 and loss.advantage != "reinforce_pp":
-            raise ConfigError(
-                f'rollout.samples_per_prompt = 1: a group of one has loss.advantage "{loss.advantage}" 0 and nothing is learned',
-                'sample more, or set loss.advantage = "reinforce_pp"',
-            )
-        carries_ratio = loss.old_policy == "rollout" and (loss.objective != "reinforce" or loss.ratio_cap is not None)
-        if recipe.engine_fp8 and not correction.corrects and not carries_ratio:
-            raise ConfigError(
-                f'precision.recipe "{recipe.name}" samples in FP8 with correction.preset = "{name}", which does nothing: runs '
-                "collapse that way",
-                'set correction.preset = "token_tis"',
-            )
-        if loss.old_policy == "recomputed" and (two_policy_only(name) or loss.objective == "prime_rl"):
-            which = f'correction.preset "{name}"' if two_policy_only(name) else 'loss.objective "prime_rl"'
-            raise ConfigError(f"{which} is made for two policies", 'set loss.old_policy = "rollout"')
-        if loss.old_policy == "rollout":
-            _check_two_policies(loss, correction, name, carries_ratio)
-        if loss.calibrate_clip_every:
-            self._check_calibration(recipe)
-        if loss.overlong_buffer > self.rollout.max_new_tokens:
-            raise ConfigError(
-                f"loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = {self.rollout.max_new_tokens}"
-            )
-
-    def _check_calibration(self, recipe: Recipe) -> None:
-        problem = None
-        if self.loss.objective not in ("ppo_clip", "cispo"):
-            problem = f'loss.objective "{self.loss.objective}" does not clip the ratio of a token'
-        elif not recipe.forward_fp8:
-            problem = f'precision.recipe "{recipe.name}" has no FP8 forward to compare with'
-        elif self.train.updates_per_step == 1:
-            problem = "with train.updates_per_step = 1 every ratio is 1"
-        elif self.loss.old_policy == "rollout":
-            problem = 'it compares ratios to the recomputed pi_old, not loss.old_policy = "rollout"'
-        if problem:
-            raise ConfigError(f"loss.calibrate_clip_every: nothing to calibrate, {problem}", "set it to 0")
-
-
-@contextlib.contextmanager
-def _about(key: str):
-    """Name the key whose check failed."""
-    try:
-        yield
-    except ConfigError as e:
-        raise ConfigError(f"{key}: {e.message}", e.next_step) from e
-
-
-def _check_two_policies(loss: Loss, correction: CorrectionConfig, name: str, carries_ratio: bool) -> None:
-    """Without a scoring pass the correction is worked out a micro-batch at a time, from the policy as it is now."""
-    if carries_ratio and correction.weight != "none":
-        raise ConfigError(
-            f'loss.old_policy = "rollout" with loss.objective "{loss.objective}": its ratio is already that to the engine, and '
-            f'correction.preset "{name}" would weigh by it again',
-            'set correction.weight = "none", or loss.objective = "reinforce"',
-        )
-    if correction.needs_batch:
-        raise ConfigError(
-            f'correction.preset "{name}" looks at the whole batch (normalisation, M2PO or adaptive mixing), which '
-            'loss.old_policy = "rollout" never sees at once',
-            'set loss.old_policy = "recomputed"',
-        )
-    if correction.rejections and correction.denominator == "kept":
-        raise ConfigError(
-            'loss.old_policy = "rollout": what is rejected is known only after the denominators are',
-            'set correction.denominator = "all"',
-        )

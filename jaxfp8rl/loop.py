@@ -23,9 +23,11 @@ from jaxfp8rl.gate import check_gate
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.optim import init_state
 from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning
+from jaxfp8rl.policy import shared
 from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, check_run_directory, peak_memory_gib
 from jaxfp8rl.sft import warm_start
+from jaxfp8rl.train_step import make_policy
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 from jaxfp8rl.update import learn, probe, score
 
@@ -44,8 +46,11 @@ def train(cfg: Config, resume: bool = False) -> None:
         if warning := kv_fp8_warning(parts.model, parts.engine.capabilities().formats):
             run.note(warning)
         state, step = restore(parts, run) if resume else (begin(parts, run), 0)
-        policy = with_scales(parts, parts.policy(state.params))
-        publish(parts, policy, step)
+        if cfg.rollout.one_copy:
+            policy = make_policy(parts.precision, codes=False)(state.params)
+        else:
+            policy = with_scales(parts, parts.policy(state.params))
+        _, policy = hand_over(parts, state, policy, step)
         facts = gate(parts, policy, step)
         if not resume:
             run.log({"step": 0, "weights/version": 0, **facts, **evaluate(parts, 0)})
@@ -122,6 +127,8 @@ def one_step(
     """One rollout batch, its updates and a publish -> (state, its policy, the step's metrics, samples to look at)."""
     cfg, clock = parts.cfg, Clock()
     batch = collect(parts, step, clock)
+    if cfg.rollout.sleep != "off":
+        parts.engine.sleep()  # until `publish` wakes it
     with clock("score"):
         packed = [pack_samples(parts, samples) for samples in split(batch, parts)]
         scored = jax.block_until_ready([score(parts, policy, p) for p in packed])
@@ -132,7 +139,7 @@ def one_step(
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
         updates |= probe(parts, run, state, packed[0], step)
     with clock("publish"):
-        receipt = publish(parts, policy, step)
+        receipt, policy = hand_over(parts, state, policy, step)
     metrics = {
         "step": step, "weights/version": step - 1, "lr": lr, **batch.metrics(), **updates, **clock.metrics(),
         "publish/bytes": receipt.bytes, "engine/healthy": int(parts.engine.health().ok), "memory/peak_gib": peak_memory_gib(),
@@ -161,8 +168,20 @@ def collect(parts: Parts, step: int, clock: Clock) -> rollouts.Rollouts:
     return rounds[0] if cfg.loss.dynamic_sampling_rounds == 1 else rollouts.choose(rounds, cfg.rollout.prompts_per_step)
 
 
+def hand_over(parts: Parts, state: TrainState, policy: Params, version: int) -> tuple[PublishReceipt, Params]:
+    """Publish -> (receipt, the policy to go on with). With rollout.one_copy codes are made from the masters on their way to the
+    engine, a layer at a time, and the policy has them there; what it had of the last version is gone before the first byte is.
+    """
+    if not parts.cfg.rollout.one_copy:
+        return publish(parts, policy, version), policy
+    receipt = publish(parts, {**state.params, "layers": (state.params["layers"],)}, version)
+    return receipt, shared(policy, parts.precision, parts.transport.lend)
+
+
 def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
     """Hand the policy to the engine as `version` and have the transport confirm it."""
+    if parts.cfg.rollout.sleep != "off":
+        parts.engine.wake()
     source = LearnerWeights(parts.model, policy, parts.runs, parts.cfg.precision.weight_dtype)
     receipt = parts.transport.publish(source, version)
     parts.transport.verify(receipt)

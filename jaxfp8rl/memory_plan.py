@@ -25,6 +25,7 @@ from pallas_kernels.quantize import BLOCK
 
 Plan = list[tuple[str, int]]
 F32 = 4
+LINK_SLOTS = 2 * 2**28  # of bridges.weights.links
 
 
 def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
@@ -42,7 +43,9 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
         ("activations of a micro-batch (estimate)", _activations(cfg, model, compute)),
         ("logits of a chunk, with their derivative, float32 (estimate)", _logits(cfg, model)),
     ]
-    if cfg.rollout.engine == "vllm":  # takes its share of the GPU, whatever it needs
+    if cfg.rollout.link in ("cuda_ipc", "nccl"):
+        learner.append(("two slots of rollout.link", LINK_SLOTS))
+    if cfg.rollout.engine != "jax":  # takes its share of a GPU, whatever it needs
         return learner
     return [*learner, ("engine: weights", wire), ("engine: keys and values", _kv_cache(cfg, model, compute))]
 
@@ -56,9 +59,10 @@ def format_plan(plan: Plan) -> str:
 def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:
     """Everything, where vLLM reloads and for the embedded engine, which keeps copies; written in place, the two
     largest layers, or what stands outside them, of what the policy does not hold as it crosses."""
-    if cfg.rollout.engine != "vllm" or cfg.rollout.publish == "reload":
+    if cfg.rollout.engine == "jax" or (cfg.rollout.engine == "vllm" and cfg.rollout.publish == "reload"):
         return manifest.nbytes(metas)
-    if cfg.precision.weight_dtype == cfg.precision.compute_dtype and get_recipe(cfg.precision.recipe).forward_fp8:
+    held = cfg.precision.weight_dtype == cfg.precision.compute_dtype and get_recipe(cfg.precision.recipe).forward_fp8
+    if held and not cfg.rollout.one_copy:
         return 0
     layers = collections.defaultdict(list)
     for meta in metas:
@@ -79,12 +83,13 @@ def _activations(cfg: Config, model: ModelConfig, itemsize: int) -> int:
 
 
 def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """Codes take a byte and their scales 4 for 128x128; beside them stand zeros in the type of their gradients."""
+    """Codes take a byte, unless they are the engine's, and their scales 4 for 128x128; beside them stand zeros in the type of
+    their gradients."""
     forward_fp8 = get_recipe(cfg.precision.recipe).forward_fp8
     runs = engine_runs(cfg, model) if forward_fp8 else ()
     fp8 = sum(math.prod(e.shape) for e in param_table(model) if is_fp8(e, runs))
     params = sum(math.prod(e.shape) for e in param_table(model))
-    return params * itemsize + fp8 + fp8 * F32 // BLOCK**2
+    return params * itemsize + fp8 * (not cfg.rollout.one_copy) + fp8 * F32 // BLOCK**2
 
 
 def _logits(cfg: Config, model: ModelConfig) -> int:

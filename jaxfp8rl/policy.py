@@ -8,36 +8,53 @@ calibrates FP8 attention adds "kv_scales" (jaxfp8rl.precision.kv_scales), which 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxfp8rl.models.transformer import split_layers
-from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, round_to
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, TrainableWeight, round_to
+from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.types import Params
+from pallas_kernels.quantize import BLOCK
+from pallas_kernels.quantize.api import quantize_blocks
 
 
 def is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QuantizedWeight)
+    return isinstance(leaf, QuantizedWeight | SharedWeight)
 
 
-def policy_of(params: Params, precision: Precision) -> Params:
-    """Masters (one stack of layers) -> policy."""
+def policy_of(params: Params, precision: Precision, codes: bool = True) -> Params:
+    """Masters (one stack of layers) -> policy; unless `codes`, with None for what is quantised."""
     rounded = jax.tree.map(lambda p: round_to(p, precision.weight_dtype).astype(precision.compute_dtype), params)
     policy = split_layers(rounded, precision)
-    stacks = tuple(_quantize(stack, run.fp8) for stack, run in zip(policy["layers"], precision.runs))
+    quantize = quantized if codes else lambda weight: None
+    stacks = tuple(_quantize(stack, run.fp8, quantize) for stack, run in zip(policy["layers"], precision.runs))
     return {**policy, "layers": stacks}
 
 
-def _quantize(stack: Params, modules: frozenset[str]) -> Params:
+def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Params:
     """Every product of `modules` ("q_proj", ...) in a stack of layers."""
     return {
-        name: {"weight": QuantizedWeight.of(node["weight"])} if name in modules
-        else _quantize(node, modules) if isinstance(node, dict) else node
+        name: {"weight": quantize(node["weight"])} if name in modules
+        else _quantize(node, modules, quantize) if isinstance(node, dict) else node
         for name, node in stack.items()
     }  # fmt: skip
+
+
+def quantized(weight: Array) -> QuantizedWeight:
+    """weight [..., N, K] in 128x128 blocks, by the Hopper kernel on a Hopper GPU: the bits are the reference's.
+
+    A stack of layers is to the kernel one matrix of more rows, unless blocks would then reach over the end of a layer.
+    """
+    *lead, n, k = weight.shape
+    if lead and n % BLOCK:
+        return jax.lax.map(quantized, weight)
+    codes, scale = quantize_blocks(weight.reshape(-1, k), backend="auto")
+    return QuantizedWeight(codes.reshape(weight.shape), scale.reshape(*lead, -(-n // BLOCK), -(-k // BLOCK)))
 
 
 def handles(policy: Params, dtype: str) -> Params:
@@ -65,3 +82,35 @@ def as_params(tree: Params) -> Params:
     """A tree with one stack of layers a run (gradients) -> one stack, as the masters have it."""
     stacks = tree["layers"]
     return {**tree, "layers": stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *stacks)}
+
+
+def shared(policy: Params, precision: Precision, lend: Callable[[Sequence[str]], tuple]) -> Params:
+    """A policy without codes -> the same with those in the engine's memory. `lend(HF names of one linear in consecutive layers)`
+    -> (fused codes [L, R, K], scales, and the first and last row of the linear in them)."""
+
+    def filled(node: Any, run: LayerRun, path: str) -> Any:
+        if node is None:
+            return SharedWeight(*lend([f"model.layers.{i}.{path}" for i in range(run.start, run.stop)]))
+        if not isinstance(node, dict):
+            return node
+        return {key: filled(value, run, f"{path}.{key}".lstrip(".")) for key, value in node.items()}
+
+    return {**policy, "layers": tuple(filled(stack, run, "") for stack, run in zip(policy["layers"], precision.runs))}
+
+
+def _is_lent(leaf: Any) -> bool:
+    return isinstance(leaf, SharedWeight)
+
+
+def parted(policy: Params) -> tuple[Params, Params]:
+    """(what is the learner's own, what is the engine's), each with None for the other: one may be donated, the other never."""
+
+    def pick(lent: bool) -> Params:
+        return jax.tree.map(lambda w: w if _is_lent(w) == lent else None, policy, is_leaf=_is_lent)
+
+    return pick(False), pick(True)
+
+
+def rejoined(own: Params, lent: Params) -> Params:
+    """The policy that was `parted`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, own, lent, is_leaf=lambda w: w is None or _is_lent(w))

@@ -20,8 +20,9 @@ from bridges.api import ParamMeta, StackRow
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, param_table
+from jaxfp8rl.policy import quantized
 from jaxfp8rl.precision.kv_scales import NAMES
-from jaxfp8rl.precision.linear import QuantizedWeight
+from jaxfp8rl.precision.linear import QuantizedWeight, round_to
 from jaxfp8rl.precision.recipe import LayerRun
 from jaxfp8rl.types import Params
 from pallas_kernels.quantize.reference import BLOCK
@@ -63,7 +64,8 @@ def kv_scale_names(cfg: ModelConfig) -> Iterator[tuple[str, str, int]]:
 
 
 class LearnerWeights:
-    """WeightSource over a policy (jaxfp8rl.policy). `runs`: which linears the engine computes in FP8.
+    """WeightSource over a policy (jaxfp8rl.policy), or over masters, of which the same is made. `runs`: which linears the engine
+    computes in FP8.
 
     What the policy holds as it crosses is given out where it lies. The rest, a layer at a time, is computed when the layer's
     first tensor is asked for and not waited for: whoever asks for the next layer early has both in the making, and no more
@@ -89,7 +91,7 @@ class LearnerWeights:
                     yield e.hf_name, tensor
         if scales := self._policy.get("kv_scales"):
             for name, which, layer in kv_scale_names(cfg):
-                yield name, scales[which][layer]
+                yield name, StackRow(scales[which], layer)
 
 
 Path = tuple[str, ...]
@@ -139,13 +141,13 @@ def _on_device(index: int | None) -> Array | None:
 
 @functools.partial(exact_jit, static_argnums=3)
 def _computed(quantize: Tensors, cast: Tensors, index: Array | None, dtype: str) -> Tensors:
-    """Row `index` of the leaves, or the leaves themselves, quantised or cast to `dtype`. `index` is traced, so that all layers
-    of a stack share one program."""
+    """Row `index` of the leaves, or the leaves themselves, rounded to `dtype`, and quantised or cast to it. `index` is traced,
+    so that all layers of a stack share one program."""
 
     def row(w: Array) -> Array:
-        return w if index is None else jax.lax.dynamic_index_in_dim(w, index, keepdims=False)
+        return round_to(w if index is None else jax.lax.dynamic_index_in_dim(w, index, keepdims=False), dtype)
 
-    codes = {path: QuantizedWeight.of(row(w)) for path, w in quantize.items()}
+    codes = {path: quantized(row(w)) for path, w in quantize.items()}
     return codes | {path: row(w).astype(dtype) for path, w in cast.items()}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 from jax import Array
@@ -21,7 +24,7 @@ def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) ->
 
     Raises ConfigError (from the engine's own checks) or ImportError with the extra to install.
     """
-    return {"jax": _jax, "vllm": _vllm}[cfg.rollout.engine](cfg, model, runs)
+    return {"jax": _jax, "vllm": _vllm, "remote": _remote}[cfg.rollout.engine](cfg, model, runs)
 
 
 def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
@@ -77,11 +80,21 @@ def _embedded_formats(cfg: Config) -> EngineFormats:
 def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     from bridges.rollout.vllm_engine import VllmEngine
 
+    engine = VllmEngine(model.to_hf(), **_vllm_options(cfg, model, runs))
+    try:
+        return engine, open_vllm_transport(cfg.rollout.publish, engine)
+    except BridgeError:
+        engine.close()
+        raise
+
+
+def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> dict[str, Any]:
+    """The keyword arguments of VllmEngine."""
     linears = [e for e in param_table(model) if e.role == "linear"]
-    engine = VllmEngine(
-        model.to_hf(),
+    return dict(
         weights=FP8_WEIGHT if get_recipe(cfg.precision.recipe).engine_fp8 else cfg.precision.weight_dtype,
         kv_cache=FP8_KV if cfg.rollout.kv_cache == "fp8" else "auto",
+        kv_scales=cfg.rollout.kv_scales == "calibrated",
         dtype=cfg.precision.weight_dtype,
         high_precision_modules=[e.hf_name.removesuffix(".weight") for e in linears if not is_fp8(e, runs)],
         max_model_len=cfg.max_model_len,
@@ -90,13 +103,10 @@ def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[
         kv_cache_bytes=None if cfg.rollout.kv_cache_gib is None else int(cfg.rollout.kv_cache_gib * 2**30),
         enforce_eager=cfg.rollout.enforce_eager,
         fp8_kernel=cfg.rollout.fp8_kernel,
+        sleep=cfg.rollout.sleep,
+        stacked=cfg.rollout.one_copy,
         seed=cfg.run.seed,
     )
-    try:
-        return engine, open_vllm_transport(cfg.rollout.publish, engine)
-    except BridgeError:
-        engine.close()
-        raise
 
 
 def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
@@ -114,3 +124,49 @@ def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
     transport = VllmInplace() if how == "in_place" else VllmReload()
     transport.open(engine)
     return transport
+
+
+def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    """vLLM in a process of its own: one that is started here and ends with the run, or one that was given by its address."""
+    from bridges.rollout.remote_engine import RemoteEngine, start
+    from bridges.weights.remote_direct import RemoteDirect
+    from bridges.weights.remote_file import RemoteFile
+
+    r = cfg.rollout
+    if r.server_url:
+        engine = RemoteEngine(r.server_url, _token(r.server_token_file), leave_running=True)
+        _check_server(cfg, model, engine)
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the server may want the same GPU
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, r.server_gpus))} if r.server_gpus else {}
+        options = _vllm_options(cfg, model, runs)
+        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **options)
+    transport = RemoteFile() if r.link == "file" else RemoteDirect(r.link)
+    try:
+        transport.open(engine)
+    except BridgeError:
+        engine.close()
+        raise
+    return engine, transport
+
+
+def _token(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError as e:
+        raise ConfigError(f"rollout.server_token_file: {path} cannot be read: {e.strerror}",
+                          'the server names the file when it starts: "token_file"') from e  # fmt: skip
+
+
+def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> None:
+    """Raise ConfigError where a server that runs already is not what the config asks for. Weights are compared by publishing."""
+    c = engine.capabilities()
+    problem = None
+    if c.vocab_size != model.vocab_size:
+        problem = f"a vocabulary of {c.vocab_size}, the model has {model.vocab_size}"
+    elif c.max_model_len < cfg.max_model_len:
+        problem = f"max_model_len {c.max_model_len}, a prompt and its completion take {cfg.max_model_len}"
+    elif (c.formats.kv_cache == FP8_KV) != (cfg.rollout.kv_cache == "fp8"):
+        problem = f'a cache in {c.formats.kv_cache}, rollout.kv_cache is "{cfg.rollout.kv_cache}"'
+    if problem:
+        raise ConfigError(f"rollout.server_url: the server at {cfg.rollout.server_url} has {problem}", "start it for this model")

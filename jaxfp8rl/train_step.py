@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,14 @@ from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.optim import guarded_update
-from jaxfp8rl.policy import as_params, attach, handles, policy_of, scales_in
+from jaxfp8rl.policy import as_params, attach, handles, parted, policy_of, rejoined, scales_in
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
-def make_policy(precision: Precision) -> Callable:
+def make_policy(precision: Precision, codes: bool = True) -> Callable:
     """Jitted policy(params) -> the policy as it computes and as it is published (jaxfp8rl.policy)."""
-    return exact_jit(functools.partial(policy_of, precision=precision))
+    return exact_jit(functools.partial(policy_of, precision=precision, codes=codes))
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: bool) -> Callable:
@@ -66,7 +67,8 @@ def make_train_step(
     logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: optax.GradientTransformation
 ) -> Callable:
     """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy, metrics). The buffers of
-    state and policy are donated; the policy that comes back is that of the new state.
+    state and policy are donated, but for weights in an engine's memory; the policy that comes back is that of the new state, then
+    without codes.
 
     old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under loss.kl_coef;
     clip: two scalars in place of the objective's clip distances.
@@ -88,7 +90,8 @@ def make_train_step(
         return jnp.sum(jnp.where(mask, scale * total, 0.0)), {"logp": logp, "entropy": entropy, **cut}
 
     @functools.partial(exact_jit, donate_argnums=(0, 1))
-    def train_step(state: TrainState, policy: Params, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
+    def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
+        policy, in_engine = rejoined(own, lent), bool(jax.tree.leaves(lent))
         sampled = batch.response_mask
         fix = rollout_correction(old_logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
         mask = sampled if two_policies else fix.mask
@@ -105,6 +108,10 @@ def make_train_step(
         metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask), "staleness/k1": mean_over(mask, old_logp - logp)}
         metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
-        return state, policy_of(state.params, precision) | scales_in(policy), metrics
+        return state, policy_of(state.params, precision, codes=not in_engine) | scales_in(policy), metrics
+
+    @functools.wraps(compiled)
+    def train_step(state: TrainState, policy: Params, *rest: Any, **more: Any):
+        return compiled(state, *parted(policy), *rest, **more)
 
     return train_step

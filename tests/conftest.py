@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax; tests/gpu is run with JAX_PLATFORMS=cuda
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("default", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
+
+
+TOKEN = "a token of the tests, 32 letters"
+
+
+@pytest.fixture
+def serving():
+    """serving(engine, transport, folder): a context, whose value is the address of a server in a thread of this process."""
+    from bridges.rollout.engine_server import EngineServer, HttpServer
+
+    @contextlib.contextmanager
+    def serve(engine, transport, folder):
+        http = HttpServer(TOKEN)
+        server = EngineServer(engine, transport, http, folder)
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    return serve

@@ -4,7 +4,8 @@
 
 `bridges.rollout.remote_engine.RemoteEngine` is the other side. The engine's methods run one after the other in the thread that
 built the engine, so that no publish overlaps a generation; what only reads (hello, health, weight_version) is answered at
-once. Weights come as files: `begin` compares manifests and declares the engine dirty, `load` takes the folder that was written.
+once. `begin` compares manifests and declares the engine dirty; `load` takes weights from a folder that was written, `receive`
+from a link that `connect` opened (`bridges.weights.links`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
-import errno
-import hmac
 import inspect
-import ipaddress
 import json
 import os
 import queue
@@ -28,21 +26,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import TCPServer
 from typing import Any
 
 import numpy as np
 
 from bridges import manifest, wire
-from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, PublishFailed, RolloutEngine, WeightTransport
+from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, ParamMeta, PublishFailed, RolloutEngine, WeightTransport
+from bridges.rollout.http_server import HttpServer, is_loopback
+from bridges.weights.linked import LinkedWeights
+from bridges.weights.links import HOST_LINKS, Link, accept
 from bridges.weights.safetensors_file import FileSource
 
-TOKEN_CHARACTERS = 16
-BODY_BYTES = 2**30  # the largest body that is read
-UNTRUSTED_BYTES = 2**16  # of a body without the token, so that the refusal can be read before the connection is closed
-IDLE_SECONDS = 60.0  # for which a connection may say nothing
 POLL_SECONDS = 0.1  # in which an end is noticed
 
 
@@ -59,11 +54,14 @@ class EngineServer:
     ):  # fmt: skip
         self._engine, self._transport, self._folder, self._convert = engine, transport, Path(folder), convert
         self._begun: tuple[int, str] | None = None  # version and digest of a publish that has not succeeded (yet)
+        self._metas: tuple[ParamMeta, ...] = ()  # its manifest
+        self._link: Link | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal may put, too
         self._http = http
         self._at_once = {"hello": self._hello, "health": self._health, "weight_version": self._weight_version}
         self._in_turn = {
             "generate": self._generate, "begin": self._begin, "load": self._load, "verify": self._verify,
+            "connect": self._connect, "receive": self._receive,
             "expected_manifest": lambda: wire.pack_manifest(engine.expected_manifest()),
             "pause": engine.pause, "resume": engine.resume, "sleep": engine.sleep, "wake": engine.wake,
         }  # fmt: skip
@@ -137,15 +135,14 @@ class EngineServer:
         return [[wire.pack_completion(c) for c in group] for group in groups]
 
     def _begin(self, version: int, tensors: list[dict[str, Any]]) -> None:
-        """Compare manifests; on ManifestMismatch the engine stays as it was, afterwards it is dirty until `load` succeeds."""
+        """Compare manifests: on ManifestMismatch the engine stays as it was, else it is dirty until the weights have come."""
         metas = wire.unpack_manifest(tensors)
         manifest.check(metas, self._engine.expected_manifest())
-        self._begun = version, manifest.digest(metas)
+        self._begun, self._metas = (version, manifest.digest(metas)), metas
 
     def _load(self, version: int, digest: str, name: str) -> dict[str, Any]:
         """Publish the folder `name`, which must be what `begin` announced, and say what arrived."""
-        if self._begun != (version, digest):
-            raise PublishFailed(f"version {version} was not begun, or another since", "publish again in full")
+        self._require_begun(version, digest)
         if name == ".." or Path(name).name != name:
             raise ValueError(f"{name!r} is not the name of a folder in {self._folder}")
         try:
@@ -158,102 +155,46 @@ class EngineServer:
         self._begun = None
         return dataclasses.asdict(receipt)
 
+    def _require_begun(self, version: int, digest: str) -> None:
+        if self._begun != (version, digest):
+            raise PublishFailed(f"version {version} was not begun, or another since", "publish again in full")
+
+    def _connect(self, said: dict[str, Any]) -> None:
+        """Open this end of the link that a learner offers, in the place of an earlier one."""
+        known = getattr(self._transport, "links", HOST_LINKS)
+        if said["kind"] not in known:
+            raise BridgeError(f"this engine's {type(self._transport).__name__} takes weights over {' or '.join(known)}, not over "
+                              f"{said['kind']}", "choose another link; those between GPUs want --transport in_place")  # fmt: skip
+        self._link = None  # before the memory of another is taken
+        self._link = accept(said, self._folder)
+
+    def _receive(self, version: int, digest: str, within: float) -> dict[str, Any]:
+        """Publish what comes over the link, which must be what `begin` announced, and say what arrived."""
+        self._require_begun(version, digest)
+        if self._link is None:
+            raise PublishFailed("there is no link to this engine, or it broke", "publish again: the learner opens another")
+        try:
+            until = time.monotonic() + within
+            receipt = self._transport.publish(LinkedWeights(self._link, self._metas, until, self._convert), version)
+        except Exception:
+            self._link.stop()
+            self._link = None
+            raise
+        self._begun = None
+        return dataclasses.asdict(receipt)
+
     def _verify(self, receipt: dict[str, Any]) -> None:
         if self._begun:
             raise PublishFailed(f"the publish of version {self._begun[0]} has not finished", "publish again in full")
         self._transport.verify(wire.unpack_receipt(receipt))
 
 
-class HttpServer(ThreadingHTTPServer):
-    """Bound to its port when made; `answer(method, arguments, seconds)` is asked for each call that shows the token.
-
-    Raises BridgeError where the token is too short, the port is taken, or `host` lies outside this machine without
-    `allow_network`: calls travel in the clear.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0, *, allow_network: bool = False):
-        if not (_is_loopback(host) or allow_network):
-            raise BridgeError(f"{host} can be reached from other machines, and calls travel in the clear",
-                              "use 127.0.0.1 and a tunnel (ssh -L), or ask for it with --allow-network")  # fmt: skip
-        if len(token) < TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
-            raise BridgeError(f"a token has at least {TOKEN_CHARACTERS} printable ASCII characters",
-                              "make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'")  # fmt: skip
-        self._expected = f"Bearer {token}".encode()
-        try:
-            super().__init__((host, port), _Handler)
-        except OSError as e:
-            hint = "it is taken" if e.errno == errno.EADDRINUSE else str(e)
-            raise BridgeError(f"cannot listen on {host}:{port}: {hint}", "--port 0 takes a free port and says which") from e
-
-    def server_bind(self) -> None:
-        """Without HTTPServer's look-up of this machine's name."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
-
-    def admits(self, authorization: str) -> bool:
-        return hmac.compare_digest(authorization.encode("utf-8", "replace"), self._expected)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away in the middle is not news; anything else is told on standard error."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One call a connection."""
-
-    server: HttpServer
-    timeout = IDLE_SECONDS
-    server_version, sys_version = "engine", ""
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        length = int(length) if length.isdecimal() else 0
-        if not self.server.admits(self.headers.get("Authorization", "")):
-            self.rfile.read(min(length, UNTRUSTED_BYTES))
-            return self._reply(401, _refusal("the engine's server refused the token", "use the one it was started with"))
-        if length > BODY_BYTES:
-            return self._reply(413, _refusal(f"a call has a Content-Length of at most {BODY_BYTES}", "ask for fewer at once"))
-        self._reply(*self._call(self.rfile.read(length)))
-
-    def _call(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        try:
-            seconds = float(self.headers.get("Deadline-Seconds", IDLE_SECONDS))
-            result = self.server.answer(self.path.removeprefix("/v1/"), json.loads(body), seconds)
-        except Exception as e:  # carried to the other side, by its class
-            status = 400 if isinstance(e, ValueError) else 409 if isinstance(e, BridgeError) else 500
-            return status, {"error": wire.pack_error(e)}
-        return 200, {"result": result}
-
-    def _reply(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a request line a call would drown what the engine has to say."""
-
-
-def _refusal(message: str, next_step: str) -> dict[str, Any]:
-    return {"error": wire.pack_error(BridgeError(message, next_step))}
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _fake(_: dict[str, Any], faults: dict[str, Any] | None = None, **options: Any) -> tuple:
     from bridges.rollout.fake_engine import FakeEngine, FakeTransport, Faults
 
-    return FakeEngine(faults=Faults(**faults or {}), **options), FakeTransport(), np.asarray
+    engine, transport = FakeEngine(faults=Faults(**faults or {}), **options), FakeTransport()
+    transport.open(engine)
+    return engine, transport, np.asarray
 
 
 def _vllm(hf_config: dict[str, Any], transport: str = "reload", **options: Any) -> tuple:
@@ -261,13 +202,27 @@ def _vllm(hf_config: dict[str, Any], transport: str = "reload", **options: Any) 
 
     if not hf_config:
         raise BridgeError("vLLM wants to know the model", "--config config.json, of a Hugging Face folder")
-    if transport == "in_place":
-        from bridges.weights.vllm_inplace import VllmInplace as Transport  # imports JAX
-    elif transport == "reload":
+    if transport not in ("reload", "in_place", "auto"):
+        raise BridgeError(f"no transport {transport!r} into vLLM", "choose reload, in_place or auto")
+    engine = VllmEngine(hf_config, **options)
+    return engine, _open_transport(transport, engine), _torch_tensor
+
+
+def _open_transport(how: str, engine: RolloutEngine) -> WeightTransport:
+    """auto: in place where every tensor lies in a layout known here, and it says which it took."""
+    if how == "reload":
         from bridges.weights.vllm_inprocess import VllmReload as Transport
     else:
-        raise BridgeError(f"no transport {transport!r} into vLLM", "choose reload or in_place")
-    return VllmEngine(hf_config, **options), Transport(), _torch_tensor
+        from bridges.weights.vllm_receive import VllmReceive as Transport  # imports JAX
+    transport = Transport()
+    try:
+        transport.open(engine)
+    except BridgeError as e:
+        if how != "auto":
+            raise
+        print(f'transport "auto" takes "reload": {str(e).splitlines()[0]}')
+        return _open_transport("reload", engine)
+    return transport
 
 
 def _torch_tensor(x: np.ndarray) -> Any:
@@ -329,7 +284,7 @@ def _token(args: argparse.Namespace) -> tuple[str, Path | None]:
         return args.token_file.read_text().strip(), None
     if given:
         return given, None
-    if not _is_loopback(args.host):
+    if not is_loopback(args.host):
         raise BridgeError(f"{args.host} wants a token that you chose", f"set {wire.TOKEN_VARIABLE} or --token-file")
     token = secrets.token_urlsafe(32)
     descriptor, path = tempfile.mkstemp(prefix="engine-token-")  # readable by this user alone
@@ -371,7 +326,6 @@ def _build(args: argparse.Namespace, options: dict[str, Any], ours: list[Path]) 
     ours += [] if args.folder else [folder]
     hf_config = json.loads(args.config.read_text()) if args.config else {}
     engine, transport, convert = ENGINES[args.engine](hf_config, **options)
-    transport.open(engine)
     ready = {"url": f"http://{args.host}:{http.server_port}", "pid": os.getpid(), "folder": str(folder)}
     ready |= {"token_file": str(token_file)} if token_file else {}
     return EngineServer(engine, transport, http, folder, convert), ready

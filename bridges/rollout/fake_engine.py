@@ -7,6 +7,7 @@ log-probabilities are true ones, and there is a prefix cache (logits by last tok
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -28,8 +29,9 @@ class Faults:
     """What goes wrong, until it is set back. The defaults are a healthy engine.
 
     logprobs: every completion returns none, one too few, or a NaN in its middle. die_at_tensor: a publish breaks off before
-    that tensor. drop_tensor: that tensor is lost on the way, unnoticed. stale_version: a publish loads the weights and
-    the engine names the version before. stale_cache: a publish forgets the prefix cache. seconds: generate takes longer.
+    that tensor. drop_tensor: that tensor is lost on the way, unnoticed but by a transport with proof. stale_version: a publish
+    loads the weights and the engine names the version before. stale_cache: a publish forgets the prefix cache. seconds:
+    generate takes longer.
     """
 
     logprobs: Literal["", "missing", "short", "nan"] = ""
@@ -123,22 +125,33 @@ class FakeEngine:
     def expected_manifest(self) -> tuple[ParamMeta, ...]:
         return self._manifest
 
+    def weight(self, name: str) -> np.ndarray:
+        return self._weights[name]
+
     def store(self, name: str, value: np.ndarray) -> None:
         self._weights[name] = value
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
         self._sick = ""
         self.state.commit(version - 1 if self.faults.stale_version else version, digest)
-        if not self.faults.stale_cache:
-            self._cache.clear()
+        if self.faults.stale_cache:
+            return ()
+        self._cache.clear()
         return ("prefix",)
+
+    def content(self) -> str:
+        """SHA-256 of the weights that it holds."""
+        return hashlib.sha256(b"".join(self._weights[m.name].tobytes() for m in self._manifest)).hexdigest()
 
     def close(self) -> None:
         self.state.drop("the engine is closed")
 
 
 class FakeTransport:
-    """WeightTransport into a `FakeEngine`, obeying the engine's faults."""
+    """WeightTransport into a `FakeEngine`, obeying the engine's faults. proof: it compares what the engine then holds."""
+
+    def __init__(self, proof: bool = False):
+        self._proof = proof
 
     def open(self, engine: FakeEngine) -> None:
         self._engine = engine
@@ -146,29 +159,33 @@ class FakeTransport:
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         engine, metas = self._engine, source.manifest()
         manifest.check(metas, engine.expected_manifest())
-        start = time.perf_counter()
+        start, sent = time.perf_counter(), {}
         engine.state.begin(version)
         try:
             for i, (meta, (name, buffer)) in enumerate(zip(metas, source, strict=True)):
-                self._send(i, meta, name, buffer)
+                sent[name] = self._send(i, meta, name, buffer)
         except Exception as e:  # whatever the source raised
             raise PublishFailed(f"version {version} broke off: {e}", "repair the source and publish again") from e
-        digest = manifest.digest(metas)
-        caches = engine.commit(version, digest)
-        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, time.perf_counter() - start, caches)
+        if self._proof and (lost := [n for n, value in sent.items() if not np.array_equal(engine.weight(n), value)]):
+            raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from what was sent", "publish again")
+        digest, content = manifest.digest(metas), engine.content() if self._proof else ""
+        caches, seconds = engine.commit(version, digest), time.perf_counter() - start
+        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, seconds, caches, content)
 
-    def _send(self, i: int, meta: ParamMeta, name: str, buffer: np.ndarray) -> None:
+    def _send(self, i: int, meta: ParamMeta, name: str, buffer: np.ndarray) -> np.ndarray:
         faults, value = self._engine.faults, np.array(np.from_dlpack(buffer))
         if i == faults.die_at_tensor:
             raise ConnectionError(f"the link died at tensor {i}")
         manifest.check_tensor(meta, name, value.dtype.name, value.shape)
         if name != faults.drop_tensor:
             self._engine.store(name, value)
+        return value
 
     def verify(self, receipt: PublishReceipt) -> None:
-        have, want = (self._engine.state.version, self._engine.state.digest), (receipt.version, receipt.digest)
+        state, content = self._engine.state, self._engine.content() if self._proof else ""
+        have, want = (state.version, state.digest, content), (receipt.version, receipt.digest, receipt.content)
         if have != want:
-            raise PublishFailed(f"the engine holds (version, digest) {have}, the receipt says {want}", "publish again")
+            raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says {want}", "publish again")
 
     def close(self) -> None:
         self._engine = None

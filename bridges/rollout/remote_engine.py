@@ -52,15 +52,16 @@ class RemoteEngine:
 
     Raises, besides what the engine itself raises: EngineUnhealthy when the server is gone or does not answer by the deadline;
     BridgeError when it refuses the token or speaks another protocol. `dirty` says why this side takes the engine for dirty
-    whatever the server says: a publish whose end was not seen.
+    whatever the server says: a publish whose end was not seen. leave_running: `close` does not end the server.
     """
 
-    def __init__(self, url: str, token: str, deadlines: Deadlines = Deadlines()):
+    def __init__(self, url: str, token: str, deadlines: Deadlines = Deadlines(), *, leave_running: bool = False):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise BridgeError(f"{url!r} is not the address of an engine's server", "http://HOST:PORT, as it said when it started")
         self.url, self._address, self._token, self.deadlines = url, (parts.hostname, parts.port), token, deadlines
         self.dirty: str | None = None
+        self._leave_running = leave_running
         hello = self.call("hello")
         if hello["protocol"] != wire.PROTOCOL:
             raise BridgeError(f"the server speaks protocol {hello['protocol']}, this is {wire.PROTOCOL}",
@@ -130,8 +131,10 @@ class RemoteEngine:
         return wire.unpack_manifest(self.call("expected_manifest"))
 
     def close(self) -> None:
-        """Have the server close its engine and end. It may be gone already."""
+        """Have the server close its engine and end, unless it is to be left running. It may be gone already."""
         self.dirty = "the engine is closed"
+        if self._leave_running:
+            return
         with contextlib.suppress(EngineUnhealthy):
             self.call("close", self.deadlines.connect)
 
@@ -153,16 +156,31 @@ def _shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-@contextlib.contextmanager
-def spawn(
+class SpawnedEngine(RemoteEngine):
+    """A RemoteEngine whose server is a child of this process: it ends with `close`, and with this process, however that goes."""
+
+    def __init__(self, child: subprocess.Popen, ready: dict[str, Any], token: str, deadlines: Deadlines, own_folder: bool):
+        self._child, self._own_folder = child, own_folder
+        super().__init__(ready["url"], token, deadlines)
+
+    def close(self) -> None:
+        """End the child. Idempotent."""
+        self.dirty = "the engine is closed"
+        _end(self._child)
+        if self._own_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)  # left behind by a server that was killed
+
+
+def start(
     engine: str, hf_config: dict[str, Any] | None = None, *, folder: str | Path | None = None, start_seconds: float = 600.0,
     deadlines: Deadlines = Deadlines(), environment: dict[str, str] | None = None, **options: Any,
-) -> Iterator[RemoteEngine]:  # fmt: skip
-    """An engine ("vllm", or "fake") in a child process, which ends with this context and with this process, however it goes.
+) -> SpawnedEngine:  # fmt: skip
+    """An engine ("vllm", or "fake") in a child process. The caller closes it.
 
-    hf_config: the contents of config.json. folder: where weights are left as files (default: a temporary one; a folder in
-    memory, /dev/shm say, is faster). environment: variables for the child beside this process's own. options: those of the
-    engine's constructor, and for vLLM transport "reload" (any model) or "in_place" (proves every publish).
+    hf_config: the contents of config.json. folder: where weights are left as files (default: a new one, which goes with the
+    engine; a folder in memory, /dev/shm say, is faster). environment: variables for the child beside this process's own.
+    options: those of the engine's constructor, and for vLLM transport "reload" (any model), "in_place" (proves every publish),
+    or "auto" (in place where the model's layout is known).
 
     Raises what the engine raised while it was built; EngineUnhealthy when it ends or is not there after `start_seconds`.
     """
@@ -180,11 +198,17 @@ def spawn(
         with contextlib.suppress(BrokenPipeError), child.stdin:  # a child that ends at once says why below
             child.stdin.write(json.dumps(hf_config).encode())
         ready = _ready(child, start_seconds)
-        yield RemoteEngine(ready["url"], token, deadlines)
-    finally:
+        return SpawnedEngine(child, ready, token, deadlines, own_folder=not folder)
+    except BaseException:
         _end(child)
-        if ready and not folder:
-            shutil.rmtree(ready["folder"], ignore_errors=True)  # left behind by a server that was killed
+        raise
+
+
+@contextlib.contextmanager
+def spawn(engine: str, hf_config: dict[str, Any] | None = None, **arguments: Any) -> Iterator[SpawnedEngine]:
+    """`start`, for a `with` block."""
+    with contextlib.closing(start(engine, hf_config, **arguments)) as running:
+        yield running
 
 
 def _ready(child: subprocess.Popen, seconds: float) -> dict[str, Any]:

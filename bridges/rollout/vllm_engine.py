@@ -17,7 +17,7 @@ import numpy as np
 from bridges.api import (
     BridgeError, Capabilities, Completion, EngineFormats, EngineUnhealthy, GenRequest, Health, ParamMeta, SamplingParams,
 )
-from bridges.rollout import vllm_fp8_emulation
+from bridges.rollout import vllm_formats, vllm_fp8_emulation, vllm_kv_scales, vllm_stacks
 from bridges.rollout.vllm_params import expected_manifest, tied_names
 from bridges.rollout.weight_state import WeightState
 
@@ -56,6 +56,8 @@ class VllmEngine:
         q, k, v and gate, up: name all of a group or none.
     sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped), "drop_weights"
         (both are dropped: publish after wake()). The latter two need CUDA.
+    kv_scales: whether a publish brings the scales of FP8 attention, which are 1 otherwise.
+    stacked: FP8 weights of a linear are one tensor for all layers, which a learner can read (VllmInplace.lend).
     fp8_kernel: "emulated" lets FP8 weights run on a CPU without AMX, slowly (see vllm_fp8_emulation).
 
     At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none worth learning.
@@ -70,6 +72,7 @@ class VllmEngine:
         *,
         weights: str = "bfloat16",
         kv_cache: Literal["auto", "fp8_e4m3"] = "auto",
+        kv_scales: bool = False,
         max_model_len: int,
         max_num_seqs: int = 256,
         gpu_memory_utilization: float = 0.5,
@@ -80,15 +83,19 @@ class VllmEngine:
         seed: int = 0,
         sleep: Literal["off", "keep_weights", "drop_weights"] = "off",
         fp8_kernel: Literal["native", "emulated"] = "native",
+        stacked: bool = False,
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         if weights not in (FP8, dtype):
             raise BridgeError(f"weights={weights!r} with dtype={dtype!r}", f"use one type for both, or weights={FP8!r}")
+        if kv_scales and kv_cache == "auto":
+            raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"", 'use kv_cache="fp8_e4m3"')
         if VllmEngine._open:
             raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time", "close() that one")
         _prepare_environment()
         _check_hardware(weights, kv_cache, fp8_kernel)
-        self._state, self._sick, self._asleep, self._broken = WeightState(), "", False, False
+        self._state, self._sick, self._broken = WeightState(), "", False
+        self._asleep, self._cache_asleep = False, False
         self._weights, self._dtype, self._kv_cache = weights, dtype, dtype if kv_cache == "auto" else kv_cache
         self._sleep_level = SLEEP_LEVEL[sleep]
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
@@ -96,7 +103,8 @@ class VllmEngine:
         with open(os.path.join(self._folder.name, "config.json"), "w") as f:
             json.dump(config, f)
         build = dict(
-            model=self._folder.name, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm", dtype=dtype,
+            model=self._folder.name, load_format=vllm_stacks.load_format() if stacked else "dummy", dtype=dtype,
+            skip_tokenizer_init=True, generation_config="vllm",
             kv_cache_dtype=kv_cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
             enable_prefix_caching=True, enable_sleep_mode=self._sleep_level is not None,
@@ -106,7 +114,11 @@ class VllmEngine:
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
         VllmEngine._open = True
         try:
-            self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK))
+            self.kv_scale_places = self.on_model(vllm_kv_scales.scale_places) if kv_scales else ()
+            if kv_cache != "auto":
+                self.on_model(vllm_kv_scales.reset)
+            scales = tuple(p.meta for p in self.kv_scale_places)
+            self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK)) + scales
             self._tied = self.on_model(tied_names)
             self._capabilities = self._describe(hf_config["vocab_size"], max_model_len)
         except BridgeError:
@@ -122,8 +134,8 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         activations = self._activations() if self._weights == FP8 else self._dtype
-        attention = "fp8_e4m3" if self.on_model(_attends_in_fp8) else None
-        fused, fused_quantizer = _fusion(self.llm.llm_engine.vllm_config.compilation_config)
+        attention = "fp8_e4m3" if self.on_model(vllm_formats.attends_in_fp8) else None
+        fused, fused_quantizer = vllm_formats.fusion(self.llm.llm_engine.vllm_config.compilation_config)
         formats = EngineFormats(
             self._weights, activations, self._kv_cache, self._dtype, attention, logits=self._dtype, fused=fused,
             fused_quantizer=fused_quantizer and self._weights == FP8,
@@ -133,7 +145,7 @@ class VllmEngine:
 
     def _activations(self) -> str:
         """How activations enter the FP8 products, read off the kernel that vLLM chose."""
-        names = self.on_model(_block_kernels)
+        names = self.on_model(vllm_formats.block_kernels)
         if not names:
             raise BridgeError("no linear of this model is quantised", "use weights='bfloat16', or exclude fewer modules")
         if unknown := ",".join(sorted(names - ACTIVATIONS.keys())):
@@ -195,15 +207,30 @@ class VllmEngine:
         """Free memory as the `sleep` option says; where that is not "off", refuse to generate until `wake`."""
         if self._sleep_level is None:
             return
+        if self._cache_asleep:  # vLLM does not go to sleep from half awake
+            self._wake("kv_cache")
         self.llm.sleep(level=self._sleep_level)
-        self._asleep = True
+        self._asleep, self._cache_asleep = True, False
         if self._sleep_level == SLEEP_LEVEL["drop_weights"]:
             self._state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:
+        """Take memory back, in the order in which it is needed: where the weights were dropped theirs alone, the KV cache's when
+        they have been published."""
         if self._asleep:
-            self.llm.wake_up()
-            self._asleep = False
+            dropped = self._sleep_level == SLEEP_LEVEL["drop_weights"]
+            self._wake(*(["weights"] if dropped else ["weights", "kv_cache"]))
+            self._asleep, self._cache_asleep = False, dropped
+
+    def _wake(self, *tags: str) -> None:
+        try:
+            self.llm.wake_up(list(tags))
+        except RuntimeError as e:  # CUDA's, out of memory
+            raise EngineUnhealthy(
+                f"vLLM could not take back the memory of its {' and '.join(tags)}: {e}",
+                "leave it more: a smaller cache (rollout.kv_cache_gib), fewer rows at once (train.rows_per_microbatch), or "
+                "train.remat = true; then resume",
+            ) from e
 
     def health(self) -> Health:
         """Not ok once a completion was unfit to learn from, until the next publish succeeds."""
@@ -249,11 +276,14 @@ class VllmEngine:
         self.begin(version)
         self._broken = True
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _untied(tensors, self._tied)})
-        _synchronise()
+        synchronise()
         self._broken = False
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
         """Drop what was computed from older weights and declare `version` current. Returns the caches dropped."""
+        if self._cache_asleep:
+            self._wake("kv_cache")
+            self._cache_asleep = False
         if not self.llm.reset_prefix_cache():
             raise EngineUnhealthy("vLLM refused to reset its prefix cache: requests are in flight", "build a new engine")
         self._state.commit(version, digest)
@@ -326,32 +356,6 @@ def _build(arguments: dict[str, Any], emulate: bool) -> Any:
         return LLM(**arguments)
 
 
-def _block_kernels(model: Any) -> set[str]:
-    """Class names of the FP8 linear kernels in use."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    return {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
-
-
-def _fusion(compilation: Any) -> tuple[bool, bool]:
-    """Whether Inductor fuses what it compiles, and whether vLLM's passes put the FP8 quantiser inside RMSNorm and SiLU."""
-    from vllm.config import CompilationMode
-
-    passes = compilation.pass_config
-    if compilation.mode != CompilationMode.VLLM_COMPILE:
-        return compilation.mode != CompilationMode.NONE and compilation.backend in ("", "inductor"), False
-    if passes.fuse_norm_quant != passes.fuse_act_quant:
-        raise BridgeError(
-            f"vLLM fuses quantisation with norms ({passes.fuse_norm_quant}) or activations ({passes.fuse_act_quant}) alone",
-            "switch both passes on or both off: the learner mirrors one or the other",
-        )
-    return True, bool(passes.fuse_norm_quant)
-
-
-def _attends_in_fp8(model: Any) -> bool:
-    """Whether attention runs on E4M3 queries, as FlashAttention 3 over an FP8 cache does, with scale 1 unless calibrated."""
-    return any(getattr(module, "query_quant", None) is not None for module in model.modules())
-
-
 def _seeds(r: GenRequest) -> list[int | None]:
     """One seed a completion: distinct within the request, and unrelated to those of neighbouring request seeds."""
     if r.seed is None:
@@ -376,7 +380,7 @@ def _untied(tensors: Iterable[tuple[str, Any]], tied: dict[str, list[str]]) -> I
             yield other, tensor
 
 
-def _synchronise() -> None:
+def synchronise() -> None:
     """Wait until the device has read every source buffer: the learner may overwrite them afterwards."""
     import torch
 

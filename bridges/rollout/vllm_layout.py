@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridges.api import BridgeError, ParamMeta
@@ -25,7 +26,7 @@ WAY_OUT = 'publish by vLLM\'s own reload: transport VllmReload, rollout.publish 
 
 @dataclasses.dataclass(frozen=True)
 class LiveRows:
-    """A checkpoint tensor in the engine: `tensor` is parameter[start:stop], or all of a vector of one part."""
+    """A published tensor in the engine: `tensor` is parameter[start:stop], or the parameter itself where that is one number."""
 
     meta: ParamMeta
     place: Place
@@ -35,7 +36,7 @@ class LiveRows:
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self.parameter[self.start : self.stop]
+        return self.parameter[self.start : self.stop] if self.parameter.dim() else self.parameter
 
     def moved(self) -> bool:
         """Whether the model has another tensor there by now."""
@@ -52,6 +53,11 @@ def live_rows(model: Any, block: tuple[int, int]) -> tuple[LiveRows, ...]:
         found.append(LiveRows(place.meta, place, parameter, place.start, place.start + place.meta.shape[0]))
     _check_complete(model, found)
     return tuple(found)
+
+
+def scalars(places: Sequence[Place]) -> tuple[LiveRows, ...]:
+    """Tensors of one number each, as the scales of attention are."""
+    return tuple(LiveRows(p.meta, p, getattr(p.module, p.leaf), 0, 1) for p in places)
 
 
 def packed_copies(model: Any) -> list[Any]:

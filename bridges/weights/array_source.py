@@ -31,7 +31,7 @@ def random_source(
     """Normal weights of standard deviation `scale`, vectors (norms) of 1; pass `convert=jnp.asarray` for JAX arrays.
 
     An FP8 weight gets codes of standard deviation 64 and block scales around scale / 64, each block its own within a factor
-    of 4: a scale that lands on the wrong block then shows.
+    of 4: a scale that lands on the wrong block then shows. Those of attention are powers of two from 1/8 to 8.
     """
     rng = np.random.default_rng(seed)
     return ArraySource(metas, {m.name: convert(_random(m, rng, scale)) for m in metas})
@@ -42,6 +42,8 @@ def _random(m: ParamMeta, rng: np.random.Generator, scale: float) -> np.ndarray:
 
     if m.role == "block_scale":
         x = scale / 64 * rng.uniform(0.5, 2, m.shape)
+    elif m.role == "kv_scale":
+        x = 2.0 ** rng.integers(-3, 4)
     elif len(m.shape) == 1:
         x = np.ones(m.shape)
     else:

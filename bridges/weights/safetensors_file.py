@@ -103,7 +103,7 @@ class FileSource:
         return places
 
     def _read(self, m: ParamMeta) -> np.ndarray:
-        dtype, (path, offset) = _numpy_dtype(m.dtype), self._places[m.name]
+        dtype, (path, offset) = numpy_dtype(m.dtype), self._places[m.name]
         with _readable(path):
             data = np.fromfile(path, np.uint8, math.prod(m.shape) * dtype.itemsize, offset=offset)
         if _sha256(data) != self._hashes[m.name]:
@@ -163,7 +163,7 @@ def host_array(buffer: Any) -> np.ndarray:
     if torch is None or not isinstance(buffer, torch.Tensor):
         return np.asarray(buffer, order="C")
     codes = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return codes.view(_numpy_dtype(str(buffer.dtype).removeprefix("torch."))).reshape(buffer.shape)
+    return codes.view(numpy_dtype(str(buffer.dtype).removeprefix("torch."))).reshape(buffer.shape)
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
@@ -199,7 +199,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise BridgeError(f"{path} cannot be read, it is missing, damaged or cut short: {e!r}", "write it again") from e
 
 
-def _numpy_dtype(name: str) -> np.dtype:
+def numpy_dtype(name: str) -> np.dtype:
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))

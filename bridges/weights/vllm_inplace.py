@@ -15,16 +15,18 @@ import hashlib
 import itertools
 import re
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from bridges import manifest
 from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, StackRow, WeightSource
-from bridges.rollout.vllm_engine import BLOCK, VllmEngine
-from bridges.rollout.vllm_layout import LiveRows, live_rows, packed_copies
+from bridges.rollout.vllm_engine import BLOCK, VllmEngine, synchronise
+from bridges.rollout.vllm_kv_scales import check_host, copy_to_host
+from bridges.rollout.vllm_layout import LiveRows, live_rows, packed_copies, scalars
+from bridges.rollout.vllm_stacks import stack_of
 from bridges.weights.digest import checked_row_digests, joined, stack_digests, tensor_digests, torch_words
 from bridges.weights.dlpack import torch_view
 
@@ -34,25 +36,40 @@ if TYPE_CHECKING:
 LAYERS_A_PROGRAM = 4  # of those that read the engine back: each call costs host time, each layer in it compile time
 
 
+class Lent(NamedTuple):
+    """FP8 weights in the engine's memory: rows [start, stop) of `codes` [L, R, K], E4M3 as uint8, which any torch gives out; and
+    a copy of their scales [L, (stop - start)/128, K/128] float32."""
+
+    codes: jax.Array
+    scale: jax.Array
+    start: int
+    stop: int
+
+
 class VllmInplace:
     """WeightTransport into a `VllmEngine` whose kernels keep the checkpoint's layout. The source's buffers are only read.
+
+    What it lends of the engine's memory is taken back when the next publish begins: the arrays are deleted, and JAX raises at
+    whoever uses one afterwards. To JAX they are constants that it does not own, so that donating one cannot write to the engine.
 
     `targets`: HF name -> the engine's rows for it, a torch tensor.
     """
 
     def __init__(self):
         self._engine: VllmEngine | None = None
+        self._lent: list[jax.Array] = []
         self.targets: dict[str, torch.Tensor] = {}
 
     def open(self, engine: VllmEngine) -> None:
         """Find every tensor. Raises BridgeError, naming the first, where the engine holds one in a layout not known here."""
         if not isinstance(engine, VllmEngine):
             raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}", "choose its own transport")
-        self._rows = engine.on_model(lambda model: live_rows(model, BLOCK))
+        self._rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
         self._packed = engine.on_model(packed_copies)
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
-        programs = itertools.groupby(self._rows, lambda r: _layer(r.meta.name) // LAYERS_A_PROGRAM)
+        by_layer = sorted(self._rows, key=lambda r: _layer(r.meta.name))
+        programs = itertools.groupby(by_layer, lambda r: _layer(r.meta.name) // LAYERS_A_PROGRAM)
         self._readers = [_Reader(list(rows)) for _, rows in programs]
         self._order = np.argsort([self._place[name] for reader in self._readers for name in reader.names])
         self._accepted: tuple[ParamMeta, ...] = ()
@@ -67,6 +84,7 @@ class VllmInplace:
         engine, metas, start = self._opened(), source.manifest(), time.perf_counter()
         self._check_manifest(metas)
         self._check_addresses()
+        self._take_back()
         engine.begin(version)
         try:
             sent = self._write(source, metas)
@@ -74,6 +92,7 @@ class VllmInplace:
             raise PublishFailed(f"version {version} broke off: {e}", "repair the source and publish again in full") from e
         for module in self._packed:
             module.quant_method.process_weights_after_loading(module)
+        copy_to_host(engine.kv_scale_places)
         self._compare(self.read_digests(), sent, f"version {version} did not arrive")
         self._published = sent
         caches, seconds = engine.commit(version, self._digest), time.perf_counter() - start
@@ -89,13 +108,34 @@ class VllmInplace:
         if have != want:
             raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says {want}", "publish again")
         try:
+            check_host(engine.kv_scale_places)
             self._compare(self.read_digests(), self._published, f"the weights of version {receipt.version} have changed")
         except PublishFailed:
             engine.drop("its weights are no longer those that were published")
             raise
 
+    def lend(self, names: Sequence[str]) -> Lent:
+        """The FP8 weights `names`, the same linear in consecutive layers, where the engine holds them, until the next publish.
+
+        Raises BridgeError where nothing is published, or where the engine does not hold them in one piece.
+        """
+        engine = self._opened()
+        engine.require_awake()
+        if engine.weight_version() is None:
+            raise BridgeError("the engine holds no weights that could be lent", "publish first")
+        rows = [self._rows[self._place[name]] for name in names]
+        codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax.dlpack.from_dlpack)
+        self._lent.append(codes)
+        return Lent(codes, _copied([self.targets[f"{name}_scale_inv"] for name in names]), rows[0].start, rows[0].stop)
+
+    def _take_back(self) -> None:
+        for array in self._lent:
+            array.delete()
+        self._lent.clear()
+
     def close(self) -> None:
         """Let go of the engine's tensors."""
+        self._take_back()
         self._engine, self._rows, self.targets, self._packed, self._readers = None, (), {}, (), []
 
     def read_digests(self) -> np.ndarray:
@@ -110,9 +150,9 @@ class VllmInplace:
 
     def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> np.ndarray:
         """Copy a layer at a time while JAX makes the next; digests of what was sent, in the order of `targets`."""
-        sent, stream = _Sent(self._place), _CopyStream(next(iter(self.targets.values())))
+        sent, stream = Sent(self._place), _CopyStream(next(iter(self.targets.values())))
         with stream:
-            for layer in _layers(source, metas):
+            for layer in layers(source, metas):
                 views = sent.views(layer)
                 for (meta, name, _), view in zip(layer, views):
                     self._copy(meta, name, view)
@@ -159,12 +199,12 @@ class _Reader:
 
     def __init__(self, rows: list[LiveRows]):
         self._words, self._cuts, self.names = [], [], []
-        by_parameter = itertools.groupby(rows, lambda r: (r.parameter.data_ptr(), r.start if r.parameter.dim() == 1 else 0))
+        by_parameter = itertools.groupby(rows, lambda r: (r.parameter.data_ptr(), r.start if r.parameter.dim() < 2 else 0))
         for members in (list(group) for _, group in by_parameter):
-            first, vector = members[0], members[0].parameter.dim() == 1  # which has no rows to cut: each part stands alone
-            self._words.append(_seen_by_jax(first.tensor if vector else first.parameter, first.meta.name))
+            first, vector = members[0], members[0].parameter.dim() < 2  # which has no rows to cut: each part stands alone
+            self._words.append(_zero_copy(first.tensor if vector else first.parameter, first.meta.name, torch_words))
             cuts = [(0, 1) if vector else (r.start, r.stop) for r in members]
-            self._cuts.append(tuple((*cut, r.meta.role == "block_scale") for cut, r in zip(cuts, members)))
+            self._cuts.append(tuple((*cut, r.meta.role != "weight") for cut, r in zip(cuts, members)))
             self.names += [r.meta.name for r in members]
 
     def __call__(self) -> jax.Array:
@@ -172,15 +212,30 @@ class _Reader:
         return checked_row_digests(self._words, tuple(self._cuts))
 
 
-def _seen_by_jax(tensor: torch.Tensor, name: str) -> jax.Array:
-    words = torch_words(tensor)
-    if words.unsafe_buffer_pointer() != tensor.data_ptr():
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.view(torch.uint8)
+
+
+def _zero_copy(tensor: torch.Tensor, name: str, view: Callable[[torch.Tensor], jax.Array]) -> jax.Array:
+    seen = view(tensor)
+    if seen.unsafe_buffer_pointer() != tensor.data_ptr():
         raise BridgeError(f"JAX takes {name} by copy alone, so that it could not see what the engine holds",
                           "publish by vLLM's own reload: transport VllmReload")  # fmt: skip
-    return words
+    return seen
 
 
-class _Sent:
+def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
+    """[L, ...]: a tensor of its own, which lives as long as JAX's array."""
+    import torch
+
+    stack = torch.stack(list(tensors))
+    synchronise()
+    return jax.dlpack.from_dlpack(stack)
+
+
+class Sent:
     """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they are asked for.
 
     A stack is exported once, its rows are digested in one program. place: HF name -> row of the table of digests.
@@ -228,7 +283,7 @@ class _Sent:
 Layer = list[tuple[ParamMeta, str, Any]]  # a manifest entry, and the name and buffer that the source gives for it
 
 
-def _layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[Layer]:
+def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[Layer]:
     """The source in lists of a layer. A list ends when the first tensor of the next one shows: asking for that has set the next
     layer going."""
     triples = ((meta, name, buffer) for meta, (name, buffer) in zip(metas, source, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bridges import manifest
 from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, WeightSource
 from bridges.rollout.vllm_engine import VllmEngine
+from bridges.rollout.vllm_kv_scales import check_host, loader_takes, on_device
 from bridges.weights.dlpack import torch_view
 
 if TYPE_CHECKING:
@@ -20,11 +22,15 @@ class VllmReload:
 
     def __init__(self):
         self._engine: VllmEngine | None = None
+        self._scales: dict[str, float] = {}
 
     def open(self, engine: VllmEngine) -> None:
-        """Raises BridgeError for an engine that is not a VllmEngine."""
+        """Raises BridgeError for an engine that is not a VllmEngine, or whose scales of attention vLLM's loader does not take."""
         if not isinstance(engine, VllmEngine):
             raise BridgeError(f"VllmReload loads a VllmEngine, not a {type(engine).__name__}", "choose its own transport")
+        if not loader_takes(engine.kv_scale_places):
+            raise BridgeError("vLLM's own reload takes scales of FP8 attention only beside FP8 weights",
+                              'publish in place: transport VllmInplace, rollout.publish = "in_place"')  # fmt: skip
         self._engine = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
@@ -45,6 +51,8 @@ class VllmReload:
                 f"version {version} broke off after {stream.sent} of {len(metas)} tensors: {stream.error}",
                 "repair the source and publish again: the engine refuses to generate until then",
             ) from stream.error
+        self._scales = stream.scales
+        self._check_scales()
         digest = manifest.digest(metas)
         caches = engine.commit(version, digest)
         return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, time.perf_counter() - start, caches)
@@ -55,9 +63,21 @@ class VllmReload:
         have, want = (engine.weight_version(), engine.weight_digest()), (receipt.version, receipt.digest)
         if have != want:
             raise PublishFailed(f"the engine holds (version, digest) {have}, the receipt says {want}", "publish again")
+        try:
+            self._check_scales()
+        except PublishFailed:
+            engine.drop("its scales of attention are no longer those that were published")
+            raise
 
     def close(self) -> None:
         self._engine = None
+
+    def _check_scales(self) -> None:
+        """vLLM's loader leaves out scales that it has no place for, with a warning alone: so they are read back."""
+        check_host(self._engine.kv_scale_places)
+        for name, have in on_device(self._engine.kv_scale_places).items():
+            if have != self._scales[name]:
+                raise PublishFailed(f"{name} is {have} in the engine, {self._scales[name]} was sent", "publish again in full")
 
     def _opened(self) -> VllmEngine:
         if self._engine is None:
@@ -74,13 +94,15 @@ class _Stream:
     """
 
     def __init__(self, source: WeightSource, metas: tuple[ParamMeta, ...]):
-        self.sent, self.error = 0, None
+        self.sent, self.error, self.scales = 0, None, {}
         self._source, self._metas, self._views = source, metas, []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             for meta, (name, buffer) in zip(self._metas, self._source, strict=True):
                 view = _checked(meta, name, buffer)
+                if meta.role == "kv_scale":
+                    self.scales[name] = _sound(name, view.item())
                 self._views.append(view)
                 yield name, view
                 self.sent += 1
@@ -92,3 +114,9 @@ def _checked(meta: ParamMeta, name: str, buffer: Any) -> torch.Tensor:
     view = torch_view(buffer)
     manifest.check_tensor(meta, name, str(view.dtype).removeprefix("torch."), view.shape)
     return view
+
+
+def _sound(name: str, scale: float) -> float:
+    if not 0 < scale < math.inf:
+        raise ValueError(f"{name} is {scale}: a scale is positive and finite")
+    return scale

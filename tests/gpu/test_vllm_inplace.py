@@ -21,8 +21,8 @@ CONFIG = {
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
 }  # fmt: skip
 FIRST = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]  # one layer's attention in BF16
-OPTIONS = {"weights": "fp8_e4m3_128x128", "kv_cache": "fp8_e4m3", "max_model_len": 256, "kv_cache_bytes": 2**26,
-           "high_precision_modules": FIRST}  # fmt: skip
+OPTIONS = {"weights": "fp8_e4m3_128x128", "kv_cache": "fp8_e4m3", "kv_scales": True, "max_model_len": 256,
+           "stacked": True, "kv_cache_bytes": 2**26, "high_precision_modules": FIRST}  # fmt: skip
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -99,6 +99,30 @@ def test_a_scale_of_zero_is_refused(under_test):
     with pytest.raises(EngineDirty):
         under_test.sample()
     under_test.publish(5)
+
+
+def test_what_is_lent_is_what_was_published_until_the_next_publish(under_test):
+    source, names = under_test.source(5), [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)]
+    under_test.publish(5)
+    lent = under_test.transport.lend(names)
+    for i, name in enumerate(names):
+        want = np.asarray(source.arrays[name]).view(np.uint8)
+        np.testing.assert_array_equal(lent.codes[i, lent.start : lent.stop], want)
+        np.testing.assert_array_equal(lent.scale[i], source.arrays[f"{name}_scale_inv"])
+    under_test.publish(6)
+    assert lent.codes.is_deleted()
+
+
+def test_scales_of_attention_reach_what_the_graphs_read(under_test):
+    """Keys and queries rounded in other units: other log-probabilities, and the first ones again with the first scales."""
+    good = under_test.source(5)
+    coarse = {m.name: good.arrays[m.name] * 2.0**12 for m in good.metas if m.role == "kv_scale"}
+    said = []
+    for arrays in (good.arrays, good.arrays | coarse, good.arrays):
+        under_test.transport.publish(dataclasses.replace(good, arrays=arrays), next(under_test.versions))
+        said.append(under_test.sample(temperature=0.0, max_tokens=16)[0].logprobs)
+    assert (said[0] != said[1]).any()
+    np.testing.assert_array_equal(said[0], said[2])
 
 
 def test_a_layout_not_known_is_refused_by_name(under_test):

@@ -126,7 +126,7 @@ def test_the_scoring_pass_gives_the_same_log_probabilities_and_remembers():
     "options, says",
     [
         (["--rollout.kv_cache", "auto"], 'rollout.kv_cache = "auto" has none'),
-        (["--rollout.engine", "vllm"], 'rollout.engine "vllm" is not given any yet'),
+        (["--rollout.engine", "remote"], 'rollout.engine "remote" is not given any yet'),
         (["--loss.old_policy", "rollout", "--loss.objective", "reinforce"], "no scoring pass sees keys"),
     ],
 )

@@ -29,6 +29,7 @@ from jaxfp8rl.precision.recipe import FP8_KV, LayerRun, Precision, fp8_runs
 from jaxfp8rl.precision.report import PrecisionReport
 from pallas_kernels.quantize import reference as q
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig("Qwen3ForCausalLM", 97, 128, 256, 3, 2, 2, 64, 64)
 LINEARS = [name.split(".")[-1] for name in linear_shapes(MODEL)]
 FULL = Precision(fp8_runs(linear_shapes(MODEL), 3), kv_fp8=True, attention_fp8=True, compute_dtype="float32")

@@ -151,3 +151,9 @@ def test_a_layer_is_made_when_its_first_tensor_is_asked_for(params, monkeypatch)
             layer = int(name.split(".")[2])
             assert made == [i for i in (1, 2, 3) if i <= layer], name
     assert compute._cache_size() <= before + 1
+
+
+def test_masters_give_the_same_bytes_as_the_policy_made_of_them(params, wire):
+    """What rollout.one_copy publishes."""
+    for name, buffer in LearnerWeights(model(False), {**params, "layers": (params["layers"],)}, RUNS, "bfloat16"):
+        np.testing.assert_array_equal(np.asarray(buffer).view(np.uint8), np.asarray(wire[name]).view(np.uint8), err_msg=name)

