@@ -219,47 +219,68 @@ def _drain(plan: Plan, shared: Shared) -> None:
     pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(plan, mine - left + i)]))
 
 
+class Consumer(NamedTuple):
+    """One warpgroup's view of the ring, in one tile; `i` counts the tile's blocks of the contraction."""
+
+    plan: Plan
+    shared: Shared
+    row: Array  # of this consumer in the tile
+    column: Array
+    before: Array  # stages used by the tiles before
+
+    def slot(self, i: Array) -> Array:
+        return slot_of(self.plan, self.before + i)
+
+    @property
+    def rows(self) -> pl.Slice:
+        return pl.ds(self.row, ROWS)
+
+    def issue(self, partial, i: Array) -> None:
+        slot, columns = self.slot(i), pl.ds(self.column, self.plan.tiles.width)
+        plgpu.wgmma(partial, self.shared.a.at[slot, self.rows], self.shared.b.at[slot, columns].transpose((1, 0)))
+
+    def row_scales(self, i: Array) -> Array:
+        return plgpu.load(self.shared.a_scale.at[self.slot(i), self.rows], layout=ROW, optimized=False)
+
+    def arrived(self, i: Array) -> None:
+        plgpu.barrier_wait(self.shared.full.at[self.slot(i)])
+
+    def release(self, i: Array) -> None:
+        plgpu.barrier_arrive(self.shared.empty.at[self.slot(i)])
+
+    def promote(self, total: tuple[Array, ...], partial: Array, scales: tuple[Array, ...], i: Array) -> tuple[Array, ...]:
+        """total + partial * scales, slab by slab, so that few scales of b's columns are held at once. `scales` is a's by row: one
+        vector a slab with b's multiplied in, or one, and b's are read by column."""
+        out, width = [], self.plan.slab
+        for s, t in enumerate(total):
+            part = partial[:, s * width : (s + 1) * width]
+            if self.plan.b_blocks:
+                scale = spread(scales[s], part.shape, 0)
+            else:
+                at = self.shared.b_scale.at[self.slot(i), pl.ds(self.column + s * width, width)]
+                by_column = plgpu.load(at, layout=COLUMN, optimized=False)
+                scale = spread(scales[0], part.shape, 0) * spread(by_column, part.shape, 1)
+            out.append(t + part * scale)
+        return tuple(out)
+
+
 def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
     """Compute this warpgroup's part of every tile."""
     t = plan.tiles
     row, column = lax.div(wg, t.across) * ROWS, lax.rem(wg, t.across) * t.width
-    rows, columns = pl.ds(row, ROWS), pl.ds(column, t.width)
 
     def tile(mi, ni, before):
-        def issue(partial, ki):
-            slot = slot_of(plan, before + ki)
-            plgpu.wgmma(partial, shared.a.at[slot, rows], shared.b.at[slot, columns].transpose((1, 0)))
+        me = Consumer(plan, shared, row, column, before)
 
         def scales(ki):
-            """Of a's rows, with those of b's blocks multiplied in: a vector a slab."""
-            by_row = plgpu.load(shared.a_scale.at[slot_of(plan, before + ki), rows], layout=ROW, optimized=False)
+            by_row = me.row_scales(ki)
             if not plan.b_blocks:
                 return (by_row,)
             at = (ni * t.n + column + s for s in range(0, t.width, plan.slab))
             last = b_scale.shape[0] - 1  # a consumer that lies beyond N multiplies zeros, by any scale
             return tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
 
-        def promote(total, partial, loaded, ki):
-            """total + partial * scales, slab by slab, so that few scales of b's columns are held at once."""
-            out = []
-            for i, t in enumerate(total):
-                part = partial[:, i * plan.slab : (i + 1) * plan.slab]
-                if plan.b_blocks:
-                    scale = spread(loaded[i], part.shape, 0)
-                else:
-                    at = shared.b_scale.at[slot_of(plan, before + ki), pl.ds(column + i * plan.slab, plan.slab)]
-                    by_column = plgpu.load(at, layout=COLUMN, optimized=False)
-                    scale = spread(loaded[0], part.shape, 0) * spread(by_column, part.shape, 1)
-                out.append(t + part * scale)
-            return tuple(out)
-
-        def arrived(ki):
-            plgpu.barrier_wait(shared.full.at[slot_of(plan, before + ki)])
-
-        def release(ki):
-            plgpu.barrier_arrive(shared.empty.at[slot_of(plan, before + ki)])
-
-        total = _sum(plan, issue, scales, promote, arrived, release)
+        total, _ = sum_of(me, plan.k_blocks, scales)
         at = out.at[pl.ds(mi * t.m + row, ROWS), pl.ds(ni * t.n + column, t.width)]
         store_tile(plan, total, at, shared.out.at[wg])
 
@@ -272,38 +293,35 @@ def zeros(plan: Plan) -> tuple[Array, ...]:
     return tuple(plgpu.layout_cast(jnp.zeros((ROWS, plan.slab), F32), WGMMA) for _ in range(slabs))
 
 
-def product_of(plan: Plan, issue, ki, meanwhile: Callable[[], object]) -> tuple[Array, object]:
-    """The partial of block ki, and what `meanwhile`, run while the tensor cores compute it, returns."""
+def sum_of(
+    me: Consumer, blocks: int | Array, scales: Callable[[Array], tuple[Array, ...]], at_end: Callable[[], object] = lambda: ()
+) -> tuple[tuple[Array, ...], object]:
+    """The tile's sum, every partial promoted as it is done, and what `at_end` returns. The wait for the next block's operands
+    hides behind the product of this one, and `at_end` behind the last."""
+
+    def block(i, total, meanwhile):
+        partial, (loaded, result) = _product(me.plan, me.issue, i, lambda: (scales(i), meanwhile()))
+        if me.plan.b_blocks:
+            me.release(i)
+            return me.promote(total, partial, loaded, i), result
+        total = me.promote(total, partial, loaded, i)  # which reads b's scales
+        me.release(i)
+        return total, result
+
+    me.arrived(0)
+    total = lax.fori_loop(0, blocks - 1, lambda i, total: block(i, total, lambda: me.arrived(i + 1))[0], zeros(me.plan))
+    return block(blocks - 1, total, at_end)
+
+
+def _product(plan: Plan, issue, i: Array, meanwhile: Callable[[], object]) -> tuple[Array, object]:
+    """The partial of block i, and what `meanwhile`, run while the tensor cores compute it, returns."""
 
     def run(partial):
-        issue(partial, ki)
+        issue(partial, i)
         result = meanwhile()
         return partial[...], result
 
     return pl.run_scoped(run, plgpu.ACC((ROWS, plan.tiles.width), F32))
-
-
-def _sum(plan: Plan, issue, scales, promote, arrived, release) -> tuple[Array, ...]:
-    """Every partial promoted as it is done. The wait for the next block's operands hides behind the product of this one."""
-
-    def block(ki, total, more=True):
-        def meanwhile():
-            loaded = scales(ki)
-            if more:
-                arrived(ki + 1)
-            return loaded
-
-        partial, loaded = product_of(plan, issue, ki, meanwhile)
-        if plan.b_blocks:
-            release(ki)
-            return promote(total, partial, loaded, ki)
-        total = promote(total, partial, loaded, ki)  # which reads b's scales
-        release(ki)
-        return total
-
-    arrived(0)
-    total = lax.fori_loop(0, plan.k_blocks - 1, block, zeros(plan))
-    return block(plan.k_blocks - 1, total, more=False)
 
 
 def store_tile(plan: Plan, total: tuple[Array, ...], at, buffers) -> None:

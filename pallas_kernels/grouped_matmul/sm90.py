@@ -23,10 +23,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blockwise_matmul.sm90 import (
-    F32, REGISTERS, ROWS, Plan, Shared, Tiles, check_tiles, product_of, shared_memory, slot_of, store_tile, zeros,
+    F32, REGISTERS, ROWS, Consumer, Plan, Shared, Tiles, check_tiles, shared_memory, slot_of, store_tile, sum_of, zeros,
 )  # fmt: skip
 from pallas_kernels.grouped_matmul.groups import Groups
-from pallas_kernels.plgpu_compat import COLUMN, ROW, multiprocessors, plgpu, spread
+from pallas_kernels.plgpu_compat import multiprocessors, plgpu
 from pallas_kernels.quantize import BLOCK
 
 Entry = tuple[Array, ...]  # a row's or an expert's numbers in the table, int32
@@ -229,57 +229,32 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
     """Compute this warpgroup's part of every tile."""
     t = plan.tiles
     down, column = lax.div(wg, t.across), lax.rem(wg, t.across) * t.width
-    rows, columns = pl.ds(down * ROWS, ROWS), pl.ds(column, t.width)
+    row = down * ROWS
 
     def tile(work: Work, before, read_next) -> Entry:
+        me = Consumer(plan, shared, row, column, before)
         part, first_column = work.part + down, work.column * t.n + column
 
-        def issue(partial, i):
-            slot = slot_of(plan, before + i)
-            plgpu.wgmma(partial, shared.a.at[slot, rows], shared.b.at[slot, columns].transpose((1, 0)))
-
         def scales(i):
-            """Of a's rows, with those of b's blocks multiplied in: a vector a slab."""
-            slot = slot_of(plan, before + i)
-            by_row = plgpu.load(shared.a_scale.at[slot, rows], layout=ROW, optimized=False)
+            by_row = me.row_scales(i)
             if not plan.b_blocks:
                 return (by_row,)
             first, place = lax.div(work.column * t.n, BLOCK), lax.rem(work.first + i, QUAD)
             blocks = (lax.div(first_column + s, BLOCK) - first for s in range(0, t.width, plan.slab))
-            return tuple(by_row * shared.b_scale[slot, block, place] for block in blocks)
-
-        def promote(total, partial, loaded, i):
-            """total + partial * scales, slab by slab, so that few scales of b's columns are held at once."""
-            out = []
-            for s, t in enumerate(total):
-                slab = partial[:, s * plan.slab : (s + 1) * plan.slab]
-                if plan.b_blocks:
-                    scale = spread(loaded[s], slab.shape, 0)
-                else:
-                    at = shared.b_scale.at[slot_of(plan, before + i), pl.ds(column + s * plan.slab, plan.slab)]
-                    by_column = plgpu.load(at, layout=COLUMN, optimized=False)
-                    scale = spread(loaded[0], slab.shape, 0) * spread(by_column, slab.shape, 1)
-                out.append(t + slab * scale)
-            return tuple(out)
-
-        def arrived(i):
-            plgpu.barrier_wait(shared.full.at[slot_of(plan, before + i)])
-
-        def release(i):
-            plgpu.barrier_arrive(shared.empty.at[slot_of(plan, before + i)])
+            return tuple(by_row * shared.b_scale[me.slot(i), block, place] for block in blocks)
 
         def store(total):
             at = (out if plan.b_blocks else out.at[work.expert]).at[pl.ds(part * ROWS, ROWS), pl.ds(first_column, t.width)]
             store_tile(plan, total, at, shared.out.at[wg])
 
         def compute():
-            total, following = _sum(plan, work.blocks, issue, scales, promote, arrived, release, read_next)
+            total, following = sum_of(me, work.blocks, scales, read_next)  # the compiler waits for that entry where it stands
             store(total)
             return following
 
         def skip():
             following = read_next()
-            pl.loop(0, work.blocks)(lambda i: (arrived(i), release(i))[1])
+            pl.loop(0, work.blocks)(lambda i: (me.arrived(i), me.release(i))[1])
             pl.when(part < work.end)(lambda: store(zeros(plan)))
             return following
 
@@ -287,24 +262,6 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
 
     for_each_tile(tile)
     plgpu.wait_smem_to_gmem(0)
-
-
-def _sum(plan: Plan, blocks: Array, issue, scales, promote, arrived, release, read_next) -> tuple[tuple[Array, ...], Entry]:
-    """Every partial promoted as it is done. The wait for the next block's operands hides behind the product of this one, and
-    the last product hides the reading of the next tile's entry, which the compiler waits for where it stands."""
-
-    def block(i, total, meanwhile):
-        partial, (loaded, more) = product_of(plan, issue, i, lambda: (scales(i), meanwhile(i)))
-        if plan.b_blocks:
-            release(i)
-            return promote(total, partial, loaded, i), more
-        total = promote(total, partial, loaded, i)  # which reads b's scales
-        release(i)
-        return total, more
-
-    arrived(0)
-    total = lax.fori_loop(0, blocks - 1, lambda i, total: block(i, total, lambda i: arrived(i + 1))[0], zeros(plan))
-    return block(blocks - 1, total, lambda i: read_next())
 
 
 FORWARD = {  # what benchmarks/grouped.py --tune compares; names are down x across x width
