@@ -16,6 +16,20 @@ settings.register_profile("default", max_examples=25, deadline=None, suppress_he
 settings.load_profile("default")
 
 
+@pytest.fixture(scope="module")
+def quick_compile():
+    """For a module whose tests compile many large programs and run each a few times, here and in children: without the
+    compiler's expensive passes."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    del os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+
+
 TOKEN = "a token of the tests, 32 letters"
 
 

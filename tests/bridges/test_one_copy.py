@@ -24,6 +24,7 @@ from jaxfp8rl.precision.linear import SharedWeight
 from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.train_step import make_policy
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 OPTIONS = [
     "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.fp8_kernel", "emulated", "--rollout.kv_cache", "auto",
     "--rollout.enforce_eager", "true", "--run.dir", "unused", "--rollout.prompts_per_step", "4",

@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from bridges.rollout.jax_engine import JaxEngine
 from bridges.weights.jax_inprocess import JaxInprocess
-from jaxfp8rl import loop, rollouts
+from jaxfp8rl import config_checks, loop, rollouts
 from jaxfp8rl.build import model_config, starting_params
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.cli import main
@@ -31,6 +31,7 @@ from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.sft import run_sft
 from jaxfp8rl.toml_config import load_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TINY = {
     "run.steps": 10, "run.eval_problems": 16, "run.eval_every": 5, "run.save_every": 4,
     "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
@@ -351,7 +352,7 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
     for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"), (loop, "learn")):
         recorded(owner, name)
     recorded(JaxInprocess, "publish")
-    monkeypatch.setattr(Config, "_check_server", lambda self: None)
+    monkeypatch.setattr(config_checks, "_check_server", lambda cfg: None)
     loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=0, rollout__sleep="drop_weights"))
     step = ["generate", "sleep", "score", "score", "learn", "wake", "publish"]
     assert calls == ["wake", "publish", "generate", "generate", *step, *step, "generate"]

@@ -23,6 +23,7 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.correction import AdaptiveMix, Correction, CorrectionConfig, Rejection, rollout_correction
 from jaxfp8rl.losses.presets import PRESETS, get_preset
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 B, T = 3, 8
 SHAPE = (5, 24)  # room for the same sequences moved, padded or packed: one shape, one compilation a config
 GARBAGE = np.array([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0], np.float32)

@@ -23,6 +23,7 @@ from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import TrainBatch
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TINY = ("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--rollout.max_new_tokens", "12",
         "--rollout.temperature", "0.8", "--train.rows_per_microbatch", "4", "--sft.steps", "0")  # fmt: skip
 AUTO_KV, W8A16 = ("--rollout.kv_cache", "auto"), ("--precision.embedded_activations", "high")

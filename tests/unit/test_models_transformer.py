@@ -29,6 +29,7 @@ from jaxfp8rl.models.transformer import (
 from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 LINEARS = frozenset(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
 SMALL = ModelConfig("Qwen3ForCausalLM", 97, 128, 256, 3, 4, 2, 32, 64)
 FLOAT32 = Precision.uniform(3)
