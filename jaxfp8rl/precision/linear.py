@@ -102,12 +102,14 @@ def round_to(x: Array, dtype: str) -> Array:
 
 
 def linear(
-    x: Array, weight: Array | QuantizedWeight | TrainableWeight, precision: Precision, fp8: bool, amax_floor: float = q.AMAX_FLOOR
+    x: Array, weight: Array | QuantizedWeight | SharedWeight | TrainableWeight, precision: Precision, fp8: bool,
+    amax_floor: float = q.AMAX_FLOOR,
 ) -> Array:  # fmt: skip
     """x [..., K] times weight [N, K] transposed -> [..., N] in `precision.compute_dtype`.
 
-    `weight` is a TrainableWeight, the learner's case; a QuantizedWeight, the engine's, which is not differentiated; or a float
-    array, quantised on the fly when `fp8` (straight-through to it). `amax_floor` is that of x's quantisation.
+    `weight` is a TrainableWeight, the learner's case; a QuantizedWeight (or one in an engine's memory), which is not
+    differentiated; or a float array, quantised on the fly when `fp8` (straight-through to it). `amax_floor` is that of x's
+    quantisation.
     """
     dtype = jnp.dtype(precision.compute_dtype)
     if isinstance(weight, SharedWeight):
