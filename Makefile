@@ -27,7 +27,7 @@ demo-vllm: $(VENV)/.vllm
 	    $$($(BIN)/python -m bridges.probe --demo-flags)
 
 test: lint $(VENV)/.vllm
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .

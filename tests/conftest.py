@@ -18,16 +18,16 @@ settings.load_profile("default")
 
 @pytest.fixture(scope="module")
 def quick_compile():
-    """For a module whose tests compile many large programs and run each a few times, here and in children: without the
-    compiler's expensive passes."""
+    """For a module whose tests compile many large programs and run each a few times: without the compiler's expensive passes.
+    Its programs round in their own way, so none is shared with modules before or after it."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", True)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-    del os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+    jax.clear_caches()
 
 
 TOKEN = "a token of the tests, 32 letters"

@@ -31,7 +31,6 @@ from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.sft import run_sft
 from jaxfp8rl.toml_config import load_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 TINY = {
     "run.steps": 10, "run.eval_problems": 16, "run.eval_every": 5, "run.save_every": 4,
     "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
