@@ -68,5 +68,5 @@ def _other_gpu() -> str | None:
 @functools.cache
 def _warn_once(gpu: str) -> None:
     warnings.warn(
-        f"{gpu} is no Hopper GPU (compute capability {HOPPER}): FP8 runs by the slow reference", RuntimeWarning, stacklevel=3
+        f"{gpu} is no Hopper GPU (compute capability {HOPPER}): kernels give way to references", RuntimeWarning, stacklevel=3
     )

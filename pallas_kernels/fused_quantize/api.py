@@ -50,14 +50,16 @@ def rms_norm_quantize(
 
 
 def swiglu_quantize(
-    gate_up: Array, *, tokens: bool = False, keep: bool = False, backend: Backend = "auto", interpret=None
+    gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False, backend: Backend = "auto", interpret=None
 ) -> Quantized:
-    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows; `tokens`, `keep` as above."""
+    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows, by tokens or both; `keep` as above."""
     _check("gate_up", gate_up, (BF16,), 2)
+    if not (rows or tokens):
+        raise ValueError("swiglu_quantize of neither rows nor tokens: one of them is wanted")
     if not use_kernel(backend):
-        return reference.swiglu_quantize(gate_up, tokens=tokens, keep=keep)
-    padded = _padded(gate_up, tokens)
-    return _cut(gate_up.shape[0], *sm90.swiglu(padded, FUSED, PLAIN if tokens else None, keep, interpret))
+        return reference.swiglu_quantize(gate_up, rows=rows, tokens=tokens, keep=keep)
+    formats = FUSED if rows else None, PLAIN if tokens else None
+    return _cut(gate_up.shape[0], *sm90.swiglu(_padded(gate_up, tokens), *formats, keep, interpret))
 
 
 def swiglu_grad_quantize(
@@ -92,5 +94,5 @@ def _padded(x: Array, tokens: bool) -> Array:
 
 def _cut(t: int, rows, tokens, kept: list[Array]) -> Quantized:
     """Without the padded tokens, scales shown as [T, K/128]."""
-    by_tokens = tokens and (tokens[0][:, :t], tokens[1].T)
-    return Quantized((rows[0][:t], rows[1][:, :t].T), by_tokens, kept[0][:t] if kept else None)
+    by_rows, by_tokens = rows and (rows[0][:t], rows[1][:, :t].T), tokens and (tokens[0][:, :t], tokens[1].T)
+    return Quantized(by_rows, by_tokens, kept[0][:t] if kept else None)

@@ -22,9 +22,9 @@ Codes = tuple[Array, Array]  # and their scales
 
 
 class Quantized(NamedTuple):
-    """An activation [T, K] as codes by rows and, where asked for, by tokens and in bfloat16."""
+    """An activation [T, K] as codes by rows, by tokens and in bfloat16, where asked for."""
 
-    rows: Codes
+    rows: Codes | None
     tokens: Codes | None = None
     kept: Array | None = None
 
@@ -65,9 +65,10 @@ def swiglu_grad(d_h: Array, gate_up: Array) -> Array:
     return round_bf16(jnp.concatenate([d_gate, d_h * (gate * s)], -1))
 
 
-def _quantized(value: Array, tokens: bool, keep: bool) -> Quantized:
-    rows, rounded = quantize_rows(value, amax_floor=FUSED_AMAX_FLOOR), round_bf16(value)
-    return Quantized(rows, quantize_tokens(rounded) if tokens else None, rounded.astype(jnp.bfloat16) if keep else None)
+def _quantized(value: Array, tokens: bool, keep: bool, rows: bool = True) -> Quantized:
+    rounded = round_bf16(value)
+    by_rows = quantize_rows(value, amax_floor=FUSED_AMAX_FLOOR) if rows else None
+    return Quantized(by_rows, quantize_tokens(rounded) if tokens else None, rounded.astype(jnp.bfloat16) if keep else None)
 
 
 def rms_norm_quantize(
@@ -78,9 +79,9 @@ def rms_norm_quantize(
     return _quantized(rms_norm(x, weight, eps, residual), tokens, keep), total
 
 
-def swiglu_quantize(gate_up: Array, *, tokens: bool = False, keep: bool = False) -> Quantized:
+def swiglu_quantize(gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False) -> Quantized:
     """`swiglu`, quantised unrounded by rows and rounded to bfloat16 by tokens."""
-    return _quantized(swiglu(gate_up), tokens, keep)
+    return _quantized(swiglu(gate_up), tokens, keep, rows)
 
 
 def swiglu_grad_quantize(d_h: Array, gate_up: Array, dtype: jnp.dtype = E4M3) -> Quantized:

@@ -36,7 +36,7 @@ def _normed(values: list[Array], vectors: list[Array]) -> list[Array]:
     return [normed.astype(jnp.bfloat16), total]
 
 
-def swiglu(gate_up: Array, rows: Format, tokens: Format | None = None, keep: bool = False, interpret=None):
+def swiglu(gate_up: Array, rows: Format | None, tokens: Format | None = None, keep: bool = False, interpret=None):
     """gate_up [T, 2F] bfloat16 -> (rows, tokens, [silu(gate) * up [T, F] bfloat16 if `keep`])."""
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
     fused = fused_multiply_add(interpret)

@@ -52,6 +52,7 @@ CASES = {  # arrays, the function of them
     ),
     "swiglu": ((gate_up(20, 256),), lambda f, x, **o: f.swiglu_quantize(x, **o)),
     "swiglu, all results": ((gate_up(136, 128),), lambda f, x, **o: f.swiglu_quantize(x, **ALL, **o)),
+    "swiglu by tokens": ((gate_up(136, 128),), lambda f, x, **o: f.swiglu_quantize(x, rows=False, tokens=True, **o)),
     "its backward": ((normal((136, 256), 5), gate_up(136, 256)), lambda f, d_h, x, **o: f.swiglu_grad_quantize(d_h, x, **o)),
     "its backward, of float32 to E5M2": (
         (normal((136, 128), 5, dtype=F32), gate_up(136, 128)),
@@ -125,6 +126,8 @@ def test_bad_input_is_an_error_at_trace_time(backend):
         jax.eval_shape(functools.partial(api.swiglu_quantize, backend=backend), struct(8, 384))
     with pytest.raises(ValueError, match=r"gate_up \(8, 256\) is float32: bfloat16 is wanted"):
         jax.eval_shape(functools.partial(api.swiglu_quantize, backend=backend), struct(8, 256, dtype=jnp.float32))
+    with pytest.raises(ValueError, match="neither rows nor tokens"):
+        jax.eval_shape(functools.partial(api.swiglu_quantize, rows=False, backend=backend), struct(8, 256))
     grad = functools.partial(api.swiglu_grad_quantize, backend=backend)
     with pytest.raises(ValueError, match=r"d_h \(8, 256\) of gate_up \(8, 256\): half its width is wanted"):
         jax.eval_shape(grad, struct(8, 256), struct(8, 256))

@@ -1,0 +1,34 @@
+"""Packed causal attention in plain jnp, float32: what is right, whatever it costs. It makes scores of [H, N, N]."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.attention.segments import segments_of
+
+
+def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: float) -> tuple[Array, Array]:
+    """q [B, T, H, d], k and v [B, T, K, d], segment_ids [B, T] -> o [B, T, H, d] in q's dtype, lse [B, H, T] float32.
+
+    Scores, probabilities and sums in float32 (float64 of float64). A token of padding gets o = 0 and lse = +inf.
+    """
+    (B, T, H, d), K = q.shape, k.shape[2]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    mask = visible(segment_ids)[:, None, None]
+    some = mask.any(-1, keepdims=True)
+    q5, k, v = q.astype(wide).reshape(B, T, K, H // K, d), k.astype(wide), v.astype(wide)
+    exact = dict(precision=jax.lax.Precision.HIGHEST)
+    scores = jnp.where(mask, jnp.einsum("btkgd,bskd->bkgts", q5, k, **exact) * scale, -jnp.inf)
+    lse = jax.nn.logsumexp(jnp.where(some, scores, 0), axis=-1, keepdims=True)
+    o = jnp.einsum("bkgts,bskd->btkgd", jnp.where(mask, jnp.exp(scores - lse), 0), v, **exact)
+    return o.reshape(q.shape).astype(q.dtype), jnp.where(some, lse, jnp.inf).reshape(B, H, T)
+
+
+def visible(segment_ids: Array) -> Array:
+    """[B, T] -> bool [B, T, T]: which keys (last axis) a query sees, itself and those before it in its segment."""
+    B, T = segment_ids.shape
+    first = segments_of(segment_ids).first[: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]
+    key, query = jnp.arange(T), jnp.arange(T)[:, None]
+    return (first[:, :, None] <= key) & (key <= query)

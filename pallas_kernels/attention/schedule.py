@@ -1,0 +1,148 @@
+"""What the kernels of attention share: walks dealt out to blocks of threads, a warp that copies, and products in flight."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.plgpu_compat import WGMMA, multiprocessors, plgpu
+
+F32 = jnp.float32
+ROWS = 64  # of one tensor-core instruction: queries or keys of a consumer
+CONSUMERS = 2  # warpgroups that compute
+BLOCK = CONSUMERS * ROWS  # of queries or keys, that a block of threads has at a time
+REGISTERS = 240, 24  # a thread of a consumer, of the producer's
+BUFFERS = 2  # for what a block of threads works on, and works on next
+LOG2E = math.log2(math.e)
+
+
+class Work(NamedTuple):
+    """The next of a block of threads: a walk and a head, its number here, and how many steps came before."""
+
+    walk: Array
+    head: Array
+    number: Array
+    before: Array
+
+
+def specialise(produce: Callable[[], None], consume: Callable[[Array], None]) -> None:
+    """A warp that copies, and the consumers, which get their number."""
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == CONSUMERS)
+    def _():
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(produce)
+
+    @pl.when(wg < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        consume(wg)
+
+
+def for_each(walks: int, heads: int, blocks: int, heads_first: bool, body: Callable[[Work], Array]) -> tuple[Array, Array]:
+    """body(work) -> its steps, for all work of this block of threads -> how many there were, of work and of steps.
+
+    Walks come longest first; they are dealt there and back over the `blocks`, so that all get nearly as many steps.
+    `heads_first`: all heads of a walk before the next walk.
+    """
+    me, total, rounds = lax.axis_index("block"), walks * heads, pl.cdiv(walks * heads, blocks)
+
+    def place(number: Array) -> Array:
+        return number * blocks + jnp.where(lax.rem(number, jnp.int32(2)) == 0, me, blocks - 1 - me)
+
+    def one(number: Array, before: Array) -> Array:
+        minor = jnp.int32(heads if heads_first else walks)
+        two = lax.div(place(number), minor), lax.rem(place(number), minor)
+        walk, head = two if heads_first else two[::-1]
+        return before + body(Work(walk, head, number, before))
+
+    count = rounds - (place(jnp.int32(rounds - 1)) >= total).astype(jnp.int32)
+    return count, lax.fori_loop(0, count, one, jnp.int32(0))
+
+
+def launch(body, plan: Callable, out_type, scratch, works: int, interpret, pairs: bool = False) -> Callable:
+    """The persistent kernel body(plan(blocks=...), *operands, *results, *scratch); `pairs`: of blocks in clusters of two."""
+    size = 2 if pairs else 1
+    blocks = min(2 if interpret else multiprocessors() // size, works)
+    return plgpu.kernel(
+        functools.partial(body, plan(blocks=blocks)), out_type=out_type, scratch_types=scratch, interpret=interpret,
+        grid=(blocks,), grid_names=("block",), num_threads=CONSUMERS + 1, thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **(dict(cluster=(2,), cluster_names=("cluster",)) if pairs else {}),
+    )  # fmt: skip
+
+
+def give_back(empty, wg: Array, number: Array) -> None:
+    """The buffers of some work before, when the results that were put there have left."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(empty.at[slot_of(number, BUFFERS) * CONSUMERS + wg])
+
+
+def head_of(work: Work, pairs: bool) -> Array:
+    """Of work whose heads are counted in pairs, one for each block of threads of a cluster."""
+    return 2 * work.head + lax.axis_index("cluster") if pairs else work.head
+
+
+def nothing(d: int) -> Array:
+    return plgpu.layout_cast(jnp.zeros((ROWS, d), F32), WGMMA)
+
+
+def indices(shape: tuple[int, int]) -> tuple[Array, Array]:
+    """The row and the column of every element."""
+    return tuple(plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) for axis in (0, 1))
+
+
+def slot_of(step: Array, slots: int) -> Array:
+    return lax.rem(jnp.int32(step), jnp.int32(slots))
+
+
+def drain(used: Array, slots: int, *empty) -> None:
+    """Wait for what has been given back last: no barrier may be left with a phase that nobody waited for."""
+
+    @pl.loop(lax.max(used - slots, 0), used)
+    def _(i):
+        for barrier in empty:
+            plgpu.barrier_wait(barrier.at[slot_of(i, slots)])
+
+
+def multiply(simulated: bool, body, *of: tuple[Array | None, Array | jax.Ref, jax.Ref]):
+    """Issue acc + a b for every (acc, a, b), one after the other, with a in registers or shared memory and b in the latter.
+
+    acc None is 0. -> body(take), whose every take() waits for the next result while those behind it are still computed.
+    """
+    if simulated:  # the simulator has no accumulator that begins with a value, and no operand in registers
+        made = iter([(0.0 if acc is None else acc) + _dot(a[...], b[...]) for acc, a, b in of])
+        return body(lambda: plgpu.layout_cast(next(made), WGMMA))
+
+    def run(*refs):
+        for ref, (acc, _, _) in zip(refs, of):
+            if acc is not None:
+                ref[...] = acc
+        # What is in registers has to be there before the first is issued, or ptxas makes them wait for each other (C7513).
+        lefts = [lax.optimization_barrier(a) if isinstance(a, Array) else a for _, a, _ in of]
+        for ref, a, (_, _, b) in zip(refs, lefts, of):
+            plgpu.wgmma(ref, a, b)
+        order = iter(enumerate(refs, 1))
+
+        def take() -> Array:
+            done, ref = next(order)
+            return lax.optimization_barrier(plgpu.wgmma_accumulator_load(ref, wait_n=len(refs) - done))
+
+        return body(take)
+
+    return pl.run_scoped(run, *(plgpu.ACC((a.shape[0], b.shape[1]), F32) for _, a, b in of))
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return jnp.dot(a.astype(F32), b.astype(F32), precision=lax.Precision.HIGHEST)

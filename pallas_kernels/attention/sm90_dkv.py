@@ -1,0 +1,258 @@
+"""Packed causal attention on Hopper: the gradients of keys and values.
+
+Persistent blocks of threads; each takes 128 keys of a KV head at a time, 64 for each of its two consumers, and walks the queries
+that see them, of all query heads of the group, so that the sum over the group never leaves registers. All is transposed, P^T
+[keys, queries]: with P = exp(S - lse) from the forward's logarithms, dV = P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta) and
+dK = dS^T Q, delta = rowsum(dO O) (Dao et al., 2022, algorithm 4). Everything is added in a fixed order. The exponentials of a
+step are computed beside the sums of the step before.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.schedule import (
+    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, ROWS, Work, drain, for_each, give_back, indices, launch, multiply, nothing, slot_of,
+    specialise,
+)  # fmt: skip
+from pallas_kernels.attention.segments import WALK, Segments, query_walks
+from pallas_kernels.plgpu_compat import COLUMN, plgpu, spread, swizzled
+
+
+class Tiles(NamedTuple):
+    """How it is cut up."""
+
+    queries: int = 64  # of a step
+    q_stages: int = 3
+    do_stages: int = 2
+    pairs: bool = False  # blocks of threads with neighbouring keys share queries
+    heads_first: bool = True  # all heads of a block of keys before the next block
+
+    @property
+    def keys(self) -> int:
+        """That share a walk."""
+        return 2 * BLOCK if self.pairs else BLOCK
+
+
+class Plan(NamedTuple):
+    """All that is static in the kernel."""
+
+    tiles: Tiles
+    walks: int
+    heads: int  # of keys
+    group: int  # query heads of each
+    blocks: int  # of threads
+    scale: float
+    simulated: bool
+
+
+class Shared(NamedTuple):
+    k: jax.Ref  # and dk on its way out
+    v: jax.Ref  # and dv
+    walk: jax.Ref
+    q: jax.Ref
+    do: jax.Ref
+    lse: jax.Ref
+    delta: jax.Ref
+    kv_full: jax.Ref
+    kv_empty: jax.Ref
+    q_full: jax.Ref
+    do_full: jax.Ref
+    q_empty: jax.Ref
+    do_empty: jax.Ref
+
+
+def gradients(
+    q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, segments: Segments, scale: float, tiles: Tiles,
+    interpret=None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """dk and dv [N, K, d] from q and do [N, H, d], the forward's lse, in base 2, and delta [H, N] float32."""
+    walks, heads = query_walks(segments.last, tiles.keys, tiles.queries), k.shape[1]
+    make = functools.partial(Plan, tiles, len(walks), heads, q.shape[1] // heads, scale=scale, simulated=interpret is not None)
+    like = jax.ShapeDtypeStruct(k.shape, k.dtype)
+    args = q, k, v, do, lse, delta, segments.first, walks
+    return launch(_kernel, make, (like, like), _shared_memory(tiles, q), len(walks) * heads, interpret, tiles.pairs)(*args)
+
+
+def _shared_memory(tiles: Tiles, q: Array) -> Shared:
+    memory = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=swizzled(q.dtype))
+    slots = BUFFERS * CONSUMERS
+    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if tiles.pairs else plgpu.Barrier
+    mine, ring = memory((slots, ROWS, q.shape[-1])), lambda stages: memory((stages, tiles.queries, q.shape[-1]))
+    vectors, full = lambda stages: plgpu.SMEM((stages, tiles.queries), F32), functools.partial(plgpu.Barrier, num_arrivals=2)
+    return Shared(
+        k=mine, v=mine, walk=plgpu.SMEM((slots, WALK), jnp.int32),
+        q=ring(tiles.q_stages), lse=vectors(tiles.q_stages), do=ring(tiles.do_stages), delta=vectors(tiles.do_stages),
+        kv_full=plgpu.Barrier(num_arrivals=3, num_barriers=slots), kv_empty=plgpu.Barrier(num_barriers=slots),
+        q_full=full(num_barriers=tiles.q_stages), do_full=full(num_barriers=tiles.do_stages),
+        q_empty=barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_stages),
+        do_empty=barrier(num_arrivals=CONSUMERS, num_barriers=tiles.do_stages),
+    )  # fmt: skip
+
+
+def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) -> None:
+    shared = Shared(*shared)
+    each = functools.partial(for_each, plan.walks, plan.heads, plan.blocks, plan.tiles.heads_first)
+
+    def consume(wg):
+        works, _ = each(lambda work: _consume(plan, wg, work, first, dk, dv, shared))
+        give_back(shared.kv_empty, wg, works - 1)
+        plgpu.wait_smem_to_gmem(0)
+
+    specialise(lambda: _produce(plan, each, (q, k, v, do, lse, delta, walks), shared), consume)
+
+
+def first_key(tiles: Tiles, block: Array) -> Array:
+    """Of this block of threads."""
+    return block * tiles.keys + lax.axis_index("cluster") * BLOCK if tiles.pairs else block * BLOCK
+
+
+def _produce(plan: Plan, each, operands, shared: Shared) -> None:
+    """Copy keys and values for the work to come, then block after block of queries, as room is made for them."""
+    q, k, v, do, lse, delta, walks = operands
+    tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
+    share = dict(collective_axes="cluster") if tiles.pairs else {}
+
+    def one(work: Work) -> Array:
+        block, blocks = walks[work.walk, 0], walks[work.walk, 3]
+        for i in range(CONSUMERS):
+            slot, rows = slot_of(work.number, BUFFERS) * CONSUMERS + i, pl.ds(first_key(tiles, block) + i * ROWS, ROWS)
+            full = shared.kv_full.at[slot]
+            pl.when(work.number >= BUFFERS)(lambda slot=slot: plgpu.barrier_wait(shared.kv_empty.at[slot]))
+            copy(k.at[rows, work.head], shared.k.at[slot], full)
+            copy(v.at[rows, work.head], shared.v.at[slot], full)
+            copy(walks.at[work.walk], shared.walk.at[slot], full)
+
+        @pl.loop(0, plan.group)
+        def _(member):
+            head = work.head * plan.group + member
+
+            @pl.loop(0, blocks)
+            def _(i):
+                count = work.before + member * blocks + i
+                rows = pl.ds((block * (tiles.keys // tiles.queries) + i) * tiles.queries, tiles.queries)
+                slot = slot_of(count, tiles.q_stages)
+                pl.when(count >= tiles.q_stages)(lambda slot=slot: plgpu.barrier_wait(shared.q_empty.at[slot]))
+                copy(q.at[rows, head], shared.q.at[slot], shared.q_full.at[slot], **share)
+                copy(lse.at[head, rows], shared.lse.at[slot], shared.q_full.at[slot])
+                slot = slot_of(count, tiles.do_stages)
+                pl.when(count >= tiles.do_stages)(lambda slot=slot: plgpu.barrier_wait(shared.do_empty.at[slot]))
+                copy(do.at[rows, head], shared.do.at[slot], shared.do_full.at[slot], **share)
+                copy(delta.at[head, rows], shared.delta.at[slot], shared.do_full.at[slot])
+
+        return blocks * plan.group
+
+    works, steps = each(one)
+    drain(steps, tiles.q_stages, shared.q_empty)
+    drain(steps, tiles.do_stages, shared.do_empty)
+    drain(works * CONSUMERS, BUFFERS * CONSUMERS, shared.kv_empty)
+
+
+def _consume(plan: Plan, wg: Array, work: Work, first, dk, dv, shared: Shared) -> Array:
+    """The gradients of this warpgroup's 64 keys, stored; -> the number of steps."""
+    slot, d = slot_of(work.number, BUFFERS) * CONSUMERS + wg, shared.k.shape[-1]
+    plgpu.barrier_wait(shared.kv_full.at[slot])
+    block, begin, clear, blocks = (shared.walk[slot, i] for i in range(4))
+    key = first_key(plan.tiles, block) + wg * ROWS
+    me = Consumer(plan, wg, work, slot, key, begin, clear, blocks, first, shared)
+    dk_sum, dv_sum = lax.cond(blocks > 0, me.walk, lambda: (nothing(d), nothing(d)))
+    pl.when((blocks == 0) & (work.number > 0))(lambda: give_back(shared.kv_empty, wg, work.number - 1))
+    shared.k[slot] = (dk_sum * plan.scale).astype(dk.dtype)
+    shared.v[slot] = dv_sum.astype(dv.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared.k.at[slot], dk.at[pl.ds(key, ROWS), work.head])
+    plgpu.copy_smem_to_gmem(shared.v.at[slot], dv.at[pl.ds(key, ROWS), work.head])
+    return blocks * plan.group
+
+
+class Consumer(NamedTuple):
+    """One warpgroup's view of one walk."""
+
+    plan: Plan
+    wg: Array
+    work: Work
+    keys: Array  # their slot
+    key: Array  # the first of them
+    begin: Array
+    clear: Array
+    blocks: Array
+    first: jax.Ref
+    shared: Shared
+
+    def q_slot(self, step: Array) -> Array:
+        return slot_of(self.work.before + step, self.plan.tiles.q_stages)
+
+    def do_slot(self, step: Array) -> Array:
+        return slot_of(self.work.before + step, self.plan.tiles.do_stages)
+
+    def walk(self) -> tuple[Array, Array]:
+        """dk, to be scaled, and dv. There is a step at least."""
+        d, last = self.shared.k.shape[-1], self.blocks * self.plan.group - 1
+        plgpu.barrier_wait(self.shared.q_full.at[self.q_slot(0)])
+        p = multiply(self.plan.simulated, lambda take: self.probabilities(take(), 0), self.scores(0))
+        pl.when(self.work.number > 0)(lambda: give_back(self.shared.kv_empty, self.wg, self.work.number - 1))
+        p, dk, dv = lax.fori_loop(0, last, self.step, (p, nothing(d), nothing(d)))
+        p, ds = self.differences(last, p)
+        dv, dk = multiply(self.plan.simulated, lambda take: (take(), take()), *self.sums(last, p, ds, dk, dv))
+        self.free(last)
+        return dk, dv
+
+    def step(self, step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """What a step adds to dk and dv, and beside these products the next step's probabilities."""
+        p, dk, dv = carry
+        p, ds = self.differences(step, p)
+        plgpu.barrier_wait(self.shared.q_full.at[self.q_slot(step + 1)])
+
+        def body(take):
+            p = lax.optimization_barrier(self.probabilities(take(), step + 1))
+            plgpu.barrier_wait(self.shared.do_full.at[self.do_slot(step + 1)])
+            dv, dk = take(), take()
+            return *lax.optimization_barrier((p, dk)), dv
+
+        p, dk, dv = multiply(self.plan.simulated, body, self.scores(step + 1), *self.sums(step, p, ds, dk, dv))
+        self.free(step)
+        return p, dk, dv
+
+    def scores(self, step: Array) -> tuple:
+        """The product that makes them, [keys, queries]."""
+        return None, self.shared.k.at[self.keys], self.shared.q.at[self.q_slot(step)].transpose((1, 0))
+
+    def sums(self, step: Array, p: Array, ds: Array, dk: Array, dv: Array) -> tuple[tuple, tuple]:
+        """The products that add to dv and dk."""
+        return (dv, p, self.shared.do.at[self.do_slot(step)]), (dk, ds, self.shared.q.at[self.q_slot(step)])
+
+    def free(self, step: Array) -> None:
+        plgpu.barrier_arrive(self.shared.q_empty.at[self.q_slot(step)])
+        plgpu.barrier_arrive(self.shared.do_empty.at[self.do_slot(step)])
+
+    def differences(self, step: Array, p: Array) -> tuple[Array, Array]:
+        """P and dS as they enter products."""
+        slot, shared = self.do_slot(step), self.shared
+        pl.when(step == 0)(lambda: plgpu.barrier_wait(shared.do_full.at[slot]))
+        turned = shared.do.at[slot].transpose((1, 0))
+        dp = multiply(self.plan.simulated, lambda take: take(), (None, shared.v.at[self.keys], turned))
+        ds = p * (dp - self.by_column(shared.delta.at[slot]))
+        return p.astype(shared.q.dtype), ds.astype(shared.q.dtype)
+
+    def by_column(self, vector) -> Array:
+        return spread(plgpu.load(vector, layout=COLUMN, optimized=False), (ROWS, self.plan.tiles.queries), 1)
+
+    def probabilities(self, scores: Array, step: Array) -> Array:
+        """[keys, queries]; 0 for queries of other segments and before the key, in blocks that have any."""
+        row, slot = self.begin + lax.rem(jnp.int32(step), self.blocks) * self.plan.tiles.queries, self.q_slot(step)
+
+        def mask(scores):
+            keys, queries = indices(scores.shape)
+            first = self.by_column(self.first.at[pl.ds(row, scores.shape[1])])
+            seen = (first - self.key <= keys) & (keys <= queries + (row - self.key))
+            return jnp.where(seen, scores, -jnp.inf)
+
+        border = (row + self.plan.tiles.queries > self.clear) | (row < self.key + ROWS - 1)
+        scores = lax.cond(border, mask, lambda scores: scores, scores)
+        return jnp.exp2(scores * (self.plan.scale * LOG2E) - self.by_column(self.shared.lse.at[slot]))

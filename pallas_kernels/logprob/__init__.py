@@ -1,0 +1,1 @@
+"""Log-probabilities and entropy of a softmax over a large vocabulary, by products whose logits never reach memory."""

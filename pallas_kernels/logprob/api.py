@@ -1,0 +1,256 @@
+"""Log-probability and entropy of a softmax over a large vocabulary, z = x w^T / temperature, forward and backward.
+
+The logits [M, N] never exist. The forward pass makes them a block of rows at a time; of each row it keeps the maximum m, the sum
+s of exp(z - m), the sum t of exp(z - m) (z - m), and z at the target y:
+
+    log p(y) = (z_y - m) - log s        entropy = log s - t / s
+
+The backward pass makes them again, a block of words at a time, as dz, the gradient of z, in the type of x, and multiplies that
+twice. With cotangents g of log p(y) and h of the entropy H, and p = softmax(z):
+
+    dz = g (onehot(y) - p) - h p (log p + H)        dx = dz w        dw = dz^T x
+
+So four products, where a loss that knows g before the logits are dropped needs three; docs/logprob.md says why it is so.
+Blocks of words suit the backward pass: each has its rows of dw to itself, summed over all rows of x in one product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.logprob import reference, sm90
+from pallas_kernels.plgpu_compat import Backend, use_kernel
+
+MEMORY = 850_000_000  # bytes of blocks: of logits, their gradient, and the words they belong to
+CAPACITIES = 4  # numbers of rows, up to all, that there are backward programs for
+FEWEST = 2048  # rows, for one of them; fewer are not sorted out, and the kernel's forward pass takes so many at a time
+T = TypeVar("T")
+DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+GRAIN = 256  # rows of two of the kernel's tiles
+
+
+class Static(NamedTuple):
+    """What does not change from call to call."""
+
+    temperature: float
+    logits_dtype: jnp.dtype
+    kernel: bool
+    block: int  # rows at a time in the forward pass
+    memory: int
+    tiles: sm90.Tiles
+    interpret: object
+
+
+class Rows(NamedTuple):
+    """Which rows of x take part: of `order` [M] int32 the first `count`."""
+
+    order: Array
+    count: Array
+
+    @classmethod
+    def of(cls, live: Array) -> Rows:
+        return cls(jnp.argsort(~live, stable=True).astype(jnp.int32), jnp.sum(live, dtype=jnp.int32))
+
+
+def linear_logprob(
+    x: Array, w: Array, targets: Array, live: Array | None = None, *, temperature: float = 1.0,
+    logits_dtype: jnp.dtype = jnp.float32, axis_name: str | None = None, backend: Backend = "auto",
+    memory: int = MEMORY, tiles: sm90.Tiles | None = None, interpret=None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """x [M, K], w [N, K] of one float type, targets [M] int -> log p(target) [M] and entropy [M] in nats, float32.
+
+    Rows where `live` [M] bool is False are 0, get no gradient, and cost little. Logits are rounded to `logits_dtype` before they
+    are divided by `temperature`; the gradient passes that by. A target that is no word has a log p of nan. `memory`: bytes that
+    blocks of logits may take.
+
+    `axis_name`: w is this device's part of the words, in the order of that axis of a `shard_map`; targets count all words; x and
+    the results are the same on all devices. The kernels want `check_vma=False` there, and then the derivative is to be taken
+    outside.
+
+    Raises ValueError, with the shapes and the rule, for anything else.
+    """
+    x, w, targets = map(jnp.asarray, (x, w, targets))
+    _check(x, w, targets, live)
+    kernel = _use_kernel(x, w, backend)
+    block = _block(x.shape[0], FEWEST if kernel else memory // (4 * w.shape[0]), kernel)
+    tiles = tiles or sm90.Tiles()
+    static = Static(float(temperature), jnp.dtype(logits_dtype), kernel, block, memory, tiles, interpret)
+    m, missing = x.shape[0], -x.shape[0] % block
+    x, targets = jnp.pad(x, ((0, missing), (0, 0))), jnp.pad(targets.astype(jnp.int32), (0, missing))
+    if live is None:
+        rows = None
+    elif m <= FEWEST:
+        rows, x = None, jnp.where(jnp.pad(live, (0, missing))[:, None], x, jnp.zeros((), x.dtype))
+    else:
+        rows = Rows.of(jnp.pad(live, (0, missing)))
+    if axis_name:
+        logp, entropy = _shared(static, x, w, targets, rows, axis_name)
+    else:
+        logp, entropy, _ = _logprob(static, x, w, targets, rows)
+    words = w.shape[0] * (lax.axis_size(axis_name) if axis_name else 1)
+    logp = jnp.where((targets >= 0) & (targets < words), logp, jnp.nan)
+    return tuple(a[:m] if live is None else jnp.where(live, a[:m], 0.0) for a in (logp, entropy))
+
+
+def _check(x: Array, w: Array, targets: Array, live: Array | None) -> None:
+    found = f"x is {x.dtype}{list(x.shape)}, w {w.dtype}{list(w.shape)}"
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or not x.size or not w.size:
+        raise ValueError(f"{found}: x [M, K] and w [N, K] are wanted, none of M, N and K 0")
+    if x.dtype != w.dtype or x.dtype not in DTYPES:
+        raise ValueError(f"{found}: both in one of {', '.join(map(str, DTYPES))} is wanted")
+    if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets is {targets.dtype}{list(targets.shape)}: an integer a row of x, [{x.shape[0]}], is wanted")
+    if live is not None and (live.shape != x.shape[:1] or live.dtype != bool):
+        raise ValueError(f"live is {live.dtype}{list(live.shape)}: a bool a row of x, [{x.shape[0]}], is wanted")
+
+
+def _use_kernel(x: Array, w: Array, backend: Backend) -> bool:
+    """float32, and sizes that the copy engine cannot cut in boxes of 64, are the reference's; asked for by name, an error."""
+    fits = x.dtype != jnp.float32 and x.shape[1] % 64 == 0 and w.shape[0] % 64 == 0 and w.shape[0] > 64
+    if backend == "pallas" and not fits:
+        raise ValueError(
+            f'backend = "pallas" wants bfloat16 or float16, and K and N in multiples of 64, N of 128 at least; '
+            f'x is {x.dtype}{list(x.shape)}, w {list(w.shape)}: use "auto"'
+        )
+    return use_kernel(backend) and fits
+
+
+def _shared(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None, axis_name: str) -> tuple[Array, Array]:
+    """Of words on several devices: with q the share of its words, one's log p is its own and log q, its part of the entropy
+    q (its own - log q). JAX differentiates this, and so sums dx, in its own way of counting."""
+    x = lax.pcast(x, axis_name, to="varying")  # its gradient is a part of the whole
+    targets -= lax.axis_index(axis_name) * w.shape[0]
+    logp, entropy, lse = _logprob(static, x, w, targets, rows)
+    highest = lax.pmax(lax.stop_gradient(lse), axis_name)
+    log_share = lse - highest - jnp.log(lax.psum(jnp.exp(lse - highest), axis_name))
+    here = (targets >= 0) & (targets < w.shape[0])
+    parts = jnp.where(here, logp + log_share, 0.0), jnp.exp(log_share) * (entropy - log_share)
+    return lax.psum(parts, axis_name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logprob(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None) -> tuple[Array, Array, Array]:
+    """log p(target), entropy and log sum exp z of the words of w alone; of a target elsewhere, the first means nothing."""
+    return _forward(static, x, w, targets, rows)[0]
+
+
+def _forward(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None):
+    found = _statistics(static, x, w, targets, rows)
+    if rows:
+        found = jnp.where(jnp.arange(x.shape[0]) < rows.count, found, 1.0)  # finite, whatever other rows hold
+        found = jnp.zeros_like(found).at[:, rows.order].set(found, unique_indices=True)
+    highest, total, weighted, at_target = found
+    log_total = jnp.log(total)
+    entropy, lse = log_total - weighted / total, highest + log_total
+    return (at_target - highest - log_total, entropy, lse), (x, w, targets, lse, entropy)
+
+
+def _statistics(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None) -> Array:
+    """`reference.statistics` of the rows in their order, a block at a time, but for blocks without live ones."""
+    block, most = static.block, x.shape[0] // static.block
+
+    def one(i: Array, found: Array) -> Array:
+        some_x, some_targets = _rows((x, targets), rows, i * block, block)
+        args = some_x, w, some_targets, static.temperature, static.logits_dtype
+        if static.kernel:
+            part = _merged(sm90.statistics(*args, static.tiles, static.interpret))
+        else:
+            part = reference.statistics(*args)
+        return lax.dynamic_update_slice_in_dim(found, part, i * block, 1)
+
+    turns = -(-rows.count // block) if rows else most
+    return _loop(most, turns, one, jnp.ones_like(x, jnp.float32, shape=(4, x.shape[0])))
+
+
+def _merged(parts: Array) -> Array:
+    """Statistics [4, P, M] of P parts of the words -> [4, M] of all."""
+    highest, total, weighted, at_target = parts
+    new = jnp.max(highest, 0)
+    below = highest - new
+    factor = jnp.exp(below)
+    return jnp.stack([new, jnp.sum(total * factor, 0), jnp.sum((weighted + total * below) * factor, 0), jnp.sum(at_target, 0)])
+
+
+def _backward(static: Static, kept: tuple, cotangents: tuple[Array, Array, Array]):
+    x, w, targets, lse, entropy = kept
+    g, h, of_lse = (c / static.temperature for c in cotangents)
+    vectors = targets, lse, g, of_lse - g - h * entropy, -h
+    sizes = _capacities(x.shape[0])
+    if len(sizes) == 1:
+        d_x, d_w = _gradients(static, x.shape[0], x, w, vectors, None)
+    else:  # rows without a cotangent have no part in it: those of no live token, of no advantage, that were clipped or rejected
+        rows = Rows.of((g != 0) | (h != 0) | (of_lse != 0))
+        enough = sum((rows.count > size).astype(jnp.int32) for size in sizes[:-1])
+        d_x, d_w = lax.switch(enough, [functools.partial(_gradients, static, s) for s in sizes], x, w, vectors, rows)
+    return d_x.astype(x.dtype), d_w, None, None
+
+
+_logprob.defvjp(_forward, _backward)
+
+
+def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple, rows: Rows | None) -> tuple[Array, Array]:
+    """(dx [M, K] float32, dw [N, K]) by the first `size` rows in their order, a block of words at a time.
+
+    Where the last block would reach over the end it begins earlier, with zeros for the words that another block has. Their dw
+    comes out wrong and is written over by that block, since blocks are taken from the last down.
+    """
+    words = w.shape[0]
+    a_word = size * (x.dtype.itemsize + 4 * (not static.kernel)) + 2 * x.shape[1] * x.dtype.itemsize
+    block = min(_block(words, static.memory // a_word, static.kernel), words)
+    blocks = -(-words // block)
+    picked, targets, *vectors = _rows((x, *vectors), rows, 0, size)
+    if rows:  # of the others, whatever they hold, nothing comes through
+        live = jnp.arange(size) < rows.count
+        picked, vectors = jnp.where(live[:, None], picked, jnp.zeros((), x.dtype)), [jnp.where(live, v, 0.0) for v in vectors]
+    more = (static.tiles, static.interpret) if static.kernel else ()
+    d_logits = sm90.d_logits if static.kernel else reference.d_logits
+
+    def one(step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        d_x, d_w = sums
+        first = (blocks - 1 - step) * block
+        start = jnp.minimum(first, words - block)
+        own = jnp.arange(block)[:, None] >= first - start
+        part = jnp.where(own, lax.dynamic_slice_in_dim(w, start, block), jnp.zeros((), w.dtype))
+        dz = d_logits(picked, part, targets - start, *vectors, static.temperature, static.logits_dtype, *more)
+        d_w = lax.dynamic_update_slice_in_dim(d_w, reference.d_w(dz, picked), start, 0)
+        return d_x + reference.d_x(dz, part), d_w
+
+    zeros = jnp.zeros_like(picked, jnp.float32), jnp.zeros_like(w)
+    d_x, d_w = _loop(blocks, blocks, one, zeros)
+    if rows:
+        d_x = jnp.zeros_like(x, d_x.dtype).at[rows.order[:size]].set(d_x, unique_indices=True)
+    return d_x, d_w
+
+
+def _loop(most: int, turns: Array | int, body: Callable[[Array, T], T], state: T) -> T:
+    """body(i, state) for i < turns <= most; without a loop, which takes long to compile, where it is but one."""
+    return body(jnp.int32(0), state) if most == 1 else lax.fori_loop(0, turns, body, state)
+
+
+def _rows(arrays: tuple[Array, ...], rows: Rows | None, start: Array | int, size: int) -> tuple[Array, ...]:
+    """`size` rows from `start` of each in their order."""
+    if rows is None:
+        return tuple(lax.dynamic_slice_in_dim(a, start, size) for a in arrays)
+    at = lax.dynamic_slice_in_dim(rows.order, start, size)
+    return tuple(a.at[at].get(mode="promise_in_bounds", unique_indices=True) for a in arrays)
+
+
+def _capacities(rows: int) -> list[int]:
+    """Numbers of rows, of which the least that holds all live ones is computed."""
+    step = max(FEWEST, -(-rows // (CAPACITIES * GRAIN)) * GRAIN)
+    return [*range(step, rows, step), rows]
+
+
+def _block(size: int, most: int, whole: bool) -> int:
+    """The size of equal blocks of at most `most` that cover `size`, with the least beyond it; whole grains where it has any, or
+    where they are a must."""
+    grain = GRAIN if whole or GRAIN <= most < size else 1
+    fewest = -(-size // max(grain, most - most % grain))
+    sizes = (-(-size // (blocks * grain)) * grain for blocks in range(fewest, 2 * fewest))
+    return min(sizes, key=lambda block: -(-size // block) * block)

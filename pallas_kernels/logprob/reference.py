@@ -1,0 +1,61 @@
+"""What `sm90.py` computes, in jnp: a block of logits is made, read and forgotten. Always right, on anything.
+
+z = x w^T / temperature in float32, x w^T rounded to `logits_dtype` before.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def logits(x: Array, w: Array) -> Array:
+    """x [..., K], w [N, K] of one type -> x w^T [..., N] float32."""
+    return _dot(x, w, (x.ndim - 1,), (1,), jnp.float32)
+
+
+def statistics(x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype) -> Array:
+    """x [M, K], w [N, K], targets [M] int32 -> [4, M] float32: max z, sum exp(z - max), sum exp(z - max) (z - max), and z at
+    the target, 0 where that is none of the N words."""
+    z = _logits(x, w, temperature, logits_dtype)
+    highest = jnp.max(z, axis=1)
+    below = z - highest[:, None]
+    exponential = jnp.exp(below)
+    words = w.shape[0]
+    found = jnp.take_along_axis(z, jnp.clip(targets, 0, words - 1)[:, None], 1)[:, 0]
+    at_target = jnp.where((targets >= 0) & (targets < words), found, 0.0)
+    return jnp.stack([highest, jnp.sum(exponential, 1), jnp.sum(exponential * below, 1), at_target])
+
+
+def d_logits(
+    x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array, temperature: float,
+    logits_dtype: jnp.dtype,
+) -> Array:  # fmt: skip
+    """[M, N] in the type of x: p (constant + slope log p), and at_target more at the target; log p = z - lse, all else [M]."""
+    logp = jnp.minimum(_logits(x, w, temperature, logits_dtype) - lse[:, None], 0.0)
+    d = jnp.exp(logp) * (constant[:, None] + slope[:, None] * logp)
+    is_target = jnp.arange(w.shape[0]) == targets[:, None]
+    return (d + jnp.where(is_target, at_target[:, None], 0.0)).astype(x.dtype)
+
+
+def d_x(dz: Array, w: Array) -> Array:
+    """dz [M, N], w [N, K] -> dz w [M, K] float32."""
+    return _dot(dz, w, (1,), (0,), jnp.float32)
+
+
+def d_w(dz: Array, x: Array) -> Array:
+    """dz [M, N], x [M, K] -> dz^T x [N, K], summed in float32, in the type of x."""
+    return _dot(dz, x, (0,), (0,), x.dtype)
+
+
+def _logits(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype) -> Array:
+    z = logits(x, w)
+    if logits_dtype != jnp.float32:
+        to = jnp.finfo(logits_dtype)
+        z = lax.reduce_precision(z, to.nexp, to.nmant)  # not a pair of casts: XLA may drop those as excess precision
+    return z / temperature
+
+
+def _dot(a: Array, b: Array, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
+    return lax.dot_general(a, b, ((a_axes, b_axes), ((), ())), precision=exact, preferred_element_type=dtype)

@@ -1,0 +1,278 @@
+"""Products z = x w^T with a vocabulary for N on Hopper, whose epilogue is what log-probabilities need: z itself is not written.
+
+One persistent kernel, twice. A block of threads computes tiles of z, 128 tokens by 256 words, one after the other. One warp, the
+*producer*, walks all its tiles and keeps the copy engine ahead of the products, over the borders of tiles too; two warpgroups,
+the *consumers*, have 64 tokens of the tile each, its float32 sum in registers. Then
+
+- `statistics` leaves four numbers a token and tile: the maximum, the sum of exponentials, that of exponentials times logits, and
+  the target's logit if it is among the words;
+- `d_logits` has each token's statistics over all words, and leaves the gradient of the logits in the type of x.
+
+M is a multiple of two tiles, since each row's numbers are read as they are; K and N are multiples of 64, the copy engine's box,
+and need be no multiples of a tile: it reads zeros beyond the edge and writes nothing there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread, swizzled
+
+F32 = jnp.float32
+ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
+CONSUMERS = 2
+DEPTH = 64  # of a stage along the contraction: 128 bytes, the swizzled row
+REGISTERS = 240, 24  # a thread of a consumer, of the producer
+LOG2_E = math.log2(math.e)
+NEVER = -1e30  # the logit of a word beyond the vocabulary: finite, so that 0 times it is 0
+STATISTICS = 4
+BUFFERS = 2  # of a consumer's results on their way to memory
+
+
+class Tiles(NamedTuple):
+    """How the product is cut up."""
+
+    n: int = 256
+    stages: int = 4
+    cluster: Literal["", "m", "n"] = "m"  # two blocks side by side along the tokens share w, along the words share x
+    band: int = 8  # tiles are walked in bands of this many,
+    band_axis: Literal[0, 1] = 0  # along tokens (0) or words (1), so that the operands of those in flight stay in L2
+    in_flight: int = 1  # products that a consumer has issued and not waited for, when it goes on to the next: 0 or 1
+
+    m: int = ROWS * CONSUMERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is static in one kernel."""
+
+    tiles: Tiles
+    m: int
+    n: int
+    k: int
+    temperature: float
+    logits_dtype: jnp.dtype
+    blocks: int  # of threads, or clusters of two
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles, or pairs of them, along M and N."""
+        t = self.tiles
+        return pl.cdiv(self.m, t.m * (1 + (t.cluster == "m"))), pl.cdiv(self.n, t.n * (1 + (t.cluster == "n")))
+
+    @property
+    def k_blocks(self) -> int:
+        return pl.cdiv(self.k, DEPTH)
+
+
+class Shared(NamedTuple):
+    """Shared memory: a ring of stages, and results on their way out."""
+
+    x: jax.Ref
+    w: jax.Ref
+    out: jax.Ref
+    full: jax.Ref
+    empty: jax.Ref
+
+
+def statistics(
+    x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret=None
+) -> Array:
+    """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32, P >= N / tiles.n parts of the words: of
+    z = x w^T / temperature, x w^T rounded to `logits_dtype` before, max z, sum exp(z - max), sum exp(z - max) (z - max), and the
+    sum of z at the target. A part with no words has a maximum of NEVER."""
+    plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
+    parts = plan.grid[1] * (1 + (tiles.cluster == "n"))
+    out = jax.ShapeDtypeStruct((parts * STATISTICS, x.shape[0]), F32)
+    buffer = plgpu.SMEM((CONSUMERS, STATISTICS, ROWS), F32)
+    return _call(plan, _Statistics, x, w, (targets,), out, buffer, interpret).reshape(parts, STATISTICS, -1).swapaxes(0, 1)
+
+
+def d_logits(
+    x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array, temperature: float,
+    logits_dtype: jnp.dtype, tiles: Tiles, interpret=None,
+) -> Array:  # fmt: skip
+    """[M, N] in the type of x: p (constant + slope log p) + at_target at the target, with log p = z - lse; z as above; the rest
+    [M] float32. Where the target is not among the words, `targets` is any number out of range."""
+    plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), x.dtype)
+    buffer = plgpu.SMEM((CONSUMERS, BUFFERS, ROWS, DEPTH), x.dtype, transforms=swizzled(x.dtype))
+    return _call(plan, _Gradient, x, w, (targets, lse, at_target, constant, slope), out, buffer, interpret)
+
+
+def _plan(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret) -> Plan:
+    if tiles.n not in (128, 256):
+        raise ValueError(f"{tiles}: a tile has 128 or 256 words")
+    if tiles.stages < 2 or tiles.in_flight not in (0, 1):
+        raise ValueError(f"{tiles}: 2 stages or more, one being read while the next is written; 0 or 1 products in flight")
+    pair = 1 + bool(tiles.cluster)
+    blocks = (2 * pair if interpret else multiprocessors()) // pair
+    return Plan(tiles, x.shape[0], w.shape[0], x.shape[1], temperature, jnp.dtype(logits_dtype), blocks)
+
+
+def _call(plan: Plan, epilogue: type, x: Array, w: Array, vectors: tuple[Array, ...], out, buffer, interpret) -> Array:
+    t = plan.tiles
+    clusters = dict(cluster=(2,), cluster_names=("cluster",)) if t.cluster else {}
+    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
+    scratch = Shared(
+        x=plgpu.SMEM((t.stages, t.m, DEPTH), x.dtype, transforms=swizzled(x.dtype)),
+        w=plgpu.SMEM((t.stages, t.n, DEPTH), w.dtype, transforms=swizzled(w.dtype)),
+        out=buffer,
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
+        empty=barrier(num_arrivals=CONSUMERS, num_barriers=t.stages),
+    )
+    return plgpu.kernel(
+        functools.partial(_kernel, plan, epilogue, len(vectors)), out_type=out, grid=(plan.blocks,), grid_names=("block",),
+        num_threads=CONSUMERS + 1, thread_name="wg", scratch_types=scratch, interpret=interpret, **clusters,
+    )(x, w, *vectors)  # fmt: skip
+
+
+def _kernel(plan: Plan, epilogue: type, count: int, x, w, *refs) -> None:
+    vectors, out, shared = refs[:count], refs[count], Shared(*refs[count + 1 :])
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == CONSUMERS)
+    def _():
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(functools.partial(_produce, plan, x, w, shared))
+
+    @pl.when(wg < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        _consume(plan, wg, functools.partial(epilogue, plan, vectors, out, shared.out.at[wg]), shared)
+
+
+def _for_each_tile(plan: Plan, body: Callable[[Array, Array, Array], None]) -> None:
+    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of threads."""
+
+    @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block")
+    def _(loop):
+        mi, ni = plgpu.planar_snake(loop.index[0], plan.grid, plan.tiles.band_axis, plan.tiles.band)
+        if plan.tiles.cluster == "m":
+            mi = 2 * mi + lax.axis_index("cluster")
+        if plan.tiles.cluster == "n":
+            ni = 2 * ni + lax.axis_index("cluster")
+        body(mi, ni, loop.local_index * plan.k_blocks)
+
+
+def _slot(plan: Plan, stage: Array) -> Array:
+    return lax.rem(stage, jnp.asarray(plan.tiles.stages, stage.dtype))
+
+
+def _produce(plan: Plan, x, w, shared: Shared) -> None:
+    """Copy the operands of every tile, block by block of the contraction, as stages become free."""
+    t = plan.tiles
+    share_x = dict(collective_axes="cluster") if t.cluster == "n" else {}
+    share_w = dict(collective_axes="cluster") if t.cluster == "m" else {}
+
+    def tile(mi, ni, before):
+        @pl.loop(0, plan.k_blocks)
+        def _(ki):
+            slot = _slot(plan, before + ki)
+            pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
+            ks, full = pl.ds(ki * DEPTH, DEPTH), shared.full.at[slot]
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(mi * t.m, t.m), ks], shared.x.at[slot], full, **share_x)
+            plgpu.copy_gmem_to_smem(w.at[pl.ds(ni * t.n, t.n), ks], shared.w.at[slot], full, **share_w)
+
+    _for_each_tile(plan, tile)
+    _drain(plan, shared)
+
+
+def _drain(plan: Plan, shared: Shared) -> None:
+    """Stay until every stage is free again: a block that left could still be written to by its partner in the cluster."""
+    mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks
+    left = lax.min(mine, jnp.asarray(plan.tiles.stages, mine.dtype))
+    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[_slot(plan, mine - left + i)]))
+
+
+def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
+    """Compute this warpgroup's rows of every tile. What the epilogue needs by row is read before the product hides it."""
+    rows = pl.ds(wg * ROWS, ROWS)
+
+    def tile(mi, ni, before):
+        finish = epilogue(mi * plan.tiles.m + wg * ROWS, ni)
+        slot = lambda ki: _slot(plan, before + ki)
+
+        def product(z):
+            @pl.loop(0, plan.k_blocks)
+            def _(ki):
+                plgpu.barrier_wait(shared.full.at[slot(ki)])
+                plgpu.wgmma(z, shared.x.at[slot(ki), rows], shared.w.at[slot(ki)].transpose((1, 0)))
+                plgpu.wgmma_wait(plan.tiles.in_flight)
+                done = ki - plan.tiles.in_flight
+                pl.when(done >= 0)(lambda: plgpu.barrier_arrive(shared.empty.at[slot(done)]))
+
+            plgpu.wgmma_wait(0)
+            if plan.tiles.in_flight:
+                plgpu.barrier_arrive(shared.empty.at[slot(plan.k_blocks - 1)])
+            return z[...]
+
+        finish(pl.run_scoped(product, plgpu.ACC((ROWS, plan.tiles.n), F32)))
+
+    _for_each_tile(plan, tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Epilogue:
+    """Of one tile: `vectors` are read by row when it is made, and it is called with the sums."""
+
+    def __init__(self, plan: Plan, vectors, out, buffer, row: Array, ni: Array):
+        self.plan, self.out, self.buffer, self.row, self.ni = plan, out, buffer, row, ni
+        self.targets, *self.vectors = (
+            plgpu.load(v.at[pl.ds(row, ROWS)], layout=ROW, optimized=False) for v in vectors
+        )
+
+    def columns(self) -> Array:
+        return plgpu.broadcasted_iota(jnp.int32, (ROWS, self.plan.tiles.n), 1, layout=WGMMA)
+
+    def is_target(self) -> Array:
+        return self.columns() == spread(self.targets - self.ni * self.plan.tiles.n, (ROWS, self.plan.tiles.n), 0)
+
+    def logits(self, z: Array) -> Array:
+        z, t = z.astype(self.plan.logits_dtype).astype(F32), self.plan.temperature
+        return z if t == 1 else z * (1 / t)
+
+
+class _Statistics(_Epilogue):
+    def __call__(self, z: Array) -> None:
+        n, width = self.plan.n, self.plan.tiles.n
+        z = self.logits(z)
+        at_target = jnp.sum(jnp.where(self.is_target(), z, 0.0), axis=1)
+        if n % width:
+            z = jnp.where(self.columns() < n - self.ni * width, z, NEVER)
+        highest = jnp.max(z, axis=1)
+        below = z - spread(highest, z.shape, 0)
+        exponential = jnp.exp2(below * LOG2_E)
+        found = highest, jnp.sum(exponential, axis=1), jnp.sum(exponential * below, axis=1), at_target
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i, statistic in enumerate(found):
+            self.buffer[i] = statistic
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.buffer, self.out.at[pl.ds(self.ni * STATISTICS, STATISTICS), pl.ds(self.row, ROWS)])
+
+
+class _Gradient(_Epilogue):
+    def __call__(self, z: Array) -> None:
+        lse, at_target, constant, slope = (spread(v, z.shape, 0) for v in self.vectors)
+        logp = lax.min(self.logits(z) - lse, jnp.zeros_like(z))  # of words that are none too, so all finite
+        d = jnp.exp2(logp * LOG2_E) * (constant + slope * logp)
+        d = jnp.where(self.is_target(), d + at_target, d).astype(self.out.dtype)
+        at = self.out.at[pl.ds(self.row, ROWS)]
+        for i in range(0, z.shape[1], DEPTH):
+            buffer = self.buffer.at[i // DEPTH % BUFFERS]
+            plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
+            buffer[...] = d[:, i : i + DEPTH]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, at.at[:, pl.ds(self.ni * z.shape[1] + i, DEPTH)])

@@ -1,0 +1,148 @@
+"""Packed attention on a Hopper GPU: its numbers, nothing left unwritten, the same every time."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import api, reference, sm90_dkv, sm90_dq, sm90_forward
+from pallas_kernels.plgpu_compat import HOPPER
+
+TOKENS = 1200
+PACKED = {  # lengths of segments; what is left of the row is padding
+    "borders in blocks": [100, 28, 1, 300, 1, 1, 640, 17],
+    "one": [TOKENS],
+    "whole blocks": [128, 256, 128],
+    "many short": [7] * 160,
+    "padding": [],
+}
+VARIANTS = {
+    "chosen": api.Tiles(),
+    "pairs": api.Tiles(sm90_forward.Tiles(pairs=True), sm90_dq.Tiles(pairs=True), sm90_dkv.Tiles(pairs=True)),
+    "other order": api.Tiles(
+        sm90_forward.Tiles(heads_first=False), sm90_dq.Tiles(heads_first=True), sm90_dkv.Tiles(heads_first=False)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if str(getattr(jax.devices()[0], "compute_capability", "")) != HOPPER:
+        pytest.skip("needs a Hopper GPU")
+
+
+def ids_of(name: str) -> jax.Array:
+    ids = np.repeat(np.arange(len(PACKED[name])) + 1, PACKED[name])
+    return jnp.asarray(np.pad(ids, (0, TOKENS - len(ids))), jnp.int32)
+
+
+def kernel(tiles=None):
+    return jax.jit(functools.partial(results, backend="pallas", tiles=tiles))
+
+
+def operands(d: int, dtype=jnp.bfloat16, heads=(4, 2), tokens=TOKENS):
+    """q, k, v, do and a cotangent for lse."""
+    keys, (H, K) = jax.random.split(jax.random.key(0), 5), heads
+    drawn = [jax.random.normal(key, (tokens, h, d), dtype) for key, h in zip(keys, (H, K, K, H))]
+    return *drawn, jax.random.normal(keys[4], (H, tokens))
+
+
+def results(ids, q, k, v, do, dlse, **options):
+    """o, lse, dq, dk, dv."""
+
+    def f(q, k, v):
+        o, lse = api.attention_and_lse(q, k, v, ids, **options)
+        return o, jnp.where(ids > 0, lse, 0)
+
+    out, pull = jax.vjp(f, q, k, v)
+    return *out, *pull((do, dlse))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def rounded(dtype, ids, q, k, v, do):
+    """The same in float32, but with scores' exponentials, dS and results rounded to `dtype`, as a library in that type does."""
+
+    def f(q, k, v):
+        mask = reference.visible(ids[None])[0]
+        group = q.shape[1] // k.shape[1]
+        k, v = (jnp.repeat(x, group, 1) for x in (k, v))
+        s = jnp.einsum("thd,shd->hts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        p = jax.nn.softmax(jnp.where(mask, s, -1e30), -1) * mask
+        return jnp.einsum("hts,shd->thd", p.astype(dtype), v, preferred_element_type=jnp.float32).astype(dtype)
+
+    o, pull = jax.vjp(f, q, k, v)
+    return o, *pull(do)
+
+
+_wide = jax.jit(functools.partial(results, backend="reference"))
+
+
+def float64(ids, *args):
+    with jax.enable_x64(True):
+        return [np.asarray(x) for x in _wide(ids, *(jnp.asarray(np.asarray(x, np.float64)) for x in args))]
+
+
+def error(got, want) -> float:
+    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / max(np.linalg.norm(want), 1e-30))
+
+
+@pytest.mark.parametrize(("variant", "d"), [*((variant, 128) for variant in VARIANTS), ("chosen", 64), ("pairs", 64)])
+def test_it_is_as_exact_as_a_bfloat16_reference(variant, d):
+    args, run = operands(d), kernel(VARIANTS[variant])
+    for name in PACKED:
+        ids = ids_of(name)
+        got, exact = run(ids, *args), float64(ids, *args)
+        np.testing.assert_allclose(got[1], exact[1], atol=2e-5, err_msg=name)
+        for what, ours, want in zip(("o", "lse", "dq", "dk", "dv"), got, exact):
+            assert error(ours, want) < 6e-3, (name, what)
+            assert what == "lse" or not np.asarray(ours, np.float32)[np.asarray(ids) == 0].any(), (name, what)
+        without = *args[:4], jnp.zeros_like(args[4])  # the plain reference has no lse
+        o, _, *grads = zip(run(ids, *without), float64(ids, *without))
+        for what, (ours, want), plain in zip(("o", "dq", "dk", "dv"), (o, *grads), rounded(jnp.bfloat16, ids, *args[:4])):
+            assert error(ours, want) <= 2 * error(plain, want), (name, what)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1), (1, 1)])
+def test_float16_and_every_group(heads):
+    ids, args = ids_of("borders in blocks"), operands(64, jnp.float16, heads)
+    for ours, want in zip(kernel()(ids, *args), float64(ids, *args)):
+        assert error(ours, want) < 1e-3
+
+
+def test_a_segment_is_as_if_alone():
+    """Walks begin elsewhere, so sums are split elsewhere: equal but for roundings."""
+    args, run, at = operands(128), kernel(), 0
+    packed = run(ids_of("borders in blocks"), *args)
+    for n in PACKED["borders in blocks"]:
+        cut = [jnp.roll(x, -at, 0) for x in args[:4]] + [jnp.roll(args[4], -at, 1)]
+        alone = run(jnp.where(jnp.arange(TOKENS) < n, 1, 0), *cut)
+        for i, (x, y) in enumerate(zip(packed, alone)):
+            x, y = (x[:, at : at + n], y[:, :n]) if i == 1 else (x[at : at + n], y[:n])
+            assert error(x, np.asarray(y, np.float64)) < (1e-5 if i == 1 else 5e-3)
+        at += n
+
+
+def test_rows_of_a_batch_are_apart():
+    ids = jnp.stack([ids_of("borders in blocks"), ids_of("one")])
+    args = [jnp.stack([x, x[::-1]]) for x in operands(128)[:3]]
+    run = jax.jit(functools.partial(api.attention, backend="pallas"))
+    both = run(*args, ids)
+    for i in range(2):
+        assert error(both[i], np.asarray(run(*(x[i] for x in args), ids[i]), np.float64)) < 5e-3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_every_time_wherever_it_is_put(variant):
+    """Results and what lies between are put where memory was all ones, NaN in any type."""
+    ids, args, run = ids_of("borders in blocks"), operands(128), kernel(VARIANTS[variant])
+    first = run(ids, *args)
+    for _ in range(3):
+        ones = [jnp.full(x.shape, -1, f"int{8 * x.dtype.itemsize}") for x in (*first, *args)]
+        jax.block_until_ready(ones)
+        del ones
+        for x, y in zip(first, run(ids, *args)):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))

@@ -1,0 +1,108 @@
+"""Packed attention's oracle, and the walks of its kernels, against every segment on its own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.attention import api, reference
+from pallas_kernels.attention.segments import key_walks, query_walks, segments_of
+
+TOKENS = 24
+
+
+def ids_of(lengths: list[int], tokens: int, front: int = 0) -> np.ndarray:
+    """Ids of segments (those of length 0 leave a gap in the numbers) after `front` tokens of padding, cut to `tokens`."""
+    ids = np.repeat(np.arange(len(lengths)) + 1, lengths)[: tokens - front]
+    return np.pad(ids, (front, tokens - front - len(ids))).astype(np.int32)
+
+
+packs = st.builds(ids_of, st.lists(st.integers(0, 9), max_size=6), st.just(TOKENS), st.integers(0, 3))
+LENGTHS = st.sampled_from([0, 1, 2, 63, 64, 65, 100, 127, 128, 129, 200, 300])
+long_packs = st.builds(ids_of, st.lists(LENGTHS, max_size=9), st.just(768), st.integers(0, 130))
+
+
+def drawn(heads: int, kv_heads: int, d: int = 8):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, (TOKENS, h, d)) for key, h in zip(keys, (heads, kv_heads, kv_heads, heads))]
+
+
+def run(ids, q, k, v, do):
+    """o, lse, dq, dk, dv."""
+
+    def f(q, k, v):
+        o, lse = api.attention_and_lse(q, k, v, ids, backend="reference")
+        return o, jnp.where(ids > 0, lse, 0)
+
+    out, pull = jax.vjp(f, q, k, v)
+    return *out, *pull((do, jnp.ones_like(out[1])))
+
+
+run_all, segments_jit, visible_jit = jax.jit(run), jax.jit(segments_of), jax.jit(reference.visible)
+keys_jit, queries_jit = (jax.jit(f, static_argnums=(1, 2)) for f in (key_walks, query_walks))
+
+
+@given(packs, st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+def test_packed_equals_every_segment_alone(ids, heads):
+    """And what is packed beside a segment, or NaN-free padding, does not reach it."""
+    args = [np.asarray(x) for x in drawn(*heads)]
+    got = [np.asarray(x) for x in run_all(ids, *args)]
+    for segment in np.unique(ids[ids > 0]):
+        mine = ids == segment
+        alone = run_all(mine.astype(np.int32), *(np.where(mine[:, None, None], x, np.float32(7)) for x in args))
+        for i, (x, y) in enumerate(zip(got, map(np.asarray, alone))):
+            np.testing.assert_allclose(x[:, mine] if i == 1 else x[mine], y[:, mine] if i == 1 else y[mine], atol=3e-6)
+    for i in (0, 2, 3, 4):
+        assert not got[i][ids == 0].any()
+
+
+def test_one_segment_is_causal_attention():
+    q, k, v, _ = drawn(4, 2)
+    o, lse = api.attention_and_lse(q, k, v, jnp.ones(TOKENS, jnp.int32), backend="reference")
+    want = jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    np.testing.assert_allclose(o, want, atol=2e-6)
+    s = jnp.einsum("thd,shd->hts", q, jnp.repeat(k, 2, 1)) * q.shape[-1] ** -0.5
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(jnp.where(np.tri(TOKENS, dtype=bool), s, -jnp.inf), -1), atol=2e-6)
+
+
+def test_rows_of_a_batch_are_apart():
+    q, k, v, _ = (jnp.stack([x, 2 * x]) for x in drawn(4, 2))
+    ids = jnp.ones((2, TOKENS), jnp.int32)
+    both = api.attention_and_lse(q, k, v, ids)
+    for i in range(2):
+        for x, y in zip(both, api.attention_and_lse(q[i], k[i], v[i], ids[i])):
+            np.testing.assert_allclose(x[i], y, atol=1e-6)
+
+
+@given(long_packs)
+def test_first_and_last_are_those_of_the_segment(ids):
+    first, last = (np.asarray(x) for x in segments_jit(ids[None]))
+    for segment in np.unique(ids):
+        mine = np.flatnonzero(ids == segment)
+        want = (mine[0], mine[-1] + 1) if segment else (len(ids), 0)
+        assert ((first[mine], last[mine]) == np.array(want)[:, None]).all()
+
+
+@pytest.mark.parametrize(("rows", "step"), [(128, 128), (128, 64)])
+@given(ids=long_packs)
+def test_walks_hold_all_that_is_seen_and_masks_are_where_they_have_to_be(rows, step, ids):
+    """What is outside a walk is seen by nobody; what is said to be clear is seen by all, but for the diagonal."""
+    seen, (first, last) = np.asarray(visible_jit(ids[None])[0]), segments_jit(ids[None])
+    causal, blocks = np.tri(len(ids), dtype=bool), list(range(len(ids) // rows))
+    by_key, by_query = (np.asarray(x)[:, :4] for x in (keys_jit(first, rows, step), queries_jit(last, rows, step)))
+    for walks in (by_key, by_query):
+        assert sorted(walks[:, 0]) == blocks and (np.diff(walks[:, 3]) <= 0).all()
+    for block, begin, clear, steps in by_key:
+        mine, end = slice(block * rows, (block + 1) * rows), begin + steps * step
+        assert not seen[mine, :begin].any() and not seen[mine, end:].any() and steps > 0 and begin % 8 == 0
+        inside, real = slice(max(begin, clear), end), ids[mine] > 0
+        assert (seen[mine, inside] == causal[mine, inside])[real].all()
+    for block, begin, clear, steps in by_query:
+        mine, end = slice(block * rows, (block + 1) * rows), begin + steps * step
+        assert not seen[:begin, mine].any() and not seen[end:, mine].any() and begin == block * rows
+        inside = slice(begin, min(clear, end))
+        assert (seen[inside, mine] == causal[inside, mine]).all()

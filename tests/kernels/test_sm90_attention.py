@@ -1,0 +1,159 @@
+"""Packed attention on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA gives the rest."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import api, sm90_dkv, sm90_dq, sm90_forward
+from pallas_kernels.numerics import relative_l2
+from pallas_kernels.plgpu_compat import INTERPRET
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+PAIRS = api.Tiles(sm90_forward.Tiles(pairs=True), sm90_dq.Tiles(pairs=True), sm90_dkv.Tiles(pairs=True))
+SIMULATED = {  # name: (lengths of segments, tokens, query heads, KV heads, d, tiles)
+    "borders in a block, a token alone, padding": ([90, 1, 60, 30], 200, 2, 1, 64, api.Tiles()),
+    "a block to the token, then two; pairs": ([128, 256], 384, 2, 1, 128, PAIRS),
+}
+
+
+def ids_of(lengths: list[int], tokens: int) -> jax.Array:
+    ids = np.repeat(np.arange(len(lengths)) + 1, lengths)
+    return jnp.asarray(np.pad(ids, (0, tokens - len(ids))), jnp.int32)
+
+
+def float64(lengths, q, k, v, do, dlse, scale):
+    """o, lse, dq, dk, dv by the book, one segment and head after the other."""
+    q, k, v, do, dlse = (np.asarray(x, np.float64) for x in (q, k, v, do, dlse))
+    o, lse, grads, at = np.zeros_like(q), np.full(dlse.shape, np.inf), [np.zeros_like(x) for x in (q, k, v)], 0
+    for n in lengths:
+        for h in range(q.shape[1]):
+            i, j = np.s_[at : at + n, h], np.s_[at : at + n, h // (q.shape[1] // k.shape[1])]
+            s = np.where(np.tri(n, dtype=bool), q[i] @ k[j].T * scale, -np.inf)
+            lse[h, at : at + n] = np.log(np.exp(s).sum(1))
+            p = np.exp(s - lse[h, at : at + n, None])
+            o[i] = p @ v[j]
+            ds = p * (do[i] @ v[j].T - (do[i] * o[i]).sum(1)[:, None] + dlse[h, at : at + n, None]) * scale
+            for grad, where, part in zip(grads, (i, j, j), (ds @ k[j], ds.T @ q[i], p.T @ do[i])):
+                grad[where] += part
+        at += n
+    return o, lse, *grads
+
+
+def operands(tokens, heads, kv_heads, d, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 5)
+    drawn = [jax.random.normal(key, (tokens, h, d), dtype) for key, h in zip(keys, (heads, kv_heads, kv_heads, heads))]
+    return *drawn, jax.random.normal(keys[4], (heads, tokens))
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_it_equals_float64(name):
+    lengths, tokens, H, K, d, tiles = SIMULATED[name]
+    *qkv, do, dlse = operands(tokens, H, K, d)
+    ids, scale = ids_of(lengths, tokens), 0.2
+    attend = functools.partial(api.attention_and_lse, scale=scale, backend="pallas", tiles=tiles, interpret=INTERPRET)
+    (o, lse), pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), *qkv)
+    got = o, lse, *pull((do, jnp.where(ids > 0, dlse, 0)))
+    want = float64(lengths, *qkv, do, dlse, scale)
+    real = np.asarray(ids) > 0
+    np.testing.assert_allclose(lse[:, real], want[1][:, real], atol=1e-5)
+    assert np.isinf(lse[:, ~real]).all()
+    for what, x, y in zip(("o", "dq", "dk", "dv"), (got[0], *got[2:]), (want[0], *want[2:])):
+        assert x.dtype == jnp.bfloat16 and relative_l2(x, y) < 4e-3, what
+        assert not np.asarray(x, np.float32)[~real].any(), what
+
+
+def shapes(lead=(4096,), d=128, dtype=jnp.bfloat16, H=32, K=8):
+    struct = jax.ShapeDtypeStruct
+    kv = struct((*lead, K, d), dtype)
+    return struct((*lead, H, d), dtype), kv, kv, struct(lead, jnp.int32)
+
+
+def lower(args, **options) -> str:
+    """The forward and the backward."""
+
+    def f(q, k, v, ids):
+        o, pull = jax.vjp(lambda *qkv: api.attention(*qkv, ids, backend="pallas", **options), q, k, v)
+        return o, pull(o)
+
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(64, jnp.bfloat16), (128, jnp.bfloat16), (128, jnp.float16)])
+def test_it_lowers_for_cuda(d, dtype):
+    text = lower(shapes(d=d, dtype=dtype))
+    assert text.count("mosaic_gpu_v2") == 3 and "4096x4096" not in text
+
+
+def test_pairs_lower_for_cuda_and_an_odd_group_has_none():
+    assert "mosaic_gpu" in lower(shapes(), tiles=PAIRS)
+    assert "mosaic_gpu" in lower(shapes(H=3, K=1), tiles=PAIRS)
+
+
+@pytest.mark.parametrize("lead", [(2, 4096), (3, 50)])
+def test_rows_and_odd_lengths_lower_for_cuda(lead):
+    assert "mosaic_gpu" in lower(shapes(lead, H=4, K=1))
+
+
+def test_whole_chunks_are_not_padded():
+    text = lower(shapes((2, 256), H=2, K=1))
+    assert not [line for line in text.splitlines() if "stablehlo.pad" in line and "bf16" in line]
+
+
+def bad(name: str):
+    q, k, v, ids = shapes((2, 256))
+    like = lambda s, shape=None, dtype=None: jax.ShapeDtypeStruct(shape or s.shape, dtype or s.dtype)
+    return {
+        "rows": ((like(q, (256, 32, 128)), k, v, ids), r"q bfloat16\[256, 32, 128\], k.*\[B, T, ...\] in front"),
+        "lengths": ((q, like(k, (2, 128, 8, 128)), like(v, (2, 128, 8, 128)), ids), r"k bfloat16\[2, 128, 8, 128\]"),
+        "values": ((q, k, like(v, (2, 256, 4, 128)), ids), r"v bfloat16\[2, 256, 4, 128\].*k and v \[T, K, d\]"),
+        "heads": ((q, like(k, (2, 256, 5, 128)), like(v, (2, 256, 5, 128)), ids), "K divides H"),
+        "empty": ((like(q, (2, 0, 32, 128)), *[like(x, (2, 0, 8, 128)) for x in (k, v)], like(ids, (2, 0))), r"q bfloat16\[2, 0"),
+        "types": ((q, like(k, dtype=jnp.float16), v, ids), "of one floating-point type"),
+        "ids": ((q, k, v, like(ids, (2, 128))), r"segment_ids int32\[2, 128\].*one a token"),
+        "ids' type": ((q, k, v, like(ids, dtype=jnp.float32)), r"segment_ids float32.*is int32"),
+    }[name]
+
+
+@pytest.mark.parametrize("backend", ["pallas", "reference"])
+@pytest.mark.parametrize("name", ["rows", "lengths", "values", "heads", "empty", "types", "ids", "ids' type"])
+def test_bad_operands_are_errors_at_trace_time(name, backend):
+    args, message = bad(name)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(api.attention, backend=backend), *args)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2, 2, 1], "1 comes back at token 3 of row 0; a segment's tokens are contiguous"),
+        ([1, 0, 1, 1], "1 comes back at token 2 of row 0"),
+        ([1, 1, -1, 0], "token 2 of row 0 has -1; ids are above 0, and 0 is padding"),
+    ],
+)
+def test_ids_that_are_known_are_checked(ids, message):
+    q, k, v, _ = (jnp.zeros(s.shape, s.dtype) for s in shapes((4,), H=1, K=1))
+    with pytest.raises(ValueError, match=message):
+        api.attention(q, k, v, jnp.asarray(ids, jnp.int32))
+
+
+def test_what_the_kernels_do_not_take_is_an_error():
+    for args, message in (
+        (shapes(dtype=jnp.float32), 'q is float32: the kernels take bfloat16 or float16; backend="reference" takes any'),
+        (shapes(d=96), 'heads of 96: the kernels have 64 and 128; backend="reference" takes any'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(functools.partial(api.attention, backend="pallas"), *args)
+        jax.eval_shape(functools.partial(api.attention, backend="reference"), *args)
+    for scale in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="a finite number above 0"):
+            jax.eval_shape(functools.partial(api.attention, scale=scale), *shapes())
+    with pytest.raises(ValueError, match="shared memory"):
+        lower(shapes(), tiles=api.Tiles(sm90_forward.Tiles(stages=5)))
+    with pytest.raises(ValueError, match="shared memory"):
+        lower(shapes(), tiles=api.Tiles(dkv=sm90_dkv.Tiles(q_stages=9)))
