@@ -24,7 +24,7 @@ from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import init_params
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim import make_optimizer, make_schedule
-from jaxfp8rl.precision.linear import products_of
+from jaxfp8rl.precision.hardware import check_attention, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, resolve
 from jaxfp8rl.registry import build_engine
 from jaxfp8rl.rewards.runner import RewardRunner
@@ -35,7 +35,8 @@ from jaxfp8rl.types import Params
 
 @dataclasses.dataclass
 class Parts:
-    """What the loop works with. `runs`: which linears the engine holds in FP8; `precision`: how the learner computes."""
+    """What the loop works with. `runs`: which linears the engine holds in FP8; `precision`: how the learner computes; `policy`
+    makes no codes where those in the engine's memory are used (rollout.one_copy)."""
 
     cfg: Config
     model: ModelConfig
@@ -79,6 +80,10 @@ class Parts:
     def initial_params(self) -> Params:
         return starting_params(self.cfg, self.model)
 
+    def hold_reference(self, params: Params) -> None:
+        """With codes of its own, whatever the policy does: the engine's are of newer versions."""
+        self.reference = make_policy(self.precision)(params)
+
     def close(self) -> None:
         for part in (self.transport, self.engine, self.rewards):
             part.close()
@@ -89,12 +94,14 @@ def build(cfg: Config) -> Parts:
     cfg.check()
     model = model_config(cfg)
     runs = engine_runs(cfg, model)
+    check_attention(cfg.precision.attention, cfg.precision.compute_dtype, model)
     data = load_data(cfg, model)
     engine, transport = build_engine(cfg, model, runs)
     formats = engine.capabilities().formats
     precision = resolve(
         get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,
-        cfg.precision.gradients, cfg.precision.saved_activations, products_of(cfg.precision.products),
+        cfg.precision.gradients, cfg.precision.saved_activations,
+        products_of(cfg.precision.products, cfg.precision.compute_dtype), cfg.precision.attention,
     )  # fmt: skip
     updates = cfg.run.steps * cfg.train.updates_per_step
     optimizer = make_optimizer(cfg.optim, updates)
@@ -103,7 +110,7 @@ def build(cfg: Config) -> Parts:
         cfg, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems],
         RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, logprobs,
-        make_policy(precision), make_score(logprobs),
+        make_policy(precision, codes=not cfg.rollout.one_copy), make_score(logprobs),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer),
         optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model),
         KvCalibration(model, precision, cfg.rollout.temperature, cfg.rollout.kv_scale_decay)

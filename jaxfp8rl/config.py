@@ -115,7 +115,10 @@ class PrecisionSection(Section):
         "high", description='what wgrad gets of an FP8 product\'s input: as it was, or the forward\'s codes (Jet-RL)'
     )
     products: Literal["auto", "float32", "tensor_core", "pallas"] = Field(
-        "auto", description="what computes FP8 products; auto: tensor_core where there are FP8 tensor cores; pallas: on Hopper"
+        "auto", description="what computes FP8 products; auto: pallas on Hopper, tensor_core on others with FP8 tensor cores"
+    )
+    attention: Literal["xla", "pallas"] = Field(
+        "xla", description="what computes the learner's attention; pallas: on Hopper, where the engine's attention is not FP8"
     )
     embedded_activations: Literal["fp8", "high"] = Field("fp8", description="W8A8 or W8A16 in the embedded engine")
     first_layers_bf16: int = Field(0, ge=0)

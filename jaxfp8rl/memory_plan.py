@@ -16,11 +16,11 @@ from bridges import manifest
 from bridges.api import ParamMeta
 from jaxfp8rl.build import engine_runs
 from jaxfp8rl.config import Config
-from jaxfp8rl.losses.logprobs import CHUNK_ELEMENTS
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.publish import is_fp8, wire_manifest
+from pallas_kernels.logprob.api import MEMORY
 from pallas_kernels.quantize import BLOCK
 
 Plan = list[tuple[str, int]]
@@ -41,7 +41,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
         (f"policy in {cfg.precision.compute_dtype}, and codes and scales of what is FP8 in it", _policy(cfg, model, compute)),
         (f"weights on their way to the engine, recipe {cfg.precision.recipe}", _in_flight(cfg, metas)),
         ("activations of a micro-batch (estimate)", _activations(cfg, model, compute)),
-        ("logits of a chunk, with their derivative, float32 (estimate)", _logits(cfg, model)),
+        ("logits of a block, their gradient and that of the hidden states (estimate)", _logits(cfg, model, compute)),
     ]
     if cfg.rollout.link in ("cuda_ipc", "nccl"):
         learner.append(("two slots of rollout.link", LINK_SLOTS))
@@ -92,9 +92,9 @@ def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     return params * itemsize + fp8 * (not cfg.rollout.one_copy) + fp8 * F32 // BLOCK**2
 
 
-def _logits(cfg: Config, model: ModelConfig) -> int:
-    tokens = min(cfg.train.rows_per_microbatch * cfg.train.row_tokens, CHUNK_ELEMENTS // model.vocab_size)
-    return 2 * max(tokens, 1) * model.vocab_size * F32
+def _logits(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    tokens = cfg.train.rows_per_microbatch * cfg.train.row_tokens
+    return min(tokens * model.vocab_size * (F32 + itemsize), MEMORY) + tokens * model.hidden_size * (F32 + itemsize)
 
 
 def _kv_cache(cfg: Config, model: ModelConfig, itemsize: int) -> int:

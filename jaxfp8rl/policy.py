@@ -13,14 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from jaxfp8rl.models.transformer import split_layers
 from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, TrainableWeight, round_to
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.types import Params
-from pallas_kernels.quantize import BLOCK
-from pallas_kernels.quantize.api import quantize_blocks
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -31,7 +28,7 @@ def policy_of(params: Params, precision: Precision, codes: bool = True) -> Param
     """Masters (one stack of layers) -> policy; unless `codes`, with None for what is quantised."""
     rounded = jax.tree.map(lambda p: round_to(p, precision.weight_dtype).astype(precision.compute_dtype), params)
     policy = split_layers(rounded, precision)
-    quantize = quantized if codes else lambda weight: None
+    quantize = QuantizedWeight.of if codes else lambda weight: None
     stacks = tuple(_quantize(stack, run.fp8, quantize) for stack, run in zip(policy["layers"], precision.runs))
     return {**policy, "layers": stacks}
 
@@ -43,18 +40,6 @@ def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Par
         else _quantize(node, modules, quantize) if isinstance(node, dict) else node
         for name, node in stack.items()
     }  # fmt: skip
-
-
-def quantized(weight: Array) -> QuantizedWeight:
-    """weight [..., N, K] in 128x128 blocks, by the Hopper kernel on a Hopper GPU: the bits are the reference's.
-
-    A stack of layers is to the kernel one matrix of more rows, unless blocks would then reach over the end of a layer.
-    """
-    *lead, n, k = weight.shape
-    if lead and n % BLOCK:
-        return jax.lax.map(quantized, weight)
-    codes, scale = quantize_blocks(weight.reshape(-1, k), backend="auto")
-    return QuantizedWeight(codes.reshape(weight.shape), scale.reshape(*lead, -(-n // BLOCK), -(-k // BLOCK)))
 
 
 def handles(policy: Params, dtype: str) -> Params:

@@ -20,7 +20,6 @@ from bridges.api import ParamMeta, StackRow
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, param_table
-from jaxfp8rl.policy import quantized
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.precision.linear import QuantizedWeight, round_to
 from jaxfp8rl.precision.recipe import LayerRun
@@ -147,7 +146,7 @@ def _computed(quantize: Tensors, cast: Tensors, index: Array | None, dtype: str)
     def row(w: Array) -> Array:
         return round_to(w if index is None else jax.lax.dynamic_index_in_dim(w, index, keepdims=False), dtype)
 
-    codes = {path: quantized(row(w)) for path, w in quantize.items()}
+    codes = {path: QuantizedWeight.of(row(w)) for path, w in quantize.items()}
     return codes | {path: row(w).astype(dtype) for path, w in cast.items()}
 
 

@@ -36,13 +36,14 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[R
     from bridges.weights.jax_inprocess import JaxInprocess
     from jaxfp8rl.losses.logprobs import logits_of
     from jaxfp8rl.models.transformer import forward_cached, head_weight, init_cache
-    from jaxfp8rl.precision.linear import QuantizedWeight, products_of
+    from jaxfp8rl.precision.hardware import products_of
+    from jaxfp8rl.precision.linear import QuantizedWeight
 
     formats = _embedded_formats(cfg)
     precision = Precision(
         runs, activations_fp8=formats.activations == FP8_ACTIVATION, kv_fp8=formats.kv_cache == FP8_KV,
         compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
-        products=products_of(cfg.precision.products),
+        products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
     )  # fmt: skip
 
     def to_compute(w: Array | QuantizedWeight) -> Array | QuantizedWeight:
@@ -79,6 +80,7 @@ def _embedded_formats(cfg: Config) -> EngineFormats:
 
 def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     from bridges.rollout.vllm_engine import VllmEngine
+    from bridges.weights.vllm_transports import open_vllm_transport
 
     engine = VllmEngine(model.to_hf(), **_vllm_options(cfg, model, runs))
     try:
@@ -107,23 +109,6 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         stacked=cfg.rollout.one_copy,
         seed=cfg.run.seed,
     )
-
-
-def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
-    """An open transport. "auto" says which it took and why: in place, with every publish proved, where the engine allows it."""
-    from bridges.weights.vllm_inplace import VllmInplace
-    from bridges.weights.vllm_inprocess import VllmReload
-
-    if how == "auto":
-        try:
-            transport = open_vllm_transport("in_place", engine)
-            print('rollout.publish = "auto" takes "in_place": vLLM keeps every tensor in a layout known here')
-            return transport
-        except BridgeError as e:
-            print(f'rollout.publish = "auto" takes "reload": {str(e).splitlines()[0]}')
-    transport = VllmInplace() if how == "in_place" else VllmReload()
-    transport.open(engine)
-    return transport
 
 
 def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:

@@ -43,12 +43,14 @@ def make_policy(precision: Precision, codes: bool = True) -> Callable:
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: bool) -> Callable:
-    """f(policy, batch of [R, T] fields) -> (logp, entropy), each [R, T] float32."""
+    """f(policy, batch of [R, T] fields) -> (logp, entropy), each [R, T] float32, 0 off the response mask."""
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
         hidden = forward(policy, model, batch.tokens, batch.positions, batch.segment_ids, precision, remat)
         head = head_weight(policy, model)
-        return token_logprobs(hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype)
+        return token_logprobs(
+            hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype, mask=batch.response_mask
+        )
 
     return logprobs
 

@@ -37,6 +37,7 @@ from bridges.rollout.http_server import HttpServer, is_loopback
 from bridges.weights.linked import LinkedWeights
 from bridges.weights.links import HOST_LINKS, Link, accept
 from bridges.weights.safetensors_file import FileSource
+from bridges.weights.vllm_transports import check_way, open_vllm_transport
 
 POLL_SECONDS = 0.1  # in which an end is noticed
 
@@ -202,27 +203,9 @@ def _vllm(hf_config: dict[str, Any], transport: str = "reload", **options: Any) 
 
     if not hf_config:
         raise BridgeError("vLLM wants to know the model", "--config config.json, of a Hugging Face folder")
-    if transport not in ("reload", "in_place", "auto"):
-        raise BridgeError(f"no transport {transport!r} into vLLM", "choose reload, in_place or auto")
+    check_way(transport)
     engine = VllmEngine(hf_config, **options)
-    return engine, _open_transport(transport, engine), _torch_tensor
-
-
-def _open_transport(how: str, engine: RolloutEngine) -> WeightTransport:
-    """auto: in place where every tensor lies in a layout known here, and it says which it took."""
-    if how == "reload":
-        from bridges.weights.vllm_inprocess import VllmReload as Transport
-    else:
-        from bridges.weights.vllm_receive import VllmReceive as Transport  # imports JAX
-    transport = Transport()
-    try:
-        transport.open(engine)
-    except BridgeError as e:
-        if how != "auto":
-            raise
-        print(f'transport "auto" takes "reload": {str(e).splitlines()[0]}')
-        return _open_transport("reload", engine)
-    return transport
+    return engine, open_vllm_transport(transport, engine), _torch_tensor
 
 
 def _torch_tensor(x: np.ndarray) -> Any:

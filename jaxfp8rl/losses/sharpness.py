@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxfp8rl.losses.logprobs import CHUNK_ELEMENTS, logits_of
+from jaxfp8rl.losses.logprobs import logits_of
 from jaxfp8rl.losses.mismatch import mean_over
 
 EPSILON = 1e-3  # Keskar et al.'s larger box
+CHUNK_ELEMENTS = 2**25  # logits held at once, in a few forms: 128 MiB each
 
 
 def logit_sharpness(

@@ -24,7 +24,9 @@ from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import linear
+from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision
+from pallas_kernels.attention import api as packed
 from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
@@ -70,12 +72,15 @@ def forward_and_amax(
 def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
     """attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v): within segments,
     keys and values rounded as the engine's cache holds them, over their scales, 1 if None."""
-    mask_BTS = nn.packed_mask(segment_ids_BT)
+    by_kernel = precision.attention == "pallas"
+    mask_BTS = None if by_kernel else nn.packed_mask(segment_ids_BT)
 
     def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
         amax, s = amax_of(q, k, v, segment_ids_BT > 0), scales or UNIT
         if precision.kv_fp8:
             k, v = (nn.round_scaled(a, s[n], precision.kv_truncated) for n, a in (("k", k), ("v", v)))
+        if by_kernel:
+            return packed.attention(q, k, v, segment_ids_BT, backend="pallas"), amax
         return nn.attention(q, k, v, mask_BTS, precision.attention_fp8, s["q"]), amax
 
     return attend
@@ -149,10 +154,11 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
 
 def decoder_layer(
     x_BTD: Array, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope: tuple[Array, Array],
-    attend: Callable, product: Callable = lambda name, *args: linear(*args),
+    attend: Callable, product: Callable | None = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is in `precision.stream_dtype`. `attend(q, k, v)` gets
     rotated, normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for who wants to look on."""
+    fused_mlp, product = product is None and fuses(precision, run.fp8), product or (lambda name, *args: linear(*args))
     # the products whose input is quantised as it is made: all but o_proj's, which attention makes
     quantizes = run.fp8 - {"o_proj"} if precision.fused_quantizer else frozenset()
 
@@ -176,6 +182,8 @@ def decoder_layer(
     o_BTHd, left = attend(q, k, v)
     x_BTD = nn.add_residual(x_BTD, project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj"))
     h = normed(x_BTD, "post_attention_layernorm", "gate_proj")
+    if fused_mlp:
+        return nn.add_residual(x_BTD, swiglu_mlp(h, *(w["mlp"][name]["weight"] for name in MLP_MODULES), precision)), left
     h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"), precision.fused)
     if "down_proj" not in quantizes:
         h_BTF = h_BTF.astype(h.dtype)

@@ -25,14 +25,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import xla
-from pallas_kernels.plgpu_compat import HOPPER
+from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as q
+
+# Functions of their own in a program, so that Mosaic, which numbers a program's kernels, makes one of all calls of a shape: it is
+# compiled once, and equal calls, as of q, k and v to quantise their input, are one call.
+quantize_rows = jax.jit(quantize.quantize_rows, static_argnames=("amax_floor", "backend"))
+quantize_tokens = jax.jit(quantize.quantize_tokens, static_argnames="backend")
+quantize_both = jax.jit(quantize.quantize_both, static_argnames=("dtype", "backend"))
+quantize_blocks = jax.jit(quantize.quantize_blocks, static_argnames="backend")
+blockwise_matmul = jax.jit(matmul.blockwise_matmul, static_argnames=("out_dtype", "backend"))
+wgrad = jax.jit(matmul.wgrad, static_argnames=("out_dtype", "backend"))
 
 GRADIENT_DTYPES = {"e4m3": q.E4M3, "e5m2": q.E5M2}
 HIGHEST = jax.lax.Precision.HIGHEST  # else a GPU multiplies float32 as TF32
@@ -46,8 +55,13 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def of(cls, weight: Array) -> QuantizedWeight:
-        """Quantise [..., N, K] in 128x128 blocks."""
-        return cls(*q.quantize_blocks(weight))
+        """Quantise [..., N, K] bfloat16 or float32 in 128x128 blocks, by the Hopper kernel on a Hopper GPU: the bits are the
+        reference's. To it a stack of layers is one matrix of more rows, unless blocks would reach over the end of a layer."""
+        *lead, n, k = weight.shape
+        if lead and n % BLOCK:
+            return jax.lax.map(cls.of, weight)
+        codes, scale = quantize_blocks(weight.reshape(-1, k), backend="auto")
+        return cls(codes.reshape(weight.shape), scale.reshape(*lead, -(-n // BLOCK), -(-k // BLOCK)))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["fused", "scale"], meta_fields=["start", "stop"])
@@ -77,52 +91,39 @@ class TrainableWeight(NamedTuple):
     handle: Array
 
 
-def products_of(choice: str) -> str:
-    """`precision.products` on this machine: "auto" is "tensor_core" where there are FP8 tensor cores, else "float32". It does not
-    take "pallas" yet: its passes are tested on a GPU one by one, a whole run has not been seen.
-
-    Raises ConfigError for a choice that this machine has no hardware for.
-    """
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else "0"
-    runs = {"pallas": capability == HOPPER, "tensor_core": float(capability) >= 8.9, "float32": True}
-    if choice != "auto" and not runs[choice]:
-        needed = {"pallas": f"a Hopper GPU (capability {HOPPER})", "tensor_core": "a GPU with FP8 tensor cores"}[choice]
-        raise ConfigError(
-            f'precision.products = "{choice}" needs {needed}, this is {device.device_kind}',
-            'set precision.products = "auto": the same products by what is here',
-        )
-    return ("tensor_core" if runs["tensor_core"] else "float32") if choice == "auto" else choice
-
-
 def round_to(x: Array, dtype: str) -> Array:
     """x rounded to a narrower float type, in its own dtype. Not a pair of casts: XLA may drop those as excess precision."""
     to = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, to.nexp, to.nmant)
 
 
-def linear(
-    x: Array, weight: Array | QuantizedWeight | SharedWeight | TrainableWeight, precision: Precision, fp8: bool,
-    amax_floor: float = q.AMAX_FLOOR,
-) -> Array:  # fmt: skip
+Weight = Array | QuantizedWeight | SharedWeight | TrainableWeight
+
+
+def linear(x: Array, weight: Weight, precision: Precision, fp8: bool, amax_floor: float = q.AMAX_FLOOR) -> Array:
     """x [..., K] times weight [N, K] transposed -> [..., N] in `precision.compute_dtype`.
 
     `weight` is a TrainableWeight, the learner's case; a QuantizedWeight (or one in an engine's memory), which is not
     differentiated; or a float array, quantised on the fly when `fp8` (straight-through to it). `amax_floor` is that of x's
     quantisation.
     """
-    dtype = jnp.dtype(precision.compute_dtype)
-    if isinstance(weight, SharedWeight):
-        weight = weight.cut_out()
-    if isinstance(weight, TrainableWeight) and isinstance(weight.quantized, SharedWeight):
-        weight = weight._replace(quantized=weight.quantized.cut_out())
-    if isinstance(weight, QuantizedWeight):
-        return _fp8_forward(precision, amax_floor, x, weight)[0]
-    if isinstance(weight, TrainableWeight):
-        return _fp8_linear(precision, amax_floor, x, *weight)
-    if fp8:
-        return _fp8_linear(precision, amax_floor, x, QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight)
-    return _dot(x.astype(dtype), weight.astype(dtype))
+    if not (fp8 or isinstance(weight, QuantizedWeight | SharedWeight | TrainableWeight)):
+        dtype = jnp.dtype(precision.compute_dtype)
+        return _high_linear(x.astype(dtype), weight.astype(dtype))
+    quantized, handle = in_codes(weight)
+    if handle is None:
+        return _fp8_forward(precision, amax_floor, x, quantized)[0]
+    return _fp8_linear(precision, amax_floor, x, quantized, handle)
+
+
+def in_codes(weight: Weight) -> tuple[QuantizedWeight, Array | None]:
+    """What a product computes with, and what its gradient is of: None where that is not asked for."""
+    quantized, handle = weight if isinstance(weight, TrainableWeight) else (weight, None)
+    if isinstance(quantized, SharedWeight):
+        quantized = quantized.cut_out()
+    if not isinstance(quantized, QuantizedWeight):
+        return QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight
+    return quantized, handle
 
 
 def _dot(x: Array, w: Array, dtype: jnp.dtype | None = None) -> Array:
@@ -132,6 +133,21 @@ def _dot(x: Array, w: Array, dtype: jnp.dtype | None = None) -> Array:
     return y.astype(dtype or x.dtype)
 
 
+@jax.custom_vjp
+def _high_linear(x: Array, w: Array) -> Array:
+    """`_dot`, with a backward in the operands' type. Autodiff's would multiply the cotangent of the float32 sum, which a GPU does
+    at less than half the rate of bfloat16, by operands that are no more exact."""
+    return _dot(x, w)
+
+
+def _high_linear_bwd(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = saved
+    return _dot(dy, w.T), _dot(flat(dy).T, flat(x).T)
+
+
+_high_linear.defvjp(lambda x, w: (_dot(x, w), (x, w)), _high_linear_bwd)
+
+
 def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
     """x [..., K] rounded through FP8 in 1x128 blocks, float32."""
     return q.dequantize_rows(*q.quantize_rows(x, dtype))
@@ -139,27 +155,31 @@ def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
 
 def _fp8_forward(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight) -> tuple[Array, tuple]:
     """The product in `precision.compute_dtype`, and x as codes and scales, for whoever keeps them."""
-    backend = "pallas" if precision.products == "pallas" else "reference"
-    quantized = quantize.quantize_rows(x, amax_floor=amax_floor, backend=backend)
+    quantized = quantize_rows(x, amax_floor=amax_floor, backend=backend_of(precision))
     if precision.activations_fp8:
-        return _scaled_product(precision, *quantized, weight), quantized
+        return scaled_product(precision, *quantized, weight), quantized
     # W8A16 kernels make the weight a BF16 one (vLLM's on AMX, for more than 4 tokens)
     w = round_to(q.dequantize_blocks(*weight), precision.compute_dtype)
     return _dot(x.astype(jnp.float32), w, precision.compute_dtype), quantized
 
 
-def _scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight) -> Array:
+def backend_of(precision: Precision) -> str:
+    """Of what quantises."""
+    return "pallas" if precision.products == "pallas" else "reference"
+
+
+def scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight) -> Array:
     """x [..., K] as codes and scales times `weight` [N, K] transposed -> [..., N] in `precision.compute_dtype`."""
     dtype = precision.compute_dtype
     if precision.products == "float32":
         return _dot(q.dequantize_rows(codes, scale), q.dequantize_blocks(*weight), dtype)
     if precision.products == "tensor_core":
         return xla.blockwise_matmul(codes, scale, *weight).astype(dtype)
-    y = matmul.blockwise_matmul(_flat(codes), _flat(scale), *weight, out_dtype=dtype, backend="pallas")
+    y = blockwise_matmul(flat(codes), flat(scale), *weight, out_dtype=dtype, backend="pallas")
     return y.reshape(*codes.shape[:-1], -1)
 
 
-def _flat(x: Array) -> Array:
+def flat(x: Array) -> Array:
     """[..., K] -> [T, K]."""
     return x.reshape(-1, x.shape[-1])
 
@@ -183,7 +203,7 @@ def _fp8_linear_bwd(precision: Precision, amax_floor: float, saved, dy: Array):
         backward = _high_backward
     else:
         backward = _pallas_backward if precision.products == "pallas" else _float32_backward
-    dx, dw = backward(precision, _flat(dy), _flat(x), weight, like_x.dtype, like_w.dtype)
+    dx, dw = backward(precision, flat(dy), flat(x), weight, like_x.dtype, like_w.dtype)
     return dx.reshape(x.shape), None, dw
 
 
@@ -204,9 +224,15 @@ def _float32_backward(precision: Precision, dy: Array, x: Array, weight: Quantiz
 
 
 def _pallas_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
-    """As `_float32_backward` by the Hopper kernels. Both want their operands contiguous along the contraction: dgrad takes the
-    weight's codes transposed, a copy of 2 bytes a weight."""
-    by_rows, by_tokens = quantize.quantize_both(dy, GRADIENT_DTYPES[precision.gradients], backend="pallas")
-    turned = weight.codes.T, weight.scale.T
-    dx = matmul.blockwise_matmul(*by_rows, *turned, out_dtype=dtypes[0], backend="pallas")
-    return dx, matmul.wgrad(*by_tokens, *quantize.quantize_tokens(x, backend="pallas"), out_dtype=dtypes[1], backend="pallas")
+    """As `_float32_backward` by the Hopper kernels."""
+    by_rows, by_tokens = quantize_both(dy, GRADIENT_DTYPES[precision.gradients], backend="pallas")
+    dx = dgrad(by_rows, weight, dtypes[0], "pallas")
+    return dx, wgrad(*by_tokens, *quantize_tokens(x, backend="pallas"), out_dtype=dtypes[1], backend="pallas")
+
+
+def dgrad(by_rows: tuple[Array, Array], weight: QuantizedWeight, dtype: jnp.dtype, backend: str) -> Array:
+    """dy [T, N] as codes and scales times `weight` [N, K] -> [T, K]. The kernel wants both contiguous along the contraction: the
+    weight's codes are turned, a copy of 2 bytes a weight. Told where they lie, XLA turns a layer's; else it would turn the whole
+    stack ahead of the loop over layers, hold that, and turn each layer's back where it is computed again."""
+    codes = with_layout_constraint(weight.codes, Layout((0, 1)))
+    return blockwise_matmul(*by_rows, codes.T, weight.scale.T, out_dtype=dtype, backend=backend)

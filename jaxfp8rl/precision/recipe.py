@@ -65,6 +65,7 @@ class Precision:
     runs: consecutive layers with equal FP8 modules, covering all layers.
     activations_fp8: activations enter FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16).
     products: what computes FP8 products: "float32"; "tensor_core" or "pallas", which sum as the engine's kernels on a GPU do.
+    attention: "xla", which makes scores of [T, T]; or "pallas", the Hopper kernels, which skip what is of other segments.
     gradients: "e4m3" or "e5m2" for the gradients that enter dgrad and wgrad of FP8 products, all of whose operands are then
         FP8; "high": neither is.
     saved_activations: what wgrad gets of an FP8 product's input, "high" as it was or "fp8" the forward's codes.
@@ -81,6 +82,7 @@ class Precision:
     runs: tuple[LayerRun, ...]
     activations_fp8: bool = True
     products: str = "float32"
+    attention: str = "xla"
     gradients: str = "high"
     saved_activations: str = "high"
     kv_fp8: bool = False
@@ -176,6 +178,7 @@ def _check_fused(sets: list[frozenset[str]]) -> None:
 def resolve(
     recipe: Recipe, runs: tuple[LayerRun, ...], formats: EngineFormats, compute_dtype: str, weight_dtype: str,
     gradients: str = "e4m3", saved_activations: str = "high", products: str = "float32",
+    attention: str = "xla",
 ) -> Precision:  # fmt: skip
     """The learner's Precision: the recipe, mirroring what the engine reports (W8A8 or W8A16, FP8 KV or not).
 
@@ -187,16 +190,21 @@ def resolve(
             f'precision.recipe "{recipe.name}" needs {"FP8" if recipe.engine_fp8 else "unquantised"} engine weights, '
             f'the engine reports "{formats.weights}"'
         )
+    attention_fp8 = recipe.forward_fp8 and formats.attention == FP8_KV
+    if attention_fp8 and attention == "pallas":
+        raise ConfigError('precision.attention = "pallas" does not round as the engine\'s FP8 attention does',
+                          'set precision.attention = "xla", or rollout.kv_cache = "auto"')  # fmt: skip
     plain = (LayerRun(0, runs[-1].stop, frozenset()),)
     return Precision(
         runs=runs if recipe.forward_fp8 else plain,
         activations_fp8=formats.activations == FP8_ACTIVATION,
         products=products,
+        attention=attention,
         gradients=gradients if recipe.backward_fp8 else "high",
         saved_activations=saved_activations if recipe.forward_fp8 else "high",
         kv_fp8=recipe.forward_fp8 and formats.kv_cache == FP8_KV,
         kv_truncated=recipe.forward_fp8 and formats.kv_truncated,
-        attention_fp8=recipe.forward_fp8 and formats.attention == FP8_KV,
+        attention_fp8=attention_fp8,
         rope_dtype=formats.compute,
         logits_dtype=formats.logits,
         fused=formats.fused,

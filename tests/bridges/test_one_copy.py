@@ -22,7 +22,6 @@ from jaxfp8rl.optim import init_state
 from jaxfp8rl.policy import parted, rejoined
 from jaxfp8rl.precision.linear import SharedWeight
 from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_policy
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 OPTIONS = [
@@ -39,8 +38,8 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated ke
 def begun(parts: Parts):
     """State and policy after a first publish."""
     state = init_state(jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, parts.initial_params()), parts.optimizer, "float32")
-    policy = make_policy(parts.precision, codes=not parts.cfg.rollout.one_copy)(state.params)
-    return state, loop.hand_over(parts, state, policy, 0)[1]
+    state = jax.device_put(state, jax.local_devices()[0])  # as an update leaves it: the same programs
+    return state, loop.hand_over(parts, state, parts.policy(state.params), 0)[1]
 
 
 def two_steps(options: list[str]) -> list[np.ndarray]:
@@ -87,9 +86,18 @@ def test_the_codes_are_the_engines_own(lending):
 
 
 @cpu_only
+def test_the_reference_keeps_codes_of_its_own(lending):
+    parts, state, _ = lending
+    parts.hold_reference(state.params)
+    _, lent = parted(parts.reference)
+    assert not jax.tree.leaves(lent) and None not in jax.tree.leaves(parts.reference, is_leaf=lambda w: w is None)
+    assert sum(isinstance(a, jax.Array) and a.dtype.itemsize == 1 for a in jax.tree.leaves(parts.reference)) == 7 + 6 + 7
+
+
+@cpu_only
 def test_a_publish_takes_back_what_was_lent_and_a_stale_policy_is_refused(lending):
     parts, state, policy = lending
-    _, fresh = loop.hand_over(parts, state, make_policy(parts.precision, codes=False)(state.params), 7)
+    _, fresh = loop.hand_over(parts, state, parts.policy(state.params), 7)
     batch = loop.pack_samples(parts, [loop.Sample(parts.train[0].token_ids, (1,), np.zeros(1, np.float32), 1.0)])
     with pytest.raises(Exception, match="deleted"):
         parts.score(policy, batch)

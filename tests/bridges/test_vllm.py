@@ -21,7 +21,7 @@ from bridges.weights.array_source import ArraySource, random_source
 from bridges.weights.dlpack import torch_view
 from bridges.weights.vllm_inplace import VllmInplace
 from bridges.weights.vllm_inprocess import VllmReload
-from jaxfp8rl.registry import open_vllm_transport
+from bridges.weights.vllm_transports import open_vllm_transport
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,

@@ -15,6 +15,7 @@ CASES = {
     "fp8-float32": ([], 5e-4, 0.05),  # flipped roundings alone; a lost one moves the mean by 1e-2
     "bf16-bfloat16": ([*BF16, *HALF], 0.01, 0.1),
     "fp8-bfloat16": (HALF, 0.01, 0.2),
+    "fp8-bfloat16-pallas": ([*HALF, "--precision.products", "pallas"], 0.01, 0.2),
 }
 
 

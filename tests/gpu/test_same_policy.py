@@ -23,10 +23,11 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit():
+@pytest.mark.parametrize(("products", "attention"), [("tensor_core", "xla"), ("pallas", "xla"), ("pallas", "pallas")])
+def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products, attention):
     """Random weights, drawn wide so that the distributions are far from uniform. What is left is a rounding of BF16 attention or
     logits here and there."""
-    parts = build(load_config("demo", OPTIONS))
+    parts = build(load_config("demo", [*OPTIONS, "--precision.products", products, "--precision.attention", attention]))
     try:
         params = jax.tree.map(lambda w: 4 * w if w.ndim > 1 and w.shape[-1] > 64 else w, parts.initial_params())
         policy = parts.policy(params)
@@ -38,7 +39,8 @@ def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit():
         same, apart = (np.abs(np.asarray(score(policy, batch)) - rollout)[mask] for score in scores)
     finally:
         parts.close()
-    print(f"{same.size} tokens: {(same > 1e-5).mean():.1%} differ, mean {same.mean():.2e}, largest {same.max():.2e} nats; "
+    print(f"products {products}, attention {attention}, {same.size} tokens: {(same > 1e-5).mean():.1%} differ, "
+          f"mean {same.mean():.2e}, largest {same.max():.2e} nats; "
           f"summed in float32 {(apart > 1e-5).mean():.1%}, {apart.mean():.2e}, {apart.max():.2e}")  # fmt: skip
     assert rollout[mask].std() > 0.5
     assert (same > 1e-5).mean() < 0.05 and same.mean() < 1e-3

@@ -102,6 +102,16 @@ def test_a_publish_replaces_the_weights_and_the_old_batch_no_longer_fits():
     np.testing.assert_array_equal(sample(parts, seed=1).rollout_logp, batch.rollout_logp)  # and back, bit for bit
 
 
+def test_a_publish_that_was_not_read_back_is_verified(monkeypatch):
+    parts, params, _ = case("bf16")
+    verified, publish = [], parts.transport.publish
+    monkeypatch.setattr(parts.transport, "verify", verified.append)
+    receipt = loop.publish(parts, parts.policy(params), 3)
+    assert verified == [receipt] and not receipt.content
+    monkeypatch.setattr(parts.transport, "publish", lambda *args: dataclasses.replace(publish(*args), content="of the engine"))
+    assert loop.publish(parts, parts.policy(params), 3).content and verified == [receipt]
+
+
 def test_other_prompts_compile_nothing():
     parts, _, _ = case("bf16")
     before = parts.engine._run._cache_size(), parts.score._cache_size()

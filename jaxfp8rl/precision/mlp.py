@@ -1,0 +1,88 @@
+"""The MLP of a decoder layer on the Hopper kernels, with SwiGLU and its derivative inside the quantisers.
+
+`linear` computes the same product by product. Between its products lie silu(gate) * up, unrounded in float32, and d_gate, d_up in
+bfloat16, written and read again to be quantised; here codes are all that is written of them, and gate and up are one product.
+The forward is that of `linear` to the last bit. In the backward what enters SwiGLU's derivative is rounded to bfloat16, and dx is
+one sum over gate and up, rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxfp8rl.precision.linear import (
+    GRADIENT_DTYPES, QuantizedWeight, Weight, backend_of, dgrad, flat, in_codes, quantize_both, quantize_rows,
+    quantize_tokens, scaled_product, wgrad,
+)  # fmt: skip
+from jaxfp8rl.precision.recipe import Precision
+from pallas_kernels.fused_quantize import api as fused
+from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
+
+swiglu_quantize = jax.jit(fused.swiglu_quantize, static_argnames=("rows", "tokens", "backend"))  # one kernel: see linear.py
+swiglu_grad_quantize = jax.jit(fused.swiglu_grad_quantize, static_argnames=("dtype", "backend"))
+
+MLP_MODULES = "gate_proj", "up_proj", "down_proj"
+
+
+def fuses(p: Precision, fp8: frozenset[str]) -> bool:
+    """Whether `swiglu_mlp` is how `p` asks for a layer whose modules `fp8` are FP8."""
+    kernels = p.products == "pallas" and p.compute_dtype == "bfloat16" and fp8.issuperset(MLP_MODULES)
+    engine = p.activations_fp8 and p.fused_quantizer
+    return kernels and engine and p.gradients != "high" and p.saved_activations == "high"
+
+
+def swiglu_mlp(x: Array, gate: Weight, up: Weight, down: Weight, precision: Precision) -> Array:
+    """down(silu(gate(x)) * up(x)): x [..., D], gate and up [F, D], down [D, F] -> [..., D], bfloat16; F is a multiple of 128.
+
+    Weights as `linear` takes them.
+    """
+    weights, handles = zip(*map(in_codes, (gate, up, down)))
+    if handles[0] is None:
+        return _forward(precision, x, weights)[0]
+    return _mlp(precision, x, weights, handles)
+
+
+def _joint(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
+    """[2F, D]. Where layers are a stack, to lay the two side by side is no more than to take them out of it."""
+    return QuantizedWeight(*map(jnp.concatenate, zip(gate, up)))
+
+
+def _forward(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...]) -> tuple[Array, Array]:
+    """(y [..., D], gate and up [T, 2F])"""
+    gate, up, down = weights
+    backend = backend_of(precision)
+    rows = quantize_rows(flat(x), amax_floor=FUSED_AMAX_FLOOR, backend=backend)
+    gate_up = scaled_product(precision, *rows, _joint(gate, up))
+    y = scaled_product(precision, *swiglu_quantize(gate_up, backend=backend).rows, down)
+    return y.reshape(x.shape), gate_up
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...], handles: tuple[Array, ...]) -> Array:
+    return _forward(precision, x, weights)[0]
+
+
+def _mlp_fwd(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...], handles: tuple[Array, ...]):
+    y, gate_up = _forward(precision, x, weights)
+    return y, (x, gate_up, weights, handles[0][:0, :0])
+
+
+def _mlp_bwd(precision: Precision, saved, dy: Array):
+    x, gate_up, (gate, up, down), like = saved
+    dtype, backend = GRADIENT_DTYPES[precision.gradients], backend_of(precision)
+    by_rows, by_tokens = quantize_both(flat(dy), dtype, backend=backend)
+    d_h = dgrad(by_rows, down, jnp.bfloat16, backend)
+    h = swiglu_quantize(gate_up, rows=False, tokens=True, backend=backend)
+    d_gate_up = swiglu_grad_quantize(d_h, gate_up, dtype, backend=backend)
+    dx = dgrad(d_gate_up.rows, _joint(gate, up), x.dtype, backend)
+    x_by_tokens = quantize_tokens(flat(x), backend=backend)
+    d_joint = wgrad(*d_gate_up.tokens, *x_by_tokens, out_dtype=like.dtype, backend=backend)
+    d_down = wgrad(*by_tokens, *h.tokens, out_dtype=like.dtype, backend=backend)
+    return dx.reshape(x.shape), None, (*jnp.split(d_joint, 2), d_down)
+
+
+_mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -1,0 +1,47 @@
+"""Two layers of a learner whose FP8 products are the Hopper kernels, forward and backward: for tests of what is compiled."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.transformer import forward, init_params
+from jaxfp8rl.policy import attach, handles, policy_of
+from jaxfp8rl.precision.recipe import LayerRun, Precision
+
+MODEL = ModelConfig.from_hf(
+    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 256,
+     "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128,
+     "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": True}
+)  # fmt: skip
+LINEARS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+WEIGHTS = [(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (256, 384)]  # [N, K], gate and up being one
+BATCH = 2, 512  # 1024 tokens: no axis of a weight
+PRECISION = Precision((LayerRun(0, 2, LINEARS),), products="pallas", gradients="e4m3", fused=True, fused_quantizer=True)
+# Kernels that run, by loop. An input is quantised once for all who read it, by rows and along the tokens, and down's where it is
+# made. The backward makes its layer's forward again, up to SwiGLU; it quantises gradients of results, SwiGLU's where it makes it.
+INPUTS, PRODUCTS = 4, len(WEIGHTS)
+KERNELS = (INPUTS + PRODUCTS) + (INPUTS + PRODUCTS - 2) + (INPUTS + 3 * PRODUCTS)
+
+
+def gradients(policy, leaves, tokens, positions, segments):
+    """As a micro-batch's: what differs is the loss."""
+
+    def total(leaves):
+        hidden = forward(attach(policy, leaves), MODEL, tokens, positions, segments, PRECISION, remat=True)
+        return hidden.astype(jnp.float32).sum()
+
+    return jax.value_and_grad(total)(leaves)
+
+
+def shapes() -> tuple:
+    """Of the arguments of `gradients`."""
+    policy = jax.eval_shape(lambda: policy_of(init_params(MODEL, jax.random.key(0)), PRECISION))
+    leaves = jax.eval_shape(lambda policy: handles(policy, "bfloat16"), policy)
+    return policy, leaves, *(jax.ShapeDtypeStruct(BATCH, jnp.int32) for _ in range(3))
+
+
+def kernels(text: str) -> list[str]:
+    """The calls of kernels in a compiled module."""
+    return [line.strip() for line in text.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in line]
