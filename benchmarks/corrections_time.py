@@ -1,15 +1,16 @@
 """What the correction costs: every kind of it on 64 packed rows of 8,192 tokens, beside one pass over the same arrays.
 
-    python benchmarks/corrections_time.py [--out benchmarks/results/corrections_time.json] [--demo RUN]
+    jaxfp8rl bench corrections_time [--demo RUN]
 
 `rollout_correction` with all its metrics, jitted alone; median of the host's clock over calls whose result is waited for. The
 yardstick is the same program for preset "none", which computes the metrics and nothing else, and one copy of the four inputs:
 the floor. --demo: a run directory on this machine, whose median step is what the correction should be a hundredth of.
+
+Needs no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.losses.correction import rollout_correction as correct
 from jaxfp8rl.losses.presets import get_preset
@@ -33,8 +34,8 @@ PRESETS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/corrections_time.json")
+    parser = arguments(__doc__, "corrections_time")
+    parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--calls", type=int, default=50)
@@ -45,13 +46,12 @@ def main() -> None:
     floor = seconds(jax.jit(lambda *a: jax.tree.map(lambda x: x + x if x.dtype != bool else ~x, a)), arrays, args.calls)
     none = seconds(jitted(get_preset("none")), arrays, args.calls)
     rows = [row(case, "none", "ms", none * 1e3, floor * 1e3, "a copy of the inputs", True)]
-    for name in PRESETS:
+    for name in args.presets:
         taken = seconds(jitted(get_preset(name)), arrays, args.calls)
         rows.append(row(case, name, "ms", taken * 1e3, none * 1e3, "metrics alone (preset none)", True))
-        print(f"{name:32} {taken * 1e3:8.3f} ms", flush=True)
     if args.demo:
         rows.append(demo_row(Path(args.demo), args.calls))
-    write(args.out, "corrections_time", rows)
+    write(args.out, "corrections_time", rows, args.plot)
 
 
 def jitted(config: CorrectionConfig):

@@ -1,16 +1,17 @@
 """Whole runs on one GPU with vLLM in-process: the demo in FP8 beside BF16 over several seeds, SmolLM2-135M in BF16 and FP8.
 
-    python benchmarks/demo_h200.py [--seeds 3] [--smollm2 FOLDER] [--out benchmarks/results/demo_h200.json] [--keep DIR]
+    jaxfp8rl bench demo_h200 [--seeds 3] [--smollm2 FOLDER] [--keep DIR]
 
 Each run is `jaxfp8rl train` in a process of its own; what is compared is read from its metrics.jsonl. The demo's FP8 runs have
 FP8 weights and FP8 KV; SmolLM2's have FP8 weights where its shapes allow, without and with FP8 KV. CUDA graphs are on.
 FP8 is not expected to be faster at these sizes: what is shown is that it learns the same. A finished run under DIR is read,
 not repeated.
+
+Needs a GPU and vLLM.
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import compare, curve, write
+from benchmarks.common import arguments, compare, curve, write
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 DEMO = ["demo", "--rollout.engine", "vllm", "--precision.compute_dtype", "bfloat16"]
@@ -29,10 +30,9 @@ SMOL_FP8 = ["--precision.recipe", "fp8_unified", "--precision.exclude", "self_at
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "demo_h200")
     parser.add_argument("--seeds", type=int, default=3, help="runs of the demo in each precision")
     parser.add_argument("--smollm2", help="HF folder from `jaxfp8rl import-gguf`")
-    parser.add_argument("--out", default="benchmarks/results/demo_h200.json")
     parser.add_argument("--keep", type=Path, default=tempfile.mkdtemp(), help="where the run directories go")
     args = parser.parse_args()
     if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
@@ -48,7 +48,7 @@ def main() -> None:
         twin = name.replace("fp8-kv8", "bf16").replace("fp8", "bf16")
         if twin != name:
             rows += compare(name, records.get(name), records.get(twin))
-    write(args.out, "demo_h200", rows, problems=problems, commands={k: shlex.join(v) for k, v in runs.items()},
+    write(args.out, "demo_h200", rows, args.plot, problems=problems, commands={k: shlex.join(v) for k, v in runs.items()},
           curves={k: curve(v) for k, v in records.items()})  # fmt: skip
 
 

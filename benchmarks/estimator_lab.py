@@ -1,6 +1,6 @@
 """The estimator laboratory: bias, variance and effective sample size of every correction, where the truth is known.
 
-    python benchmarks/estimator_lab.py [--out benchmarks/results/corrections.json] [--plots docs]    # about four minutes, CPU
+    jaxfp8rl bench estimator_lab [--plots docs]    # about four minutes, CPU
 
 The world. A policy writes T tokens of an alphabet of V; the logits of the next one depend on the last, theta [V, V]. The
 reward comes at the end: 1 if token 0, the right one, was written more than `threshold` times, else 0, so that what is early
@@ -16,11 +16,12 @@ the weights that `rollout_correction` gives to a table of all tokens. So do thos
 weight is a product. Corrections that look at a whole sequence or batch are simulated; "none", whose mean is known exactly,
 on the same samples is their control variate. For short sequences `enumerated` is exact for all that do not look at a batch.
 Everything is relative to the norm of the true gradient.
+
+Needs no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import sys
@@ -34,13 +35,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from benchmarks.estimator_plots import SEQUENCES, mean_squared_error, plot
 from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.objectives import ObjectiveConfig, policy_loss
 from jaxfp8rl.losses.presets import PRESETS, get_preset
 
+DOCS = Path(__file__).parent.parent / "docs"
 VOCABULARY, BATCH, TOKENS, DRAWS = 4, 128, 2**22, 3  # alphabet; sequences a batch; tokens simulated; engines averaged over
 LENGTHS, LENGTH = (4, 16, 64, 256, 1024), 256
 SIZES, SIZE = (0.025, 0.05, 0.1, 0.2, 0.4), 0.1  # nats: error of a logit; 0.1 is a token_mult_prob_error of 1.05
@@ -385,12 +387,11 @@ def rows(found: dict[str, list[dict]]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/corrections.json")
-    parser.add_argument("--plots", default="docs", help="folder of the pictures, corrections-*.png")
+    parser = arguments(__doc__, "corrections")
+    parser.add_argument("--plots", default=DOCS, help="folder of the pictures, corrections-*.png")
     args = parser.parse_args()
     found = experiments()
-    write(args.out, "corrections", rows(found), records=found)
+    write(args.out, "corrections", rows(found), args.plot, records=found)
     plot(args.out, args.plots)
 
 

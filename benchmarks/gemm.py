@@ -1,15 +1,16 @@
 """The scaled FP8 products beside XLA's bfloat16, cuBLASLt's FP8 blockwise product and DeepGEMM, in one process on one GPU.
 
-    python benchmarks/gemm.py [--out benchmarks/results/gemm.json] [--tokens 4096 16384] [--tune]
+    jaxfp8rl bench gemm [--tokens 4096 16384] [--tune]
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
 times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together; medians
 over rounds. --tune times every one of `sm90.CANDIDATES` in place of the chosen and writes nothing: `sm90.choose` is made from it.
+
+Needs a GPU; torch and vLLM for all its yardsticks.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from pallas_kernels.blockwise_matmul import api, reference, sm90
 from pallas_kernels.quantize import api as quantize
 
@@ -77,8 +78,7 @@ def products(tokens: list[int]) -> list[Product]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/gemm.json")
+    parser = arguments(__doc__, "gemm")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--only", nargs="+", default=[], help="products whose names begin so: square, qkv, o, gate_up, down")
     parser.add_argument("--rounds", type=int, default=5)
@@ -101,7 +101,7 @@ def main() -> None:
                 rows.append(row(str(product), "weights read", "TB/s", rate, bandwidth, "copy"))
                 print(f"{product!s:36} {rate:.2f} of {bandwidth:.2f} TB/s", flush=True)
     if not args.tune:
-        write(args.out, "gemm", rows)
+        write(args.out, "gemm", rows, args.plot)
 
 
 @functools.partial(jax.jit, static_argnums=0)

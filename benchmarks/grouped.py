@@ -1,17 +1,18 @@
 """The grouped FP8 products of a mixture of experts beside JAX's shipped bfloat16 kernels and DeepGEMM, in one process on one GPU.
 
-    python benchmarks/grouped.py [--out benchmarks/results/grouped.json] [--tune]
+    jaxfp8rl bench grouped [--tune]
 
 128 experts share 131,072 rows by a log-normal law. TFLOP/s count those rows alone: what is computed for padding is ours to pay,
 and so are the tables made from the sizes on the device. Yardsticks: `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu`
 (bfloat16, rows unpadded, the fastest of a few of their own configurations), DeepGEMM's contiguous grouped product (padded as
 ours is), and our dense product of as many operations, which a grouped one can hardly pass. Timed as in benchmarks/gemm.py.
 --tune times all of `sm90.FORWARD` and `sm90.WEIGHTS` beside that last one and writes nothing.
+
+Needs a GPU; vLLM for DeepGEMM.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from pallas_kernels.blockwise_matmul import api as dense
 from pallas_kernels.grouped_matmul import api, reference, sm90
@@ -59,8 +60,7 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/grouped.json")
+    parser = arguments(__doc__, "grouped")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", choices=["fprop", "wgrad"])
@@ -72,11 +72,12 @@ def main() -> None:
             continue
         speed = time_case(case, args.tune, args.rounds)
         sizes[case.seed] = group_sizes(case.seed).tolist()
-        print(case, *(f"| {name} {value:.0f}" for name, value in speed.items()), flush=True)
-        if not args.tune:
+        if args.tune:
+            print(case, *(f"| {name} {value:.0f}" for name, value in speed.items()), flush=True)
+        else:
             own = speed.pop("ours")
             rows += [row(str(case), "grouped product", "TFLOP/s", own, value, name) for name, value in speed.items()]
-            write(args.out, "grouped", rows, group_sizes=sizes)
+            write(args.out, "grouped", rows, args.plot, group_sizes=sizes)
 
 
 def time_case(case: Case, tune: bool, rounds: int) -> dict[str, float]:

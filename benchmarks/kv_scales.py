@@ -1,15 +1,16 @@
 """What FP8 keys, values and queries cost at scale 1 and over calibrated scales: one policy's log-probabilities with and without.
 
-    python benchmarks/kv_scales.py [--smollm2 models/smollm2-135m] [--seeds 3] [--out benchmarks/results/kv_scales.json]
+    jaxfp8rl bench kv_scales [--smollm2 models/smollm2-135m] [--seeds 3]
 
 On a CPU, everything else in float32, so that all of a difference is the rounding of attention. The subjects are those of
 precision_errors.py: a small model with query/key norm after a part of the demo's warm start, and SmolLM2, without such norms, on
 text. The scales are those of another batch than the one that is scored. The yardstick of each row is scale 1.
+
+Needs no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from benchmarks.precision_errors import Subject, demo, smollm2
 from jaxfp8rl.calibrate import KvCalibration
 from jaxfp8rl.policy import policy_of
@@ -28,10 +29,9 @@ ROUNDED = {"cache": {"kv_fp8": True}, "cache, queries and probabilities": {"kv_f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "kv_scales")
     parser.add_argument("--smollm2", help="HF folder of SmolLM2-135M-Instruct")
     parser.add_argument("--seeds", type=int, default=3, help="warm starts of the demo's model")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kv_scales.json"))
     args = parser.parse_args()
     subjects = [demo(seed=seed) for seed in range(args.seeds)] + ([smollm2(args.smollm2)] if args.smollm2 else [])
     rows, amax = [], {}
@@ -40,8 +40,7 @@ def main() -> None:
             one, calibrated, amax[subject.name] = gaps(subject, fields)
             for metric in one:
                 rows.append(row(f"{subject.name}, {what}", metric, "", calibrated[metric], one[metric], "scale 1", True))
-                print(f"{rows[-1]['case']:60} {metric:15} {calibrated[metric]:.2e}  scale 1: {one[metric]:.2e}", flush=True)
-    write(args.out, "kv_scales", rows, amax=amax)
+        write(args.out, "kv_scales", rows, args.plot, amax=amax)
 
 
 def gaps(subject: Subject, fields: dict) -> tuple[dict, dict, dict]:

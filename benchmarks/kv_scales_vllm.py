@@ -1,12 +1,14 @@
 """Scales of FP8 attention in vLLM on one GPU, compiled and under CUDA graphs: learner and engine at equal weights.
 
-    python benchmarks/kv_scales_vllm.py [--samples 512] [--out benchmarks/results/kv_scales_h200.json]
+    jaxfp8rl bench kv_scales_vllm [--samples 512]
 
 The models are random, with and without query/key norm; an eighth of their keys' channels is a thousand times as large as the
 rest and the queries' as much smaller, so that BF16 attention is the same and E4M3 at scale 1 cuts keys off at 448 and loses
 queries below 2^-10. Samples of the engine are scored by the learner that mirrors it ("mirrored") and by one whose attention is
 BF16 ("BF16 attention"), which shows what the engine's rounding does to the policy. The yardstick is the same engine at scale 1.
 Each engine has a process of its own. Then a training step is timed, and of it the share that calibrating takes.
+
+Needs a GPU and vLLM.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from benchmarks.mirror import sample
+from bridges.weights.vllm_transports import open_vllm_transport
 from jaxfp8rl import loop
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import NAMES
-from jaxfp8rl.registry import open_vllm_transport
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.train_step import make_logprobs, make_score
@@ -52,12 +54,12 @@ COMMON = [
     "--rollout.max_num_seqs", "64", "--rollout.max_new_tokens", "24", "--run.dir", "unused", "--sft.steps", "0",
 ]  # fmt: skip
 LOUD = 1024.0
+STEPS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "kv_scales_h200")
     parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kv_scales_h200.json"))
     parser.add_argument("--child", nargs=3, metavar=("NORM", "CACHE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not args.child:
@@ -86,12 +88,12 @@ def run_all(args) -> None:
             for learner, gaps in learners.items():
                 rows += [row(f"{norm}, {what}: {learner}", metric, "", x, one and one[learner][metric], "scale 1", True)
                          for metric, x in gaps.items() if one]  # fmt: skip
+    problems = [case for case, result in found.items() if not result]
+    write(args.out, "kv_scales_h200", rows, problems=problems)
     step = child("", "step") or {}
     rows += [row("a step of Qwen3-0.6B's shape", f"calibrating, {name}", "s", step[name], step["step"], "the whole step", True)
              for name in ("score", "apply") if step]  # fmt: skip
-    write(args.out, "kv_scales_h200", rows, step=step, problems=[case for case, result in found.items() if not result])
-    for r in rows:
-        print(f"{r['case']:75} {r['metric']:22} {r['ours']:.2e}  {r['yardstick']:.2e}")
+    write(args.out, "kv_scales_h200", rows, args.plot, step=step, problems=problems)
 
 
 def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -153,10 +155,10 @@ def timed_step() -> dict[str, float]:
             state = loop.begin(parts, run)
             policy, steps = loop.with_scales(parts, parts.policy(state.params)), []
             loop.publish(parts, policy, 0)
-            for step in range(1, 5):
+            for step in range(1, STEPS + 1):
                 state, policy, metrics, _ = loop.one_step(parts, run, state, policy, step)
                 steps.append(metrics)
-            batch = sample(parts, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+            batch = sample(parts, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt, STEPS)
             plain, seen = (median_seconds(lambda s=s: s(policy, batch)) for s in (parts.score, parts.kv_scales.score))
             apply = median_seconds(lambda: parts.kv_scales.apply(policy)["kv_scales"])
     medians = {key: statistics.median(m[key] for m in steps[1:]) for key in steps[0] if key.startswith("time/")}

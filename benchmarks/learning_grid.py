@@ -1,12 +1,14 @@
 """Small models, many runs: how far engine and learner differ by recipe, and what each recipe and correction learns.
 
-    python benchmarks/learning_grid.py [--part mismatch|learning|both] [--seeds 3] [--jobs 6] [--out benchmarks/results/...]
+    jaxfp8rl bench learning_grid [--part mismatch|learning|both] [--seeds 3] [--jobs 6]
 
 Every run is `jaxfp8rl train` on the demo in a process of its own, several at once on one GPU; runs of one seed begin from the
 same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps (`--cpu`: vLLM's CPU build, W8A16,
 on a machine with AMX). `learning`: the embedded engine, recipe x correction; held-out reward at the end, and its mean over the
 run, with Student's 95% interval over seeds. The yardstick is the BF16 recipe of the same seeds. A correction that does nothing
 is refused for an FP8 recipe, so "none" carries a rejection that never rejects.
+
+Needs a GPU for its speed, vLLM for --part mismatch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import demo_from, row, write
+from benchmarks.common import RESULTS, demo_from, row, write
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU build: results go to mismatch_cpu.json")
     parser.add_argument("--compute", default="bfloat16", help="float type of the learner")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the two JSON files")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the two JSON files")
     parser.add_argument("--keep", type=Path, default=None, help="where the run directories go")
     args = parser.parse_args()
     args.keep = args.keep or Path(tempfile.mkdtemp())

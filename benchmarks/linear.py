@@ -1,107 +1,159 @@
-"""All linears of a Qwen3-8B layer, forward and backward with every quantisation, by recipe, beside XLA's bfloat16, on one GPU.
+"""All linears of a Qwen3-8B layer, and its MLP with SwiGLU, forward and backward with every quantisation, by recipe, beside XLA's
+bfloat16, on one GPU.
 
-    python benchmarks/linear.py [--out benchmarks/results/linear.json] [--tokens 16384]
+    jaxfp8rl bench linear [--tokens 16384] [--parts linears MLP]
 
 Each case is one jitted call: q, k, v of one input, o, gate and up of one input, down; the pullback of all, with gradients of
 weights in bfloat16 as a micro-batch leaves them. Rounds turn the order; medians.
+
+Needs a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
+from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
+from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
-INPUTS = {"attention": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "mlp": (4096, (12288, 12288)), "down": (12288, (4096,))}
+Q, KV, D, F = 4096, 1024, 4096, 12288  # Qwen3-8B's
 CALLS = 4
+
+
+class Case(NamedTuple):
+    """`outputs(xs, weights)`, with weights in FP8 or not."""
+
+    name: str
+    fp8: bool
+    outputs: Callable[[list, list], list]
+    forward: bool = True  # to be timed alone as well: where no other case's is the same
 
 
 def precision(products: str, **options) -> Precision:
     return Precision.uniform(1, "bfloat16", **{"products": products, "gradients": "e4m3"} | options)
 
 
-CASES = {  # name: (FP8, precision)
-    "fp8_unified": (True, precision("pallas")),
-    "fp8_unified, saved in FP8": (True, precision("pallas", saved_activations="fp8")),
-    "fp8_forward": (True, precision("pallas", gradients="high")),
-    "bf16": (False, precision("float32", gradients="high")),
+def linears(p: Precision, fp8: bool = True, own: Callable = lambda x, w: x) -> Callable:
+    return lambda xs, weights: [linear(own(x, w), w, p, fp8) for x, ws in zip(xs, weights) for w in ws]
+
+
+def unlike(x: jax.Array, w: QuantizedWeight | TrainableWeight) -> jax.Array:
+    """x, which to XLA is another array for every w."""
+    return jax.lax.optimization_barrier((x, jax.tree.leaves(w)[0]))[0]
+
+
+def mlp(p: Precision, fp8: bool = True) -> Callable:
+    """As a decoder layer has it, product by product."""
+
+    def outputs(xs: list, weights: list) -> list:
+        (x,), ((gate, up, down),) = xs, weights
+        product = lambda x, w: linear(x, w, p, fp8, FUSED_AMAX_FLOOR)
+        return [product(swiglu(product(x, gate), product(x, up), p.fused), down)]
+
+    return outputs
+
+
+UNIFIED, HIGH = precision("pallas"), precision("float32", gradients="high")
+FUSED = precision("pallas", fused=True, fused_quantizer=True)  # as compiled vLLM
+PARTS = {
+    "linears": [
+        Case("fp8_unified", True, linears(UNIFIED)),
+        Case("fp8_unified, an input quantised for each product", True, linears(UNIFIED, own=unlike), False),
+        Case("fp8_unified, saved in FP8", True, linears(precision("pallas", saved_activations="fp8")), False),
+        Case("fp8_forward", True, linears(precision("pallas", gradients="high")), False),
+        Case("bf16", False, linears(HIGH, fp8=False)),
+    ],
+    "MLP": [
+        Case("fp8_unified", True, lambda xs, weights: [swiglu_mlp(*xs, *weights[0], FUSED)]),
+        Case("fp8_unified, SwiGLU apart from the quantisers", True, mlp(FUSED)),
+        Case("bf16", False, mlp(HIGH, fp8=False)),
+    ],
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/linear.json")
+    parser = arguments(__doc__, "linear")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    write(args.out, "linear", [r for tokens in args.tokens for r in compare(tokens, args.rounds)])
+    rows = []
+    for tokens in args.tokens:
+        for part in args.parts:
+            rows += compare(part, tokens, args.rounds)
+            write(args.out, "linear", rows, args.plot)
 
 
-def compare(tokens: int, rounds: int) -> list[dict]:
-    drawn = draw(tokens)
-    keys = [(what, name) for name in CASES for what in PASSES]
+def compare(part: str, tokens: int, rounds: int) -> list[dict]:
+    drawn = draw(part, tokens)
+    pairs = [(what, case) for what in PASSES for case in PARTS[part] if case.forward or what != "forward"]
     with ThreadPoolExecutor() as pool:
-        runs = dict(zip(keys, pool.map(lambda key: bind(PASSES[key[0]], CASES[key[1]], drawn), keys)))
-    times: dict[tuple, list[float]] = {key: [] for key in keys}
+        runs = {(what, case.name): run for (what, case), run in zip(pairs, pool.map(lambda pair: bind(*pair, drawn), pairs))}
+    times: dict[tuple, list[float]] = {key: [] for key in runs}
     for turn in range(rounds):
-        for key in keys[:: 1 if turn % 2 else -1]:
+        for key in list(runs)[:: 1 if turn % 2 else -1]:
             times[key].append(seconds(runs[key], CALLS))
     ms = {key: 1e3 * statistics.median(t) for key, t in times.items()}
-    print(tokens, "  ".join(f"{name}, {what} {t:.2f} ms" for (what, name), t in ms.items()), flush=True)
-    case = f"Qwen3-8B layer's linears, {tokens} tokens"
+    case = f"Qwen3-8B layer's {part}, {tokens} tokens"
     return [row(f"{case}, {name}", what, "ms", t, ms[what, "bf16"], "XLA bf16", True) for (what, name), t in ms.items()]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def draw(tokens: int) -> dict:
-    """By input: x [T, K], weights [N, K] and output gradients [T, N], bfloat16."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def draw(part: str, tokens: int) -> tuple[list, list, list]:
+    """Inputs [T, K], for each its weights [N, K], and gradients of outputs [T, N], bfloat16."""
     keys = iter(jax.random.split(jax.random.key(0), 32))
     normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
-    return {name: (normal(tokens, k), [normal(n, k) / 64 for n in ns], [normal(tokens, n) for n in ns])
-            for name, (k, ns) in INPUTS.items()}  # fmt: skip
+    if part == "linears":
+        shapes = [(D, (Q, KV, KV)), (Q, (D,)), (D, (F, F)), (F, (D,))]
+        widths, weights = [k for k, _ in shapes], [[normal(n, k) / 64 for n in ns] for k, ns in shapes]
+        outputs = [n for _, ns in shapes for n in ns]
+    else:
+        widths, weights, outputs = [D], [[normal(*shape) / 64 for shape in ((F, D), (F, D), (D, F))]], [D]
+    return [normal(tokens, k) for k in widths], weights, [normal(tokens, n) for n in outputs]
 
 
-def forward(case: tuple[bool, Precision], drawn: dict, leaves: list) -> list:
-    fp8, p = case
-    xs, weights = leaves
-    return [linear(x, w, p, fp8) for x, ws in zip(xs, weights) for w in ws]
+def forward(case: Case, xs: list, weights: list, dys: list) -> list:
+    return case.outputs(xs, weights)
 
 
-def both(case: tuple[bool, Precision], drawn: dict, leaves: list) -> tuple:
+def both(case: Case, xs: list, weights: list, dys: list) -> tuple:
     """Outputs, and gradients of every input and weight."""
 
-    def run(xs, handles):
-        weights = [[TrainableWeight(w, h) if case[0] else h for w, h in zip(*pair)] for pair in zip(leaves[1], handles)]
-        return forward(case, drawn, [xs, weights])
+    def run(xs: list, handles: list) -> list:
+        return case.outputs(xs, [list(map(TrainableWeight, *pair)) for pair in zip(weights, handles)] if case.fp8 else handles)
 
-    handles = [[jnp.zeros(w.codes.shape, jnp.bfloat16) if case[0] else w for w in ws] for ws in leaves[1]]
-    y, pull = jax.vjp(run, leaves[0], handles)
-    return y, pull([dy for _, _, dys in drawn.values() for dy in dys])
+    handles = [[jnp.zeros(w.codes.shape, jnp.bfloat16) for w in ws] for ws in weights] if case.fp8 else weights
+    y, pull = jax.vjp(run, xs, handles)
+    return y, pull(dys)
 
 
 PASSES = {"forward": forward, "forward and backward": both}
 
 
-def bind(f, case: tuple[bool, Precision], drawn: dict):
+def bind(what: str, case: Case, drawn: tuple) -> Callable[[int], jax.Array]:
     """The weights are quantised before, as they are once an update, not once a micro-batch."""
-    of = jax.jit(QuantizedWeight.of) if case[0] else (lambda w: w)
-    leaves = [x for x, _, _ in drawn.values()], [[of(w) for w in ws] for _, ws, _ in drawn.values()]
-    compiled = exact_jit(functools.partial(f, case)).lower(drawn, leaves).compile()
-    return lambda i: jax.tree.leaves(compiled(drawn, leaves))[0]
+    xs, weights, dys = drawn
+    of = jax.jit(QuantizedWeight.of) if case.fp8 else (lambda w: w)
+    args = xs, [[of(w) for w in ws] for ws in weights], dys
+    compiled = exact_jit(functools.partial(PASSES[what], case)).lower(*args).compile()
+    return lambda i: jax.tree.leaves(compiled(*args))[0]
 
 
 if __name__ == "__main__":

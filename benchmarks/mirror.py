@@ -1,10 +1,12 @@
 """What each rounding that the learner mirrors is worth: samples of the engine, scored by learners that do one of them otherwise.
 
-    python benchmarks/mirror.py [--samples 4096] [--out benchmarks/results/mirror.json]
+    jaxfp8rl bench mirror [--samples 4096]
 
 The demo's warm start is published to vLLM and sampled, in a process of its own for each case. The same tokens are then scored by
 the learner as it mirrors the engine (`resolve`), and by learners that do one thing otherwise. The yardstick of a row is the full
 mirror: a ratio of 0.5 says that this change doubles the gap.
+
+Needs a GPU and vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import demo_from, row, write
+from benchmarks.common import arguments, demo_from, row, write
 from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.data.packing import Sample
@@ -42,11 +44,10 @@ ENGINE = "--precision.compute_dtype bfloat16 --rollout.engine vllm --rollout.gpu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "mirror")
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--options", default="", help="more overrides of the config, as `jaxfp8rl train` takes them")
     parser.add_argument("--jobs", type=int, default=len(CASES), help="cases at once")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/mirror.json"))
     parser.add_argument("--child", nargs=3, metavar=("CONFIG", "OPTIONS", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -76,8 +77,9 @@ def run_all(args) -> None:
         for case, result in found.items() if result
         for name, values in result["gaps"].items() for key, value in values.items()
     ]  # fmt: skip
-    write(args.out, "mirror", rows, samples=args.samples, formats={case: r and r["formats"] for case, r in found.items()},
-          problems=[case for case, result in found.items() if not result])  # fmt: skip
+    formats = {case: result and result["formats"] for case, result in found.items()}
+    problems = [case for case, result in found.items() if not result]
+    write(args.out, "mirror", rows, args.plot, samples=args.samples, formats=formats, problems=problems)
 
 
 def measure(config: str, options: str, out: str, samples: int) -> None:
@@ -112,10 +114,10 @@ def variants(full: Precision) -> dict[str, Precision]:
     return {"mirrored": full} | {name: precision for name, precision in changed.items() if precision != full}
 
 
-def sample(parts: Parts, count: int):
-    """`count` completions of the training prompts, packed."""
+def sample(parts: Parts, count: int, version: int = 0):
+    """`count` completions of the training prompts by weights of `version`, packed."""
     prompts = (parts.train * (count // len(parts.train) + 1))[: max(1, count // 4)]
-    kept, _ = rollouts.generate(parts.engine, prompts, rollouts.make_requests(prompts, parts.sampling, 4, 7, 5), 0)
+    kept, _ = rollouts.generate(parts.engine, prompts, rollouts.make_requests(prompts, parts.sampling, 4, 7, 5), version)
     return loop.pack_samples(parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept for c in cs])
 
 

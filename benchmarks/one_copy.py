@@ -1,10 +1,12 @@
 """What rollout.one_copy saves, on one GPU: two updates with the codes in vLLM's memory, and with the learner's own beside them.
 
-    python benchmarks/one_copy.py [--out benchmarks/results/one_copy.json]
+    jaxfp8rl bench one_copy
 
 Qwen3-0.6B's shape, random weights, the demo's task, each mode in a process of its own. Memory is what JAX's allocator has in use
 after a publish, and its peak. Log-probabilities, the engine's as well, and weights are compared by digest. The yardstick is two
 copies.
+
+Needs a GPU and vLLM.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import contextlib
 import gc
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -26,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from jaxfp8rl import loop
 from jaxfp8rl.build import build
 from jaxfp8rl.data.packing import Sample
@@ -35,60 +38,58 @@ from jaxfp8rl.publish import is_fp8
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.rollouts import make_requests
 from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_policy
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
          "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
 OPTIONS = [
     "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.gpu_memory_utilization", "0.1",
     "--rollout.kv_cache_gib", "1", "--precision.compute_dtype", "bfloat16", "--run.dir", "unused", "--sft.steps", "0",
-    "--rollout.max_num_seqs", "32",
+    "--rollout.max_num_seqs", "32", "--precision.products", "float32",  # which compile soonest; what is shared are the operands
 ]  # fmt: skip
+# Two processes that tuned their products apart would sum in different orders.
+SAME_SUMS = "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/one_copy.json")
+    parser = arguments(__doc__, "one_copy")
     parser.add_argument("--child", nargs=2, metavar=("ONE_COPY", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         wide = [w for k, v in SHAPE.items() for w in (f"--model.config.{k}", str(v))]
         Path(args.child[1]).write_text(json.dumps(two_updates(args.child[0] == "true", wide)))
         return
-    folder, found = Path(tempfile.mkdtemp()), {}
-    for one_copy in ("true", "false"):
-        subprocess.run([sys.executable, __file__, "--child", one_copy, str(folder / one_copy)], check=True)
-        found[one_copy] = json.loads((folder / one_copy).read_text())
-    one, two = found["true"], found["false"]
+    folder = Path(tempfile.mkdtemp())
+
+    def child(one_copy: str) -> dict:
+        command = [sys.executable, __file__, "--child", one_copy, str(folder / one_copy)]
+        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"})
+        return json.loads((folder / one_copy).read_text())
+
+    with ThreadPoolExecutor() as pool:  # at once: what is measured is each process's own memory, and its bits
+        one, two = pool.map(child, ("true", "false"))
     same = one["digests"] == two["digests"]
     rows = [row("Qwen3-0.6B", f"{what} memory of the learner", "GB", one[key] / 1e9, two[key] / 1e9, "two copies", True)
             for what, key in (("resting", "in_use"), ("peak", "peak"))]  # fmt: skip
-    rows += [row("Qwen3-0.6B", what, "s", one[what], two[what], "two copies", True) for what in ("score", "update", "publish")]
-    write(args.out, "one_copy", rows, codes_bytes=one["codes"], saved=two["in_use"] - one["in_use"], every_bit_equal=same)
-    for r in rows:
-        print(f"{r['metric']:32} {r['ours']:.4f} {r['yardstick']:.4f}")
-    print(f"codes {one['codes']:,} bytes, saved {two['in_use'] - one['in_use']:,}; old_logp and weights equal to the bit: {same}")
+    saved, unequal = two["in_use"] - one["in_use"], [i for i, (a, b) in enumerate(zip(one["digests"], two["digests"])) if a != b]
+    write(args.out, "one_copy", rows, args.plot, codes_bytes=one["codes"], saved=saved, every_bit_equal=same, unequal=unequal)
+    print(f"codes {one['codes']:,} bytes, saved {saved:,}; old_logp and weights equal to the bit: {same}")
 
 
 def two_updates(one_copy: bool, options: list[str]) -> dict:
-    """Digests of old_logp and of the weights on the way, and of what the engine then says; bytes; seconds of the second round."""
+    """Digests of old_logp and of the weights on the way, and of what the engine then says; bytes."""
     cfg = load_config("demo", [*OPTIONS, "--rollout.one_copy", str(one_copy).lower(), *options])
     with contextlib.closing(build(cfg)) as parts:
         params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, parts.initial_params())
         state = init_state(params, parts.optimizer, parts.precision.compute_dtype)
-        _, policy = loop.hand_over(parts, state, make_policy(parts.precision, codes=not one_copy)(state.params), 0)
+        _, policy = loop.hand_over(parts, state, parts.policy(state.params), 0)
         del params
         logp, digests = np.full(3, -2.0, np.float32), []
         samples = [Sample(p.token_ids, (1, 2, 3), logp, 1.0 - i % 2) for i, p in enumerate(parts.train[:512])]
         batch = loop.pack_samples(parts, samples)
         for version in (1, 2):
-            start = time.perf_counter()
-            old = jax.block_until_ready(parts.score(policy, batch))
-            scored = time.perf_counter()
-            state, policy, _ = jax.block_until_ready(parts.train_step(state, policy, batch, old))
-            updated = time.perf_counter()
+            old = parts.score(policy, batch)
+            state, policy, _ = parts.train_step(state, policy, batch, old)
             _, policy = loop.hand_over(parts, state, policy, version)
-            seconds = {"score": scored - start, "update": updated - scored, "publish": time.perf_counter() - updated}
             digests += [digest(x) for x in (old, *jax.tree.leaves(state.params))]
         del old
         gc.collect()
@@ -97,7 +98,7 @@ def two_updates(one_copy: bool, options: list[str]) -> dict:
         digests.append(digest(parts.score(policy, batch)))
         said = parts.engine.generate(make_requests(parts.train[:16], parts.sampling, 4, seed=1, step=3))
         digests += [digest(c.logprobs) for completions in said for c in completions]
-    return {"digests": digests, "in_use": stats["bytes_in_use"], "peak": stats["peak_bytes_in_use"], "codes": codes, **seconds}
+    return {"digests": digests, "in_use": stats["bytes_in_use"], "peak": stats["peak_bytes_in_use"], "codes": codes}
 
 
 def digest(x: jax.Array) -> str:

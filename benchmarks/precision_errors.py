@@ -1,6 +1,6 @@
 """What each format costs on real data: errors of a layer's products against float64, and of a whole update's gradient.
 
-    python benchmarks/precision_errors.py [--smollm2 models/smollm2-135m] [--out benchmarks/results/precision_errors.json]
+    jaxfp8rl bench precision_errors [--smollm2 models/smollm2-135m]
 
 Two minutes on two CPU cores, SmolLM2 left out. The data: a Qwen3-shaped model a little wider than the demo's, after a part of
 the demo's warm start, on its own task with advantages of +1 and -1; every linear of its last layer with the activation that
@@ -8,14 +8,14 @@ enters it and the gradient that comes back. SmolLM2: the same on text, in a midd
 
 Errors are relative, ||got - exact|| / ||exact||. The products run in float32 as on any machine without FP8 tensor cores, so that
 all of an error is rounding to the format. The yardstick of each row is BF16 on the same data.
+
+Needs no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from jaxfp8rl.build import load_data, model_config, starting_params
 from jaxfp8rl.config import Loss
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
@@ -81,8 +81,7 @@ class Subject(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "precision_errors.json"))
+    parser = arguments(__doc__, "precision_errors")
     parser.add_argument("--smollm2", help="HF folder of SmolLM2-135M-Instruct, for a second subject")
     args = parser.parse_args()
     rows, linears, probes = [], {}, {}
@@ -90,10 +89,8 @@ def main() -> None:
         found = layer_errors(subject)
         linears[subject.name] = found
         probes[subject.name] = probed(subject)
-        for r in itertools.chain(layer_rows(subject.name, found), gradient_rows(subject)):
-            rows.append(r)
-            print(f"{r['case']:75} {r['metric']:30} {r['ours']:.2e}  (bf16 {r['yardstick']:.2e})", flush=True)
-        write(args.out, "precision_errors", rows, linears=linears, probes=probes)
+        rows += [*layer_rows(subject.name, found), *gradient_rows(subject)]
+        write(args.out, "precision_errors", rows, args.plot, linears=linears, probes=probes)
 
 
 # Subjects --------------------------------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """What a publish into vLLM costs on one GPU: Qwen3 shapes, random weights made on the device, CUDA graphs on.
 
-    python benchmarks/publish.py [--sizes 8b 4b 1.7b 0.6b] [--publishes 20] [--out benchmarks/results/publish.json]
+    jaxfp8rl bench publish [--sizes 8b 4b 1.7b 0.6b] [--publishes 20]
 
 Ours is `VllmInplace`: quantise (recipe fp8_rollout alone: under fp8_unified the policy holds the codes), write into the engine's
 tensors, prove that every byte arrived. The yardstick, in the same run, is vLLM's own `reload_weights` through `VllmReload`, fed
 by the same source, which proves nothing. Times are host seconds around a whole publish, the device waited for; phases are timed
-one by one, so that their sum exceeds a publish, in which they overlap. Extra memory is what the peaks of JAX's and torch's
+one by one, so that their sum exceeds a publish, in which they overlap, and stand beside the time in which as many bytes as they
+have to read and write are read and written by a copy. Extra memory is what the peaks of JAX's and torch's
 allocators rise to above what was in use before the first publish.
+
+Needs a GPU and vLLM.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -28,7 +30,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
+from bridges import manifest
 from bridges.api import GenRequest, PublishReceipt, SamplingParams, WeightTransport
 from bridges.rollout.vllm_engine import FP8, VllmEngine
 from bridges.weights.digest import stack_digests
@@ -37,7 +40,6 @@ from bridges.weights.vllm_inplace import VllmInplace
 from bridges.weights.vllm_inprocess import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
-from jaxfp8rl.policy import quantized
 from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import fp8_runs
 from jaxfp8rl.publish import LearnerWeights
@@ -47,24 +49,24 @@ SHAPES = {  # hidden, intermediate, layers, heads, tied
     "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "4b": (2560, 9728, 36, 32, True),
     "8b": (4096, 12288, 36, 32, False),
 }  # fmt: skip
-YARDSTICK = "vLLM's reload_weights, same run"
+YARDSTICK, FLOOR = "vLLM's reload_weights, same run", "a copy that moves as many bytes, same run"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "publish")
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["8b", "4b", "1.7b", "0.6b"])
     parser.add_argument("--publishes", type=int, default=20)
-    parser.add_argument("--out", default="benchmarks/results/publish.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/publish.py needs an NVIDIA GPU")
-    rows, phases = [], {"copy GB/s, bytes read and written": round(copy_rate(), 1)}
+    rate = copy_rate()
+    rows, each = [], {"copy GB/s, bytes read and written": round(rate, 1)}
     for size in args.sizes:
         with contextlib.closing(engine(size)) as e:
-            bench_size(f"Qwen3-{size.upper()}", e, config(size), args.publishes, rows, phases)
+            bench_size(f"Qwen3-{size.upper()}", e, config(size), args.publishes, rows, each, rate)
         gc.collect()
         torch.cuda.empty_cache()
-        write(args.out, "publish", rows, phases=phases)
+        write(args.out, "publish", rows, args.plot, each=each)
 
 
 def config(size: str) -> dict:
@@ -82,7 +84,7 @@ def engine(size: str) -> VllmEngine:
     return VllmEngine(config(size), weights=FP8, max_model_len=256, max_num_seqs=4, kv_cache_bytes=2**28)
 
 
-def bench_size(case: str, e: VllmEngine, hf: dict, count: int, rows: list[dict], phases: dict) -> None:
+def bench_size(case: str, e: VllmEngine, hf: dict, count: int, rows: list[dict], each: dict, rate: float) -> None:
     model = ModelConfig.from_hf(hf)
     runs = fp8_runs(linear_shapes(model), model.num_hidden_layers)
     plain = random_policy(model)
@@ -95,9 +97,8 @@ def bench_size(case: str, e: VllmEngine, hf: dict, count: int, rows: list[dict],
     sources["fp8_unified"] = LearnerWeights(model, coded, runs, "bfloat16")
     ours_ms = {recipe: [publish(ours, source) for _ in range(count + 2)][2:] for recipe, source in sources.items()}
     check_it_generates(e)
-    phases[case] = time_phases(ours, sources, coded, count) | {
-        f"publish {recipe}, ms each": [round(ms, 2) for ms, _ in times] for recipe, times in ours_ms.items()
-    }
+    phases = time_phases(f"{case}, alone", ours, sources, coded, count, rate)
+    each[case] = {f"publish {recipe}, ms": [round(ms, 2) for ms, _ in times] for recipe, times in ours_ms.items()}
     for recipe, times in ours_ms.items():
         receipt = times[0][1]
         reloads = [publish(yardstick, sources[recipe])[0] for _ in range(5)][1:]
@@ -107,17 +108,16 @@ def bench_size(case: str, e: VllmEngine, hf: dict, count: int, rows: list[dict],
             row(f"{case} {recipe}", what, "ms", mine, theirs, YARDSTICK, True),
             row(f"{case} {recipe}", "rate", "GB/s", receipt.bytes / mine / 1e6, receipt.bytes / theirs / 1e6, YARDSTICK),
         ]
-        phases[case] |= {"bytes": receipt.bytes, "tensors": receipt.tensors, f"reload {recipe}, ms each": reloads}
+        each[case] |= {"bytes": receipt.bytes, "tensors": receipt.tensors, f"reload {recipe}, ms": reloads}
     more = extra_bytes(lambda: yardstick.publish(sources["fp8_rollout"], 2))
-    rows.append(row(f"{case} fp8_rollout", "extra memory", "GB", extra / 1e9, more / 1e9, YARDSTICK, True))
-    for r in rows[-5:]:
-        numbers = f"{r['ours']:9.2f} {r['unit']:5} {r['yardstick']:9.2f} {r['ratio']:6.2f}"
-        print(f"{r['case']:24} {r['metric']:28} {numbers}", flush=True)
-    print({k: v for k, v in phases[case].items() if "each" not in k}, flush=True)
+    rows += [row(f"{case} fp8_rollout", "extra memory", "GB", extra / 1e9, more / 1e9, YARDSTICK, True), *phases]
 
 
-def time_phases(ours: VllmInplace, sources: dict, coded: Params, count: int) -> dict[str, float]:
-    """Medians in ms of what a publish consists of, each alone."""
+def time_phases(case: str, ours: VllmInplace, sources: dict, coded: Params, count: int, rate: float) -> list[dict]:
+    """What a publish consists of, each alone. rate: GB/s of a copy."""
+    metas = sources["fp8_unified"].manifest()
+    size, layers = manifest.nbytes(metas), jax.tree.leaves(coded["layers"])
+    codes = manifest.nbytes(m for m in metas if m.dtype == "float8_e4m3fn")
 
     def quantise() -> None:
         recent = collections.deque(maxlen=24)  # a layer's, and what follows the last one
@@ -131,11 +131,15 @@ def time_phases(ours: VllmInplace, sources: dict, coded: Params, count: int) -> 
         torch.cuda.synchronize()
 
     def digest_source() -> None:
-        jax.block_until_ready([stack_digests(leaf) for leaf in jax.tree.leaves(coded["layers"])])
+        jax.block_until_ready([stack_digests(leaf) for leaf in layers])
 
-    parts = {"quantise": quantise, "copy": copy, "digest of the source's layers": digest_source,
-             "digest of the engine": ours.read_digests}  # fmt: skip
-    return {f"{name}, ms": round(statistics.median([timed(f) for _ in range(count + 2)][2:]), 2) for name, f in parts.items()}
+    parts = {  # and the bytes that it reads and writes, of what it makes scales left out
+        "quantise": (quantise, 3 * codes), "copy": (copy, 2 * size),
+        "digest of the source's layers": (digest_source, sum(leaf.nbytes for leaf in layers)),
+        "digest of the engine": (ours.read_digests, size),
+    }  # fmt: skip
+    ms = {name: statistics.median([timed(f) for _ in range(count + 2)][2:]) for name, (f, _) in parts.items()}
+    return [row(case, name, "ms", ms[name], moved / rate / 1e6, FLOOR, True) for name, (_, moved) in parts.items()]
 
 
 def timed(f: Callable) -> float:
@@ -194,7 +198,7 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def in_codes(policy: Params) -> Params:
     """The same policy as recipe fp8_unified holds it."""
-    of = jax.jit(quantized)
+    of = jax.jit(QuantizedWeight.of)
 
     def leaf(path: tuple, w: jax.Array) -> jax.Array | QuantizedWeight:
         return of(w) if path[-2].key.endswith("_proj") else w

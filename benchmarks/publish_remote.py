@@ -1,12 +1,14 @@
 """What a publish to vLLM in another process costs: Qwen3 shapes, random weights made on the device.
 
-    python benchmarks/publish_remote.py --links cuda_ipc file [--sizes 8b 0.6b] [--publishes 20] [--out FILE]
-    python benchmarks/publish_remote.py --links nccl --engine-gpu 1                               # two GPUs
+    jaxfp8rl bench publish_remote --links cuda_ipc file [--sizes 8b 0.6b] [--publishes 20]
+    jaxfp8rl bench publish_remote --links nccl --engine-gpu 1                               # two GPUs
 
 The source is a policy of recipe fp8_unified, quantised already. Times are host seconds around a whole publish, proof included.
 The yardstick, in the same run, is one copy of a GiB by torch: within the GPU (on its way through the slots every byte is copied
 twice, so that half of that rate is the most there is), between the two, or to the disk.
 Extra memory is what becomes less free on both GPUs, in both processes, from before the link was opened to after the publishes.
+
+Needs a GPU and vLLM; two GPUs for --links nccl.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from benchmarks.publish import SHAPES, config, in_codes, random_policy, timed
 from bridges.api import GenRequest, SamplingParams, WeightTransport
 from bridges.rollout.remote_engine import RemoteEngine, start
@@ -40,14 +42,13 @@ LINKS = ("cuda_ipc", "nccl", "file")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "publish_remote")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=["cuda_ipc"])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["8b", "0.6b"])
     parser.add_argument("--publishes", type=int, default=20)
     parser.add_argument("--engine-gpu", type=int, default=0, help="of the GPUs that are seen here")
     parser.add_argument("--eager", action="store_true", help="an engine without CUDA graphs: it starts sooner")
     parser.add_argument("--folder", help="where files are left; default: the temporary folder")
-    parser.add_argument("--out", default="benchmarks/results/publish_remote.json")
     args = parser.parse_args()
     if torch.cuda.device_count() <= args.engine_gpu:
         sys.exit(f"benchmarks/publish_remote.py needs {args.engine_gpu + 1} NVIDIA GPUs")
@@ -62,7 +63,7 @@ def main() -> None:
             print(f"{size}: engine and weights there after {time.perf_counter() - start_s:.1f} s", flush=True)
             for kind in args.links:
                 bench(size, kind, e, source, args, rates[kind], rows, phases)
-                write(args.out, "publish_remote", rows, phases=phases)
+                write(args.out, "publish_remote", rows, args.plot, phases=phases)
             del source
         gc.collect()
 
@@ -105,8 +106,6 @@ def bench(
     ]
     phases[f"{case}, ms each"] = [round(ms, 2) for ms in each]
     phases[f"{case}, bytes"] = receipt.bytes
-    speed = f"{receipt.bytes / median / 1e6:8.2f} GB/s of {yardstick:8.2f}"
-    print(f"{case:24} {median:9.2f} ms  {speed}  extra {extra / 1e9:.2f} GB", flush=True)
 
 
 YARDSTICKS = {"cuda_ipc": "torch's copy within the GPU, same run", "nccl": "torch's copy between the two GPUs, same run",

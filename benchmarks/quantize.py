@@ -1,14 +1,15 @@
 """The FP8 quantisers, alone and fused with what makes their input, beside a copy and beside XLA's own fusion of the same.
 
-    python benchmarks/quantize.py [--out benchmarks/results/quantize.json]
+    jaxfp8rl bench quantize
 
 A kernel is bound by memory: its rate is the bytes it has to read and write, once each, over its time, and the yardstick is the
 rate of a device-to-device copy (torch's where it is installed, else XLA's). Rounds turn the order and the inputs; medians.
+
+Needs a GPU; torch for the copy.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from pallas_kernels.fused_quantize import reference as activations
 from pallas_kernels.fused_quantize import sm90 as fused
@@ -106,12 +107,11 @@ def xla_swiglu(tokens, joint: jax.Array):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/quantize.json")
+    parser = arguments(__doc__, "quantize")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     groups = [quantisers(shape) for shape in SHAPES] + [[case] for case in producers()]
-    write(args.out, "quantize", [r for group in groups for r in compare(group, args.rounds)])
+    write(args.out, "quantize", [r for group in groups for r in compare(group, args.rounds)], args.plot)
 
 
 def compare(cases: list[Case], rounds: int) -> list[dict]:

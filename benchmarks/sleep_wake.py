@@ -1,14 +1,15 @@
 """Learner and engine in turn on one GPU: cycles of generate, sleep, wake, publish, and what memory each side holds in each.
 
-    python benchmarks/sleep_wake.py [--size 1.7b] [--cycles 20] [--out benchmarks/results/sleep_wake.json]
+    jaxfp8rl bench sleep_wake [--size 1.7b] [--cycles 20]
 
 The engine drops weights and cache when it sleeps. It wakes in order: memory of the weights, a publish in place, memory of the
 cache. The yardstick of each number is the same after the second cycle, when everything has been compiled: growth shows.
+
+Needs a GPU and vLLM.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import sys
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import torch
 
-from benchmarks.common import row, write
+from benchmarks.common import arguments, row, write
 from benchmarks.publish import SHAPES, config, in_codes, random_policy
 from bridges.api import GenRequest, SamplingParams, WeightSource
 from bridges.rollout.vllm_engine import FP8, VllmEngine
@@ -32,10 +33,9 @@ from jaxfp8rl.publish import LearnerWeights
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "sleep_wake")
     parser.add_argument("--size", choices=SHAPES, default="1.7b")
     parser.add_argument("--cycles", type=int, default=20)
-    parser.add_argument("--out", default="benchmarks/results/sleep_wake.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/sleep_wake.py needs an NVIDIA GPU")
@@ -54,9 +54,7 @@ def main() -> None:
     rows = [row(case, what, "GB", last[what], first[what], "after cycle 2, same run", True) for what in first if "GB" in what]
     rows += [row(case, what, "ms", statistics.median(c[what] for c in seen[1:]), first[what], "cycle 2, same run", True)
              for what in first if "ms" in what]  # fmt: skip
-    for r in rows:
-        print(f"{r['case']:24} {r['metric']:36} {r['ours']:9.3f} {r['unit']:5} {r['yardstick']:9.3f}")
-    write(args.out, "sleep_wake", rows, cycles=seen)
+    write(args.out, "sleep_wake", rows, args.plot, cycles=seen)
     if len({c["tokens"] for c in seen}) > 1:
         sys.exit("the same weights gave other tokens after a cycle")
 

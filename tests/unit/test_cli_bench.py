@@ -1,0 +1,99 @@
+"""`jaxfp8rl bench`: what it lists, what it refuses, and one benchmark from the command to its JSON, table and picture."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.common import row, table
+from jaxfp8rl import bench, cli
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch):
+    """The command sets what is its process's own."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_the_list_says_of_every_benchmark_what_for_and_what_it_needs(capsys):
+    assert cli.main(["bench"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    files = {path.stem: path.read_text() for path in bench.FOLDER.glob("*.py")}
+    commands = {name for name, text in files.items() if "\ndef main(" in text}
+    assert set(bench.benchmarks()) == commands and {"common", "estimator_plots"} == files.keys() - commands
+    for found in bench.benchmarks().values():
+        assert found.purpose.endswith(".") and not found.needs.startswith("what"), f"benchmarks/{found.name}.py: see CONTRIBUTING"
+        assert f"{found.name} {found.purpose} Needs {found.needs}." in out
+
+
+def test_the_list_loads_nothing_heavy():
+    code = ("import sys; from jaxfp8rl.cli import main; assert main(['bench']) == 0\n"
+            "print(sorted({'jax', 'torch', 'vllm', 'matplotlib'} & sys.modules.keys()))")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.endswith("\n[]\n"), done.stdout[-300:] + done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["gem"], 'no benchmark "gem" (did you mean "gemm"?)'),
+        (["nothing-like-it"], "(known: attention, corrections_time, "),
+        (["--plot", "x.png", "gemm"], "--plot: unexpected argument"),
+        (["gemm", "--tokens", "4096"], "gemm needs a GPU; torch and vLLM for all its yardsticks: there is no NVIDIA GPU here"),
+        (["publish"], "benchmark publish needs a GPU and vLLM: there is no NVIDIA GPU here"),
+    ],
+)
+def test_what_cannot_run_is_said_with_a_next_step(words, says, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert cli.main(["bench", *words]) == 2
+    out, err = capsys.readouterr()
+    assert says in err and "next step:" in err and out == ""
+
+
+def test_vllm_is_missed_by_name(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert {name: bench.benchmarks()[name].missing() for name in ("gemm", "publish", "kv_scales")} == {
+        "gemm": "", "publish": "vLLM", "kv_scales": ""}  # fmt: skip
+
+
+def test_an_installed_package_has_none_and_says_where_they_are(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "benchmarks")
+    for words in (["bench"], ["bench", "gemm"]):
+        assert cli.main(words) == 2
+        assert "clone the repository and run `pip install -e .` there" in capsys.readouterr().err
+
+
+def test_its_own_help_and_its_own_mistakes(capsys):
+    for words, code in ((["--help"], 0), (["--calls", "many"], 2)):
+        with pytest.raises(SystemExit) as e:
+            cli.main(["bench", "corrections_time", *words])
+        assert e.value.code == code
+    out, err = capsys.readouterr()
+    assert "usage: jaxfp8rl bench corrections_time" in out and "--plot FILE.png" in out and "invalid int value: 'many'" in err
+
+
+def test_a_benchmark_writes_json_table_and_picture(tmp_path, capsys):
+    out, plot = tmp_path / "new" / "out.json", tmp_path / "plot.png"
+    words = ["--presets", "token_tis", "--rows", "2", "--tokens", "128", "--calls", "1", "--out", str(out), "--plot", str(plot)]
+    assert cli.main(["bench", "corrections_time", *words]) == 0
+    result, lines = json.loads(out.read_text()), capsys.readouterr().out.splitlines()
+    assert result["name"] == "corrections_time" and result["device"] == "cpu" and "jax" in result["versions"]
+    assert [r["metric"] for r in result["rows"]] == ["none", "token_tis"] and all(r["ratio"] > 0 for r in result["rows"])
+    assert lines[:-1] == table(result["rows"]).splitlines() and lines[-1].endswith(str(out))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_is_in_line_and_names_a_case_once():
+    rows = [row("small", "time", "ms", 0.5, 1.0, "other", True), row("small", "rate", "GB/s", 12345.6, 0.0, "none")]
+    assert table([*rows, row("large", "time", "ms", 2.0, 1.0, "other", True)]) == (
+        "case   metric    ours  yardstick  ratio  unit  beside\n"
+        "small  time       0.5          1      2  ms    other\n"
+        "       rate    12,346          0      -  GB/s  none\n"
+        "large  time         2          1    0.5  ms    other"
+    )
