@@ -11,6 +11,7 @@ from jaxfp8rl.build import engine_runs, model_config
 from jaxfp8rl.registry import build_engine
 from jaxfp8rl.toml_config import load_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 COMMON = ["--precision.compute_dtype", "float32", "--task.max_prompt_tokens", "48", "--train.row_tokens", "64",
           "--rollout.max_new_tokens", "16", "--model.config.max_position_embeddings", "128"]  # fmt: skip
 ENGINES = {

@@ -18,6 +18,7 @@ from correction_oracle import ORACLES, mismatch_metrics, sequence_errors, weight
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection, rollout_correction  # noqa: E402
 from jaxfp8rl.losses.presets import PRESETS  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 BATCHES, SEQUENCES, LENGTH = 1200, 4, 8
 WIDTH = SEQUENCES * LENGTH  # a row that holds all sequences of a batch
 MISMATCH = (0.0, 1e-4, 1e-3, 0.01, 0.1, 0.5, 2.0, 10.0, 30.0)  # nats

@@ -21,6 +21,7 @@ from benchmarks.estimator_lab import (
 )
 from jaxfp8rl.losses.presets import get_preset
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKEN_IS, TOKEN_TIS, NONE = get_preset("nemo/is"), get_preset("token_tis"), get_preset("none")
 
 

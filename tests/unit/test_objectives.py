@@ -15,6 +15,7 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.aggregation import AGGREGATIONS, token_scale
 from jaxfp8rl.losses.objectives import OBJECTIVES, ObjectiveConfig, kl_penalty, objective_parameters, policy_loss
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 seeds = st.integers(0, 2**32 - 1)
 CASES = [ObjectiveConfig(kind) for kind in OBJECTIVES] + [
     ObjectiveConfig("ppo_clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0),

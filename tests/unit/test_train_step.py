@@ -68,6 +68,14 @@ def laid_out(samples: list[Sample], layout: tuple[int, int, int]) -> TrainBatch:
     return TrainBatch(*(np.concatenate(f).reshape(layout) for f in zip(*single)))
 
 
+def tight_and_loose(samples: list[Sample]) -> tuple[TrainBatch, TrainBatch]:
+    """Of one shape, for one program: all in the first micro-batch's rows; in another order over the rows of both."""
+    tight, halves = laid_out(samples, (2, 2, 36)), (pack(half, 36, 2, 1) for half in (samples[1::2], samples[::2][::-1]))
+    loose = TrainBatch(*(np.concatenate(fields) for fields in zip(*halves)))
+    assert not tight.response_mask[1].any() and loose.response_mask.any((1, 2)).all()
+    return tight, loose
+
+
 def score(params, batch: TrainBatch) -> np.ndarray:
     return np.asarray(score_policy(policy(params), batch))
 
@@ -113,7 +121,8 @@ def test_padding_packing_splitting_and_order_change_neither_loss_nor_gradients(l
     magnitude = 2 * np.average([abs(s.advantage) for s in samples], weights=[len(s.completion) for s in samples])
     assert abs(metrics.pop("loss") - other.pop("loss")) < 1e-6 * magnitude
     for key, value in metrics.items():
-        np.testing.assert_allclose(other[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+        atol = 1e-5 if "chi2" in key else 1e-6  # a mean of squared products, less 1
+        np.testing.assert_allclose(other[key], value, rtol=1e-5, atol=atol, err_msg=key)
 
 
 def test_the_invariance_test_sees_a_microbatch_mean():
@@ -146,8 +155,7 @@ KINDS = {
 def test_every_kind_of_loss_is_as_independent_of_the_layout(kind):
     loss, preset = KINDS[kind]
     results = []
-    for layout in LAYOUTS[1:]:
-        batch = laid_out(near_policy(MIXED, layout), layout)
+    for batch in tight_and_loose(near_policy(MIXED, (2, 2, 36))):
         old = old_logps(params(), batch)
         ref = old + 0.1 * np.cos(batch.tokens) if loss.kl_coef else None
         results.append(learn(params(), batch, old, ref, step_of(loss, get_preset(preset))))
@@ -212,8 +220,8 @@ def test_the_warm_start_is_as_independent_of_the_split():
     step = make_sft_step(LOGPROBS, FLOAT32, KEEP)
     samples = samples_of([(3, 7), (2, 2), (5, 6), (1, 4), (4, 7), (2, 5), (3, 3), (1, 1)])
     results = []
-    for layout in LAYOUTS[1:3]:
-        state, metrics = step(init_state(jax.tree.map(jnp.copy, params()), KEEP), laid_out(samples, layout))
+    for batch in tight_and_loose(samples):
+        state, metrics = step(init_state(jax.tree.map(jnp.copy, params()), KEEP), batch)
         results.append((state.opt_state, float(metrics["loss"])))
     assert distance(results[0][0], results[1][0]) < 1e-6
     np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
