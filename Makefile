@@ -6,7 +6,7 @@
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo demo-vllm test lint bench lock help
+.PHONY: demo demo-vllm test test-thorough lint bench lock help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +27,10 @@ demo-vllm: $(VENV)/.vllm
 	    $$($(BIN)/python -m bridges.probe --demo-flags)
 
 test: lint $(VENV)/.vllm
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile
+
+test-thorough: $(VENV)/.vllm
+	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .

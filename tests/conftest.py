@@ -12,8 +12,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("default", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("default")
+for name, examples in {"default": 15, "thorough": 60}.items():
+    settings.register_profile(name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(scope="module")

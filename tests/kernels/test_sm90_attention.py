@@ -51,7 +51,7 @@ def operands(tokens, heads, kv_heads, d, dtype=jnp.bfloat16):
     return *drawn, jax.random.normal(keys[4], (heads, tokens))
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "pairs" in n else n for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
     lengths, tokens, H, K, d, tiles = SIMULATED[name]
     *qkv, do, dlse = operands(tokens, H, K, d)
@@ -90,6 +90,7 @@ def test_it_lowers_for_cuda(d, dtype):
     assert text.count("mosaic_gpu_v2") == 3 and "4096x4096" not in text
 
 
+@pytest.mark.slow
 def test_pairs_lower_for_cuda_and_an_odd_group_has_none():
     assert "mosaic_gpu" in lower(shapes(), tiles=PAIRS)
     assert "mosaic_gpu" in lower(shapes(H=3, K=1), tiles=PAIRS)

@@ -44,7 +44,7 @@ def float64(codes, scale) -> np.ndarray:
     return np.asarray(codes).astype(np.float64) * rows
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "by 96" in n else n for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
     """Every tile by its own norm: a scale or an operand of another tile is an error over 0.5."""
     m, n, k, wgrad, tiles = SIMULATED[name]
