@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import WGMMA, multiprocessors, plgpu
 
 F32 = jnp.float32
@@ -30,24 +31,6 @@ class Work(NamedTuple):
     head: Array
     number: Array
     before: Array
-
-
-def specialise(produce: Callable[[], None], consume: Callable[[Array], None]) -> None:
-    """A warp that copies, and the consumers, which get their number."""
-    wg = lax.axis_index("wg")
-
-    @pl.when(wg == CONSUMERS)
-    def _():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(produce)
-
-    @pl.when(wg < CONSUMERS)
-    def _():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        consume(wg)
 
 
 def for_each(walks: int, heads: int, blocks: int, heads_first: bool, body: Callable[[Work], Array]) -> tuple[Array, Array]:
@@ -101,10 +84,6 @@ def nothing(d: int) -> Array:
 def indices(shape: tuple[int, int]) -> tuple[Array, Array]:
     """The row and the column of every element."""
     return tuple(plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) for axis in (0, 1))
-
-
-def slot_of(step: Array, slots: int) -> Array:
-    return lax.rem(jnp.int32(step), jnp.int32(slots))
 
 
 def drain(used: Array, slots: int, *empty) -> None:

@@ -18,10 +18,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
-    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, ROWS, Work, drain, for_each, give_back, indices, launch, multiply, nothing, slot_of,
-    specialise,
+    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, drain, for_each, give_back, indices, launch, multiply,
+    nothing,
 )  # fmt: skip
 from pallas_kernels.attention.segments import WALK, Segments, query_walks
+from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import COLUMN, plgpu, spread, swizzled
 
 
@@ -105,7 +106,7 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) 
         give_back(shared.kv_empty, wg, works - 1)
         plgpu.wait_smem_to_gmem(0)
 
-    specialise(lambda: _produce(plan, each, (q, k, v, do, lse, delta, walks), shared), consume)
+    specialise(CONSUMERS, REGISTERS, lambda: _produce(plan, each, (q, k, v, do, lse, delta, walks), shared), consume)
 
 
 def first_key(tiles: Tiles, block: Array) -> Array:

@@ -17,10 +17,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
-    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, ROWS, Work, drain, for_each, give_back, head_of, indices, launch, multiply, nothing,
-    slot_of, specialise,
+    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, drain, for_each, give_back, head_of, indices, launch,
+    multiply, nothing,
 )  # fmt: skip
 from pallas_kernels.attention.segments import COPIED, WALK, Segments, key_walks
+from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, plgpu, spread, swizzled
 
 
@@ -102,7 +103,7 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dq, *shared) -> N
         give_back(shared.q_empty, wg, works - 1)
         plgpu.wait_smem_to_gmem(0)
 
-    specialise(lambda: _produce(plan, each, (q, k, v, do, lse, delta, first, walks), shared), consume)
+    specialise(CONSUMERS, REGISTERS, lambda: _produce(plan, each, (q, k, v, do, lse, delta, first, walks), shared), consume)
 
 
 def _produce(plan: Plan, each, operands, shared: Shared) -> None:

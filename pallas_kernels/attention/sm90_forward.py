@@ -19,10 +19,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
-    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, ROWS, Work, drain, for_each, give_back, head_of, indices, launch, multiply, nothing,
-    slot_of, specialise,
+    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, drain, for_each, give_back, head_of, indices, launch,
+    multiply, nothing,
 )  # fmt: skip
 from pallas_kernels.attention.segments import COPIED, WALK, Segments, key_walks
+from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, plgpu, spread, swizzled
 
 LOWEST = -1e30  # the maximum of no scores: finite, so that -inf minus it is no NaN
@@ -105,7 +106,7 @@ def _forward(plan: Plan, q, k, v, first, walks, o, lse, *shared) -> None:
         give_back(shared.q_empty, wg, works - 1)
         plgpu.wait_smem_to_gmem(0)
 
-    specialise(lambda: _produce(plan, each, (q, k, v, first, walks), shared), consume)
+    specialise(CONSUMERS, REGISTERS, lambda: _produce(plan, each, (q, k, v, first, walks), shared), consume)
 
 
 def _produce(plan: Plan, each, operands, shared: Shared) -> None:

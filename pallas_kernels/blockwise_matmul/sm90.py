@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
 from pallas_kernels.plgpu_compat import COLUMN, ROW, SMS, WGMMA, multiprocessors, plgpu, spread, swizzled
 from pallas_kernels.quantize import BLOCK
 
@@ -152,38 +153,9 @@ def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
 
 
 def _kernel(plan: Plan, a, a_scale, b, b_scale, out, *shared) -> None:
-    shared, wg = Shared(*shared), lax.axis_index("wg")
-    consumer_registers, producer_registers = REGISTERS[plan.tiles.consumers]
-
-    @pl.when(wg == plan.tiles.consumers)
-    def _():
-        plgpu.set_max_registers(producer_registers, action="decrease")
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(functools.partial(_produce, plan, (a, a_scale, b, b_scale), shared))
-
-    @pl.when(wg < plan.tiles.consumers)
-    def _():
-        plgpu.set_max_registers(consumer_registers, action="increase")
-        _consume(plan, wg, b_scale, out, shared)
-
-
-def _for_each_tile(plan: Plan, body: Callable[[Array, Array, Array], None]) -> None:
-    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of threads."""
-
-    @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block")
-    def _(loop):
-        mi, ni = plgpu.planar_snake(loop.index[0], plan.grid, plan.tiles.band_axis, plan.tiles.band)
-        if plan.tiles.cluster == "m":
-            mi = 2 * mi + lax.axis_index("cluster")
-        if plan.tiles.cluster == "n":
-            ni = 2 * ni + lax.axis_index("cluster")
-        body(mi, ni, loop.local_index * plan.k_blocks)
-
-
-def slot_of(plan: Plan, stage: Array) -> Array:
-    return lax.rem(stage, jnp.asarray(plan.tiles.stages, stage.dtype))
+    shared, consumers = Shared(*shared), plan.tiles.consumers
+    produce = functools.partial(_produce, plan, (a, a_scale, b, b_scale), shared)
+    specialise(consumers, REGISTERS[consumers], produce, lambda wg: _consume(plan, wg, b_scale, out, shared))
 
 
 def _produce(plan: Plan, operands, shared: Shared) -> None:
@@ -198,7 +170,7 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
 
         @pl.loop(0, plan.k_blocks)
         def _(ki):
-            slot = slot_of(plan, before + ki)
+            slot = slot_of(before + ki, t.stages)
             pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             copy, full = plgpu.copy_gmem_to_smem, shared.full.at[slot]
             ks = pl.ds(ki * BLOCK, BLOCK)
@@ -208,15 +180,8 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
             if not plan.b_blocks:
                 copy(b_scale.at[ki, columns], shared.b_scale.at[slot], full)
 
-    _for_each_tile(plan, tile)
-    _drain(plan, shared)
-
-
-def _drain(plan: Plan, shared: Shared) -> None:
-    """Stay until every stage is free again: a block that left could still be written to by its partner in the cluster."""
-    mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks
-    left = lax.min(mine, jnp.asarray(plan.tiles.stages, mine.dtype))
-    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(plan, mine - left + i)]))
+    for_each_tile(plan, tile)
+    drain(plan, shared.empty)
 
 
 class Consumer(NamedTuple):
@@ -229,7 +194,7 @@ class Consumer(NamedTuple):
     before: Array  # stages used by the tiles before
 
     def slot(self, i: Array) -> Array:
-        return slot_of(self.plan, self.before + i)
+        return slot_of(self.before + i, self.plan.tiles.stages)
 
     @property
     def rows(self) -> pl.Slice:
@@ -284,7 +249,7 @@ def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
         at = out.at[pl.ds(mi * t.m + row, ROWS), pl.ds(ni * t.n + column, t.width)]
         store_tile(plan, total, at, shared.out.at[wg])
 
-    _for_each_tile(plan, tile)
+    for_each_tile(plan, tile)
     plgpu.wait_smem_to_gmem(0)
 
 

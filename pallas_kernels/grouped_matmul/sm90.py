@@ -23,9 +23,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blockwise_matmul.sm90 import (
-    F32, REGISTERS, ROWS, Consumer, Plan, Shared, Tiles, check_tiles, shared_memory, slot_of, store_tile, sum_of, zeros,
+    F32, REGISTERS, ROWS, Consumer, Plan, Shared, Tiles, check_tiles, shared_memory, store_tile, sum_of, zeros,
 )  # fmt: skip
 from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import multiprocessors, plgpu
 from pallas_kernels.quantize import BLOCK
 
@@ -121,22 +122,10 @@ def _row_tiles(groups: Groups, rows: int, down: int) -> tuple[Array, Array]:
 
 
 def _kernel(plan: Plan, table, count, a, a_scale, b, b_scale, out, *shared) -> None:
-    shared, wg = Shared(*shared), lax.axis_index("wg")
-    consumer_registers, producer_registers = REGISTERS[plan.tiles.consumers]
+    shared, consumers = Shared(*shared), plan.tiles.consumers
     for_each_tile = functools.partial(_for_each_tile, plan, table, count)
-
-    @pl.when(wg == plan.tiles.consumers)
-    def _():
-        plgpu.set_max_registers(producer_registers, action="decrease")
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(functools.partial(_produce, plan, for_each_tile, (a, a_scale, b, b_scale), shared))
-
-    @pl.when(wg < plan.tiles.consumers)
-    def _():
-        plgpu.set_max_registers(consumer_registers, action="increase")
-        _consume(plan, for_each_tile, wg, out, shared)
+    produce = functools.partial(_produce, plan, for_each_tile, (a, a_scale, b, b_scale), shared)
+    specialise(consumers, REGISTERS[consumers], produce, lambda wg: _consume(plan, for_each_tile, wg, out, shared))
 
 
 def _for_each_tile(plan: Plan, table, count, body: Callable[[Work, Array, Callable[[], Entry]], Entry]) -> Array:
@@ -199,7 +188,7 @@ def _produce(plan: Plan, for_each_tile, operands, shared: Shared) -> None:
 
         @pl.loop(0, work.blocks)
         def _(i):
-            ki, slot = work.first + i, slot_of(plan, before + i)
+            ki, slot = work.first + i, slot_of(before + i, plan.tiles.stages)
             pl.when(before + i >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             copy, full = plgpu.copy_gmem_to_smem, shared.full.at[slot]
             ks = pl.ds(ki * BLOCK, BLOCK)
@@ -217,7 +206,7 @@ def _produce(plan: Plan, for_each_tile, operands, shared: Shared) -> None:
 
     used = for_each_tile(tile)
     left = lax.min(used, jnp.int32(t.stages))  # stay until every stage is free: a partner in the cluster could still write to it
-    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(plan, used - left + i)]))
+    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(used - left + i, plan.tiles.stages)]))
 
 
 def _blocks_of(tiles: Tiles) -> int:

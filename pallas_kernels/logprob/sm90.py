@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread, swizzled
 
 F32 = jnp.float32
@@ -138,37 +139,9 @@ def _call(plan: Plan, epilogue: type, x: Array, w: Array, vectors: tuple[Array, 
 
 def _kernel(plan: Plan, epilogue: type, count: int, x, w, *refs) -> None:
     vectors, out, shared = refs[:count], refs[count], Shared(*refs[count + 1 :])
-    wg = lax.axis_index("wg")
-
-    @pl.when(wg == CONSUMERS)
-    def _():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(functools.partial(_produce, plan, x, w, shared))
-
-    @pl.when(wg < CONSUMERS)
-    def _():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        _consume(plan, wg, functools.partial(epilogue, plan, vectors, out, shared.out.at[wg]), shared)
-
-
-def _for_each_tile(plan: Plan, body: Callable[[Array, Array, Array], None]) -> None:
-    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of threads."""
-
-    @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block")
-    def _(loop):
-        mi, ni = plgpu.planar_snake(loop.index[0], plan.grid, plan.tiles.band_axis, plan.tiles.band)
-        if plan.tiles.cluster == "m":
-            mi = 2 * mi + lax.axis_index("cluster")
-        if plan.tiles.cluster == "n":
-            ni = 2 * ni + lax.axis_index("cluster")
-        body(mi, ni, loop.local_index * plan.k_blocks)
-
-
-def _slot(plan: Plan, stage: Array) -> Array:
-    return lax.rem(stage, jnp.asarray(plan.tiles.stages, stage.dtype))
+    make = functools.partial(epilogue, plan, vectors, out)
+    consume = lambda wg: _consume(plan, wg, functools.partial(make, shared.out.at[wg]), shared)
+    specialise(CONSUMERS, REGISTERS, functools.partial(_produce, plan, x, w, shared), consume)
 
 
 def _produce(plan: Plan, x, w, shared: Shared) -> None:
@@ -180,21 +153,14 @@ def _produce(plan: Plan, x, w, shared: Shared) -> None:
     def tile(mi, ni, before):
         @pl.loop(0, plan.k_blocks)
         def _(ki):
-            slot = _slot(plan, before + ki)
+            slot = slot_of(before + ki, plan.tiles.stages)
             pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             ks, full = pl.ds(ki * DEPTH, DEPTH), shared.full.at[slot]
             plgpu.copy_gmem_to_smem(x.at[pl.ds(mi * t.m, t.m), ks], shared.x.at[slot], full, **share_x)
             plgpu.copy_gmem_to_smem(w.at[pl.ds(ni * t.n, t.n), ks], shared.w.at[slot], full, **share_w)
 
-    _for_each_tile(plan, tile)
-    _drain(plan, shared)
-
-
-def _drain(plan: Plan, shared: Shared) -> None:
-    """Stay until every stage is free again: a block that left could still be written to by its partner in the cluster."""
-    mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks
-    left = lax.min(mine, jnp.asarray(plan.tiles.stages, mine.dtype))
-    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[_slot(plan, mine - left + i)]))
+    for_each_tile(plan, tile)
+    drain(plan, shared.empty)
 
 
 def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
@@ -203,7 +169,7 @@ def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
 
     def tile(mi, ni, before):
         finish = epilogue(mi * plan.tiles.m + wg * ROWS, ni)
-        slot = lambda ki: _slot(plan, before + ki)
+        slot = lambda ki: slot_of(before + ki, plan.tiles.stages)
 
         def product(z):
             @pl.loop(0, plan.k_blocks)
@@ -221,7 +187,7 @@ def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
 
         finish(pl.run_scoped(product, plgpu.ACC((ROWS, plan.tiles.n), F32)))
 
-    _for_each_tile(plan, tile)
+    for_each_tile(plan, tile)
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -1,0 +1,62 @@
+"""What persistent kernels share: a warp that copies, consumers that compute, and the walk over tiles that both make.
+
+A `plan` here has `grid`, tiles (or pairs of them) along M and N; `k_blocks`, stages that a tile takes; `blocks` of threads; and
+`tiles`, with `cluster`, `band`, `band_axis` and `stages`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.plgpu_compat import plgpu
+
+
+def specialise(
+    consumers: int, registers: tuple[int, int], produce: Callable[[], None], consume: Callable[[Array], None]
+) -> None:  # fmt: skip
+    """The last warpgroup's first warp runs `produce`, the others `consume` with their number; `registers` a thread of either,
+    of a consumer first."""
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == consumers)
+    def _():
+        plgpu.set_max_registers(registers[1], action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(produce)
+
+    @pl.when(wg < consumers)
+    def _():
+        plgpu.set_max_registers(registers[0], action="increase")
+        consume(wg)
+
+
+def slot_of(step: Array | int, slots: int) -> Array:
+    return lax.rem(jnp.int32(step), jnp.int32(slots))
+
+
+def for_each_tile(plan, body: Callable[[Array, Array, Array], None]) -> None:
+    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of threads."""
+
+    @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block")
+    def _(loop):
+        mi, ni = plgpu.planar_snake(loop.index[0], plan.grid, plan.tiles.band_axis, plan.tiles.band)
+        if plan.tiles.cluster == "m":
+            mi = 2 * mi + lax.axis_index("cluster")
+        if plan.tiles.cluster == "n":
+            ni = 2 * ni + lax.axis_index("cluster")
+        body(mi, ni, loop.local_index * plan.k_blocks)
+
+
+def drain(plan, empty: jax.Ref) -> None:
+    """Stay until every stage is free again: a block that left could still be written to by its partner in the cluster."""
+    mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks
+    left = lax.min(mine, jnp.asarray(plan.tiles.stages, mine.dtype))
+    pl.loop(0, left)(lambda i: plgpu.barrier_wait(empty.at[slot_of(mine - left + i, plan.tiles.stages)]))
