@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -251,6 +251,29 @@ class WeightSource(Protocol):
     def manifest(self) -> tuple[ParamMeta, ...]: ...
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
+
+
+class Rows(NamedTuple):
+    """Tensors in one piece: `names[i]` is row `first + i` of `stack`; if `first` is None, the one name is the whole of `stack`.
+
+    `held`: it stays as it is until the publish is over.
+    """
+
+    names: tuple[str, ...]
+    stack: Any
+    first: int | None
+    held: bool
+
+
+@runtime_checkable
+class StackSource(WeightSource, Protocol):
+    """A WeightSource of a learner that scans over its layers: a tensor of many layers is one array to it.
+
+    `stacks` gives every tensor of the manifest once, in any order. What is not held is made while it is asked for, in parts of up
+    to `nbytes` (of one layer at least), and may be dropped once the part after the next has been asked for.
+    """
+
+    def stacks(self, nbytes: int) -> Iterator[list[Rows]]: ...
 
 
 @runtime_checkable

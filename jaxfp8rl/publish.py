@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bridges.api import ParamMeta, StackRow
+from bridges.api import ParamMeta, Rows, StackRow
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, param_table
@@ -63,57 +64,107 @@ def kv_scale_names(cfg: ModelConfig) -> Iterator[tuple[str, str, int]]:
 
 
 class LearnerWeights:
-    """WeightSource over a policy (jaxfp8rl.policy), or over masters, of which the same is made. `runs`: which linears the engine
+    """StackSource over a policy (jaxfp8rl.policy), or over masters, of which the same is made. `runs`: which linears the engine
     computes in FP8.
 
-    What the policy holds as it crosses is given out where it lies. The rest, a layer at a time, is computed when the layer's
-    first tensor is asked for and not waited for: whoever asks for the next layer early has both in the making, and no more
-    than what he keeps lives at once.
+    What the policy holds as it crosses is given out where it lies. The rest is computed when it is asked for and not waited for:
+    whoever asks early for what comes next has both in the making, and no more than what he keeps lives at once.
     """
 
     def __init__(self, cfg: ModelConfig, policy: Params, runs: tuple[LayerRun, ...], weight_dtype: str):
         self._args, self._policy = (cfg, runs, weight_dtype), policy
+        self._places = [(stack, row) for stack in policy["layers"] for row in range(len(jax.tree.leaves(stack)[0]))]
 
     def manifest(self) -> tuple[ParamMeta, ...]:
         return wire_manifest(*self._args, "kv_scales" in self._policy)
 
     def __iter__(self) -> Iterator[tuple[str, Array | StackRow]]:
-        cfg, runs, weight_dtype = self._args
-        for layer, entries, fp8 in _by_layer(cfg, runs):
-            tensors = _layer(self._policy, layer, [e.path for e in entries], fp8, weight_dtype)
-            for e in entries:
-                tensor = tensors.pop(e.path)
-                if e.path in fp8:
-                    yield e.hf_name, tensor.codes
-                    yield e.hf_name + SCALE_SUFFIX, tensor.scale
-                else:
-                    yield e.hf_name, tensor
+        cfg, runs, dtype = self._args
+        for e in param_table(cfg):
+            fp8, (stack, row) = is_fp8(e, runs), (self._policy, None) if e.layer is None else self._places[e.layer]
+            leaf = _at(stack, e.path[row is not None :])
+            tensor = _row(leaf, row) if _crosses(leaf, fp8, dtype) else _made(leaf, _on_device(row), None, dtype, fp8)
+            for name, part in zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if fp8 else (tensor,)):
+                yield name, part
         if scales := self._policy.get("kv_scales"):
             for name, which, layer in kv_scale_names(cfg):
                 yield name, StackRow(scales[which], layer)
+
+    def stacks(self, nbytes: int) -> Iterator[list[Rows]]:
+        """The same by whole stacks, as `StackSource` says."""
+        (cfg, runs, dtype), stacks = self._args, self._policy["layers"]
+        for span in _spans(cfg, runs, tuple(len(jax.tree.leaves(stack)[0]) for stack in stacks)):
+            leaf = _at(self._policy if span.stack is None else stacks[span.stack], span.path)
+            if _crosses(leaf, span.fp8, dtype):
+                yield _rows(span.names, leaf, span.first, held=True)
+            elif span.first is None:
+                yield _rows(span.names, _made(leaf, None, None, dtype, False), None, held=False)
+            else:
+                for at, names in _parts(span, leaf.shape, 1 if span.fp8 else jnp.dtype(dtype).itemsize, nbytes):
+                    yield _rows(names, _made(leaf, _on_device(at), len(names), dtype, span.fp8), 0, held=False)
+        if scales := self._policy.get("kv_scales"):
+            names = {which: tuple(n for n, w, _ in kv_scale_names(cfg) if w == which) for which in scales}
+            yield [Rows(names[which], scale, 0, True) for which, scale in scales.items()]
+
+
+def _crosses(leaf: Array | QuantizedWeight, fp8: bool, dtype: str) -> bool:
+    """Whether a leaf is as it crosses."""
+    return isinstance(leaf, QuantizedWeight) if fp8 else leaf.dtype == dtype
+
+
+def _rows(names: tuple[str, ...], stack: Array | QuantizedWeight, first: int | None, held: bool) -> list[Rows]:
+    if not isinstance(stack, QuantizedWeight):
+        return [Rows(names, stack, first, held)]
+    return [Rows(names, stack.codes, first, held), Rows(_scales_of(names), stack.scale, first, held)]
+
+
+@functools.cache
+def _scales_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name + SCALE_SUFFIX for name in names)
+
+
+@functools.cache
+def _parts(span: Span, shape: tuple[int, ...], itemsize: int, nbytes: int) -> list[tuple[int, tuple[str, ...]]]:
+    """(first row, names) of parts of up to `nbytes`, as equal as can be, for all but one to share a program."""
+    rows, row_bytes = len(span.names), math.prod(shape[1:]) * itemsize
+    size = -(-rows // -(-rows // max(nbytes // row_bytes, 1)))
+    return [(span.first + i, span.names[i : i + size]) for i in range(0, rows, size)]
 
 
 Path = tuple[str, ...]
 
 
+class Span(NamedTuple):
+    """Tensors that cross alike: rows of a leaf of stack `stack` from `first` on, or a leaf outside the layers, if these are
+    None."""
+
+    names: tuple[str, ...]
+    stack: int | None
+    path: Path
+    first: int | None
+    fp8: bool
+
+
 @functools.cache
-def _by_layer(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[tuple[int | None, list[Entry], set[Path]]]:
-    """The table of tensors in wire order as (layer or None, its entries, paths of what crosses in FP8)."""
-    groups = ((layer, list(entries)) for layer, entries in itertools.groupby(param_table(cfg), key=lambda e: e.layer))
-    return [(layer, entries, {e.path for e in entries if is_fp8(e, runs)}) for layer, entries in groups]
+def _spans(cfg: ModelConfig, runs: tuple[LayerRun, ...], held: tuple[int, ...]) -> list[Span]:
+    """The table of tensors, stack by stack and leaf by leaf; `held`: layers of each stack."""
+    place = [(stack, row) for stack, count in enumerate(held) for row in range(count)]
+
+    def alike(e: Entry) -> tuple:
+        return e.path, -1 if e.layer is None else place[e.layer][0], is_fp8(e, runs)
+
+    def span(entries: list[Entry]) -> Span:
+        e, names = entries[0], tuple(e.hf_name for e in entries)
+        if e.layer is None:
+            return Span(names, None, e.path, None, False)
+        return Span(names, place[e.layer][0], e.path[1:], place[e.layer][1], is_fp8(e, runs))
+
+    by_leaf = sorted(param_table(cfg), key=lambda e: (e.path, -1 if e.layer is None else e.layer))
+    return [span(list(entries)) for _, entries in itertools.groupby(by_leaf, alike)]
 
 
-Tensors = dict[Path, Any]
-
-
-def _layer(policy: Params, layer: int | None, paths: list[Path], fp8: set[Path], dtype: str) -> Tensors:
-    """The tensors of one layer (None: of no layer) as they cross, by path: QuantizedWeights where `fp8`."""
-    stack, index = (policy, None) if layer is None else _stack_of(policy["layers"], layer)
-    leaves = {path: functools.reduce(operator.getitem, path[layer is not None :], stack) for path in paths}
-    quantize = {path: w for path, w in leaves.items() if path in fp8 and not isinstance(w, QuantizedWeight)}
-    cast = {path: w for path, w in leaves.items() if path not in fp8 and w.dtype != dtype}
-    computed = _computed(quantize, cast, _on_device(index), dtype) if quantize or cast else {}
-    return {path: computed[path] if path in computed else _row(w, index) for path, w in leaves.items()}
+def _at(tree: Params, path: Path) -> Any:
+    return functools.reduce(operator.getitem, path, tree)
 
 
 def _row(leaf: Array | QuantizedWeight, index: int | None) -> Any:
@@ -122,32 +173,25 @@ def _row(leaf: Array | QuantizedWeight, index: int | None) -> Any:
     return QuantizedWeight(*(StackRow(w, index) for w in leaf)) if isinstance(leaf, QuantizedWeight) else StackRow(leaf, index)
 
 
-def _stack_of(stacks: tuple[Params, ...], layer: int) -> tuple[Params, int]:
-    """The stack that holds a layer, and the layer's place in it."""
-    for stack in stacks:
-        held = len(jax.tree.leaves(stack)[0])
-        if layer < held:
-            return stack, layer
-        layer -= held
-    raise KeyError(f"the policy has no layer {layer} beyond its last")
-
-
 @functools.cache
 def _on_device(index: int | None) -> Array | None:
     """Once for all publishes: a number from the host is a transfer each time."""
     return None if index is None else jnp.int32(index)
 
 
-@functools.partial(exact_jit, static_argnums=3)
-def _computed(quantize: Tensors, cast: Tensors, index: Array | None, dtype: str) -> Tensors:
-    """Row `index` of the leaves, or the leaves themselves, rounded to `dtype`, and quantised or cast to it. `index` is traced,
-    so that all layers of a stack share one program."""
-
-    def row(w: Array) -> Array:
-        return round_to(w if index is None else jax.lax.dynamic_index_in_dim(w, index, keepdims=False), dtype)
-
-    codes = {path: QuantizedWeight.of(row(w)) for path, w in quantize.items()}
-    return codes | {path: row(w).astype(dtype) for path, w in cast.items()}
+@functools.partial(exact_jit, static_argnums=(2, 3, 4))
+def _made(leaf: Array, first: Array | None, count: int | None, dtype: str, fp8: bool) -> Array | QuantizedWeight:
+    """Rows of `leaf` rounded to `dtype`, and quantised or cast to it: `count` from the first on, the first alone without an axis
+    of rows, or if that is None the leaf itself. `first` is traced, so that all parts of a stack share one program."""
+    if first is None:
+        return round_to(leaf, dtype).astype(dtype)
+    window = first, count or 1
+    if fp8 and leaf.dtype == dtype:
+        made = QuantizedWeight.of(leaf, window)
+    else:
+        rounded = round_to(jax.lax.dynamic_slice_in_dim(leaf, *window), dtype)
+        made = QuantizedWeight.of(rounded) if fp8 else rounded.astype(dtype)
+    return made if count else jax.tree.map(lambda x: x[0], made)
 
 
 def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str, Array]) -> Params:

@@ -106,7 +106,6 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         enforce_eager=cfg.rollout.enforce_eager,
         fp8_kernel=cfg.rollout.fp8_kernel,
         sleep=cfg.rollout.sleep,
-        stacked=cfg.rollout.one_copy,
         seed=cfg.run.seed,
     )
 

@@ -57,7 +57,6 @@ class VllmEngine:
     sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped), "drop_weights"
         (both are dropped: publish after wake()). The latter two need CUDA.
     kv_scales: whether a publish brings the scales of FP8 attention, which are 1 otherwise.
-    stacked: FP8 weights of a linear are one tensor for all layers, which a learner can read (VllmInplace.lend).
     fp8_kernel: "emulated" lets FP8 weights run on a CPU without AMX, slowly (see vllm_fp8_emulation).
 
     At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none worth learning.
@@ -83,7 +82,6 @@ class VllmEngine:
         seed: int = 0,
         sleep: Literal["off", "keep_weights", "drop_weights"] = "off",
         fp8_kernel: Literal["native", "emulated"] = "native",
-        stacked: bool = False,
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         if weights not in (FP8, dtype):
@@ -103,7 +101,7 @@ class VllmEngine:
         with open(os.path.join(self._folder.name, "config.json"), "w") as f:
             json.dump(config, f)
         build = dict(
-            model=self._folder.name, load_format=vllm_stacks.load_format() if stacked else "dummy", dtype=dtype,
+            model=self._folder.name, load_format=vllm_stacks.load_format(), dtype=dtype,
             skip_tokenizer_init=True, generation_config="vllm",
             kv_cache_dtype=kv_cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,

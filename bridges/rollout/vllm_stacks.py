@@ -1,17 +1,17 @@
-"""vLLM's FP8 weights held as a learner that scans over layers wants them: one tensor [L, N, K] for a linear of all layers.
+"""vLLM's tensors held as a learner that scans over layers wants them: one tensor [L, ...] for a linear or a norm of all layers.
 
-vLLM allocates each layer's weight by itself. A model loader of its own, chosen by load format, has the parameters of consecutive
-layers be rows of one tensor, before anything is compiled or a CUDA graph captured; nothing else about them changes.
+vLLM allocates each layer's parameters by themselves. A model loader of its own, chosen by load format, has those of consecutive
+layers be rows of one tensor, before anything is compiled or a CUDA graph captured; nothing else about them changes. A publish is
+then a few large copies, and the learner can read an engine's weights as its own.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-from bridges.api import BridgeError
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def load_format() -> str:
-    """Name of a load format like "dummy" whose FP8 weights are stacked, registered with vLLM when first asked for."""
+    """Name of a load format like "dummy" whose layers are stacked, registered with vLLM when first asked for."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -37,43 +37,58 @@ def load_format() -> str:
 
 
 def _alike(model: torch.nn.Module) -> Iterator[list[torch.nn.Parameter]]:
-    """FP8 weights of the same linear in consecutive layers."""
-    import torch
-
-    found = [(path, m.weight) for path, m in model.named_modules() if getattr(m, "weight", None) is not None]
-    codes = [(path, w) for path, w in found if w.dtype == torch.float8_e4m3fn and w.dim() == 2]
-    by_linear = sorted(codes, key=lambda x: (_linear(x[0]), _number(x[0])))
+    """Matrices and vectors of the same name, type and shape in consecutive layers; not what a kernel has consumed or turned."""
+    named = [(name, p) for name, p in model.named_parameters() if layer_of(name) >= 0]
+    found = [(name, p) for name, p in named if p.numel() and 1 <= p.dim() <= 2 and p.is_contiguous()]
+    found.sort(key=lambda x: (linear_of(x[0]), layer_of(x[0])))
     # layers that follow one another are as far from their place in the list
-    for _, run in itertools.groupby(enumerate(by_linear), lambda x: (_linear(x[1][0]), x[1][1].shape, _number(x[1][0]) - x[0])):
-        yield [weight for _, (_, weight) in run]
+    for _, run in itertools.groupby(
+        enumerate(found), lambda x: (linear_of(x[1][0]), x[1][1].dtype, x[1][1].shape, layer_of(x[1][0]) - x[0])
+    ):
+        yield [parameter for _, (_, parameter) in run]
 
 
-def _linear(path: str) -> str:
-    """ "model.layers.3.mlp.down_proj" -> "mlp.down_proj"."""
-    return ".".join(path.split(".")[-2:])
+@functools.cache
+def layer_of(name: str) -> int:
+    """ "model.layers.3.mlp.up_proj.weight" -> 3; -1 outside the layers."""
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
-def _number(path: str) -> int:
-    """ "model.layers.3.mlp.down_proj" -> 3; -1 outside the layers."""
-    return next((int(part) for part in path.split(".") if part.isdigit()), -1)
+@functools.cache
+def linear_of(name: str) -> str:
+    """ "model.layers.3.mlp.up_proj.weight" -> "model.layers.*.mlp.up_proj.weight"."""
+    return re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
-def _stack(weights: Sequence[torch.nn.Parameter]) -> None:
+def _stack(parameters: Sequence[torch.nn.Parameter]) -> None:
     import torch
 
-    stack = torch.stack([w.data.view(torch.uint8) for w in weights]).view(weights[0].dtype)
-    for row, weight in zip(stack, weights):
-        weight.data = row
+    stack = torch.stack([p.data.view(torch.uint8) for p in parameters]).view(parameters[0].dtype)
+    for row, parameter in zip(stack, parameters):
+        parameter.data = row
+
+
+def stacks_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
+    """`rows` by runs, as long as can be, of a tensor in consecutive layers whose parameters follow one another in memory."""
+    found: list[list[LiveRows]] = []
+    for r in sorted(rows, key=lambda r: (linear_of(r.meta.name), layer_of(r.meta.name))):
+        if found and _follows(r, found[-1][-1]):
+            found[-1].append(r)
+        else:
+            found.append([r])
+    return found
+
+
+def _follows(r: LiveRows, before: LiveRows) -> bool:
+    p, q = r.parameter, before.parameter
+    whole = r.stop - r.start == len(p) if p.dim() == 1 else p.dim() > 1  # a part of a vector stands alone
+    same = (linear_of(r.meta.name), r.start, p.shape) == (linear_of(before.meta.name), before.start, q.shape)
+    together = p.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and p.data_ptr() == q.data_ptr() + q.nbytes
+    return whole and same and together and layer_of(r.meta.name) == layer_of(before.meta.name) + 1
 
 
 def stack_of(rows: Sequence[LiveRows]) -> torch.Tensor:
-    """The tensor [L, N, K] of which the parameters of `rows`, the same linear in L consecutive layers, are the rows.
-
-    Raises BridgeError where they are not.
-    """
-    first, size = rows[0].parameter, rows[0].parameter.nbytes
-    expected = range(first.data_ptr(), first.data_ptr() + len(rows) * size, size)
-    if [r.parameter.data_ptr() for r in rows] != list(expected):
-        raise BridgeError(f"{rows[0].meta.name} and those of the layers after it do not lie one after the other",
-                          "build the engine with stacked=True")  # fmt: skip
+    """The tensor [n, ...] of which the parameters of `rows`, one of `stacks_of`, are the rows."""
+    first = rows[0].parameter
     return first.as_strided((len(rows), *first.shape), (first.numel(), *first.stride()))

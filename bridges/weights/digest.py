@@ -31,9 +31,9 @@ Cut = tuple[int, int, bool]
 
 
 @jax.jit
-def stack_digests(stack: Array) -> Array:
-    """[L, ...] of a 1, 2 or 4-byte type -> the digests of its L tensors, [L, 2] uint32."""
-    return _digest(_as_matrices(stack))
+def stack_digests(*stacks: Array) -> Array:
+    """[L, ...] of a 1, 2 or 4-byte type -> the digests of its L tensors, [L, 2] uint32; of several one after the other."""
+    return jnp.concatenate([_digest(_as_matrices(stack)) for stack in stacks])
 
 
 @jax.jit
@@ -44,9 +44,10 @@ def tensor_digests(arrays: Sequence[Array]) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def checked_row_digests(arrays: Sequence[Array], cuts: tuple[tuple[Cut, ...], ...]) -> Array:
-    """The digest of array[start:stop] for each (start, stop, is a scale) of the array's entry in `cuts`, and how many of its
-    words are unsound: [n, 3] uint32. A scale's word is sound as a positive, finite float32 number, any other word always."""
-    parts = [(array[a:b][None], is_scale) for array, rows in zip(arrays, cuts, strict=True) for a, b, is_scale in rows]
+    """Of arrays [L, R, C] the L digests of array[:, start:stop] for each (start, stop, is a scale) of the array's entry in
+    `cuts`, and how many of their words are unsound: [n, 3] uint32. A scale's word is sound as a positive, finite float32 number,
+    any other word always."""
+    parts = [(array[:, a:b], is_scale) for array, rows in zip(arrays, cuts, strict=True) for a, b, is_scale in rows]
     tables = [_digest(_as_matrices(part), is_scale) for part, is_scale in parts]
     return jnp.concatenate([jnp.pad(table, [(0, 0), (0, 3 - table.shape[1])]) for table in tables])
 
@@ -58,7 +59,7 @@ def joined(tables: Sequence[Array]) -> Array:
 
 
 def torch_words(tensor: torch.Tensor) -> Array:
-    """A contiguous torch tensor as JAX sees it without a copy: as int32 words, as bytes where its rows are not whole words.
+    """A contiguous torch tensor [..., C] as JAX sees it without a copy: as int32 words, as bytes where rows are not whole words.
 
     Its digest is that of the tensor itself. JAX takes arrays for constants: whoever writes the tensor afterwards must not let
     a computation on this array be in flight.

@@ -68,13 +68,14 @@ class _SentFromGpu:
 
         from bridges.weights.vllm_inplace import layers
 
-        for layer in layers(source, self._metas):
-            views = self._sent.views(layer)
-            for (meta, name, _), view in zip(layer, views):
-                manifest.check_tensor(meta, name, str(view.dtype).removeprefix("torch."), view.shape)
-            self._sent.digest(layer, views)
+        metas = iter(self._metas)
+        for part in layers(source, self._metas):
+            views = self._sent.views(part)
+            for rows, view in zip(part, views):
+                manifest.check_tensor(next(metas), rows.names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])
+            self._sent.digest(part, views)
             yield from (view.reshape(-1).view(torch.uint8) for view in views)
-            layer.clear(), views.clear()  # before the next is asked for
+            part.clear(), views.clear()  # before the next is asked for
 
     def digests(self) -> np.ndarray:
         return self._sent.digests()

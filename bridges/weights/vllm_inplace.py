@@ -1,19 +1,20 @@
 """Weights from JAX into a vLLM engine of the same process, written into the tensors that its CUDA graphs read.
 
-    JAX's stream    make layer i+1, then the digest of layer i as it was sent
-    torch's stream  copy layer i to its rows of the engine's tensors
+    JAX's stream    make part i+1, then the digest of part i as it was sent
+    torch's stream  copy part i to its rows of the engine's tensors
     last            digests of the engine's own tensors, seen by JAX without a copy, must equal those of what was sent
 
-Nothing is staged: of what the source makes on the way two layers are alive at once, and what it only holds is read in place. The
+Nothing is staged: of what the source makes on the way two parts are alive at once, and what it only holds is read in place. The
 engine is dirty from the first byte until the digests have been compared.
+
+A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`; `vllm_stacks` in the engine),
+and a layer from any other source. An 8B model in some 70 copies takes the device's time; in 651 it would take the host's.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,18 +23,19 @@ import jax
 import numpy as np
 
 from bridges import manifest
-from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, StackRow, WeightSource
+from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, Rows, StackRow, StackSource, WeightSource
 from bridges.rollout.vllm_engine import BLOCK, VllmEngine, synchronise
 from bridges.rollout.vllm_kv_scales import check_host, copy_to_host
 from bridges.rollout.vllm_layout import LiveRows, live_rows, packed_copies, scalars
-from bridges.rollout.vllm_stacks import stack_of
+from bridges.rollout.vllm_stacks import layer_of, stack_of, stacks_of
 from bridges.weights.digest import checked_row_digests, joined, stack_digests, tensor_digests, torch_words
 from bridges.weights.dlpack import torch_view
 
 if TYPE_CHECKING:
     import torch
 
-LAYERS_A_PROGRAM = 4  # of those that read the engine back: each call costs host time, each layer in it compile time
+PART = 160 * 2**20  # bytes of what a source makes on the way
+LAYERS_A_PROGRAM = 4  # of those that read back tensors that are no stacks: each call costs host time, each layer compile time
 
 
 class Lent(NamedTuple):
@@ -68,9 +70,10 @@ class VllmInplace:
         self._packed = engine.on_model(packed_copies)
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
-        by_layer = sorted(self._rows, key=lambda r: _layer(r.meta.name))
-        programs = itertools.groupby(by_layer, lambda r: _layer(r.meta.name) // LAYERS_A_PROGRAM)
-        self._readers = [_Reader(list(rows)) for _, rows in programs]
+        self._spans: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        by_layer = sorted(stacks_of(self._rows), key=lambda rows: layer_of(rows[0].meta.name))
+        programs = itertools.groupby(by_layer, lambda rows: layer_of(rows[0].meta.name) // LAYERS_A_PROGRAM)
+        self._readers = [_Reader(list(stacks)) for _, stacks in programs]
         self._order = np.argsort([self._place[name] for reader in self._readers for name in reader.names])
         self._accepted: tuple[ParamMeta, ...] = ()
         self._engine, self._published = engine, None
@@ -124,6 +127,9 @@ class VllmInplace:
         if engine.weight_version() is None:
             raise BridgeError("the engine holds no weights that could be lent", "publish first")
         rows = [self._rows[self._place[name]] for name in names]
+        if len(stacks_of(rows)) > 1:
+            raise BridgeError(f"{names[0]} and those of the layers after it do not lie one after the other",
+                              "lend tensors of consecutive layers")  # fmt: skip
         codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax.dlpack.from_dlpack)
         self._lent.append(codes)
         return Lent(codes, _copied([self.targets[f"{name}_scale_inv"] for name in names]), rows[0].start, rows[0].stop)
@@ -149,24 +155,30 @@ class VllmInplace:
         return found[:, :2]
 
     def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> np.ndarray:
-        """Copy a layer at a time while JAX makes the next; digests of what was sent, in the order of `targets`."""
+        """Copy a part at a time while JAX makes the next; digests of what was sent, in the order of `targets`."""
         sent, stream = Sent(self._place), _CopyStream(next(iter(self.targets.values())))
         with stream:
-            for layer in layers(source, metas):
-                views = sent.views(layer)
-                for (meta, name, _), view in zip(layer, views):
-                    self._copy(meta, name, view)
-                sent.digest(layer, views)
-                if not all(_stacked(buffer) for _, _, buffer in layer):
-                    stream.wait()  # the layer has been read: JAX may take its memory for the one after the next
-                layer.clear(), views.clear()  # before the loop asks for more
+            for part in parts(source, metas):
+                views = sent.views(part)
+                for rows, view in zip(part, views):
+                    self._copy(rows.names, view)
+                sent.digest(part, views)
+                if not all(rows.held for rows in part):
+                    stream.wait()  # the part has been read: JAX may take its memory for the one after the next
+                part.clear(), views.clear()  # before the loop asks for more
         return sent.digests()
 
-    def _copy(self, meta: ParamMeta, name: str, view: torch.Tensor) -> None:
-        target = self.targets[meta.name]
-        if (name, view.dtype, view.shape) != (meta.name, target.dtype, target.shape):
-            manifest.check_tensor(meta, name, str(view.dtype).removeprefix("torch."), view.shape)  # says it at length
-        target.copy_(view)
+    def _copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
+        """view [len(names), ...] to the engine's tensors of these names."""
+        if names not in self._spans:
+            self._spans[names] = [_span(rows) for rows in stacks_of([self._rows[self._place[name]] for name in names])]
+        at = 0
+        for target in self._spans[names]:
+            rows, at = view[at : at + len(target)], at + len(target)
+            if (rows.dtype, rows.shape) != (target.dtype, target.shape):
+                meta = self._rows[self._place[names[0]]].meta
+                manifest.check_tensor(meta, names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])  # says it at length
+            _copy_rows(target, rows)
 
     def _compare(self, have: np.ndarray, want: np.ndarray, problem: str) -> None:
         if wrong := [name for name, same in zip(self.targets, (have == want).all(1)) if not same]:
@@ -195,21 +207,45 @@ class VllmInplace:
 
 
 class _Reader:
-    """Digests of the engine's tensors of some layers."""
+    """Digests of the engine's tensors of some stacks."""
 
-    def __init__(self, rows: list[LiveRows]):
-        self._words, self._cuts, self.names = [], [], []
-        by_parameter = itertools.groupby(rows, lambda r: (r.parameter.data_ptr(), r.start if r.parameter.dim() < 2 else 0))
-        for members in (list(group) for _, group in by_parameter):
-            first, vector = members[0], members[0].parameter.dim() < 2  # which has no rows to cut: each part stands alone
-            self._words.append(_zero_copy(first.tensor if vector else first.parameter, first.meta.name, torch_words))
-            cuts = [(0, 1) if vector else (r.start, r.stop) for r in members]
-            self._cuts.append(tuple((*cut, r.meta.role != "weight") for cut, r in zip(cuts, members)))
-            self.names += [r.meta.name for r in members]
+    def __init__(self, stacks: list[list[LiveRows]]):
+        self.names = [r.meta.name for rows in stacks for r in rows]
+        self._words, self._cuts = [], []
+        for rows in stacks:
+            first, span = rows[0], _span(rows)
+            cut = 0, 1
+            if span.dim() == 3:  # rows of a matrix: the array is all of it, for no other is without gaps
+                span, cut = stack_of(rows), (first.start, first.stop)
+            words = span if span.dim() == 3 else span.reshape(len(span), 1, -1)
+            self._words.append(_zero_copy(words, first.meta.name, torch_words))
+            self._cuts.append(((*cut, first.meta.role != "weight"),))
 
     def __call__(self) -> jax.Array:
         """[len(names), 3] as `checked_row_digests`."""
         return checked_row_digests(self._words, tuple(self._cuts))
+
+
+def _span(rows: Sequence[LiveRows]) -> torch.Tensor:
+    """The engine's tensors of a stack's rows: [n, *shape]."""
+    stack, first = stack_of(rows), rows[0]
+    return stack[:, first.start : first.stop] if stack.dim() > 1 else stack
+
+
+def _copy_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Without gaps it is one call to the copy engine. Parts of a fused stack are copied by a kernel, by the widest elements."""
+    if not target.is_contiguous():
+        target, rows = (_widest(x) for x in (target, rows))
+    target.copy_(rows)
+
+
+def _widest(x: torch.Tensor) -> torch.Tensor:
+    """[n, ...], without gaps but between the n, as [n, words] of 16 bytes where they are whole words."""
+    import torch
+
+    flat = x.flatten(1).view(torch.uint8)
+    whole = not any(n % 16 for n in (flat.shape[1], flat.stride(0), flat.data_ptr()))
+    return flat.view(torch.complex128) if whole else flat
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,67 +274,88 @@ def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
 class Sent:
     """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they are asked for.
 
-    A stack is exported once, its rows are digested in one program. place: HF name -> row of the table of digests.
+    A stack that is held is exported once, its rows are digested in one program. place: HF name -> row of the table of digests.
     """
 
     def __init__(self, place: dict[str, int]):
         self._place = place
-        self._stacks: dict[int, tuple[jax.Array, torch.Tensor, jax.Array]] = {}  # by id: stack, its view, its digests
-        self._rows: list[tuple[int, int, int]] = []  # place, id of the stack, row
-        self._made: list[int] = []  # places of what was not a row of a stack
-        self._tables: list[jax.Array] = []  # digests of those
+        self._held: dict[int, tuple[jax.Array, torch.Tensor, int]] = {}  # by id: stack, its view, its table
+        self._tables: list[jax.Array] = []  # of digests, of several tensors each
+        self._rows: list[tuple[list[int], int, int]] = []  # places, their table, the first's row there
 
-    def views(self, layer: Layer) -> list[torch.Tensor]:
-        return [self._row(buffer) if _stacked(buffer) else torch_view(buffer) for _, _, buffer in layer]
+    def views(self, part: list[Rows]) -> list[torch.Tensor]:
+        """[len(names), ...] of each."""
+        return [self._view(rows) for rows in part]
 
-    def _row(self, row: StackRow) -> torch.Tensor:
-        if (key := id(row.stack)) not in self._stacks:
-            self._stacks[key] = row.stack, torch_view(row.stack), stack_digests(row.stack)
-        return self._stacks[key][1][row.index]
+    def _view(self, rows: Rows) -> torch.Tensor:
+        if rows.first is None:
+            return torch_view(rows.stack)[None]
+        if not rows.held:
+            return torch_view(rows.stack)[rows.first : rows.first + len(rows.names)]
+        if (key := id(rows.stack)) not in self._held:
+            self._held[key] = rows.stack, torch_view(rows.stack), self._table(stack_digests(rows.stack))
+        return self._held[key][1][rows.first : rows.first + len(rows.names)]
 
-    def digest(self, layer: Layer, views: list[torch.Tensor]) -> None:
-        made = []
-        for (_, name, buffer), view in zip(layer, views):
-            if _stacked(buffer):
-                self._rows.append((self._place[name], id(buffer.stack), buffer.index))
-            else:
-                self._made.append(self._place[name])
-                made.append(buffer if isinstance(buffer, jax.Array) else torch_words(view.contiguous()))
+    def digest(self, part: list[Rows], views: list[torch.Tensor]) -> None:
+        alone = [(rows, view) for rows, view in zip(part, views) if rows.first is None]
+        made = [rows for rows in part if rows.first is not None and not rows.held]
+        if alone:
+            arrays = [r.stack if isinstance(r.stack, jax.Array) else torch_words(view[0].contiguous()) for r, view in alone]
+            self._add([rows for rows, _ in alone], self._table(tensor_digests(arrays)), range(len(alone)))
         if made:
-            self._tables.append(tensor_digests(made))
+            starts = itertools.accumulate((len(rows.stack) for rows in made), initial=0)
+            firsts = [start + rows.first for rows, start in zip(made, starts)]
+            self._add(made, self._table(stack_digests(*(rows.stack for rows in made))), firsts)
+        for rows in part:
+            if rows.held and rows.first is not None:
+                self._add([rows], self._held[id(rows.stack)][2], [rows.first])
+
+    def _table(self, digests: jax.Array) -> int:
+        self._tables.append(digests)
+        return len(self._tables) - 1
+
+    def _add(self, part: Sequence[Rows], table: int, firsts: Sequence[int]) -> None:
+        self._rows += [([self._place[name] for name in rows.names], table, first) for rows, first in zip(part, firsts)]
 
     def digests(self) -> np.ndarray:
-        """[n, 2] uint32, in the order of places."""
-        stacks = [digests for _, _, digests in self._stacks.values()]
-        table = np.asarray(joined([*self._tables, *stacks]))
-        starts = itertools.accumulate(map(len, stacks), initial=len(self._made))
-        first = dict(zip(self._stacks, starts))
-        found = np.zeros((len(self._place), 2), np.uint32)
-        found[self._made] = table[: len(self._made)]
-        for place, key, row in self._rows:
-            found[place] = table[first[key] + row]
+        """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not give."""
+        starts = list(itertools.accumulate(map(len, self._tables), initial=0))
+        table, found = np.asarray(joined(self._tables)), np.zeros((len(self._place), 2), np.uint32)
+        given = np.zeros(len(found), bool)
+        for places, of, first in self._rows:
+            at = starts[of] + first
+            found[places], given[places] = table[at : at + len(places)], True
+        if missing := [name for name, here in zip(self._place, given) if not here]:
+            raise ValueError(f"the source did not give {missing[0]}, which its manifest lists")
         return found
 
 
-Layer = list[tuple[ParamMeta, str, Any]]  # a manifest entry, and the name and buffer that the source gives for it
+def parts(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
+    """The source in parts, each when the next one has been asked for: that is in the making then."""
+    return _ahead(source.stacks(PART)) if isinstance(source, StackSource) else layers(source, metas)
 
 
-def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[Layer]:
-    """The source in lists of a layer. A list ends when the first tensor of the next one shows: asking for that has set the next
-    layer going."""
-    triples = ((meta, name, buffer) for meta, (name, buffer) in zip(metas, source, strict=True))
-    return (list(group) for _, group in itertools.groupby(triples, key=lambda triple: _layer(triple[0].name)))
+def _ahead(iterator: Iterator[list[Rows]]) -> Iterator[list[Rows]]:
+    part = next(iterator, None)
+    while part is not None:
+        following = next(iterator, None)
+        yield part
+        part = following
 
 
-@functools.cache
-def _layer(name: str) -> int:
-    """ "model.layers.3.mlp.up_proj.weight" -> 3; -1 outside the layers."""
-    found = re.search(r"\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
+    """The source in the order of its manifest, in lists of a layer. A list ends when the first tensor of the next one shows:
+    asking for that has set the next layer going."""
+    rows = (_alone(meta, name, buffer) for meta, (name, buffer) in zip(metas, source, strict=True))
+    return (list(group) for _, group in itertools.groupby(rows, key=lambda r: layer_of(r.names[0])))
 
 
-def _stacked(buffer: Any) -> bool:
-    return isinstance(buffer, StackRow) and isinstance(buffer.stack, jax.Array)
+def _alone(meta: ParamMeta, name: str, buffer: Any) -> Rows:
+    if name != meta.name:
+        manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)
+    if isinstance(buffer, StackRow) and isinstance(buffer.stack, jax.Array):
+        return Rows((name,), buffer.stack, buffer.index, True)
+    return Rows((name,), buffer, None, False)
 
 
 class _CopyStream:

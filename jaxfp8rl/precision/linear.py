@@ -39,7 +39,7 @@ from pallas_kernels.quantize import reference as q
 quantize_rows = jax.jit(quantize.quantize_rows, static_argnames=("amax_floor", "backend"))
 quantize_tokens = jax.jit(quantize.quantize_tokens, static_argnames="backend")
 quantize_both = jax.jit(quantize.quantize_both, static_argnames=("dtype", "backend"))
-quantize_blocks = jax.jit(quantize.quantize_blocks, static_argnames="backend")
+quantize_blocks = jax.jit(quantize.quantize_blocks, static_argnames=("rows", "backend"))
 blockwise_matmul = jax.jit(matmul.blockwise_matmul, static_argnames=("out_dtype", "backend"))
 wgrad = jax.jit(matmul.wgrad, static_argnames=("out_dtype", "backend"))
 
@@ -54,14 +54,20 @@ class QuantizedWeight(NamedTuple):
     scale: Array
 
     @classmethod
-    def of(cls, weight: Array) -> QuantizedWeight:
+    def of(cls, weight: Array, layers: tuple[Array, int] | None = None) -> QuantizedWeight:
         """Quantise [..., N, K] bfloat16 or float32 in 128x128 blocks, by the Hopper kernel on a Hopper GPU: the bits are the
-        reference's. To it a stack of layers is one matrix of more rows, unless blocks would reach over the end of a layer."""
+        reference's. To it a stack of layers is one matrix of more rows, unless blocks would reach over the end of a layer.
+
+        `layers`: of [L, N, K] those from the first number on, int32 [] on the device, as many as the second.
+        """
         *lead, n, k = weight.shape
         if lead and n % BLOCK:
-            return jax.lax.map(cls.of, weight)
-        codes, scale = quantize_blocks(weight.reshape(-1, k), backend="auto")
-        return cls(codes.reshape(weight.shape), scale.reshape(*lead, -(-n // BLOCK), -(-k // BLOCK)))
+            return jax.lax.map(cls.of, weight if layers is None else jax.lax.dynamic_slice_in_dim(weight, *layers))
+        first = rows = None
+        if layers is not None:
+            first, rows, lead = layers[0] * (n // BLOCK), layers[1] * n, [layers[1]]
+        codes, scale = quantize_blocks(weight.reshape(-1, k), first=first, rows=rows, backend="auto")
+        return cls(codes.reshape(*lead, n, k), scale.reshape(*lead, -(-n // BLOCK), -(-k // BLOCK)))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["fused", "scale"], meta_fields=["start", "stop"])

@@ -14,7 +14,7 @@ vanish.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.plgpu_compat import Backend, pad_to, use_kernel
 from pallas_kernels.quantize import BLOCK, reference, sm90
@@ -71,20 +71,25 @@ def _both(x: Array, fmt: sm90.Format, *, rows: bool, interpret) -> tuple[tuple[A
 
 
 def quantize_blocks(
-    w: Array, *, transposed: bool = False, power_of_two: bool = False, backend: Backend = "auto", interpret=None
-) -> tuple[Array, ...]:
+    w: Array, *, first: Array | None = None, rows: int | None = None, transposed: bool = False, power_of_two: bool = False,
+    backend: Backend = "auto", interpret=None,
+) -> tuple[Array, ...]:  # fmt: skip
     """128x128 blocks: w [N, K] bfloat16 or float32 -> codes [N, K] e4m3, scales [ceil(N/128), ceil(K/128)] float32.
 
+    `first`, `rows`: of `rows` rows from 128 * `first` on, int32 [] and not known when traced, in place of all. The kernel reads
+    them where they are; XLA would copy them out for it.
     `transposed`: a third result, the same codes as [K, N], which dgrad contracts over N; their scales are the transpose.
     """
     _check(w, E4M3, ndim=2)
+    if first is not None and (not use_kernel(backend) or w.shape[1] % BLOCK or rows % BLOCK):
+        w, first = lax.dynamic_slice_in_dim(w, first * BLOCK, rows), None  # a copy
     if not use_kernel(backend):
         codes, scale = reference.quantize_blocks(w, power_of_two=power_of_two)
         return (codes, scale, codes.T) if transposed else (codes, scale)
-    n, k = w.shape
-    padded = pad_to(w, BLOCK if transposed else 8, BLOCK)
+    n, k = w.shape if first is None else (rows, w.shape[1])
+    padded = pad_to(w, BLOCK if transposed else 8, BLOCK) if first is None else w
     fmt = sm90.Format(E4M3, power_of_two, AMAX_FLOOR)
-    codes, scale, *more = sm90.quantize_blocks(padded, fmt, transposed=transposed, interpret=interpret)
+    codes, scale, *more = sm90.quantize_blocks(padded, fmt, first, rows, transposed=transposed, interpret=interpret)
     return codes[:n, :k], scale, *(c[:k, :n] for c in more)
 
 

@@ -291,33 +291,38 @@ def _by_float64(a: Array, b: Array, c: Array) -> Array:
         return lax.convert_element_type(a * b + c, jnp.float32)
 
 
-def quantize_blocks(w: Array, fmt: Format, *, transposed: bool, interpret=None) -> tuple[Array, ...]:
+def quantize_blocks(
+    w: Array, fmt: Format, first: Array | None = None, rows: int | None = None, *, transposed: bool, interpret=None
+) -> tuple[Array, ...]:  # fmt: skip
     """w [N, K] bfloat16 or float32 -> codes [N, K], scales [N/128, K/128] and, if `transposed`, the same codes [K, N].
 
-    K is a multiple of 128 and N of 8, for the transposed codes of 128. `api.py` pads.
+    K is a multiple of 128 and N of 8, for the transposed codes of 128. `api.py` pads. `first`, `rows`: of rows from 128 * `first`
+    on, in place of all N.
     """
-    n, k = w.shape
+    n, k = w.shape if first is None else (rows, w.shape[1])
     grid = pl.cdiv(n, BLOCK), pl.cdiv(k, BLOCK)
     out_type = [jax.ShapeDtypeStruct((n, k), fmt.dtype), jax.ShapeDtypeStruct(grid, F32)]
     out_type += [jax.ShapeDtypeStruct((k, n), fmt.dtype)] if transposed else []
     scratch = [_tile(w.dtype), plgpu.Barrier(), *(_tile(fmt.dtype) for _ in range(1 + transposed))]
+    kernel = functools.partial(_blocks_kernel, fmt=fmt, grid=grid, transposed=transposed, fused=fused_multiply_add(interpret))
+    whole = lambda w, *refs: kernel(w, None, *refs)  # noqa: E731
     return plgpu.kernel(
-        functools.partial(_blocks_kernel, fmt=fmt, grid=grid, transposed=transposed, fused=fused_multiply_add(interpret)),
-        out_type=tuple(out_type), grid=(grid[0] * grid[1],), grid_names=("tile",), num_threads=1, thread_name="wg",
-        scratch_types=scratch, interpret=interpret,
-    )(w)  # fmt: skip
+        whole if first is None else kernel, out_type=tuple(out_type), grid=(grid[0] * grid[1],), grid_names=("tile",),
+        num_threads=1, thread_name="wg", scratch_types=scratch, interpret=interpret,
+    )(w, *([] if first is None else [first[None]]))
 
 
 def _tile(dtype: jnp.dtype) -> plgpu.SMEM:
     return plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=swizzled(dtype))
 
 
-def _blocks_kernel(w, codes, scale, *refs, fmt: Format, grid: tuple[int, int], transposed: bool, fused) -> None:
+def _blocks_kernel(w, first, codes, scale, *refs, fmt: Format, grid: tuple[int, int], transposed: bool, fused) -> None:
     """One tile by one warpgroup: 64 rows at a time for the largest, then for the codes."""
     outs, (tile, arrived), tiles = (codes, *refs[:transposed]), refs[transposed : transposed + 2], refs[transposed + 2 :]
     ni, ki = _raster(lax.axis_index("tile"), grid)
     rows, columns = pl.ds(ni * BLOCK, BLOCK), pl.ds(ki * BLOCK, BLOCK)
-    plgpu.copy_gmem_to_smem(w.at[rows, columns], tile, arrived)
+    source = rows if first is None else pl.ds((first[0] + ni) * BLOCK, BLOCK)
+    plgpu.copy_gmem_to_smem(w.at[source, columns], tile, arrived)
     plgpu.barrier_wait(arrived)
     halves = [pl.ds(i, WAVE) for i in range(0, BLOCK, WAVE)]
     amax = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(_read(tile.at[h])), axis=1) for h in halves))

@@ -50,8 +50,8 @@ def test_every_road_gives_the_formula(shape, dtype):
     assert tuple(np.asarray(stack_digests(stack))[1].tolist()) == want
     rows = words.shape[0]
     twice = jnp.concatenate([words, words])
-    found = np.asarray(checked_row_digests([twice], (((0, rows, False), (rows, 2 * rows, False)),)))
-    assert found.tolist() == [[*want, 0]] * 2
+    found = np.asarray(checked_row_digests([jnp.stack([twice, twice])], (((0, rows, False), (rows, 2 * rows, False)),)))
+    assert found.tolist() == [[*want, 0]] * 4
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,7 +79,7 @@ def test_a_scale_that_is_not_positive_and_finite_is_counted(bad):
     scales = np.full((6, 4), 2.0**-120, np.float32)
     scales[4, 1] = bad
     words = torch_words(torch.from_numpy(scales))
-    found = np.asarray(checked_row_digests([words], (((0, 3, True), (3, 6, True), (3, 6, False)),)))
+    found = np.asarray(checked_row_digests([words[None]], (((0, 3, True), (3, 6, True), (3, 6, False)),)))
     assert found[:, 2].tolist() == [0, 1, 0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import types
@@ -14,9 +15,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridges.api import BridgeError, ParamMeta, StackRow  # noqa: E402
+from bridges.api import BridgeError, ParamMeta, Rows, StackRow  # noqa: E402
 from bridges.rollout import vllm_layout  # noqa: E402
+from bridges.rollout.vllm_layout import LiveRows  # noqa: E402
 from bridges.rollout.vllm_params import Place  # noqa: E402
+from bridges.rollout.vllm_stacks import stacks_of  # noqa: E402
 from bridges.weights.vllm_inplace import VllmInplace, _Reader  # noqa: E402
 from jaxfp8rl.build import engine_runs, model_config  # noqa: E402
 from jaxfp8rl.errors import ConfigError  # noqa: E402
@@ -122,7 +125,7 @@ def test_rows_that_no_tensor_of_the_checkpoint_fills_are_refused(found):
 
 def test_digests_of_rows_are_read_from_the_parameter_itself(found):
     rows = found(*fused())
-    reader = _Reader(list(rows))
+    reader = _Reader(stacks_of(rows))
     before = np.asarray(reader())
     rows[1].tensor.view(torch.uint8)[1, 3] = 1
     changed = (np.asarray(reader()) != before).any(1)
@@ -136,6 +139,9 @@ class Made:
         self.metas = tuple(ParamMeta(f"layers.{i}.{n}.weight", "float32", (ROWS, COLUMNS)) for i in range(LAYERS) for n in "ab")
         self.alive, self.most = [], 0
 
+    def manifest(self):
+        return self.metas
+
     def __iter__(self):
         for i, metas in enumerate(itertools.batched(self.metas, 2)):
             layer = [jnp.full((ROWS, COLUMNS), 10.0 * i + j) for j in range(2)]
@@ -146,10 +152,12 @@ class Made:
                 yield meta.name, layer.pop(0)
 
 
-def bare_transport(metas) -> VllmInplace:
-    transport = VllmInplace()
-    transport.targets = {m.name: torch.zeros(m.shape) for m in metas}
-    transport._place = {m.name: i for i, m in enumerate(metas)}
+def bare_transport(metas, parameters=None) -> VllmInplace:
+    """Each tensor a parameter by itself if none are given."""
+    transport, parameters = VllmInplace(), parameters or [torch.zeros(m.shape) for m in metas]
+    transport._rows = [LiveRows(m, None, p, 0, m.shape[0]) for m, p in zip(metas, parameters)]
+    transport.targets = {r.meta.name: r.tensor for r in transport._rows}
+    transport._place, transport._spans = {m.name: i for i, m in enumerate(metas)}, {}
     return transport
 
 
@@ -164,12 +172,68 @@ def test_of_what_a_source_makes_two_layers_are_alive():
 def test_rows_of_a_stack_are_read_in_place_and_digested_as_tensors_are():
     metas, stack = Made().metas, jnp.arange(2.0 * LAYERS * ROWS * COLUMNS).reshape(2 * LAYERS, ROWS, COLUMNS)
     transport = bare_transport(metas)
-    stacked = transport._write(zip((m.name for m in metas), (StackRow(stack, i) for i in range(len(metas)))), metas)
+    by_row = transport._write(zip((m.name for m in metas), (StackRow(stack, i) for i in range(len(metas)))), metas)
     for i, target in enumerate(transport.targets.values()):
         np.testing.assert_array_equal(target.numpy(), stack[i])
-    np.testing.assert_array_equal(stacked, transport._write(zip((m.name for m in metas), stack), metas))
-    np.testing.assert_array_equal(stacked, transport._write(list(transport.targets.items()), metas))
-    assert len({tuple(row) for row in stacked.tolist()}) == len(metas)
+    np.testing.assert_array_equal(by_row, transport._write(zip((m.name for m in metas), stack), metas))
+    np.testing.assert_array_equal(by_row, transport._write(list(transport.targets.items()), metas))
+    assert len({tuple(row) for row in by_row.tolist()}) == len(metas)
+
+
+class Stacks(Made):
+    """A source of two stacks: `a` is held, `b` is made in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (jnp.arange(1.0 * LAYERS * ROWS * COLUMNS).reshape(LAYERS, ROWS, COLUMNS) + k for k in (0, 0.5))
+        self.names = [[m.name for m in self.metas[k::2]] for k in range(2)]
+
+    def stacks(self, nbytes):
+        yield [Rows(tuple(self.names[0][2:]), self.a, 2, True)]
+        yield [Rows(tuple(self.names[0][:2]), self.a, 0, True)]
+        for at in (0, 3):
+            made = self.b[at : at + 3] + 0
+            self.alive.append(weakref.ref(made))
+            yield [Rows(tuple(self.names[1][at : at + 3]), made, 0, False)]
+
+    def __iter__(self):
+        return iter([(name, stack[i]) for i in range(LAYERS) for (name, stack) in zip(self.metas_of(i), (self.a, self.b))])
+
+    def metas_of(self, layer):
+        return [m.name for m in self.metas[2 * layer : 2 * layer + 2]]
+
+
+@pytest.mark.parametrize("engine", ["stacked", "stacked and fused", "apart"])
+def test_a_source_by_stacks_arrives_as_one_by_layers_does(engine):
+    """Layers of the engine are rows of one tensor, rows of a wider one, or tensors by themselves."""
+    source = Stacks()
+    wide = torch.full((LAYERS, 2 * ROWS, COLUMNS), -1.0)
+    two = torch.zeros(2, LAYERS, ROWS, COLUMNS)
+    parameters = {"stacked": [two[k, i] for i in range(LAYERS) for k in range(2)], "apart": None,
+                  "stacked and fused": [p for p in wide for _ in range(2)]}[engine]  # fmt: skip
+    transport = bare_transport(source.metas, parameters)
+    if engine == "stacked and fused":
+        transport._rows = [dataclasses.replace(r, start=k * ROWS, stop=(k + 1) * ROWS)
+                           for i in range(LAYERS) for k, r in enumerate(transport._rows[2 * i : 2 * i + 2])]  # fmt: skip
+        transport.targets = {r.meta.name: r.tensor for r in transport._rows}
+    if engine != "apart":
+        assert [len(rows) for rows in stacks_of(transport._rows)] == [LAYERS, LAYERS]
+    by_stacks = transport._write(source, source.metas)
+    for name, want in source:
+        np.testing.assert_array_equal(transport.targets[name].numpy(), want)
+    np.testing.assert_array_equal(by_stacks, transport._write(list(source), source.metas))
+    readers = _Reader(stacks_of(transport._rows))
+    read = dict(zip(readers.names, np.asarray(readers())[:, :2].tolist()))
+    assert [read[m.name] for m in source.metas] == by_stacks.tolist()
+    gc.collect()
+    assert not any(ref() is not None for ref in source.alive)
+
+
+def test_a_source_by_stacks_that_leaves_a_tensor_out_is_refused():
+    source = Stacks()
+    source.names[0].pop(3)
+    with pytest.raises(ValueError, match="did not give layers.3.a.weight"):
+        bare_transport(source.metas)._write(source, source.metas)
 
 
 def test_a_stack_row_passes_for_an_array_anywhere():

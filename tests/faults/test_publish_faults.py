@@ -227,8 +227,8 @@ def test_row_20_a_scale_that_is_not_positive_and_finite_is_counted_where_it_lies
     from bridges.weights.digest import checked_row_digests
 
     scales = jnp.ones((4, 8), jnp.float32).at[1, 3].set(value)
-    assert np.asarray(checked_row_digests([scales], (((0, 2, True), (2, 4, True)),)))[:, 2].tolist() == [unsound, 0]
-    assert np.asarray(checked_row_digests([scales], (((0, 4, False),),)))[0, 2] == 0, "any value is sound of a weight"
+    assert np.asarray(checked_row_digests([scales[None]], (((0, 2, True), (2, 4, True)),)))[:, 2].tolist() == [unsound, 0]
+    assert np.asarray(checked_row_digests([scales[None]], (((0, 4, False),),)))[0, 2] == 0, "any value is sound of a weight"
 
 
 # 21: an update overlaps generation

@@ -22,7 +22,7 @@ CONFIG = {
 }  # fmt: skip
 FIRST = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]  # one layer's attention in BF16
 OPTIONS = {"weights": "fp8_e4m3_128x128", "kv_cache": "fp8_e4m3", "kv_scales": True, "max_model_len": 256,
-           "stacked": True, "kv_cache_bytes": 2**26, "high_precision_modules": FIRST}  # fmt: skip
+           "kv_cache_bytes": 2**26, "high_precision_modules": FIRST}  # fmt: skip
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 

@@ -62,6 +62,13 @@ def test_simulated_weights_and_their_transposed_codes_equal_the_reference():
     same(api.quantize_blocks(w, transposed=True, **SIMULATED()), (codes, scale, codes.T))
 
 
+def test_a_window_is_quantised_where_it_is():
+    w = jnp.asarray(tile_distinct((512, 256), (128, 128))).astype(jnp.bfloat16)
+    want = jax.jit(q.quantize_blocks)(w[128:384])
+    same(api.quantize_blocks(w, first=jnp.int32(1), rows=256, **SIMULATED()), want)
+    same(api.quantize_blocks(w, first=jnp.int32(1), rows=256, backend="reference"), want)
+
+
 def test_division_by_a_known_divisor_is_exact():
     """Quotients next to the middle between two floats, where one wrong rounding on the way shows.
 
@@ -85,6 +92,7 @@ LOWERED = {
     "both": (api.quantize_both, {}),
     "blocks": (api.quantize_blocks, {}),
     "blocks, transposed": (api.quantize_blocks, dict(transposed=True)),
+    "blocks of a window": (lambda w, **options: api.quantize_blocks(w, first=jnp.int32(3), rows=1024, **options), {}),
 }
 
 

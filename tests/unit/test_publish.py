@@ -140,17 +140,46 @@ def test_what_the_policy_holds_as_it_crosses_is_given_out_where_it_lies(params):
             assert id(buffer.stack if isinstance(buffer, StackRow) else buffer) in held, name
 
 
-def test_a_layer_is_made_when_its_first_tensor_is_asked_for(params, monkeypatch):
-    """And by one program for all layers of a stack."""
-    made, compute = [], publish._computed
-    monkeypatch.setattr(publish, "_computed", lambda *args: made.append(int(args[2])) or compute(*args))
+def by_stacks(policy, runs, nbytes):
+    """name -> its array, and the parts that came."""
+    parts = list(LearnerWeights(model(False), policy, runs, "bfloat16").stacks(nbytes))
+    return {name: rows.stack if rows.first is None else rows.stack[rows.first + i]
+            for part in parts for rows in part for i, name in enumerate(rows.names)}, parts  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["fp8_unified", "fp8_rollout", "masters"])
+def test_by_stacks_the_same_tensors_come(params, wire, policy):
+    """Held where the policy holds them as they cross, made in parts where not."""
+    plain = lambda: policy_of(params, Precision.uniform(4, "bfloat16"))  # noqa: E731
+    policy = {"fp8_unified": lambda: policy_of(params, Precision(RUNS)), "fp8_rollout": plain,
+              "masters": lambda: {**params, "layers": (params["layers"],)}}[policy]()  # fmt: skip
+    for nbytes in (1, 2**30):
+        came, _ = by_stacks(policy, RUNS, nbytes)
+        assert came.keys() == wire.keys()
+        for name, array in came.items():
+            np.testing.assert_array_equal(np.asarray(array).view(np.uint8), np.asarray(wire[name]).view(np.uint8), err_msg=name)
+
+
+def test_what_is_made_comes_in_parts_as_equal_as_can_be_by_two_programs(params):
+    plain, runs = policy_of(params, Precision.uniform(4, "bfloat16")), (LayerRun(0, 4, ALL),)
+    before = publish._made._cache_size()
+    _, parts = by_stacks(plain, runs, 3 * 256 * 128)  # three layers of gate_proj
+    made = [part for part in parts if len(part) == 2]
+    assert not any(rows.held for part in made for rows in part)
+    assert [len(rows.names) for rows, _ in made if "gate_proj" in rows.names[0]] == [2, 2]
+    assert [len(rows.names) for rows, _ in made if "k_proj" in rows.names[0]] == [4]
+    assert publish._made._cache_size() <= before + 7
+    held = [rows for part in parts for rows in part if rows.held]
+    assert all(any(rows.stack is leaf for leaf in jax.tree.leaves(plain)) for rows in held)
+
+
+def test_it_is_made_when_it_is_asked_for(params, monkeypatch):
+    made, make = [], publish._made
+    monkeypatch.setattr(publish, "_made", lambda *args: made.append(args[1]) or make(*args))
     plain = policy_of(params, Precision.uniform(4, "bfloat16"))
-    before = compute._cache_size()
-    for name, _ in LearnerWeights(model(False), plain, RUNS[1:2] + (LayerRun(3, 4, ALL),), "bfloat16"):
-        if name.startswith("model.layers."):
-            layer = int(name.split(".")[2])
-            assert made == [i for i in (1, 2, 3) if i <= layer], name
-    assert compute._cache_size() <= before + 1
+    for count, _ in enumerate(LearnerWeights(model(False), plain, (LayerRun(0, 4, ALL),), "bfloat16"), 1):
+        assert len(made) <= count
+    assert len(made) == 4 * 7
 
 
 def test_masters_give_the_same_bytes_as_the_policy_made_of_them(params, wire):
