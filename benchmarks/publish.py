@@ -36,7 +36,7 @@ from bridges.api import GenRequest, PublishReceipt, SamplingParams, WeightTransp
 from bridges.rollout.vllm_engine import FP8, VllmEngine
 from bridges.weights.digest import stack_digests
 from bridges.weights.dlpack import torch_view
-from bridges.weights.vllm_inplace import VllmInplace
+from bridges.weights.vllm_inplace import PART, VllmInplace
 from bridges.weights.vllm_inprocess import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
@@ -120,14 +120,17 @@ def time_phases(case: str, ours: VllmInplace, sources: dict, coded: Params, coun
     codes = manifest.nbytes(m for m in metas if m.dtype == "float8_e4m3fn")
 
     def quantise() -> None:
-        recent = collections.deque(maxlen=24)  # a layer's, and what follows the last one
-        for _, buffer in sources["fp8_rollout"]:
-            recent.append(buffer)
-        jax.block_until_ready([buffer for buffer in recent if isinstance(buffer, jax.Array)])
+        recent = collections.deque(maxlen=2)  # parts, as many as a publish keeps
+        for part in sources["fp8_rollout"].stacks(PART):
+            if not part[0].held:
+                recent.append(part)
+        jax.block_until_ready([rows.stack for part in recent for rows in part])
 
     def copy() -> None:
-        for name, buffer in sources["fp8_unified"]:
-            ours.targets[name].copy_(torch_view(buffer))
+        for part in sources["fp8_unified"].stacks(PART):
+            for rows in part:
+                view = torch_view(rows.stack)
+                ours.copy(rows.names, view[None] if rows.first is None else view[rows.first :][: len(rows.names)])
         torch.cuda.synchronize()
 
     def digest_source() -> None:

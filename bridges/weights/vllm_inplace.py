@@ -161,15 +161,15 @@ class VllmInplace:
             for part in parts(source, metas):
                 views = sent.views(part)
                 for rows, view in zip(part, views):
-                    self._copy(rows.names, view)
+                    self.copy(rows.names, view)
                 sent.digest(part, views)
                 if not all(rows.held for rows in part):
                     stream.wait()  # the part has been read: JAX may take its memory for the one after the next
                 part.clear(), views.clear()  # before the loop asks for more
         return sent.digests()
 
-    def _copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
-        """view [len(names), ...] to the engine's tensors of these names."""
+    def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
+        """Write view [len(names), ...] to the engine's tensors of these names, proving nothing."""
         if names not in self._spans:
             self._spans[names] = [_span(rows) for rows in stacks_of([self._rows[self._place[name]] for name in names])]
         at = 0

@@ -1,18 +1,12 @@
-"""An engine in another process: the conformance suite over the wire, the real vLLM there, and everything that can go wrong."""
+"""An engine in another process: the conformance suite over the wire, what crosses it, and the real vLLM there."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import importlib.util
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -25,47 +19,13 @@ from bridges.api import (
     SamplingParams, VersionSpan, WeightTransport,
 )
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout.engine_server import HttpServer
 from bridges.rollout.fake_engine import HEAD, FakeEngine, FakeTransport
-from bridges.rollout.remote_engine import Deadlines, RemoteEngine, spawn
-from bridges.weights.array_source import ArraySource, random_source
+from bridges.rollout.remote_engine import RemoteEngine
+from bridges.weights.array_source import random_source
 from bridges.weights.remote_file import RemoteFile
 from bridges.weights.safetensors_file import MANIFEST
 
-TOKEN = "a token of the tests, 32 letters"
-SHORT = Deadlines(connect=1.0, generate=1.0, publish=1.0, call=1.0)
-SERVER = [sys.executable, "-m", "bridges.rollout.engine_server"]
-
-
-def under(engine: RemoteEngine, transport: RemoteFile | None = None, scale: float = 1.0, **kwargs) -> EngineUnderTest:
-    transport = transport or RemoteFile()
-    transport.open(engine)
-    metas = engine.expected_manifest()
-    return EngineUnderTest(engine, transport, lambda seed: random_source(metas, seed, scale), **kwargs)
-
-
-@pytest.fixture(scope="module")
-def remote():
-    with spawn("fake") as engine:
-        yield under(engine)
-
-
-@pytest.fixture
-def own():
-    """A child process of the test's own, to be hurt, with short deadlines."""
-    with spawn("fake", faults={"seconds": 0.0}, deadlines=SHORT) as engine:
-        yield under(engine)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(engine.pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def served(serving, tmp_path):
-    """(the engine itself, the same over the wire), the server being a thread of this process."""
-    engine, transport = FakeEngine(), FakeTransport()
-    transport.open(engine)
-    with serving(engine, transport, tmp_path) as url:
-        yield engine, under(RemoteEngine(url, TOKEN, Deadlines(2.0, 5.0, 5.0, 5.0)))
+from remote_servers import TOKEN, under
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -236,250 +196,6 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
     remote.publish(0)
 
 
-# The server's process dies or hangs
-
-
-class Doing(ArraySource):
-    """Does something to the server when the last tensor is asked for."""
-
-    def __iter__(self):
-        *first, last = super().__iter__()
-        yield from first
-        self.arrays["do"]()
-        yield last
-
-
-def doing(e: EngineUnderTest, do) -> Doing:
-    good = e.source(1)
-    return Doing(good.metas, {**good.arrays, "do": do})
-
-
-def test_killed_while_the_engine_loads(own):
-    def stop_then_kill():
-        os.kill(own.engine.pid, signal.SIGSTOP)
-        threading.Timer(0.3, os.kill, [own.engine.pid, signal.SIGKILL]).start()
-
-    with pytest.raises(PublishFailed, match=r"no answer from the engine.*after 0\.[3-9]"):
-        own.transport.publish(doing(own, stop_then_kill), 1)
-    assert own.engine.weight_version() is None
-    assert not own.engine.health().ok
-
-
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_gone_during_generate_is_known_by_the_deadline(sign):
-    with spawn("fake", faults={"seconds": 30.0}, deadlines=dataclasses.replace(SHORT, publish=5.0)) as engine:
-        e = under(engine)
-        e.publish(0)
-        threading.Timer(0.2, os.kill, [engine.pid, sign]).start()
-        start = time.monotonic()
-        with pytest.raises(EngineUnhealthy, match="generate: no answer|generate has not finished"):
-            e.sample()
-        passed = time.monotonic() - start
-        assert passed < 0.9 if sign == signal.SIGKILL else 0.9 < passed < 2
-        if sign == signal.SIGSTOP:
-            os.kill(engine.pid, signal.SIGKILL)
-
-
-def test_an_engine_that_hangs_in_a_publish_is_dirty_even_when_it_comes_round(own):
-    own.publish(0)
-    own.transport.verify(receipt := own.publish(0))
-    start = time.monotonic()
-    with pytest.raises(PublishFailed, match="load: no answer"):
-        own.transport.publish(doing(own, lambda: os.kill(own.engine.pid, signal.SIGSTOP)), 3)
-    assert 0.9 < time.monotonic() - start < 2
-    os.kill(own.engine.pid, signal.SIGCONT)
-    for refused, error in ((own.sample, EngineDirty), (lambda: own.transport.verify(receipt), PublishFailed)):
-        with pytest.raises(error, match="version 3 has not finished"):
-            refused()
-    own.publish(0)
-    own.sample()
-
-
-def test_a_call_given_up_in_the_queue_is_not_made(serving, tmp_path):
-    engine, calls = FakeEngine(), []
-    engine.pause, engine.resume = lambda: time.sleep(0.6), lambda: calls.append("resume")
-    with serving(engine, FakeTransport(), tmp_path) as url:
-        remote = RemoteEngine(url, TOKEN)
-        thread = threading.Thread(target=remote.pause)
-        thread.start()
-        time.sleep(0.1)
-        with pytest.raises(EngineUnhealthy, match="resume"):
-            remote.call("resume", 0.2)
-        thread.join()
-        remote.wake()
-    assert calls == []
-
-
-def test_an_address_that_drips_does_not_outlast_the_deadline():
-    """A socket's own timeout starts anew at each byte; the deadline must not."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        def drip():
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):
-                for _ in range(50):
-                    connection.sendall(b"H")
-                    time.sleep(0.1)
-
-        threading.Thread(target=drip, daemon=True).start()
-        start = time.monotonic()
-        with pytest.raises(EngineUnhealthy):
-            RemoteEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", TOKEN, SHORT)
-        assert time.monotonic() - start < 2
-
-
-def test_the_engine_ends_with_its_parent():
-    script = """from bridges.rollout.remote_engine import spawn
-with spawn("fake") as e:
-    print(e.pid, e.url, e.folder, flush=True)
-    input()"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    pid, url, folder = parent.stdout.readline().split()
-    parent.kill()
-    parent.communicate()
-    until = time.monotonic() + 5
-    while os.path.exists(folder) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not os.path.exists(folder), f"process {pid} is still there"
-    time.sleep(0.1)
-    with pytest.raises(EngineUnhealthy):
-        RemoteEngine(url, TOKEN, SHORT)
-
-
-def test_it_ends_with_its_context_and_removes_its_files():
-    with spawn("fake") as engine:
-        e = under(engine)
-        assert os.stat(engine.folder).st_mode & 0o077 == 0, "weights are for this user alone"
-    assert not os.path.exists(engine.folder) and not engine.health().ok
-    with pytest.raises(EngineUnhealthy):
-        e.publish(0)
-
-
-def test_close_ends_the_server(own):
-    own.engine.close()
-    until = time.monotonic() + 5
-    while os.path.exists(own.engine.folder) and time.monotonic() < until:
-        time.sleep(0.02)
-    with pytest.raises(EngineDirty, match="closed"):
-        own.sample()
-    own.engine.close()
-    assert not own.engine.health().ok
-
-
-# Who may ask, and from where
-
-
-def test_a_wrong_token_is_refused_and_no_token_is_ever_said(served, capfd):
-    _, e = served
-    for token in ("", TOKEN[:-1], TOKEN + "x", "é" * 32):
-        with pytest.raises((BridgeError, UnicodeEncodeError)) as error:
-            RemoteEngine(e.engine.url, token)
-        assert "the token" in str(error.value) or token.startswith("é")
-        assert TOKEN not in str(error.value)
-    e.publish(0)
-    assert TOKEN not in repr(vars(e.transport)) and TOKEN not in "".join(capfd.readouterr())
-
-
-@pytest.mark.parametrize("headers", [{}, {"Authorization": TOKEN}, {"Authorization": "Basic " + TOKEN}])
-def test_without_the_token_nothing_is_done(served, headers):
-    engine, e = served
-    e.publish(0)
-    connection = http.client.HTTPConnection(e.engine.url.removeprefix("http://"), timeout=2)
-    connection.request("POST", "/v1/close", b"{}", headers)
-    response = connection.getresponse()
-    assert response.status == 401 and "refused the token" in json.loads(response.read())["error"]["message"]
-    e.sample()
-
-
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"unheard": 1}', b"\xff"])
-def test_a_malformed_call_is_answered_and_the_engine_goes_on(served, body):
-    _, e = served
-    e.publish(0)
-    connection = http.client.HTTPConnection(e.engine.url.removeprefix("http://"), timeout=2)
-    connection.request("POST", "/v1/generate", body, {"Authorization": f"Bearer {TOKEN}"})
-    response = connection.getresponse()
-    assert response.status in (400, 500) and json.loads(response.read())["error"]["message"]
-    e.sample()
-
-
-def test_only_this_machine_unless_asked_for_in_words():
-    for host in ("0.0.0.0", "192.0.2.1", "some.host"):
-        with pytest.raises(BridgeError, match="--allow-network"):
-            HttpServer(TOKEN, host)
-    for token in ("", "short", "é" * 32, "line\n" * 8):
-        with pytest.raises(BridgeError, match="a token has at least 16"):
-            HttpServer(token)
-    HttpServer(TOKEN, "0.0.0.0", allow_network=True).server_close()
-
-
-def run_server(*arguments, token: str = "") -> tuple[int, dict, str]:
-    environment = {**os.environ, wire.TOKEN_VARIABLE: token}
-    done = subprocess.run([*SERVER, *arguments], capture_output=True, text=True, env=environment, timeout=60)
-    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
-
-
-def test_the_command_refuses_a_taken_port_the_network_and_unknown_options(remote):
-    port = remote.engine.url.rpartition(":")[2]
-    code, said, _ = run_server("--engine", "fake", "--port", port)
-    assert code == 1 and f"cannot listen on 127.0.0.1:{port}: it is taken" in said["error"]["message"], said
-    code, said, _ = run_server("--engine", "fake", "--host", "0.0.0.0", "--allow-network")
-    assert code == 1 and "wants a token that you chose" in said["error"]["message"], said
-    code, said, _ = run_server("--engine", "fake", "--host", "0.0.0.0", token=TOKEN)
-    assert code == 1 and "can be reached from other machines" in said["error"]["message"], said
-    code, said, err = run_server("--engine", "fake", "--vocab", "9")
-    assert code == 2 and said == {} and "--vocab" in err
-
-
-def test_the_command_makes_a_token_for_this_user_alone(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != wire.TOKEN_VARIABLE}
-    child = subprocess.Popen([*SERVER, "--engine", "fake", "--vocab-size", "9"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True, env=environment)  # fmt: skip
-    ready = json.loads(child.stdout.readline())
-    token = open(ready["token_file"]).read()
-    assert os.stat(ready["token_file"]).st_mode & 0o777 == 0o600 and len(token) > 40 and ready["pid"] == child.pid
-    engine = RemoteEngine(ready["url"], token)
-    assert engine.capabilities().vocab_size == 9
-    engine.close()
-    out, err = child.communicate(timeout=10)
-    assert child.returncode == 0 and token not in out + err
-    assert not os.path.exists(ready["token_file"]) and not os.path.exists(ready["folder"])
-
-
-def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path):
-    for error, message, arguments in (
-        (EngineUnhealthy, "TypeError: .*'unheard'", dict(engine="fake", faults={"unheard": 1})),
-        (BridgeError, "no transport 'teleport' into vLLM", dict(engine="vllm", hf_config=QWEN3, transport="teleport", **TINY)),
-        (BridgeError, "wants to know the model", dict(engine="vllm", **TINY)),
-        (EngineUnhealthy, "exit code 2", dict(engine="vllm", hf_config=QWEN3)),
-        (EngineUnhealthy, "exit code 2", dict(engine="fake", unheard=1)),
-        (EngineUnhealthy, "not started within 0 s", dict(engine="fake", start_seconds=0.0)),
-    ):
-        with pytest.raises(error, match=message), spawn(**arguments, environment={"TMPDIR": str(tmp_path)}):
-            pass
-    assert os.listdir(tmp_path) == []
-
-
-def test_another_protocol_and_other_addresses_are_refused(served, monkeypatch):
-    _, e = served
-    for odd in ("127.0.0.1:80", "https://127.0.0.1:80", "http://127.0.0.1"):
-        with pytest.raises(BridgeError, match="is not the address"):
-            RemoteEngine(odd, TOKEN)
-    original = RemoteEngine.call
-    monkeypatch.setattr(RemoteEngine, "call", lambda self, *a, **k: {**original(self, *a, **k), "protocol": 0})
-    with pytest.raises(BridgeError, match="speaks protocol 0"):
-        RemoteEngine(e.engine.url, TOKEN)
-
-
-def test_the_transport_refuses_another_engine_and_a_folder_it_cannot_see(remote):
-    with pytest.raises(BridgeError, match="not a FakeEngine"):
-        RemoteFile().open(FakeEngine())
-    with pytest.raises(BridgeError, match="is no folder here"):
-        RemoteFile("/nowhere/at/all").open(remote.engine)
-    with pytest.raises(BridgeError, match="call open"):
-        RemoteFile().publish(remote.source(0), 1)
-
-
 # As a choice of the configuration
 
 
@@ -531,15 +247,6 @@ def test_a_server_that_runs_already_must_be_what_the_config_asks_for(serving, tm
 
 
 # The real vLLM
-
-
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 128,
-    "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}  # fmt: skip
-TINY = {"max_model_len": 256, "max_num_seqs": 32, "enforce_eager": True}
 
 
 SMALL = {
