@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from pallas_kernels.attention import reference, sm90_dkv, sm90_dq, sm90_forward
+from pallas_kernels.attention import queries, reference, sm90_dkv, sm90_dq, sm90_forward
 from pallas_kernels.attention.schedule import LOG2E
-from pallas_kernels.attention.segments import Segments, segments_of
+from pallas_kernels.attention.segments import Tables, check_ids, tables_of
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 
 HEAD_SIZES = 64, 128
@@ -29,80 +28,100 @@ DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 
 
 class Tiles(NamedTuple):
-    forward: sm90_forward.Tiles = sm90_forward.Tiles()
-    dq: sm90_dq.Tiles = sm90_dq.Tiles()
+    forward: queries.Tiles = sm90_forward.TILES
+    dq: queries.Tiles = sm90_dq.TILES
     dkv: sm90_dkv.Tiles = sm90_dkv.Tiles()
 
 
-def attention(
-    q: Array, k: Array, v: Array, segment_ids: Array, *, scale: float | None = None, backend: Backend = "auto",
-    tiles: Tiles | None = None, interpret=None,
-) -> Array:  # fmt: skip
-    """q [T, H, d], k and v [T, K, d], segment_ids [T] int32 -> o [T, H, d] in q's dtype; or all with rows [B, T, ...] in front.
+TILES = Tiles()
 
-    A segment is a run of equal ids above 0 in one row; 0 is padding, of which o and gradients are 0 (q, k, v finite there, too).
+
+class How(NamedTuple):
+    """What is static in a call of the kernels."""
+
+    scale: float
+    fp8: bool = False
+    tiles: Tiles = TILES
+    interpret: object = None
+
+
+def attention(
+    q: Array, k: Array, v: Array, segments: Array | Tables, *, scale: float | None = None, fp8: bool = False,
+    backend: Backend = "auto", tiles: Tiles = TILES, interpret=None,
+) -> Array:  # fmt: skip
+    """q [T, H, d], k and v [T, K, d], segment ids [T] int32 -> o [T, H, d] in q's dtype; or all with rows [B, T, ...] in front.
+
+    `segments`: the ids, or `tables_of` them, the same for all layers of a model. A segment is a run of equal ids above 0
+    in one row; 0 is padding, of which o and gradients are 0 (q, k, v finite there, too).
     `scale` of the scores: d ** -0.5 if None. The kernels take bfloat16 or float16, one type for all, and d of 64 or 128; the
     reference any. `tiles`: other than the tuned ones. `interpret`: run the kernels on a CPU, for tests.
+    `fp8`: exponentials, times 2^8, are rounded to E4M3 before they are multiplied with values, and not in their sum, as
+    FlashAttention 3 does in FP8. q, k and v are to be numbers of E4M3 times powers of two, in their wider type: products are
+    then as of the codes. The backward takes the rounding for none.
 
     Raises ValueError, with what was found and the rule, for anything else; ids that are known when the program is traced are
     checked too: none below 0, and none that comes back after another. Ids that are not known begin a new segment there.
     """
     return attention_and_lse(
-        q, k, v, segment_ids, scale=scale, backend=backend, tiles=tiles, interpret=interpret
+        q, k, v, segments, scale=scale, fp8=fp8, backend=backend, tiles=tiles, interpret=interpret
     )[0]  # fmt: skip
 
 
 def attention_and_lse(
-    q: Array, k: Array, v: Array, segment_ids: Array, *, scale: float | None = None, backend: Backend = "auto",
-    tiles: Tiles | None = None, interpret=None,
+    q: Array, k: Array, v: Array, segments: Array | Tables, *, scale: float | None = None, fp8: bool = False,
+    backend: Backend = "auto", tiles: Tiles = TILES, interpret=None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`attention`, and the logarithm of each query's sum of exponentials: [H, T] float32, or [B, H, T]; +inf for padding."""
-    _check(q, k, v, segment_ids)
+    ids = segments.segment_ids if isinstance(segments, Tables) else segments
+    _check(q, k, v, ids)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}: scores are multiplied by a finite number above 0")
-    rows = q.ndim == 4
-    q, k, v, ids = (x if rows else x[None] for x in (q, k, v, segment_ids))
     if use_kernel(backend):
         _check_kernel(q)
-        o, lse = _by_kernel(q, k, v, ids, scale, tiles or Tiles(), interpret)
-    else:
-        o, lse = reference.attention_and_lse(q, k, v, ids, scale)
-    return (o, lse) if rows else (o[0], lse[0])
+        tables = segments if isinstance(segments, Tables) else tables_of(ids)
+        return _by_kernel(How(scale, fp8, tiles, interpret), q, k, v, tables)
+    if q.ndim == 4:
+        return reference.attention_and_lse(q, k, v, ids, scale, fp8)
+    o, lse = reference.attention_and_lse(*(x[None] for x in (q, k, v, ids)), scale, fp8)
+    return o[0], lse[0]
 
 
-def _by_kernel(q: Array, k: Array, v: Array, ids: Array, scale: float, tiles: Tiles, interpret) -> tuple[Array, Array]:
+def _by_kernel(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[Array, Array]:
     """All rows in one, padded to whole chunks of tokens: a row that begins is a segment that begins."""
-    B, T, H, _ = q.shape
-    segments = segments_of(ids)
-    flat = (_padded(x.reshape(B * T, *x.shape[2:]), len(segments.first)) for x in (q, k, v))
-    o, lse = _attend(scale, tiles, interpret, *flat, segments)
-    return o[: B * T].reshape(q.shape), lse[:, : B * T].reshape(H, B, T).swapaxes(0, 1)
+    tokens = math.prod(q.shape[:-2])
+    flat = (_padded(x.reshape(tokens, *x.shape[-2:]), len(tables.first)) for x in (q, k, v))
+    o, lse = _attend(how, *flat, tables)
+    lse = lse[:, :tokens].reshape(-1, *q.shape[:-2])
+    return o[:tokens].reshape(q.shape), lse if q.ndim == 3 else lse.swapaxes(0, 1)
 
 
 def _padded(x: Array, tokens: int) -> Array:
     return x if len(x) == tokens else jnp.pad(x, ((0, tokens - len(x)), (0, 0), (0, 0)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(scale, tiles, interpret, q, k, v, segments) -> tuple[Array, Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[Array, Array]:
     """Of N tokens in a row -> o [N, H, d], lse [H, N]."""
-    return forward(scale, tiles, interpret, q, k, v, segments)[0]
+    return forward(how, q, k, v, tables)[0]
 
 
-def forward(scale: float, tiles: Tiles, interpret, q: Array, k: Array, v: Array, segments: Segments):
+def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
     """(o [N, H, d], lse [H, N]), and what `backward` needs."""
-    o, lse = sm90_forward.forward(q, k, v, segments, scale, tiles.forward, interpret)
-    return (o, lse * (1 / LOG2E)), (q, k, v, segments, o, lse)
+    o, lse = sm90_forward.forward(
+        q, k, v, tables, scale=how.scale, fp8=how.fp8, tiles=how.tiles.forward, interpret=how.interpret
+    )  # fmt: skip
+    return (o, lse * (1 / LOG2E)), (q, k, v, tables, o, lse)
 
 
-def backward(scale: float, tiles: Tiles, interpret, saved: tuple, cotangents: tuple[Array, Array]):
-    """dq, dk, dv, and nothing for the segments. dS = P (dP - delta + dlse): what comes in for lse is part of delta."""
-    q, k, v, segments, o, lse = saved
+def backward(how: How, saved: tuple, cotangents: tuple[Array, Array]):
+    """dq, dk, dv, and nothing for the tables. dS = P (dP - delta + dlse): what comes in for lse is part of delta."""
+    q, k, v, tables, o, lse = saved
     do, dlse = cotangents
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1).T - dlse
-    args = q, k, v, do, lse, delta, segments, scale
-    return sm90_dq.gradient(*args, tiles.dq, interpret), *sm90_dkv.gradients(*args, tiles.dkv, interpret), None
+    args, how_both = (q, k, v, do, lse, delta, tables), dict(scale=how.scale, interpret=how.interpret)
+    dq = sm90_dq.gradient(*args, tiles=how.tiles.dq, **how_both)
+    return dq, *sm90_dkv.gradients(*args, tiles=how.tiles.dkv, **how_both), None
 
 
 _attend.defvjp(forward, backward)
@@ -118,20 +137,7 @@ def _check(q: Array, k: Array, v: Array, ids: Array) -> None:
         raise ValueError(f"{found}: q, k and v are of one floating-point type")
     if ids.shape != q.shape[:-2] or ids.dtype != jnp.int32:
         raise ValueError(f"{found}: segment_ids is int32, one a token")
-    if not isinstance(ids, jax.core.Tracer):
-        _check_ids(np.asarray(ids).reshape(-1, q.shape[-3]))
-
-
-def _check_ids(rows: np.ndarray) -> None:
-    for i, row in enumerate(rows):
-        begins = np.flatnonzero(np.diff(row, prepend=-1))
-        if row.min() < 0:
-            raise ValueError(f"segment_ids: token {row.argmin()} of row {i} has {row.min()}; ids are above 0, and 0 is padding")
-        seen, counts = np.unique(row[begins][row[begins] > 0], return_counts=True)
-        if counts.max(initial=1) > 1:
-            segment = seen[counts.argmax()]
-            back = begins[row[begins] == segment][1]
-            raise ValueError(f"segment_ids: {segment} comes back at token {back} of row {i}; a segment's tokens are contiguous")
+    check_ids(ids)
 
 
 def _check_kernel(q: Array) -> None:

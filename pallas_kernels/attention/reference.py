@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attention.segments import segments_of
+from pallas_kernels.attention.segments import first_and_last
 
 
-def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: float) -> tuple[Array, Array]:
+def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: float, fp8: bool = False) -> tuple[Array, Array]:
     """q [B, T, H, d], k and v [B, T, K, d], segment_ids [B, T] -> o [B, T, H, d] in q's dtype, lse [B, H, T] float32.
 
     Scores, probabilities and sums in float32 (float64 of float64). A token of padding gets o = 0 and lse = +inf.
+    `fp8`: exponentials of scores less the largest, times 2^8, are rounded to E4M3 in their product with values.
     """
     (B, T, H, d), K = q.shape, k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -22,13 +23,22 @@ def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: f
     exact = dict(precision=jax.lax.Precision.HIGHEST)
     scores = jnp.where(mask, jnp.einsum("btkgd,bskd->bkgts", q5, k, **exact) * scale, -jnp.inf)
     lse = jax.nn.logsumexp(jnp.where(some, scores, 0), axis=-1, keepdims=True)
-    o = jnp.einsum("bkgts,bskd->btkgd", jnp.where(mask, jnp.exp(scores - lse), 0), v, **exact)
+    p = jnp.where(mask, jnp.exp(scores - lse), 0)
+    o = jnp.einsum("bkgts,bskd->btkgd", _in_e4m3(p) if fp8 else p, v, **exact)
     return o.reshape(q.shape).astype(q.dtype), jnp.where(some, lse, jnp.inf).reshape(B, H, T)
+
+
+def _in_e4m3(p: Array) -> Array:
+    """p, which is exponentials over their sum, with those times 2^8 rounded to E4M3. Its derivative is that of p."""
+    largest = jnp.maximum(p.max(-1, keepdims=True), jnp.finfo(p.dtype).tiny)
+    x = p / largest * 2.0**8
+    x = jnp.where(x < 2.0**-6, jnp.round(x * 2.0**9) * 2.0**-9, jax.lax.reduce_precision(x, 8, 3))  # a cast XLA might drop
+    return p + jax.lax.stop_gradient(x * 2.0**-8 * largest - p)
 
 
 def visible(segment_ids: Array) -> Array:
     """[B, T] -> bool [B, T, T]: which keys (last axis) a query sees, itself and those before it in its segment."""
     B, T = segment_ids.shape
-    first = segments_of(segment_ids).first[: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]
+    first = first_and_last(segment_ids)[0][: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]
     key, query = jnp.arange(T), jnp.arange(T)[:, None]
     return (first[:, :, None] <= key) & (key <= query)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention.segments import STEP
 from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import WGMMA, multiprocessors, plgpu
 
@@ -33,48 +34,54 @@ class Work(NamedTuple):
     before: Array
 
 
-def for_each(walks: int, heads: int, blocks: int, heads_first: bool, body: Callable[[Work], Array]) -> tuple[Array, Array]:
-    """body(work) -> its steps, for all work of this block of threads -> how many there were, of work and of steps.
+class Deal(NamedTuple):
+    """How work is shared out: walks come longest first, all heads of one before the next, dealt there and back over blocks of
+    threads, so that all get nearly as many steps."""
 
-    Walks come longest first; they are dealt there and back over the `blocks`, so that all get nearly as many steps.
-    `heads_first`: all heads of a walk before the next walk.
-    """
-    me, total, rounds = lax.axis_index("block"), walks * heads, pl.cdiv(walks * heads, blocks)
+    walks: int
+    heads: int
+    blocks: int
 
-    def place(number: Array) -> Array:
-        return number * blocks + jnp.where(lax.rem(number, jnp.int32(2)) == 0, me, blocks - 1 - me)
+    def work(self, number: Array, before: Array) -> Work:
+        place, heads = self._place(number), jnp.int32(self.heads)
+        return Work(lax.div(place, heads), lax.rem(place, heads), number, before)
 
-    def one(number: Array, before: Array) -> Array:
-        minor = jnp.int32(heads if heads_first else walks)
-        two = lax.div(place(number), minor), lax.rem(place(number), minor)
-        walk, head = two if heads_first else two[::-1]
-        return before + body(Work(walk, head, number, before))
+    def count(self) -> Array:
+        """Of work of this block of threads."""
+        total = self.walks * self.heads
+        rounds = pl.cdiv(total, self.blocks)
+        return rounds - (self._place(jnp.int32(rounds - 1)) >= total).astype(jnp.int32)
 
-    count = rounds - (place(jnp.int32(rounds - 1)) >= total).astype(jnp.int32)
-    return count, lax.fori_loop(0, count, one, jnp.int32(0))
+    def _place(self, number: Array) -> Array:
+        me = lax.axis_index("block")
+        return number * self.blocks + jnp.where(lax.rem(number, jnp.int32(2)) == 0, me, self.blocks - 1 - me)
+
+    def for_each(self, body: Callable[[Work], Array]) -> tuple[Array, Array]:
+        """body(work) -> its steps, for all work of this block of threads -> how many there were, of work and of steps."""
+        count = self.count()
+        return count, lax.fori_loop(0, count, lambda i, before: before + body(self.work(i, before)), jnp.int32(0))
 
 
-def launch(body, plan: Callable, out_type, scratch, works: int, interpret, pairs: bool = False) -> Callable:
-    """The persistent kernel body(plan(blocks=...), *operands, *results, *scratch); `pairs`: of blocks in clusters of two."""
-    size = 2 if pairs else 1
-    blocks = min(2 if interpret else multiprocessors() // size, works)
+def launch(body, plan: Callable, out_type, scratch, works: int, interpret) -> Callable:
+    """The persistent kernel body(plan(blocks=...), *operands, *results, *scratch)."""
+    blocks = min(2 if interpret else multiprocessors(), works)
     return plgpu.kernel(
         functools.partial(body, plan(blocks=blocks)), out_type=out_type, scratch_types=scratch, interpret=interpret,
         grid=(blocks,), grid_names=("block",), num_threads=CONSUMERS + 1, thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **(dict(cluster=(2,), cluster_names=("cluster",)) if pairs else {}),
     )  # fmt: skip
+
+
+def steps_of(walk: Array, size: int) -> Array:
+    """Of a walk in steps of STEP, in steps of `size`. Where that is the same, the number stays as it was read: one made from it
+    is in a uniform register, and over a branch on that ptxas puts off the exponentials of dq."""
+    return walk if size == STEP else lax.div(walk + (size // STEP - 1), jnp.int32(size // STEP))
 
 
 def give_back(empty, wg: Array, number: Array) -> None:
     """The buffers of some work before, when the results that were put there have left."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(empty.at[slot_of(number, BUFFERS) * CONSUMERS + wg])
-
-
-def head_of(work: Work, pairs: bool) -> Array:
-    """Of work whose heads are counted in pairs, one for each block of threads of a cluster."""
-    return 2 * work.head + lax.axis_index("cluster") if pairs else work.head
 
 
 def nothing(d: int) -> Array:
@@ -84,6 +91,11 @@ def nothing(d: int) -> Array:
 def indices(shape: tuple[int, int]) -> tuple[Array, Array]:
     """The row and the column of every element."""
     return tuple(plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) for axis in (0, 1))
+
+
+def keep(some: Array, scores: Array, seen: Callable[[], Array]) -> Array:
+    """-inf where seen() is false, which is asked only if `some` says that it is anywhere."""
+    return lax.cond(some, lambda: jnp.where(seen(), scores, -jnp.inf), lambda: scores)
 
 
 def drain(used: Array, slots: int, *empty) -> None:

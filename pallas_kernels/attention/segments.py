@@ -9,25 +9,40 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 CHUNK = 128  # what N is a multiple of
+STEP = 64  # keys or queries that walks are counted in
 COPIED = 8  # rows that the copy engine moves together: where a walk may begin
 WALK = 32  # numbers in a row of a table of walks: 128 bytes, as the copy engine's addresses in shared memory are
 
 
-class Segments(NamedTuple):
-    """int32 [N]: the first token of each token's segment, and the one after its last. Padding: N and 0, which no token is in."""
+class Tables(NamedTuple):
+    """What attention asks of the ids, the same for all layers of a model."""
 
-    first: Array
-    last: Array
+    segment_ids: Array  # [T] or [B, T]
+    first: Array  # int32 [N]: the first token of each token's segment; N for padding
+    of_queries: dict[int, Array]  # walks, by how many queries a block has
+    of_keys: Array  # walks
 
 
-def segments_of(segment_ids: Array) -> Segments:
-    """segment_ids [B, T] -> Segments of the B * T tokens in a row, N of them with padding up to a multiple of CHUNK.
+def tables_of(segment_ids: Array) -> Tables:
+    """segment_ids [T] or [B, T] int32 -> Tables of all tokens in a row, N of them with padding up to a multiple of CHUNK.
 
-    A segment is a run of equal ids above 0 in one row.
+    Raises ValueError for ids of another shape or type, or, where they are known as the program is traced, below 0 or coming back.
+    """
+    check_ids(segment_ids)
+    first, last = first_and_last(jnp.atleast_2d(segment_ids))
+    return Tables(segment_ids, first, {rows: key_walks(first, rows) for rows in (64, 128)}, query_walks(last, 128))
+
+
+def first_and_last(segment_ids: Array) -> tuple[Array, Array]:
+    """segment_ids [B, T] -> int32 [N] each: the first token of each token's segment, and the one after its last.
+
+    A segment is a run of equal ids above 0 in one row. Padding, which no token is in: N and 0.
     """
     rows, length = segment_ids.shape
     ids = jnp.pad(segment_ids.reshape(-1), (0, -(rows * length) % CHUNK))
@@ -36,7 +51,7 @@ def segments_of(segment_ids: Array) -> Segments:
     ends = jnp.roll(begins, -1).at[-1].set(True)
     first = _running_max(jnp.where(begins, at, 0))
     last = n - _running_max(jnp.where(ends, n - 1 - at, 0)[::-1])[::-1]
-    return Segments(jnp.where(ids > 0, first, n), jnp.where(ids > 0, last, 0))
+    return jnp.where(ids > 0, first, n), jnp.where(ids > 0, last, 0)
 
 
 def _running_max(x: Array) -> Array:
@@ -47,30 +62,51 @@ def _running_max(x: Array) -> Array:
     return jnp.maximum(inside, before[:, None]).reshape(-1)
 
 
-def key_walks(first: Array, rows: int, keys: int) -> Array:
-    """For blocks of `rows` queries, longest walk first: int32 [blocks, WALK], (block, begin, clear, steps) and zeros.
+def key_walks(first: Array, rows: int) -> Array:
+    """For blocks of `rows` queries, longest walk first: int32 [blocks, WALK], (block, begin, steps, clear) and zeros.
 
-    The block sees keys from `begin` on, in `steps` blocks of `keys`; before `clear` there are keys that some of its queries do
-    not see because of their segments. A walk has a step at least, of which a block of padding sees nothing.
+    The block sees keys from `begin` on, in `steps` of STEP; before `clear` there are keys that some of its queries do not see
+    because of their segments. A walk has a step at least, of which a block of padding sees nothing.
     """
     at, first = (x.reshape(-1, rows) for x in (jnp.arange(len(first), dtype=jnp.int32), first))
     real = first <= at
     end = jnp.where(real, at, 0).max(1) + 1
     begin = jnp.minimum(first.min(1), end - 1) // COPIED * COPIED
-    return _longest_first(begin, jnp.where(real, first, 0).max(1), -(-(end - begin) // keys))
+    return _longest_first(begin, end, jnp.where(real, first, 0).max(1))
 
 
-def query_walks(last: Array, keys: int, rows: int) -> Array:
-    """For blocks of `keys` keys, longest walk first: int32 [blocks, WALK], (block, begin, clear, steps) and zeros.
+def query_walks(last: Array, keys: int) -> Array:
+    """For blocks of `keys` keys, longest walk first: int32 [blocks, WALK], (block, begin, steps, clear) and zeros.
 
-    The block is seen by queries from `begin` on, in `steps` blocks of `rows`; from `clear` on there are queries that do not see
-    some of its keys because of their segments. A block of padding has no step.
+    The block is seen by queries from `begin` on, in `steps` of STEP; from `clear` on there are queries that do not see some of
+    its keys because of their segments. A block of padding has no step.
     """
-    last = jnp.pad(last, (0, -len(last) % keys)).reshape(-1, keys)
+    last = last.reshape(-1, keys)
     begin = jnp.arange(len(last), dtype=jnp.int32) * keys
-    return _longest_first(begin, last.min(1), jnp.maximum(-(-(last.max(1) - begin) // rows), 0))
+    return _longest_first(begin, jnp.maximum(last.max(1), begin), last.min(1))
 
 
-def _longest_first(begin: Array, clear: Array, steps: Array) -> Array:
-    order = jnp.argsort(-steps, stable=True).astype(jnp.int32)
-    return jnp.pad(jnp.stack([order, begin[order], clear[order], steps[order]], 1), ((0, 0), (0, WALK - 4)))
+def _longest_first(begin: Array, end: Array, clear: Array) -> Array:
+    order = jnp.argsort(begin - end, stable=True).astype(jnp.int32)
+    columns = order, begin[order], -((begin - end)[order] // STEP), clear[order]
+    return jnp.pad(jnp.stack(columns, 1), ((0, 0), (0, WALK - 4)))
+
+
+def check_ids(ids: Array) -> None:
+    """Raises ValueError, with the rule."""
+    if ids.ndim not in (1, 2) or ids.dtype != jnp.int32:
+        raise ValueError(f"segment_ids {ids.dtype}{list(ids.shape)}: int32 [T], or rows [B, T]")
+    if not isinstance(ids, jax.core.Tracer):
+        for i, row in enumerate(np.atleast_2d(np.asarray(ids))):
+            _check_row(i, row)
+
+
+def _check_row(i: int, row: np.ndarray) -> None:
+    begins = np.flatnonzero(np.diff(row, prepend=-1))
+    if row.min(initial=0) < 0:
+        raise ValueError(f"segment_ids: token {row.argmin()} of row {i} has {row.min()}; ids are above 0, and 0 is padding")
+    seen, counts = np.unique(row[begins][row[begins] > 0], return_counts=True)
+    if counts.max(initial=1) > 1:
+        segment = seen[counts.argmax()]
+        back = begins[row[begins] == segment][1]
+        raise ValueError(f"segment_ids: {segment} comes back at token {back} of row {i}; a segment's tokens are contiguous")

@@ -18,10 +18,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
-    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, drain, for_each, give_back, indices, launch, multiply,
-    nothing,
+    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, Deal, drain, give_back, indices, keep, launch, multiply,
+    nothing, steps_of,
 )  # fmt: skip
-from pallas_kernels.attention.segments import WALK, Segments, query_walks
+from pallas_kernels.attention.segments import WALK, Tables
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import COLUMN, plgpu, spread, swizzled
 
@@ -32,13 +32,6 @@ class Tiles(NamedTuple):
     queries: int = 64  # of a step
     q_stages: int = 3
     do_stages: int = 2
-    pairs: bool = False  # blocks of threads with neighbouring keys share queries
-    heads_first: bool = True  # all heads of a block of keys before the next block
-
-    @property
-    def keys(self) -> int:
-        """That share a walk."""
-        return 2 * BLOCK if self.pairs else BLOCK
 
 
 class Plan(NamedTuple):
@@ -48,9 +41,9 @@ class Plan(NamedTuple):
     walks: int
     heads: int  # of keys
     group: int  # query heads of each
-    blocks: int  # of threads
     scale: float
     simulated: bool
+    blocks: int  # of threads
 
 
 class Shared(NamedTuple):
@@ -69,22 +62,22 @@ class Shared(NamedTuple):
     do_empty: jax.Ref
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "tiles", "interpret"))
 def gradients(
-    q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, segments: Segments, scale: float, tiles: Tiles,
+    q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float, tiles: Tiles,
     interpret=None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """dk and dv [N, K, d] from q and do [N, H, d], the forward's lse, in base 2, and delta [H, N] float32."""
-    walks, heads = query_walks(segments.last, tiles.keys, tiles.queries), k.shape[1]
-    make = functools.partial(Plan, tiles, len(walks), heads, q.shape[1] // heads, scale=scale, simulated=interpret is not None)
+    walks, heads = tables.of_keys, k.shape[1]
+    make = functools.partial(Plan, tiles, len(walks), heads, q.shape[1] // heads, scale, interpret is not None)
     like = jax.ShapeDtypeStruct(k.shape, k.dtype)
-    args = q, k, v, do, lse, delta, segments.first, walks
-    return launch(_kernel, make, (like, like), _shared_memory(tiles, q), len(walks) * heads, interpret, tiles.pairs)(*args)
+    args = q, k, v, do, lse, delta, tables.first, walks
+    return launch(_kernel, make, (like, like), _shared_memory(tiles, q), len(walks) * heads, interpret)(*args)
 
 
 def _shared_memory(tiles: Tiles, q: Array) -> Shared:
     memory = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=swizzled(q.dtype))
-    slots = BUFFERS * CONSUMERS
-    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if tiles.pairs else plgpu.Barrier
+    slots, barrier = BUFFERS * CONSUMERS, plgpu.Barrier
     mine, ring = memory((slots, ROWS, q.shape[-1])), lambda stages: memory((stages, tiles.queries, q.shape[-1]))
     vectors, full = lambda stages: plgpu.SMEM((stages, tiles.queries), F32), functools.partial(plgpu.Barrier, num_arrivals=2)
     return Shared(
@@ -99,7 +92,7 @@ def _shared_memory(tiles: Tiles, q: Array) -> Shared:
 
 def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) -> None:
     shared = Shared(*shared)
-    each = functools.partial(for_each, plan.walks, plan.heads, plan.blocks, plan.tiles.heads_first)
+    each = Deal(plan.walks, plan.heads, plan.blocks).for_each
 
     def consume(wg):
         works, _ = each(lambda work: _consume(plan, wg, work, first, dk, dv, shared))
@@ -109,21 +102,15 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) 
     specialise(CONSUMERS, REGISTERS, lambda: _produce(plan, each, (q, k, v, do, lse, delta, walks), shared), consume)
 
 
-def first_key(tiles: Tiles, block: Array) -> Array:
-    """Of this block of threads."""
-    return block * tiles.keys + lax.axis_index("cluster") * BLOCK if tiles.pairs else block * BLOCK
-
-
 def _produce(plan: Plan, each, operands, shared: Shared) -> None:
     """Copy keys and values for the work to come, then block after block of queries, as room is made for them."""
     q, k, v, do, lse, delta, walks = operands
     tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
-    share = dict(collective_axes="cluster") if tiles.pairs else {}
 
     def one(work: Work) -> Array:
-        block, blocks = walks[work.walk, 0], walks[work.walk, 3]
+        block, blocks = walks[work.walk, 0], steps_of(walks[work.walk, 2], tiles.queries)
         for i in range(CONSUMERS):
-            slot, rows = slot_of(work.number, BUFFERS) * CONSUMERS + i, pl.ds(first_key(tiles, block) + i * ROWS, ROWS)
+            slot, rows = slot_of(work.number, BUFFERS) * CONSUMERS + i, pl.ds(block * BLOCK + i * ROWS, ROWS)
             full = shared.kv_full.at[slot]
             pl.when(work.number >= BUFFERS)(lambda slot=slot: plgpu.barrier_wait(shared.kv_empty.at[slot]))
             copy(k.at[rows, work.head], shared.k.at[slot], full)
@@ -137,14 +124,14 @@ def _produce(plan: Plan, each, operands, shared: Shared) -> None:
             @pl.loop(0, blocks)
             def _(i):
                 count = work.before + member * blocks + i
-                rows = pl.ds((block * (tiles.keys // tiles.queries) + i) * tiles.queries, tiles.queries)
+                rows = pl.ds((block * (BLOCK // tiles.queries) + i) * tiles.queries, tiles.queries)
                 slot = slot_of(count, tiles.q_stages)
                 pl.when(count >= tiles.q_stages)(lambda slot=slot: plgpu.barrier_wait(shared.q_empty.at[slot]))
-                copy(q.at[rows, head], shared.q.at[slot], shared.q_full.at[slot], **share)
+                copy(q.at[rows, head], shared.q.at[slot], shared.q_full.at[slot])
                 copy(lse.at[head, rows], shared.lse.at[slot], shared.q_full.at[slot])
                 slot = slot_of(count, tiles.do_stages)
                 pl.when(count >= tiles.do_stages)(lambda slot=slot: plgpu.barrier_wait(shared.do_empty.at[slot]))
-                copy(do.at[rows, head], shared.do.at[slot], shared.do_full.at[slot], **share)
+                copy(do.at[rows, head], shared.do.at[slot], shared.do_full.at[slot])
                 copy(delta.at[head, rows], shared.delta.at[slot], shared.do_full.at[slot])
 
         return blocks * plan.group
@@ -159,8 +146,8 @@ def _consume(plan: Plan, wg: Array, work: Work, first, dk, dv, shared: Shared) -
     """The gradients of this warpgroup's 64 keys, stored; -> the number of steps."""
     slot, d = slot_of(work.number, BUFFERS) * CONSUMERS + wg, shared.k.shape[-1]
     plgpu.barrier_wait(shared.kv_full.at[slot])
-    block, begin, clear, blocks = (shared.walk[slot, i] for i in range(4))
-    key = first_key(plan.tiles, block) + wg * ROWS
+    block, begin, steps, clear = (shared.walk[slot, i] for i in range(4))
+    key, blocks = block * BLOCK + wg * ROWS, steps_of(steps, plan.tiles.queries)
     me = Consumer(plan, wg, work, slot, key, begin, clear, blocks, first, shared)
     dk_sum, dv_sum = lax.cond(blocks > 0, me.walk, lambda: (nothing(d), nothing(d)))
     pl.when((blocks == 0) & (work.number > 0))(lambda: give_back(shared.kv_empty, wg, work.number - 1))
@@ -246,14 +233,9 @@ class Consumer(NamedTuple):
 
     def probabilities(self, scores: Array, step: Array) -> Array:
         """[keys, queries]; 0 for queries of other segments and before the key, in blocks that have any."""
-        row, slot = self.begin + lax.rem(jnp.int32(step), self.blocks) * self.plan.tiles.queries, self.q_slot(step)
-
-        def mask(scores):
-            keys, queries = indices(scores.shape)
-            first = self.by_column(self.first.at[pl.ds(row, scores.shape[1])])
-            seen = (first - self.key <= keys) & (keys <= queries + (row - self.key))
-            return jnp.where(seen, scores, -jnp.inf)
-
-        border = (row + self.plan.tiles.queries > self.clear) | (row < self.key + ROWS - 1)
-        scores = lax.cond(border, mask, lambda scores: scores, scores)
+        size, slot = scores.shape[1], self.q_slot(step)
+        row, (keys, queries) = self.begin + lax.rem(jnp.int32(step), self.blocks) * size, indices(scores.shape)
+        first = lambda: self.by_column(self.first.at[pl.ds(row, size)])
+        scores = keep(row + size > self.clear, scores, lambda: first() - self.key <= keys)
+        scores = keep(row < self.key + ROWS - 1, scores, lambda: keys <= queries + (row - self.key))
         return jnp.exp2(scores * (self.plan.scale * LOG2E) - self.by_column(self.shared.lse.at[slot]))

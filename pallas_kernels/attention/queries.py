@@ -1,0 +1,169 @@
+"""What the kernels share that walk over keys, the forward and dq: 128 queries a block of threads, 64 for each of its consumers.
+
+The two consumers have the same 64 queries of two heads of a group, which share every key and are done at the same time; or, where
+a group is odd, 128 queries of one head. A producer warp keeps a ring of blocks of keys and values full, from the diagonal back to
+the start of the first query's segment, and the next queries ready; nothing else is read. Blocks are counted from that start and
+walked from the diagonal as in FlashAttention 3, so that a running maximum is over the same keys as there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.schedule import (
+    BLOCK, BUFFERS, CONSUMERS, ROWS, Work, Deal, drain, indices, keep, launch, steps_of,
+)  # fmt: skip
+from pallas_kernels.attention.segments import COPIED, WALK, Tables
+from pallas_kernels.persistent import slot_of
+from pallas_kernels.plgpu_compat import ROW, plgpu, spread, swizzled
+
+
+class Tiles(NamedTuple):
+    """How such a kernel is cut up."""
+
+    keys: int  # of a step
+    k_stages: int
+    v_stages: int
+    heads: int = 2  # of a block of threads, by 64 queries; or 1, by 128
+
+    def of(self, group: int) -> Tiles:
+        """For a group of so many heads."""
+        return self if group % self.heads == 0 else self._replace(heads=1)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a walk."""
+        return BLOCK // self.heads
+
+
+class Plan(NamedTuple):
+    """All that is static in the kernel."""
+
+    tiles: Tiles
+    walks: int
+    units: int  # of heads that a block of threads has at a time
+    group: int  # query heads of a KV head
+    scale: float
+    simulated: bool
+    blocks: int  # of threads
+
+    @property
+    def deal(self) -> Deal:
+        return Deal(self.walks, self.units, self.blocks)
+
+    def head(self, work: Work, wg: Array | int) -> Array:
+        """Of a consumer."""
+        return work.head * 2 + wg if self.tiles.heads == 2 else work.head
+
+    def row(self, block: Array, wg: Array | int) -> Array:
+        """A consumer's first query."""
+        return block * self.tiles.rows + (0 if self.tiles.heads == 2 else wg * ROWS)
+
+
+class Walk(NamedTuple):
+    """A consumer's 64 queries and the keys they see."""
+
+    slot: Array  # that the queries are in
+    block: Array  # they are of
+    row: Array  # the first of them
+    head: Array
+    first: Array  # [64]: each query's first key
+    begin: Array
+    steps: Array
+    clear: Array
+
+
+def kernel(body, tiles: Tiles, tables: Tables, q: Array, k: Array, scale: float, out_type, shared, interpret) -> Callable:
+    """The kernel body(Plan, *operands, first, walks, *results, *shared), to be given its operands; `tiles` as of the group."""
+    walks, units = tables.of_queries[tiles.rows], q.shape[1] // tiles.heads
+    make = functools.partial(Plan, tiles, len(walks), units, q.shape[1] // k.shape[1], scale, interpret is not None)
+    run = launch(body, make, out_type, shared, len(walks) * units, interpret)
+    return lambda *operands: run(*operands, tables.first, walks)
+
+
+def shared_memory(tiles: Tiles, d: int, dtype: jnp.dtype, copies: int) -> dict:
+    """For queries, of which `copies` arrive a consumer, the ring, and their barriers."""
+    memory = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled(dtype))
+    full, empty = plgpu.Barrier, functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
+    slots = BUFFERS * CONSUMERS
+    return dict(
+        q=memory((slots, ROWS, d)), first=plgpu.SMEM((slots, ROWS), jnp.int32), walk=plgpu.SMEM((slots, WALK), jnp.int32),
+        k=memory((tiles.k_stages, tiles.keys, d)), v=memory((tiles.v_stages, tiles.keys, d)),
+        q_full=plgpu.Barrier(num_arrivals=copies, num_barriers=slots), q_empty=plgpu.Barrier(num_barriers=slots),
+        k_full=full(num_barriers=tiles.k_stages), k_empty=empty(num_barriers=tiles.k_stages),
+        v_full=full(num_barriers=tiles.v_stages), v_empty=empty(num_barriers=tiles.v_stages),
+    )  # fmt: skip
+
+
+def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, shared) -> None:
+    """Copy queries for the work to come, of pairs of a `matrix` [N, H, d] or a `vector` [H, N] and where it goes, then block
+    after block of keys and values, as room is made for them."""
+    tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
+
+    def queries(work: Work, wg: int, block: Array) -> None:
+        slot, head, rows = slot_of(work.number, BUFFERS) * CONSUMERS + wg, plan.head(work, wg), pl.ds(plan.row(block, wg), ROWS)
+        full = shared.q_full.at[slot]
+        pl.when(work.number >= BUFFERS)(lambda: plgpu.barrier_wait(shared.q_empty.at[slot]))
+        for matrix, into in matrices:
+            copy(matrix.at[rows, head], into.at[slot], full)
+        for vector, into in vectors:
+            copy(vector.at[head, rows], into.at[slot], full)
+        copy(first.at[rows], shared.first.at[slot], full)
+        copy(walks.at[work.walk], shared.walk.at[slot], full)
+
+    def one(work: Work) -> Array:
+        block, begin, steps = (walks[work.walk, i] for i in range(3))
+        for wg in range(CONSUMERS):
+            queries(work, wg, block)
+        head, steps = lax.div(plan.head(work, 0), jnp.int32(plan.group)), steps_of(steps, tiles.keys)
+        chunk = lax.div(begin, jnp.int32(COPIED))  # so that what follows is seen to be a multiple
+
+        @pl.loop(0, steps)
+        def _(step):
+            keys = pl.ds((chunk + (steps - 1 - step) * (tiles.keys // COPIED)) * COPIED, tiles.keys)
+            for ref, ring, full, empty, stages in (
+                (k, shared.k, shared.k_full, shared.k_empty, tiles.k_stages),
+                (v, shared.v, shared.v_full, shared.v_empty, tiles.v_stages),
+            ):
+                slot = slot_of(work.before + step, stages)
+                pl.when(work.before + step >= stages)(lambda empty=empty, slot=slot: plgpu.barrier_wait(empty.at[slot]))
+                copy(ref.at[keys, head], ring.at[slot], full.at[slot])
+
+        return steps
+
+    works, steps = plan.deal.for_each(one)
+    drain(steps, tiles.k_stages, shared.k_empty)
+    drain(steps, tiles.v_stages, shared.v_empty)
+    drain(works * CONSUMERS, BUFFERS * CONSUMERS, shared.q_empty)
+
+
+def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True) -> Walk:
+    """Wait for a consumer's next queries, if there are `more`; else what is returned means nothing."""
+    slot = slot_of(work.number, BUFFERS) * CONSUMERS + wg
+    pl.when(more)(lambda: plgpu.barrier_wait(shared.q_full.at[slot]))
+    block, begin, steps, clear = (shared.walk[slot, i] for i in range(4))
+    first = plgpu.load(shared.first.at[slot], layout=ROW, optimized=False)
+    return Walk(slot, block, plan.row(block, wg), plan.head(work, wg), first, begin, steps_of(steps, plan.tiles.keys), clear)
+
+
+def masked(scores: Array, walk: Walk, step: Array, apart: bool) -> Array:
+    """-inf for keys of other segments and behind the query, in steps that have any; `apart`: under a condition each."""
+    shape, key = scores.shape, walk.begin + (walk.steps - 1 - step) * scores.shape[1]
+    border, diagonal = key < walk.clear, key + shape[1] > walk.row + 1
+
+    def own(columns: Array) -> Array:
+        return spread(walk.first - key, shape, 0) <= columns
+
+    def past(rows: Array, columns: Array) -> Array:
+        return columns <= rows + (walk.row - key)
+
+    if apart:
+        rows, columns = indices(shape)
+        return keep(diagonal, keep(border, scores, lambda: own(columns)), lambda: past(rows, columns))
+    return keep(border | diagonal, scores, lambda: own(indices(shape)[1]) & past(*indices(shape)))

@@ -1,0 +1,1 @@
+"""Attention of one query a sequence over a paged cache."""

@@ -1,0 +1,188 @@
+"""Paged decode attention on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA gives the rest."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.transformer import forward_cached, init_cache, init_params
+from jaxfp8rl.precision.recipe import Precision
+from pallas_kernels.decode_attention import api
+from pallas_kernels.decode_attention.deal import KEYS, begin_of, deal, pieces_of
+from pallas_kernels.plgpu_compat import INTERPRET
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
+SIMULATED = {  # name: (lengths, query heads, KV heads, d, page, type of the cache)
+    "no token, one, a page, one more": ([0, 1, 16, 17, 0], 4, 2, 64, 16, E4M3),
+    "a long one in pieces, a group of one": ([300, 5], 1, 1, 128, 64, E4M3),
+    "eight queries a head, pages of two tiles": ([129, 64], 8, 1, 64, 128, BF16),
+    "two passes over the heads": ([70, 0, 33], 66, 2, 64, 8, jnp.float16),
+}
+
+
+def operands(lengths, H, K, d, page, dtype, query=None):
+    """Tables are shuffled; NaN is in all pages that no table names, and behind every length."""
+    rng, B = np.random.default_rng(0), len(lengths)
+    counts = [-(-n // page) for n in lengths]
+    width, total = max(*counts, 1) + 1, sum(counts) + 3
+    order, pages = rng.permutation(total).astype(np.int32), []
+    table, at = np.full((B, width), total - 1, np.int32), 0
+    live = np.zeros((total, page), bool)
+    for b, (n, count) in enumerate(zip(lengths, counts)):
+        table[b, :count] = order[at : at + count]
+        table[b, count:] = order[-1]  # a page full of NaN
+        live[table[b, :count]] = (np.arange(count * page) < n).reshape(count, page)
+        at += count
+    for _ in range(2):
+        x = rng.standard_normal((total, page, K, d)).astype(np.float32)
+        pages.append(jnp.asarray(np.where(live[..., None, None], x, np.nan).astype(dtype)))
+    q = jnp.asarray(rng.standard_normal((B, H, d)), query or (BF16 if dtype == E4M3 else dtype))
+    scales = [jnp.asarray(rng.uniform(0.5, 2, K), jnp.float32) if dtype == E4M3 else None for _ in range(2)]
+    return q, *pages, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), *scales
+
+
+def float64(q, k_pages, v_pages, table, lengths, k_scale, v_scale, scale):
+    """o and lse by the book, one sequence and head after the other."""
+    q, k_pages, v_pages = (np.asarray(x).astype(np.float64) for x in (q, k_pages, v_pages))
+    (B, H, d), K = q.shape, k_pages.shape[2]
+    o, lse = np.zeros((B, H, d)), np.full((B, H), -np.inf)
+    ones = np.ones(K)
+    k_scale, v_scale = (ones if s is None else np.asarray(s, np.float64) for s in (k_scale, v_scale))
+    for b, n in enumerate(np.asarray(lengths)):
+        k, v = (x[np.asarray(table[b])].reshape(-1, K, d)[:n] for x in (k_pages, v_pages))
+        for h in range(H) if n else ():
+            j = h // (H // K)
+            s = k[:, j] @ q[b, h] * k_scale[j] * scale
+            lse[b, h] = np.log(np.exp(s - s.max()).sum()) + s.max()
+            o[b, h] = np.exp(s - lse[b, h]) @ v[:, j] * v_scale[j]
+    return o, lse
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_it_equals_float64(name):
+    args = operands(*SIMULATED[name])
+    attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas", interpret=INTERPRET))
+    (o, lse), (want, want_lse) = attend(*args), float64(*args, 0.2)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-5)
+    np.testing.assert_allclose(np.asarray(o, np.float64), want, atol=8e-3, rtol=8e-3)
+    np.testing.assert_array_equal(np.asarray(o, np.float64)[np.asarray(args[4]) == 0], 0)
+
+
+def shapes(B=128, H=32, K=8, d=128, page=16, pages=512, dtype=E4M3) -> tuple:
+    S = jax.ShapeDtypeStruct
+    cache, scale = S((B * pages, page, K, d), dtype), S((K,), jnp.float32) if dtype == E4M3 else None
+    return S((B, H, d), BF16), cache, cache, S((B, pages), jnp.int32), S((B,), jnp.int32), scale, scale
+
+
+def lower(args, **options):
+    f = jax.jit(functools.partial(api.decode_attention, backend="pallas", **options))
+    return f.trace(*args).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(page=128), dict(H=80, K=2, dtype=BF16), dict(H=14, K=2, d=64), dict(B=1, H=4, K=1, d=64, dtype=BF16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_it_lowers_for_cuda(options):
+    lower(shapes(**options))
+
+
+def test_the_deal_holds_every_tile_once_and_evenly():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 400, 40) * rng.integers(0, 2, 40)
+    for passes, workers in ((1, 8), (2, 5), (1, 400)):
+        made = deal(jnp.asarray(lengths, jnp.int32), passes, workers)
+        tiles = np.repeat(-(-lengths // KEYS), passes)
+        np.testing.assert_array_equal(np.diff(made.begins), tiles)
+        stretch = np.asarray(begin_of(jnp.arange(workers + 1), made.begins[-1], workers))
+        assert stretch[0] == 0 and stretch[-1] == tiles.sum() and np.ptp(np.diff(stretch)) <= 1
+        row_of = np.append(np.repeat(np.arange(len(tiles)), tiles), len(tiles))
+        np.testing.assert_array_equal(made.first, row_of[stretch])
+        places = {row: [] for row in range(len(tiles))}
+        for worker, (begin, end) in enumerate(zip(stretch, stretch[1:])):
+            for row in np.unique(row_of[begin:end]):
+                places[row].append(worker + row)
+        of_row = jax.jit(jax.vmap(functools.partial(pieces_of, made.begins, workers=workers)))(jnp.arange(len(tiles)))
+        for at, first, number in zip(places.values(), *map(np.asarray, of_row)):
+            assert at == list(range(first, first + number))
+        together = sum(places.values(), [])
+        assert len(set(together)) == len(together)
+
+
+def like(x, shape=None, dtype=None):
+    return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype)
+
+
+def bad(name: str):
+    q, k, v, table, lengths, ks, vs = shapes()
+    return {
+        "heads": ((like(q, (128, 30, 128)), k, v, table, lengths, ks, vs), "K divides H"),
+        "sizes": ((like(q, (128, 32, 64)), k, v, table, lengths, ks, vs), r"q bfloat16\[128, 32, 64\].*q \[B, H, d\]"),
+        "types": ((q, k, like(v, dtype=BF16), table, lengths, ks, vs), "of one type"),
+        "integers": ((q, like(k, dtype=jnp.int8), like(v, dtype=jnp.int8), table, lengths, ks, vs), "floating-point types"),
+        "table": ((q, k, v, like(table, (64, 512)), lengths, ks, vs), r"block_table int32\[64, 512\].*\[B, max_pages\]"),
+        "table's type": ((q, k, v, like(table, dtype=jnp.float32), lengths, ks, vs), "lengths are int32"),
+        "lengths": ((q, k, v, table, like(lengths, (127,)), ks, vs), r"lengths \[B\]"),
+        "scales": (
+            (q, k, v, table, lengths, like(ks, (32,)), vs),
+            r"k_scale is float32\[32\]: float32, one for each of the 8",
+        ),
+        "scales' type": ((q, k, v, table, lengths, ks, like(vs, dtype=BF16)), "v_scale is bfloat16"),
+    }[name]
+
+
+@pytest.mark.parametrize("backend", ["pallas", "reference"])
+@pytest.mark.parametrize(
+    "name", ["heads", "sizes", "types", "integers", "table", "table's type", "lengths", "scales", "scales' type"]
+)
+def test_bad_operands_are_errors_at_trace_time(name, backend):
+    args, message = bad(name)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(api.decode_attention, backend=backend), *args)
+
+
+def test_what_the_kernel_does_not_take_is_an_error():
+    for options, message in (
+        (dict(dtype=jnp.float16), "q bfloat16, pages float16: the kernel takes .* pages of their type or E4M3"),
+        (dict(d=96), "heads of 96: the kernel has 64 and 128"),
+        (dict(page=48), "pages of 48 tokens: the kernel has 8, 16, 32 and multiples of 64"),
+        (dict(H=72, K=1), "72 queries a KV head: the kernel has up to 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(functools.partial(api.decode_attention, backend="pallas"), *shapes(**options))
+        jax.eval_shape(functools.partial(api.decode_attention, backend="reference"), *shapes(**options))
+    for scale in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="a finite number above 0"):
+            jax.eval_shape(functools.partial(api.decode_attention, scale=scale), *shapes())
+    for slots, message in ((12, "shared memory"), (1, "a ring has 2 slots or more, those of a turn, and 16 at most")):
+        with pytest.raises(ValueError, match=message):
+            lower(shapes(), tiles=api.Tiles(slots=slots))
+
+
+def test_the_reference_equals_float64():
+    args = operands([0, 33, 16], 6, 2, 64, 16, E4M3)
+    attend = jax.jit(functools.partial(api.attention_and_lse, backend="reference"))
+    (o, lse), (want, want_lse) = attend(*args), float64(*args, 64**-0.5)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+    np.testing.assert_allclose(np.asarray(o, np.float64), want, atol=1e-3, rtol=4e-3)
+
+
+def test_a_step_of_the_embedded_engine_takes_it():
+    cfg = ModelConfig("Qwen3ForCausalLM", 97, 256, 512, 2, 8, 2, 64, 256)
+    params = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0), BF16))
+    for attention, tokens, kernels in (("pallas", 1, 2), ("pallas", 16, 0), ("xla", 1, 0)):
+        precision = Precision.uniform(2, "bfloat16", kv_fp8=True, attention=attention)
+        cache = jax.eval_shape(lambda precision=precision: init_cache(cfg, 3, 96, precision))
+        new = jax.ShapeDtypeStruct((3, tokens), jnp.int32)
+        step = jax.jit(forward_cached, static_argnums=(1, 5)).trace(params, cfg, new, new, cache, precision)
+        assert step.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == kernels
