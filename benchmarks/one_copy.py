@@ -3,8 +3,9 @@
     jaxfp8rl bench one_copy
 
 Qwen3-0.6B's shape, random weights, the demo's task, each mode in a process of its own. Memory is what JAX's allocator has in use
-after a publish, and its peak. Log-probabilities, the engine's as well, and weights are compared by digest. The yardstick is two
-copies.
+after a publish, and its peak. Scores are compared bit for bit: in the process with one copy, after the updates, with those of a
+policy with codes of its own, made of the same weights; and between processes, which says as much as two processes with two copies
+agree in. The yardstick is two copies.
 
 Needs a GPU and vLLM.
 """
@@ -38,6 +39,7 @@ from jaxfp8rl.publish import is_fp8
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.rollouts import make_requests
 from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.train_step import make_policy
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
          "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
@@ -61,45 +63,59 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp())
 
-    def child(one_copy: str) -> dict:
-        command = [sys.executable, __file__, "--child", one_copy, str(folder / one_copy)]
-        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"})
-        return json.loads((folder / one_copy).read_text())
+    def child(one_copy: str, number: int) -> dict:
+        out, flags = folder / str(number), f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"
+        command = [sys.executable, __file__, "--child", one_copy, str(out)]
+        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": flags})
+        return json.loads(out.read_text())
 
     with ThreadPoolExecutor() as pool:  # at once: what is measured is each process's own memory, and its bits
-        one, two = pool.map(child, ("true", "false"))
-    same = one["digests"] == two["digests"]
+        one, two, again = pool.map(child, ("true", "false", "false"), range(3))
     rows = [row("Qwen3-0.6B", f"{what} memory of the learner", "GB", one[key] / 1e9, two[key] / 1e9, "two copies", True)
             for what, key in (("resting", "in_use"), ("peak", "peak"))]  # fmt: skip
-    saved, unequal = two["in_use"] - one["in_use"], [i for i, (a, b) in enumerate(zip(one["digests"], two["digests"])) if a != b]
-    write(args.out, "one_copy", rows, args.plot, codes_bytes=one["codes"], saved=saved, every_bit_equal=same, unequal=unequal)
-    print(f"codes {one['codes']:,} bytes, saved {saved:,}; old_logp and weights equal to the bit: {same}")
+    saved, apart = two["in_use"] - one["in_use"], "between processes, two copies and"
+    bits = {"scores by the engine's codes and by the learner's own": one["as_own"], f"{apart} one": equal(one, two),
+            f"{apart} two": equal(two, again)}  # fmt: skip
+    write(args.out, "one_copy", rows, args.plot, codes_bytes=one["codes"], saved=saved, equal_to_the_bit=bits)
+    print(f"codes {one['codes']:,} bytes, saved {saved:,}; equal to the bit: {bits}")
+
+
+def equal(a: dict, b: dict) -> dict[str, str]:
+    """Of each kind of number, how many arrays of how many."""
+    return {what: f"{sum(x == y for x, y in zip(a['digests'][what], b['digests'][what]))} of {len(b['digests'][what])}"
+            for what in a["digests"]}  # fmt: skip
 
 
 def two_updates(one_copy: bool, options: list[str]) -> dict:
-    """Digests of old_logp and of the weights on the way, and of what the engine then says; bytes."""
+    """Digests of scores, of the weights on the way and of what the engine then says; whether scores are as by codes of the
+    learner's own; bytes."""
     cfg = load_config("demo", [*OPTIONS, "--rollout.one_copy", str(one_copy).lower(), *options])
     with contextlib.closing(build(cfg)) as parts:
         params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, parts.initial_params())
         state = init_state(params, parts.optimizer, parts.precision.compute_dtype)
         _, policy = loop.hand_over(parts, state, parts.policy(state.params), 0)
         del params
-        logp, digests = np.full(3, -2.0, np.float32), []
+        digests = {"scores": [], "weights": [], "the engine's": []}
+        logp = np.full(3, -2.0, np.float32)
         samples = [Sample(p.token_ids, (1, 2, 3), logp, 1.0 - i % 2) for i, p in enumerate(parts.train[:512])]
         batch = loop.pack_samples(parts, samples)
-        for version in (1, 2):
+        for version in (1, 2, 3):
             old = parts.score(policy, batch)
-            state, policy, _ = parts.train_step(state, policy, batch, old)
-            _, policy = loop.hand_over(parts, state, policy, version)
-            digests += [digest(x) for x in (old, *jax.tree.leaves(state.params))]
+            digests["scores"].append(digest(old))
+            if version < 3:
+                state, policy, _ = parts.train_step(state, policy, batch, old)
+                _, policy = loop.hand_over(parts, state, policy, version)
+                digests["weights"] += map(digest, jax.tree.leaves(state.params))
         del old
         gc.collect()
         stats = jax.local_devices()[0].memory_stats() or {"bytes_in_use": 0, "peak_bytes_in_use": 0}
         codes = sum(int(np.prod(e.shape)) for e in param_table(parts.model) if is_fp8(e, parts.runs))
-        digests.append(digest(parts.score(policy, batch)))
+        own = make_policy(parts.precision)(state.params)
+        as_own = digest(parts.score(own, batch)) == digests["scores"][-1]
         said = parts.engine.generate(make_requests(parts.train[:16], parts.sampling, 4, seed=1, step=3))
-        digests += [digest(c.logprobs) for completions in said for c in completions]
-    return {"digests": digests, "in_use": stats["bytes_in_use"], "peak": stats["peak_bytes_in_use"], "codes": codes}
+        digests["the engine's"] += [digest(c.logprobs) for completions in said for c in completions]
+    return {"digests": digests, "as_own": as_own, "in_use": stats["bytes_in_use"], "peak": stats["peak_bytes_in_use"],
+            "codes": codes}  # fmt: skip
 
 
 def digest(x: jax.Array) -> str:

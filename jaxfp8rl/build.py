@@ -24,11 +24,12 @@ from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import init_params
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim import make_optimizer, make_schedule
-from jaxfp8rl.precision.hardware import check_attention, products_of
+from jaxfp8rl.precision.hardware import attention_of, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, resolve
 from jaxfp8rl.registry import build_engine
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollouts import Prompt
+from jaxfp8rl.sharding import Layout, check_divides, make_layout
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import Params
 
@@ -50,6 +51,7 @@ class Parts:
     transport: WeightTransport
     runs: tuple[LayerRun, ...]
     precision: Precision
+    layout: Layout
     logprobs: Callable
     policy: Callable
     score: Callable
@@ -82,7 +84,7 @@ class Parts:
 
     def hold_reference(self, params: Params) -> None:
         """With codes of its own, whatever the policy does: the engine's are of newer versions."""
-        self.reference = make_policy(self.precision)(params)
+        self.reference = make_policy(self.precision, layout=self.layout)(self.layout.place(params))
 
     def close(self) -> None:
         for part in (self.transport, self.engine, self.rewards):
@@ -94,36 +96,39 @@ def build(cfg: Config) -> Parts:
     cfg.check()
     model = model_config(cfg)
     runs = engine_runs(cfg, model)
-    check_attention(cfg.precision.attention, cfg.precision.compute_dtype, model)
+    layout = make_layout(cfg.train.fsdp)
+    check_divides(cfg.train.fsdp, model, get_recipe(cfg.precision.recipe).forward_fp8)
+    attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     data = load_data(cfg, model)
     engine, transport = build_engine(cfg, model, runs)
     formats = engine.capabilities().formats
     precision = resolve(
         get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,
         cfg.precision.gradients, cfg.precision.saved_activations,
-        products_of(cfg.precision.products, cfg.precision.compute_dtype), cfg.precision.attention,
+        products_of(cfg.precision.products, cfg.precision.compute_dtype), attention,
     )  # fmt: skip
     updates = cfg.run.steps * cfg.train.updates_per_step
     optimizer = make_optimizer(cfg.optim, updates)
-    logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat)
+    logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
     return Parts(
         cfg, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems],
-        RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, logprobs,
-        make_policy(precision, codes=not cfg.rollout.one_copy), make_score(logprobs),
-        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer),
-        optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model),
+        RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, layout, logprobs,
+        make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
+        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout),
+        optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model, layout),
         KvCalibration(model, precision, cfg.rollout.temperature, cfg.rollout.kv_scale_decay)
         if cfg.rollout.kv_scales == "calibrated" else None, SpikeCounter(),
     )  # fmt: skip
 
 
-def make_calibration(cfg: Config, model: ModelConfig) -> ClipCalibration | None:
+def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCalibration | None:
     """The shadow learner without FP8 that loss.calibrate_clip_every asks for."""
     if not cfg.loss.calibrate_clip_every:
         return None
     plain = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype)
-    policy, score = make_policy(plain), make_score(make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat))
+    logprobs = make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat, layout)
+    policy, score = make_policy(plain, layout=layout), make_score(logprobs, layout)
     return ClipCalibration(lambda params, batch: score(policy(params), batch), cfg.loss)
 
 

@@ -46,7 +46,8 @@ class Checkpoints:
                 f"{self._folder}: checkpoint {step} cannot be restored into this configuration: {e}",
                 "resume with the configuration that wrote it (config.toml of the run directory)",
             ) from e
-        return saved["state"], saved["loop"]
+        typed = lambda x, a: jax.device_put(x, a.aval.memory_space)  # Orbax forgets it in the type of what is in host memory
+        return jax.tree.map(typed, saved["state"], like), saved["loop"]
 
     def close(self) -> None:
         self._orbax.close()

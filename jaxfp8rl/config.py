@@ -117,8 +117,8 @@ class PrecisionSection(Section):
     products: Literal["auto", "float32", "tensor_core", "pallas"] = Field(
         "auto", description="what computes FP8 products; auto: pallas on Hopper, tensor_core on others with FP8 tensor cores"
     )
-    attention: Literal["xla", "pallas"] = Field(
-        "xla", description="what computes the learner's attention; pallas: on Hopper, where the engine's attention is not FP8"
+    attention: Literal["auto", "xla", "pallas"] = Field(
+        "xla", description="what computes the learner's attention; auto: pallas on Hopper, in 16 bits, heads of 64 or 128"
     )
     embedded_activations: Literal["fp8", "high"] = Field("fp8", description="W8A8 or W8A16 in the embedded engine")
     first_layers_bf16: int = Field(0, ge=0)
@@ -232,7 +232,7 @@ class Correction(Section):
 
 
 class Optim(Section):
-    """AdamW with linear warm-up, global-norm clipping and a guard against non-finite updates."""
+    """AdamW with linear warm-up, global-norm clipping, states in few bits, and a guard against non-finite updates."""
 
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)
@@ -243,6 +243,10 @@ class Optim(Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0)
     max_bad_steps: int = Field(3, ge=1, description="non-finite updates in a row after which the run stops")
+    master: FloatType = Field("float32", description="format the parameters are kept in between updates (docs/optimizer.md)")
+    first_moment: Literal["float32", "bfloat16", "float8"] = Field("float32", description="format of Adam's first moment")
+    second_moment: FloatType = Field("float32", description="format of Adam's second moment")
+    offload: bool = Field(False, description="moments in pinned host memory, on the device a layer at a time")
 
 
 class Train(Section):
@@ -252,6 +256,7 @@ class Train(Section):
     rows_per_microbatch: int = Field(8, ge=1, description="rows that go through the model at once")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates a rollout batch is split into, by whole groups")
     remat: bool = Field(False, description="recompute each layer in the backward pass")
+    fsdp: int = Field(1, ge=1, description="devices that weights, and the rows of a micro-batch, lie over (docs/sharding.md)")
 
 
 class Sft(Section):

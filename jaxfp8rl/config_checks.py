@@ -16,6 +16,7 @@ REMOTE_SETTINGS = ("link", "server_gpus", "server_url", "server_token_file")
 SERVER_SETTINGS = (
     "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "publish", "enforce_eager", "sleep",
 )  # fmt: skip
+DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the leading one counted
 
 
 def check(cfg: Config) -> None:
@@ -39,8 +40,10 @@ def check(cfg: Config) -> None:
             f"train.updates_per_step = {cfg.train.updates_per_step} does not divide rollout.prompts_per_step = "
             f"{cfg.rollout.prompts_per_step}: a group stays whole"
         )
+    _check_master(cfg)
     _check_kv_scales(cfg)
     _check_one_copy(cfg, recipe)
+    _check_fsdp(cfg)
     _check_server(cfg)
     if cfg.task.kind == "reasoning_gym" and not cfg.task.name:
         raise ConfigError("task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"')
@@ -62,6 +65,17 @@ def _check_float_types(cfg: Config, recipe: Recipe) -> None:
                           'set precision.recipe = "fp16"')  # fmt: skip
 
 
+def _check_master(cfg: Config) -> None:
+    """A policy has no more digits than the masters that it is the rounding of."""
+    master, weights = cfg.optim.master, cfg.precision.weight_dtype
+    if DIGITS[master] < DIGITS[weights]:
+        raise ConfigError(
+            f'optim.master = "{master}" keeps {DIGITS[master]} binary digits of a weight, precision.weight_dtype = "{weights}" '
+            f"publishes {DIGITS[weights]}",
+            f'set optim.master = "{weights}", or precision.weight_dtype = "{master}"',
+        )
+
+
 def _check_kv_scales(cfg: Config) -> None:
     if cfg.rollout.kv_scales == "one":
         return
@@ -76,6 +90,24 @@ def _check_kv_scales(cfg: Config) -> None:
         raise ConfigError(f'rollout.kv_scales = "calibrated": {problem[0]}', problem[1])
 
 
+def _check_fsdp(cfg: Config) -> None:
+    """What is only there for a learner on one device."""
+    if cfg.train.fsdp == 1:
+        return
+    problems = {
+        "rollout.one_copy": cfg.rollout.one_copy, "monitor.precision_every": cfg.monitor.precision_every,
+        'rollout.kv_scales = "calibrated"': cfg.rollout.kv_scales == "calibrated", "optim.offload": cfg.optim.offload,
+    }  # fmt: skip
+    for name in (name for name, given in problems.items() if given):
+        raise ConfigError(f"train.fsdp = {cfg.train.fsdp}: {name} is for a learner on one device", f"leave out {name}")
+    rows, devices = cfg.train.rows_per_microbatch, cfg.train.fsdp
+    if rows % devices:
+        raise ConfigError(
+            f"train.fsdp = {devices} does not divide train.rows_per_microbatch = {rows}: a device has whole rows",
+            f"train.rows_per_microbatch = {-(-rows // devices) * devices}",
+        )
+
+
 def _check_one_copy(cfg: Config, recipe: Recipe) -> None:
     if not cfg.rollout.one_copy:
         return
@@ -86,6 +118,10 @@ def _check_one_copy(cfg: Config, recipe: Recipe) -> None:
         )
     elif not recipe.forward_fp8:
         problem = f'the learner of recipe "{recipe.name}" has no FP8 forward', 'set precision.recipe = "fp8_unified"'
+    elif cfg.optim.master == "float16":
+        problem = 'what crosses is quantised from the masters, which optim.master = "float16" keeps with scales', (
+            'set optim.master = "bfloat16" or "float32"'
+        )
     elif cfg.train.updates_per_step > 1:
         problem = "nothing is published between the updates of a step, which would read it", "set train.updates_per_step = 1"
     elif r.sleep != "off":

@@ -24,6 +24,7 @@ from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.optim import init_state
 from jaxfp8rl.policy import shared
 from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning
+from jaxfp8rl.precision.hardware import computed_by
 from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, check_run_directory, peak_memory_gib
 from jaxfp8rl.sft import warm_start
@@ -42,6 +43,7 @@ def train(cfg: Config, resume: bool = False) -> None:
     cfg.check()
     check_run_directory(cfg, resume)
     with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, resume) as run, StopSignals() as stop:
+        run.note(computed_by(parts.precision))
         if warning := kv_fp8_warning(parts.model, parts.engine.capabilities().formats):
             run.note(warning)
         state, step = restore(parts, run) if resume else (begin(parts, run), 0)
@@ -80,7 +82,7 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
     if parts.cfg.sft.steps:
         params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
     fresh = init_state(params, parts.optimizer, parts.precision.compute_dtype)
-    state = jax.device_put(fresh, jax.local_devices()[0])  # as restored: the same programs
+    state = parts.layout.place(fresh)  # committed, as restored: the same programs
     save(parts, run, state, 0)
     if parts.cfg.loss.kl_coef:
         run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
@@ -93,7 +95,8 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
 
     Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data or another seed.
     """
-    state, loop, step = run.restore(init_state(parts.initial_params(), parts.optimizer, parts.precision.compute_dtype))
+    like = parts.layout.place(init_state(parts.initial_params(), parts.optimizer, parts.precision.compute_dtype))
+    state, loop, step = run.restore(like)
     seed = parts.cfg.run.seed
     if loop["seed"] != seed:
         raise CheckpointError(f"run.seed = {seed}, the checkpoint was taken with {loop['seed']}", "resume with the same seed")

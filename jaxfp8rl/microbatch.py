@@ -12,10 +12,12 @@ from jax import Array
 from jaxfp8rl.types import Params, TrainBatch
 
 
-def map_live(f: Callable, batch: TrainBatch) -> Any:
-    """`f` of each micro-batch of `batch` [M, R, T], stacked; zeros for those without a response, which are skipped."""
+def map_live(f: Callable, batch: TrainBatch, live: Array | None = None) -> Any:
+    """`f` of each micro-batch of `batch` [M, R, T], stacked; zeros for those without a response, or not `live` [M] if these are
+    given: they are skipped."""
+    live = batch.response_mask.any((1, 2)) if live is None else live
     nothing = zeros(jax.eval_shape(f, jax.tree.map(lambda x: x[0], batch)))
-    return jax.lax.map(lambda micro: jax.lax.cond(micro.response_mask.any(), f, lambda _: nothing, micro), batch)
+    return jax.lax.map(lambda micro: jax.lax.cond(micro[1], f, lambda _: nothing, micro[0]), (batch, live))
 
 
 def zeros(like: Any) -> Any:
@@ -24,14 +26,14 @@ def zeros(like: Any) -> Any:
 
 
 def accumulate(
-    loss_fn: Callable, weights: Params, batch: tuple, mask: Array, loss_scale: Array
+    loss_fn: Callable, weights: Params, batch: tuple, live: Array, loss_scale: Array
 ) -> tuple[Array, dict[str, Array], Params]:
     """(sum of the losses, what was seen by micro-batch, sum of the gradients in float32) of
     `loss_fn(weights, micro) -> (loss, seen)` over the leading axis of `batch`.
 
     The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive float16, and the
-    gradients divided by it. Micro-batches whose `mask` [M, R, T] is empty are skipped, not computed and thrown away; they have
-    seen zeros.
+    gradients divided by it. Micro-batches that are not `live` [M] are skipped, not computed and thrown away; they have seen
+    zeros.
     """
 
     def scaled(weights: Params, micro: tuple) -> tuple:
@@ -51,5 +53,5 @@ def accumulate(
 
         return jax.lax.cond(step[1], add, lambda: (total, zeros(seen)))
 
-    (value, grads), seen = jax.lax.scan(body, zeros(total), (batch, mask.any((1, 2))))
+    (value, grads), seen = jax.lax.scan(body, zeros(total), (batch, live))
     return value, seen, jax.tree.map(lambda g: g / loss_scale, grads)

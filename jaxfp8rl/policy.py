@@ -1,4 +1,4 @@
-"""The policy: what the float32 masters are rounded to, once an update, for everything that computes with it.
+"""The policy: what the masters are rounded to, once an update, for everything that computes with it.
 
 Score, update and publish take the same tree, so the engine and the learner's FP8 forward hold equal bytes because there is but
 one copy of them. Its leaves are arrays of the masters' shapes in `compute_dtype`, rounded to `weight_dtype` first, and
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.models.transformer import split_layers
 from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, TrainableWeight, round_to
 from jaxfp8rl.precision.recipe import LayerRun, Precision
@@ -26,7 +27,8 @@ def is_quantized(leaf: Any) -> bool:
 
 def policy_of(params: Params, precision: Precision, codes: bool = True) -> Params:
     """Masters (one stack of layers) -> policy; unless `codes`, with None for what is quantised."""
-    rounded = jax.tree.map(lambda p: round_to(p, precision.weight_dtype).astype(precision.compute_dtype), params)
+    round_one = lambda p: round_to(decode(p), precision.weight_dtype).astype(precision.compute_dtype)
+    rounded = jax.tree.map(round_one, params, is_leaf=is_scaled)
     policy = split_layers(rounded, precision)
     quantize = QuantizedWeight.of if codes else lambda weight: None
     stacks = tuple(_quantize(stack, run.fp8, quantize) for stack, run in zip(policy["layers"], precision.runs))

@@ -73,19 +73,21 @@ class LearnerWeights:
 
     def __init__(self, cfg: ModelConfig, policy: Params, runs: tuple[LayerRun, ...], weight_dtype: str):
         self._args, self._policy = (cfg, runs, weight_dtype), policy
-        self._places = [(stack, row) for stack in policy["layers"] for row in range(len(jax.tree.leaves(stack)[0]))]
 
     def manifest(self) -> tuple[ParamMeta, ...]:
         return wire_manifest(*self._args, "kv_scales" in self._policy)
 
     def __iter__(self) -> Iterator[tuple[str, Array | StackRow]]:
-        cfg, runs, dtype = self._args
-        for e in param_table(cfg):
-            fp8, (stack, row) = is_fp8(e, runs), (self._policy, None) if e.layer is None else self._places[e.layer]
-            leaf = _at(stack, e.path[row is not None :])
-            tensor = _row(leaf, row) if _crosses(leaf, fp8, dtype) else _made(leaf, _on_device(row), None, dtype, fp8)
-            for name, part in zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if fp8 else (tensor,)):
-                yield name, part
+        (cfg, runs, dtype), policy = self._args, jax.tree.map(_whole, self._policy)
+        places = [(stack, row) for stack in policy["layers"] for row in range(len(jax.tree.leaves(stack)[0]))]
+        for layer, entries, fp8 in _by_layer(cfg, runs):
+            stack, row = (policy, None) if layer is None else places[layer]
+            leaves = {e.path: _at(stack, e.path[row is not None :]) for e in entries}
+            absent = {path: leaf for path, leaf in leaves.items() if not _crosses(leaf, path in fp8, dtype)}
+            made = _made_layer(absent, _on_device(row), dtype, fp8) if absent else {}
+            for e in entries:
+                tensor = made.pop(e.path) if e.path in made else _row(leaves[e.path], row)
+                yield from zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if e.path in fp8 else (tensor,))
         if scales := self._policy.get("kv_scales"):
             for name, which, layer in kv_scale_names(cfg):
                 yield name, StackRow(scales[which], layer)
@@ -95,16 +97,27 @@ class LearnerWeights:
         (cfg, runs, dtype), stacks = self._args, self._policy["layers"]
         for span in _spans(cfg, runs, tuple(len(jax.tree.leaves(stack)[0]) for stack in stacks)):
             leaf = _at(self._policy if span.stack is None else stacks[span.stack], span.path)
+            whole = jax.tree.map(_whole, leaf)
             if _crosses(leaf, span.fp8, dtype):
-                yield _rows(span.names, leaf, span.first, held=True)
+                yield _rows(span.names, whole, span.first, held=not _is_split(leaf))
             elif span.first is None:
-                yield _rows(span.names, _made(leaf, None, None, dtype, False), None, held=False)
+                yield _rows(span.names, _made(whole, None, 1, dtype, False), None, held=False)
             else:
                 for at, names in _parts(span, leaf.shape, 1 if span.fp8 else jnp.dtype(dtype).itemsize, nbytes):
-                    yield _rows(names, _made(leaf, _on_device(at), len(names), dtype, span.fp8), 0, held=False)
+                    yield _rows(names, _made(whole, _on_device(at), len(names), dtype, span.fp8), 0, held=False)
         if scales := self._policy.get("kv_scales"):
             names = {which: tuple(n for n, w, _ in kv_scale_names(cfg) if w == which) for which in scales}
             yield [Rows(names[which], scale, 0, True) for which, scale in scales.items()]
+
+
+def _is_split(leaf: Array | QuantizedWeight) -> bool:
+    """Whether it lies over several devices (jaxfp8rl.sharding)."""
+    return len(jax.tree.leaves(leaf)[0].sharding.device_set) > 1
+
+
+def _whole(x: Array) -> Array:
+    """On one device, where an engine can read it."""
+    return jax.device_put(x, min(x.sharding.device_set, key=lambda device: device.id)) if _is_split(x) else x
 
 
 def _crosses(leaf: Array | QuantizedWeight, fp8: bool, dtype: str) -> bool:
@@ -132,6 +145,13 @@ def _parts(span: Span, shape: tuple[int, ...], itemsize: int, nbytes: int) -> li
 
 
 Path = tuple[str, ...]
+
+
+@functools.cache
+def _by_layer(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[tuple[int | None, list[Entry], frozenset[Path]]]:
+    """The table of tensors in wire order as (layer or None, its entries, paths of what crosses in FP8)."""
+    groups = ((layer, list(entries)) for layer, entries in itertools.groupby(param_table(cfg), key=lambda e: e.layer))
+    return [(layer, entries, frozenset(e.path for e in entries if is_fp8(e, runs))) for layer, entries in groups]
 
 
 class Span(NamedTuple):
@@ -179,19 +199,32 @@ def _on_device(index: int | None) -> Array | None:
     return None if index is None else jnp.int32(index)
 
 
+@functools.partial(exact_jit, static_argnums=(2, 3))
+def _made_layer(leaves: dict[Path, Array], row: Array | None, dtype: str, fp8: frozenset[Path]) -> dict[Path, Any]:
+    """Row `row` of each leaf, or if that is None the leaf itself, by one program for all layers of a stack."""
+    if row is None:
+        return {path: _rounded(leaf, dtype) for path, leaf in leaves.items()}
+    made = {path: _rows_made(leaf, row, 1, dtype, path in fp8) for path, leaf in leaves.items()}
+    return jax.tree.map(lambda x: x[0], made)
+
+
 @functools.partial(exact_jit, static_argnums=(2, 3, 4))
-def _made(leaf: Array, first: Array | None, count: int | None, dtype: str, fp8: bool) -> Array | QuantizedWeight:
-    """Rows of `leaf` rounded to `dtype`, and quantised or cast to it: `count` from the first on, the first alone without an axis
-    of rows, or if that is None the leaf itself. `first` is traced, so that all parts of a stack share one program."""
-    if first is None:
-        return round_to(leaf, dtype).astype(dtype)
-    window = first, count or 1
+def _made(leaf: Array, first: Array | None, count: int, dtype: str, fp8: bool) -> Array | QuantizedWeight:
+    """`count` rows of `leaf` from the first on, or if that is None the leaf itself. `first` is traced: all parts of a stack share
+    a program."""
+    return _rounded(leaf, dtype) if first is None else _rows_made(leaf, first, count, dtype, fp8)
+
+
+def _rows_made(leaf: Array, first: Array, count: int, dtype: str, fp8: bool) -> Array | QuantizedWeight:
+    """Rounded to `dtype`, and quantised or cast to it."""
     if fp8 and leaf.dtype == dtype:
-        made = QuantizedWeight.of(leaf, window)
-    else:
-        rounded = round_to(jax.lax.dynamic_slice_in_dim(leaf, *window), dtype)
-        made = QuantizedWeight.of(rounded) if fp8 else rounded.astype(dtype)
-    return made if count else jax.tree.map(lambda x: x[0], made)
+        return QuantizedWeight.of(leaf, (first, count))
+    rounded = _rounded(jax.lax.dynamic_slice_in_dim(leaf, first, count), dtype)
+    return QuantizedWeight.of(rounded) if fp8 else rounded
+
+
+def _rounded(x: Array, dtype: str) -> Array:
+    return round_to(x, dtype).astype(dtype)
 
 
 def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str, Array]) -> Params:

@@ -36,7 +36,7 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[R
     from bridges.weights.jax_inprocess import JaxInprocess
     from jaxfp8rl.losses.logprobs import logits_of
     from jaxfp8rl.models.transformer import forward_cached, head_weight, init_cache
-    from jaxfp8rl.precision.hardware import products_of
+    from jaxfp8rl.precision.hardware import attention_of, products_of
     from jaxfp8rl.precision.linear import QuantizedWeight
 
     formats = _embedded_formats(cfg)
@@ -44,6 +44,7 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[R
         runs, activations_fp8=formats.activations == FP8_ACTIVATION, kv_fp8=formats.kv_cache == FP8_KV,
         compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
+        attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
     )  # fmt: skip
 
     def to_compute(w: Array | QuantizedWeight) -> Array | QuantizedWeight:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,8 +22,9 @@ from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep
 from jaxfp8rl.exact import exact_jit
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.microbatch import accumulate
+from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
 from jaxfp8rl.policy import as_params, policy_of
@@ -71,7 +73,7 @@ def warm_start(
             note(f"warm start {step}/{cfg.sft.steps}  loss {float(metrics['loss']):.4f}")
             if int(state.bad_steps):
                 raise NonFiniteStep("the warm start's loss is not finite", "lower sft.lr")
-    return state.params
+    return jax.tree.map(decode, state.params, is_leaf=is_scaled)
 
 
 def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.GradientTransformation) -> Callable:
@@ -87,7 +89,7 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.Gra
         tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
         policy = policy_of(state.params, precision)  # nothing in it is quantised
         loss = functools.partial(loss_fn, tokens=tokens)
-        value, _, grads = accumulate(loss, policy, (batch,), batch.response_mask, state.loss_scale)
+        value, _, grads = accumulate(loss, policy, (batch,), batch.response_mask.any((1, 2)), state.loss_scale)
         state, metrics = guarded_update(optimizer, state, value, as_params(grads))
         return state, {"loss": value, **metrics}
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from jaxfp8rl.config import Loss
@@ -31,23 +30,25 @@ from jaxfp8rl.losses.objectives import kl_penalty, policy_loss
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, head_weight
-from jaxfp8rl.optim import guarded_update
+from jaxfp8rl.optim import Optimizer, guarded_update
 from jaxfp8rl.policy import as_params, attach, handles, parted, policy_of, rejoined, scales_in
 from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.sharding import ALL, ONE, ROWS, Layout
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
-def make_policy(precision: Precision, codes: bool = True) -> Callable:
+def make_policy(precision: Precision, codes: bool = True, layout: Layout = ONE) -> Callable:
     """Jitted policy(params) -> the policy as it computes and as it is published (jaxfp8rl.policy)."""
-    return exact_jit(functools.partial(policy_of, precision=precision, codes=codes))
+    return exact_jit(functools.partial(layout.on_weights, functools.partial(policy_of, precision=precision, codes=codes)))
 
 
-def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: bool) -> Callable:
-    """f(policy, batch of [R, T] fields) -> (logp, entropy), each [R, T] float32, 0 off the response mask."""
+def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: bool, layout: Layout = ONE) -> Callable:
+    """f(policy, batch of [R, T] fields) -> (logp, entropy), each [R, T] float32, 0 off the response mask. On several devices f
+    is what one of them computes, of its part of both."""
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
-        hidden = forward(policy, model, batch.tokens, batch.positions, batch.segment_ids, precision, remat)
-        head = head_weight(policy, model)
+        hidden = forward(policy, model, batch.tokens, batch.positions, batch.segment_ids, precision, remat, layout.gather)
+        head = layout.gather(head_weight(policy, model))
         return token_logprobs(
             hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype, mask=batch.response_mask
         )
@@ -55,19 +56,24 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
     return logprobs
 
 
-def make_score(logprobs: Callable) -> Callable:
+def make_score(logprobs: Callable, layout: Layout = ONE) -> Callable:
     """Jitted score(policy, batch) -> old_logp [M, R, T]: the learner's log-probabilities of what the engine sampled."""
+
+    def of_rows(policy: Params, batch: TrainBatch, live: Array) -> Array:
+        return map_live(lambda micro: logprobs(policy, micro)[0], batch, live)
 
     @exact_jit
     def score(policy: Params, batch: TrainBatch) -> Array:
-        return map_live(lambda micro: logprobs(policy, micro)[0], batch)
+        run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL), ROWS)
+        return run(policy, batch, batch.response_mask.any((1, 2)))
 
     return score
 
 
 def make_train_step(
-    logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: optax.GradientTransformation
-) -> Callable:
+    logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: Optimizer,
+    layout: Layout = ONE,
+) -> Callable:  # fmt: skip
     """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy, metrics). The buffers of
     state and policy are donated, but for weights in an engine's memory; the policy that comes back is that of the new state, then
     without codes.
@@ -91,6 +97,13 @@ def make_train_step(
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
         return jnp.sum(jnp.where(mask, scale * total, 0.0)), {"logp": logp, "entropy": entropy, **cut}
 
+    def of_rows(policy: Params, leaves: Params, batch: tuple, live: Array, loss_scale: Array, clip: tuple | None) -> tuple:
+        """Loss and gradients of all rows, from a device's own."""
+        value, seen, grads = accumulate(
+            functools.partial(microbatch_loss, policy=policy, clip=clip), leaves, batch, live, loss_scale
+        )  # fmt: skip
+        return layout.sum(value), seen, layout.sum_vectors(grads)
+
     @functools.partial(exact_jit, donate_argnums=(0, 1))
     def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
         policy, in_engine = rejoined(own, lent), bool(jax.tree.leaves(lent))
@@ -98,10 +111,11 @@ def make_train_step(
         fix = rollout_correction(old_logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
         mask = sampled if two_policies else fix.mask
         scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon)
-        value, seen, grads = accumulate(
-            functools.partial(microbatch_loss, policy=policy, clip=clip), handles(policy, precision.compute_dtype),
-            (batch, batch.rollout_logp if two_policies else old_logp, ref_logp, fix.weights, mask, scale), mask, state.loss_scale,
-        )  # fmt: skip
+        leaves = handles(policy, precision.compute_dtype)
+        weights = layout.specs(leaves)
+        run = layout.run(of_rows, (layout.specs(policy), weights, ROWS, ALL, ALL, ALL), (ALL, ROWS, weights))
+        rows = batch, batch.rollout_logp if two_policies else old_logp, ref_logp, fix.weights, mask, scale
+        value, seen, grads = run(policy, leaves, rows, mask.any((1, 2)), state.loss_scale, clip)
         state, update = guarded_update(optimizer, state, value, as_params(grads))
         logp = seen.pop("logp")
         if two_policies:
@@ -110,7 +124,9 @@ def make_train_step(
         metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask), "staleness/k1": mean_over(mask, old_logp - logp)}
         metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
-        return state, policy_of(state.params, precision, codes=not in_engine) | scales_in(policy), metrics
+        state = layout.keep(state)
+        quantized = functools.partial(policy_of, precision=precision, codes=not in_engine)
+        return state, layout.on_weights(quantized, state.params) | scales_in(policy), metrics
 
     @functools.wraps(compiled)
     def train_step(state: TrainState, policy: Params, *rest: Any, **more: Any):

@@ -38,7 +38,8 @@ class TrainBatch(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that an update changes. `params` are float32 masters; the policy is their rounding (jaxfp8rl.policy)."""
+    """All that an update changes. `params` are the masters, as `optim.master` keeps them (jaxfp8rl.low_bit); the policy is their
+    rounding (jaxfp8rl.policy)."""
 
     step: Int[Array, ""]  # updates applied
     params: Params

@@ -11,6 +11,7 @@ Letters: B rows, T tokens, S keys, D width, F hidden, H query heads, K key-value
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,9 +28,11 @@ from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from pallas_kernels.attention import api as packed
+from pallas_kernels.decode_attention import api as paged
 from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
+PAGE = 64  # slots of the embedded engine's cache that decode attention reads at a time, at most
 
 
 class KVCache(NamedTuple):
@@ -41,28 +44,29 @@ class KVCache(NamedTuple):
 
 def forward(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: bool = False,
+    precision: Precision, remat: bool = False, gather: Callable[[Params], Params] = lambda weights: weights,
 ) -> Array:  # fmt: skip
     """Hidden states [B, T, D] after the final norm, in `precision.compute_dtype`.
 
     Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
-    in each segment. With `remat` only each layer's input is kept for the backward pass.
+    in each segment. With `remat` only each layer's input is kept for the backward pass. `gather` makes whole weights of a
+    layer's, where `params` are a device's shards (jaxfp8rl.sharding).
     """
-    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat)[0]
+    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, gather)[0]
 
 
 def forward_and_amax(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: bool = False,
+    precision: Precision, remat: bool = False, gather: Callable[[Params], Params] = lambda weights: weights,
 ) -> tuple[Array, KvScales]:  # fmt: skip
     """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L] float32."""
     rope, attend = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), packed_attention(segment_ids_BT, precision)
-    x, seen = embed(params, tokens_BT, precision), []
+    x, seen = embed({"embed_tokens": gather(params["embed_tokens"])}, tokens_BT, precision), []
     for run, weights in runs_of(params, cfg, precision):
 
         def body(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, KvScales]:
             scaled = functools.partial(attend, scales=w.get("kv_scales"))
-            return decoder_layer(x, w, cfg, precision, run, rope, scaled)
+            return decoder_layer(x, gather(w), cfg, precision, run, rope, scaled)
 
         x, amax = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
         seen.append(amax)
@@ -73,14 +77,15 @@ def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
     """attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v): within segments,
     keys and values rounded as the engine's cache holds them, over their scales, 1 if None."""
     by_kernel = precision.attention == "pallas"
-    mask_BTS = None if by_kernel else nn.packed_mask(segment_ids_BT)
+    tables, mask_BTS = (packed.tables_of(segment_ids_BT), None) if by_kernel else (None, nn.packed_mask(segment_ids_BT))
 
     def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
         amax, s = amax_of(q, k, v, segment_ids_BT > 0), scales or UNIT
         if precision.kv_fp8:
             k, v = (nn.round_scaled(a, s[n], precision.kv_truncated) for n, a in (("k", k), ("v", v)))
         if by_kernel:
-            return packed.attention(q, k, v, segment_ids_BT, backend="pallas"), amax
+            q = nn.round_scaled(q, s["q"]) if precision.attention_fp8 else q
+            return packed.attention(q, k, v, tables, fp8=precision.attention_fp8, backend="pallas"), amax
         return nn.attention(q, k, v, mask_BTS, precision.attention_fp8, s["q"]), amax
 
     return attend
@@ -100,6 +105,7 @@ def forward_cached(
 
     A token writes slot `positions_BT` of its row, then sees the slots up to its own. So a right-padded prompt is harmless:
     the slots of its padding are overwritten by decoded tokens before anything may see them. Writes past the end are dropped.
+    With `precision.attention` "pallas" decode goes by the kernel for paged caches; prefill, and FP8 attention, by XLA.
     The cache is carried through the scan and updated in place when the caller donates it.
     """
     rope = nn.rope_tables(positions_BT, cfg, precision.rope_dtype)
@@ -110,7 +116,7 @@ def forward_cached(
         def body(carry: tuple[Array, KVCache], layer: tuple[Array, Params], run: LayerRun = run):
             (x, cache), (index, w) = carry, layer
             where = cache, index, positions_BT, mask_BTS
-            attend = functools.partial(_attend_cached, *where, precision.attention_fp8, w.get("kv_scales") or UNIT)
+            attend = functools.partial(_attend_cached, *where, precision, w.get("kv_scales") or UNIT)
             return decoder_layer(x, w, cfg, precision, run, rope, attend), None
 
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(run.start, run.stop), weights))
@@ -191,10 +197,11 @@ def decoder_layer(
 
 
 def _attend_cached(
-    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, fp8: bool, scales: KvScales, q: Array, k: Array, v: Array
+    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, precision: Precision, scales: KvScales,
+    q: Array, k: Array, v: Array,
 ):  # fmt: skip
-    """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the row's whole cache ->
-    (o [B, T, H, d], cache)."""
+    """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the row's slots up to the
+    token's -> (o [B, T, H, d], cache)."""
     rows, is_fp8 = jnp.arange(q.shape[0])[:, None], cache.k.dtype == jnp.float8_e4m3fn
 
     def store(into: Array, x: Array, scale: Array) -> Array:
@@ -206,8 +213,22 @@ def _attend_cached(
         return x * jnp.asarray(scale, q.dtype) if is_fp8 else x
 
     cache = KVCache(store(cache.k, k, scales["k"]), store(cache.v, v, scales["v"]))
+    if precision.attention == "pallas" and q.shape[1] == 1 and not precision.attention_fp8:
+        return _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT, q[:, 0])[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
-    return nn.attention(q, keys, values, mask_BTS, fp8, scales["q"]), cache
+    return nn.attention(q, keys, values, mask_BTS, precision.attention_fp8, scales["q"]), cache
+
+
+def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvScales, q: Array) -> Array:
+    """q [B, H, d] -> o [B, H, d] by the kernel for paged caches, which reads the slots up to the token's and no more. A layer's
+    rows are runs of pages in order, so the cache is taken as it lies."""
+    L, B, S, K, d = cache.k.shape
+    page = math.gcd(S, PAGE)
+    table = (layer * B + jnp.arange(B, dtype=jnp.int32))[:, None] * (S // page) + jnp.arange(S // page, dtype=jnp.int32)
+    k, v = (x.reshape(L * B * S // page, page, K, d) for x in cache)
+    k_scale, v_scale = (jnp.full(K, scales[n], jnp.float32) for n in ("k", "v"))
+    lengths = jnp.minimum(positions_B + 1, S).astype(jnp.int32)
+    return paged.decode_attention(q, k, v, table.astype(jnp.int32), lengths, k_scale, v_scale, backend="pallas")
 
 
 class Weight(nnx.Module):

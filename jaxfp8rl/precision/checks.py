@@ -15,6 +15,7 @@ from bridges.api import EngineFormats
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.losses.logprobs import token_logprobs
+from jaxfp8rl.low_bit import Kept, decode, is_scaled
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.transformer import head_weight
@@ -36,19 +37,17 @@ class BadTensor(NamedTuple):
         return f"{self.hf_name} ({self.bad} of {self.size} elements)"
 
 
-def _count_bad(path: tuple, x: Array) -> Array:
-    """Non-finite elements: of each of a stack of layers [L, ...] -> [L], of any other tensor -> a scalar."""
-    return _sum_bad(x, range(1 if path[0].key == "layers" else 0, x.ndim))
-
-
 @functools.partial(jax.jit, static_argnums=1)
-def _sum_bad(x: Array, axes: range) -> Array:
-    return jnp.sum(~jnp.isfinite(x), axes)
+def _count_bad(x: Kept, stacked: bool) -> Array:
+    """Non-finite elements: of each of a stack of layers [L, ...] -> [L], of any other tensor -> a scalar."""
+    bad = ~jnp.isfinite(decode(x))
+    return jnp.sum(bad, range(1 if stacked else 0, bad.ndim))
 
 
 def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
     """The tensors of a tree with one stack of layers (parameters, gradients) that are not all finite, in HF order."""
-    counts = jax.device_get(jax.tree_util.tree_map_with_path(_count_bad, params))
+    count = lambda path, x: _count_bad(x, path[0].key == "layers")
+    counts = jax.device_get(jax.tree_util.tree_map_with_path(count, params, is_leaf=is_scaled))
     every = (BadTensor(e.hf_name, int(get_param(counts, e)), math.prod(e.shape)) for e in param_table(model))
     return [tensor for tensor in every if tensor.bad]
 

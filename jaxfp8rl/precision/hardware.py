@@ -6,6 +6,7 @@ import jax
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
 from pallas_kernels.plgpu_compat import HOPPER
 
@@ -36,10 +37,11 @@ def products_of(choice: str, compute_dtype: str) -> str:
     return choice
 
 
-def check_attention(choice: str, compute_dtype: str, model: ModelConfig) -> None:
-    """Raises ConfigError where precision.attention is the kernels' and they are not for this model, or do not run here."""
-    if choice != "pallas":
-        return
+def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> str:
+    """`precision.attention` on this machine: "auto" is "pallas" where the kernels are for the model and run, else "xla".
+
+    Raises ConfigError for "pallas" where they are not or do not.
+    """
     if compute_dtype not in DTYPES:
         problem = f'takes {" or ".join(map(str, DTYPES))}, precision.compute_dtype is "{compute_dtype}"'
     elif model.head_dim not in HEAD_SIZES:
@@ -47,8 +49,16 @@ def check_attention(choice: str, compute_dtype: str, model: ModelConfig) -> None
     elif _capability() != HOPPER:
         problem = f"needs a Hopper GPU (capability {HOPPER}), this is {_name()}"
     else:
-        return
-    raise ConfigError(f'precision.attention = "pallas" {problem}', 'set precision.attention = "xla"')
+        problem = ""
+    if choice == "pallas" and problem:
+        raise ConfigError(f'precision.attention = "pallas" {problem}', 'set precision.attention = "auto"')
+    return choice if choice != "auto" else "xla" if problem else "pallas"
+
+
+def computed_by(precision: Precision) -> str:
+    """What a run says when it starts."""
+    products = f'FP8 products by "{precision.products}", ' if precision.any_fp8 else ""
+    return f'learner: {products}attention by "{precision.attention}"'
 
 
 def _capability() -> str:

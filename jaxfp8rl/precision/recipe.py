@@ -190,10 +190,6 @@ def resolve(
             f'precision.recipe "{recipe.name}" needs {"FP8" if recipe.engine_fp8 else "unquantised"} engine weights, '
             f'the engine reports "{formats.weights}"'
         )
-    attention_fp8 = recipe.forward_fp8 and formats.attention == FP8_KV
-    if attention_fp8 and attention == "pallas":
-        raise ConfigError('precision.attention = "pallas" does not round as the engine\'s FP8 attention does',
-                          'set precision.attention = "xla", or rollout.kv_cache = "auto"')  # fmt: skip
     plain = (LayerRun(0, runs[-1].stop, frozenset()),)
     return Precision(
         runs=runs if recipe.forward_fp8 else plain,
@@ -204,7 +200,7 @@ def resolve(
         saved_activations=saved_activations if recipe.forward_fp8 else "high",
         kv_fp8=recipe.forward_fp8 and formats.kv_cache == FP8_KV,
         kv_truncated=recipe.forward_fp8 and formats.kv_truncated,
-        attention_fp8=attention_fp8,
+        attention_fp8=recipe.forward_fp8 and formats.attention == FP8_KV,
         rope_dtype=formats.compute,
         logits_dtype=formats.logits,
         fused=formats.fused,

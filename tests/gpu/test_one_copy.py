@@ -1,4 +1,4 @@
-"""rollout.one_copy on a GPU: every bit as with two copies, and the codes' bytes saved. CUDA graphs: test_vllm_inplace.py."""
+"""rollout.one_copy on a GPU: scores as with two copies, and the codes' bytes saved. CUDA graphs: test_vllm_inplace.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from benchmarks.one_copy import two_updates
 
 SMALL = [w for k, v in {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6}.items()
-         for w in (f"--model.config.{k}", str(v))] + ["--rollout.enforce_eager", "true"]  # fmt: skip
+         for w in (f"--model.config.{k}", str(v))]  # fmt: skip
 
 
-def test_every_bit_is_as_with_two_copies_and_their_bytes_are_saved():
+def test_scores_are_as_by_codes_of_its_own_and_their_bytes_are_saved():
+    """Two updates in two builds differ by the order of sums in scattered gradients; at equal weights nothing may differ."""
     one, two = two_updates(True, SMALL), two_updates(False, SMALL)
-    assert one["digests"] == two["digests"] and len(set(one["digests"])) > 10
+    assert one["as_own"] and one["digests"]["scores"][0] == two["digests"]["scores"][0]
+    assert len(set(one["digests"]["scores"])) == 3
     saved = two["in_use"] - one["in_use"]
-    print(one, two)
     assert saved == pytest.approx(one["codes"], rel=0.02)

@@ -20,6 +20,7 @@ from jaxfp8rl.train_step import make_logprobs, make_score
 OPTIONS = [
     "--rollout.engine", "vllm", "--rollout.gpu_memory_utilization", "0.1", "--rollout.kv_cache_gib", "4",
     "--rollout.kv_cache", "auto", "--precision.compute_dtype", "bfloat16", "--model.config.num_hidden_layers", "4",
+    "--model.config.num_attention_heads", "4",  # two a KV head: short segments are one step of the attention kernel's keys
 ]  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def test_the_list_loads_nothing_heavy():
     "words, says",
     [
         (["gem"], 'no benchmark "gem" (did you mean "gemm"?)'),
-        (["nothing-like-it"], "(known: attention, corrections_time, "),
+        (["nothing-like-it"], "(known: attention, attention_bits, corrections_time, "),
         (["--plot", "x.png", "gemm"], "--plot: unexpected argument"),
         (["gemm", "--tokens", "4096"], "gemm needs a GPU; torch and vLLM for all its yardsticks: there is no NVIDIA GPU here"),
         (["publish"], "benchmark publish needs a GPU and vLLM: there is no NVIDIA GPU here"),

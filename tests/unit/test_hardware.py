@@ -9,8 +9,8 @@ import pytest
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.precision.hardware import check_attention, products_of
-from jaxfp8rl.precision.recipe import LayerRun, get_recipe, resolve
+from jaxfp8rl.precision.hardware import attention_of, computed_by, products_of
+from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, resolve
 
 MODEL = ModelConfig.from_hf({
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128,
@@ -51,17 +51,29 @@ def test_on_a_cpu_products_are_in_float32():
     [("float32", 64, "takes bfloat16 or float16, precision.compute_dtype is .float32"),
      ("bfloat16", 96, "heads of 64 and 128.*of 96"), ("float16", 128, "needs a Hopper GPU .capability 9.0., this is cpu")],
 )  # fmt: skip
-def test_attention_by_kernels_says_what_it_needs(dtype, head_dim, message):
+def test_attention_by_kernels_says_what_it_needs_and_auto_leaves_it(dtype, head_dim, message):
+    model = dataclasses.replace(MODEL, head_dim=head_dim)
     with pytest.raises(ConfigError, match=message):
-        check_attention("pallas", dtype, dataclasses.replace(MODEL, head_dim=head_dim))
-    check_attention("xla", dtype, dataclasses.replace(MODEL, head_dim=head_dim))
+        attention_of("pallas", dtype, model)
+    assert attention_of("auto", dtype, model) == attention_of("xla", dtype, model) == "xla"
 
 
-def test_attention_by_kernels_does_not_stand_in_for_the_engines_fp8_attention():
+@pytest.mark.parametrize(("capability", "taken"), [("9.0", "pallas"), ("10.0", "xla"), ("8.0", "xla")])
+def test_auto_takes_the_kernels_attention_on_hopper(monkeypatch, capability, taken):
+    monkeypatch.setattr("jax.devices", lambda: [Gpu(capability)])
+    assert attention_of("auto", "bfloat16", MODEL) == taken and attention_of("xla", "bfloat16", MODEL) == "xla"
+
+
+def test_attention_of_either_kind_rounds_as_the_engines_does():
     formats = EngineFormats(**FP8, kv_cache="fp8_e4m3", compute="bfloat16", attention="fp8_e4m3")
     runs = (LayerRun(0, 1, frozenset()),)
     resolved = lambda recipe, attention: resolve(get_recipe(recipe), runs, formats, "bfloat16", "bfloat16", attention=attention)
-    assert resolved("fp8_unified", "xla").attention_fp8
-    with pytest.raises(ConfigError, match="does not round as the engine's FP8 attention"):
-        resolved("fp8_unified", "pallas")
-    assert resolved("fp8_rollout", "pallas").attention == "pallas"  # whose learner does not round at all
+    for attention in ("xla", "pallas"):
+        assert resolved("fp8_unified", attention).attention_fp8 and resolved("fp8_unified", attention).attention == attention
+        assert not resolved("fp8_rollout", attention).attention_fp8  # whose learner does not round at all
+
+
+def test_a_run_says_what_computes():
+    assert computed_by(Precision.uniform(1, "bfloat16", attention="pallas")) == 'learner: attention by "pallas"'
+    fp8 = Precision((LayerRun(0, 1, frozenset({"o_proj"})),), products="tensor_core")
+    assert computed_by(fp8) == 'learner: FP8 products by "tensor_core", attention by "xla"'

@@ -9,6 +9,7 @@ import pytest
 from jaxfp8rl.config import Optim
 from jaxfp8rl.optim import LOSS_SCALE_PATIENCE, guarded_update, init_state, make_optimizer, make_schedule
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 PARAMS = {
     "embed_tokens": {"weight": jnp.ones((4, 2))},
     "layers": {"input_layernorm": {"weight": jnp.ones((3, 2))}, "self_attn": {"q_norm": {"weight": jnp.ones((3, 2))},

@@ -173,13 +173,16 @@ def test_what_is_made_comes_in_parts_as_equal_as_can_be_by_two_programs(params):
     assert all(any(rows.stack is leaf for leaf in jax.tree.leaves(plain)) for rows in held)
 
 
-def test_it_is_made_when_it_is_asked_for(params, monkeypatch):
-    made, make = [], publish._made
-    monkeypatch.setattr(publish, "_made", lambda *args: made.append(args[1]) or make(*args))
-    plain = policy_of(params, Precision.uniform(4, "bfloat16"))
-    for count, _ in enumerate(LearnerWeights(model(False), plain, (LayerRun(0, 4, ALL),), "bfloat16"), 1):
-        assert len(made) <= count
-    assert len(made) == 4 * 7
+def test_a_layer_is_made_when_its_first_tensor_is_asked_for(params, monkeypatch):
+    """And by one program for all layers of a stack."""
+    made, make = [], publish._made_layer
+    monkeypatch.setattr(publish, "_made_layer", lambda *args: made.append(int(args[1])) or make(*args))
+    plain, before = policy_of(params, Precision.uniform(4, "bfloat16")), make._cache_size()
+    for name, _ in LearnerWeights(model(False), plain, RUNS[1:2] + (LayerRun(3, 4, ALL),), "bfloat16"):
+        if name.startswith("model.layers."):
+            layer = int(name.split(".")[2])
+            assert made == [i for i in (1, 2, 3) if i <= layer], name
+    assert make._cache_size() <= before + 1
 
 
 def test_masters_give_the_same_bytes_as_the_policy_made_of_them(params, wire):

@@ -1,0 +1,117 @@
+"""A decoder layer of Qwen3-8B over packed tokens, forward and backward, with attention by the kernels and by XLA, on one GPU.
+
+    jaxfp8rl bench layer [--tokens 16384 ...] [--segments 16]
+
+In bfloat16 and in FP8 (fp8_unified, as compiled vLLM fuses); lengths are those of `jaxfp8rl bench attention`. Yardsticks: the
+same layer with cuDNN's attention, causal over the whole row (more work, and another result: what there is in JAX without scores
+of [T, T]), and, while these fit in SCORES bytes, with a mask. The backward gives gradients of the input and of all weights.
+Rounds turn the order; medians.
+
+Needs a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from benchmarks.attention import packed
+from benchmarks.common import arguments, row, write
+from benchmarks.grouped import measure
+from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.layers import rope_tables
+from jaxfp8rl.models.transformer import decoder_layer, init_params, packed_attention
+from jaxfp8rl.policy import attach, handles, policy_of
+from jaxfp8rl.precision.recipe import LayerRun, Precision
+
+MODEL = ModelConfig.from_hf(
+    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 4096,
+     "intermediate_size": 12288, "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": True}
+)  # fmt: skip
+LINEARS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+RECIPES = {
+    "bf16": functools.partial(Precision.uniform, 1, "bfloat16"),
+    "fp8_unified": functools.partial(
+        Precision, (LayerRun(0, 1, LINEARS),), products="pallas", gradients="e4m3", fused=True, fused_quantizer=True
+    ),
+}
+SCORES = 8 * 2**30  # bytes, of float32 [H, T, T]
+OURS = "ours"
+
+
+def main() -> None:
+    parser = arguments(__doc__, "layer")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 4096])
+    parser.add_argument("--segments", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    rows = []
+    for tokens in args.tokens:
+        for recipe in RECIPES:
+            rows += compare(recipe, tokens, args.segments, args.rounds)
+            write(args.out, "layer", rows, args.plot, lengths={t: packed(t, args.segments).lengths for t in args.tokens})
+
+
+def compare(recipe: str, tokens: int, segments: int, rounds: int) -> list[dict]:
+    ids, case = packed(tokens, segments).ids(), f"{recipe}, {tokens} tokens, {segments} segments"
+    attentions = {OURS: ("pallas", None), "cuDNN, causal over the row": ("xla", causal_over_the_row)}
+    if 4 * MODEL.num_attention_heads * tokens**2 <= SCORES:
+        attentions["XLA with a mask"] = ("xla", None)
+    precisions = {name: RECIPES[recipe](attention=attention) for name, (attention, _) in attentions.items()}
+    arguments = draw(precisions[OURS], tokens)
+    program = lambda name, what: exact_jit(functools.partial(what, precisions[name], attentions[name][1]))
+    keys = [(name, what) for name in attentions for what in PASSES]
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda key: program(key[0], PASSES[key[1]]).lower(*arguments, ids).compile(), keys)
+        runs = {key: lambda i, f=f: jax.tree.leaves(f(*arguments, ids))[0] for key, f in zip(keys, compiled)}
+    ms = {key: 1e3 * time for key, time in measure(runs, rounds).items()}
+    return [row(case, what, "ms", ms[OURS, what], t, name, True) for (name, what), t in ms.items() if name != OURS]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def draw(precision: Precision, tokens: int) -> tuple:
+    """The policy, what it is differentiated by, the layer's input and its result's gradient [1, T, D]."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    policy = policy_of(init_params(MODEL, keys[0], jnp.bfloat16), precision)
+    x, dy = (jax.random.normal(key, (1, tokens, MODEL.hidden_size), precision.stream_dtype) for key in keys[1:])
+    return policy, handles(policy, "bfloat16"), x, dy
+
+
+def forward(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array, ids: Array) -> Array:
+    weights = jax.tree.map(lambda stack: stack[0], attach(policy, leaves)["layers"][0])
+    rope = rope_tables(positions_of(ids), MODEL, precision.rope_dtype)
+    return decoder_layer(x, weights, MODEL, precision, precision.runs[0], rope, attend or packed_attention(ids, precision))[0]
+
+
+def both(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array, ids: Array) -> tuple:
+    y, pull = jax.vjp(lambda leaves, x: forward(precision, attend, policy, leaves, x, dy, ids), leaves, x)
+    return y, pull(dy)
+
+
+PASSES = {"forward": forward, "forward and backward": both}
+
+
+def positions_of(ids: Array) -> Array:
+    """[B, T], from 0 in every segment."""
+    at = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    begins = jnp.where(jnp.diff(ids, axis=1, prepend=-1) != 0, at, 0)
+    return at - jax.lax.cummax(begins, axis=1)
+
+
+def causal_over_the_row(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn"), None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The learner's part of a step, scoring and update, by recipe, on one GPU: Qwen3 shapes, random weights, packed rows.
+
+    jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8]
+
+The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed sequences, log-normal
+in length, a tenth of each its prompt. Every recipe has a process of its own, so that the peak of its memory is its own; the
+yardstick is the first recipe named. MFU: the operations that the model needs (6 a parameter and token in linears, what a query's
+own segment asks of attention, the head over the response tokens; nothing computed again) over PEAK. --layers: fewer than the
+model has, where it would not fit. --optim: formats of masters and moments.
+
+Needs a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.attention import packed
+from benchmarks.common import arguments, row, write
+from jaxfp8rl.config import Correction, Loss, Optim
+from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes
+from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.precision.recipe import Precision, fp8_runs
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
+from jaxfp8rl.types import TrainBatch
+
+SIZES = {  # hidden, intermediate, layers, heads, tied
+    "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "8b": (4096, 12288, 36, 32, False),
+}  # fmt: skip
+OPTIMIZERS = {"float32": {}, "low": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}}
+PEAK = 989e12  # dense BF16 operations a second, by the datasheet of H100 and H200
+PROMPT = 0.1
+
+
+def main() -> None:
+    parser = arguments(__doc__, "step")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.6b", "1.7b"])
+    parser.add_argument("--recipes", nargs="+", choices=["bf16", "fp8_unified"], default=["bf16", "fp8_unified"])
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--row-tokens", type=int, default=16384)
+    parser.add_argument("--segments", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--optim", choices=OPTIMIZERS, default="float32")
+    parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        size, recipe, out = args.child
+        Path(out).write_text(json.dumps(measure(size, recipe, args)))
+        return
+    rows, each = [], {}
+    for size in args.sizes:
+        found = {recipe: child(size, recipe) for recipe in args.recipes}
+        first, layers = args.recipes[0], args.layers or SIZES[size][2]
+        case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.row_tokens} tokens"
+        each[case] = found
+        for recipe, f in found.items():
+            rows += [row(f"{case}, {recipe}", what, unit, f[what], found[first][what], first, smaller)
+                     for what, unit, smaller in (("score", "ms", True), ("update", "ms", True), ("peak memory", "GB", True),
+                                                 ("MFU", "of BF16's peak", False))]  # fmt: skip
+        write(args.out, "step", rows, args.plot, each=each)
+
+
+def child(size: str, recipe: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", size, recipe, str(out)], check=True)
+        return json.loads(out.read_text())
+
+
+def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float]:
+    """ms of scoring and of an update (medians), GB at the peak, MFU of the update, and seconds of compilation."""
+    model = model_of(size, args.layers)
+    precision = precision_of(model, recipe)
+    optimizer = make_optimizer(Optim(lr=1e-6, **OPTIMIZERS[args.optim]), 100)
+    logprobs = make_logprobs(model, precision, 1.0, remat=True)
+    score, train = make_score(logprobs), make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer)
+    state = jax.jit(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"))(jax.random.key(0))
+    policy, batch = make_policy(precision)(state.params), jax.tree.map(jnp.asarray, batch_of(args, model))
+    times: dict[str, list[float]] = {"score": [], "update": []}
+    for _ in range(args.rounds + 1):
+        start = time.perf_counter()
+        old = jax.block_until_ready(score(policy, batch))
+        scored = time.perf_counter()
+        state, policy, metrics = train(state, policy, batch, old)
+        jax.block_until_ready((state, policy))
+        times["score"].append(scored - start)
+        times["update"].append(time.perf_counter() - scored)
+    if not np.isfinite(float(metrics["loss"])):
+        raise SystemExit(f"{size}, {recipe}: the loss is not finite")
+    ms = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}
+    peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
+    flops = needed(model, args, float(batch.response_mask.sum()))
+    return ms | {"peak memory": peak / 1e9, "MFU": flops / ms["update"] / PEAK * 1e3, "first score, s": times["score"][0],
+                 "first update, s": times["update"][0], "loss": float(metrics["loss"])}  # fmt: skip
+
+
+def model_of(size: str, layers: int) -> ModelConfig:
+    hidden, intermediate, all_layers, heads, tied = SIZES[size]
+    return ModelConfig.from_hf(
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
+         "intermediate_size": intermediate, "num_hidden_layers": layers or all_layers, "num_attention_heads": heads,
+         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+         "hidden_act": "silu", "tie_word_embeddings": tied, "attention_bias": False}
+    )  # fmt: skip
+
+
+def precision_of(model: ModelConfig, recipe: str) -> Precision:
+    """As a run's beside compiled vLLM: attention and FP8 products by the kernels."""
+    plain = Precision.uniform(model.num_hidden_layers, "bfloat16", attention="pallas")
+    if recipe == "bf16":
+        return plain
+    runs = fp8_runs(linear_shapes(model), model.num_hidden_layers)
+    return dataclasses.replace(plain, runs=runs, products="pallas", gradients="e4m3", fused=True, fused_quantizer=True)
+
+
+def batch_of(args: argparse.Namespace, model: ModelConfig) -> TrainBatch:
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(args.microbatches):
+        samples = []
+        for n in packed(args.row_tokens, args.segments).lengths:
+            tokens, prompt = rng.integers(0, model.vocab_size, n), max(1, int(PROMPT * n))
+            samples.append(Sample(tokens[:prompt], tokens[prompt:], rng.normal(-12, 0.1, n - prompt), rng.normal()))
+        rows.append(pack(samples, args.row_tokens, 1, 1))
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *rows)
+
+
+def needed(model: ModelConfig, args: argparse.Namespace, responses: float) -> float:
+    """Operations of an update: forward and twice that backward; attention's backward is 2.5 times its forward."""
+    tokens, layers = args.microbatches * args.row_tokens, model.num_hidden_layers
+    linears = sum(n * k for n, k in linear_shapes(model).values())
+    seen = args.microbatches * sum(n * (n + 1) / 2 for n in packed(args.row_tokens, args.segments).lengths)
+    attention = 4 * seen * model.num_attention_heads * model.head_dim
+    return layers * (6 * linears * tokens + 3.5 * attention) + 6 * responses * model.vocab_size * model.hidden_size
+
+
+if __name__ == "__main__":
+    main()

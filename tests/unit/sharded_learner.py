@@ -1,0 +1,105 @@
+"""A learner on eight virtual devices beside itself on one: run as a program, since the devices are made when JAX starts."""
+
+import dataclasses
+import re
+import sys
+
+import jax
+import numpy as np
+
+from jaxfp8rl.config import Correction, Loss, Optim
+from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes
+from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.policy import parted
+from jaxfp8rl.precision.recipe import Precision, fp8_runs
+from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.sharding import ONE, make_layout
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
+
+MODEL = ModelConfig.from_hf(
+    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512,
+     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64,
+     "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": sys.argv[1] == "high"}
+)  # fmt: skip
+T, R, M = 128, 8, 3
+PLAIN = Precision.uniform(2, "float32", weight_dtype="float32")
+SMOOTH = Optim(lr=0.1, eps=1.0, clip_norm=100.0)  # an update is nearly proportional to the gradient, however small
+CASES = {  # devices, precision, by how much scores and weights may differ
+    "high": (8, PLAIN, 1e-5, 1e-5),
+    "fp8": (2, dataclasses.replace(PLAIN, runs=fp8_runs(linear_shapes(MODEL), 2, 1), gradients="e4m3"), 5e-2, 1e-3),
+}  # fmt: skip
+
+
+def batch():
+    """Rows of different lengths, in the second micro-batch in the first row alone, in the third nowhere."""
+    rng, rows = np.random.default_rng(0), []
+    for lengths in [[T // 2, 40], [T - 1], [1 + 9, 30, 50]] * 3:
+        draw = lambda n: Sample(rng.integers(0, 64, 4), rng.integers(0, 64, n), rng.normal(-4, 0.3, n), rng.normal())
+        rows.append(pack([draw(n - 4) for n in lengths], T, 1, 1))
+    whole = jax.tree.map(lambda *xs: np.concatenate(xs)[: R + 1, 0], *rows)
+    place = lambda x: np.concatenate([x[:R], x[R:], np.zeros((M * R - R - 1, T), x.dtype)]).reshape(M, R, T)
+    return jax.tree.map(place, whole)
+
+
+def steps(layout, precision):
+    """Scores, parameters and metrics of two updates."""
+    optimizer = make_optimizer(SMOOTH, 10)
+    logprobs = make_logprobs(MODEL, precision, 1.0, True, layout)
+    policy_of, score = make_policy(precision, layout=layout), make_score(logprobs, layout)
+    train = make_train_step(logprobs, precision, Loss(kl_coef=0.1), Correction().resolve(), optimizer, layout)
+    state = layout.place(init_state(init_params(MODEL, jax.random.key(0)), optimizer))
+    policy, found = policy_of(state.params), []
+    reference = score(policy, batch())
+    for _ in range(2):
+        old = score(policy, batch())
+        state, policy, metrics = train(state, policy, batch(), old, reference)
+        found += [old, *jax.tree.leaves(jax.tree.map(np.asarray, state.params)), metrics]
+    matrices = [x for path, x in jax.tree_util.tree_leaves_with_path((state, policy)) if x.ndim > 1 and "norm" not in str(path)]
+    assert all(x.addressable_shards[0].data.size * (layout.mesh.size if layout.mesh else 1) == x.size for x in matrices)
+    assert train.__wrapped__._cache_size() == score._cache_size() == 1
+    return found
+
+
+def lowered(layout, precision) -> str:
+    """The update's program for GPUs, of the kernels."""
+    optimizer = make_optimizer(SMOOTH, 10)
+    precision = dataclasses.replace(precision, products="pallas", attention="pallas", compute_dtype="bfloat16")
+    logprobs = make_logprobs(MODEL, precision, 1.0, True, layout)
+    train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)
+    state = jax.eval_shape(lambda: init_state(init_params(MODEL, jax.random.key(0)), optimizer))
+    policy = jax.eval_shape(make_policy(precision, layout=layout), state.params)
+    args = (state, *parted(policy), batch(), batch().rollout_logp)
+    return train.__wrapped__.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def published(layout, precision) -> dict[str, np.ndarray]:
+    policy = make_policy(precision, layout=layout)(layout.place(init_params(MODEL, jax.random.key(0))))
+    source = LearnerWeights(MODEL, policy, precision.runs, "bfloat16")
+    by_stacks = {n: np.asarray(rows.stack if rows.first is None else rows.stack[rows.first + i])
+                 for part in source.stacks(2**20) for rows in part for i, n in enumerate(rows.names)}  # fmt: skip
+    for name, x in source:
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), by_stacks[name].view(np.uint8), err_msg=name)
+    return by_stacks
+
+
+devices, precision, of_scores, of_weights = CASES[sys.argv[1]]
+layout = make_layout(devices)
+for a, b in zip(steps(ONE, precision), steps(layout, precision), strict=True):
+    for name in a if isinstance(a, dict) else ():
+        np.testing.assert_allclose(float(b[name]), float(a[name]), rtol=10 * of_scores, atol=of_scores, err_msg=name)
+    if not isinstance(a, dict):
+        tolerance = of_scores if a.shape == (M, R, T) else of_weights
+        np.testing.assert_allclose(np.asarray(b, np.float64), np.asarray(a, np.float64), rtol=0, atol=tolerance)
+one, several = published(ONE, precision), published(layout, precision)
+assert one.keys() == several.keys()
+for name in one:
+    np.testing.assert_array_equal(one[name].view(np.uint8), several[name].view(np.uint8), err_msg=name)
+if sys.argv[1] == "fp8":
+    text = lowered(layout, precision)
+    gathers = re.findall(r"all_gather.*?-> tensor<([0-9x]+)x(\w+)>", text)
+    assert {dtype for shape, dtype in gathers if "512x256" in shape} == {"ui8", "bf16"}, gathers  # one layer is in high precision
+    assert "mosaic_gpu" in text
+print("equal")
