@@ -1,12 +1,13 @@
 """The learner's part of a step, scoring and update, by recipe, on one GPU: Qwen3 shapes, random weights, packed rows.
 
-    jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8]
+    jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8] [--fsdp 2]
 
 The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed sequences, log-normal
 in length, a tenth of each its prompt. Every recipe has a process of its own, so that the peak of its memory is its own; the
 yardstick is the first recipe named. MFU: the operations that the model needs (6 a parameter and token in linears, what a query's
 own segment asks of attention, the head over the response tokens; nothing computed again) over PEAK. --layers: fewer than the
-model has, where it would not fit. --optim: formats of masters and moments.
+model has, where it would not fit. --optim: formats of masters and moments. --fsdp: devices, each with a row of a micro-batch. A
+large model wants more than JAX's usual share of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
 Needs a Hopper GPU.
 """
@@ -26,7 +27,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attention import packed
@@ -38,6 +38,7 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.transformer import init_params
 from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision, fp8_runs
+from jaxfp8rl.sharding import make_layout
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch
 
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--segments", type=int, default=16)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--fsdp", type=int, default=1)
     parser.add_argument("--optim", choices=OPTIMIZERS, default="float32")
     parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -69,7 +71,7 @@ def main() -> None:
     for size in args.sizes:
         found = {recipe: child(size, recipe) for recipe in args.recipes}
         first, layers = args.recipes[0], args.layers or SIZES[size][2]
-        case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.row_tokens} tokens"
+        case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.fsdp} x {args.row_tokens} tokens"
         each[case] = found
         for recipe, f in found.items():
             rows += [row(f"{case}, {recipe}", what, unit, f[what], found[first][what], first, smaller)
@@ -90,10 +92,12 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     model = model_of(size, args.layers)
     precision = precision_of(model, recipe)
     optimizer = make_optimizer(Optim(lr=1e-6, **OPTIMIZERS[args.optim]), 100)
-    logprobs = make_logprobs(model, precision, 1.0, remat=True)
-    score, train = make_score(logprobs), make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer)
-    state = jax.jit(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"))(jax.random.key(0))
-    policy, batch = make_policy(precision)(state.params), jax.tree.map(jnp.asarray, batch_of(args, model))
+    layout = make_layout(args.fsdp)
+    logprobs = make_logprobs(model, precision, 1.0, True, layout)
+    score = make_score(logprobs, layout)
+    train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)
+    state = layout.place(jax.jit(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"))(jax.random.key(0)))
+    policy, batch = make_policy(precision, layout=layout)(state.params), batch_of(args, model)
     times: dict[str, list[float]] = {"score": [], "update": []}
     for _ in range(args.rounds + 1):
         start = time.perf_counter()
@@ -108,8 +112,10 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     ms = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}
     peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
     flops = needed(model, args, float(batch.response_mask.sum()))
-    return ms | {"peak memory": peak / 1e9, "MFU": flops / ms["update"] / PEAK * 1e3, "first score, s": times["score"][0],
-                 "first update, s": times["update"][0], "loss": float(metrics["loss"])}  # fmt: skip
+    return ms | {
+        "peak memory": peak / 1e9, "MFU": flops / ms["update"] / PEAK / args.fsdp * 1e3, "first score, s": times["score"][0],
+        "first update, s": times["update"][0], "loss": float(metrics["loss"]),
+    }  # fmt: skip
 
 
 def model_of(size: str, layers: int) -> ModelConfig:
@@ -133,20 +139,21 @@ def precision_of(model: ModelConfig, recipe: str) -> Precision:
 
 def batch_of(args: argparse.Namespace, model: ModelConfig) -> TrainBatch:
     rng, rows = np.random.default_rng(0), []
-    for _ in range(args.microbatches):
+    for _ in range(args.microbatches * args.fsdp):
         samples = []
         for n in packed(args.row_tokens, args.segments).lengths:
             tokens, prompt = rng.integers(0, model.vocab_size, n), max(1, int(PROMPT * n))
             samples.append(Sample(tokens[:prompt], tokens[prompt:], rng.normal(-12, 0.1, n - prompt), rng.normal()))
         rows.append(pack(samples, args.row_tokens, 1, 1))
-    return jax.tree.map(lambda *xs: np.concatenate(xs), *rows)
+    return jax.tree.map(lambda *xs: np.stack(xs).reshape(args.microbatches, args.fsdp, args.row_tokens), *rows)
 
 
 def needed(model: ModelConfig, args: argparse.Namespace, responses: float) -> float:
     """Operations of an update: forward and twice that backward; attention's backward is 2.5 times its forward."""
-    tokens, layers = args.microbatches * args.row_tokens, model.num_hidden_layers
+    rows, layers = args.microbatches * args.fsdp, model.num_hidden_layers
+    tokens = rows * args.row_tokens
     linears = sum(n * k for n, k in linear_shapes(model).values())
-    seen = args.microbatches * sum(n * (n + 1) / 2 for n in packed(args.row_tokens, args.segments).lengths)
+    seen = rows * sum(n * (n + 1) / 2 for n in packed(args.row_tokens, args.segments).lengths)
     attention = 4 * seen * model.num_attention_heads * model.head_dim
     return layers * (6 * linears * tokens + 3.5 * attention) + 6 * responses * model.vocab_size * model.hidden_size
 

@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 from hypothesis import HealthCheck, settings
 
-for name, examples in {"default": 15, "thorough": 60}.items():
+for name, examples in {"default": 10, "thorough": 60}.items():
     settings.register_profile(name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

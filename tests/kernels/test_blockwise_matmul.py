@@ -151,6 +151,7 @@ def short_error(contraction: int, positive: bool = False) -> float:
     return relative_l2(short_dot(a, b), np.asarray(a, np.float64) @ np.asarray(b, np.float64).T)
 
 
+@pytest.mark.slow
 def test_a_short_accumulator_drifts_with_the_contraction_and_promotion_stops_it():
     """The figures in `short_dot`'s docstring."""
     assert 1e-4 < short_error(128) < 1.5e-4 and 1e-3 < short_error(4096) < 2e-3

@@ -57,7 +57,7 @@ def worst(got, want) -> float:
     return worst_tile(np.asarray(got).reshape(-1, want.shape[-1]), want.reshape(-1, want.shape[-1]), (16, 16))
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "wgrad, uneven" in n else n for n in SIMULATED])
 def test_simulated_kernel_and_reference_equal_float64(name):
     sizes, wgrad, tiles = SIMULATED[name]
     args, want = operands(sizes, wgrad)

@@ -13,7 +13,6 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.transformer import init_params
 from jaxfp8rl.optim import init_state, make_optimizer
-from jaxfp8rl.policy import parted
 from jaxfp8rl.precision.recipe import Precision, fp8_runs
 from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.sharding import ONE, make_layout
@@ -21,15 +20,15 @@ from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_tra
 
 MODEL = ModelConfig.from_hf(
     {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512,
-     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64,
+     "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64,
      "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": sys.argv[1] == "high"}
 )  # fmt: skip
 T, R, M = 128, 8, 3
-PLAIN = Precision.uniform(2, "float32", weight_dtype="float32")
+PLAIN = Precision.uniform(1, "float32", weight_dtype="float32")
 SMOOTH = Optim(lr=0.1, eps=1.0, clip_norm=100.0)  # an update is nearly proportional to the gradient, however small
 CASES = {  # devices, precision, by how much scores and weights may differ
     "high": (8, PLAIN, 1e-5, 1e-5),
-    "fp8": (2, dataclasses.replace(PLAIN, runs=fp8_runs(linear_shapes(MODEL), 2, 1), gradients="e4m3"), 5e-2, 1e-3),
+    "fp8": (2, dataclasses.replace(PLAIN, runs=fp8_runs(linear_shapes(MODEL), 1), gradients="e4m3"), 5e-2, 1e-3),
 }  # fmt: skip
 
 
@@ -47,7 +46,7 @@ def batch():
 def steps(layout, precision):
     """Scores, parameters and metrics of two updates."""
     optimizer = make_optimizer(SMOOTH, 10)
-    logprobs = make_logprobs(MODEL, precision, 1.0, True, layout)
+    logprobs = make_logprobs(MODEL, precision, 1.0, not precision.any_fp8, layout)  # which compiles faster
     policy_of, score = make_policy(precision, layout=layout), make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(kl_coef=0.1), Correction().resolve(), optimizer, layout)
     state = layout.place(init_state(init_params(MODEL, jax.random.key(0)), optimizer))
@@ -64,15 +63,12 @@ def steps(layout, precision):
 
 
 def lowered(layout, precision) -> str:
-    """The update's program for GPUs, of the kernels."""
-    optimizer = make_optimizer(SMOOTH, 10)
+    """The scoring program for GPUs, of the kernels."""
     precision = dataclasses.replace(precision, products="pallas", attention="pallas", compute_dtype="bfloat16")
-    logprobs = make_logprobs(MODEL, precision, 1.0, True, layout)
-    train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)
-    state = jax.eval_shape(lambda: init_state(init_params(MODEL, jax.random.key(0)), optimizer))
-    policy = jax.eval_shape(make_policy(precision, layout=layout), state.params)
-    args = (state, *parted(policy), batch(), batch().rollout_logp)
-    return train.__wrapped__.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    score = make_score(make_logprobs(MODEL, precision, 1.0, True, layout), layout)
+    params = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))
+    policy = jax.eval_shape(make_policy(precision, layout=layout), params)
+    return score.trace(policy, batch()).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def published(layout, precision) -> dict[str, np.ndarray]:
@@ -100,6 +96,6 @@ for name in one:
 if sys.argv[1] == "fp8":
     text = lowered(layout, precision)
     gathers = re.findall(r"all_gather.*?-> tensor<([0-9x]+)x(\w+)>", text)
-    assert {dtype for shape, dtype in gathers if "512x256" in shape} == {"ui8", "bf16"}, gathers  # one layer is in high precision
+    assert {dtype for shape, dtype in gathers if "512x256" in shape} == {"ui8"}, gathers
     assert "mosaic_gpu" in text
 print("equal")
