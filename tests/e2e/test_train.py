@@ -191,6 +191,7 @@ def test_ctrl_c_saves_leaves_with_130_and_resumes(straight, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, saved(tmp_path)[0], saved(straight)[0])
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_the_warm_start_keeps_it(tmp_path, monkeypatch):
     """The first step is not begun, the warm start is saved as step 0, and the run resumes from it."""
     warm_start = loop.warm_start

@@ -24,16 +24,14 @@ SIMULATED = {  # name: (M, N, K, tiles): every schedule, more than one tile a bl
 }
 
 
-CHOSEN = "pairs along the tokens"
-
-
 def drawn(m: int, n: int, k: int, dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
     x, w = jnp.asarray(rng.normal(size=(m, k)), dtype), jnp.asarray(rng.normal(size=(n, k)) * 4 / k**0.5, dtype)
     return x, w, jnp.asarray(rng.integers(-5, n + 5, size=m), jnp.int32)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n != CHOSEN else n for n in SIMULATED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIMULATED)
 def test_simulated_they_equal_the_reference(name):
     *shape, tiles = SIMULATED[name]
     args = *drawn(*shape), 0.7, jnp.dtype(jnp.bfloat16)

@@ -158,6 +158,7 @@ def regression_loss(formats: Formats):
     return f
 
 
+@pytest.mark.slow
 def test_it_learns_as_float32_does():
     """To 2% of the loss that is left, some three times the noise's, over three seeds; and no seed differs by more than 5%."""
     learners = {f: regression_loss(f) for f in (Formats(), LEAST, FP8_LM)}

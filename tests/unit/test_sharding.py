@@ -15,7 +15,7 @@ from jaxfp8rl.sharding import check_divides, make_layout
 from jaxfp8rl.toml_config import load_config
 
 
-@pytest.mark.parametrize("case", ["high", "fp8"])
+@pytest.mark.parametrize("case", ["high", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_it_computes_what_one_device_does_and_publishes_the_same_bytes(case):
     """Two updates: scores, masters, metrics; micro-batches that are empty, on all devices or on all but one; one compilation.
 
