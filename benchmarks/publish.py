@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.common import arguments, row, write
+from benchmarks.common import SHAPES, arguments, config, row, write
 from bridges import manifest
 from bridges.api import GenRequest, PublishReceipt, SamplingParams, WeightTransport
 from bridges.rollout.vllm_engine import FP8, VllmEngine
@@ -49,10 +49,6 @@ from jaxfp8rl.precision.recipe import fp8_runs
 from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.types import Params
 
-SHAPES = {  # hidden, intermediate, layers, heads, tied
-    "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "4b": (2560, 9728, 36, 32, True),
-    "8b": (4096, 12288, 36, 32, False),
-}  # fmt: skip
 YARDSTICK, FLOOR = "vLLM's reload_weights, same run", "a copy that moves as many bytes, same run"
 
 
@@ -77,16 +73,6 @@ def main() -> None:
         rows += found
         each |= more
         write(args.out, "publish", rows, args.plot, each=each)
-
-
-def config(size: str) -> dict:
-    hidden, intermediate, layers, heads, tied = SHAPES[size]
-    return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
-        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": tied, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "hidden_act": "silu", "attention_bias": False,
-    }  # fmt: skip
 
 
 def engine(size: str) -> VllmEngine:

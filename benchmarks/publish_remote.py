@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import arguments, row, write
-from benchmarks.publish import SHAPES, config, in_codes, random_policy, timed
+from benchmarks.common import SHAPES, arguments, config, row, write
+from benchmarks.publish import in_codes, random_policy, timed
 from bridges.api import GenRequest, SamplingParams, WeightTransport
 from bridges.rollout.remote_engine import RemoteEngine, start
 from bridges.weights.remote_direct import RemoteDirect

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import torch
 
-from benchmarks.common import arguments, row, write
-from benchmarks.publish import SHAPES, config, in_codes, random_policy
+from benchmarks.common import SHAPES, arguments, config, row, write
+from benchmarks.publish import in_codes, random_policy
 from bridges.api import GenRequest, SamplingParams, WeightSource
 from bridges.rollout.vllm_engine import FP8, VllmEngine
 from bridges.weights.vllm_inplace import VllmInplace

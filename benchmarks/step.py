@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from benchmarks.attention import packed
-from benchmarks.common import arguments, row, write
+from benchmarks.common import SHAPES, arguments, config, row, write
 from jaxfp8rl.config import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.models.config import ModelConfig
@@ -42,9 +42,6 @@ from jaxfp8rl.sharding import make_layout
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch
 
-SIZES = {  # hidden, intermediate, layers, heads, tied
-    "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "8b": (4096, 12288, 36, 32, False),
-}  # fmt: skip
 OPTIMIZERS = {"float32": {}, "low": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}}
 PEAK = 989e12  # dense BF16 operations a second, by the datasheet of H100 and H200
 PROMPT = 0.1
@@ -52,7 +49,7 @@ PROMPT = 0.1
 
 def main() -> None:
     parser = arguments(__doc__, "step")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.6b", "1.7b"])
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["0.6b", "1.7b"])
     parser.add_argument("--recipes", nargs="+", choices=["bf16", "fp8_unified"], default=["bf16", "fp8_unified"])
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--row-tokens", type=int, default=16384)
@@ -70,7 +67,7 @@ def main() -> None:
     rows, each = [], {}
     for size in args.sizes:
         found = {recipe: child(size, recipe) for recipe in args.recipes}
-        first, layers = args.recipes[0], args.layers or SIZES[size][2]
+        first, layers = args.recipes[0], args.layers or SHAPES[size][2]
         case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.fsdp} x {args.row_tokens} tokens"
         each[case] = found
         for recipe, f in found.items():
@@ -89,7 +86,7 @@ def child(size: str, recipe: str) -> dict:
 
 def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float]:
     """ms of scoring and of an update (medians), GB at the peak, MFU of the update, and seconds of compilation."""
-    model = model_of(size, args.layers)
+    model = ModelConfig.from_hf(config(size, args.layers))
     precision = precision_of(model, recipe)
     optimizer = make_optimizer(Optim(lr=1e-6, **OPTIMIZERS[args.optim]), 100)
     layout = make_layout(args.fsdp)
@@ -116,16 +113,6 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
         "peak memory": peak / 1e9, "MFU": flops / ms["update"] / PEAK / args.fsdp * 1e3, "first score, s": times["score"][0],
         "first update, s": times["update"][0], "loss": float(metrics["loss"]),
     }  # fmt: skip
-
-
-def model_of(size: str, layers: int) -> ModelConfig:
-    hidden, intermediate, all_layers, heads, tied = SIZES[size]
-    return ModelConfig.from_hf(
-        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
-         "intermediate_size": intermediate, "num_hidden_layers": layers or all_layers, "num_attention_heads": heads,
-         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-         "hidden_act": "silu", "tie_word_embeddings": tied, "attention_bias": False}
-    )  # fmt: skip
 
 
 def precision_of(model: ModelConfig, recipe: str) -> Precision:

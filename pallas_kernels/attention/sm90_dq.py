@@ -1,9 +1,8 @@
 """Packed causal attention on Hopper: the gradient of queries.
 
-Persistent blocks of threads; each takes 128 queries of a head at a time, 64 for each of its two consumers, and walks the keys
-they see, as the forward does. With P = exp(S - lse) from the forward's logarithms, dP = dO V^T, dS = P (dP - delta) and
-dQ = dS K, delta = rowsum(dO O) (Dao et al., 2022, algorithm 4). The tensor cores multiply dS of a block by its keys while that
-of the next is computed.
+Blocks of queries walk over the keys they see, as the forward's do (`queries.py`). With P = exp(S - lse) from the forward's
+logarithms, dP = dO V^T, dS = P (dP - delta) and dQ = dS K, delta = rowsum(dO O) (Dao et al., 2022, algorithm 4). The tensor
+cores multiply dS of a block by its keys while that of the next is computed.
 """
 
 from __future__ import annotations
