@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,21 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, LayerRun, Precision, get_recipe
 from jaxfp8rl.publish import assemble, is_fp8, wire_manifest
+
+
+def share_gpu(cfg: Config) -> None:
+    """Have JAX allocate so that vLLM, in this process or another, can be on the same GPU."""
+    if cfg.rollout.engine != "jax":
+        from bridges.rollout.device_pool import share
+
+        share()
+
+
+def device_memory() -> int | None:
+    """Bytes of the first GPU; None on a CPU."""
+    from bridges.rollout.device_pool import total
+
+    return total()
 
 
 def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
@@ -122,7 +136,6 @@ def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tupl
         engine = RemoteEngine(r.server_url, _token(r.server_token_file), leave_running=True)
         _check_server(cfg, model, engine)
     else:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the server may want the same GPU
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, r.server_gpus))} if r.server_gpus else {}
         options = _vllm_options(cfg, model, runs)
         engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **options)

@@ -32,6 +32,7 @@ from bridges import wire
 from bridges.api import (
     BridgeError, Capabilities, Completion, EngineDirty, EngineUnhealthy, GenRequest, Health, ParamMeta,
 )
+from bridges.rollout import device_pool
 
 CLOSE_SECONDS = 20.0  # for an engine to free its memory before it is killed
 START_OVER = "start a new engine and publish to it"
@@ -114,6 +115,7 @@ class RemoteEngine:
         self.call("sleep")
 
     def wake(self) -> None:
+        device_pool.give_back()  # the server may be on this GPU
         self.call("wake")
 
     def health(self) -> Health:

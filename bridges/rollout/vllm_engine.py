@@ -17,16 +17,15 @@ import numpy as np
 from bridges.api import (
     BridgeError, Capabilities, Completion, EngineFormats, EngineUnhealthy, GenRequest, Health, ParamMeta, SamplingParams,
 )
-from bridges.rollout import vllm_formats, vllm_fp8_emulation, vllm_kv_scales, vllm_stacks
+from bridges.rollout import device_pool, vllm_formats, vllm_fp8_emulation, vllm_kv_scales, vllm_stacks
 from bridges.rollout.vllm_params import expected_manifest, tied_names
 from bridges.rollout.weight_state import WeightState
 
 BLOCK = (128, 128)
 FP8 = "fp8_e4m3_128x128"
-# Set before vLLM is imported (for XLA: before JAX makes its first array), where the environment does not say otherwise.
+# Set before vLLM is imported, where the environment does not say otherwise.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must see this process's JAX buffers
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # JAX would take three quarters of the GPU at its first array
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
@@ -110,6 +109,7 @@ class VllmEngine:
         if kv_cache_bytes is not None:  # vLLM then takes these, and does not measure what other processes leave
             build["kv_cache_memory_bytes"] = kv_cache_bytes
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
+        device_pool.hold()
         VllmEngine._open = True
         try:
             self.kv_scale_places = self.on_model(vllm_kv_scales.scale_places) if kv_scales else ()
@@ -221,13 +221,14 @@ class VllmEngine:
             self._asleep, self._cache_asleep = False, dropped
 
     def _wake(self, *tags: str) -> None:
+        device_pool.give_back()
         try:
             self.llm.wake_up(list(tags))
         except RuntimeError as e:  # CUDA's, out of memory
             raise EngineUnhealthy(
                 f"vLLM could not take back the memory of its {' and '.join(tags)}: {e}",
                 "leave it more: a smaller cache (rollout.kv_cache_gib), fewer rows at once (train.rows_per_microbatch), or "
-                "train.remat = true; then resume",
+                "train.remat = 'layer'; then resume",
             ) from e
 
     def health(self) -> Health:
@@ -303,6 +304,7 @@ class VllmEngine:
 
 
 def _prepare_environment() -> None:
+    device_pool.share()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
