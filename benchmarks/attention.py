@@ -38,7 +38,6 @@ MASK = 2**29  # elements
 Runs = dict[str, Callable[[int], object]]
 FORWARD = {
     "ours": sm90_forward.TILES, "a head by 128 queries": sm90_forward.TILES._replace(heads=1),
-    "by 64 keys": sm90_forward.TILES._replace(keys=64, k_stages=4, v_stages=4),
 }  # fmt: skip
 OF_DQ = {"ours": sm90_dq.TILES, "dq of a head by 128 queries": sm90_dq.TILES._replace(heads=1)}
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import queries, reference, sm90_dkv, sm90_dq, sm90_forward
 from pallas_kernels.attention.schedule import LOG2E
@@ -111,6 +112,7 @@ def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
     o, lse = sm90_forward.forward(
         q, k, v, tables, scale=how.scale, fp8=how.fp8, tiles=how.tiles.forward, interpret=how.interpret
     )  # fmt: skip
+    o, lse = (checkpoint_name(x, "attention") for x in (o, lse))  # for a jax.checkpoint that keeps them
     return (o, lse * (1 / LOG2E)), (q, k, v, tables, o, lse)
 
 

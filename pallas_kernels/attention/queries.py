@@ -17,11 +17,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
-    BLOCK, BUFFERS, CONSUMERS, ROWS, Work, Deal, drain, indices, keep, launch, steps_of,
+    BLOCK, BUFFERS, CONSUMERS, ROWS, Deal, Work, drain, keep, launch, rows, since, steps_of, up_to,
 )  # fmt: skip
 from pallas_kernels.attention.segments import COPIED, WALK, Tables
 from pallas_kernels.persistent import slot_of
-from pallas_kernels.plgpu_compat import ROW, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import ROW, plgpu, swizzled
 
 
 class Tiles(NamedTuple):
@@ -107,14 +107,14 @@ def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, share
     tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
 
     def queries(work: Work, wg: int, block: Array) -> None:
-        slot, head, rows = slot_of(work.number, BUFFERS) * CONSUMERS + wg, plan.head(work, wg), pl.ds(plan.row(block, wg), ROWS)
+        slot, head, mine = slot_of(work.number, BUFFERS) * CONSUMERS + wg, plan.head(work, wg), pl.ds(plan.row(block, wg), ROWS)
         full = shared.q_full.at[slot]
         pl.when(work.number >= BUFFERS)(lambda: plgpu.barrier_wait(shared.q_empty.at[slot]))
         for matrix, into in matrices:
-            copy(matrix.at[rows, head], into.at[slot], full)
+            copy(matrix.at[mine, head], into.at[slot], full)
         for vector, into in vectors:
-            copy(vector.at[head, rows], into.at[slot], full)
-        copy(first.at[rows], shared.first.at[slot], full)
+            copy(vector.at[head, mine], into.at[slot], full)
+        copy(first.at[mine], shared.first.at[slot], full)
         copy(walks.at[work.walk], shared.walk.at[slot], full)
 
     def one(work: Work) -> Array:
@@ -152,18 +152,9 @@ def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True
     return Walk(slot, block, plan.row(block, wg), plan.head(work, wg), first, begin, steps_of(steps, plan.tiles.keys), clear)
 
 
-def masked(scores: Array, walk: Walk, step: Array, apart: bool) -> Array:
-    """-inf for keys of other segments and behind the query, in steps that have any; `apart`: under a condition each."""
-    shape, key = scores.shape, walk.begin + (walk.steps - 1 - step) * scores.shape[1]
-    border, diagonal = key < walk.clear, key + shape[1] > walk.row + 1
-
-    def own(columns: Array) -> Array:
-        return spread(walk.first - key, shape, 0) <= columns
-
-    def past(rows: Array, columns: Array) -> Array:
-        return columns <= rows + (walk.row - key)
-
-    if apart:
-        rows, columns = indices(shape)
-        return keep(diagonal, keep(border, scores, lambda: own(columns)), lambda: past(rows, columns))
-    return keep(border | diagonal, scores, lambda: own(indices(shape)[1]) & past(*indices(shape)))
+def masked(x: Array, walk: Walk, step: Array, other: float) -> Array:
+    """`other` for keys of other segments and behind the query, in steps that have any."""
+    size = x.shape[1]
+    key = walk.begin + (walk.steps - 1 - step) * size
+    own = keep(key < walk.clear, x, lambda: since(walk.first - key), other)
+    return keep(key + size > walk.row + 1, own, lambda: up_to(rows() + (walk.row - key)), other)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.segments import STEP
 from pallas_kernels.persistent import slot_of
-from pallas_kernels.plgpu_compat import WGMMA, multiprocessors, plgpu
+from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread
 
 F32 = jnp.float32
 ROWS = 64  # of one tensor-core instruction: queries or keys of a consumer
@@ -22,7 +22,9 @@ CONSUMERS = 2  # warpgroups that compute
 BLOCK = CONSUMERS * ROWS  # of queries or keys, that a block of threads has at a time
 REGISTERS = 240, 24  # a thread of a consumer, of the producer's
 BUFFERS = 2  # for what a block of threads works on, and works on next
+COLUMNS = 8  # of scores that are masked at a time
 LOG2E = math.log2(math.e)
+Seen = Callable[[int], Array]  # of the first of COLUMNS columns: bool [64, COLUMNS]
 
 
 class Work(NamedTuple):
@@ -73,9 +75,8 @@ def launch(body, plan: Callable, out_type, scratch, works: int, interpret) -> Ca
 
 
 def steps_of(walk: Array, size: int) -> Array:
-    """Of a walk in steps of STEP, in steps of `size`. Where that is the same, the number stays as it was read: one made from it
-    is in a uniform register, and over a branch on that ptxas puts off the exponentials of dq."""
-    return walk if size == STEP else lax.div(walk + (size // STEP - 1), jnp.int32(size // STEP))
+    """Of a walk in steps of STEP, in steps of `size`."""
+    return lax.div(walk + (size // STEP - 1), jnp.int32(size // STEP))
 
 
 def give_back(empty, wg: Array, number: Array) -> None:
@@ -88,14 +89,38 @@ def nothing(d: int) -> Array:
     return plgpu.layout_cast(jnp.zeros((ROWS, d), F32), WGMMA)
 
 
-def indices(shape: tuple[int, int]) -> tuple[Array, Array]:
-    """The row and the column of every element."""
-    return tuple(plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) for axis in (0, 1))
+def rows() -> Array:
+    """Of a consumer: [64]."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
 
 
-def keep(some: Array, scores: Array, seen: Callable[[], Array]) -> Array:
-    """-inf where seen() is false, which is asked only if `some` says that it is anywhere."""
-    return lax.cond(some, lambda: jnp.where(seen(), scores, -jnp.inf), lambda: scores)
+def keep(some: Array, x: Array, seen: Callable[[], Seen], other: float) -> Array:
+    """`other` where seen() is false, which is asked only if `some` says that it is anywhere."""
+
+    def mask() -> Array:
+        where, columns = seen(), range(0, x.shape[1], COLUMNS)
+        return jnp.concatenate([jnp.where(where(at), x[:, at : at + COLUMNS], other) for at in columns], 1)
+
+    return lax.cond(some, mask, lambda: x)
+
+
+def since(first: Array) -> Seen:
+    """Of each row, columns from `first` [64] on."""
+    ahead = _from_column(first)
+    return lambda at: ahead <= at
+
+
+def up_to(last: Array) -> Seen:
+    """Of each row, columns up to `last` [64]."""
+    ahead = _from_column(last)
+    return lambda at: ahead >= at
+
+
+def _from_column(vector: Array) -> Array:
+    """How far [64] is from the first COLUMNS columns: [64, COLUMNS]. What that is compared with is then known to the compiler; an
+    index made of every element instead took more instructions, and registers that there were not."""
+    shape = ROWS, COLUMNS
+    return spread(vector, shape, 0) - plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
 
 
 def drain(used: Array, slots: int, *empty) -> None:

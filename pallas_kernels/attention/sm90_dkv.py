@@ -18,8 +18,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
-    BLOCK, BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, Deal, drain, give_back, indices, keep, launch, multiply,
-    nothing, steps_of,
+    BLOCK, BUFFERS, COLUMNS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Deal, Seen, Work, drain, give_back, keep, launch,
+    multiply, nothing, rows, since, steps_of,
 )  # fmt: skip
 from pallas_kernels.attention.segments import WALK, Tables
 from pallas_kernels.persistent import slot_of, specialise
@@ -60,6 +60,7 @@ class Shared(NamedTuple):
     do_full: jax.Ref
     q_empty: jax.Ref
     do_empty: jax.Ref
+    turn: jax.Ref  # of each consumer
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tiles", "interpret"))
@@ -87,6 +88,7 @@ def _shared_memory(tiles: Tiles, q: Array) -> Shared:
         q_full=full(num_barriers=tiles.q_stages), do_full=full(num_barriers=tiles.do_stages),
         q_empty=barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_stages),
         do_empty=barrier(num_arrivals=CONSUMERS, num_barriers=tiles.do_stages),
+        turn=barrier(num_barriers=CONSUMERS),
     )  # fmt: skip
 
 
@@ -95,7 +97,9 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) 
     each = Deal(plan.walks, plan.heads, plan.blocks).for_each
 
     def consume(wg):
+        pl.when(wg == 1)(lambda: plgpu.barrier_arrive(shared.turn.at[0]))  # the first turn
         works, _ = each(lambda work: _consume(plan, wg, work, first, dk, dv, shared))
+        pl.when(wg == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))  # the last, for which there is nothing left
         give_back(shared.kv_empty, wg, works - 1)
         plgpu.wait_smem_to_gmem(0)
 
@@ -183,11 +187,11 @@ class Consumer(NamedTuple):
         """dk, to be scaled, and dv. There is a step at least."""
         d, last = self.shared.k.shape[-1], self.blocks * self.plan.group - 1
         plgpu.barrier_wait(self.shared.q_full.at[self.q_slot(0)])
-        p = multiply(self.plan.simulated, lambda take: self.probabilities(take(), 0), self.scores(0))
+        p = self.multiply(lambda take: self.probabilities(take(), 0), self.scores(0))
         pl.when(self.work.number > 0)(lambda: give_back(self.shared.kv_empty, self.wg, self.work.number - 1))
         p, dk, dv = lax.fori_loop(0, last, self.step, (p, nothing(d), nothing(d)))
         p, ds = self.differences(last, p)
-        dv, dk = multiply(self.plan.simulated, lambda take: (take(), take()), *self.sums(last, p, ds, dk, dv))
+        dv, dk = self.multiply(lambda take: (take(), take()), *self.sums(last, p, ds, dk, dv))
         self.free(last)
         return dk, dv
 
@@ -203,13 +207,28 @@ class Consumer(NamedTuple):
             dv, dk = take(), take()
             return *lax.optimization_barrier((p, dk)), dv
 
-        p, dk, dv = multiply(self.plan.simulated, body, self.scores(step + 1), *self.sums(step, p, ds, dk, dv))
+        p, dk, dv = self.multiply(body, self.scores(step + 1), *self.sums(step, p, ds, dk, dv))
         self.free(step)
         return p, dk, dv
 
+    def multiply(self, body, *of):
+        """Products, issued in turn with the other consumer: while one computes, the tensor cores have the other's to do."""
+        turn = self.shared.turn
+        plgpu.barrier_wait(turn.at[self.wg])
+
+        def issued(take):
+            plgpu.barrier_arrive(turn.at[CONSUMERS - 1 - self.wg])
+            return body(take)
+
+        return multiply(self.plan.simulated, issued, *of)
+
+    def my(self, ring) -> jax.Ref:
+        """The keys or values. Their addresses are made anew in every step: kept, they take registers that are needed."""
+        return ring.at[lax.optimization_barrier(self.keys)]
+
     def scores(self, step: Array) -> tuple:
         """The product that makes them, [keys, queries]."""
-        return None, self.shared.k.at[self.keys], self.shared.q.at[self.q_slot(step)].transpose((1, 0))
+        return None, self.my(self.shared.k), self.shared.q.at[self.q_slot(step)].transpose((1, 0))
 
     def sums(self, step: Array, p: Array, ds: Array, dk: Array, dv: Array) -> tuple[tuple, tuple]:
         """The products that add to dv and dk."""
@@ -224,7 +243,7 @@ class Consumer(NamedTuple):
         slot, shared = self.do_slot(step), self.shared
         pl.when(step == 0)(lambda: plgpu.barrier_wait(shared.do_full.at[slot]))
         turned = shared.do.at[slot].transpose((1, 0))
-        dp = multiply(self.plan.simulated, lambda take: take(), (None, shared.v.at[self.keys], turned))
+        dp = self.multiply(lambda take: take(), (None, self.my(shared.v), turned))
         ds = p * (dp - self.by_column(shared.delta.at[slot]))
         return p.astype(shared.q.dtype), ds.astype(shared.q.dtype)
 
@@ -232,10 +251,14 @@ class Consumer(NamedTuple):
         return spread(plgpu.load(vector, layout=COLUMN, optimized=False), (ROWS, self.plan.tiles.queries), 1)
 
     def probabilities(self, scores: Array, step: Array) -> Array:
-        """[keys, queries]; 0 for queries of other segments and before the key, in blocks that have any."""
+        """[keys, queries]; 0 for queries of other segments and before the key, in blocks that have any. Masked as in dq."""
         size, slot = scores.shape[1], self.q_slot(step)
-        row, (keys, queries) = self.begin + lax.rem(jnp.int32(step), self.blocks) * size, indices(scores.shape)
-        first = lambda: self.by_column(self.first.at[pl.ds(row, size)])
-        scores = keep(row + size > self.clear, scores, lambda: first() - self.key <= keys)
-        scores = keep(row < self.key + ROWS - 1, scores, lambda: keys <= queries + (row - self.key))
-        return jnp.exp2(scores * (self.plan.scale * LOG2E) - self.by_column(self.shared.lse.at[slot]))
+        row = self.begin + lax.rem(jnp.int32(step), self.blocks) * size
+
+        def own() -> Seen:
+            first, key = self.by_column(self.first.at[pl.ds(row, size)]), spread(rows() + self.key, (ROWS, COLUMNS), 0)
+            return lambda at: first[:, at : at + COLUMNS] <= key
+
+        p = jnp.exp2(scores * (self.plan.scale * LOG2E) - self.by_column(self.shared.lse.at[slot]))
+        p = keep(row + size > self.clear, p, own, 0.0)
+        return keep(row < self.key + ROWS - 1, p, lambda: since(rows() + (self.key - row)), 0.0)

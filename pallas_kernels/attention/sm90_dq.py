@@ -20,7 +20,7 @@ from pallas_kernels.attention.queries import Plan, Tiles, Walk
 from pallas_kernels.attention.schedule import BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, multiply, nothing
 from pallas_kernels.attention.segments import Tables
 from pallas_kernels.persistent import slot_of, specialise
-from pallas_kernels.plgpu_compat import ROW, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import ROW, WGMMA, plgpu, spread, swizzled
 
 TILES = Tiles(keys=64, k_stages=3, v_stages=2)
 
@@ -80,7 +80,8 @@ def _consume(plan: Plan, wg: Array, work: Work, dq, shared: Shared) -> Array:
     """The gradient of this warpgroup's 64 queries, stored; -> the number of steps."""
     walk = queries.arrived(plan, wg, work, shared)
     lse, delta = (plgpu.load(x.at[walk.slot], layout=ROW, optimized=False) for x in (shared.lse, shared.delta))
-    total = Consumer(plan, wg, work, walk, lse, delta, shared).sum()
+    q = plgpu.load(shared.q.at[walk.slot], layout=WGMMA)  # held: products by 64 keys ask for all that shared memory can give
+    total = Consumer(plan, wg, work, walk, q, lse, delta, shared).sum()
     shared.q[walk.slot] = (total * plan.scale).astype(dq.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared.q.at[walk.slot], dq.at[pl.ds(walk.row, ROWS), walk.head])
@@ -94,6 +95,7 @@ class Consumer(NamedTuple):
     wg: Array
     work: Work
     walk: Walk
+    q: Array
     lse: Array
     delta: Array
     shared: Shared
@@ -143,10 +145,9 @@ class Consumer(NamedTuple):
             return ds.astype(shared.q.dtype), *rest
 
         k, v = (ring.transpose((1, 0)) for ring in (shared.k.at[self.k_slot(step)], shared.v.at[v_slot]))
-        q, do = shared.q.at[self.walk.slot], shared.do.at[self.walk.slot]
-        return multiply(self.plan.simulated, body, (None, q, k), (None, do, v), *more)
+        return multiply(self.plan.simulated, body, (None, self.q, k), (None, shared.do.at[self.walk.slot], v), *more)
 
     def probabilities(self, scores: Array, step: Array) -> Array:
-        """[queries, keys]; 0 for keys that are not seen."""
-        scores = queries.masked(scores, self.walk, step, apart=False)  # with two ptxas puts the exponentials off
-        return jnp.exp2(scores * (self.plan.scale * LOG2E) - spread(self.lse, scores.shape, 0))
+        """[queries, keys]; 0 for keys that are not seen, by a mask over what is done: behind it, ptxas would put off the rest."""
+        p = jnp.exp2(scores * (self.plan.scale * LOG2E) - spread(self.lse, scores.shape, 0))
+        return queries.masked(p, self.walk, step, 0.0)

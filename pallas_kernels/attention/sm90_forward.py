@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import queries
 from pallas_kernels.attention.queries import Plan, Tiles, Walk
-from pallas_kernels.attention.schedule import CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, multiply, nothing
+from pallas_kernels.attention.schedule import CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, multiply, nothing, rows
 from pallas_kernels.attention.segments import Tables
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, plgpu, spread
@@ -161,15 +161,15 @@ class Consumer(NamedTuple):
 
     def store(self, state: Softmax, o, lse) -> None:
         walk, shape = self.walk, state.o.shape
-        real = walk.first <= plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + walk.row
+        real = walk.first <= rows() + walk.row
         inverse = jnp.where(real, 1.0 / state.total, 0.0)
         result = jnp.where(spread(real, shape, 0), state.o * spread(inverse, shape, 0), 0.0)
         self.shared.q[walk.slot] = result.astype(self.shared.q.dtype)
         plgpu.commit_smem()
-        rows = pl.ds(self.plan.row(walk.block, self.wg), ROWS)  # seen to be whole blocks, as walk.row is not
-        plgpu.copy_smem_to_gmem(self.shared.q.at[walk.slot], o.at[rows, walk.head])
+        mine = pl.ds(self.plan.row(walk.block, self.wg), ROWS)  # seen to be whole blocks, as walk.row is not
+        plgpu.copy_smem_to_gmem(self.shared.q.at[walk.slot], o.at[mine, walk.head])
         shift = E4M3_SHIFT if self.fp8 else 0
-        lse[walk.head, rows] = jnp.where(real, state.maximum - shift + jnp.log(state.total) * LOG2E, jnp.inf)
+        lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(state.total) * LOG2E, jnp.inf)
 
     def step(self, step: Array, carry: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
         """The scores of this step; beside its exponentials, the product of those of the step before with their values."""
@@ -189,7 +189,7 @@ class Consumer(NamedTuple):
 
     def softmax(self, scores: Array, step: Array, state: Softmax) -> tuple[Array, Array, Array, Array]:
         """The block's exponentials, what earlier sums are to be multiplied by, the maxima and the sums of exponentials."""
-        scores, scale = queries.masked(scores, self.walk, step, apart=True), self.plan.scale
+        scores, scale = queries.masked(scores, self.walk, step, -jnp.inf), self.plan.scale
         maximum = jnp.maximum(state.maximum, scores.max(axis=1) * scale)
         alpha = jnp.exp2(state.maximum - maximum)
         p = jnp.exp2(scores * scale - spread(maximum - E4M3_SHIFT if self.fp8 else maximum, scores.shape, 0))

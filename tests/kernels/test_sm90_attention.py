@@ -93,7 +93,7 @@ def lower(args, **options) -> str:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("d", "dtype"), [(64, jnp.bfloat16), (128, jnp.float16)])
+@pytest.mark.parametrize(("d", "dtype"), [pytest.param(64, jnp.bfloat16, marks=pytest.mark.slow), (128, jnp.float16)])
 def test_it_lowers_for_cuda(d, dtype):
     text = lower(shapes(d=d, dtype=dtype))
     assert text.count("mosaic_gpu_v2") == 3 and "4096x4096" not in text
@@ -105,6 +105,7 @@ def test_every_group_lowers_for_cuda(group):
     assert "mosaic_gpu" in lower(shapes(H=group, K=1))
 
 
+@pytest.mark.slow
 def test_rows_of_odd_lengths_lower_for_cuda():
     assert "mosaic_gpu" in lower(shapes((3, 50), H=4, K=1))
 
