@@ -20,7 +20,7 @@ ENGINES = {
 }
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=["fp8-kv8", pytest.param("float32", marks=pytest.mark.slow)])
 def under_test(request):
     cfg = load_config("demo", [*COMMON, *ENGINES[request.param]]).check()
     model = model_config(cfg)

@@ -54,7 +54,7 @@ def needs(options: dict) -> str | None:
     return cpu_lacks("" if emulated else options.get("weights", ""), options.get("kv_cache", "auto"))
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=[pytest.param(e, marks=pytest.mark.slow) if e == "float32" else e for e in ENGINES])
 def under_test(request):
     options = dict(ENGINES[request.param])
     if lack := needs(options):
@@ -91,6 +91,7 @@ def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
         VllmEngine(CONFIG, **SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
 def test_blocks_that_do_not_line_up_are_refused():
     """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute nonsense."""
@@ -99,6 +100,7 @@ def test_blocks_that_do_not_line_up_are_refused():
         VllmEngine(odd, **EMULATED, **SHORT)
 
 
+@pytest.mark.slow
 def test_closed_is_closed_and_the_next_may_open():
     engine, transport = VllmEngine(CONFIG, **SHORT), VllmReload()
     transport.open(engine)

@@ -29,6 +29,14 @@ from jaxfp8rl.toml_config import load_config  # noqa: E402
 LAYERS, ROWS, COLUMNS = 6, 4, 32
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """What other modules keep alive is not searched again at each of the collections below."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Fp8LinearMethod:
     """vLLM's by name: what decides about a layout are names of classes."""
 

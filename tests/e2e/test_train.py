@@ -74,12 +74,35 @@ def compiled_once(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
+COMPILED: list[float] = []  # seconds that each program took to compile, or to be read from the cache
+
+
+def listen(event: str, seconds: float, **_) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(seconds)
+
+
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory) -> Path:
-    """The directory of one run of ten steps, never interrupted. Read it, or copy it."""
-    directory = tmp_path_factory.mktemp("straight") / "run"
-    loop.train(config(directory))
-    return directory
+def recorded(tmp_path_factory) -> tuple[Path, list[int]]:
+    """The directory of one run of ten steps, never interrupted, and the programs compiled before each step and at the end."""
+    directory, compiled, one_step = tmp_path_factory.mktemp("straight") / "run", [], loop.one_step
+
+    def counted(*args):
+        compiled.append(len(COMPILED))
+        return one_step(*args)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "one_step", counted)
+        loop.train(config(directory))
+    jax.monitoring.unregister_event_duration_listener(listen)
+    return directory, [*compiled, len(COMPILED)]
+
+
+@pytest.fixture(scope="module")
+def straight(recorded) -> Path:
+    """The directory of one run of ten steps. Read it, or copy it."""
+    return recorded[0]
 
 
 @pytest.fixture
@@ -147,6 +170,14 @@ def test_a_run_leaves_what_was_promised(straight):
     samples = [json.loads(line) for line in (straight / "samples.jsonl").read_text().splitlines()]
     assert [s["step"] for s in samples] == [s for s in range(1, 11) for _ in range(4)]
     assert load_config(str(straight / "config.toml")) == config(straight)
+
+
+def test_nothing_is_compiled_after_the_third_step(recorded):
+    """Lengths vary from step to step, shapes do not: not in steps, nor in evaluations and checkpoints between them."""
+    directory, compiled = recorded
+    assert len({r["response/length_mean"] for r in metrics(directory)[1:]}) > 1
+    assert len(compiled) == 11 and compiled[1] > compiled[0] > 0
+    assert compiled[3] == compiled[-1]
 
 
 def test_every_version_of_the_weights_is_sampled_once(straight):
@@ -252,6 +283,7 @@ EVERYTHING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
     """Reference policy, calibrated clip bounds and scales, and the place in the prompt stream are part of what is restored."""
     whole, parted = tmp_path / "whole", tmp_path / "parted"
@@ -267,6 +299,7 @@ def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
     assert_same_run(parted, whole)
 
 
+@pytest.mark.slow
 def test_two_policies_need_no_scoring_pass_and_the_probes_join_the_metrics(tmp_path):
     options = {"loss__old_policy": "rollout", "loss__objective": "prime_rl", "correction__preset": "prime_rl/default"}
     loop.train(config(tmp_path, run__steps=2, monitor__precision_every=2, **options))

@@ -36,7 +36,7 @@ def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products,
         batch = sample(parts, 1024)
         mask, rollout = np.asarray(batch.response_mask), np.asarray(batch.rollout_logp)
         other = dataclasses.replace(parts.precision, products="float32")
-        scores = parts.score, make_score(make_logprobs(parts.model, other, 1.0, remat=False))
+        scores = parts.score, make_score(make_logprobs(parts.model, other, 1.0, remat="none"))
         same, apart = (np.abs(np.asarray(score(policy, batch)) - rollout)[mask] for score in scores)
     finally:
         parts.close()

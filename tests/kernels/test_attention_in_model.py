@@ -45,7 +45,7 @@ def test_tables_of_the_ids_are_made_outside_the_loop_over_layers():
     ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def loss(params, tokens, positions, segments):
-        return forward(params, MODEL, tokens, positions, segments, precision, remat=True).astype(jnp.float32).sum()
+        return forward(params, MODEL, tokens, positions, segments, precision, remat="layer").astype(jnp.float32).sum()
 
     found = primitives(jax.make_jaxpr(jax.grad(loss))(params, ids, ids, ids).jaxpr)
     assert ("sort", False) in found and ("sort", True) not in found

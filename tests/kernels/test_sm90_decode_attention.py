@@ -25,6 +25,7 @@ SIMULATED = {  # name: (lengths, query heads, KV heads, d, page, type of the cac
     "eight queries a head, pages of two tiles": ([129, 64], 8, 1, 64, 128, BF16),
     "two passes over the heads": ([70, 0, 33], 66, 2, 64, 8, jnp.float16),
 }
+SOME = "no token, one, a page, one more", "a long one in pieces, a group of one"
 
 
 def operands(lengths, H, K, d, page, dtype, query=None):
@@ -65,7 +66,7 @@ def float64(q, k_pages, v_pages, table, lengths, k_scale, v_scale, scale):
     return o, lse
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
     args = operands(*SIMULATED[name])
     attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas", interpret=INTERPRET))
@@ -89,10 +90,14 @@ def lower(args, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, dict(page=128), dict(H=80, K=2, dtype=BF16), dict(H=14, K=2, d=64), dict(B=1, H=4, K=1, d=64, dtype=BF16),
+        {},
+        dict(H=14, K=2, d=64),
+        pytest.param(dict(page=128), marks=pytest.mark.slow),
+        pytest.param(dict(H=80, K=2, dtype=BF16), marks=pytest.mark.slow),
+        pytest.param(dict(B=1, H=4, K=1, d=64, dtype=BF16), marks=pytest.mark.slow),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_it_lowers_for_cuda(options):
     lower(shapes(**options))
 

@@ -59,6 +59,7 @@ CASES = {  # arrays, the function of them
         lambda f, d_h, x, **o: f.swiglu_grad_quantize(d_h, x, q.E5M2, **o),
     ),
 }
+FULL = "norm of a sum, all results", "swiglu, all results", "its backward"  # of each producer all it makes
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +68,13 @@ def no_races(capfd):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n if n in FULL else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_simulated_producers_equal_the_reference_bit_for_bit(name):
     args, f = CASES[name]
     same(f(api, *args, backend="pallas", interpret=RACES), jax.jit(functools.partial(f, reference))(*args))
 
 
-@pytest.mark.parametrize("name", ["norm of a sum, all results", "swiglu, all results", "its backward"])
+@pytest.mark.parametrize("name", FULL)
 def test_every_producer_lowers_for_cuda_as_one_kernel(name):
     args, f = CASES[name]
     text = jax.jit(functools.partial(f, api, backend="pallas")).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

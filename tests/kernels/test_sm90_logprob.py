@@ -70,7 +70,11 @@ def lower(f, *args) -> str:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("tiles", [t for *_, t in SIMULATED.values()] + [Tiles(n=128, stages=6), Tiles(band=16)])
+@pytest.mark.parametrize(
+    "tiles",
+    [Tiles(), *(pytest.param(t, marks=pytest.mark.slow) for *_, t in SIMULATED.values() if t != Tiles()),
+     Tiles(n=128, stages=6), pytest.param(Tiles(band=16), marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_every_schedule_lowers_for_cuda(tiles):
     more = 1.0, jnp.dtype(jnp.float32), tiles
     assert "mosaic_gpu" in lower(lambda *args: sm90.statistics(*args, *more), *shapes())
@@ -83,8 +87,8 @@ def both(f, x, w, y, g, h, *live):
     return found, pull((g, h))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lowered_for_cuda_no_array_is_as_large_as_the_logits(dtype, masked):
     m, n, k = 16383, 151936, 4096
     vector = struct((m,), jnp.float32)

@@ -25,6 +25,7 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "wgrad": (72, 136, 400, True, Tiles(2)),
     "wgrad, three consumers by 96, a cluster along N": (200, 200, 400, True, Tiles(width=96, cluster="n")),
 }
+SOME = "K of five blocks, fewer stages", "a cluster along M", "wgrad"
 VARIANTS = [(wgrad, tiles) for wgrad in (False, True) for tiles in sm90.CANDIDATES.values()]
 
 
@@ -44,7 +45,7 @@ def float64(codes, scale) -> np.ndarray:
     return np.asarray(codes).astype(np.float64) * rows
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "by 96" in n else n for n in SIMULATED])
+@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
     """Every tile by its own norm: a scale or an operand of another tile is an error over 0.5."""
     m, n, k, wgrad, tiles = SIMULATED[name]
@@ -69,6 +70,7 @@ def lower(args, wgrad=False, **options) -> str:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow  # those that are chosen, below
 @pytest.mark.parametrize(("wgrad", "tiles"), VARIANTS)
 def test_every_candidate_lowers_for_cuda(wgrad, tiles):
     assert "mosaic_gpu" in lower(shapes(4096, 4096, 4096, wgrad), wgrad, tiles=tiles)

@@ -25,11 +25,11 @@ INPUTS, PRODUCTS = 4, len(WEIGHTS)
 KERNELS = (INPUTS + PRODUCTS) + (INPUTS + PRODUCTS - 2) + (INPUTS + 3 * PRODUCTS)
 
 
-def gradients(policy, leaves, tokens, positions, segments):
+def gradients(policy, leaves, tokens, positions, segments, precision=PRECISION, remat="layer"):
     """As a micro-batch's: what differs is the loss."""
 
     def total(leaves):
-        hidden = forward(attach(policy, leaves), MODEL, tokens, positions, segments, PRECISION, remat=True)
+        hidden = forward(attach(policy, leaves), MODEL, tokens, positions, segments, precision, remat)
         return hidden.astype(jnp.float32).sum()
 
     return jax.value_and_grad(total)(leaves)

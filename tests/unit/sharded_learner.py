@@ -46,7 +46,7 @@ def batch():
 def steps(layout, precision):
     """Scores, parameters and metrics of two updates."""
     optimizer = make_optimizer(SMOOTH, 10)
-    logprobs = make_logprobs(MODEL, precision, 1.0, not precision.any_fp8, layout)  # which compiles faster
+    logprobs = make_logprobs(MODEL, precision, 1.0, "none" if precision.any_fp8 else "layer", layout)  # which compiles faster
     policy_of, score = make_policy(precision, layout=layout), make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(kl_coef=0.1), Correction().resolve(), optimizer, layout)
     state = layout.place(init_state(init_params(MODEL, jax.random.key(0)), optimizer))
@@ -65,7 +65,7 @@ def steps(layout, precision):
 def lowered(layout, precision) -> str:
     """The scoring program for GPUs, of the kernels."""
     precision = dataclasses.replace(precision, products="pallas", attention="pallas", compute_dtype="bfloat16")
-    score = make_score(make_logprobs(MODEL, precision, 1.0, True, layout), layout)
+    score = make_score(make_logprobs(MODEL, precision, 1.0, "layer", layout), layout)
     params = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))
     policy = jax.eval_shape(make_policy(precision, layout=layout), params)
     return score.trace(policy, batch()).lower(lowering_platforms=("cuda",)).as_text()

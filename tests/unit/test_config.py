@@ -164,7 +164,7 @@ def test_not_text(tmp_path):
         (["--run.keep-checkpoints", "5"], "run", "keep_checkpoints", 5),
         (["--run.trackers", '["tensorboard"]'], "run", "trackers", ("tensorboard",)),
         (["--model.config.hidden_size", "256"], "model", "config", {"hidden_size": 256, "eos_token_id": [1, 2]}),
-        (["--train.remat", "true"], "train", "remat", True),
+        (["--train.remat", "mlp"], "train", "remat", "mlp"),
         (["--run.steps", "4", "--run.steps", "5"], "run", "steps", 5),
     ],
 )

@@ -19,7 +19,7 @@ from jaxfp8rl.losses.correction import CorrectionConfig, Rejection, rollout_corr
 from jaxfp8rl.losses.presets import PRESETS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-BATCHES, SEQUENCES, LENGTH = 1200, 4, 8
+BATCHES, SEQUENCES, LENGTH = 600, 4, 8
 WIDTH = SEQUENCES * LENGTH  # a row that holds all sequences of a batch
 MISMATCH = (0.0, 1e-4, 1e-3, 0.01, 0.1, 0.5, 2.0, 10.0, 30.0)  # nats
 GARBAGE = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, -3.0], np.float32)
@@ -146,7 +146,7 @@ def test_preset_equals_the_oracle(name: str):
     verdicts = [ORACLES[name](*x) for x in zip(data.p[:BATCHES], data.g[:BATCHES], data.mask[:BATCHES], strict=True)]
     expected, expected_count, margin = (np.array(x) for x in zip(*verdicts, strict=True))
     clear = margin >= MARGIN
-    assert np.sum(clear) >= 1000
+    assert np.mean(clear) > 0.8
     mask, rtol = data.mask[:BATCHES], tolerance(config)[:, None, None]
     packed = [x[BATCHES : 2 * BATCHES].reshape(BATCHES, -1) for x in (weights, counted)]
     packed = [np.take_along_axis(x, data.where, 1).reshape(mask.shape) for x in packed]
@@ -248,7 +248,7 @@ def test_metrics_equal_the_oracle():
     result = run(*(jnp.asarray(x[: 2 * BATCHES]) for x in data[:4]))
     metrics = {k: np.asarray(v) for k, v in result.metrics.items()}
     moderate = [n for n in range(BATCHES) if data.mask[n].any() and np.max(np.abs(live_ratios()[n])) < 19.9]
-    assert len(moderate) >= 300
+    assert len(moderate) > BATCHES / 4
     for n in moderate:
         p, g, mask = data.p[n], data.g[n], data.mask[n]
         expected = mismatch_metrics(p, g, mask)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import (
+    SAVED,
     Transformer,
     forward,
     forward_cached,
@@ -95,7 +96,7 @@ def test_logits_equal_those_of_transformers(case, tmp_path):
     with torch.no_grad():
         want = model(torch.tensor(tokens)).logits.numpy()
     positions = np.broadcast_to(np.arange(200), tokens.shape)
-    hidden = jit_forward(params, cfg, tokens, positions, np.ones_like(tokens), Precision.uniform(3), False)
+    hidden = jit_forward(params, cfg, tokens, positions, np.ones_like(tokens), Precision.uniform(3), "none")
     logits = jnp.einsum("btd,vd->btv", hidden, head_weight(params, cfg), precision="highest")
     assert np.std(want) > 0.1
     np.testing.assert_allclose(logits, want, atol=1e-4)
@@ -112,14 +113,14 @@ def test_packed_equals_separate(cuts):
     tokens, _, _ = row(24)
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
     segments = np.repeat(np.arange(len(lengths)), lengths)[None] + 1
-    packed = jit_forward(small_params(), SMALL, tokens, positions, segments, FLOAT32, False)[0]
+    packed = jit_forward(small_params(), SMALL, tokens, positions, segments, FLOAT32, "none")[0]
 
     alone = np.zeros((4, 24), np.int32)  # each segment in a row of its own, padded on the right
     for i, (a, b) in enumerate(itertools.pairwise(edges)):
         alone[i, : b - a] = tokens[0, a:b]
     real = np.arange(24)[None] < np.pad(lengths, (0, 4 - len(lengths)))[:, None]
     separate = jit_forward(
-        small_params(), SMALL, alone, np.broadcast_to(np.arange(24), (4, 24)), real.astype(np.int32), FLOAT32, False
+        small_params(), SMALL, alone, np.broadcast_to(np.arange(24), (4, 24)), real.astype(np.int32), FLOAT32, "none"
     )
     np.testing.assert_allclose(packed, separate[real], atol=2e-5)
 
@@ -127,9 +128,9 @@ def test_packed_equals_separate(cuts):
 def test_padding_is_finite_and_without_effect():
     tokens, positions, segments = row(16, B=2)
     segments[0, 11:], segments[1] = 0, 0
-    one = jit_forward(small_params(), SMALL, tokens, positions, segments, FLOAT32, False)
+    one = jit_forward(small_params(), SMALL, tokens, positions, segments, FLOAT32, "none")
     tokens[0, 11:] = 5
-    other = jit_forward(small_params(), SMALL, tokens, positions * segments, segments, FLOAT32, False)
+    other = jit_forward(small_params(), SMALL, tokens, positions * segments, segments, FLOAT32, "none")
     assert np.isfinite(one).all() and np.isfinite(other).all()
     np.testing.assert_array_equal(one[0, :11], other[0, :11])
     assert not np.allclose(one[0, 11:], other[0, 11:])
@@ -187,7 +188,7 @@ def test_cached_equals_uncached(name):
     params = small_params()
     if name.startswith("bfloat16"):
         params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
-    want = np.asarray(jit_forward(params, SMALL, tokens, positions, segments, precision, False), np.float32)
+    want = np.asarray(jit_forward(params, SMALL, tokens, positions, segments, precision, "none"), np.float32)
     engine = engine_params(params, precision) if precision.any_fp8 else params
     got = generate_cached(engine, tokens, positions, [3, 12, 8], precision)
     error = np.abs(got - want).max(-1)
@@ -197,7 +198,7 @@ def test_cached_equals_uncached(name):
         assert np.median(error) <= 1e-5 and error.max() <= 0.1, error
     for rounding in [r for r in ("kv_fp8", "attention_fp8") if getattr(precision, r)]:
         unrounded = dataclasses.replace(precision, **{rounding: False})  # the bound can tell: every position moves
-        other = np.asarray(jit_forward(params, SMALL, tokens, positions, segments, unrounded, False), np.float32)
+        other = np.asarray(jit_forward(params, SMALL, tokens, positions, segments, unrounded, "none"), np.float32)
         assert np.median(np.abs(other - want).max(-1)) > 1e-3
 
 
@@ -216,10 +217,10 @@ def test_writes_past_the_end_of_the_cache_are_dropped():
 def test_runs_and_stacks_do_not_change_the_numbers():
     inputs = row(24)
     in_two = Precision((LayerRun(0, 2, frozenset()), LayerRun(2, 3, frozenset())), compute_dtype="float32")
-    whole = jit_forward(small_params(), SMALL, *inputs, FLOAT32, False)
-    np.testing.assert_allclose(jit_forward(small_params(), SMALL, *inputs, in_two, False), whole, atol=1e-6)
+    whole = jit_forward(small_params(), SMALL, *inputs, FLOAT32, "none")
+    np.testing.assert_allclose(jit_forward(small_params(), SMALL, *inputs, in_two, "none"), whole, atol=1e-6)
     split = split_layers(small_params(), in_two)
-    np.testing.assert_allclose(jit_forward(split, SMALL, *inputs, in_two, False), whole, atol=1e-6)
+    np.testing.assert_allclose(jit_forward(split, SMALL, *inputs, in_two, "none"), whole, atol=1e-6)
 
 
 def test_precision_must_cover_the_model():
@@ -227,7 +228,7 @@ def test_precision_must_cover_the_model():
         forward(small_params(), SMALL, *row(4), Precision.uniform(2))
 
 
-def test_gradient_is_the_slope_with_and_without_remat():
+def test_gradient_is_the_slope_whatever_is_computed_again():
     inputs, rng = row(24), np.random.default_rng(3)
     w = rng.standard_normal((1, 24, SMALL.hidden_size), np.float32)
     direction = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32) * a.std(), small_params())
@@ -237,12 +238,13 @@ def test_gradient_is_the_slope_with_and_without_remat():
 
     def loss(step):
         params = jax.tree.map(lambda p, u: p + np.float32(step) * u, small_params(), direction)
-        return np.mean(np.asarray(jit_forward(params, SMALL, *inputs, FLOAT32, False), np.float64) * w)
+        return np.mean(np.asarray(jit_forward(params, SMALL, *inputs, FLOAT32, "none"), np.float64) * w)
 
-    plain, h = grads(False), 1e-3
+    plain, h = grads("none"), 1e-3
     slope = sum(np.vdot(g, u) for g, u in zip(jax.tree.leaves(plain), jax.tree.leaves(direction)))
     assert slope == pytest.approx((loss(h) - loss(-h)) / (2 * h), rel=1e-2)
-    chex.assert_trees_all_close(plain, grads(True), rtol=1e-4, atol=1e-7)
+    for remat in SAVED:
+        chex.assert_trees_all_close(plain, grads(remat), rtol=1e-4, atol=1e-7)
     per_layer = jax.tree.map(lambda g: jnp.abs(g).max(tuple(range(1, g.ndim))), plain["layers"])
     assert all(float(g.min()) > 0 for g in jax.tree.leaves(per_layer))
 
@@ -250,7 +252,7 @@ def test_gradient_is_the_slope_with_and_without_remat():
 def test_module_owns_the_tree():
     model, inputs = Transformer(SMALL, nnx.Rngs(0)), row(24)
     chex.assert_trees_all_equal_shapes(model.params(), small_params())
-    want = jit_forward(model.params(), SMALL, *inputs, FLOAT32, False)
+    want = jit_forward(model.params(), SMALL, *inputs, FLOAT32, "none")
     np.testing.assert_allclose(model(*inputs, FLOAT32), want, atol=1e-5)
 
 

@@ -22,6 +22,8 @@ from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
 from jaxfp8rl.monitors.plot import smooth
 from jaxfp8rl.monitors.summary import series, write_summary
 from jaxfp8rl.monitors.tensorboard import TensorboardMonitor
+from jaxfp8rl.run_directory import RunDirectory
+from jaxfp8rl.toml_config import load_config
 
 
 def no_constants(name):
@@ -154,3 +156,12 @@ def test_series_leaves_out_what_is_not_a_number():
 @given(st.floats(-1e3, 1e3), st.integers(1, 50))
 def test_smooth_leaves_a_constant_alone(value, n):
     assert smooth([value] * n) == pytest.approx([value] * n)
+
+
+def test_a_step_can_be_traced(tmp_path):
+    cfg = load_config("demo", ["--run.dir", str(tmp_path)])
+    with RunDirectory(cfg, resume=False) as run:
+        for wanted in (False, True):
+            with run.profiled(wanted):
+                jnp.ones(8).sum().block_until_ready()
+            assert wanted == any((tmp_path / "profile").rglob("*.xplane.pb"))

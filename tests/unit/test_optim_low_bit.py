@@ -142,7 +142,7 @@ def test_words_are_uniform_and_know_nothing_of_each_other():
 
 
 @pytest.mark.parametrize("kept_as", list(CODES))
-@pytest.mark.parametrize("width", [1, 127, 300])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), pytest.param(127, marks=pytest.mark.slow), 300])
 def test_a_width_that_is_no_multiple_of_128_ends_in_a_shorter_block(kept_as, width):
     """As if zeros followed; and each row is kept by itself, whatever the array's other axes."""
     x, bits = magnitudes((3, width)), words((3, width))
@@ -161,9 +161,10 @@ def test_a_scale_belongs_to_its_own_block():
     assert np.all(blocks(back - x) < 0.04 * blocks(x))
 
 
-@pytest.mark.parametrize("formats", [Formats(), Formats("bfloat16", "float8", "bfloat16")])
-def test_an_update_takes_a_few_copies_of_one_layer_of_one_parameter(formats):
-    """Of 2 layers and of 8, of 1 parameter and of 3: the compiled update's temporaries are the same, and its states donated."""
+@pytest.mark.parametrize("formats", [Formats("bfloat16", "float8", "bfloat16", offload=True)])
+def test_with_offload_an_update_takes_a_few_copies_of_one_layer_of_one_parameter(formats):
+    """Of 2 layers and of 8, of 1 parameter and of 3: the compiled update's temporaries are the same, and its states donated.
+    (Without offload a GPU needs none: tests/gpu/test_optim.py.)"""
     layer = 256 * 256 * 4
 
     def memory(layers: int, names: str):

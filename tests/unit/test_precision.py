@@ -50,7 +50,7 @@ def e4m3(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("backward_fp8", [True, False])
 @pytest.mark.parametrize("activations_fp8", [True, False])
-@pytest.mark.parametrize("tokens", [150, 17])
+@pytest.mark.parametrize("tokens", [150, pytest.param(17, marks=pytest.mark.slow)])
 def test_products_equal_an_integer_oracle_exactly(tokens, activations_fp8, backward_fp8):
     x, w, dy = integers((tokens, 256), 0), integers((128, 256), 1), integers((tokens, 128), 2)
     rounded, none = e4m3, lambda a: a.astype(np.float64)
@@ -69,23 +69,27 @@ def drawn(tokens: int, seed: int = 0):
     return (a.astype(np.float32) for a in (x, rng.normal(size=(128, 256)) / 16, dy))
 
 
+def known(w) -> jax.Array:
+    """What the codes of w stand for."""
+    return q.dequantize_blocks(*QuantizedWeight.of(w))
+
+
 def off(a, b) -> float:
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize("tokens", [1, 37, 300])
+@pytest.mark.parametrize("tokens", [1, pytest.param(37, marks=pytest.mark.slow), 300])
 def test_the_backward_pass_in_high_precision_is_that_of_the_dequantised_product(tokens):
     x, w, dy = drawn(tokens)
-    known = q.dequantize_blocks(*QuantizedWeight.of(w))
-    _, pull = jax.vjp(lambda x, w: jnp.dot(x, w.T, precision="highest"), x, known)
+    _, pull = jax.vjp(lambda x, w: jnp.dot(x, w.T, precision="highest"), x, jax.jit(known)(w))
     want_dx, want_dw = pull(dy)
     for activations_fp8 in (True, False):
         _, dx, dw = product(precision_of(activations_fp8, False), x, w, dy)
         assert off(dx, want_dx) < 1e-6 and off(dw, want_dw) < 1e-6
 
 
-@pytest.mark.parametrize("tokens", [5, 37, 300])
+@pytest.mark.parametrize("tokens", [pytest.param(5, marks=pytest.mark.slow), pytest.param(37, marks=pytest.mark.slow), 300])
 def test_the_backward_pass_in_fp8_is_off_by_the_rounding_of_e4m3_and_no_more(tokens):
     """Three mantissa bits: each operand is off by 2^-4 at most and some 2^-5.2 in the root mean square."""
     x, w, dy = drawn(tokens)
@@ -97,8 +101,9 @@ def test_the_backward_pass_in_fp8_is_off_by_the_rounding_of_e4m3_and_no_more(tok
 def test_dgrad_uses_the_very_codes_of_the_forward_and_wgrad_blocks_of_tokens():
     x, w, dy = drawn(150)
     _, dx, dw = product(precision_of(True, True), x, w, dy)
-    rows = lambda a: np.asarray(q.dequantize_rows(*q.quantize_rows(a)), np.float64)
-    assert off(dx, rows(dy) @ np.asarray(q.dequantize_blocks(*QuantizedWeight.of(w)), np.float64)) < 1e-6
+    rounded = jax.jit(lambda a: q.dequantize_rows(*q.quantize_rows(a)))
+    rows = lambda a: np.asarray(rounded(a), np.float64)
+    assert off(dx, rows(dy) @ np.asarray(jax.jit(known)(w), np.float64)) < 1e-6
     assert off(dw, rows(dy.T) @ rows(x.T).T) < 1e-6
     assert off(dw, rows(dy).T @ rows(x)) > 1e-3  # blocks along the features would be another product
 
@@ -149,15 +154,17 @@ def test_the_models_forward_quantises_what_the_runs_name_and_nothing_else():
     runs = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, ALL - {"o_proj"}))
     params = init_params(model, jax.random.key(0))
     by_hand = jax.tree.map(lambda a: a, params)
+    rounded = jax.jit(lambda w: q.dequantize_blocks(*q.quantize_blocks(w)))
     for block, names in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj"))):
         for name in names:
             w = params["layers"][block][name]["weight"]
-            by_hand["layers"][block][name]["weight"] = w.at[1:].set(q.dequantize_blocks(*q.quantize_blocks(w[1:])))
+            by_hand["layers"][block][name]["weight"] = w.at[1:].set(rounded(w[1:]))
     tokens = jnp.arange(20)[None] % 32
     args = tokens, jnp.arange(20)[None], jnp.ones_like(tokens)
-    got = forward(params, model, *args, Precision(runs, activations_fp8=False, compute_dtype="float32"))
-    want = forward(by_hand, model, *args, Precision.uniform(3))
-    assert off(got, want) < 1e-6 < 1e-4 < off(forward(params, model, *args, Precision.uniform(3)), want)
+    run = jax.jit(lambda params, precision: forward(params, model, *args, precision), static_argnums=1)
+    got = run(params, Precision(runs, activations_fp8=False, compute_dtype="float32"))
+    want, plain = (run(p, Precision.uniform(3)) for p in (by_hand, params))
+    assert off(got, want) < 1e-6 < 1e-4 < off(plain, want)
 
 
 def test_round_to_survives_jit_and_is_the_cast():
@@ -227,7 +234,7 @@ def test_the_learner_mirrors_what_the_engine_reports_or_refuses(name, weights):
             assert (p.compute_dtype, p.weight_dtype) == ("float32", "bfloat16")
 
 
-@pytest.mark.parametrize(("gradients", "kernels"), [("e4m3", 6), ("e5m2", 6), ("high", 2)])
+@pytest.mark.parametrize(("gradients", "kernels"), [("e4m3", 6), pytest.param("e5m2", 6, marks=pytest.mark.slow), ("high", 2)])
 def test_on_hopper_all_of_an_fp8_product_is_kernels(gradients, kernels):
     """Lowered for CUDA: quantise, multiply; quantise dy both ways, dgrad, quantise x along the tokens, wgrad. Nothing between
     them makes a weight of its codes, unless the backward is asked to compute in high precision."""

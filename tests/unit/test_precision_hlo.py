@@ -5,6 +5,8 @@ On a GPU tests/gpu/test_hlo.py asks the same of what is compiled.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 import sys
 from collections import Counter
@@ -15,7 +17,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from jaxlib.cpu import _lapack  # noqa: E402
-from layer_program import KERNELS, WEIGHTS, gradients, kernels, shapes  # noqa: E402
+from layer_program import KERNELS, PRECISION, WEIGHTS, gradients, kernels, shapes  # noqa: E402
+
+KERNEL_CALLS = "forward", "blockwise_matmul", "quantize_rows"  # what is called once a kernel
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,28 @@ def lowered():
 @pytest.fixture(scope="module")
 def text(lowered) -> str:
     return lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    "remat, again", [("layer", {"forward": 1, "blockwise_matmul": 5}), ("products", {"blockwise_matmul": 5}),
+                     ("mlp", {"blockwise_matmul": 1})]
+)  # fmt: skip
+def test_what_is_kept_is_not_computed_again(remat, again):
+    """Attention's forward and the products, by what autodiff makes: the MLP's second product is never needed again, and gate and
+    up are one."""
+    precision = dataclasses.replace(PRECISION, attention="pallas")
+    count = lambda remat: calls(jax.make_jaxpr(functools.partial(gradients, precision=precision, remat=remat))(*shapes()).jaxpr)
+    assert count(remat) - count("none") == again | {"quantize_rows": {"layer": 5, "products": 5, "mlp": 1}[remat]}
+
+
+def calls(jaxpr) -> Counter:
+    """Of functions by name, in all that a jaxpr holds."""
+    found, is_program = Counter(), lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")
+    for eqn in jaxpr.eqns:
+        found.update([eqn.params["name"]] if eqn.primitive.name == "jit" else [])
+        for inner in filter(is_program, jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)):
+            found += calls(getattr(inner, "jaxpr", inner))
+    return Counter({name: n for name, n in found.items() if name in KERNEL_CALLS})
 
 
 def test_codes_never_become_numbers(text):

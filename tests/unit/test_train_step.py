@@ -33,15 +33,15 @@ MODEL = ModelConfig.from_hf(
     }
 )  # fmt: skip
 FLOAT32 = Precision.uniform(2)  # compute in float32, weights rounded to bfloat16: the bf16 recipe in float32 mode
-LOGPROBS = make_logprobs(MODEL, FLOAT32, 0.7, remat=False)
+LOGPROBS = make_logprobs(MODEL, FLOAT32, 0.7, remat="none")
 KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients, exact, in opt_state
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
 )
 policy, score_policy = make_policy(FLOAT32), make_score(LOGPROBS)
 train_step = make_train_step(LOGPROBS, FLOAT32, Loss(), CorrectionConfig(), KEEP)
-# [M, R, T]: one sequence a row, padded; the same one by one; packed, split, with room for more than there is
-PADDED = (1, 12, LONGEST)
-LAYOUTS = (PADDED, (12, 1, LONGEST), (2, 2, 36))
+# [M, R, T]: one sequence a row and a micro-batch, padded; packed, split, with room for more than there is
+PADDED = (12, 1, LONGEST)
+LAYOUTS = (PADDED, (2, 2, 36))
 
 
 @functools.cache
@@ -149,9 +149,11 @@ KINDS = {
     "REINFORCE, two policies": (Loss(objective="reinforce", old_policy="rollout"), "verl/bypass_pg_is"),
     "prime-rl": (Loss(objective="prime_rl", old_policy="rollout"), "prime_rl/default"),
 }  # fmt: skip
+# Each objective in other layouts is in test_objectives.py, each correction in test_correction_laws.py.
+SHOWN_IN_PARTS = ("GSPO with sequence TIS", "MIS, normalised", "prime-rl")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SHOWN_IN_PARTS else k for k in KINDS])
 def test_every_kind_of_loss_is_as_independent_of_the_layout(kind):
     loss, preset = KINDS[kind]
     results = []
@@ -189,7 +191,7 @@ def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved():
     assert two[0]["mismatch/k3"] > 1e-3  # not neutral
 
 
-@pytest.mark.parametrize("denominator", ["kept", "all"])
+@pytest.mark.parametrize("denominator", ["kept", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
     """Exactly so when it leaves the denominator; when it stays, the gradient shrinks by its share of the tokens."""
     layout = (2, 2, 36)
@@ -255,7 +257,7 @@ def test_a_nan_at_a_live_token_is_seen_and_nothing_is_applied(field):
     old = spoilt.pop("old_logp")
     state = init_state(jax.tree.map(jnp.copy, params()), KEEP)
     before = jax.tree.map(np.array, state)
-    after, _, metrics = train_step(state, policy(params()), batch._replace(**spoilt), old)
+    after, _, metrics = train_step(state, policy(params()), batch._replace(**spoilt), old, None)
     assert metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 1
     assert_bit_equal(before._replace(bad_steps=np.int32(1)), jax.tree.map(np.asarray, after))
 
@@ -289,6 +291,6 @@ def test_other_lengths_compile_nothing():
     now = policy(params())
     for seed, lengths in enumerate(([(1, 2), (2, 3)], [(5, 7)] * 12, [(3, 1)] * 5)):
         batch = laid_out(samples_of(lengths, seed), (2, 2, 36))
-        state, now, _ = train_step(state, now, batch, score(params(), batch))
+        state, now, _ = train_step(state, now, batch, score(params(), batch), None)
         sizes.append((score_policy._cache_size(), train_step.__wrapped__._cache_size()))
     assert len(set(sizes)) == 1

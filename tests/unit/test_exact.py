@@ -1,0 +1,40 @@
+"""Compiled programs kept in a folder."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.exact import exact_jit, keep_compiled
+
+
+@pytest.fixture
+def settings():
+    """JAX's, put back afterwards; every program counts as worth keeping."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(names[1], 0.0)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_programs_are_kept_where_asked_and_for_nobody_else(settings, tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    keep_compiled("")
+    assert jax.config.jax_compilation_cache_dir == before
+    folder = tmp_path / "deep" / "cache"
+    keep_compiled(str(folder))
+    exact_jit(lambda x: x @ x - 7)(jnp.ones((3, 3)))
+    assert any(folder.iterdir()) and folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(settings, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r'train.compilation_cache = ".*file/cache": Not a directory'):
+        keep_compiled(str(tmp_path / "file" / "cache"))

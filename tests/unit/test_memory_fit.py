@@ -1,0 +1,83 @@
+"""A run that cannot fit is refused before anything loads, with what would give most."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+
+from jaxfp8rl.config import Config
+from jaxfp8rl.errors import ConfigError, OutOfMemory
+from jaxfp8rl.memory_fit import check_fits, explained, format_needs, needs
+from jaxfp8rl.memory_plan import memory_plan
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.run_directory import Clock
+
+H200 = 150_754_820_096  # bytes, by the driver
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+MODEL = ModelConfig.from_hf(QWEN3_8B)
+
+
+def config(**sections) -> Config:
+    base = {
+        "run": {"dir": "runs/x", "steps": 1},
+        "model": {"config": QWEN3_8B, "tokenizer": "chars:01"},
+        "task": {"kind": "arithmetic", "max_prompt_tokens": 32},
+        "rollout": {
+            "engine": "vllm", "prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 4096, "kv_cache": "fp8",
+            "kv_cache_gib": 19.0, "sleep": "drop_weights",
+        },
+        "precision": {"recipe": "fp8_unified"},
+        "optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"},
+        "train": {"row_tokens": 16512, "rows_per_microbatch": 1, "remat": "layer"},
+    }  # fmt: skip
+    return Config.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
+
+
+def test_8b_fits_an_h200_with_the_engine_asleep_and_needs_more_with_it_awake():
+    cfg, awake = config(), config(rollout={"sleep": "off"})
+    check_fits(cfg, MODEL, H200)
+    plan = sum(size for _, size in memory_plan(cfg, MODEL))
+    asleep = needs(cfg, MODEL, H200)
+    assert plan < asleep["an update"] < 1.04 * plan and asleep["a rollout"] < asleep["an update"]
+    more = needs(awake, MODEL, H200)["an update"] - asleep["an update"]
+    assert 28e9 < more < 31e9  # 9.4 GB of weights, 19 GiB of cache
+    assert "during a rollout" in format_needs(cfg, MODEL)
+
+
+def test_what_is_said_to_help_helps_by_as_much():
+    cfg = config(optim={"master": "float32", "first_moment": "float32", "second_moment": "float32"}, train={"remat": "none"})
+    with pytest.raises(ConfigError) as caught:
+        check_fits(cfg, MODEL, H200)
+    said = str(caught.value)
+    assert said.startswith("an update needs ") and f"the device has {H200 / 2**30:.1f}" in said
+    knobs = [knob.split(" = ")[0] for knob in re.split("; |most: ", said)[1:]]
+    assert knobs == ["train.remat", "train.fsdp", "optim.master"] and 'train.remat = "layer"' in said
+    gains = [float(gain) for gain in re.findall(r"\(([\d.]+) GiB less\)", said)]
+    assert gains == sorted(gains, reverse=True)
+    before = needs(cfg, MODEL, H200)["an update"]
+    after = needs(config(optim=cfg.optim.model_dump()), MODEL, H200)["an update"]
+    assert f"{(before - after) / 2**30:.1f} GiB less" in said
+
+
+def test_what_the_utilisation_leaves_to_the_engine_counts():
+    cfg = config(rollout={"kv_cache_gib": None, "gpu_memory_utilization": 0.9, "sleep": "off"})
+    with pytest.raises(ConfigError, match="rollout.sleep = \"drop_weights\""):
+        check_fits(cfg, MODEL, H200)
+    check_fits(config(rollout={"engine": "remote", "kv_cache_gib": None}), MODEL, H200)
+
+
+def test_memory_that_runs_out_is_explained_by_phase():
+    clock = Clock()
+    with pytest.raises(OutOfMemory) as caught, explained(config()), clock("update"):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
+    said = str(caught.value)
+    assert "(phase: update)" in said and "for a rollout" in said and "what would give most: " in said
+    with pytest.raises(jax.errors.JaxRuntimeError), explained(config()):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -1,0 +1,30 @@
+"""The memory plan beside what was measured: the learner of benchmarks/step.py at Qwen3-8B's size on an H200."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import config
+from jaxfp8rl.memory_plan import memory_plan
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.toml_config import load_config
+
+MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/step_8b.json").read_text())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_unified"])
+def test_it_is_within_5_percent_of_the_measured_peak(recipe):
+    """vLLM stands for an engine whose memory is not the learner's; uncompiled, it leaves the stream in bfloat16."""
+    ((case, found),) = MEASURED["each"].items()
+    assert case == "Qwen3-8B, 36 layers, 2 x 1 x 16384 tokens"
+    settings = {
+        "train.remat": MEASURED["settings"]["remat"], "train.row_tokens": 16384, "train.rows_per_microbatch": 1,
+        "precision.recipe": recipe, "precision.compute_dtype": "bfloat16", "precision.weight_dtype": "bfloat16",
+        "precision.attention": "pallas", "rollout.engine": "vllm", "rollout.enforce_eager": str(recipe == "bf16").lower(),
+    } | {f"optim.{key}": value for key, value in MEASURED["settings"]["optim"].items()}  # fmt: skip
+    cfg = load_config("demo", [word for key, value in settings.items() for word in (f"--{key}", str(value))])
+    plan = memory_plan(cfg, ModelConfig.from_hf(config("8b", 0)))
+    assert sum(size for _, size in plan) == pytest.approx(found[recipe]["peak memory"] * 1e9, rel=0.05)
