@@ -101,7 +101,7 @@ def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str
     with contextlib.closing(build(load_config("demo", [*COMMON, *NORMS[norm], *CACHES[cache]]))) as parts:
         plain = dataclasses.replace(parts.precision, kv_fp8=False, attention_fp8=False)
         mirrored = parts.kv_scales.score if parts.kv_scales else parts.score  # as a step scores
-        learners = {"mirrored": mirrored, "BF16 attention": make_score(make_logprobs(parts.model, plain, 1.0, remat=False))}
+        learners = {"mirrored": mirrored, "BF16 attention": make_score(make_logprobs(parts.model, plain, 1.0, remat="none"))}
         policy = parts.policy(with_outliers(parts.model, parts.initial_params()))
         if cache == "BF16":
             return {"BF16 cache": published(parts, learners, policy, samples)}

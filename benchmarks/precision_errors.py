@@ -234,7 +234,7 @@ def layer_rows(subject: str, found: dict) -> list[dict]:
 
 def gradients(subject: Subject, precision: Precision) -> dict[str, np.ndarray]:
     """HF name -> gradient, float64, of the train step itself under plain REINFORCE, which has no ratio and no correction."""
-    logprobs = make_logprobs(subject.model, precision, 1.0, remat=subject.model.num_hidden_layers > 8)
+    logprobs = make_logprobs(subject.model, precision, 1.0, remat="layer" if subject.model.num_hidden_layers > 8 else "none")
     params = jax.tree.map(jnp.copy, subject.params)  # the step donates its state
     policy = make_policy(precision)(params)
     step = make_train_step(logprobs, precision, Loss(objective="reinforce"), CorrectionConfig(), KEEP)

@@ -6,8 +6,8 @@ The functions are those of a run: `make_score`, `make_train_step`, on M micro-ba
 in length, a tenth of each its prompt. Every recipe has a process of its own, so that the peak of its memory is its own; the
 yardstick is the first recipe named. MFU: the operations that the model needs (6 a parameter and token in linears, what a query's
 own segment asks of attention, the head over the response tokens; nothing computed again) over PEAK. --layers: fewer than the
-model has, where it would not fit. --optim: formats of masters and moments. --fsdp: devices, each with a row of a micro-batch. A
-large model wants more than JAX's usual share of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+model has, where it would not fit. --optim: formats of masters and moments. --remat: train.remat. --fsdp: devices, each with a row
+of a micro-batch. A large model wants more than JAX's usual share of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
 Needs a Hopper GPU.
 """
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -35,7 +36,7 @@ from jaxfp8rl.config import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.models.transformer import Remat, init_params
 from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision, fp8_runs
 from jaxfp8rl.sharding import make_layout
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fsdp", type=int, default=1)
     parser.add_argument("--optim", choices=OPTIMIZERS, default="float32")
+    parser.add_argument("--remat", choices=get_args(Remat), default="mlp")
     parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -74,7 +76,7 @@ def main() -> None:
             rows += [row(f"{case}, {recipe}", what, unit, f[what], found[first][what], first, smaller)
                      for what, unit, smaller in (("score", "ms", True), ("update", "ms", True), ("peak memory", "GB", True),
                                                  ("MFU", "of BF16's peak", False))]  # fmt: skip
-        write(args.out, "step", rows, args.plot, each=each)
+        write(args.out, "step", rows, args.plot, each=each, settings={"remat": args.remat, "optim": OPTIMIZERS[args.optim]})
 
 
 def child(size: str, recipe: str) -> dict:
@@ -90,7 +92,7 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     precision = precision_of(model, recipe)
     optimizer = make_optimizer(Optim(lr=1e-6, **OPTIMIZERS[args.optim]), 100)
     layout = make_layout(args.fsdp)
-    logprobs = make_logprobs(model, precision, 1.0, True, layout)
+    logprobs = make_logprobs(model, precision, 1.0, args.remat, layout)
     score = make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)
     state = layout.place(jax.jit(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"))(jax.random.key(0)))

@@ -18,6 +18,7 @@ from jaxfp8rl.data.packing import microbatches_needed
 from jaxfp8rl.data.tasks import Problem, Task, make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
+from jaxfp8rl.exact import keep_compiled
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.loading import load_params
@@ -26,7 +27,7 @@ from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim import make_optimizer, make_schedule
 from jaxfp8rl.precision.hardware import attention_of, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, resolve
-from jaxfp8rl.registry import build_engine
+from jaxfp8rl.registry import build_engine, share_gpu
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollouts import Prompt
 from jaxfp8rl.sharding import Layout, check_divides, make_layout
@@ -94,6 +95,8 @@ class Parts:
 def build(cfg: Config) -> Parts:
     """Assemble a run. Raises UserErrors in the order cheapest first: config, model shape, tokenizer, data, then the engine."""
     cfg.check()
+    keep_compiled(cfg.train.compilation_cache)
+    share_gpu(cfg)  # before anything asks JAX for its devices
     model = model_config(cfg)
     runs = engine_runs(cfg, model)
     layout = make_layout(cfg.train.fsdp)
@@ -126,7 +129,11 @@ def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCal
     """The shadow learner without FP8 that loss.calibrate_clip_every asks for."""
     if not cfg.loss.calibrate_clip_every:
         return None
-    plain = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype)
+    compute = cfg.precision.compute_dtype
+    plain = Precision.uniform(
+        model.num_hidden_layers, compute, weight_dtype=cfg.precision.weight_dtype,
+        attention=attention_of(cfg.precision.attention, compute, model),
+    )  # fmt: skip
     logprobs = make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat, layout)
     policy, score = make_policy(plain, layout=layout), make_score(logprobs, layout)
     return ClipCalibration(lambda params, batch: score(policy(params), batch), cfg.loss)

@@ -1,7 +1,7 @@
 """The command line, `jaxfp8rl`. A user's mistake is printed with its next step and no stack trace; a bug keeps its trace.
 
 Exit codes: 0 done, 1 a bug or a failed doctor, 2 wrong input, 3 the start-up gate failed, 4 non-finite updates, 5 an error
-at the engine, 130 Ctrl-C.
+at the engine, 6 out of device memory, 130 Ctrl-C.
 Heavy packages are imported inside the commands, so that help and config errors answer at once.
 """
 
@@ -141,11 +141,13 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _dry_run(cfg: Config) -> None:
+    from jaxfp8rl.memory_fit import format_needs
     from jaxfp8rl.memory_plan import format_plan, memory_plan
     from jaxfp8rl.models.config import ModelConfig
 
+    model = ModelConfig.from_hf(cfg.model.path or cfg.model.config)
     print(dump_config(cfg))
-    print(format_plan(memory_plan(cfg, ModelConfig.from_hf(cfg.model.path or cfg.model.config))))
+    print(format_plan(memory_plan(cfg, model)) + format_needs(cfg, model))
 
 
 def _doctor(args: argparse.Namespace, _: list[str]) -> None:

@@ -33,7 +33,9 @@ class Run(Section):
     seed: int = Field(0, description="seed of initialisation, data order and sampling")
     eval_every: int = Field(20, ge=0, description="steps between evaluations on held-out problems; 0: only first and last")
     eval_problems: int = Field(200, ge=1, description="held-out problems an evaluation scores, once each")
-    save_every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
+    save_every: int = Field(
+        50, ge=0, description="steps between checkpoints; the first and the last are always saved. 0: none, there is no resuming"
+    )
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
     samples_per_step: int = Field(4, ge=0, description="completions written to samples.jsonl each step")
     trackers: tuple[Literal["tensorboard"], ...] = Field((), strict=False, description="metric sinks besides console and JSONL")
@@ -118,7 +120,7 @@ class PrecisionSection(Section):
         "auto", description="what computes FP8 products; auto: pallas on Hopper, tensor_core on others with FP8 tensor cores"
     )
     attention: Literal["auto", "xla", "pallas"] = Field(
-        "xla", description="what computes the learner's attention; auto: pallas on Hopper, in 16 bits, heads of 64 or 128"
+        "auto", description="what computes the learner's attention; auto: pallas on Hopper, in 16 bits, heads of 64 or 128"
     )
     embedded_activations: Literal["fp8", "high"] = Field("fp8", description="W8A8 or W8A16 in the embedded engine")
     first_layers_bf16: int = Field(0, ge=0)
@@ -255,7 +257,12 @@ class Train(Section):
     row_tokens: int = Field(ge=16, description="length of a packed row, tokens")
     rows_per_microbatch: int = Field(8, ge=1, description="rows that go through the model at once")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates a rollout batch is split into, by whole groups")
-    remat: bool = Field(False, description="recompute each layer in the backward pass")
+    remat: Literal["none", "layer", "products", "mlp"] = Field(
+        "none", description="what of a layer the backward pass computes again: less is faster, for memory (docs/performance.md)"
+    )
+    compilation_cache: str = Field(
+        "", description="folder where compiled programs are kept for later runs; empty: what JAX_COMPILATION_CACHE_DIR says"
+    )
     fsdp: int = Field(1, ge=1, description="devices that weights, and the rows of a micro-batch, lie over (docs/sharding.md)")
 
 
@@ -276,6 +283,7 @@ class Gate(Section):
     """
 
     completions: int = Field(16, ge=1, description="completions sampled and scored by both")
+    max_new_tokens: int = Field(256, ge=1, description="their length at most, tokens; rollout.max_new_tokens where that is less")
     max_mean_gap: float = Field(0.2, gt=0, description="nats: largest mean |learner - engine| log-probability")
     max_gap: float = Field(5.0, gt=0, description="nats: largest single one")
 
@@ -283,6 +291,7 @@ class Gate(Section):
 class Monitor(Section):
     """What is measured besides the step itself."""
 
+    profile_step: int = Field(0, ge=0, description="step traced by jax.profiler, for XProf, to run.dir/profile; 0: none")
     precision_every: int = Field(0, ge=0, description="steps between probes of the FP8 roundings (docs/precision.md); 0: never")
 
 

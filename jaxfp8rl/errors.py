@@ -44,6 +44,12 @@ class NonFiniteStep(UserError):
     exit_code = 4
 
 
+class OutOfMemory(UserError):
+    """The device's memory ran out in a run whose plan fitted."""
+
+    exit_code = 6
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the closest known word, or the list of known ones when none is close."""
     known = sorted(known)

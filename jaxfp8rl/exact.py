@@ -11,8 +11,25 @@ means in another precision, and XLA would choose between the two anew for every 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import jax
 
+from jaxfp8rl.errors import ConfigError
+
 OPTIONS = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
 exact_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
+
+
+def keep_compiled(folder: str) -> None:
+    """From here on programs that take a second or more to compile are kept in `folder`, and read from it where they are there:
+    for the same program, compiler and kind of device. Who can write to it can have this process run what they like. An empty name
+    changes nothing. Raises ConfigError where the folder cannot be made."""
+    if not folder:
+        return
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f'train.compilation_cache = "{folder}": {e.strerror}', 'a folder of your own, or ""') from e
+    jax.config.update("jax_compilation_cache_dir", str(path))

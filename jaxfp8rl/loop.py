@@ -7,6 +7,7 @@ Everything random is drawn from (run.seed, step), so a resumed run continues as 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.errors import CheckpointError
+from jaxfp8rl.flops import mfu, update_flops
 from jaxfp8rl.gate import check_gate
+from jaxfp8rl.memory_fit import check_memory, explained
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.optim import init_state
 from jaxfp8rl.policy import shared
@@ -42,7 +45,8 @@ def train(cfg: Config, resume: bool = False) -> None:
     """
     cfg.check()
     check_run_directory(cfg, resume)
-    with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, resume) as run, StopSignals() as stop:
+    check_memory(cfg)
+    with explained(cfg), contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, resume) as run, StopSignals() as stop:
         run.note(computed_by(parts.precision))
         if warning := kv_fp8_warning(parts.model, parts.engine.capabilities().formats):
             run.note(warning)
@@ -53,11 +57,12 @@ def train(cfg: Config, resume: bool = False) -> None:
             run.log({"step": 0, "weights/version": 0, **facts, **evaluate(parts, 0)})
         while step < cfg.run.steps and not stop.requested:
             step += 1
-            state, policy, metrics, sampled = one_step(parts, run, state, policy, step)
+            with run.profiled(step == cfg.monitor.profile_step):
+                state, policy, metrics, sampled = one_step(parts, run, state, policy, step)
             if step == cfg.run.steps or (cfg.run.eval_every and step % cfg.run.eval_every == 0):
                 metrics |= evaluate(parts, step)
             run.log(metrics, samples=sampled)
-            if step == cfg.run.steps or step % cfg.run.save_every == 0 or stop.requested:
+            if cfg.run.save_every and (step == cfg.run.steps or step % cfg.run.save_every == 0 or stop.requested):
                 save(parts, run, state, step)
     if stop.requested and step < cfg.run.steps:
         raise SystemExit(stop.exit_code)
@@ -83,7 +88,8 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
         params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
     fresh = init_state(params, parts.optimizer, parts.precision.compute_dtype)
     state = parts.layout.place(fresh)  # committed, as restored: the same programs
-    save(parts, run, state, 0)
+    if parts.cfg.run.save_every:
+        save(parts, run, state, 0)
     if parts.cfg.loss.kl_coef:
         run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
         parts.hold_reference(run.load_reference(parts.model))
@@ -128,7 +134,8 @@ def one_step(
     if cfg.rollout.sleep != "off":
         parts.engine.sleep()  # until `publish` wakes it
     with clock("score"):
-        packed = [pack_samples(parts, samples) for samples in split(batch, parts)]
+        samples = split(batch, parts)
+        packed = [pack_samples(parts, s) for s in samples]
         scored = jax.block_until_ready([score(parts, policy, p) for p in packed])
     with clock("update"):
         lr = float(parts.schedule(state.step))
@@ -146,6 +153,8 @@ def one_step(
         metrics |= parts.kv_scales.metrics()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
+    if share := mfu(update_flops(parts.model, sum(samples, [])), metrics["time/update_s"], cfg.train.fsdp):
+        metrics["mfu/update"] = share
     return state, policy, metrics, sample_rows(batch, step, cfg.run.samples_per_step)
 
 
@@ -190,7 +199,8 @@ def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
 def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
     """Sample a few completions and score them with the learner. Raises GateFailed when the two disagree."""
     prompts = (parts.held_out or parts.train)[: parts.cfg.gate.completions]
-    requests = rollouts.make_requests(prompts, parts.sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
+    sampling = dataclasses.replace(parts.sampling, max_tokens=min(parts.cfg.gate.max_new_tokens, parts.sampling.max_tokens))
+    requests = rollouts.make_requests(prompts, sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
     kept, _ = rollouts.generate(parts.engine, prompts, requests, version)
     batch = pack_samples(parts, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])
     return check_gate(parts.cfg.gate, batch, np.asarray(parts.score(policy, batch)), parts.tokenizer)

@@ -49,10 +49,13 @@ def is_scaled(x: Any) -> bool:
     return isinstance(x, Scaled)
 
 
-def encode(x: Array, kept_as: Format, bits: Array | None = None, faint: Faint = "stochastic") -> Kept:
+def encode(
+    x: Array, kept_as: Format, bits: Array | None = None, faint: Faint = "stochastic", amax: Array | None = None
+) -> Kept:  # fmt: skip
     """x [..., K] float32, finite, rounded to a format: with `bits` [..., K] uint32 stochastically, without to nearest.
 
-    faint: how numbers are rounded that are too small for the type's full digits, in its block.
+    faint: how numbers are rounded that are too small for the type's full digits, in its block. amax [..., ceil(K/128)]: no less
+    than the largest of each block, from who knows it without looking at x.
     """
     dtype = DTYPES[kept_as]
     narrow = lambda x: x.astype(dtype) if bits is None else round_stochastically(x, dtype, bits, faint)
@@ -60,18 +63,23 @@ def encode(x: Array, kept_as: Format, bits: Array | None = None, faint: Faint = 
         return x
     if kept_as not in CODES:
         return narrow(x)
-    exponent = _block_exponent(x, dtype)
+    exponent = _exponent(block_amax(x) if amax is None else amax, dtype)
     codes = narrow(x * _spread(_power_of_two(-exponent), x.shape[-1]))
     return Scaled(jax.lax.bitcast_convert_type(codes, CODES[kept_as]), _power_of_two(exponent))
 
 
 def decode(kept: Kept) -> Array:
     """The float32 numbers, exactly."""
-    if is_scaled(kept):
-        dtype = next(DTYPES[name] for name, stored in CODES.items() if stored == kept.codes.dtype)
-        codes = jax.lax.bitcast_convert_type(kept.codes, dtype)
-        return codes.astype(jnp.float32) * _spread(kept.scale, codes.shape[-1])
-    return kept.astype(jnp.float32)
+    if not is_scaled(kept):
+        return kept.astype(jnp.float32)
+    numbers = _e4m3(kept.codes) if kept.codes.dtype == jnp.uint8 else kept.codes.astype(jnp.float32)
+    return numbers * _spread(kept.scale, numbers.shape[-1])
+
+
+def _e4m3(codes: Array) -> Array:
+    """Bytes of E4M3, none NaN -> float32. Shifted, they are float16 of an exponent less by 8, which one instruction converts."""
+    shifted = (jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16) << 7) & ~0x4000
+    return jax.lax.bitcast_convert_type(shifted, jnp.float16).astype(jnp.float32) * 2.0**8
 
 
 def zeros(shape: Sequence[int], kept_as: Format) -> Kept:
@@ -91,29 +99,36 @@ def nbytes(shape: Sequence[int], kept_as: Format) -> int:
 def round_stochastically(x: Array, dtype: jnp.dtype, bits: Array, faint: Faint = "stochastic") -> Array:
     """x float32 -> one of its two neighbours in `dtype`, each with the chance that makes the mean x; x itself if it is one.
 
-    bits: uint32 of x's shape, of which as many upper ones are used as x has more digits than `dtype`, so that over all bits the
-    mean is x exactly, down to the type's least normal number, and to 2^-13 of the spacing below it, unless `faint` numbers go
-    towards zero or away from it. |x| must not exceed the largest number of `dtype`. bfloat16 is spaced 2^-126 below 2^-119.
+    bits: uint32 of x's shape, of which as many upper ones are used as x has more digits than `dtype`: added to the digits that
+    go, they carry over with just that chance. So over all bits the mean is x exactly, down to the type's least normal number, and
+    to 2^-13 of the spacing below it, unless `faint` numbers go towards zero or away from it. |x| must not exceed the largest
+    number of `dtype`. bfloat16 has float32's exponents: nothing is faint in it.
+
+    By integers throughout: there is one instruction for each line here, where a compiler's conversion to E4M3 takes thirty.
     """
     to = jnp.finfo(dtype)
-    exponent, least = (_as_int(jnp.abs(x)) >> FRACTION) - BIAS, max(int(to.minexp), SMALLEST + to.nmant)
-    spacing = jnp.maximum(exponent, least) - to.nmant
-    spare = FRACTION - to.nmant
-    chance = (bits >> (32 - spare)).astype(jnp.float32) * 2.0**-spare  # in [0, 1)
-    steps = jnp.abs(x) * _power_of_two(-spacing)
-    rounded = jnp.floor(steps + chance)
-    if faint != "stochastic":
-        rounded = jnp.where(exponent < least, jnp.floor(steps) if faint == "down" else jnp.ceil(steps), rounded)
-    return jnp.copysign(rounded * _power_of_two(spacing), x).astype(dtype)
+    spare, unsigned = FRACTION - to.nmant, jnp.dtype(f"uint{to.bits}")
+    digits, extra = _as_int(x), (bits >> (32 - spare)).astype(jnp.int32)
+    magnitude = digits & 0x7FFFFFFF
+    code = (magnitude + extra >> spare) - (to.minexp - SMALLEST << to.nmant)
+    if to.minexp > SMALLEST:  # the codes of multiples of the least spacing are 0, 1, 2, ...
+        steps = jnp.abs(x) * 2.0 ** (to.nmant - to.minexp)
+        steps = {"stochastic": lambda: steps + extra * 2.0**-spare, "down": lambda: steps, "up": lambda: jnp.ceil(steps)}[faint]()
+        code = jnp.where(magnitude < to.minexp + BIAS << FRACTION, steps.astype(jnp.int32), code)
+    code |= digits >> (32 - to.bits) & 1 << (to.bits - 1)
+    return jax.lax.bitcast_convert_type(code.astype(unsigned), dtype)
 
 
-def random_words(salt: Array, layer: Array, shape: Sequence[int]) -> tuple[Array, Array, Array]:
-    """Three uint32 for each element: a hash of `salt` [2] uint32, `layer` and the element's place. It is as good as rounding
-    needs, a tenth of jax.random's instructions, so that XLA may fuse it anywhere, and the same however the array is sharded."""
-    strides = [math.prod(shape[axis + 1 :]) % 2**32 for axis in range(len(shape))]
-    place = sum(jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(n) for axis, n in enumerate(strides))
-    salt = _mix(salt + jnp.uint32(layer))
-    word = _mix(_mix(place + salt[0]) ^ salt[1])
+def random_words(salt: Array, first: Array | int, shape: Sequence[int]) -> tuple[Array, Array, Array]:
+    """Three uint32 for each element: a hash of `salt` [2] uint32 and the element's place, its index along the first of several
+    axes counted from `first`. It is as good as rounding needs, a tenth of jax.random's instructions, so that XLA may fuse it
+    anywhere, and the same however the array is sharded or cut."""
+    *lead, width = shape
+    index = lambda axis: jax.lax.broadcasted_iota(jnp.uint32, (*lead, 1), axis)
+    row = sum((index(a) * np.uint32(math.prod(lead[a + 1 :])) for a in range(len(lead))), jnp.uint32(0))
+    row += jnp.uint32(first) * np.uint32(math.prod(lead[1:]))
+    row = jax.lax.optimization_barrier(_mix(_mix(row + salt[0]) ^ salt[1]))  # once a row, not once an element
+    word = _mix(row ^ jnp.arange(width, dtype=jnp.uint32))
     return word, word * np.uint32(0x9E3779B9), word * np.uint32(0x85EBCA6B)  # each bit depends on all of word's below it
 
 
@@ -124,12 +139,21 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def _block_exponent(x: Array, dtype: jnp.dtype) -> Array:
-    """The least k with amax <= MAX * 2^k of each block, [..., ceil(K/128)] int32. Bits of float32 are ordered as the numbers are,
-    and an exponent more adds 2^23 to them."""
+def blocks(x: Array) -> Array:
+    """[..., K] -> [..., ceil(K/128), 128], with zeros at the end of the last."""
     missing = -x.shape[-1] % BLOCK
-    padded = jnp.pad(jnp.abs(x), [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else jnp.abs(x)
-    amax = jnp.max(padded.reshape(*x.shape[:-1], -1, BLOCK), -1)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+    return padded.reshape(*x.shape[:-1], -1, BLOCK)
+
+
+def block_amax(x: Array) -> Array:
+    """The largest |x| of each block, [..., ceil(K/128)]."""
+    return jnp.max(blocks(jnp.abs(x)), -1)
+
+
+def _exponent(amax: Array, dtype: jnp.dtype) -> Array:
+    """The least k with amax <= MAX * 2^k, int32. Bits of float32 are ordered as the numbers are, and an exponent more adds 2^23
+    to them."""
     largest = int(np.float32(jnp.finfo(dtype).max).view(np.int32))
     return jnp.maximum((_as_int(amax) - largest + 2**FRACTION - 1) >> FRACTION, SMALLEST)
 

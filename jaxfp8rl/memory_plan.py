@@ -1,7 +1,8 @@
 """What a run will hold in device memory, from its config and model shape alone: the table of `--dry-run`.
 
-Weights, optimiser state, gradients, cache and wire are counted tensor by tensor. What autodiff keeps of a micro-batch is
-estimated (XLA fuses and reuses), as is whatever the compiler needs besides: leave a fifth of the memory free.
+Weights, optimiser state, gradients, cache and wire are counted tensor by tensor, and what autodiff keeps of a micro-batch where
+train.remat says what that is. What the backward of a layer, or of the head, holds besides is estimated: XLA fuses and reuses.
+docs/performance.md has the plan beside XLA's and beside what was measured.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.publish import is_fp8, wire_manifest
+from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
 from pallas_kernels.logprob.api import MEMORY
 from pallas_kernels.quantize import BLOCK
 
@@ -27,6 +29,7 @@ Plan = list[tuple[str, int]]
 F32 = 4
 LINK_SLOTS = 2 * 2**28  # of bridges.weights.links
 PART = 160 * 2**20  # of bridges.weights.vllm_inplace
+RESIDENT = 3  # the first so many rows are there all the time: masters, moments, policy
 
 
 def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
@@ -36,20 +39,23 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
     metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
     wire = manifest.nbytes(metas)
-    split = [
-        (f"master weights, {cfg.optim.master}, {params / 1e6:,.1f} M parameters", _kept(model, cfg.optim.master)),
-        _moments(cfg, model),
-        ("gradients: a float32 sum, and a micro-batch's own", params * (F32 + compute)),
-        (f"policy in {cfg.precision.compute_dtype}, and codes and scales of what is FP8 in it", _policy(cfg, model, compute)),
-    ]  # over train.fsdp devices
-    learner = [
-        *((what, -(-size // cfg.train.fsdp)) for what, size in split),
-        (f"weights on their way to the engine, recipe {cfg.precision.recipe}", _in_flight(cfg, metas)),
-        ("activations of a micro-batch (estimate)", _activations(cfg, model, compute)),
-        ("logits of a block, their gradient and that of the hidden states (estimate)", _logits(cfg, model, compute)),
+    shared = lambda size: -(-size // cfg.train.fsdp)
+    update = [
+        ("gradients: a float32 sum, and a micro-batch's own outside the layers", shared(params * F32 + _outer(model) * compute)),
+        (f'what is kept of a micro-batch, train.remat = "{cfg.train.remat}"', _kept_of_layers(cfg, model, compute)),
+        ("the backward of a layer, or of the head (estimate)", max(_layer(cfg, model, compute), _logits(cfg, model, compute))),
     ]
     if cfg.train.fsdp > 1:
-        learner.append(("weights gathered of all devices: a layer's, the embedding, the head", _gathered(model, compute)))
+        update.append(("weights gathered of all devices: a layer's, the embedding, the head", _gathered(model, compute)))
+    moments, size = _moments(cfg, model)
+    learner = [
+        (f"master weights, {cfg.optim.master}, {params / 1e6:,.1f} M parameters", shared(_kept(model, cfg.optim.master))),
+        (moments, shared(size)),
+        (f"policy in {cfg.precision.compute_dtype}, codes and scales where it is FP8", shared(_policy(cfg, model, compute))),
+        *update,
+    ]
+    if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):
+        learner.append(("weights on their way to the engine, beyond what an update takes", crossing - taken))
     if cfg.rollout.link in ("cuda_ipc", "nccl"):
         learner.append(("two slots of rollout.link", LINK_SLOTS))
     if cfg.rollout.engine != "jax":  # takes its share of a GPU, whatever it needs
@@ -95,30 +101,52 @@ def _gathered(model: ModelConfig, itemsize: int) -> int:
     return itemsize * sum(math.prod(e.shape) for e in param_table(model) if not e.layer)  # of no layer, or of the first
 
 
-def _activations(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """A layer keeps the input of each norm and product, q, k, v and the attention's weights [H, T, T] for its backward pass (by
-    the kernels a number a query, [H, T]); with remat only its input, while one layer at a time holds the rest."""
-    tokens = cfg.train.rows_per_microbatch // cfg.train.fsdp * cfg.train.row_tokens
-    heads = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    scores = model.num_attention_heads * (1 if cfg.precision.attention == "pallas" else cfg.train.row_tokens) * F32
-    layer = tokens * ((4 * model.hidden_size + heads + 3 * model.intermediate_size) * itemsize + scores)
-    if cfg.train.remat:
-        return layer + model.num_hidden_layers * tokens * model.hidden_size * itemsize
-    return model.num_hidden_layers * layer
+def _outer(model: ModelConfig) -> int:
+    """Parameters outside the layers."""
+    return sum(math.prod(e.shape) for e in param_table(model) if e.layer is None)
+
+
+def _tokens(cfg: Config) -> int:
+    """Of a micro-batch, on one device."""
+    return cfg.train.rows_per_microbatch // cfg.train.fsdp * cfg.train.row_tokens
+
+
+def _kept_of_layers(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    """Every layer's input, in the residual stream's type, and what train.remat keeps besides (models.transformer.SAVED); with
+    "none" the input of each norm and product, q, k, v and what attention keeps. Attention's is its result and a float32 a query
+    by the kernels, else its weights [H, T, T]."""
+    queries, keys = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    scores = model.num_attention_heads * (1 if _by_kernels(cfg, model) else cfg.train.row_tokens) * F32
+    attention = queries * itemsize + scores
+    projections = (queries + 2 * keys + model.hidden_size) * itemsize
+    mlp = (3 * model.hidden_size + 3 * model.intermediate_size) * itemsize
+    besides = {"layer": 0, "products": attention, "mlp": attention + projections, "none": attention + projections + mlp}
+    stream = model.hidden_size * (F32 if _fused(cfg) else itemsize)
+    return model.num_hidden_layers * _tokens(cfg) * (stream + besides[cfg.train.remat])
+
+
+def _fused(cfg: Config) -> bool:
+    """Whether the stream between layers is in float32, as a compiled engine's is (bridges.api.EngineFormats)."""
+    return cfg.rollout.engine != "jax" and not cfg.rollout.enforce_eager
+
+
+def _layer(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    """What is computed again of one layer, and the gradients of its MLP."""
+    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+    return _tokens(cfg) * (4 * model.hidden_size + heads + 6 * model.intermediate_size) * itemsize
 
 
 def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """Codes take a byte, unless they are the engine's, and their scales 4 for 128x128; beside them stand zeros in the type of
-    their gradients."""
+    """Codes take a byte, unless they are the engine's, and their scales 4 for 128x128."""
     forward_fp8 = get_recipe(cfg.precision.recipe).forward_fp8
     runs = engine_runs(cfg, model) if forward_fp8 else ()
     fp8 = sum(math.prod(e.shape) for e in param_table(model) if is_fp8(e, runs))
     params = sum(math.prod(e.shape) for e in param_table(model))
-    return params * itemsize + fp8 * (not cfg.rollout.one_copy) + fp8 * F32 // BLOCK**2
+    return (params - fp8) * itemsize + fp8 * (not cfg.rollout.one_copy) + fp8 * F32 // BLOCK**2
 
 
 def _logits(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    tokens = cfg.train.rows_per_microbatch // cfg.train.fsdp * cfg.train.row_tokens
+    tokens = _tokens(cfg)
     return min(tokens * model.vocab_size * (F32 + itemsize), MEMORY) + tokens * model.hidden_size * (F32 + itemsize)
 
 
@@ -126,3 +154,9 @@ def _kv_cache(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     rows = min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
     itemsize = 1 if cfg.rollout.kv_cache == "fp8" else itemsize
     return 2 * model.num_hidden_layers * rows * cfg.max_model_len * model.num_key_value_heads * model.head_dim * itemsize
+
+
+def _by_kernels(cfg: Config, model: ModelConfig) -> bool:
+    """Whether attention is, on the GPU that the plan is for: a plan is made on any machine."""
+    fits = model.head_dim in HEAD_SIZES and cfg.precision.compute_dtype in DTYPES
+    return cfg.precision.attention == "pallas" or (cfg.precision.attention == "auto" and fits)

@@ -1,4 +1,10 @@
-"""Functions of a batch, and their gradients, a micro-batch at a time."""
+"""Functions of a batch, and their gradients, a micro-batch at a time.
+
+Gradients of micro-batches are summed in float32, those of layers where autodiff makes them: a layer's is added to its place in
+the sums before the next layer's is made, so that no more than a layer of a micro-batch's own is ever held. The sums ride along
+with the activations, unread (`tap`), and come back down the layers in the backward pass, as what autodiff takes for their
+cotangent.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +32,58 @@ def zeros(like: Any) -> Any:
 
 
 def accumulate(
-    loss_fn: Callable, weights: Params, batch: tuple, live: Array, loss_scale: Array
+    loss_fn: Callable, outer: Params, sums: Params, batch: tuple, live: Array, loss_scale: Array
 ) -> tuple[Array, dict[str, Array], Params]:
-    """(sum of the losses, what was seen by micro-batch, sum of the gradients in float32) of
-    `loss_fn(weights, micro) -> (loss, seen)` over the leading axis of `batch`.
+    """(sum of the losses, what was seen by micro-batch, sum of the gradients in float32, times `loss_scale`) of
+    `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
 
-    The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive float16, and the
-    gradients divided by it. Micro-batches that are not `live` [M] are skipped, not computed and thrown away; they have seen
-    zeros.
+    outer: the weights outside the layers. sums: zeros of the shapes of all gradients, float32, under "layers" those that the loss
+    hands to `tap`, which is how it is differentiated by the layers' weights.
+
+    The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive float16.
+    Micro-batches that are not `live` [M] are skipped, not computed and thrown away; they have seen zeros.
     """
 
-    def scaled(weights: Params, micro: tuple) -> tuple:
-        value, seen = loss_fn(weights, micro)
+    def scaled(outer: Params, layers: Params, micro: tuple) -> tuple:
+        value, seen = loss_fn(outer, layers, micro)
         return value * loss_scale, (value, seen)
 
-    def run(micro: tuple) -> tuple:
-        grads, (value, seen) = jax.grad(scaled, has_aux=True)(weights, micro)
-        return (value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)), jax.lax.stop_gradient(seen)
+    def add(value: Array, sums: Params, micro: tuple) -> tuple:
+        (grads, layers), (new, seen) = jax.grad(scaled, (0, 1), has_aux=True)(outer, sums["layers"], micro)
+        added = {name: jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums[name], g) for name, g in grads.items()}
+        return (value + new, {**added, "layers": layers}), jax.lax.stop_gradient(seen)
 
-    total, seen = jax.eval_shape(run, jax.tree.map(lambda x: x[0], batch))
+    nothing = zeros(jax.eval_shape(add, jnp.float32(0), sums, jax.tree.map(lambda x: x[0], batch))[1])
 
     def body(total: tuple, step: tuple) -> tuple:
-        def add() -> tuple:
-            new, seen = run(step[0])
-            return jax.tree.map(jnp.add, total, new), seen
+        return jax.lax.cond(step[1], lambda: add(*total, step[0]), lambda: (total, nothing))
 
-        return jax.lax.cond(step[1], add, lambda: (total, zeros(seen)))
+    (value, grads), seen = jax.lax.scan(body, (jnp.float32(0), sums), (batch, live))
+    return value, seen, grads
 
-    (value, grads), seen = jax.lax.scan(body, zeros(total), (batch, live))
-    return value, seen, jax.tree.map(lambda g: g / loss_scale, grads)
+
+@jax.custom_vjp
+def tap(weights: Params, sums: Params, i: Array) -> tuple[Params, Params]:
+    """(weights [...] of layer i, sums [L, ...]), as they are. Backwards the gradient of the weights is added to the i-th of what
+    comes back for the sums, and goes nowhere else."""
+    return weights, sums
+
+
+def _tap_bwd(i: Array, cotangents: tuple[Params, Params]) -> tuple[None, Params, None]:
+    def add(grad: Array, into: Array) -> Array:  # [1, ...] at a time, else XLA copies a layer out before it adds
+        row = jax.lax.dynamic_slice_in_dim(into, i, 1) + grad.astype(into.dtype)[None]
+        return jax.lax.dynamic_update_slice_in_dim(into, row, i, 0)
+
+    return None, jax.tree.map(add, *cotangents), None
+
+
+tap.defvjp(lambda weights, sums, i: ((weights, sums), i), _tap_bwd)
+
+
+@jax.custom_vjp
+def sums_end(x: Array, sums: Params) -> Array:
+    """x. Backwards the sums themselves begin their way down here."""
+    return x
+
+
+sums_end.defvjp(lambda x, sums: (x, sums), lambda sums, dx: (dx, sums))

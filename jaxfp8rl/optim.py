@@ -16,7 +16,7 @@ import optax
 from jax import Array
 
 from jaxfp8rl.config import Optim
-from jaxfp8rl.low_bit import Format, Kept, decode, encode, random_words, zeros
+from jaxfp8rl.low_bit import Format, Kept, block_amax, blocks, decode, encode, is_scaled, random_words, zeros
 from jaxfp8rl.types import Params, StepMetrics, TrainState
 
 FIRST_LOSS_SCALE, LARGEST_LOSS_SCALE, LOSS_SCALE_PATIENCE = 2.0**15, 2.0**16, 200
@@ -24,17 +24,19 @@ FIRST_LOSS_SCALE, LARGEST_LOSS_SCALE, LOSS_SCALE_PATIENCE = 2.0**15, 2.0**16, 20
 # How masters and moments are rounded that are too faint for the digits of their format: moments so that a step gets smaller,
 # for a first moment rounded up, or a second one rounded to 0, makes a step of a thousand learning rates.
 FAINT = ("stochastic", "down", "up")
+MARGIN = 1 + 2.0**-20  # of a bound on numbers that are computed again, and may then round another way
 
 
 class Optimizer(NamedTuple):
     """An optax.GradientTransformation whose update gives the new parameters themselves, because only it can round them.
 
     init(params float32) -> (parameters as they are kept, state)
-    update(grads float32, state, params, ok) -> (params, state); the very bytes that it got unless `ok`, a traced bool.
+    update(grads float32, scale, state, params, finite) -> (params, state, global norm), the gradients being grads * scale: the
+    very bytes that it got unless `finite`, a traced bool, and the norm is finite.
     """
 
     init: Callable[[Params], tuple[Params, Any]]
-    update: Callable[[Params, Any, Params, Array], tuple[Params, Any]]
+    update: Callable[[Params, Array, Any, Params, Array], tuple[Params, Any, Array]]
 
 
 class Formats(NamedTuple):
@@ -65,9 +67,8 @@ def make_optimizer(cfg: Optim, updates: int) -> Optimizer:
 
 def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
     """optax.adamw after optax.clip_by_global_norm, in float32 between reading and rounding. The state is an
-    optax.ScaleByAdamState, its moments in their formats; the bits that round are drawn by (count, leaf, layer).
+    optax.ScaleByAdamState, its moments in their formats; the bits that round are drawn by (count, leaf, place).
     """
-    adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
 
     def init(params: Params) -> tuple[Params, optax.ScaleByAdamState]:
         moment = lambda kept_as: jax.tree.map(lambda p: zeros(p.shape, kept_as), params)
@@ -75,30 +76,47 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
         kept = _stow((masters, moment(formats.first), moment(formats.second)), formats.offload)
         return kept[0], optax.ScaleByAdamState(jnp.int32(0), *kept[1:])
 
-    def update(grads: Params, state: optax.ScaleByAdamState, params: Params, ok: Array) -> tuple[Params, Any]:
-        norm, rate, count = optax.tree.norm(grads), schedule(state.count), state.count
+    def peaks(g: Array, mu: Kept) -> tuple[Array, Array]:
+        """The largest of each block of the new first moment, if gradients are not clipped, and if they are clipped to 0: it is
+        no more than between the two when they are clipped by a factor between."""
+        before = cfg.b1 * decode(mu)
+        return block_amax(before + (1 - cfg.b1) * g), block_amax(before)
+
+    def update(grads: Params, scale: Array, state: optax.ScaleByAdamState, params: Params, finite: Array) -> tuple:
+        sums, ahead = lambda g: jnp.sum(blocks(g * g), -1), formats.first == "float8" and not formats.offload
+        seen = jax.tree.map(lambda g, mu: (sums(g), *(peaks(scale * g, mu) if ahead else ())), grads, state.mu)
+        if ahead:  # all that is looked at before anything is written, in a pass of its own: else XLA makes one, slow, of the two
+            seen, grads, state, params = jax.lax.optimization_barrier((seen, grads, state, params))
+        seen = jax.tree.structure(grads).flatten_up_to(seen)
+        norm = scale * jnp.sqrt(sum(jnp.sum(squares) for squares, *_ in seen))
+        ok, clip = finite & jnp.isfinite(norm), jnp.minimum(1.0, cfg.clip_norm / norm)
+        rate, count = schedule(state.count), state.count + 1
+        unbias = [1 / (1 - jnp.float32(b) ** count) for b in (cfg.b1, cfg.b2)]
 
         def leaf(number: int, path: tuple, grads: Array, *kept: Kept) -> tuple[Kept, ...]:
             decay = 0.0 if "norm" in jax.tree_util.keystr(path) else cfg.weight_decay
 
-            def step(i: Array, g: Array, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
+            def step(first: Array | int, g: Array, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
                 param, mu, nu = map(decode, kept)
-                g = jnp.where(norm < cfg.clip_norm, g, g / norm * cfg.clip_norm)
-                direction, new = adam.update(g, optax.ScaleByAdamState(count, mu, nu))
-                param -= rate * (direction + decay * param)
-                words = random_words(salts[number], i, g.shape)
-                after = tuple(map(encode, (param, new.mu, new.nu), formats[:3], words, FAINT))
+                free, still = (seen[number][1:] or peaks(scale * g, kept[1])) if is_scaled(kept[1]) else (0.0, 0.0)
+                amax = None, MARGIN * (clip * free + (1 - clip) * still), None
+                g *= scale * clip
+                mu = cfg.b1 * mu + (1 - cfg.b1) * g
+                nu = cfg.b2 * nu + (1 - cfg.b2) * g * g
+                direction = unbias[0] * mu / (jnp.sqrt(unbias[1] * nu) + cfg.eps)
+                param -= rate * (direction + decay * param if decay else direction)
+                words = random_words(salts[number], first, g.shape)
+                after = tuple(map(encode, (param, mu, nu), formats[:3], words, FAINT, amax))
                 return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, kept)
 
-            in_place = _by_layer if path[0].key == "layers" else _at_once
-            return in_place(step, grads, kept, formats.offload)
+            return _from_host(step, grads, kept, path[0].key == "layers") if formats.offload else step(0, grads, kept)
 
         paths, tree = jax.tree_util.tree_flatten_with_path(grads)
-        salts = jax.random.bits(jax.random.fold_in(jax.random.key(0), count), (len(paths), 2), jnp.uint32)
+        salts = jax.random.bits(jax.random.fold_in(jax.random.key(0), state.count), (len(paths), 2), jnp.uint32)
         kept = (tree.flatten_up_to(t) for t in (params, state.mu, state.nu))
         leaves = [leaf(n, path, g, *x) for n, ((path, g), *x) in enumerate(zip(paths, *kept))]
         params, mu, nu = map(tree.unflatten, zip(*leaves))
-        return params, optax.ScaleByAdamState(count + ok, mu, nu)
+        return params, optax.ScaleByAdamState(state.count + ok, mu, nu), norm
 
     return Optimizer(init, update)
 
@@ -106,21 +124,17 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
 _nearest = jax.jit(encode, static_argnums=1)  # jitted, so that nothing of a stack's size stands beside it
 
 
-def _by_layer(step: Callable, grads: Array, kept: tuple[Kept, ...], offload: bool) -> tuple[Kept, ...]:
-    """`step(i, grads, kept)` of each layer of a stack [L, ...], in place. The barrier reads a layer before any of it is written:
-    otherwise XLA copies the whole stack first. (It does so around a `lax.cond`, too, so the guard is a `where`.)"""
+def _from_host(step: Callable, grads: Array, kept: tuple[Kept, ...], stacked: bool) -> tuple[Kept, ...]:
+    """`step` with moments that are fetched and put back, a layer of a stack [L, ...] at a time, each in its place. The barrier
+    reads a layer before any of it is written: otherwise XLA copies the whole stack first."""
 
     def layer(i: Array, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
-        row = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-        read = jax.lax.optimization_barrier((row(grads), _fetch(jax.tree.map(row, kept), offload)))
-        write = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
-        return jax.tree.map(write, kept, _stow(step(i, *read), offload))
+        row = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1)
+        read = jax.lax.optimization_barrier((row(grads), _fetch(jax.tree.map(row, kept), True)))
+        write = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 0)
+        return jax.tree.map(write, kept, _stow(step(i, *read), True))
 
-    return jax.lax.fori_loop(0, len(grads), layer, kept)
-
-
-def _at_once(step: Callable, grads: Array, kept: tuple[Kept, ...], offload: bool) -> tuple[Kept, ...]:
-    return _stow(step(0, *jax.lax.optimization_barrier((grads, _fetch(kept, offload)))), offload)
+    return jax.lax.fori_loop(0, len(grads), layer, kept) if stacked else _stow(step(0, grads, _fetch(kept, True)), True)
 
 
 def _fetch(kept: tuple, offload: bool) -> tuple:
@@ -135,12 +149,14 @@ def _stow(kept: tuple, offload: bool) -> tuple:
 def from_optax(transformation: optax.GradientTransformation) -> Optimizer:
     """Any optax transformation, of float32 parameters."""
 
-    def update(grads: Params, state: Any, params: Params, ok: Array) -> tuple[Params, Any]:
+    def update(grads: Params, scale: Array, state: Any, params: Params, finite: Array) -> tuple:
+        norm = scale * optax.tree.norm(grads)
+
         def apply() -> tuple[Params, Any]:
-            updates, new = transformation.update(grads, state, params)
+            updates, new = transformation.update(jax.tree.map(lambda g: g * scale, grads), state, params)
             return optax.apply_updates(params, updates), new
 
-        return jax.lax.cond(ok, apply, lambda: (params, state))
+        return *jax.lax.cond(finite & jnp.isfinite(norm), apply, lambda: (params, state)), norm
 
     return Optimizer(lambda params: (params, transformation.init(params)), update)
 
@@ -162,18 +178,20 @@ def _ours(optimizer: Optimizer | optax.GradientTransformation) -> Optimizer:
 def guarded_update(
     optimizer: Optimizer | optax.GradientTransformation, state: TrainState, loss: Array, grads: Params
 ) -> tuple[TrainState, StepMetrics]:
-    """Apply `grads` unless the loss or their global norm is not finite; then keep every byte of params and optimiser state
-    and count up `bad_steps`. (optax.apply_if_finite applies the bad update after N in a row: a delay, not a guard.)
+    """Apply `grads`, the gradients times state.loss_scale, unless the loss or their global norm is not finite; then keep every
+    byte of params and optimiser state and count up `bad_steps`. (optax.apply_if_finite applies the bad update after N in a row: a
+    delay, not a guard.)
 
     With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is halved; it doubles
     after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
     """
-    norm = optax.tree.norm(grads)
-    ok = jnp.isfinite(loss) & jnp.isfinite(norm)
+    finite = jnp.isfinite(loss)
+    scale = 1 / state.loss_scale  # a power of two
+    params, opt_state, norm = _ours(optimizer).update(grads, scale, state.opt_state, state.params, finite)
+    ok = finite & jnp.isfinite(norm)
     scaling = state.loss_scale > 1
-    overflow = scaling & jnp.isfinite(loss) & ~jnp.isfinite(norm)
+    overflow = scaling & finite & ~ok
     grow = ok & scaling & (state.good_steps + 1 >= LOSS_SCALE_PATIENCE) & (state.loss_scale < LARGEST_LOSS_SCALE)
-    params, opt_state = _ours(optimizer).update(grads, state.opt_state, state.params, ok)
     new = TrainState(
         step=state.step + ok,
         params=params,

@@ -16,13 +16,9 @@ import jax.numpy as jnp
 
 from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.models.transformer import split_layers
-from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, TrainableWeight, round_to
+from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, handles_of, round_to, trainable
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.types import Params
-
-
-def is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QuantizedWeight | SharedWeight)
 
 
 def policy_of(params: Params, precision: Precision, codes: bool = True) -> Params:
@@ -46,14 +42,23 @@ def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Par
 
 def handles(policy: Params, dtype: str) -> Params:
     """What a loss is differentiated by: the policy's float leaves themselves, and zeros of `dtype` for quantised ones."""
-    zeros_or_leaf = lambda w: jnp.zeros(w.codes.shape, dtype) if is_quantized(w) else w
-    return jax.tree.map(zeros_or_leaf, without_scales(policy), is_leaf=is_quantized)
+    return handles_of(without_scales(policy), dtype)
 
 
 def attach(policy: Params, handles: Params) -> Params:
     """The policy that the forward takes, differentiable by `handles`."""
-    handle = lambda w, h: TrainableWeight(w, h) if is_quantized(w) else h
-    return jax.tree.map(handle, without_scales(policy), handles, is_leaf=is_quantized) | scales_in(policy)
+    return trainable(policy, handles) | scales_in(policy)
+
+
+def gradients_like(policy: Params) -> Params:
+    """Zeros, float32, of the shapes of a policy's gradients: one stack of layers, as the masters have it."""
+    wide = jax.eval_shape(lambda policy: as_params(handles(policy, "float32")), policy)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), wide)
+
+
+def outer(policy: Params) -> Params:
+    """The weights outside the layers."""
+    return {name: node for name, node in policy.items() if name not in ("layers", "kv_scales")}
 
 
 def scales_in(policy: Params) -> Params:
@@ -66,7 +71,7 @@ def without_scales(policy: Params) -> Params:
 
 
 def as_params(tree: Params) -> Params:
-    """A tree with one stack of layers a run (gradients) -> one stack, as the masters have it."""
+    """A tree with one stack of layers a run -> one stack, as the masters have it."""
     stacks = tree["layers"]
     return {**tree, "layers": stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *stacks)}
 

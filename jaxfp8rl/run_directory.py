@@ -65,6 +65,10 @@ class RunDirectory:
         for row in samples:
             self._samples.log(row)
 
+    def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
+        """While entered, if `wanted`, host and device are traced to `profile/`."""
+        return jax.profiler.trace(str(self.path / "profile")) if wanted else contextlib.nullcontext()
+
     def note(self, text: str) -> None:
         self._console.note(text)
 
@@ -116,7 +120,11 @@ class Clock:
     @contextlib.contextmanager
     def __call__(self, phase: str):
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except Exception as e:
+            e.add_note(phase)
+            raise
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:

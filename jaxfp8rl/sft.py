@@ -27,7 +27,8 @@ from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
-from jaxfp8rl.policy import as_params, policy_of
+from jaxfp8rl.policy import gradients_like, outer, policy_of
+from jaxfp8rl.precision.hardware import attention_of
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollouts import Prompt
 from jaxfp8rl.train_step import make_logprobs
@@ -56,8 +57,9 @@ def warm_start(
     The learning rate warms up to `sft.lr` and falls linearly to 0, so that the policy settles on the mean of what it saw.
     """
     precision = Precision.uniform(
-        model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype
-    )
+        model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
+        attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
+    )  # fmt: skip
     optim = cfg.optim.model_copy(update={"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear"})
     optimizer = make_optimizer(optim, cfg.sft.steps)
     step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
@@ -79,18 +81,18 @@ def warm_start(
 def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.GradientTransformation) -> Callable:
     """Jitted step(state, batch) -> (state, metrics): mean negative log-likelihood of the response tokens, in nats."""
 
-    def loss_fn(policy: Params, micro: tuple, tokens: Array) -> tuple[Array, StepMetrics]:
+    def loss_fn(weights: Params, sums: Params, micro: tuple, policy: Params, tokens: Array) -> tuple[Array, StepMetrics]:
         (batch,) = micro
-        logp, _ = logprobs(policy, batch)
+        logp, _ = logprobs(policy | weights | {"sums": sums}, batch)
         return -jnp.sum(jnp.where(batch.response_mask, logp, 0.0)) / tokens, {}
 
     @functools.partial(exact_jit, donate_argnums=0)
     def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
         tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
         policy = policy_of(state.params, precision)  # nothing in it is quantised
-        loss = functools.partial(loss_fn, tokens=tokens)
-        value, _, grads = accumulate(loss, policy, (batch,), batch.response_mask.any((1, 2)), state.loss_scale)
-        state, metrics = guarded_update(optimizer, state, value, as_params(grads))
+        loss, live = functools.partial(loss_fn, policy=policy, tokens=tokens), batch.response_mask.any((1, 2))
+        value, _, grads = accumulate(loss, outer(policy), gradients_like(policy), (batch,), live, state.loss_scale)
+        state, metrics = guarded_update(optimizer, state, value, grads)
         return state, {"loss": value, **metrics}
 
     return step

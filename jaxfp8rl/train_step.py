@@ -29,9 +29,9 @@ from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
 from jaxfp8rl.losses.objectives import kl_penalty, policy_loss
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import forward, head_weight
+from jaxfp8rl.models.transformer import Remat, forward, head_weight
 from jaxfp8rl.optim import Optimizer, guarded_update
-from jaxfp8rl.policy import as_params, attach, handles, parted, policy_of, rejoined, scales_in
+from jaxfp8rl.policy import gradients_like, outer, parted, policy_of, rejoined, scales_in
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.sharding import ALL, ONE, ROWS, Layout
 from jaxfp8rl.types import Params, TrainBatch, TrainState
@@ -42,7 +42,7 @@ def make_policy(precision: Precision, codes: bool = True, layout: Layout = ONE) 
     return exact_jit(functools.partial(layout.on_weights, functools.partial(policy_of, precision=precision, codes=codes)))
 
 
-def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: bool, layout: Layout = ONE) -> Callable:
+def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat, layout: Layout = ONE) -> Callable:
     """f(policy, batch of [R, T] fields) -> (logp, entropy), each [R, T] float32, 0 off the response mask. On several devices f
     is what one of them computes, of its part of both."""
 
@@ -83,9 +83,9 @@ def make_train_step(
     """
     two_policies = loss.old_policy == "rollout"
 
-    def microbatch_loss(leaves: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
+    def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
         batch, old_logp, ref_logp, importance, mask, scale = micro
-        logp, entropy = logprobs(attach(policy, leaves), batch)
+        logp, entropy = logprobs(policy | weights | {"sums": sums}, batch)
         if two_policies:
             importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
         surrogate, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
@@ -97,11 +97,10 @@ def make_train_step(
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
         return jnp.sum(jnp.where(mask, scale * total, 0.0)), {"logp": logp, "entropy": entropy, **cut}
 
-    def of_rows(policy: Params, leaves: Params, batch: tuple, live: Array, loss_scale: Array, clip: tuple | None) -> tuple:
+    def of_rows(policy: Params, batch: tuple, live: Array, loss_scale: Array, clip: tuple | None) -> tuple:
         """Loss and gradients of all rows, from a device's own."""
-        value, seen, grads = accumulate(
-            functools.partial(microbatch_loss, policy=policy, clip=clip), leaves, batch, live, loss_scale
-        )  # fmt: skip
+        of_micro = functools.partial(microbatch_loss, policy=policy, clip=clip)
+        value, seen, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live, loss_scale)
         return layout.sum(value), seen, layout.sum_vectors(grads)
 
     @functools.partial(exact_jit, donate_argnums=(0, 1))
@@ -111,12 +110,11 @@ def make_train_step(
         fix = rollout_correction(old_logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
         mask = sampled if two_policies else fix.mask
         scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon)
-        leaves = handles(policy, precision.compute_dtype)
-        weights = layout.specs(leaves)
-        run = layout.run(of_rows, (layout.specs(policy), weights, ROWS, ALL, ALL, ALL), (ALL, ROWS, weights))
+        grads_specs = layout.specs(jax.eval_shape(gradients_like, policy))
+        run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL, ALL, ALL), (ALL, ROWS, grads_specs))
         rows = batch, batch.rollout_logp if two_policies else old_logp, ref_logp, fix.weights, mask, scale
-        value, seen, grads = run(policy, leaves, rows, mask.any((1, 2)), state.loss_scale, clip)
-        state, update = guarded_update(optimizer, state, value, as_params(grads))
+        value, seen, grads = run(policy, rows, mask.any((1, 2)), state.loss_scale, clip)
+        state, update = guarded_update(optimizer, state, value, grads)
         logp = seen.pop("logp")
         if two_policies:
             old_logp = logp

@@ -14,17 +14,19 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxfp8rl.microbatch import sums_end, tap
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
-from jaxfp8rl.precision.linear import linear
+from jaxfp8rl.precision.linear import handles_of, linear, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from pallas_kernels.attention import api as packed
@@ -32,6 +34,10 @@ from pallas_kernels.decode_attention import api as paged
 from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
+Remat = Literal["none", "layer", "products", "mlp"]
+# By what the backward pass computes again of a layer: what is kept for it besides the layer's input. "attention" is its result
+# with the logarithms of its sums, "projections" the results of q, k, v and o_proj.
+SAVED = {"layer": (), "products": ("attention",), "mlp": ("attention", "projections")}
 PAGE = 64  # slots of the embedded engine's cache that decode attention reads at a time, at most
 
 
@@ -44,33 +50,49 @@ class KVCache(NamedTuple):
 
 def forward(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: bool = False, gather: Callable[[Params], Params] = lambda weights: weights,
+    precision: Precision, remat: Remat = "none", gather: Callable[[Params], Params] = lambda weights: weights,
 ) -> Array:  # fmt: skip
     """Hidden states [B, T, D] after the final norm, in `precision.compute_dtype`.
 
     Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
-    in each segment. With `remat` only each layer's input is kept for the backward pass. `gather` makes whole weights of a
-    layer's, where `params` are a device's shards (jaxfp8rl.sharding).
+    in each segment. `remat`: what of a layer the backward pass computes again (SAVED). `gather` makes whole weights of a layer's,
+    where `params` are a device's shards (jaxfp8rl.sharding). Gradients of layers are added to `params["sums"]` if there are any
+    (jaxfp8rl.microbatch).
     """
     return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, gather)[0]
 
 
 def forward_and_amax(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: bool = False, gather: Callable[[Params], Params] = lambda weights: weights,
+    precision: Precision, remat: Remat = "none", gather: Callable[[Params], Params] = lambda weights: weights,
 ) -> tuple[Array, KvScales]:  # fmt: skip
     """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L] float32."""
     rope, attend = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), packed_attention(segment_ids_BT, precision)
     x, seen = embed({"embed_tokens": gather(params["embed_tokens"])}, tokens_BT, precision), []
+    sums = params.get("sums", {})
     for run, weights in runs_of(params, cfg, precision):
 
-        def body(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, KvScales]:
+        @functools.partial(_rematerialised, remat=remat)
+        def layer(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, KvScales]:
             scaled = functools.partial(attend, scales=w.get("kv_scales"))
             return decoder_layer(x, gather(w), cfg, precision, run, rope, scaled)
 
-        x, amax = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
+        def body(carry: tuple[Array, Params], at: tuple[Array, Params], layer: Callable = layer) -> tuple:
+            (x, sums), (i, w) = carry, at
+            handles, sums = tap(handles_of({name: w[name] for name in sums}, precision.compute_dtype), sums, i)
+            x, amax = layer(x, w | trainable(w, handles))
+            return (x, sums), amax
+
+        (x, sums), amax = jax.lax.scan(body, (x, sums), (jnp.arange(run.start, run.stop), weights))
         seen.append(amax)
-    return final_norm(x, params, cfg, precision), jax.tree.map(lambda *xs: jnp.concatenate(xs), *seen)
+    x = final_norm(sums_end(x, sums), params, cfg, precision)
+    return x, jax.tree.map(lambda *xs: jnp.concatenate(xs), *seen)
+
+
+def _rematerialised(layer: Callable, remat: Remat) -> Callable:
+    if remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*SAVED[remat]))
 
 
 def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
@@ -172,12 +194,15 @@ def decoder_layer(
         floor = FUSED_AMAX_FLOOR if name in quantizes else AMAX_FLOOR
         return product(name, x, w[block][name]["weight"], precision, name in run.fp8, floor)
 
+    def projection(x: Array, name: str) -> Array:
+        return checkpoint_name(project(x, "self_attn", name), "projections")
+
     def normed(x: Array, name: str, reader: str) -> Array:
         once = precision.fused and reader not in quantizes
         return nn.rms_norm(x, w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
 
     def heads(x: Array, name: str, norm: str = "") -> Array:
-        y = project(x, "self_attn", name).reshape(*x.shape[:2], -1, cfg.head_dim)
+        y = projection(x, name).reshape(*x.shape[:2], -1, cfg.head_dim)
         if not (norm and cfg.qk_norm):
             return y
         return nn.rms_norm(y.astype(jnp.float32), w["self_attn"][norm]["weight"], cfg.rms_norm_eps)
@@ -186,7 +211,7 @@ def decoder_layer(
     q, k, v = heads(h, "q_proj", "q_norm"), heads(h, "k_proj", "k_norm"), heads(h, "v_proj")
     q, k = (nn.apply_rope(a, *rope).astype(h.dtype) for a in (q, k))  # one rounding after norm and rotation, as when fused
     o_BTHd, left = attend(q, k, v)
-    x_BTD = nn.add_residual(x_BTD, project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj"))
+    x_BTD = nn.add_residual(x_BTD, projection(o_BTHd.reshape(*h.shape[:2], -1), "o_proj"))
     h = normed(x_BTD, "post_attention_layernorm", "gate_proj")
     if fused_mlp:
         return nn.add_residual(x_BTD, swiglu_mlp(h, *(w["mlp"][name]["weight"] for name in MLP_MODULES), precision)), left

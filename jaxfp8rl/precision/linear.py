@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,22 @@ class TrainableWeight(NamedTuple):
     handle: Array
 
 
+def is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedWeight | SharedWeight)
+
+
+def handles_of(weights: Any, dtype: str) -> Any:
+    """What a loss is differentiated by: float weights themselves, and zeros of `dtype` for quantised ones."""
+    zeros_or_leaf = lambda w: jnp.zeros(w.codes.shape, dtype) if is_quantized(w) else w
+    return jax.tree.map(zeros_or_leaf, weights, is_leaf=is_quantized)
+
+
+def trainable(weights: dict, handles: dict) -> dict:
+    """The weights of which there are handles, differentiable by these."""
+    attach = lambda h, w: TrainableWeight(w, h) if is_quantized(w) else h
+    return jax.tree.map(attach, handles, {name: weights[name] for name in handles})
+
+
 def round_to(x: Array, dtype: str) -> Array:
     """x rounded to a narrower float type, in its own dtype. Not a pair of casts: XLA may drop those as excess precision."""
     to = jnp.finfo(dtype)
@@ -133,10 +149,12 @@ def in_codes(weight: Weight) -> tuple[QuantizedWeight, Array | None]:
 
 
 def _dot(x: Array, w: Array, dtype: jnp.dtype | None = None) -> Array:
-    """x [..., K], w [N, K] -> [..., N], float32 accumulation, in `dtype`, x's by default."""
-    exact = HIGHEST if x.dtype == jnp.float32 else None
-    y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=exact, preferred_element_type=jnp.float32)
-    return y.astype(dtype or x.dtype)
+    """x [..., K], w [N, K] -> [..., N] in `dtype`, x's by default: summed in float32 and rounded once, by the product itself
+    where that is its operands' type. (Rounded apart, all of it is written and read once more.)"""
+    dtype, exact = jnp.dtype(dtype or x.dtype), HIGHEST if x.dtype == jnp.float32 else None
+    made = dtype if dtype == x.dtype else jnp.float32
+    y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=exact, preferred_element_type=made)
+    return y.astype(dtype)
 
 
 @jax.custom_vjp

@@ -1,0 +1,162 @@
+"""Whole steps of GRPO, all parameters, learner and vLLM on one GPU: Qwen3 shapes, random weights, completions of many tokens.
+
+    jaxfp8rl bench grpo [--size 8b] [--steps 3] [--new-tokens 4096] [--gpus 0 1]
+
+Two runs of `jaxfp8rl train`, each a process of its own: "fp8", recipe fp8_unified with an FP8 cache, and "bf16", the yardstick.
+With --gpus they run at the same time, each on its own; else one after the other. A model of random weights ends a completion at
+one of ENDS tokens of its vocabulary, and is rewarded for ending early, so lengths and rewards differ as they do in a run. Phases
+are medians of the steps after the first, which compiles. The peak is that of JAX's allocator, beside the plan that
+`--dry-run` prints; "device" is what the driver says is in use, learner and engine together, looked at twice a second.
+
+Needs a GPU and vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import json
+
+from benchmarks.common import SHAPES, arguments, config, row, write
+from jaxfp8rl.config import Config
+from jaxfp8rl.data.tokenizer import load_tokenizer
+from jaxfp8rl.memory_plan import memory_plan
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.toml_config import dump_config
+
+PROMPTS, SAMPLES, PROMPT = 8, 8, 32
+ENDS = 24  # tokens that end a completion: of 4,096 tokens about half do
+RECIPES = {"fp8": ("fp8_unified", "fp8"), "bf16": ("bf16", "auto")}
+PHASES = ("step", "rollout", "score", "update", "publish")
+
+
+def main() -> None:
+    parser = arguments(__doc__, "grpo")
+    parser.add_argument("--size", choices=SHAPES, default="8b")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=4096)
+    parser.add_argument("--runs", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--remat", default="mlp", help="train.remat: %(default)s")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds of a run")
+    parser.add_argument("--gpus", nargs="+", help="of each run, as CUDA_VISIBLE_DEVICES has them")
+    args = parser.parse_args()
+    if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
+        sys.exit("benchmarks/grpo.py needs an NVIDIA GPU")
+    with tempfile.TemporaryDirectory() as folder:
+        gpus = args.gpus or [os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]] * len(args.runs)
+        runs = {name: Run(name, gpu, Path(folder, name), args) for name, gpu in zip(args.runs, gpus)}
+        for run in runs.values():
+            run.start()
+            if not args.gpus:
+                run.join()
+        for run in runs.values():
+            run.join()
+    found = {name: run.found() for name, run in runs.items()}
+    case = f"Qwen3-{args.size.upper()}, {PROMPTS * SAMPLES} completions of up to {args.new_tokens} tokens"
+    write(args.out, "grpo", rows_of(case, found), args.plot, runs={
+        name: {**f, "config": dump_config(runs[name].cfg)} for name, f in found.items()
+    })  # fmt: skip
+    sys.exit(max(run.code for run in runs.values()))
+
+
+def config_of(recipe: str, args, folder: Path) -> Config:
+    model, length = config(args.size, args.layers), PROMPT + args.new_tokens
+    weights, cache = RECIPES[recipe]
+    token = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * (1 if cache == "fp8" else 2)
+    return Config.model_validate({
+        "run": {"dir": str(folder / "run"), "steps": args.steps, "eval_every": 0, "save_every": 0},
+        "model": {"config": model, "tokenizer": str(tokenizer(folder))},
+        "task": {"kind": "arithmetic", "max_prompt_tokens": PROMPT, "options": {"held_out_fraction": 0.0}},
+        "rollout": {
+            "engine": "vllm", "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": args.new_tokens,
+            "max_num_seqs": PROMPTS * SAMPLES, "kv_cache": cache, "sleep": "drop_weights",
+            "kv_cache_gib": round(1.05 * token * length * PROMPTS * SAMPLES / 2**30, 2),
+        },
+        "precision": {"recipe": weights, "attention": "auto"},
+        "loss": {"overlong_buffer": args.new_tokens},
+        "optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"},
+        "train": {"row_tokens": 4 * length, "rows_per_microbatch": 1, "remat": args.remat},
+        "gate": {"completions": 4, "max_mean_gap": 1.0, "max_gap": 10.0},  # random weights: roundings grow from layer to layer
+    })  # fmt: skip
+
+
+def tokenizer(folder: Path) -> Path:
+    """One token a character, and ids that mean nothing but the end."""
+    folder.mkdir(parents=True)
+    chars = load_tokenizer("chars:0123456789+-*=")
+    chars.save(str(folder))
+    ends = [*chars.eos_token_ids, *range(1000, 1000 + ENDS - 1)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": chars.pad_token_id}))
+    return folder
+
+
+class Run(threading.Thread):
+    """`jaxfp8rl train` in a process of its own, and what the driver says of its GPU meanwhile."""
+
+    def __init__(self, name: str, gpu: str, folder: Path, args):
+        super().__init__()
+        self.cfg, self.gpu, self.folder, self.timeout = config_of(name, args, folder), gpu, folder, args.timeout
+        self.log, self.device, self.code = args.out.with_name(f"{args.out.stem}_{name}.log"), [], 1
+        self.records: list[dict] = []
+
+    def run(self) -> None:
+        path = self.folder / "config.toml"
+        path.write_text(dump_config(self.cfg))
+        command, start = [sys.executable, "-m", "jaxfp8rl.cli", "train", str(path)], time.monotonic()
+        with open(self.log, "w") as log:
+            child = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "CUDA_VISIBLE_DEVICES": self.gpu},
+            )  # fmt: skip
+            while child.poll() is None:
+                time.sleep(0.5)
+                self.device.append(in_use(self.gpu))
+                if time.monotonic() - start > self.timeout:
+                    child.kill()
+        self.code = abs(child.returncode)
+        metrics = Path(self.cfg.run.dir) / "metrics.jsonl"
+        self.records = read_metrics(metrics) if metrics.exists() else []
+
+    def found(self) -> dict:
+        plan = dict(memory_plan(self.cfg, ModelConfig.from_hf(self.cfg.model.config)))
+        return {"exit code": self.code, "steps": self.records, "device, GB": max(self.device) * 2**20 / 1e9, "plan": plan}
+
+
+def in_use(gpu: str) -> int:
+    """MiB."""
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+
+
+def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
+    """Beside bf16, where it ran and came beyond its first step; else each phase beside the whole step."""
+    steps = {name: f["steps"][2:] for name, f in found.items() if f["steps"][2:]}  # a line of step 0 comes first
+    median = {name: {p: statistics.median(s[f"time/{p}_s"] for s in seen) for p in PHASES} for name, seen in steps.items()}
+    rate = {name: sum(s["tokens/rollout"] for s in seen) / sum(s["time/rollout_s"] for s in seen) for name, seen in steps.items()}
+    rows = []
+    for name, of in median.items():
+        what, beside = f"{case}, {name}", "bf16" if "bf16" in median else "the step"
+        rows += [row(what, p, "s", of[p], median["bf16"][p] if beside == "bf16" else of["step"], beside, True) for p in PHASES]
+        if "bf16" in rate:
+            rows.append(row(what, "rollout", "tokens/s", rate[name], rate["bf16"], "bf16"))
+        rows.append(row(what, "publish, of a step", "", of["publish"] / of["step"], 0.01, "a hundredth", True))
+        plan = sum(found[name]["plan"].values()) / 1e9
+        peak = found[name]["steps"][-1]["memory/peak_gib"] * 2**30 / 1e9
+        rows.append(row(what, "peak of the learner", "GB", peak, plan, "the plan", True))
+        rows.append(row(what, "device, learner and engine", "GB", found[name]["device, GB"], plan, "the learner's plan", True))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

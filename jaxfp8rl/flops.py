@@ -1,0 +1,32 @@
+"""Operations that an update needs, and the share of the device's peak that makes of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes
+
+PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense BF16 operations a second, by the datasheets
+
+
+def update_flops(model: ModelConfig, samples: Sequence[Sample]) -> float:
+    """Of forward and backward: 2 a parameter and token forward and twice that backward, the head's for response tokens alone;
+    attention 4 H d a pair of a query and a key it sees, and 2.5 times that backward, as in FlashAttention-2 (Dao, 2023,
+    section 4.1). What is computed again for want of memory does not count."""
+    lengths = [len(s.prompt) + len(s.completion) for s in samples]
+    linears = model.num_hidden_layers * sum(n * k for n, k in linear_shapes(model).values())
+    seen = sum(n * (n + 1) / 2 for n in lengths)
+    attention = 3.5 * model.num_hidden_layers * 4 * seen * model.num_attention_heads * model.head_dim
+    head = model.vocab_size * model.hidden_size * sum(len(s.completion) for s in samples)
+    return 6 * (linears * sum(lengths) + head) + attention
+
+
+def mfu(flops: float, seconds: float, devices: int = 1) -> float | None:
+    """Model FLOPs utilisation (PaLM, Chowdhery et al., 2022, appendix B), of the peak in BF16 whatever the precision; None on a
+    device whose peak is not known here."""
+    peak = PEAK.get(jax.local_devices()[0].device_kind)
+    return peak and flops / seconds / peak / devices

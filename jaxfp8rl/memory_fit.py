@@ -1,0 +1,116 @@
+"""Whether a run fits on its GPU, asked before anything loads: the learner's plan and an engine beside it, moment by moment."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+
+from bridges import manifest
+from jaxfp8rl.build import engine_runs, model_config
+from jaxfp8rl.config import Config
+from jaxfp8rl.errors import ConfigError, OutOfMemory
+from jaxfp8rl.memory_plan import RESIDENT, memory_plan
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.publish import wire_manifest
+from jaxfp8rl.registry import device_memory, share_gpu
+
+ENGINE_REST = 5 * 2**29  # CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
+KNOBS = 3
+Change = dict[str, dict[str, object]]  # section -> key -> value
+
+
+def needs(cfg: Config, model: ModelConfig, total: int) -> dict[str, int]:
+    """Bytes on a device of `total` bytes while the learner updates and while the engine samples. Engines of other processes are
+    left out."""
+    plan = [size for _, size in memory_plan(cfg, model)]
+    if cfg.rollout.engine != "vllm":
+        return {"an update": sum(plan)}
+    weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
+    share = int(cfg.rollout.gpu_memory_utilization * total)
+    awake = share if cfg.rollout.kv_cache_gib is None else weights + int(cfg.rollout.kv_cache_gib * 2**30)
+    asleep = 0 if cfg.rollout.sleep != "off" else awake
+    return {"an update": sum(plan) + asleep + ENGINE_REST, "a rollout": sum(plan[:RESIDENT]) + awake + ENGINE_REST}
+
+
+def check_memory(cfg: Config) -> None:
+    """`check_fits` on this machine; on a CPU nothing is checked."""
+    share_gpu(cfg)
+    if total := device_memory():
+        check_fits(cfg, model_config(cfg), total)
+
+
+def check_fits(cfg: Config, model: ModelConfig, total: int) -> None:
+    """Raise ConfigError, with the settings that would give most, where a moment of the run needs more than `total` bytes."""
+    needed = needs(cfg, model, total)
+    moment = max(needed, key=needed.get)
+    if needed[moment] <= total:
+        return
+    raise ConfigError(
+        f"{moment} needs {needed[moment] / 2**30:.1f} GiB, the device has {total / 2**30:.1f} (`--dry-run` prints the plan)",
+        _advice(cfg, model, total, moment),
+    )
+
+
+@contextlib.contextmanager
+def explained(cfg: Config) -> Iterator[None]:
+    """Say of memory that ran out all the same in which phase, what the plan was, and what would give most."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        model, total = model_config(cfg), device_memory() or 0
+        phase = ", ".join(getattr(e, "__notes__", ["start"]))
+        moments = needs(cfg, model, total)
+        plan = ", ".join(f"{size / 2**30:.1f} GiB for {moment}" for moment, size in moments.items())
+        raise OutOfMemory(
+            f"the device's memory of {total / 2**30:.1f} GiB ran out (phase: {phase}); planned were {plan}\n"
+            f"  {str(e).splitlines()[0]}",
+            _advice(cfg, model, total, max(moments, key=moments.get)) + "; then --resume",
+        ) from e
+
+
+def _advice(cfg: Config, model: ModelConfig, total: int, moment: str) -> str:
+    found = sorted(_savings(cfg, lambda changed: needs(changed, model, total)[moment]), reverse=True)[:KNOBS]
+    said = "; ".join(f"{what} ({saved / 2**30:.1f} GiB less)" for saved, what in found)
+    return f"what would give most: {said or 'a smaller model'}"
+
+
+def format_needs(cfg: Config, model: ModelConfig) -> str:
+    """Lines below the plan's, where the engine's part is known without a GPU."""
+    if cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib is None:
+        return ""
+    moments = needs(cfg, model, 0)
+    return "\nwith vLLM\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  during {moment}" for moment, size in moments.items())
+
+
+def _savings(cfg: Config, need: Callable[[Config], int]) -> list[tuple[int, str]]:
+    """(bytes saved, setting) of each single change that saves any."""
+    before, found = need(cfg), []
+    for change in _changes(cfg):
+        changed = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys) for name, keys in change.items()})
+        said = ", ".join(f"{name}.{key} = {_toml(value)}" for name, keys in change.items() for key, value in keys.items())
+        if (saved := before - need(changed)) > 0:
+            found.append((saved, said))
+    return found
+
+
+def _changes(cfg: Config) -> list[Change]:
+    t, r = cfg.train, cfg.rollout
+    changes: list[Change] = [
+        {"optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}},
+        {"optim": {"offload": True}},
+        {"train": {"remat": "layer"}},
+        {"train": {"rows_per_microbatch": t.rows_per_microbatch // 2}} if t.rows_per_microbatch > t.fsdp else {},
+        {"train": {"fsdp": 2 * t.fsdp, "rows_per_microbatch": max(t.rows_per_microbatch, 2 * t.fsdp)}},
+    ]
+    if r.engine == "vllm":
+        cache = {"kv_cache_gib": r.kv_cache_gib / 2} if r.kv_cache_gib else {}
+        changes += [{"rollout": {"sleep": "drop_weights", "one_copy": False}}, {"rollout": cache}]
+    return changes
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
