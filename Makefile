@@ -27,10 +27,10 @@ demo-vllm: $(VENV)/.vllm
 	    $$($(BIN)/python -m bridges.probe --demo-flags)
 
 test: lint $(VENV)/.vllm
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-thorough: $(VENV)/.vllm
-	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
+	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .

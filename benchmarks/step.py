@@ -4,10 +4,10 @@
 
 The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed sequences, log-normal
 in length, a tenth of each its prompt. Every recipe has a process of its own, so that the peak of its memory is its own; the
-yardstick is the first recipe named. MFU: the operations that the model needs (6 a parameter and token in linears, what a query's
-own segment asks of attention, the head over the response tokens; nothing computed again) over PEAK. --layers: fewer than the
-model has, where it would not fit. --optim: formats of masters and moments. --remat: train.remat. --fsdp: devices, each with a row
-of a micro-batch. A large model wants more than JAX's usual share of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+yardstick is the first recipe named. MFU: the operations that the model needs, nothing computed again (`jaxfp8rl.flops`), over
+BF16's peak, where that is known. --layers: fewer than the model has, where it would not fit. --optim: formats of masters and
+moments. --remat: train.remat. --fsdp: devices, each with a row of a micro-batch. A large model wants more than JAX's usual share
+of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
 Needs a Hopper GPU.
 """
@@ -34,6 +34,7 @@ from benchmarks.attention import packed
 from benchmarks.common import SHAPES, arguments, config, row, write
 from jaxfp8rl.config import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.flops import mfu, update_flops
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.transformer import Remat, init_params
@@ -44,7 +45,6 @@ from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_tra
 from jaxfp8rl.types import TrainBatch
 
 OPTIMIZERS = {"float32": {}, "low": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}}
-PEAK = 989e12  # dense BF16 operations a second, by the datasheet of H100 and H200
 PROMPT = 0.1
 
 
@@ -75,7 +75,7 @@ def main() -> None:
         for recipe, f in found.items():
             rows += [row(f"{case}, {recipe}", what, unit, f[what], found[first][what], first, smaller)
                      for what, unit, smaller in (("score", "ms", True), ("update", "ms", True), ("peak memory", "GB", True),
-                                                 ("MFU", "of BF16's peak", False))]  # fmt: skip
+                                                 ("MFU", "of BF16's peak", False)) if f[what] is not None]  # fmt: skip
         write(args.out, "step", rows, args.plot, each=each, settings={"remat": args.remat, "optim": OPTIMIZERS[args.optim]})
 
 
@@ -96,7 +96,8 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     score = make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)
     state = layout.place(jax.jit(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"))(jax.random.key(0)))
-    policy, batch = make_policy(precision, layout=layout)(state.params), batch_of(args, model)
+    rows = rows_of(args, model)
+    policy, batch = make_policy(precision, layout=layout)(state.params), batch_of(rows, args)
     times: dict[str, list[float]] = {"score": [], "update": []}
     for _ in range(args.rounds + 1):
         start = time.perf_counter()
@@ -110,10 +111,9 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
         raise SystemExit(f"{size}, {recipe}: the loss is not finite")
     ms = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}
     peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
-    flops = needed(model, args, float(batch.response_mask.sum()))
     return ms | {
-        "peak memory": peak / 1e9, "MFU": flops / ms["update"] / PEAK / args.fsdp * 1e3, "first score, s": times["score"][0],
-        "first update, s": times["update"][0], "loss": float(metrics["loss"]),
+        "peak memory": peak / 1e9, "MFU": mfu(update_flops(model, sum(rows, [])), ms["update"] / 1e3, args.fsdp),
+        "first score, s": times["score"][0], "first update, s": times["update"][0], "loss": float(metrics["loss"]),
     }  # fmt: skip
 
 
@@ -126,25 +126,21 @@ def precision_of(model: ModelConfig, recipe: str) -> Precision:
     return dataclasses.replace(plain, runs=runs, products="pallas", gradients="e4m3", fused=True, fused_quantizer=True)
 
 
-def batch_of(args: argparse.Namespace, model: ModelConfig) -> TrainBatch:
-    rng, rows = np.random.default_rng(0), []
-    for _ in range(args.microbatches * args.fsdp):
-        samples = []
-        for n in packed(args.row_tokens, args.segments).lengths:
-            tokens, prompt = rng.integers(0, model.vocab_size, n), max(1, int(PROMPT * n))
-            samples.append(Sample(tokens[:prompt], tokens[prompt:], rng.normal(-12, 0.1, n - prompt), rng.normal()))
-        rows.append(pack(samples, args.row_tokens, 1, 1))
-    return jax.tree.map(lambda *xs: np.stack(xs).reshape(args.microbatches, args.fsdp, args.row_tokens), *rows)
+def rows_of(args: argparse.Namespace, model: ModelConfig) -> list[list[Sample]]:
+    """The samples of each row of all micro-batches."""
+    rng = np.random.default_rng(0)
+
+    def sample(n: int) -> Sample:
+        tokens, prompt = rng.integers(0, model.vocab_size, n), max(1, int(PROMPT * n))
+        return Sample(tokens[:prompt], tokens[prompt:], rng.normal(-12, 0.1, n - prompt), rng.normal())
+
+    lengths = packed(args.row_tokens, args.segments).lengths
+    return [[sample(n) for n in lengths] for _ in range(args.microbatches * args.fsdp)]
 
 
-def needed(model: ModelConfig, args: argparse.Namespace, responses: float) -> float:
-    """Operations of an update: forward and twice that backward; attention's backward is 2.5 times its forward."""
-    rows, layers = args.microbatches * args.fsdp, model.num_hidden_layers
-    tokens = rows * args.row_tokens
-    linears = sum(n * k for n, k in linear_shapes(model).values())
-    seen = rows * sum(n * (n + 1) / 2 for n in packed(args.row_tokens, args.segments).lengths)
-    attention = 4 * seen * model.num_attention_heads * model.head_dim
-    return layers * (6 * linears * tokens + 3.5 * attention) + 6 * responses * model.vocab_size * model.hidden_size
+def batch_of(rows: list[list[Sample]], args: argparse.Namespace) -> TrainBatch:
+    packed_rows = [pack(samples, args.row_tokens, 1, 1) for samples in rows]
+    return jax.tree.map(lambda *xs: np.stack(xs).reshape(args.microbatches, args.fsdp, args.row_tokens), *packed_rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """AdamW with warm-up and global-norm clipping, and the guard that never applies a non-finite update.
 
 Masters and moments are kept in the formats that `optim` names (jaxfp8rl.low_bit). They are read, updated and written where they
-lie, a layer of one parameter at a time, so that besides them and the gradients an update needs no more than a few float32 copies
-of the largest such layer (docs/optimizer.md).
+lie, in one elementwise pass after one look ahead: besides them and the gradients an update needs next to nothing
+(docs/optimizer.md). What is kept in host memory comes and goes a layer of one parameter at a time.
 """
 
 from __future__ import annotations

@@ -275,11 +275,11 @@ def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_pat
 # --- other ways to learn
 
 EVERYTHING = {
-    "loss__kl_coef": 0.05, "loss__calibrate_clip_every": 2, "loss__dynamic_sampling_rounds": 2, "loss__mask_cut": "true",
+    "loss__kl_coef": 0.05, "loss__calibrate_clip_every": 2, "loss__dynamic_sampling_rounds": 4, "loss__mask_cut": "true",
     "loss__overlong_buffer": 2, "loss__aggregation": "seq_mean_token_mean", "loss__entropy_coef": 0.001,
     "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis",
     "run__save_every": 3, "run__eval_every": 3, "rollout__kv_scales": "calibrated",
-    "optim__lr": 0.001, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
+    "optim__lr": 0.002, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
 }  # fmt: skip
 
 
