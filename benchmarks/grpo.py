@@ -13,6 +13,7 @@ Needs a GPU and vLLM.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
@@ -24,8 +25,6 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import json
 
 from benchmarks.common import SHAPES, arguments, config, row, write
 from jaxfp8rl.config import Config

@@ -12,6 +12,7 @@ Needs a Hopper GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -25,27 +26,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.attention import packed
-from benchmarks.common import arguments, row, write
+from benchmarks.common import arguments, config, row, write
 from benchmarks.grouped import measure
+from benchmarks.step import precision_of
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.layers import rope_tables
 from jaxfp8rl.models.transformer import decoder_layer, init_params, packed_attention
-from jaxfp8rl.policy import attach, handles, policy_of
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.policy import handles, policy_of
+from jaxfp8rl.precision.linear import trainable
+from jaxfp8rl.precision.recipe import Precision
 
-MODEL = ModelConfig.from_hf(
-    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 4096,
-     "intermediate_size": 12288, "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": True}
-)  # fmt: skip
-LINEARS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
-RECIPES = {
-    "bf16": functools.partial(Precision.uniform, 1, "bfloat16"),
-    "fp8_unified": functools.partial(
-        Precision, (LayerRun(0, 1, LINEARS),), products="pallas", gradients="e4m3", fused=True, fused_quantizer=True
-    ),
-}
+MODEL = ModelConfig.from_hf(config("8b", 1) | {"vocab_size": 128, "tie_word_embeddings": True})
+RECIPES = "bf16", "fp8_unified"
 SCORES = 8 * 2**30  # bytes, of float32 [H, T, T]
 OURS = "ours"
 
@@ -68,7 +61,8 @@ def compare(recipe: str, tokens: int, segments: int, rounds: int) -> list[dict]:
     attentions = {OURS: ("pallas", None), "cuDNN, causal over the row": ("xla", causal_over_the_row)}
     if 4 * MODEL.num_attention_heads * tokens**2 <= SCORES:
         attentions["XLA with a mask"] = ("xla", None)
-    precisions = {name: RECIPES[recipe](attention=attention) for name, (attention, _) in attentions.items()}
+    precision = precision_of(MODEL, recipe)
+    precisions = {name: dataclasses.replace(precision, attention=attention) for name, (attention, _) in attentions.items()}
     arguments = draw(precisions[OURS], tokens)
     program = lambda name, what: exact_jit(functools.partial(what, precisions[name], attentions[name][1]))
     keys = [(name, what) for name in attentions for what in PASSES]
@@ -89,7 +83,7 @@ def draw(precision: Precision, tokens: int) -> tuple:
 
 
 def forward(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array, ids: Array) -> Array:
-    weights = jax.tree.map(lambda stack: stack[0], attach(policy, leaves)["layers"][0])
+    weights = jax.tree.map(lambda stack: stack[0], trainable(policy, leaves)["layers"][0])
     rope = rope_tables(positions_of(ids), MODEL, precision.rope_dtype)
     return decoder_layer(x, weights, MODEL, precision, precision.runs[0], rope, attend or packed_attention(ids, precision))[0]
 

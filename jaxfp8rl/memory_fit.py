@@ -15,6 +15,7 @@ from jaxfp8rl.memory_plan import RESIDENT, memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.publish import wire_manifest
 from jaxfp8rl.registry import device_memory, share_gpu
+from jaxfp8rl.run_directory import PHASE
 
 ENGINE_REST = 5 * 2**29  # CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
 KNOBS = 3
@@ -62,11 +63,11 @@ def explained(cfg: Config) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
         model, total = model_config(cfg), device_memory() or 0
-        phase = ", ".join(getattr(e, "__notes__", ["start"]))
+        phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
         moments = needs(cfg, model, total)
         plan = ", ".join(f"{size / 2**30:.1f} GiB for {moment}" for moment, size in moments.items())
         raise OutOfMemory(
-            f"the device's memory of {total / 2**30:.1f} GiB ran out (phase: {phase}); planned were {plan}\n"
+            f"the device's memory of {total / 2**30:.1f} GiB ran out ({phase}); planned were {plan}\n"
             f"  {str(e).splitlines()[0]}",
             _advice(cfg, model, total, max(moments, key=moments.get)) + "; then --resume",
         ) from e

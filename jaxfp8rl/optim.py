@@ -73,8 +73,9 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
     def init(params: Params) -> tuple[Params, optax.ScaleByAdamState]:
         moment = lambda kept_as: jax.tree.map(lambda p: zeros(p.shape, kept_as), params)
         masters = jax.tree.map(lambda p: _nearest(p, formats.master), params)
-        kept = _stow((masters, moment(formats.first), moment(formats.second)), formats.offload)
-        return kept[0], optax.ScaleByAdamState(jnp.int32(0), *kept[1:])
+        kept = masters, moment(formats.first), moment(formats.second)
+        masters, *moments = _stow(kept) if formats.offload else kept
+        return masters, optax.ScaleByAdamState(jnp.int32(0), *moments)
 
     def peaks(g: Array, mu: Kept) -> tuple[Array, Array]:
         """The largest of each block of the new first moment, if gradients are not clipped, and if they are clipped to 0: it is
@@ -130,20 +131,20 @@ def _from_host(step: Callable, grads: Array, kept: tuple[Kept, ...], stacked: bo
 
     def layer(i: Array, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
         row = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1)
-        read = jax.lax.optimization_barrier((row(grads), _fetch(jax.tree.map(row, kept), True)))
+        read = jax.lax.optimization_barrier((row(grads), _fetch(jax.tree.map(row, kept))))
         write = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 0)
-        return jax.tree.map(write, kept, _stow(step(i, *read), True))
+        return jax.tree.map(write, kept, _stow(step(i, *read)))
 
-    return jax.lax.fori_loop(0, len(grads), layer, kept) if stacked else _stow(step(0, grads, _fetch(kept, True)), True)
+    return jax.lax.fori_loop(0, len(grads), layer, kept) if stacked else _stow(step(0, grads, _fetch(kept)))
 
 
-def _fetch(kept: tuple, offload: bool) -> tuple:
+def _fetch(kept: tuple) -> tuple:
     """(masters, moments...), the moments from pinned host memory."""
-    return (kept[0], *jax.device_put(kept[1:], jax.memory.Space.Device)) if offload else kept
+    return kept[0], *jax.device_put(kept[1:], jax.memory.Space.Device)
 
 
-def _stow(kept: tuple, offload: bool) -> tuple:
-    return (kept[0], *jax.device_put(kept[1:], jax.memory.Space.Host)) if offload else kept
+def _stow(kept: tuple) -> tuple:
+    return kept[0], *jax.device_put(kept[1:], jax.memory.Space.Host)
 
 
 def from_optax(transformation: optax.GradientTransformation) -> Optimizer:

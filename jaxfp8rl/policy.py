@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.models.transformer import split_layers
-from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, handles_of, round_to, trainable
+from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, handles_of, round_to
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.types import Params
 
@@ -43,11 +43,6 @@ def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Par
 def handles(policy: Params, dtype: str) -> Params:
     """What a loss is differentiated by: the policy's float leaves themselves, and zeros of `dtype` for quantised ones."""
     return handles_of(without_scales(policy), dtype)
-
-
-def attach(policy: Params, handles: Params) -> Params:
-    """The policy that the forward takes, differentiable by `handles`."""
-    return trainable(policy, handles) | scales_in(policy)
 
 
 def gradients_like(policy: Params) -> Params:

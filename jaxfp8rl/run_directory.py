@@ -23,6 +23,7 @@ from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.toml_config import dump_config
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
+PHASE = "phase: "  # begins the note that a Clock adds to what went wrong
 
 def check_run_directory(cfg: Config, resume: bool) -> None:
     """Refuse, before anything loads, to start over a run, or to resume where there is none.
@@ -123,7 +124,7 @@ class Clock:
         try:
             yield
         except Exception as e:
-            e.add_note(phase)
+            e.add_note(PHASE + phase)
             raise
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 

@@ -1,6 +1,6 @@
 """JAX's memory on a GPU that it shares with an engine.
 
-JAX's usual allocator takes regions from the driver, each up to twice what is asked for, and never gives one back: after an
+JAX's usual allocator takes regions from the driver, larger than what is asked for, and never gives one back: after an
 update an engine has no room to wake, however little JAX still holds. With `cuda_async` JAX allocates from the driver's own pool
 of the device: `hold` has the pool keep what is freed, so that a step's programs and the parts of a publish find it there, and
 `give_back` returns to the driver all that no array needs. Both do nothing where JAX allocates otherwise.

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward, init_params
-from jaxfp8rl.policy import attach, handles, policy_of
+from jaxfp8rl.policy import handles, policy_of
+from jaxfp8rl.precision.linear import trainable
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 
 MODEL = ModelConfig.from_hf(
@@ -29,7 +30,7 @@ def gradients(policy, leaves, tokens, positions, segments, precision=PRECISION, 
     """As a micro-batch's: what differs is the loss."""
 
     def total(leaves):
-        hidden = forward(attach(policy, leaves), MODEL, tokens, positions, segments, precision, remat)
+        hidden = forward(trainable(policy, leaves), MODEL, tokens, positions, segments, precision, remat)
         return hidden.astype(jnp.float32).sum()
 
     return jax.value_and_grad(total)(leaves)

@@ -7,6 +7,7 @@ import re
 import jax
 import pytest
 
+from benchmarks.common import config as shape
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.memory_fit import check_fits, explained, format_needs, needs
@@ -15,12 +16,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.run_directory import Clock
 
 H200 = 150_754_820_096  # bytes, by the driver
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
-    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 40960, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "hidden_act": "silu", "attention_bias": False,
-}  # fmt: skip
+QWEN3_8B = shape("8b")
 MODEL = ModelConfig.from_hf(QWEN3_8B)
 
 
@@ -76,7 +72,9 @@ def test_what_the_utilisation_leaves_to_the_engine_counts():
 def test_memory_that_runs_out_is_explained_by_phase():
     clock = Clock()
     with pytest.raises(OutOfMemory) as caught, explained(config()), clock("update"):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
+        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
+        error.add_note("JAX has removed its internal frames")  # as it says of what leaves a jitted function
+        raise error
     said = str(caught.value)
     assert "(phase: update)" in said and "for a rollout" in said and "what would give most: " in said
     with pytest.raises(jax.errors.JaxRuntimeError), explained(config()):
