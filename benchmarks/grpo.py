@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=4096)
     parser.add_argument("--runs", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--remat", default="mlp", help="train.remat: %(default)s")
+    parser.add_argument("--fp8-kernel", default="deep_gemm", help="rollout.fp8_kernel of the FP8 run: %(default)s")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of a run")
     parser.add_argument("--gpus", nargs="+", help="of each run, as CUDA_VISIBLE_DEVICES has them")
     args = parser.parse_args()
@@ -81,6 +82,7 @@ def config_of(recipe: str, args, folder: Path) -> Config:
         "rollout": {
             "engine": "vllm", "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": args.new_tokens,
             "max_num_seqs": PROMPTS * SAMPLES, "kv_cache": cache, "sleep": "drop_weights",
+            "fp8_kernel": args.fp8_kernel if recipe == "fp8" else "native",
             "kv_cache_gib": round(1.05 * token * length * PROMPTS * SAMPLES / 2**30, 2),
         },
         "precision": {"recipe": weights, "attention": "auto"},

@@ -31,8 +31,9 @@ from benchmarks.grouped import measure
 from benchmarks.step import precision_of
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.layers import rope_tables
-from jaxfp8rl.models.transformer import decoder_layer, init_params, packed_attention
+from jaxfp8rl.models.layers import Stream, rope_tables
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import decoder_layer, packed_attention
 from jaxfp8rl.policy import handles, policy_of
 from jaxfp8rl.precision.linear import trainable
 from jaxfp8rl.precision.recipe import Precision
@@ -78,7 +79,9 @@ def draw(precision: Precision, tokens: int) -> tuple:
     """The policy, what it is differentiated by, the layer's input and its result's gradient [1, T, D]."""
     keys = jax.random.split(jax.random.key(0), 3)
     policy = policy_of(init_params(MODEL, keys[0], jnp.bfloat16), precision)
-    x, dy = (jax.random.normal(key, (1, tokens, MODEL.hidden_size), precision.stream_dtype) for key in keys[1:])
+    x, dy = (jax.random.normal(key, (1, tokens, MODEL.hidden_size), "bfloat16") for key in keys[1:])
+    if precision.fused:
+        x, dy = Stream(x, jnp.zeros_like(x)), Stream(dy, dy)
     return policy, handles(policy, "bfloat16"), x, dy
 
 

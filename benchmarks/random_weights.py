@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from benchmarks.common import arguments, config, row, write
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.transformer import forward, head_weight, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.policy import policy_of
 from jaxfp8rl.precision.recipe import Precision, fp8_runs
 

@@ -10,6 +10,7 @@ be swapped without the other noticing: `bridges.conformance` is the test suite t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -102,7 +103,9 @@ class Completion:
     """One sampled continuation. Written by the engine, read by the learner.
 
     token_ids [T] int32, the stop token included. logprobs [T] float32: log-probability of each token under the distribution
-    it was really drawn from (after temperature and filters). routed_experts [T, L, k] unsigned, of MoE models alone.
+    it was really drawn from (after temperature and filters). routed_experts [P + T - 1, L, k] unsigned, of MoE models alone: the
+    experts of every token that was computed with, those of the prompt [P] first and the last sampled one left out; of all layers,
+    whatever stands there for dense ones.
     """
 
     request_id: str
@@ -210,17 +213,18 @@ class PublishReceipt:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackRow:
-    """A buffer: row `index` of `stack`, an array with one axis more, as a learner holds the layers that it scans over.
+    """A buffer: row `index` of `stack`, an array with one axis more, as a learner holds the layers that it scans over; or with
+    more axes, if `index` is a tuple, as it holds the experts of those layers.
 
     Who knows this class reads the row where it lies; for anyone else `__dlpack__` and `__array__` copy it out.
     """
 
     stack: Any
-    index: int
+    index: int | tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.stack.shape[1:])
+        return tuple(self.stack.shape[len(self.index) if isinstance(self.index, tuple) else 1 :])
 
     @property
     def dtype(self) -> Any:
@@ -228,7 +232,7 @@ class StackRow:
 
     @property
     def nbytes(self) -> int:
-        return self.stack.nbytes // self.stack.shape[0]
+        return self.stack.dtype.itemsize * math.prod(self.shape)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.stack[self.index].__dlpack__(**kwargs)
@@ -255,6 +259,7 @@ class WeightSource(Protocol):
 
 class Rows(NamedTuple):
     """Tensors in one piece: `names[i]` is row `first + i` of `stack`; if `first` is None, the one name is the whole of `stack`.
+    Rows are counted over all the axes that `stack` has more than a tensor: layers, or layers and experts.
 
     `held`: it stays as it is until the publish is over.
     """

@@ -69,9 +69,13 @@ def vllm_demo_flags() -> list[str]:
 
 
 def probe() -> dict:
-    """{"torch", "vllm": version or None, "dlpack": dtype -> finding, "vllm_fp8": what is lacking or None}."""
-    found = {"torch": version("torch"), "vllm": version(*VLLM), "dlpack": {}, "vllm_fp8": None}
+    """{"torch", "vllm": version or None, "torch_cuda": the CUDA that torch was built for, "dlpack": dtype -> finding, "vllm_fp8":
+    what is lacking or None}."""
+    found = {"torch": version("torch"), "vllm": version(*VLLM), "torch_cuda": None, "dlpack": {}, "vllm_fp8": None}
     if found["torch"]:
+        import torch
+
+        found["torch_cuda"] = torch.version.cuda
         found["dlpack"] = dlpack_round_trips()
     if found["torch"] and found["vllm"]:
         found["vllm_fp8"] = vllm_fp8()

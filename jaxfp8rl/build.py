@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bridges.api import RolloutEngine, SamplingParams, WeightTransport
+from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
+from jaxfp8rl.batches import Batches
 from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.dataset import PromptStream, prepare
-from jaxfp8rl.data.packing import microbatches_needed
+from jaxfp8rl.data.packing import Sample, microbatches_needed
 from jaxfp8rl.data.tasks import Problem, Task, make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
@@ -22,17 +24,18 @@ from jaxfp8rl.exact import keep_compiled
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.loading import load_params
-from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.optim import make_optimizer, make_schedule
+from jaxfp8rl.optim import Optimizer, init_state, make_optimizer, make_schedule
 from jaxfp8rl.precision.hardware import attention_of, products_of
-from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, resolve
+from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, plain_runs, resolve
 from jaxfp8rl.registry import build_engine, share_gpu
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollouts import Prompt
-from jaxfp8rl.sharding import Layout, check_divides, make_layout
+from jaxfp8rl.routing import RouteReplay, check_engine, check_moe, compact, make_record, route_problem, with_options
+from jaxfp8rl.sharding import ONE, Layout, check_divides, make_layout
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
-from jaxfp8rl.types import Params
+from jaxfp8rl.types import Params, TrainState
 
 
 @dataclasses.dataclass
@@ -61,8 +64,13 @@ class Parts:
     schedule: optax.Schedule
     calibration: ClipCalibration | None
     kv_scales: KvCalibration | None
+    replay: RouteReplay | None
     spikes: SpikeCounter
     reference: Params | None = None  # the policy that the run began with, when loss.kl_coef holds on to it
+
+    @functools.cached_property
+    def batches(self) -> Batches:
+        return Batches(self)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -80,8 +88,22 @@ class Parts:
     def greedy(self) -> SamplingParams:
         return SamplingParams(self.cfg.rollout.max_new_tokens, 0.0, stop_token_ids=self.tokenizer.eos_token_ids)
 
+    def unfit(self, request: GenRequest, completion: Completion) -> str | None:
+        """Why a completion cannot be learned from besides what it says itself, or None."""
+        return route_problem(self.model, request, completion) if self.cfg.moe.replay == "R3" else None
+
+    def with_routes(self, samples: list[Sample]) -> list[Sample]:
+        """The samples with the engine's routes if these are to be replayed, else without. (The gate's never have any.)"""
+        if self.cfg.moe.replay == "R3" and all(s.routes is not None for s in samples):
+            return compact(samples, self.model)
+        return [s._replace(routes=None) for s in samples]
+
     def initial_params(self) -> Params:
-        return starting_params(self.cfg, self.model)
+        """On the learner's devices; on one before a warm start, which is made there."""
+        return starting_params(self.cfg, self.model, ONE if self.cfg.sft.steps else self.layout)
+
+    def fresh_state(self, params: Params) -> TrainState:
+        return fresh_state(params, self.optimizer, self.precision.compute_dtype, self.layout)
 
     def hold_reference(self, params: Params) -> None:
         """With codes of its own, whatever the policy does: the engine's are of newer versions."""
@@ -97,13 +119,15 @@ def build(cfg: Config) -> Parts:
     cfg.check()
     keep_compiled(cfg.train.compilation_cache)
     share_gpu(cfg)  # before anything asks JAX for its devices
-    model = model_config(cfg)
+    model = with_options(model_config(cfg), cfg)
+    check_moe(cfg, model)
     runs = engine_runs(cfg, model)
     layout = make_layout(cfg.train.fsdp)
     check_divides(cfg.train.fsdp, model, get_recipe(cfg.precision.recipe).forward_fp8)
     attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     data = load_data(cfg, model)
     engine, transport = build_engine(cfg, model, runs)
+    check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
     precision = resolve(
         get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,
@@ -118,10 +142,11 @@ def build(cfg: Config) -> Parts:
         data.held_out[: cfg.run.eval_problems],
         RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, layout, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
-        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout),
+        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout, cfg.moe.balance_coef),
         optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model, layout),
         KvCalibration(model, precision, cfg.rollout.temperature, cfg.rollout.kv_scale_decay)
-        if cfg.rollout.kv_scales == "calibrated" else None, SpikeCounter(),
+        if cfg.rollout.kv_scales == "calibrated" else None,
+        RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
     )  # fmt: skip
 
 
@@ -130,8 +155,8 @@ def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCal
     if not cfg.loss.calibrate_clip_every:
         return None
     compute = cfg.precision.compute_dtype
-    plain = Precision.uniform(
-        model.num_hidden_layers, compute, weight_dtype=cfg.precision.weight_dtype,
+    plain = Precision(
+        plain_runs(model.sparse_layers), compute_dtype=compute, weight_dtype=cfg.precision.weight_dtype,
         attention=attention_of(cfg.precision.attention, compute, model),
     )  # fmt: skip
     logprobs = make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat, layout)
@@ -152,10 +177,15 @@ def model_config(cfg: Config) -> ModelConfig:
 
 def engine_runs(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     """Which linears of which layers the engine holds in FP8, or none under a recipe without FP8."""
-    p = cfg.precision
-    if not get_recipe(p.recipe).engine_fp8:
-        return (LayerRun(0, model.num_hidden_layers, frozenset()),)
-    return fp8_runs(linear_shapes(model), model.num_hidden_layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude)
+    if not get_recipe(cfg.precision.recipe).engine_fp8:
+        return plain_runs(model.sparse_layers)
+    return weights_in_fp8(cfg, model)
+
+
+def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
+    """Which linears of which layers FP8 takes, whatever the recipe. Raises ConfigError for shapes that it cannot take."""
+    p, layers = cfg.precision, model.num_hidden_layers
+    return fp8_runs(linear_shapes(model), layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude, model.sparse_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +209,20 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
     return Data(tokenizer, task, train, held_out)
 
 
-def starting_params(cfg: Config, model: ModelConfig) -> Params:
+def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout: Layout) -> TrainState:
+    """A first state around float32 `params`, which lie where the masters will. Each array is made in its place: no device holds
+    what all of them do together."""
+    if layout.mesh is None:
+        return layout.place(init_state(params, optimizer, compute_dtype))  # committed, as restored: the same programs
+    return jax.jit(lambda params: layout.keep(init_state(params, optimizer, compute_dtype)))(params)
+
+
+def starting_params(cfg: Config, model: ModelConfig, layout: Layout = ONE) -> Params:
     """Float32 masters: the HF folder's weights, or random ones from the run's seed."""
-    if cfg.model.path:
-        _, params = load_params(cfg.model.path, model)
-        return jax.tree.map(jnp.asarray, params)
-    return init_params(model, jax.random.key(cfg.run.seed))
+    if not cfg.model.path:
+        return init_params(model, jax.random.key(cfg.run.seed))
+    _, params = load_params(cfg.model.path, model)
+    return layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)
 
 
 def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Prompt]:

@@ -1,11 +1,18 @@
-"""Orbax checkpoints of a whole run: parameters, optimiser, counters (arrays) and the loop's own state (JSON).
+"""Checkpoints of a whole run: parameters, optimiser, counters (arrays, by Orbax) and the loop's own state (JSON).
 
-A checkpoint is complete or absent: Orbax writes into a temporary folder and renames it last. The newest
-`keep` are kept. Everything random in a run is drawn from (seed, step), so the step and the seed are the RNG's state.
+A checkpoint is whole or absent. It is written under another name; then every file is digested and synced to the disk, and only
+then is the folder renamed. Whatever stops the process in between leaves a draft, which nobody reads. Before a checkpoint is
+restored its files are compared with their digests, so that one which has been cut short or changed since is never resumed from.
+Everything random in a run is drawn from (seed, step), so the step and the seed are the RNG's state.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import hashlib
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +22,54 @@ from orbax.checkpoint import v1 as ocp
 from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.types import TrainState
 
+DIGESTS, DRAFT = "digests.json", ".draft-"
+
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run directory."""
+    """The folder `checkpoints/` of a run directory. Only `save` and `set_aside` write to it."""
 
     def __init__(self, folder: str | Path, keep: int):
-        policy = ocp.training.preservation_policies.LatestN(keep)
-        self._folder = Path(folder).absolute()
-        self._orbax = ocp.training.Checkpointer(self._folder, preservation_policy=policy, cleanup_tmp_directories=True)
+        self._folder, self._keep = Path(folder).absolute(), keep
+        self.damaged: dict[int, str] = {}  # what `restore` passed over, and why
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, oldest first."""
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(int(p.name) for p in found if p.name.isdecimal() and (p / DIGESTS).is_file())
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, or None."""
-        return None if self._orbax.latest is None else self._orbax.latest.step
+        return max(self.steps(), default=None)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any]) -> None:
-        """Write both parts of `step`; returns when they are durable."""
-        self._orbax.save_checkpointables(step, {"state": state, "loop": loop}, force=True, overwrite=True)
+        """Write both parts of `step`; returns when they are durable. The oldest go only then, the newest `keep` stay."""
+        for left_over in self._folder.glob(DRAFT + "*"):
+            shutil.rmtree(left_over)
+        draft, final = self._folder / f"{DRAFT}{step}", self._folder / str(step)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            ocp.save_checkpointables(draft, {"state": state, "loop": loop | {"step": step}})
+            seal(draft)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)  # of a full disk it would keep the rest
+            raise
+        if final.exists():  # of a run that ended before its first line of metrics
+            final.rename(self._folder / f"{DRAFT}old")
+        draft.rename(final)
+        _sync(self._folder)
+        for old in self.steps()[: -self._keep]:
+            gone = (self._folder / str(old)).rename(self._folder / f"{DRAFT}old-{old}")
+            shutil.rmtree(gone)
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint, its arrays placed and typed as in `like`. Raises CheckpointError when there is none or when
-        it does not fit the model or the optimiser at hand."""
-        step = self.latest()
-        if step is None:
-            raise CheckpointError(f"{self._folder}: no complete checkpoint to resume from", "train without --resume")
+    def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """The newest sound checkpoint, or that of `step`, its arrays placed and typed as in `like`; loop["step"] says which.
+
+        Raises CheckpointError when there is none, or when it does not fit the model or the optimiser at hand.
+        """
+        step = self._sound(self.steps() if step is None else [step])
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         try:
-            saved = self._orbax.load_checkpointables(step, {"state": abstract, "loop": None})
+            saved = ocp.load_checkpointables(self._folder / str(step), {"state": abstract, "loop": None})
         except Exception as e:
             raise CheckpointError(
                 f"{self._folder}: checkpoint {step} cannot be restored into this configuration: {e}",
@@ -49,5 +78,59 @@ class Checkpoints:
         typed = lambda x, a: jax.device_put(x, a.aval.memory_space)  # Orbax forgets it in the type of what is in host memory
         return jax.tree.map(typed, saved["state"], like), saved["loop"]
 
-    def close(self) -> None:
-        self._orbax.close()
+    def _sound(self, steps: list[int]) -> int:
+        """The newest of `steps` whose files are what was written."""
+        for step in reversed(steps):
+            if not (problem := damage(self._folder / str(step))):
+                return step
+            self.damaged[step] = problem
+        said = "; ".join(f"{step} is damaged: {why}" for step, why in self.damaged.items())
+        raise CheckpointError(f"{self._folder}: no complete checkpoint to resume from" + (f" ({said})" if said else ""),
+                              "train without --resume")  # fmt: skip
+
+    def set_aside(self, after: int) -> None:
+        """Move what is newer than the step that was restored to `damaged-STEP`: the run is about to pass there again."""
+        for step in (s for s in self.steps() if s > after):
+            shutil.rmtree(aside := self._folder / f"damaged-{step}", ignore_errors=True)
+            (self._folder / str(step)).rename(aside)
+
+
+def seal(folder: Path) -> None:
+    """Write the SHA-256 of every file below `folder` into it, and have all of it on the disk."""
+    digests = _digests(folder)
+    (folder / DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a sealed folder: "" when each file is as it was written and none is missing."""
+    try:
+        want = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        have = _digests(folder)
+        names = sorted(n for n in {*want, *have} if want.get(n) != have.get(n))
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        return f"{DIGESTS} cannot be read: {e}"
+    if not names:
+        return ""
+    how = "missing" if names[0] not in have else "not what was written" if names[0] in want else "not of this checkpoint"
+    return f"{names[0]} is {how}" + (f", and {len(names) - 1} more files" if len(names) > 1 else "")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / DIGESTS)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the interpreter
+        return dict(zip((p.relative_to(folder).as_posix() for p in files), pool.map(_sha256, files)))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

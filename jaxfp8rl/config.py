@@ -37,8 +37,16 @@ class Run(Section):
         50, ge=0, description="steps between checkpoints; the first and the last are always saved. 0: none, there is no resuming"
     )
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    save_patience_s: float = Field(
+        600.0, ge=0, description="seconds that a run goes on when no checkpoint can be written (a full disk); then it stops"
+    )
+    watchdog_s: float = Field(
+        3600.0, ge=0, description="seconds in one phase of a step after which the run says where it stands, and ends; 0: never"
+    )
     samples_per_step: int = Field(4, ge=0, description="completions written to samples.jsonl each step")
-    trackers: tuple[Literal["tensorboard"], ...] = Field((), strict=False, description="metric sinks besides console and JSONL")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        (), strict=False, description='metric sinks besides console and JSONL, for example ["wandb"]'
+    )
 
 
 class Model(Section):
@@ -52,7 +60,7 @@ class Model(Section):
 class Task(Section):
     """The problems and their scorer."""
 
-    kind: Literal["arithmetic", "reasoning_gym", "file"]
+    kind: Literal["arithmetic", "reasoning_gym", "file"] = Field(description="sums, a generator of reasoning-gym, or your rows")
     name: str = Field("", description="generator of reasoning-gym")
     path: str = Field("", description="JSONL or Parquet file of prompts and answers")
     held_out_path: str = Field("", description="file of held-out rows; empty: a seeded fraction of `path`")
@@ -72,9 +80,9 @@ class Rollout(Section):
     prompts_per_step: int = Field(ge=1, description="prompts (groups) a step")
     samples_per_prompt: int = Field(ge=1, description="completions a prompt: the group")
     max_new_tokens: int = Field(ge=1, description="longest completion, tokens")
-    temperature: float = Field(1.0, gt=0)
-    top_k: int = Field(0, ge=0, description="0: off")
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(1.0, gt=0, description="logits are divided by it, in the engine and in the learner")
+    top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0: off")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens that have this probability; 1: off")
     kv_cache: Literal["auto", "fp8"] = Field("auto", description='"fp8": keys and values cached in E4M3')
     kv_scales: Literal["one", "calibrated"] = Field(
         "one", description='scales of an FP8 cache: 1, or a power of two a layer from what the scoring pass saw'
@@ -85,8 +93,9 @@ class Rollout(Section):
     kv_cache_gib: float | None = Field(
         None, gt=0, description="GiB of vLLM's cache, instead of what gpu_memory_utilization leaves for it"
     )
-    fp8_kernel: Literal["native", "emulated"] = Field(
-        "native", description='"emulated": vLLM on a CPU without AMX computes FP8 products slowly, in float32'
+    fp8_kernel: Literal["native", "deep_gemm", "emulated"] = Field(
+        "native", description="vLLM's FP8 products by CUTLASS; by DeepGEMM, the same numbers sooner, compiled by nvcc; or in "
+        "float32, slowly, on a CPU without AMX"
     )
     publish: Literal["auto", "in_place", "reload"] = Field(
         "auto", description="weights to vLLM: written into its tensors, or by vLLM's own reload; auto: in place where it can"
@@ -104,12 +113,16 @@ class Rollout(Section):
     )
     server_url: str = Field("", description='a server that runs already, for engine "remote"; empty: one is started')
     server_token_file: str = Field("", description="the file with that server's token")
+    lag: int = Field(
+        0, ge=0, le=1, description="1: a step's batch is sampled while the step before learns, at weights one version older"
+    )
+    restarts: int = Field(3, ge=0, description='how often a run starts an engine "remote" anew that has died or hangs')
 
 
 class PrecisionSection(Section):
     """Which product runs in which format; see jaxfp8rl/precision/recipe.py."""
 
-    recipe: str = "bf16"
+    recipe: str = Field("bf16", description="bf16, fp8_rollout, fp8_unified, fp8_forward or fp16 (docs/precision.md)")
     compute_dtype: FloatType = Field("bfloat16", description="float type of everything that is not FP8")
     weight_dtype: FloatType = Field("bfloat16", description="float type the published weights are rounded to")
     gradients: Literal["e4m3", "e5m2"] = Field("e4m3", description="format of gradients in a backward pass in FP8")
@@ -123,8 +136,8 @@ class PrecisionSection(Section):
         "auto", description="what computes the learner's attention; auto: pallas on Hopper, in 16 bits, heads of 64 or 128"
     )
     embedded_activations: Literal["fp8", "high"] = Field("fp8", description="W8A8 or W8A16 in the embedded engine")
-    first_layers_bf16: int = Field(0, ge=0)
-    last_layers_bf16: int = Field(0, ge=0)
+    first_layers_bf16: int = Field(0, ge=0, description="so many layers at the start stay unquantised")
+    last_layers_bf16: int = Field(0, ge=0, description="and at the end")
     exclude: str = Field("", description="regular expression; HF module names it is found in stay unquantised")
 
 
@@ -236,14 +249,14 @@ class Correction(Section):
 class Optim(Section):
     """AdamW with linear warm-up, global-norm clipping, states in few bits, and a guard against non-finite updates."""
 
-    lr: float = Field(1e-6, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    b1: float = Field(0.9, ge=0, lt=1)
-    b2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_norm: float = Field(1.0, gt=0)
+    lr: float = Field(1e-6, gt=0, description="learning rate after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises to lr")
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="what follows: all but constant fall to 0")
+    b1: float = Field(0.9, ge=0, lt=1, description="Adam: what is left of the first moment after an update")
+    b2: float = Field(0.95, ge=0, lt=1, description="Adam: and of the second")
+    eps: float = Field(1e-8, gt=0, description="Adam: added to the root of the second moment")
+    weight_decay: float = Field(0.0, ge=0, description="share of a weight, times lr, that an update takes away; norms are spared")
+    clip_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
     max_bad_steps: int = Field(3, ge=1, description="non-finite updates in a row after which the run stops")
     master: FloatType = Field("float32", description="format the parameters are kept in between updates (docs/optimizer.md)")
     first_moment: Literal["float32", "bfloat16", "float8"] = Field("float32", description="format of Adam's first moment")
@@ -266,13 +279,24 @@ class Train(Section):
     fsdp: int = Field(1, ge=1, description="devices that weights, and the rows of a micro-batch, lie over (docs/sharding.md)")
 
 
+class Moe(Section):
+    """Mixtures of experts (docs/moe.md). Of a dense model there is nothing to set."""
+
+    replay: Literal["none", "R2", "R3"] = Field(
+        "none", description="whose experts the learner computes with: its own every time, those of its scoring pass, the engine's"
+    )
+    measure_every: int = Field(0, ge=0, description="R3: steps between scoring passes without replay, to be compared; 0: never")
+    balance_coef: float = Field(0.0, ge=0, description="weight of the load-balancing loss; RL does without")
+    freeze_router: bool = Field(False, description="routers are not trained")
+
+
 class Sft(Section):
     """The supervised warm start of `jaxfp8rl sft`, also run by `train` before step 1 when steps > 0."""
 
-    steps: int = Field(0, ge=0)
-    examples_per_step: int = Field(64, ge=1)
-    lr: float = Field(1e-3, gt=0)
-    warmup_steps: int = Field(0, ge=0)
+    steps: int = Field(0, ge=0, description="updates; 0: no warm start")
+    examples_per_step: int = Field(64, ge=1, description="demonstrations an update")
+    lr: float = Field(1e-3, gt=0, description="learning rate after the warm-up, from which it falls to 0")
+    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises")
 
 
 class Gate(Section):
@@ -307,6 +331,7 @@ class Config(Section):
     loss: Loss = Loss()
     correction: Correction = Correction()
     optim: Optim = Optim()
+    moe: Moe = Moe()
     sft: Sft = Sft()
     gate: Gate = Gate()
     monitor: Monitor = Monitor()

@@ -12,9 +12,10 @@ from jaxfp8rl.precision.recipe import Recipe, get_recipe
 if TYPE_CHECKING:  # it loads jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.correction import CorrectionConfig
 
-REMOTE_SETTINGS = ("link", "server_gpus", "server_url", "server_token_file")
+REMOTE_SETTINGS = ("link", "server_gpus", "server_url", "server_token_file", "restarts")
 SERVER_SETTINGS = (
     "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "publish", "enforce_eager", "sleep",
+    "restarts",
 )  # fmt: skip
 DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the leading one counted
 
@@ -44,6 +45,7 @@ def check(cfg: Config) -> None:
     _check_kv_scales(cfg)
     _check_one_copy(cfg, recipe)
     _check_fsdp(cfg)
+    _check_lag(cfg)
     _check_server(cfg)
     if cfg.task.kind == "reasoning_gym" and not cfg.task.name:
         raise ConfigError("task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"')
@@ -106,6 +108,23 @@ def _check_fsdp(cfg: Config) -> None:
             f"train.fsdp = {devices} does not divide train.rows_per_microbatch = {rows}: a device has whole rows",
             f"train.rows_per_microbatch = {-(-rows // devices) * devices}",
         )
+
+
+def _check_lag(cfg: Config) -> None:
+    """The engine samples while the learner learns: neither may need what the other has then."""
+    r, problem = cfg.rollout, None
+    if not r.lag:
+        return
+    if r.engine == "vllm":
+        problem = 'engine "vllm" is in the learner\'s process, on its GPU', 'set rollout.engine = "remote", on GPUs of its own'
+    elif r.sleep != "off":
+        problem = f'rollout.sleep = "{r.sleep}" stops the engine while the learner learns', 'set rollout.sleep = "off"'
+    elif r.engine == "remote" and r.restarts and not r.server_url:
+        problem = f"rollout.restarts = {r.restarts} gives a new engine the last weights, which an update may have overwritten", (
+            "set rollout.restarts = 0; a run goes on with --resume"
+        )
+    if problem:
+        raise ConfigError(f"rollout.lag = 1: {problem[0]}", problem[1])
 
 
 def _check_one_copy(cfg: Config, recipe: Recipe) -> None:

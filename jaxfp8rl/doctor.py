@@ -17,10 +17,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.toml_config import load_config, presets
 
-PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers", "pydantic")
+PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers", "pydantic")  # shown
+LEAST_DRIVER = {12: 525, 13: 580}  # of each CUDA (its release notes, table of drivers)
+UNTESTED_VLLM = Version("0.33")  # from here on; the oldest is said by what jaxfp8rl requires
 PROBE_SECONDS = 180
 GIB = 2**30
 
@@ -48,7 +53,7 @@ class DoctorFailed(UserError):
 def run_doctor(as_json: bool = False) -> None:
     """Print every check as it is made, or all of them as one JSON object. Raises DoctorFailed if any failed."""
     checks = []
-    for group in (_python, _gpu, _jax, _packages, _bridge, _memory, _disk, _configs):
+    for group in (_python, _gpu, _jax, _cuda, _packages, _bridge, _memory, _disk, _configs):
         for check in _guarded(group):
             checks.append(check)
             if not as_json:
@@ -77,11 +82,10 @@ def _python() -> Iterator[Check]:
 
 def _gpu() -> Iterator[Check]:
     """The driver's view, before any library's."""
-    if not shutil.which("nvidia-smi"):
+    if not _has_gpu():
         yield Check("gpu", "-", "no NVIDIA driver here: runs are on the CPU (make demo does)")
         return
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    done = _nvidia_smi("name,compute_cap,driver_version,memory.total")
     if done.returncode:
         yield Check("gpu", "FAIL", f"nvidia-smi: {(done.stderr or done.stdout).strip()}", "mend the NVIDIA driver")
         return
@@ -92,24 +96,64 @@ def _gpu() -> Iterator[Check]:
         yield Check("gpu", "ok" if hopper else "-", detail, "" if hopper else "tested on Hopper (9.0) alone")
 
 
+def _has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None
+
+
+def _nvidia_smi(fields: str) -> subprocess.CompletedProcess[str]:
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, timeout=30)
+
+
 def _jax() -> Iterator[Check]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a doctor takes no bed
     import jax
 
     devices = jax.devices()
     detail = f"{jax.__version__}, {len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
-    unused = shutil.which("nvidia-smi") and devices[0].platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu"
+    unused = _has_gpu() and devices[0].platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu"
     fix = 'pip install "jaxfp8rl[cuda13]": JAX has no CUDA plug-in and does not see the GPU'
     yield Check("jax", "FAIL" if unused else "ok", detail, fix if unused else "")
 
 
+def _cuda() -> Iterator[Check]:
+    """JAX's plug-in beside its own library and the driver: of other versions it is left out, or fails at the first kernel."""
+    majors = [major for major in LEAST_DRIVER if _version(f"jax-cuda{major}-plugin")]
+    if not majors:
+        return
+    if len(majors) > 1:
+        yield Check("cuda", "FAIL", "JAX has plug-ins for CUDA 12 and 13", "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt")
+        return
+    major, version, jaxlib = majors[0], _version(f"jax-cuda{majors[0]}-plugin"), _version("jaxlib")
+    detail, fix = f"JAX's plug-in for CUDA {major} is {version}", f'pip install "jax[cuda{major}]=={_version("jax")}"'
+    if version != jaxlib:
+        yield Check("cuda", "FAIL", f"{detail}, jaxlib {jaxlib}: they must be equal", fix)
+    elif _has_gpu() and (driver := _driver()) < LEAST_DRIVER[major]:
+        older = [f'pip install "jaxfp8rl[cuda{m}]"' for m, least in LEAST_DRIVER.items() if least <= driver]
+        fixes = [f"a driver of {LEAST_DRIVER[major]} or newer", *older]
+        yield Check("cuda", "FAIL", f"{detail}, the driver {driver}: too old for CUDA {major}", ", or ".join(fixes))
+    else:
+        yield Check("cuda", "ok", detail)
+
+
+def _driver() -> int:
+    """The driver's branch, 580 of 580.159; 0 where nvidia-smi does not answer, which `_gpu` says."""
+    return int(_nvidia_smi("driver_version").stdout.partition(".")[0] or 0)
+
+
 def _packages() -> Iterator[Check]:
-    missing = [p for p in PACKAGES if not _version(p)]
-    detail = ", ".join(f"{p} {_version(p)}" for p in PACKAGES if p not in missing)
+    """What jaxfp8rl asks for; packages of the extras where they are installed."""
+    asked = [Requirement(text) for text in _requires("jaxfp8rl")]
+    always = {r.name for r in asked if not r.marker} or set(PACKAGES)
+    missing = sorted(p for p in always if not _version(p))
+    old = [r for r in asked if (v := _version(r.name)) and not r.specifier.contains(v, prereleases=True)]
     if missing:
         yield Check("packages", "FAIL", f"missing: {', '.join(missing)}", "pip install jaxfp8rl, or make demo in a checkout")
-    else:
-        yield Check("packages", "ok", detail)
+    if old:
+        said = ", ".join(f"{r.name} {_version(r.name)} is not {r.specifier}" for r in old)
+        yield Check("packages", "FAIL", said, "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in old))
+    if not missing and not old:
+        yield Check("packages", "ok", ", ".join(f"{p} {_version(p)}" for p in PACKAGES))
     tasks = [p for p in ("reasoning-gym", "math-verify", "transformers") if not _version(p)]
     detail, fix = f"missing: {', '.join(tasks)}; wanted for their tasks and scorers", 'pip install "jaxfp8rl[tasks]"'
     yield Check("tasks", "-", detail, fix) if tasks else Check("tasks", "ok", "reasoning-gym, math-verify, transformers")
@@ -120,6 +164,14 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _requires(package: str) -> list[str]:
+    """What it declares that it needs; nothing for one that is not installed, such as a checkout on PYTHONPATH."""
+    try:
+        return importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def _bridge() -> Iterator[Check]:
@@ -134,7 +186,7 @@ def _bridge() -> Iterator[Check]:
     if not found["torch"]:
         yield Check("torch", "-", "not installed; wanted for vLLM alone", 'pip install "jaxfp8rl[vllm]"')
         return
-    yield Check("torch", "ok", found["torch"])
+    yield _torch(found)
     trips = "; ".join(f"{dtype} {how}" for dtype, how in found["dlpack"].items())
     good = all(how in ("zero copy", "copied") for how in found["dlpack"].values())
     fix = "" if good else "torch 2.11 or newer, for the same device as JAX"
@@ -142,9 +194,30 @@ def _bridge() -> Iterator[Check]:
     yield _vllm(found)
 
 
+def _torch(found: dict) -> Check:
+    """Of a build for the CPU, vLLM samples there; of another CUDA than JAX's, a process has two of them."""
+    version, cuda = found["torch"], found.get("torch_cuda")
+    if not _has_gpu():
+        return Check("torch", "ok", version)
+    if not cuda:
+        return Check("torch", "FAIL", f"{version} is a build for CPUs, and there is a GPU", 'pip install "jaxfp8rl[vllm]"')
+    other = [m for m in LEAST_DRIVER if _version(f"jax-cuda{m}-plugin") and m != int(cuda.partition(".")[0])]
+    if other:
+        fix = f'pip install "jaxfp8rl[cuda{cuda.partition(".")[0]}]": not tested otherwise'
+        return Check("torch", "-", f"{version} is for CUDA {cuda}, JAX's plug-in for {other[0]}", fix)
+    return Check("torch", "ok", f"{version}, CUDA {cuda}")
+
+
 def _vllm(found: dict) -> Check:
     if not found["vllm"]:
         return Check("vllm", "-", 'not installed; wanted for rollout.engine = "vllm"', 'pip install "jaxfp8rl[vllm]"')
+    wants = [r for r in map(Requirement, _requires("vllm")) if r.name == "torch" and (not r.marker or r.marker.evaluate())]
+    if any(not r.specifier.contains(found["torch"], prereleases=True) for r in wants):
+        detail = f"{found['vllm']} was built for torch{wants[0].specifier}, {found['torch']} is installed"
+        return Check("vllm", "FAIL", detail, f'pip install "torch{wants[0].specifier}"')
+    if Version(found["vllm"]) >= UNTESTED_VLLM:
+        fix = f'pip install "vllm<{UNTESTED_VLLM}" if anything is odd'
+        return Check("vllm", "-", f"{found['vllm']} is newer than what was tested", fix)
     if found["vllm_fp8"]:
         return Check("vllm", "-", f"{found['vllm']}, BF16 only: {found['vllm_fp8']}", "a Hopper GPU, for FP8 rollouts")
     return Check("vllm", "ok", f"{found['vllm']}, BF16 and FP8")

@@ -18,11 +18,18 @@ def update_flops(model: ModelConfig, samples: Sequence[Sample]) -> float:
     attention 4 H d a pair of a query and a key it sees, and 2.5 times that backward, as in FlashAttention-2 (Dao, 2023,
     section 4.1). What is computed again for want of memory does not count."""
     lengths = [len(s.prompt) + len(s.completion) for s in samples]
-    linears = model.num_hidden_layers * sum(n * k for n, k in linear_shapes(model).values())
+    linears = sum(n * k * _uses(model, module) for module, (n, k) in linear_shapes(model).items())
     seen = sum(n * (n + 1) / 2 for n in lengths)
     attention = 3.5 * model.num_hidden_layers * 4 * seen * model.num_attention_heads * model.head_dim
     head = model.vocab_size * model.hidden_size * sum(len(s.completion) for s in samples)
     return 6 * (linears * sum(lengths) + head) + attention
+
+
+def _uses(model: ModelConfig, module: str) -> int:
+    """How many products of that name a token goes through: one a layer that has it, or one an expert of the token."""
+    if module.startswith("mlp.experts."):
+        return sum(model.sparse_layers) * model.experts.num_experts_per_tok
+    return model.sparse_layers.count(False) if module.startswith("mlp.") else model.num_hidden_layers
 
 
 def mfu(flops: float, seconds: float, devices: int = 1) -> float | None:

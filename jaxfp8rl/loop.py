@@ -1,6 +1,7 @@
 """The other page: sample prompts -> generate -> score -> pack -> step -> publish -> save -> log.
 
-A step samples at the weights of the step before (`weights/version` = step - 1), learns from what it sampled, and publishes.
+A step samples at the weights of the step before (`weights/version` = step - 1; with rollout.lag at those before them, beside the
+step before: jaxfp8rl.batches), learns from what it sampled, and publishes.
 Everything random is drawn from (run.seed, step), so a resumed run continues as if it had never stopped.
 """
 
@@ -10,60 +11,73 @@ import contextlib
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bridges.api import PublishReceipt
 from jaxfp8rl import rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.config import Config
-from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
-from jaxfp8rl.errors import CheckpointError
+from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.flops import mfu, update_flops
 from jaxfp8rl.gate import check_gate
 from jaxfp8rl.memory_fit import check_memory, explained
 from jaxfp8rl.monitors.summary import write_summary
-from jaxfp8rl.optim import init_state
 from jaxfp8rl.policy import shared
 from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning
 from jaxfp8rl.precision.hardware import computed_by
 from jaxfp8rl.publish import LearnerWeights
-from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, check_run_directory, peak_memory_gib
+from jaxfp8rl.resume import fork, restore, save
+from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
+from jaxfp8rl.samples import sample_rows
 from jaxfp8rl.sft import warm_start
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 from jaxfp8rl.update import learn, probe, score
+from jaxfp8rl.watchdog import Watchdog
 
 EVAL_STEP = 2**31  # evaluation draws its seeds from here on, apart from training's
 
 
-def train(cfg: Config, resume: bool = False) -> None:
-    """Run `cfg` to its last step, from the newest checkpoint of its run directory when `resume`.
+def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
+    """Run `cfg` to its last step: from the newest checkpoint of its run directory when `resume`, or of another one, `fork_of`.
 
-    Raises UserError and BridgeError kinds with their next step; leaves with exit code 130 after SIGINT or SIGTERM, when the
-    step in progress has been finished and saved.
+    Raises UserError and BridgeError kinds with their next step; leaves with exit code 130 or 143 after SIGINT or SIGTERM, when
+    the step in progress has been finished and saved.
     """
     cfg.check()
-    check_run_directory(cfg, resume)
-    check_memory(cfg)
-    with explained(cfg), contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, resume) as run, StopSignals() as stop:
+    if resume and fork_of:
+        raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there", "give one of them")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(claimed(cfg, resume))
+        check_memory(cfg)
+        stack.enter_context(explained(cfg))
+        watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s, f"{cfg.run.dir}/stacks.txt"))
+        parts = stack.enter_context(contextlib.closing(build(cfg)))
+        run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase))
+        stop = stack.enter_context(StopSignals())
         run.note(computed_by(parts.precision))
         if warning := kv_fp8_warning(parts.model, parts.engine.capabilities().formats):
             run.note(warning)
-        state, step = restore(parts, run) if resume else (begin(parts, run), 0)
+        if fork_of:
+            state, step = fork(parts, run, fork_of)
+        else:
+            state, step = restore(parts, run) if resume else (begin(parts, run), 0)
         _, policy = hand_over(parts, state, with_scales(parts, parts.policy(state.params)), step)
+        run.phase("gate")
         facts = gate(parts, policy, step)
         if not resume:
-            run.log({"step": 0, "weights/version": 0, **facts, **evaluate(parts, 0)})
+            run.log({"step": step, "weights/version": step, **facts, **evaluate(parts, step)})
         while step < cfg.run.steps and not stop.requested:
             step += 1
             with run.profiled(step == cfg.monitor.profile_step):
                 state, policy, metrics, sampled = one_step(parts, run, state, policy, step)
             if step == cfg.run.steps or (cfg.run.eval_every and step % cfg.run.eval_every == 0):
+                run.phase("evaluate")
                 metrics |= evaluate(parts, step)
             run.log(metrics, samples=sampled)
-            if cfg.run.save_every and (step == cfg.run.steps or step % cfg.run.save_every == 0 or stop.requested):
-                save(parts, run, state, step)
+            last = step == cfg.run.steps or stop.requested
+            if cfg.run.save_every and (last or step % cfg.run.save_every == 0 or run.unsaved_since):
+                save(parts, run, state, step, last)
     if stop.requested and step < cfg.run.steps:
         raise SystemExit(stop.exit_code)
     write_summary(cfg.run.dir)
@@ -86,8 +100,7 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
     check_finite(params, parts.model)
     if parts.cfg.sft.steps:
         params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
-    fresh = init_state(params, parts.optimizer, parts.precision.compute_dtype)
-    state = parts.layout.place(fresh)  # committed, as restored: the same programs
+    state = parts.fresh_state(params)
     if parts.cfg.run.save_every:
         save(parts, run, state, 0)
     if parts.cfg.loss.kl_coef:
@@ -96,83 +109,40 @@ def begin(parts: Parts, run: RunDirectory) -> TrainState:
     return state
 
 
-def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
-    """The newest checkpoint: state, step; the prompt stream goes back to where it was and later metrics are forgotten.
-
-    Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data or another seed.
-    """
-    like = parts.layout.place(init_state(parts.initial_params(), parts.optimizer, parts.precision.compute_dtype))
-    state, loop, step = run.restore(like)
-    seed = parts.cfg.run.seed
-    if loop["seed"] != seed:
-        raise CheckpointError(f"run.seed = {seed}, the checkpoint was taken with {loop['seed']}", "resume with the same seed")
-    parts.stream = PromptStream.from_state(parts.train, loop["stream"])
-    if parts.cfg.loss.kl_coef:
-        parts.hold_reference(run.load_reference(parts.model))
-    if parts.calibration and "clip" in loop:
-        parts.calibration.clip = tuple(map(np.float32, loop["clip"]))
-    if parts.kv_scales:
-        parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in loop["kv_amax"].items()}
-    check_finite(state.params, parts.model, "the checkpoint")
-    run.rewind(step)
-    return state, step
-
-
-def save(parts: Parts, run: RunDirectory, state: TrainState, step: int) -> None:
-    clip = {"clip": [float(x) for x in parts.calibration.clip]} if parts.calibration else {}
-    seen = {n: np.asarray(x).tolist() for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
-    loop = {"stream": parts.stream.state(), "seed": parts.cfg.run.seed, "kv_amax": seen}
-    run.save(step, state, loop | clip)
-
-
 def one_step(
     parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int
 ) -> tuple[TrainState, Params, dict, list[dict]]:
     """One rollout batch, its updates and a publish -> (state, its policy, the step's metrics, samples to look at)."""
-    cfg, clock = parts.cfg, Clock()
-    batch = collect(parts, step, clock)
+    cfg, clock = parts.cfg, Clock(run.phase)
+    batch = parts.batches.take(step, clock)
     if cfg.rollout.sleep != "off":
         parts.engine.sleep()  # until `publish` wakes it
     with clock("score"):
         samples = split(batch, parts)
         packed = [pack_samples(parts, s) for s in samples]
         scored = jax.block_until_ready([score(parts, policy, p) for p in packed])
+        packed = parts.replay.replayed(packed) if parts.replay else packed
     with clock("update"):
         lr = float(parts.schedule(state.step))
         state, policy, updates = learn(parts, run, state, policy, step, packed, scored)
         policy = with_scales(parts, policy)
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
         updates |= probe(parts, run, state, packed[0], step)
+    parts.batches.settle(clock)
     with clock("publish"):
         receipt, policy = hand_over(parts, state, policy, step)
     metrics = {
-        "step": step, "weights/version": step - 1, "lr": lr, **batch.metrics(), **updates, **clock.metrics(),
+        "step": step, "lr": lr, **batch.metrics(), **batch.age(step - 1), **updates, **clock.metrics(),
         "publish/bytes": receipt.bytes, "engine/healthy": int(parts.engine.health().ok), "memory/peak_gib": peak_memory_gib(),
+        "engine/restarts": getattr(parts.engine, "restarts", 0),
     }  # fmt: skip
-    if parts.kv_scales:
-        metrics |= parts.kv_scales.metrics()
+    for part in filter(None, (parts.kv_scales, parts.replay)):
+        metrics |= part.metrics()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
     if share := mfu(update_flops(parts.model, sum(samples, [])), metrics["time/update_s"], cfg.train.fsdp):
         metrics["mfu/update"] = share
-    return state, policy, metrics, sample_rows(batch, step, cfg.run.samples_per_step)
-
-
-def collect(parts: Parts, step: int, clock: Clock) -> rollouts.Rollouts:
-    """Sample and score a batch of prompts; under dynamic sampling further ones, until enough groups have rewards that differ."""
-    cfg, rounds = parts.cfg, []
-    for again in range(cfg.loss.dynamic_sampling_rounds):
-        with clock("rollout"):
-            prompts = parts.stream.next(cfg.rollout.prompts_per_step)
-            n, seed = cfg.rollout.samples_per_prompt, cfg.run.seed
-            requests = rollouts.make_requests(prompts, parts.sampling, n, seed, step, again)
-            kept, rejected = rollouts.generate(parts.engine, prompts, requests, version=step - 1)
-        with clock("reward"):
-            groups = tuple(rollouts.score(kept, parts.tokenizer, parts.rewards))
-        rounds.append(rollouts.Rollouts(groups, rejected, groups))
-        if len(rollouts.choose(rounds, cfg.rollout.prompts_per_step).chosen) == cfg.rollout.prompts_per_step:
-            break
-    return rounds[0] if cfg.loss.dynamic_sampling_rounds == 1 else rollouts.choose(rounds, cfg.rollout.prompts_per_step)
+    return state, policy, metrics, sample_rows(parts, batch, step, samples, packed, scored)
 
 
 def hand_over(parts: Parts, state: TrainState, policy: Params, version: int) -> tuple[PublishReceipt, Params]:
@@ -227,16 +197,6 @@ def split(batch: rollouts.Rollouts, parts: Parts) -> list[list[Sample]]:
 
 def pack_samples(parts: Parts, samples: list[Sample]) -> TrainBatch:
     """Packed to the shape of an update; to a larger one when there are more samples than that holds (the gate's)."""
-    t = parts.cfg.train
+    t, samples = parts.cfg.train, parts.with_routes(samples)
     needed = microbatches_needed(len(samples), parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
     return pack(samples, t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches))
-
-
-def sample_rows(batch: rollouts.Rollouts, step: int, count: int) -> list[dict]:
-    """The first completion of `count` groups, for samples.jsonl."""
-    return [
-        {"step": step, "id": g.prompt.problem.id, "prompt": g.prompt.problem.prompt, "completion": g.texts[0],
-         "answer": g.prompt.problem.answer, "reward": float(g.rewards[0]), "tokens": len(g.completions[0].token_ids),
-         "finish_reason": g.completions[0].finish_reason}
-        for g in batch.groups[:count]
-    ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -11,28 +12,35 @@ from bridges import manifest
 from jaxfp8rl.build import engine_runs, model_config
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
-from jaxfp8rl.memory_plan import RESIDENT, memory_plan
+from jaxfp8rl.memory_plan import F32, RESIDENT, memory_plan
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.publish import wire_manifest
 from jaxfp8rl.registry import device_memory, share_gpu
 from jaxfp8rl.run_directory import PHASE
 
 ENGINE_REST = 5 * 2**29  # CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
+MASTERS = 2  # of the plan's first rows those that the start has: masters and moments
 KNOBS = 3
 Change = dict[str, dict[str, object]]  # section -> key -> value
 
 
 def needs(cfg: Config, model: ModelConfig, total: int) -> dict[str, int]:
-    """Bytes on a device of `total` bytes while the learner updates and while the engine samples. Engines of other processes are
-    left out."""
+    """Bytes on a device of `total` bytes at the start, when the weights are there in float32, too, while the learner updates and
+    while the engine samples. Engines of other processes are left out."""
     plan = [size for _, size in memory_plan(cfg, model)]
     if cfg.rollout.engine != "vllm":
         return {"an update": sum(plan)}
+    whole = sum(math.prod(e.shape) for e in param_table(model)) * F32
+    start = sum(plan[:MASTERS]) + (whole if cfg.sft.steps else whole // cfg.train.fsdp)
     weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
     share = int(cfg.rollout.gpu_memory_utilization * total)
     awake = share if cfg.rollout.kv_cache_gib is None else weights + int(cfg.rollout.kv_cache_gib * 2**30)
     asleep = 0 if cfg.rollout.sleep != "off" else awake
-    return {"an update": sum(plan) + asleep + ENGINE_REST, "a rollout": sum(plan[:RESIDENT]) + awake + ENGINE_REST}
+    return {
+        "the start": start + awake + ENGINE_REST, "an update": sum(plan) + asleep + ENGINE_REST,
+        "a rollout": sum(plan[:RESIDENT]) + awake + ENGINE_REST,
+    }  # fmt: skip
 
 
 def check_memory(cfg: Config) -> None:

@@ -112,28 +112,35 @@ def _tokens(cfg: Config) -> int:
 
 
 def _kept_of_layers(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """Every layer's input, in the residual stream's type, and what train.remat keeps besides (models.transformer.SAVED); with
+    """Every layer's input, all parts of the residual stream, and what train.remat keeps besides (models.transformer.SAVED); with
     "none" the input of each norm and product, q, k, v and what attention keeps. Attention's is its result and a float32 a query
     by the kernels, else its weights [H, T, T]."""
     queries, keys = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
     scores = model.num_attention_heads * (1 if _by_kernels(cfg, model) else cfg.train.row_tokens) * F32
     attention = queries * itemsize + scores
     projections = (queries + 2 * keys + model.hidden_size) * itemsize
-    mlp = (3 * model.hidden_size + 3 * model.intermediate_size) * itemsize
-    besides = {"layer": 0, "products": attention, "mlp": attention + projections, "none": attention + projections + mlp}
-    stream = model.hidden_size * (F32 if _fused(cfg) else itemsize)
-    return model.num_hidden_layers * _tokens(cfg) * (stream + besides[cfg.train.remat])
+    kept = {"layer": 0, "products": attention, "mlp": attention + projections, "none": attention + projections}[cfg.train.remat]
+    mlps = sum(2 * model.hidden_size + copies * (model.hidden_size + 3 * width) for copies, width in _mlps(model)) * itemsize
+    stream = model.hidden_size * itemsize * (2 if _fused(cfg) else 1)
+    return _tokens(cfg) * (model.num_hidden_layers * (stream + kept) + (mlps if cfg.train.remat == "none" else 0))
+
+
+def _mlps(model: ModelConfig) -> list[tuple[int, int]]:
+    """(copies of a token, width of the MLP that each goes through) of every layer."""
+    e = model.experts
+    return [(e.num_experts_per_tok, e.moe_intermediate_size) if s else (1, model.intermediate_size) for s in model.sparse_layers]
 
 
 def _fused(cfg: Config) -> bool:
-    """Whether the stream between layers is in float32, as a compiled engine's is (bridges.api.EngineFormats)."""
+    """Whether the stream between layers has two parts (models.layers.Stream), beside a compiled engine."""
     return cfg.rollout.engine != "jax" and not cfg.rollout.enforce_eager
 
 
 def _layer(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     """What is computed again of one layer, and the gradients of its MLP."""
     heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-    return _tokens(cfg) * (4 * model.hidden_size + heads + 6 * model.intermediate_size) * itemsize
+    mlp = max(2 * (copies - 1) * model.hidden_size + 6 * copies * width for copies, width in _mlps(model))
+    return _tokens(cfg) * (4 * model.hidden_size + heads + mlp) * itemsize
 
 
 def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:

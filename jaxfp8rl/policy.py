@@ -68,7 +68,10 @@ def without_scales(policy: Params) -> Params:
 def as_params(tree: Params) -> Params:
     """A tree with one stack of layers a run -> one stack, as the masters have it."""
     stacks = tree["layers"]
-    return {**tree, "layers": stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *stacks)}
+    if len(stacks) == 1:
+        return {**tree, "layers": stacks[0]}
+    parts = {name: [stack[name] for stack in stacks if name in stack] for name in dict.fromkeys(n for s in stacks for n in s)}
+    return {**tree, "layers": {name: jax.tree.map(lambda *xs: jnp.concatenate(xs), *nodes) for name, nodes in parts.items()}}
 
 
 def shared(policy: Params, precision: Precision, lend: Callable[[Sequence[str]], tuple]) -> Params:

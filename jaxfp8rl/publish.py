@@ -37,6 +37,12 @@ def is_fp8(entry: Entry, runs: tuple[LayerRun, ...]) -> bool:
     return any(run.start <= entry.layer < run.stop and entry.path[-2] in run.fp8 for run in runs)
 
 
+def high_precision_modules(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[str]:
+    """HF names of the linears and routers that stay unquantised: what a quantisation config has to leave out."""
+    products = [e for e in param_table(cfg) if e.role in ("linear", "router")]
+    return [e.hf_name.removesuffix(".weight") for e in products if not is_fp8(e, runs)]
+
+
 @functools.cache
 def wire_manifest(
     cfg: ModelConfig, runs: tuple[LayerRun, ...], weight_dtype: str, kv_scales: bool = False
@@ -84,9 +90,13 @@ class LearnerWeights:
             stack, row = (policy, None) if layer is None else places[layer]
             leaves = {e.path: _at(stack, e.path[row is not None :]) for e in entries}
             absent = {path: leaf for path, leaf in leaves.items() if not _crosses(leaf, path in fp8, dtype)}
-            made = _made_layer(absent, _on_device(row), dtype, fp8) if absent else {}
+            made = {}  # what was made of the last layer goes before this one's is made
+            made |= _made_layer(absent, _on_device(row), dtype, fp8) if absent else {}
             for e in entries:
-                tensor = made.pop(e.path) if e.path in made else _row(leaves[e.path], row)
+                if e.path in made:
+                    tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
+                else:
+                    tensor = _row(leaves[e.path], () if row is None else (row, *e.index[1:]))
                 yield from zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if e.path in fp8 else (tensor,))
         if scales := self._policy.get("kv_scales"):
             for name, which, layer in kv_scale_names(cfg):
@@ -99,12 +109,14 @@ class LearnerWeights:
             leaf = _at(self._policy if span.stack is None else stacks[span.stack], span.path)
             whole = jax.tree.map(_whole, leaf)
             if _crosses(leaf, span.fp8, dtype):
-                yield _rows(span.names, whole, span.first, held=not _is_split(leaf))
+                first = span.first and span.first * span.experts
+                yield _rows(span.names, whole, first, held=not _is_split(leaf))
             elif span.first is None:
                 yield _rows(span.names, _made(whole, None, 1, dtype, False), None, held=False)
             else:
                 for at, names in _parts(span, leaf.shape, 1 if span.fp8 else jnp.dtype(dtype).itemsize, nbytes):
-                    yield _rows(names, _made(whole, _on_device(at), len(names), dtype, span.fp8), 0, held=False)
+                    made = _made(whole, _on_device(at), len(names) // span.experts, dtype, span.fp8)
+                    yield _rows(names, made, 0, held=False)
         if scales := self._policy.get("kv_scales"):
             names = {which: tuple(n for n, w, _ in kv_scale_names(cfg) if w == which) for which in scales}
             yield [Rows(names[which], scale, 0, True) for which, scale in scales.items()]
@@ -139,9 +151,10 @@ def _scales_of(names: tuple[str, ...]) -> tuple[str, ...]:
 @functools.cache
 def _parts(span: Span, shape: tuple[int, ...], itemsize: int, nbytes: int) -> list[tuple[int, tuple[str, ...]]]:
     """(first row, names) of parts of up to `nbytes`, as equal as can be, for all but one to share a program."""
-    rows, row_bytes = len(span.names), math.prod(shape[1:]) * itemsize
+    each, row_bytes = span.experts, math.prod(shape[1:]) * itemsize
+    rows = len(span.names) // each
     size = -(-rows // -(-rows // max(nbytes // row_bytes, 1)))
-    return [(span.first + i, span.names[i : i + size]) for i in range(0, rows, size)]
+    return [(span.first + i, span.names[i * each : (i + size) * each]) for i in range(0, rows, size)]
 
 
 Path = tuple[str, ...]
@@ -156,13 +169,14 @@ def _by_layer(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[tuple[int | 
 
 class Span(NamedTuple):
     """Tensors that cross alike: rows of a leaf of stack `stack` from `first` on, or a leaf outside the layers, if these are
-    None."""
+    None. Of each row there are `experts` tensors."""
 
     names: tuple[str, ...]
     stack: int | None
     path: Path
     first: int | None
     fp8: bool
+    experts: int = 1
 
 
 @functools.cache
@@ -177,7 +191,8 @@ def _spans(cfg: ModelConfig, runs: tuple[LayerRun, ...], held: tuple[int, ...]) 
         e, names = entries[0], tuple(e.hf_name for e in entries)
         if e.layer is None:
             return Span(names, None, e.path, None, False)
-        return Span(names, place[e.layer][0], e.path[1:], place[e.layer][1], is_fp8(e, runs))
+        experts = cfg.experts.num_experts if len(e.index) > 1 else 1
+        return Span(names, place[e.layer][0], e.path[1:], place[e.layer][1], is_fp8(e, runs), experts)
 
     by_leaf = sorted(param_table(cfg), key=lambda e: (e.path, -1 if e.layer is None else e.layer))
     return [span(list(entries)) for _, entries in itertools.groupby(by_leaf, alike)]
@@ -187,10 +202,12 @@ def _at(tree: Params, path: Path) -> Any:
     return functools.reduce(operator.getitem, path, tree)
 
 
-def _row(leaf: Array | QuantizedWeight, index: int | None) -> Any:
-    if index is None:
+def _row(leaf: Array | QuantizedWeight, index: tuple[int, ...]) -> Any:
+    """What is at `index`, of a layer or of a layer and an expert, without a copy."""
+    if not index:
         return leaf
-    return QuantizedWeight(*(StackRow(w, index) for w in leaf)) if isinstance(leaf, QuantizedWeight) else StackRow(leaf, index)
+    at = index[0] if len(index) == 1 else index
+    return QuantizedWeight(*(StackRow(w, at) for w in leaf)) if isinstance(leaf, QuantizedWeight) else StackRow(leaf, at)
 
 
 @functools.cache
@@ -246,8 +263,12 @@ def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str,
     for run in runs:
         stack: Params = {}
         for path in dict.fromkeys(e.path for e in table if e.layer is not None):
-            members = [leaf(e) for e in table if e.path == path and run.start <= e.layer < run.stop]
-            _put(stack, path[1:], jax.tree.map(lambda *xs: jnp.stack(xs), *members))
+            members = [e for e in table if e.path == path and run.start <= e.layer < run.stop]
+            if not members:  # of dense layers alone, or of sparse ones
+                continue
+            experts = (cfg.experts.num_experts,) if len(members[0].index) > 1 else ()
+            join = lambda *xs, experts=experts: jnp.stack(xs).reshape(-1, *experts, *xs[0].shape)
+            _put(stack, path[1:], jax.tree.map(join, *map(leaf, members)))
         stacks.append(stack)
     scales: dict[str, list] = {}
     for name, which, _ in kv_scale_names(cfg):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightTransport
+from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightSource, WeightTransport
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, LayerRun, Precision, get_recipe
-from jaxfp8rl.publish import assemble, is_fp8, wire_manifest
+from jaxfp8rl.publish import assemble, high_precision_modules, wire_manifest
+
+if TYPE_CHECKING:
+    from jaxfp8rl.models.transformer import KVCache
 
 
 def share_gpu(cfg: Config) -> None:
@@ -31,6 +36,13 @@ def device_memory() -> int | None:
     from bridges.rollout.device_pool import total
 
     return total()
+
+
+def write_weights(source: WeightSource, folder: Path, version: int) -> str:
+    """As a folder of safetensors (bridges.weights.safetensors_file); returns the manifest's digest. Raises BridgeError."""
+    from bridges.weights.safetensors_file import write_folder
+
+    return write_folder(source, folder, version)
 
 
 def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
@@ -75,11 +87,19 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[R
         logits=lambda params, hidden: logits_of(hidden, head_weight(params, model)),
         formats=formats,
         vocab_size=model.vocab_size,
+        routes=functools.partial(_routes_of_all_layers, model) if model.experts else None,
     )
     limits = dict(max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed)
     engine, transport = JaxEngine(functions, **limits), JaxInprocess()
     transport.open(engine)
     return engine, transport
+
+
+def _routes_of_all_layers(model: ModelConfig, cache: KVCache) -> Array:
+    """The experts of each slot, [B, S, L, k]; 0 in dense layers, as vLLM has it."""
+    routes = jnp.moveaxis(cache.routes, 0, 2)
+    every = jnp.zeros((*routes.shape[:2], model.num_hidden_layers, routes.shape[-1]), routes.dtype)
+    return every.at[:, :, np.flatnonzero(model.sparse_layers)].set(routes)
 
 
 def _embedded_formats(cfg: Config) -> EngineFormats:
@@ -107,19 +127,19 @@ def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[
 
 def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> dict[str, Any]:
     """The keyword arguments of VllmEngine."""
-    linears = [e for e in param_table(model) if e.role == "linear"]
     return dict(
         weights=FP8_WEIGHT if get_recipe(cfg.precision.recipe).engine_fp8 else cfg.precision.weight_dtype,
         kv_cache=FP8_KV if cfg.rollout.kv_cache == "fp8" else "auto",
         kv_scales=cfg.rollout.kv_scales == "calibrated",
         dtype=cfg.precision.weight_dtype,
-        high_precision_modules=[e.hf_name.removesuffix(".weight") for e in linears if not is_fp8(e, runs)],
+        high_precision_modules=high_precision_modules(model, runs),
         max_model_len=cfg.max_model_len,
         max_num_seqs=cfg.rollout.max_num_seqs,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         kv_cache_bytes=None if cfg.rollout.kv_cache_gib is None else int(cfg.rollout.kv_cache_gib * 2**30),
         enforce_eager=cfg.rollout.enforce_eager,
         fp8_kernel=cfg.rollout.fp8_kernel,
+        routed_experts=cfg.moe.replay == "R3",
         sleep=cfg.rollout.sleep,
         seed=cfg.run.seed,
     )
@@ -128,24 +148,35 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
 def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     """vLLM in a process of its own: one that is started here and ends with the run, or one that was given by its address."""
     from bridges.rollout.remote_engine import RemoteEngine, start
-    from bridges.weights.remote_direct import RemoteDirect
-    from bridges.weights.remote_file import RemoteFile
+    from bridges.rollout.supervised_engine import SupervisedEngine
 
     r = cfg.rollout
     if r.server_url:
         engine = RemoteEngine(r.server_url, _token(r.server_token_file), leave_running=True)
         _check_server(cfg, model, engine)
-    else:
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, r.server_gpus))} if r.server_gpus else {}
-        options = _vllm_options(cfg, model, runs)
-        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **options)
-    transport = RemoteFile() if r.link == "file" else RemoteDirect(r.link)
+        return engine, _opened(cfg, engine)
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, r.server_gpus))} if r.server_gpus else {}
+
+    def started() -> tuple[RolloutEngine, WeightTransport]:
+        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **_vllm_options(cfg, model, runs))
+        return engine, _opened(cfg, engine)
+
+    supervised = SupervisedEngine(started, r.restarts)
+    return supervised, supervised
+
+
+def _opened(cfg: Config, engine: RolloutEngine) -> WeightTransport:
+    """The configured way to an engine in a process of its own."""
+    from bridges.weights.remote_direct import RemoteDirect
+    from bridges.weights.remote_file import RemoteFile
+
+    transport = RemoteFile() if cfg.rollout.link == "file" else RemoteDirect(cfg.rollout.link)
     try:
         transport.open(engine)
     except BridgeError:
         engine.close()
         raise
-    return engine, transport
+    return transport
 
 
 def _token(path: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,16 @@ class Rollouts:
             "tokens/rollout": int(lengths.sum()),
         }
 
+    def age(self, version: int) -> dict[str, float]:
+        """weights/version that all was sampled at, and how much older than `version`, the learner's, it is: a token, at most."""
+        spans = [span for g in self.groups for c in g.completions for span in c.version_spans]
+        tokens = np.array([span.stop - span.start for span in spans])
+        ages = version - np.array([span.version for span in spans])
+        return {
+            "weights/version": min(span.version for span in spans),
+            "staleness/versions_mean": float((ages * tokens).sum() / tokens.sum()), "staleness/versions_max": int(ages.max()),
+        }  # fmt: skip
+
 
 def make_requests(
     prompts: Sequence[Prompt], sampling: SamplingParams, n: int, seed: int, step: int, again: int = 0
@@ -72,15 +82,19 @@ def make_requests(
     return [GenRequest(f"{name}/{i}", p.token_ids, sampling, n, int(s)) for i, (p, s) in enumerate(zip(prompts, seeds))]
 
 
-def generate(engine: RolloutEngine, prompts: Sequence[Prompt], requests: Sequence[GenRequest], version: int):
+def generate(
+    engine: RolloutEngine, prompts: Sequence[Prompt], requests: Sequence[GenRequest], version: int,
+    unfit: Callable[[GenRequest, Completion], str | None] = lambda request, completion: None,
+):  # fmt: skip
     """The engine's answers in order, with those groups set apart that cannot be learned from -> (kept, rejected).
 
-    A group is rejected whole when one of its completions has missing, short or non-finite log-probabilities or was sampled
-    at another weight version than `version`: half a group has another baseline. Raises EngineUnhealthy when none is left.
+    A group is rejected whole when one of its completions has missing, short or non-finite log-probabilities, was sampled at
+    another weight version than `version`, or is `unfit`, which says why: half a group has another baseline. Raises
+    EngineUnhealthy when none is left.
     """
     kept, rejected = [], []
     for prompt, request, completions in zip(prompts, requests, engine.generate(requests), strict=True):
-        problem = _problem(request, completions, version)
+        problem = _problem(request, completions, version, unfit)
         if problem:
             rejected.append(f"request {request.request_id}: {problem}")
         else:
@@ -93,11 +107,11 @@ def generate(engine: RolloutEngine, prompts: Sequence[Prompt], requests: Sequenc
     return kept, tuple(rejected)
 
 
-def _problem(request: GenRequest, completions: Sequence[Completion], version: int) -> str | None:
+def _problem(request: GenRequest, completions: Sequence[Completion], version: int, unfit: Callable) -> str | None:
     if len(completions) != request.n:
         return f"{len(completions)} completions, {request.n} asked for"
     for c in completions:
-        if found := c.problem():
+        if found := c.problem() or unfit(request, c):
             return f"completion {c.index}: {found}"
         if any(span.version != version for span in c.version_spans) or not c.version_spans:
             return f"completion {c.index}: sampled at weight versions {c.version_spans}, expected {version}"
@@ -141,7 +155,7 @@ def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list
     shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
     return [
         [
-            Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a))
+            Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts)
             for c, a in zip(g.completions, group)
             if not (loss.mask_cut and c.finish_reason == "length")
         ]

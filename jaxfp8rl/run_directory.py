@@ -3,27 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import errno
+import fcntl
+import os
 import resource
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
+from jaxfp8rl.config_changes import changes, check_resumable, described
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
-from jaxfp8rl.toml_config import dump_config
+from jaxfp8rl.monitors.trackers import make_trackers
+from jaxfp8rl.toml_config import dump_config, load_config
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 PHASE = "phase: "  # begins the note that a Clock adds to what went wrong
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+@contextlib.contextmanager
+def claimed(cfg: Config, resume: bool) -> Iterator[None]:
+    """The run directory for this process alone, until it ends, however that goes: the system holds the lock, not the file.
+
+    Raises as `check_run_directory` does, and ConfigError when another process is in it.
+    """
+    check_run_directory(cfg, resume)  # before a folder is made
+    Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
+    with (Path(cfg.run.dir) / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(f"run.dir: {cfg.run.dir} is in use by process {file.read().strip() or '?'}",
+                              "wait for it or end it, or choose another --run.dir") from None  # fmt: skip
+        except OSError as e:  # some network file systems
+            print(f"run.dir: {cfg.run.dir} is on a disk without locks ({e.strerror}): see that no other run uses it")
+        file.truncate(0)
+        print(os.getpid(), file=file, flush=True)
+        check_run_directory(cfg, resume)  # again: another run may have ended between
+        yield
+
 
 def check_run_directory(cfg: Config, resume: bool) -> None:
     """Refuse, before anything loads, to start over a run, or to resume where there is none.
@@ -38,57 +71,89 @@ def check_run_directory(cfg: Config, resume: bool) -> None:
         )
     if resume and not used:
         raise CheckpointError(f"run.dir: {cfg.run.dir} holds no run to resume", "train without --resume")
+    if resume:
+        check_resumable(cfg)
 
 
 class RunDirectory:
-    """Everything a run writes. A context manager: leaving it closes every file."""
+    """Everything a run writes. A context manager: leaving it closes every file. `phase` is told of what takes long."""
 
-    def __init__(self, cfg: Config, resume: bool):
-        self.path = Path(cfg.run.dir)
+    def __init__(self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None):
+        self.path, self.phase = Path(cfg.run.dir), phase
         self.path.mkdir(parents=True, exist_ok=True)
-        self._config = dump_config(cfg)
+        self._cfg = cfg
         if not resume:
             self._write_config()
         self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints)
+        self._patience, self.unsaved_since = cfg.run.save_patience_s, None
         self._console = ConsoleMonitor(cfg.run.steps)
         self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
-        self._monitors = Monitors([self._metrics, self._console, *_trackers(cfg, self.path)])
+        self._monitors = Monitors([self._metrics, self._console, *make_trackers(cfg, self.path, self.note)])
 
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for part in (self._monitors, self._samples, self._checkpoints):
-            part.close()
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        for part in (self._monitors, self._samples):
+            with contextlib.suppress(*[OSError] if kind else []):  # what could not be written cannot be at the end either
+                part.close()
 
     def log(self, record: dict[str, Any], samples: list[dict[str, Any]] = ()) -> None:
-        self._monitors.log(record)
-        for row in samples:
-            self._samples.log(row)
+        """Raises CheckpointError when the disk takes no more: a run does not go on without its record."""
+        try:
+            self._monitors.log(record)
+            for row in samples:
+                self._samples.log(row)
+        except OSError as e:
+            if e.errno not in DISK_ERRORS:
+                raise
+            raise CheckpointError(f"run.dir: what step {record['step']} came to could not be written: {e.strerror}",
+                                  "make room in run.dir, then --resume") from e  # fmt: skip
 
     def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
         """While entered, if `wanted`, host and device are traced to `profile/`."""
         return jax.profiler.trace(str(self.path / "profile")) if wanted else contextlib.nullcontext()
 
     def note(self, text: str) -> None:
+        """Something a reader should know: on the console, and in notes.txt with the time."""
         self._console.note(text)
+        with contextlib.suppress(OSError), (self.path / "notes.txt").open("a", encoding="utf-8") as notes:  # it is said already
+            notes.write(f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC  {text}\n")
 
-    def save(self, step: int, state: TrainState, loop: dict[str, Any]) -> None:
-        self._checkpoints.save(step, state, loop)
+    def save(self, step: int, state: TrainState, loop: dict[str, Any], last: bool = False) -> None:
+        """Write a checkpoint. One that cannot be written (a full disk) is said and to be tried again after the next step, the
+        older ones being there still; CheckpointError when it has not succeeded for run.save_patience_s, or is the `last`."""
+        self.phase("save")
+        try:
+            self._checkpoints.save(step, state, loop)
+            self.unsaved_since = None
+        except Exception as e:  # Orbax, tensorstore and the system have their own each
+            self.unsaved_since = self.unsaved_since or time.monotonic()
+            said = f"the checkpoint of step {step} could not be written: {type(e).__name__}: {e}"
+            passed, newest = time.monotonic() - self.unsaved_since, self._checkpoints.latest()
+            if last or passed > self._patience:
+                there = "there is none" if newest is None else f"the newest is that of step {newest}"
+                raise CheckpointError(f"{said}; {there}", "make room in run.dir, then --resume") from e
+            self.note(f"{said}; it is tried again after each step, for {self._patience - passed:.0f} s (run.save_patience_s)")
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any], int]:
-        """(state, loop state, step) of the newest checkpoint. Nothing is written: the run may still be refused."""
+        """(state, loop state, step) of the newest sound checkpoint. Nothing is written: the run may still be refused."""
         state, loop = self._checkpoints.restore(like)
-        return state, loop, self._checkpoints.latest()
+        for step, why in self._checkpoints.damaged.items():
+            self.note(f"checkpoint {step} is damaged, going on from {loop['step']}: {why}")
+        return state, loop, loop["step"]
 
     def rewind(self, step: int) -> None:
         """Continue from `step`: forget the lines of metrics and samples after it, and keep the config that continues."""
+        if other := described(changes(load_config(str(self.path / "config.toml")), self._cfg)):
+            self.note(f"resumed at step {step} with other settings: {'; '.join(other)}")
         for lines in (self._metrics, self._samples):
             lines.truncate_after(step)
+        self._checkpoints.set_aside(step)
         self._write_config()
 
     def _write_config(self) -> None:
-        (self.path / "config.toml").write_text(self._config, encoding="utf-8")
+        (self.path / "config.toml").write_text(dump_config(self._cfg), encoding="utf-8")
 
     def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
         """Keep the policy that the run began with: a Hugging Face folder, `reference`."""
@@ -98,28 +163,22 @@ class RunDirectory:
         return jax.tree.map(jax.numpy.asarray, load_params(self.path / "reference", model)[1])
 
     def save_bad_batch(self, batch: TrainBatch, old_logp: jax.Array) -> Path:
-        """Keep the newest batch whose update was not finite, as arrays, to be looked at."""
-        path = self.path / "bad_batch.npz"
-        np.savez_compressed(path, old_logp=np.asarray(old_logp), **{k: np.asarray(v) for k, v in batch._asdict().items()})
+        """Keep the newest batch whose update was not finite, to be looked at."""
+        path = self.path / "bad_batch.safetensors"
+        arrays = batch._asdict() | {"old_logp": old_logp}
+        save_file({name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}, path)
         return path
 
 
-def _trackers(cfg: Config, path: Path) -> list:
-    if "tensorboard" not in cfg.run.trackers:
-        return []
-    from jaxfp8rl.monitors.tensorboard import TensorboardMonitor
-
-    return [TensorboardMonitor(path / "events")]
-
-
 class Clock:
-    """Wall-clock seconds of the phases of one step, on the host."""
+    """Wall-clock seconds of the phases of one step, on the host. `began` is told of each."""
 
-    def __init__(self):
-        self._start, self._phases = time.perf_counter(), {}
+    def __init__(self, began: Callable[[str], None] = lambda phase: None):
+        self._start, self._phases, self._began = time.perf_counter(), {}, began
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
+        self._began(phase)
         start = time.perf_counter()
         try:
             yield
@@ -127,6 +186,10 @@ class Clock:
             e.add_note(PHASE + phase)
             raise
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+
+    def include(self, other: Clock) -> None:
+        """Phases that another thread has gone through."""
+        self._phases |= other._phases
 
     def metrics(self) -> dict[str, float]:
         """time/<phase>_s for each phase, and time/step_s since the clock was made."""

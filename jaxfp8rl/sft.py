@@ -29,7 +29,7 @@ from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
 from jaxfp8rl.policy import gradients_like, outer, policy_of
 from jaxfp8rl.precision.hardware import attention_of
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.rollouts import Prompt
 from jaxfp8rl.train_step import make_logprobs
 from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
@@ -56,8 +56,8 @@ def warm_start(
 
     The learning rate warms up to `sft.lr` and falls linearly to 0, so that the policy settles on the mean of what it saw.
     """
-    precision = Precision.uniform(
-        model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
+    precision = Precision(
+        plain_runs(model.sparse_layers), compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
     )  # fmt: skip
     optim = cfg.optim.model_copy(update={"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear"})
@@ -83,7 +83,7 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.Gra
 
     def loss_fn(weights: Params, sums: Params, micro: tuple, policy: Params, tokens: Array) -> tuple[Array, StepMetrics]:
         (batch,) = micro
-        logp, _ = logprobs(policy | weights | {"sums": sums}, batch)
+        logp, *_ = logprobs(policy | weights | {"sums": sums}, batch)
         return -jnp.sum(jnp.where(batch.response_mask, logp, 0.0)) / tokens, {}
 
     @functools.partial(exact_jit, donate_argnums=0)

@@ -1,8 +1,9 @@
 """A learner on several devices: what is large lies over all of them (FSDP; ZeRO-3, Rajbhandari et al. 2020, section 5).
 
     tokens    rows of a micro-batch, R over the devices: each computes its own rows with whole weights
-    weights   rows [N] of masters, moments, gradients and the policy. A layer's are gathered where it is computed, and again where
-              it is computed again; codes at a byte an element. What leaves the backward is the shard of the summed gradient
+    weights   rows [N], or experts [E], of masters, moments, gradients and the policy. A layer's are gathered where it is
+              computed, and again where it is computed again; codes at a byte an element. What leaves the backward is the shard of
+              the summed gradient
     vectors   norms and counters, on every device
 
 What computes with the model runs inside a `shard_map`, where kernels see the arrays of one device: to XLA's partitioner they are
@@ -102,7 +103,7 @@ def check_divides(devices: int, model: ModelConfig, quantized: bool) -> None:
     """Raises ConfigError, naming the first weight whose rows do not divide; `quantized`: in blocks of 128."""
     for e in param_table(model):
         block = BLOCK if quantized and e.role == "linear" else 1
-        if len(e.shape) == 2 and e.shape[0] % (devices * block):
+        if len(e.shape) == 2 and len(e.index) < 2 and e.shape[0] % (devices * block):  # of experts whole ones lie on a device
             blocks = f" in whole blocks of {BLOCK}" if block > 1 else ""
             raise ConfigError(f"train.fsdp = {devices} does not divide the {e.shape[0]} rows of {e.hf_name}{blocks}", "use fewer")
 
@@ -112,7 +113,9 @@ def _is_split(path: tuple, leaf: Any) -> bool:
 
 
 def _spec(path: tuple, leaf: Any) -> P:
-    return P(*(None,) * (leaf.ndim - 2), AXIS) if _is_split(path, leaf) else ALL
+    if not _is_split(path, leaf):
+        return ALL
+    return P(None, AXIS) if leaf.ndim == 4 else P(*(None,) * (leaf.ndim - 2), AXIS)
 
 
 def _gathered(weight: Any) -> Any:

@@ -274,15 +274,16 @@ def _dump_section(name: str, section: Section) -> list[str]:
         if value is None:  # TOML has no null
             lines.append(f"# {key} =  # {field.description}")
         elif isinstance(value, dict) and value:
-            tables += [f"[{name}.{key}]", *(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items())]
+            tables += [f"[{name}.{key}]", *(f"{_toml_key(k)} = {to_toml(v)}" for k, v in value.items())]
         else:
-            choices = " | ".join(typing.get_args(field.annotation)) if typing.get_origin(field.annotation) is Literal else ""
+            options = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is Literal else ()
+            choices = " | ".join(map(str, options))
             comment = ": ".join(filter(None, (choices, field.description)))
-            lines.append(f"{key} = {_toml(value)}" + (f"  # {comment}" if comment else ""))
+            lines.append(f"{key} = {to_toml(value)}" + (f"  # {comment}" if comment else ""))
     return [*lines, *tables, ""]
 
 
-def _toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
     """A value as TOML, nested tables inline."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -293,13 +294,13 @@ def _toml(value: Any) -> str:
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, Section):
         value = value.model_dump()
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_toml_key(k)} = {_toml(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{_toml_key(k)} = {to_toml(v)}' for k, v in value.items())}}}"
     raise ConfigError(f"{value!r} has no form in TOML", "leave the key out: an absent key is TOML's null")
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else to_toml(key)

@@ -29,7 +29,8 @@ from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
 from jaxfp8rl.losses.objectives import kl_penalty, policy_loss
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import Remat, forward, head_weight
+from jaxfp8rl.models.moe import Routing
+from jaxfp8rl.models.transformer import Remat, forward_and_seen, head_weight
 from jaxfp8rl.optim import Optimizer, guarded_update
 from jaxfp8rl.policy import gradients_like, outer, parted, policy_of, rejoined, scales_in
 from jaxfp8rl.precision.recipe import Precision
@@ -43,15 +44,16 @@ def make_policy(precision: Precision, codes: bool = True, layout: Layout = ONE) 
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat, layout: Layout = ONE) -> Callable:
-    """f(policy, batch of [R, T] fields) -> (logp, entropy), each [R, T] float32, 0 off the response mask. On several devices f
-    is what one of them computes, of its part of both."""
+    """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first two [R, T] float32, 0
+    off the response mask. On several devices f is what one of them computes, of its part of both."""
 
-    def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
-        hidden = forward(policy, model, batch.tokens, batch.positions, batch.segment_ids, precision, remat, layout.gather)
+    def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
+        fields = batch.tokens, batch.positions, batch.segment_ids
+        hidden, _, routing = forward_and_seen(policy, model, *fields, precision, remat, layout.gather, batch.routes)
         head = layout.gather(head_weight(policy, model))
-        return token_logprobs(
+        return *token_logprobs(
             hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype, mask=batch.response_mask
-        )
+        ), routing  # fmt: skip
 
     return logprobs
 
@@ -72,7 +74,7 @@ def make_score(logprobs: Callable, layout: Layout = ONE) -> Callable:
 
 def make_train_step(
     logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: Optimizer,
-    layout: Layout = ONE,
+    layout: Layout = ONE, balance_coef: float = 0.0,
 ) -> Callable:  # fmt: skip
     """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy, metrics). The buffers of
     state and policy are donated, but for weights in an engine's memory; the policy that comes back is that of the new state, then
@@ -85,7 +87,7 @@ def make_train_step(
 
     def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
         batch, old_logp, ref_logp, importance, mask, scale = micro
-        logp, entropy = logprobs(policy | weights | {"sums": sums}, batch)
+        logp, entropy, routing = logprobs(policy | weights | {"sums": sums}, batch)
         if two_policies:
             importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
         surrogate, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
@@ -95,6 +97,8 @@ def make_train_step(
             cut["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
+        if balance_coef:
+            total += balance_coef * jnp.mean(routing.balance)  # to each token, so that its weight is theirs
         return jnp.sum(jnp.where(mask, scale * total, 0.0)), {"logp": logp, "entropy": entropy, **cut}
 
     def of_rows(policy: Params, batch: tuple, live: Array, loss_scale: Array, clip: tuple | None) -> tuple:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt
 
 Params = dict  # nested dict of arrays that mirrors HF names: see models/transformer.py
 StepMetrics = dict[str, Array]  # flat metric name -> scalar
@@ -27,6 +27,8 @@ class TrainBatch(NamedTuple):
     response_mask: True on the tokens that were sampled, which alone are learned from.
     rollout_logp: the engine's log-probabilities; 0 elsewhere.
     advantages: of the token's completion; 0 elsewhere.
+    routes: of models with S sparse layers the experts that are to compute, k a token, instead of their routers' choice; the
+        largest number of the type leaves it to the router (jaxfp8rl.models.moe). None: all is left to it.
     """
 
     tokens: Int[Array, "M R T"]
@@ -35,6 +37,7 @@ class TrainBatch(NamedTuple):
     response_mask: Bool[Array, "M R T"]
     rollout_logp: Float[Array, "M R T"]
     advantages: Float[Array, "M R T"]
+    routes: UInt[Array, "M R T S k"] | None = None
 
 
 class TrainState(NamedTuple):

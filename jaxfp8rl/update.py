@@ -18,9 +18,9 @@ from jaxfp8rl.types import Params, TrainBatch, TrainState
 def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
     """(old_logp, reference_logp or None), [M, R, T]. old_logp is recomputed by the learner, or with two policies the engine's
     own word."""
-    recompute = parts.kv_scales.score if parts.kv_scales else parts.score
+    recompute = (parts.kv_scales or parts.replay or parts).score
     old = batch.rollout_logp if parts.cfg.loss.old_policy == "rollout" else recompute(policy, batch)
-    return old, None if parts.reference is None else parts.score(parts.reference, batch)
+    return old, None if parts.reference is None else parts.score(parts.reference, batch._replace(routes=None))
 
 
 def learn(

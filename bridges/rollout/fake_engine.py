@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -31,7 +32,7 @@ class Faults:
     logprobs: every completion returns none, one too few, or a NaN in its middle. die_at_tensor: a publish breaks off before
     that tensor. drop_tensor: that tensor is lost on the way, unnoticed but by a transport with proof. stale_version: a publish
     loads the weights and the engine names the version before. stale_cache: a publish forgets the prefix cache. seconds:
-    generate takes longer.
+    generate takes longer. exit_status: generate ends the whole process with it.
     """
 
     logprobs: Literal["", "missing", "short", "nan"] = ""
@@ -40,6 +41,7 @@ class Faults:
     stale_version: bool = False
     stale_cache: bool = False
     seconds: float = 0.0
+    exit_status: int | None = None
 
 
 class FakeEngine:
@@ -65,6 +67,8 @@ class FakeEngine:
         for r in requests:
             self._check(r)
         time.sleep(self.faults.seconds)
+        if self.faults.exit_status is not None:
+            os._exit(self.faults.exit_status)
         return [[self._complete(r, i) for i in range(r.n)] for r in requests]
 
     def _check(self, r: GenRequest) -> None:

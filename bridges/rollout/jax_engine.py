@@ -28,6 +28,7 @@ ROW_BUCKET, TOKEN_BUCKET = 8, 16
 class EngineModel:
     """What the engine needs of a model. B rows, T tokens, S cache slots, D width, V vocabulary.
 
+    routes(cache) -> [B, S, L, k]: of a model with mixtures of experts those of each slot.
     manifest: the tensors it loads. assemble(name -> array) -> params. init_cache(B, S) -> cache.
     step(params, tokens [B, T], positions [B, T], cache) -> (hidden [B, T, D], cache): writes each token at the cache slot of
     its position and attends to the slots up to it. logits(params, hidden [B, D]) -> [B, V] float32.
@@ -40,6 +41,7 @@ class EngineModel:
     logits: Callable[[Any, Array], Array]
     formats: EngineFormats
     vocab_size: int
+    routes: Callable[[Any], Array] | None = None
 
 
 class JaxEngine:
@@ -58,7 +60,7 @@ class JaxEngine:
 
     def capabilities(self) -> Capabilities:
         m = self._model
-        return Capabilities("jax", jax.__version__, m.formats, self._max_len, m.vocab_size, seeds=True)
+        return Capabilities("jax", jax.__version__, m.formats, self._max_len, m.vocab_size, True, m.routes is not None)
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         """n completions for each request, in the order asked. Raises EngineDirty, or ValueError for a request that does not
@@ -127,20 +129,22 @@ class JaxEngine:
             seeds[row] = (seed & 0xFFFFFFFF, j) if seed is not None else self._stream.integers(2**32, size=2)
         stops = np.full(_bucket(len(s.stop_token_ids), 4), -1, np.int32)
         stops[: len(s.stop_token_ids)] = s.stop_token_ids
-        out, logp, count = self._run(
+        out, logp, count, routes = self._run(
             self._params, tokens, lengths, seeds, stops, np.float32(s.temperature or 1.0), np.float32(s.top_p),
             max_new=_bucket(s.max_tokens, TOKEN_BUCKET), limit=np.int32(s.max_tokens), top_k=s.top_k,
             nucleus=s.top_p < 1, greedy=s.temperature == 0,
         )  # fmt: skip
         out, logp, count = np.asarray(out), np.asarray(logp), np.asarray(count)
         for row, (i, j) in enumerate(rows):
-            yield (i, j), self._completion(requests[i], j, out[row, : count[row]], logp[row, : count[row]])
+            forwarded = len(prompts[row]) + count[row] - 1  # the last token's experts choose nothing
+            routed = None if routes is None else np.asarray(routes[row, :forwarded])
+            yield (i, j), self._completion(requests[i], j, out[row, : count[row]], logp[row, : count[row]], routed)
 
-    def _completion(self, r: GenRequest, index: int, tokens: np.ndarray, logp: np.ndarray) -> Completion:
+    def _completion(self, r: GenRequest, index: int, tokens: np.ndarray, logp: np.ndarray, routed) -> Completion:
         if not np.isfinite(logp).all():
             self._problem = f"request {r.request_id!r}: non-finite log-probability: the weights or a kernel are broken"
         reason = "stop" if tokens[-1] in r.sampling.stop_token_ids else "length"
-        return Completion(r.request_id, index, tokens, logp, reason, self.state.span(len(tokens)))
+        return Completion(r.request_id, index, tokens, logp, reason, self.state.span(len(tokens)), routed)
 
 
 def _bucket(n: int, smallest: int) -> int:
@@ -174,8 +178,9 @@ def filter_logits(logits: Array, top_k: int, top_p: Array | None) -> Array:
 def _generate(
     model: EngineModel, params: Any, prompts: Array, lengths: Array, seeds: Array, stops: Array, temperature: Array,
     top_p: Array, limit: Array, *, max_new: int, top_k: int, nucleus: bool, greedy: bool,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """prompts [B, P] right-padded, lengths [B] (0: an unused row) -> tokens [B, max_new], logp [B, max_new], count [B]."""
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    """prompts [B, P] right-padded, lengths [B] (0: an unused row) -> tokens [B, max_new], logp [B, max_new], count [B], and the
+    routes of all slots where the model has any."""
     rows, width = prompts.shape
     keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
     positions = jnp.broadcast_to(jnp.arange(width), prompts.shape)
@@ -202,4 +207,5 @@ def _generate(
         return t + 1, hidden[:, 0], cache, done, tokens, logp, count
 
     empty = jnp.zeros((rows, max_new), jnp.int32), jnp.zeros((rows, max_new), jnp.float32), jnp.zeros(rows, jnp.int32)
-    return jax.lax.while_loop(more, advance, (jnp.int32(0), last, cache, lengths == 0, *empty))[-3:]
+    _, _, cache, _, *drawn = jax.lax.while_loop(more, advance, (jnp.int32(0), last, cache, lengths == 0, *empty))
+    return *drawn, model.routes(cache) if model.routes else None

@@ -35,6 +35,7 @@ from bridges.api import (
 from bridges.rollout import device_pool
 
 CLOSE_SECONDS = 20.0  # for an engine to free its memory before it is killed
+REAP_SECONDS = 0.2  # in which an end is known, once its socket is closed
 START_OVER = "start a new engine and publish to it"
 
 
@@ -159,11 +160,44 @@ def _shut(sock: socket.socket) -> None:
 
 
 class SpawnedEngine(RemoteEngine):
-    """A RemoteEngine whose server is a child of this process: it ends with `close`, and with this process, however that goes."""
+    """A RemoteEngine whose server is a child of this process: it ends with `close`, and with this process, however that goes.
+
+    When the child ends, whatever its exit status, a call in progress fails at once: its socket may live on in a grandchild.
+    """
 
     def __init__(self, child: subprocess.Popen, ready: dict[str, Any], token: str, deadlines: Deadlines, own_folder: bool):
         self._child, self._own_folder = child, own_folder
+        self._ended, self._in_use = threading.Event(), set()
+        threading.Thread(target=self._mourn, name="engine's end", daemon=True).start()
         super().__init__(ready["url"], token, deadlines)
+
+    def _mourn(self) -> None:
+        self._child.wait()
+        self._ended.set()
+        for sock in list(self._in_use):
+            _shut(sock)
+
+    def _exchange(self, connection: http.client.HTTPConnection, *args: Any) -> bytes:
+        sock = connection.sock
+        self._in_use.add(sock)
+        try:
+            if self._ended.is_set():  # it went before `_mourn` could see this socket
+                raise ConnectionResetError("the engine's process has ended")
+            return super()._exchange(connection, *args)
+        finally:
+            self._in_use.discard(sock)
+
+    def call(self, method: str, seconds: float | None = None, **arguments: Any) -> Any:
+        """As of RemoteEngine; the error says how the child ended, if it did."""
+        try:
+            return super().call(method, seconds, **arguments)
+        except EngineUnhealthy as e:
+            if not self._ended.wait(REAP_SECONDS):
+                raise
+            code = self._child.returncode
+            how = f"with exit status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+            said = str(e).partition("\n")[0]
+            raise EngineUnhealthy(f"{said}; its process has ended {how}", START_OVER) from e
 
     def close(self) -> None:
         """End the child. Idempotent."""

@@ -17,28 +17,22 @@ import numpy as np
 from bridges.api import (
     BridgeError, Capabilities, Completion, EngineFormats, EngineUnhealthy, GenRequest, Health, ParamMeta, SamplingParams,
 )
-from bridges.rollout import device_pool, vllm_formats, vllm_fp8_emulation, vllm_kv_scales, vllm_stacks
+from bridges.rollout import (
+    device_pool, vllm_environment, vllm_experts, vllm_formats, vllm_fp8_emulation, vllm_kv_scales, vllm_stacks,
+)  # fmt: skip
+from bridges.rollout.vllm_environment import FP8
 from bridges.rollout.vllm_params import expected_manifest, tied_names
 from bridges.rollout.weight_state import WeightState
 
 BLOCK = (128, 128)
-FP8 = "fp8_e4m3_128x128"
-# Set before vLLM is imported, where the environment does not say otherwise.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must see this process's JAX buffers
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the log-probabilities of the filtered distribution
-    "VLLM_USE_DEEP_GEMM": "0",  # it rounds scales to powers of two; the published scales are float32
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin JAX's threads as well
-}
 # What each of vLLM's block-scaled kernels does with activations: None = they stay in the compute type (W8A16).
 ACTIVATIONS = {
+    "DeepGemmFp8BlockScaledMMKernel": "fp8_e4m3_1x128",  # bit for bit CUTLASS's results, for its float32 scales
     "CutlassFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
     "TritonFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
     "CPUFp8W8A8BlockScaledMMKernel": "fp8_e4m3_1x128",
+    "TRITON experts": "fp8_e4m3_1x128",
+    "VLLM_CUTLASS experts": "fp8_e4m3_1x128",
     vllm_fp8_emulation.NAME: "fp8_e4m3_1x128",
     "CPUFp8BlockScaledMMKernel": None,
 }
@@ -56,7 +50,10 @@ class VllmEngine:
     sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped), "drop_weights"
         (both are dropped: publish after wake()). The latter two need CUDA.
     kv_scales: whether a publish brings the scales of FP8 attention, which are 1 otherwise.
-    fp8_kernel: "emulated" lets FP8 weights run on a CPU without AMX, slowly (see vllm_fp8_emulation).
+    routed_experts: completions say which experts each token was routed to. Needs CUDA.
+    fp8_kernel: "native": what vLLM takes without compiling, CUTLASS on a GPU. "deep_gemm": the same numbers from DeepGEMM, on
+        Hopper, whose kernels nvcc compiles when first needed. "emulated" lets FP8 weights run on a CPU without AMX, slowly (see
+        vllm_fp8_emulation).
 
     At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none worth learning.
     Raises BridgeError for what this machine or this vLLM cannot do, before any memory is taken where it can tell.
@@ -80,7 +77,8 @@ class VllmEngine:
         dtype: str | None = None,
         seed: int = 0,
         sleep: Literal["off", "keep_weights", "drop_weights"] = "off",
-        fp8_kernel: Literal["native", "emulated"] = "native",
+        fp8_kernel: Literal["native", "deep_gemm", "emulated"] = "native",
+        routed_experts: bool = False,
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         if weights not in (FP8, dtype):
@@ -89,12 +87,14 @@ class VllmEngine:
             raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"", 'use kv_cache="fp8_e4m3"')
         if VllmEngine._open:
             raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time", "close() that one")
-        _prepare_environment()
-        _check_hardware(weights, kv_cache, fp8_kernel)
+        vllm_environment.prepare(fp8_kernel)
+        vllm_environment.check_hardware(weights, kv_cache, fp8_kernel)
+        if routed_experts:
+            vllm_experts.check_routes()
         self._state, self._sick, self._broken = WeightState(), "", False
         self._asleep, self._cache_asleep = False, False
         self._weights, self._dtype, self._kv_cache = weights, dtype, dtype if kv_cache == "auto" else kv_cache
-        self._sleep_level = SLEEP_LEVEL[sleep]
+        self._sleep_level, self._routed_experts = SLEEP_LEVEL[sleep], routed_experts
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
         config = dict(hf_config) if weights != FP8 else _quantised(hf_config, high_precision_modules)
         with open(os.path.join(self._folder.name, "config.json"), "w") as f:
@@ -106,6 +106,8 @@ class VllmEngine:
             gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
             enable_prefix_caching=True, enable_sleep_mode=self._sleep_level is not None,
         )
+        if routed_experts:
+            build["enable_return_routed_experts"] = True
         if kv_cache_bytes is not None:  # vLLM then takes these, and does not measure what other processes leave
             build["kv_cache_memory_bytes"] = kv_cache_bytes
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
@@ -139,13 +141,15 @@ class VllmEngine:
             fused_quantizer=fused_quantizer and self._weights == FP8,
             kv_truncated=self._kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
         )  # fmt: skip
-        return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True)
+        return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, True, self._routed_experts)
 
     def _activations(self) -> str:
         """How activations enter the FP8 products, read off the kernel that vLLM chose."""
         names = self.on_model(vllm_formats.block_kernels)
         if not names:
             raise BridgeError("no linear of this model is quantised", "use weights='bfloat16', or exclude fewer modules")
+        if os.environ["VLLM_USE_DEEP_GEMM"] == "1" and "DeepGemmFp8BlockScaledMMKernel" not in names:
+            raise BridgeError(f"asked for DeepGEMM, vLLM takes {','.join(sorted(names))}", 'use fp8_kernel="native"')
         if unknown := ",".join(sorted(names - ACTIVATIONS.keys())):
             raise BridgeError(
                 f"vLLM chose the FP8 kernel {unknown}, whose activation format is not known here",
@@ -191,7 +195,8 @@ class VllmEngine:
         tokens = np.asarray(out.token_ids, np.int32)
         logprobs = np.asarray(out.logprobs.logprobs, np.float32)
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
-        done = Completion(r.request_id, index, tokens, logprobs, reason, self._state.span(len(tokens)))
+        routes = out.routed_experts if self._routed_experts else None
+        done = Completion(r.request_id, index, tokens, logprobs, reason, self._state.span(len(tokens)), routes)
         if problem := done.problem():
             self._sick = f"request {r.request_id!r}, completion {index}: {problem}"
         return done
@@ -275,6 +280,7 @@ class VllmEngine:
         self.begin(version)
         self._broken = True
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _untied(tensors, self._tied)})
+        self.on_model(vllm_experts.repack)
         synchronise()
         self._broken = False
 
@@ -301,41 +307,6 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
         VllmEngine._open = False
         self._folder.cleanup()
-
-
-def _prepare_environment() -> None:
-    device_pool.share()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
-        raise BridgeError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING is on: the engine would run in another process, out of reach of DLPack",
-            "unset it or set it to 0",
-        )
-
-
-def cpu_lacks(weights: str, kv_cache: str) -> str | None:
-    """What this CPU lacks for vLLM's own FP8 kernels, by vLLM's own checks; None on a GPU or when nothing is missing."""
-    import torch
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return None
-    amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
-    if weights == FP8 and not amx:
-        return "vLLM's blockwise FP8 linears need a CPU with AMX tiles (Sapphire Rapids or newer)"
-    if kv_cache == "fp8_e4m3" and not (amx or avx512):
-        return "vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX"
-    return None
-
-
-def _check_hardware(weights: str, kv_cache: str, fp8_kernel: str) -> None:
-    from vllm.platforms import current_platform
-
-    if fp8_kernel == "emulated" and not (weights == FP8 and current_platform.is_cpu()):
-        raise BridgeError('fp8_kernel="emulated" is for FP8 weights on a CPU', 'use fp8_kernel="native"')
-    if lack := cpu_lacks(weights if fp8_kernel == "native" else "", kv_cache):
-        raise BridgeError(lack, 'use fp8_kernel="emulated" for FP8 weights and kv_cache="auto", or a GPU')
 
 
 def _quantised(hf_config: dict[str, Any], high_precision_modules: Sequence[str]) -> dict[str, Any]:

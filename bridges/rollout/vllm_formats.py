@@ -8,9 +8,10 @@ from bridges.api import BridgeError
 
 
 def block_kernels(model: Any) -> set[str]:
-    """Class names of the FP8 linear kernels in use."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    return {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
+    """Class names of the FP8 linear kernels in use, and of those of experts what vLLM calls their backend: "TRITON experts"."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    linears = {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
+    return linears | {f"{m.fp8_backend.name} experts" for m in methods if hasattr(m, "fp8_backend")}
 
 
 def fusion(compilation: Any) -> tuple[bool, bool]:

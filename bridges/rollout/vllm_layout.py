@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Fp8LinearMethod"}
-KERNELS = {"CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", vllm_fp8_emulation.NAME}
+KERNELS = {
+    "DeepGemmFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", vllm_fp8_emulation.NAME,
+}  # fmt: skip
 DERIVING = {"MLAAttention"}  # keep tensors computed from weights, which only vLLM's own loading renews
 WAY_OUT = 'publish by vLLM\'s own reload: transport VllmReload, rollout.publish = "reload"'
 

@@ -44,9 +44,14 @@ class JaxInprocess:
         """Nothing is held."""
 
 
+@jax.jit
+def _row(stack: jax.Array, index: tuple) -> jax.Array:
+    return stack[index]
+
+
 def _checked(meta: ParamMeta, name: str, buffer: Any) -> jax.Array:
     """A copy: the learner may donate its own."""
     manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)
     if isinstance(buffer, StackRow):
-        return jax.lax.dynamic_index_in_dim(buffer.stack, np.int32(buffer.index), keepdims=False)
+        return _row(buffer.stack, tuple(map(np.int32, np.atleast_1d(buffer.index))))
     return jnp.array(buffer)

@@ -17,12 +17,14 @@ from jaxfp8rl.types import TrainBatch
 
 
 class Sample(NamedTuple):
-    """A prompt with its completion. `logprobs` [len(completion)] float32 are the engine's; `advantage` is one number."""
+    """A prompt with its completion. `logprobs` [len(completion)] float32 are the engine's; `advantage` is one number. `routes`
+    [tokens but the last, ...] unsigned: the experts of each (TrainBatch)."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
     logprobs: np.ndarray
     advantage: float
+    routes: np.ndarray | None = None
 
 
 def microbatches_needed(samples: int, longest: int, row_tokens: int, rows: int) -> int:
@@ -63,6 +65,7 @@ def pack(samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, m
     if len(rows) > shape[0]:
         raise ValueError(f"{len(rows)} packed rows do not fit {shape[0]}")
     ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
+    routes = _no_routes(samples, shape)
     mask, logp, advantages = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for r, members in enumerate(rows):
         at = 0
@@ -75,6 +78,29 @@ def pack(samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, m
             mask[r, start:end] = True
             logp[r, start:end] = s.logprobs
             advantages[r, start:end] = s.advantage
+            if routes is not None:
+                routes[r, at : end - 1] = s.routes
             at = end
-    fields = (*ints.values(), mask, logp, advantages)
-    return TrainBatch(*(x.reshape(microbatches, rows_per_microbatch, row_tokens) for x in fields))
+    fields = (*ints.values(), mask, logp, advantages, *(() if routes is None else (routes,)))
+    return TrainBatch(*(x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]) for x in fields))
+
+
+def _no_routes(samples: Sequence[Sample], shape: tuple[int, int]) -> np.ndarray | None:
+    """[rows, tokens, ...] that leaves every token to its routers; None where the samples have no routes."""
+    if not samples or samples[0].routes is None:
+        return None
+    like = samples[0].routes
+    return np.full((*shape, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+
+
+def unpack(values: np.ndarray, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """The part of each sample's completion, [T], of [M, R, T] `values` aligned with the batch that `samples` were packed to."""
+    rows = values.reshape(-1, values.shape[-1])
+    found: dict[int, np.ndarray] = {}
+    for r, members in enumerate(assign_rows([len(s.prompt) + len(s.completion) for s in samples], rows.shape[1])):
+        at = 0
+        for i in members:
+            start = at + len(samples[i].prompt)
+            at = start + len(samples[i].completion)
+            found[i] = rows[r, start:at]
+    return [found[i] for i in range(len(samples))]

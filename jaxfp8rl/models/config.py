@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxfp8rl.errors import ModelError
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}  # architecture -> model_type
+MOE = "Qwen3MoeForCausalLM"
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama", MOE: "qwen3_moe"}  # architecture -> model_type
 DTYPES = ("bfloat16", "float16", "float32")
 
 # Keys that change the arithmetic, with the values under which it is the arithmetic of `models/transformer.py`.
@@ -28,6 +29,8 @@ _INTEGERS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
+_EXPERT_INTEGERS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_EXPERT_KEYS = (*_EXPERT_INTEGERS, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "num_local_experts")
 _READ = {*_INTEGERS, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling",
          "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"}  # fmt: skip
 
@@ -43,8 +46,29 @@ class Llama3Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a sparse layer, and which layers are sparse. Names are those of config.json, but for
+    `frozen_router`: its weight gets no gradient."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    frozen_router: bool = False
+
+    def to_hf(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in _EXPERT_KEYS}
+
+    def in_layer(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder. Names are those of config.json; hashable, so it can be a static argument of jit.
+    """A decoder, dense or with mixtures of experts. Names are those of config.json; hashable, so it can be a static argument of
+    jit.
 
     `extra` keeps the keys that do not change the arithmetic, for `to_hf`; it takes no part in equality.
     """
@@ -66,12 +90,18 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     dtype: str = "bfloat16"
+    experts: Experts | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def qk_norm(self) -> bool:
         """Qwen3 normalises each query and key head before RoPE."""
-        return self.architecture == "Qwen3ForCausalLM"
+        return self.architecture in ("Qwen3ForCausalLM", MOE)
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Of each layer whether its MLP is a mixture of experts."""
+        return tuple(self.experts is not None and self.experts.in_layer(i) for i in range(self.num_hidden_layers))
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelConfig:
@@ -95,7 +125,8 @@ class ModelConfig:
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
             pad_token_id=raw.get("pad_token_id"),
             dtype=_dtype(raw, where),
-            extra={k: v for k, v in raw.items() if k not in _READ},
+            experts=_experts(raw, where) if architecture == MOE else None,
+            extra={k: v for k, v in raw.items() if k not in (_READ if architecture != MOE else _READ.union(_EXPERT_KEYS))},
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -107,6 +138,7 @@ class ModelConfig:
             "architectures": [self.architecture],
             "model_type": ARCHITECTURES[self.architecture],
             **{key: getattr(self, key) for key in _INTEGERS},
+            **(self.experts.to_hf() if self.experts else {}),
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             "rope_scaling": scaling,
@@ -158,9 +190,7 @@ def _integers(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
     if architecture == "LlamaForCausalLM" and values["num_attention_heads"] and values["hidden_size"]:
         values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
-    for key, value in values.items():
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"{where}: {key} must be a positive integer, got {value!r}")
+    _positive(values, where)
     if values["num_attention_heads"] % values["num_key_value_heads"]:
         raise ModelError(
             f"{where}: num_attention_heads = {values['num_attention_heads']} is not a multiple of "
@@ -169,6 +199,34 @@ def _integers(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
     if values["head_dim"] % 2:
         raise ModelError(f"{where}: head_dim = {values['head_dim']} is odd, RoPE rotates pairs")
     return values
+
+
+def _positive(values: dict[str, Any], where: str) -> dict[str, int]:
+    for key, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{where}: {key} must be a positive integer, got {value!r}")
+    return values
+
+
+def _experts(raw: Mapping[str, Any], where: str) -> Experts:
+    """Their sizes must be given, as above; the rest may be left out, as Hugging Face has it."""
+    layers = _positive({"num_hidden_layers": raw.get("num_hidden_layers")}, where)["num_hidden_layers"]
+    count, other = raw.get("num_experts"), raw.get("num_local_experts")  # the latter is what transformers 5 writes
+    if None not in (count, other) and count != other:
+        raise ModelError(f"{where}: num_experts = {count} and num_local_experts = {other}", "keep one of them")
+    given = {**raw, "num_experts": other if count is None else count}
+    sizes = _positive({key: given.get(key) for key in _EXPERT_INTEGERS}, where)
+    if sizes["num_experts_per_tok"] > sizes["num_experts"]:
+        raise ModelError(f"{where}: num_experts_per_tok = {sizes['num_experts_per_tok']} of num_experts = {sizes['num_experts']}")
+    step = _positive({"decoder_sparse_step": raw.get("decoder_sparse_step", 1)}, where)["decoder_sparse_step"]
+    dense = tuple(raw.get("mlp_only_layers") or ())
+    if odd := [i for i in dense if not (isinstance(i, int) and 0 <= i < layers)]:
+        raise ModelError(f"{where}: mlp_only_layers names layer {odd[0]!r}, num_hidden_layers is {layers}")
+    experts = Experts(**sizes, norm_topk_prob=bool(raw.get("norm_topk_prob")), decoder_sparse_step=step, mlp_only_layers=dense)
+    if not any(map(experts.in_layer, range(layers))):
+        raise ModelError(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts",
+                         'use the architecture "Qwen3ForCausalLM"')  # fmt: skip
+    return experts
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,60 +15,100 @@ import numpy as np
 
 from jaxfp8rl.models.config import ModelConfig
 
-ParamRole = Literal["linear", "norm", "embedding", "head"]  # only "linear" is ever quantised
+ParamRole = Literal["linear", "norm", "embedding", "head", "router"]  # only "linear" is ever quantised
 
 
 class Entry(NamedTuple):
-    """One HF tensor of shape `shape`: `params[path]`, or row `layer` of that stack when it belongs to a layer."""
+    """One HF tensor of shape `shape`: `params[path]`, or, if it belongs to a layer, what is at `index` of that stack: at (row,),
+    an expert's at (row, expert). A stack has a row for each layer that has such a tensor."""
 
     hf_name: str
     path: tuple[str, ...]
     layer: int | None
     role: ParamRole
     shape: tuple[int, ...]
+    index: tuple[int, ...] = ()
 
 
 @functools.cache
 def linear_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The quantisable products of a layer, "self_attn.q_proj" -> (N, K), in HF order."""
+    """The quantisable products of the layers, "self_attn.q_proj" -> (N, K), in HF order; "mlp.experts.up_proj" of an expert."""
     D, F, d = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
     q, kv = cfg.num_attention_heads * d, cfg.num_key_value_heads * d
     attention = {"q_proj": (q, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, q)}
-    mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
-    return {f"self_attn.{k}": s for k, s in attention.items()} | {f"mlp.{k}": s for k, s in mlp.items()}
+    shapes = {f"self_attn.{k}": s for k, s in attention.items()}
+    if not all(cfg.sparse_layers):
+        shapes |= {f"mlp.{k}": s for k, s in _mlp_shapes(D, F).items()}
+    if cfg.experts:
+        shapes |= {f"mlp.experts.{k}": s for k, s in _mlp_shapes(D, cfg.experts.moe_intermediate_size).items()}
+    return shapes
+
+
+def _mlp_shapes(D: int, F: int) -> dict[str, tuple[int, int]]:
+    return {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
 
 
 @functools.cache
 def param_table(cfg: ModelConfig) -> tuple[Entry, ...]:
     """Every tensor of the model in the order of a Hugging Face checkpoint. A tied `lm_head.weight` is not in it."""
-    D, d, V = cfg.hidden_size, cfg.head_dim, cfg.vocab_size
-    linears = [(module, "linear", shape) for module, shape in linear_shapes(cfg).items()]
-    qk_norms = [(f"self_attn.{name}", "norm", (d,)) for name in ("q_norm", "k_norm") if cfg.qk_norm]
-    norms = [(name, "norm", (D,)) for name in ("input_layernorm", "post_attention_layernorm")]
-    modules = [*linears[:4], *qk_norms, *linears[4:], *norms]  # attention, MLP, norms
-
+    D, V, sparse = cfg.hidden_size, cfg.vocab_size, cfg.sparse_layers
     table = [Entry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, "embedding", (V, D))]
     for i in range(cfg.num_hidden_layers):
-        for module, role, shape in modules:
-            path = ("layers", *module.split("."), "weight")
-            table.append(Entry(f"model.layers.{i}.{module}.weight", path, i, role, shape))
+        rank = sparse[:i].count(sparse[i])  # among the layers whose MLP is of this kind
+        modules = [*_attention(cfg, i), *(_mixture(cfg, rank) if sparse[i] else _mlp(cfg, rank)), *_norms(cfg, i)]
+        table += [
+            Entry(f"model.layers.{i}.{module}.weight", ("layers", *path, "weight"), i, role, shape, index)
+            for module, path, role, shape, index in modules
+        ]
     table.append(Entry("model.norm.weight", ("norm", "weight"), None, "norm", (D,)))
     if not cfg.tie_word_embeddings:
         table.append(Entry("lm_head.weight", ("lm_head", "weight"), None, "head", (V, D)))
     return tuple(table)
 
 
+Module = tuple[str, tuple[str, ...], ParamRole, tuple[int, ...], tuple[int, ...]]  # name, path, role, shape, index
+
+
+def _attention(cfg: ModelConfig, i: int) -> Iterator[Module]:
+    linears = {m: shape for m, shape in linear_shapes(cfg).items() if m.startswith("self_attn.")}
+    qk_norms = {f"self_attn.{name}": (cfg.head_dim,) for name in ("q_norm", "k_norm") if cfg.qk_norm}
+    for module, shape in (linears | qk_norms).items():
+        yield module, tuple(module.split(".")), "norm" if module in qk_norms else "linear", shape, (i,)
+
+
+def _mlp(cfg: ModelConfig, row: int) -> Iterator[Module]:
+    for name, shape in _mlp_shapes(cfg.hidden_size, cfg.intermediate_size).items():
+        yield f"mlp.{name}", ("mlp", name), "linear", shape, (row,)
+
+
+def _mixture(cfg: ModelConfig, row: int) -> Iterator[Module]:
+    """In the tree it is "moe", beside the "mlp" of dense layers, for a stack has rows of one kind."""
+    experts, D = cfg.experts, cfg.hidden_size
+    yield "mlp.gate", ("moe", "gate"), "router", (experts.num_experts, D), (row,)
+    for e in range(experts.num_experts):
+        for name, shape in _mlp_shapes(D, experts.moe_intermediate_size).items():
+            yield f"mlp.experts.{e}.{name}", ("moe", "experts", name), "linear", shape, (row, e)
+
+
+def _norms(cfg: ModelConfig, i: int) -> Iterator[Module]:
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield name, (name,), "norm", (cfg.hidden_size,), (i,)
+
+
 def get_param(params: dict[str, Any], entry: Entry) -> Any:
-    """The entry's own tensor, a QuantizedWeight of its layer where it is one. Layers may be one stack or a tuple of stacks."""
+    """The entry's own tensor, a QuantizedWeight of its layer where it is one. Layers may be one stack or a tuple of stacks, of
+    which each has those leaves that its layers have."""
     if entry.layer is None:
         return _at(params, entry.path)
-    layer, stacks = entry.layer, params["layers"]
+    (row, *expert), stacks = entry.index, params["layers"]
     for stack in stacks if isinstance(stacks, tuple) else (stacks,):
+        if entry.path[1] not in stack:
+            continue
         leaf = _at(stack, entry.path[1:])
-        if layer < (held := len(jax.tree.leaves(leaf)[0])):
-            return jax.tree.map(operator.itemgetter(layer), leaf)
-        layer -= held
-    raise KeyError(f"{entry.hf_name}: the tree has {entry.layer - layer} layers")
+        if row < (held := len(jax.tree.leaves(leaf)[0])):
+            return jax.tree.map(operator.itemgetter((row, *expert)), leaf)
+        row -= held
+    raise KeyError(f"{entry.hf_name}: the tree has {entry.index[0] - row} such layers")
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> Any:
@@ -76,18 +117,16 @@ def _at(tree: Any, path: tuple[str, ...]) -> Any:
 
 def set_param(params: dict[str, Any], entry: Entry, value: np.ndarray) -> None:
     """Copy one tensor into its place in a tree of numpy arrays, casting to the tree's dtype."""
-    leaf = _at(params, entry.path)
-    leaf[... if entry.layer is None else entry.layer] = value
+    _at(params, entry.path)[entry.index] = value
 
 
 def empty_params(cfg: ModelConfig, dtype: Any) -> dict[str, Any]:
     """A tree of uninitialised numpy arrays, layers stacked, for `set_param` to fill."""
     tree: dict[str, Any] = {}
+    last = {entry.path: entry.index for entry in param_table(cfg)}
     for entry in param_table(cfg):
         *nodes, leaf = entry.path
         node = functools.reduce(lambda node, key: node.setdefault(key, {}), nodes, tree)
-        stacked = () if entry.layer is None else (cfg.num_hidden_layers,)
-        node.setdefault(leaf, None)
-        if node[leaf] is None:
-            node[leaf] = np.empty((*stacked, *entry.shape), dtype)
+        if leaf not in node:
+            node[leaf] = np.empty((*(n + 1 for n in last[entry.path]), *entry.shape), dtype)
     return tree

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxfp8rl.models.config import ModelConfig
@@ -20,16 +22,49 @@ def rms_norm(x: Array, weight: Array, eps: float, dtype: DTypeLike | None = None
     """x [..., D] / rms(x) * weight [D] in `dtype`, x's own by default. Rounded to it before and after the weight, as Hugging
     Face does, or `once`, after it, as compilers do that fuse the two."""
     x32, dtype = x.astype(jnp.float32), dtype or x.dtype
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    normed = x32 * inverse_rms(x32, eps)
     if once:
         return (normed * weight.astype(dtype).astype(jnp.float32)).astype(dtype)
     return normed.astype(dtype) * weight.astype(dtype)
 
 
-def add_residual(x: Array, y: Array) -> Array:
-    """x + y in x's dtype, that of the stream. Where that is wider than y's the sum stays unrounded for the norm to see, and is
-    rounded to y's dtype when the next one is added: what travels on is the rounded sum."""
-    return x.astype(y.dtype).astype(x.dtype) + y.astype(x.dtype)
+def inverse_rms(x: Array, eps: float) -> Array:
+    """[..., 1] float32 of x [..., D] float32. The mean, of which the derivative is made, is little enough to be kept for it."""
+    return jax.lax.rsqrt(checkpoint_name(jnp.mean(jnp.square(x), axis=-1, keepdims=True), "statistics") + eps)
+
+
+class Stream(NamedTuple):
+    """A residual stream [..., D] as its last two parts, of one type: `x`, rounded, and what was added to it. A norm sees their
+    sum unrounded; what travels on is the rounded one, made when the next part is added. Neither is ever written in float32."""
+
+    x: Array
+    added: Array
+
+    @property
+    def total(self) -> Array:
+        return self.x.astype(jnp.float32) + self.added.astype(jnp.float32)
+
+
+@jax.custom_vjp
+def one_cotangent(x: Array | Stream) -> Array | Stream:
+    """x. Backwards what comes back for the two parts of a Stream, of which only their sum is used, is the same: one of them is
+    read."""
+    return x
+
+
+one_cotangent.defvjp(lambda x: (x, None), lambda _, d: (Stream(d.x, d.x) if isinstance(d, Stream) else d,))
+
+
+def total(x: Array | Stream) -> Array:
+    """[..., D], float32 of a Stream."""
+    return x.total if isinstance(x, Stream) else x
+
+
+def add_residual(x: Array | Stream, y: Array) -> Array | Stream:
+    """x + y, of x's type."""
+    if isinstance(x, Stream):
+        return Stream(x.total.astype(x.x.dtype), y.astype(x.x.dtype))
+    return x + y.astype(x.dtype)
 
 
 def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
@@ -49,9 +84,15 @@ def rope_tables(positions_BT: Array, cfg: ModelConfig, dtype: str = "float32") -
     return round_to(jnp.cos(angles), dtype), round_to(jnp.sin(angles), dtype)
 
 
-def apply_rope(x_BTHd: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the pairs (i, i + Hd/2), Hugging Face's layout of RoPE (Su et al. 2021)."""
-    a, b = jnp.split(x_BTHd.astype(jnp.float32), 2, axis=-1)
+def apply_rope(x_BTHd: Array, cos: Array, sin: Array, norm: Array | None = None, eps: float = 0.0) -> Array:
+    """Rotate the pairs (i, i + Hd/2), Hugging Face's layout of RoPE (Su et al. 2021); before that RMSNorm over each head where
+    `norm` [Hd] is its weight, with no rounding between the two. The halves are normalised apart: whole, a head would be written
+    in float32 for both to read."""
+    x32 = x_BTHd.astype(jnp.float32)
+    a, b = jnp.split(x32, 2, axis=-1)
+    if norm is not None:
+        inverse = inverse_rms(x32, eps)
+        a, b = (half * inverse * weight for half, weight in zip((a, b), jnp.split(norm.astype(jnp.float32), 2)))
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHd.dtype)
 
 

@@ -1,7 +1,8 @@
-"""A dense decoder as pure functions over a parameter tree, and the NNX module that owns such a tree.
+"""A decoder as pure functions over a parameter tree (models/module.py makes one).
 
 The tree mirrors Hugging Face names, with the layers stacked along a leading axis L so that one `scan` runs them:
 `{"embed_tokens": {"weight" [V, D]}, "layers": {"self_attn": {"q_proj": {"weight" [L, N, K]}, ...}, ...}, "norm", ...}`.
+In a mixture of experts "moe" stands beside "mlp": a stack has rows for those layers alone that have such a tensor.
 `params["layers"]` may also be a tuple of such dicts, one for each run of equal precision (`split_layers`), and `params` may
 hold "kv_scales" for FP8 attention (`precision/kv_scales.py`).
 
@@ -18,17 +19,17 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8rl.microbatch import sums_end, tap
 from jaxfp8rl.models import layers as nn
+from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import handles_of, linear, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
 from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
@@ -36,16 +37,18 @@ from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
 Params = dict[str, Any]
 Remat = Literal["none", "layer", "products", "mlp"]
 # By what the backward pass computes again of a layer: what is kept for it besides the layer's input. "attention" is its result
-# with the logarithms of its sums, "projections" the results of q, k, v and o_proj.
-SAVED = {"layer": (), "products": ("attention",), "mlp": ("attention", "projections")}
+# with the logarithms of its sums, "projections" the results of q, k, v and o_proj, "statistics" a number a norm and token.
+SAVED = {"layer": (), "products": ("attention", "statistics"), "mlp": ("attention", "projections", "statistics")}
 PAGE = 64  # slots of the embedded engine's cache that decode attention reads at a time, at most
 
 
 class KVCache(NamedTuple):
-    """k, v [L, B, S, K, d]: slot s of a row holds the key and value of its position s."""
+    """k, v [L, B, S, K, d]: slot s of a row holds the key and value of its position s, and of sparse layers its experts: routes
+    [sparse layers, B, S, k] (jaxfp8rl.models.moe)."""
 
     k: Array
     v: Array
+    routes: Array | None = None
 
 
 def forward(
@@ -67,26 +70,53 @@ def forward_and_amax(
     precision: Precision, remat: Remat = "none", gather: Callable[[Params], Params] = lambda weights: weights,
 ) -> tuple[Array, KvScales]:  # fmt: skip
     """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L] float32."""
+    return forward_and_seen(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, gather)[:2]
+
+
+def forward_and_seen(
+    params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
+    precision: Precision, remat: Remat = "none", gather: Callable[[Params], Params] = lambda weights: weights,
+    routes: Array | None = None,
+) -> tuple[Array, KvScales, moe.Routing | None]:  # fmt: skip
+    """`forward_and_amax`, and what the routers of sparse layers said, stacked (None if there are none). `routes` [B, T, sparse
+    layers, k]: the experts to take in place of the routers' choice."""
     rope, attend = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), packed_attention(segment_ids_BT, precision)
     x, seen = embed({"embed_tokens": gather(params["embed_tokens"])}, tokens_BT, precision), []
-    sums = params.get("sums", {})
+    sums, live = params.get("sums", {}), segment_ids_BT > 0
     for run, weights in runs_of(params, cfg, precision):
 
         @functools.partial(_rematerialised, remat=remat)
-        def layer(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, KvScales]:
-            scaled = functools.partial(attend, scales=w.get("kv_scales"))
-            return decoder_layer(x, gather(w), cfg, precision, run, rope, scaled)
+        def layer(x: Array, w: Params, routes: Array | None, run: LayerRun = run) -> tuple[Array, tuple]:
+            scaled, said = functools.partial(attend, scales=w.get("kv_scales")), []
+            x, amax = decoder_layer(x, gather(w), cfg, precision, run, rope, scaled, mixture=_mixture(cfg, said, live, routes))
+            return x, (amax, *said)
 
-        def body(carry: tuple[Array, Params], at: tuple[Array, Params], layer: Callable = layer) -> tuple:
-            (x, sums), (i, w) = carry, at
-            handles, sums = tap(handles_of({name: w[name] for name in sums}, precision.compute_dtype), sums, i)
-            x, amax = layer(x, w | trainable(w, handles))
-            return (x, sums), amax
+        def body(carry: tuple[Array, Params], at: tuple, layer: Callable = layer, run: LayerRun = run) -> tuple:
+            (x, sums), (i, w, routes) = carry, at
+            for name in [name for name in sums if name in w]:
+                row = i - run.start + rows_of(run, precision.runs, name).start
+                handles, own = tap(handles_of(w[name], precision.compute_dtype), sums[name], row)
+                w, sums = w | trainable(w, {name: handles}), sums | {name: own}
+            x, said = layer(x, w, routes)
+            return (nn.one_cotangent(x), sums), said
 
-        (x, sums), amax = jax.lax.scan(body, (x, sums), (jnp.arange(run.start, run.stop), weights))
-        seen.append(amax)
+        replayed = None if routes is None or not run.sparse else jnp.moveaxis(routes, 2, 0)[rows_of(run, precision.runs, "moe")]
+        (x, sums), said = jax.lax.scan(body, (x, sums), (jnp.arange(run.start, run.stop), weights, replayed))
+        seen.append(said)
     x = final_norm(sums_end(x, sums), params, cfg, precision)
-    return x, jax.tree.map(lambda *xs: jnp.concatenate(xs), *seen)
+    join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) if parts else None
+    return x, join([amax for amax, *_ in seen]), join([routing for _, *said in seen for routing in said])
+
+
+def _mixture(cfg: ModelConfig, said: list, live_BT: Array | None = None, routes_BTk: Array | None = None) -> Callable:
+    """mixture(x, weights, precision, fp8) -> its output; what its router said is added to `said`."""
+
+    def compute(x: Array, w: Params, precision: Precision, fp8: bool) -> Array:
+        y, routing = moe.mixture(x, w, cfg.experts, precision, fp8, live_BT, routes_BTk)
+        said.append(routing)
+        return y
+
+    return compute
 
 
 def _rematerialised(layer: Callable, remat: Remat) -> Callable:
@@ -117,7 +147,11 @@ def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) 
     """An empty cache for `batch` rows of at most `length` positions: E4M3 with scale 1 when `kv_fp8`, else compute dtype."""
     dtype = jnp.float8_e4m3fn if precision.kv_fp8 else jnp.dtype(precision.compute_dtype)
     shape = (cfg.num_hidden_layers, batch, length, cfg.num_key_value_heads, cfg.head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    routes = None
+    if cfg.experts:
+        routes = (sum(cfg.sparse_layers), batch, length, cfg.experts.num_experts_per_tok)
+        routes = jnp.zeros(routes, moe.route_dtype(cfg.experts))
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), routes)
 
 
 def forward_cached(
@@ -136,10 +170,14 @@ def forward_cached(
     for run, weights in runs_of(params, cfg, precision):
 
         def body(carry: tuple[Array, KVCache], layer: tuple[Array, Params], run: LayerRun = run):
-            (x, cache), (index, w) = carry, layer
+            (x, cache), (index, w), said = carry, layer, []
             where = cache, index, positions_BT, mask_BTS
             attend = functools.partial(_attend_cached, *where, precision, w.get("kv_scales") or UNIT)
-            return decoder_layer(x, w, cfg, precision, run, rope, attend), None
+            x, cache = decoder_layer(x, w, cfg, precision, run, rope, attend, mixture=_mixture(cfg, said))
+            if said:
+                row = index - run.start + rows_of(run, precision.runs, "moe").start
+                cache = cache._replace(routes=_store(cache.routes, row, positions_BT, said[0].ids))
+            return (x, cache), None
 
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(run.start, run.stop), weights))
     return final_norm(x, params, cfg, precision), cache
@@ -152,18 +190,24 @@ def head_weight(params: Params, cfg: ModelConfig) -> Array:
 
 def split_layers(params: Params, precision: Precision) -> Params:
     """The same tree with one stack of layers for each run of equal precision, so that runs can differ in leaf types."""
-    spans = [slice(run.start, run.stop) for run in precision.runs]
-    return {**params, "layers": tuple(jax.tree.map(operator.itemgetter(span), params["layers"]) for span in spans)}
+
+    def stack_of(run: LayerRun) -> Params:
+        rows = {name: rows_of(run, precision.runs, name) for name in params["layers"]}
+        return {name: jax.tree.map(operator.itemgetter(at), params["layers"][name]) for name, at in rows.items() if at}
+
+    return {**params, "layers": tuple(map(stack_of, precision.runs))}
 
 
-def embed(params: Params, tokens_BT: Array, precision: Precision) -> Array:
-    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`, in `precision.stream_dtype`."""
-    return params["embed_tokens"]["weight"][tokens_BT].astype(precision.compute_dtype).astype(precision.stream_dtype)
+def embed(params: Params, tokens_BT: Array, precision: Precision) -> Array | nn.Stream:
+    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; a Stream where an engine fuses."""
+    x = params["embed_tokens"]["weight"][tokens_BT].astype(precision.compute_dtype)
+    return nn.Stream(x, jnp.zeros_like(x)) if precision.fused else x
 
 
-def final_norm(x_BTD: Array, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
+def final_norm(x_BTD: Array | nn.Stream, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
     """The norm after the last layer, [B, T, D] in `precision.compute_dtype`."""
-    return nn.rms_norm(x_BTD, params["norm"]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once=precision.fused)
+    x, weight = nn.total(x_BTD), params["norm"]["weight"]
+    return nn.rms_norm(x, weight, cfg.rms_norm_eps, precision.compute_dtype, once=precision.fused)
 
 
 def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
@@ -172,6 +216,8 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
     runs, stacks = precision.runs, params["layers"]
     if runs[-1].stop != cfg.num_hidden_layers:
         raise ValueError(f"the precision covers {runs[-1].stop} layers, the model has {cfg.num_hidden_layers}")
+    if any(set(cfg.sparse_layers[run.start : run.stop]) != {run.sparse} for run in runs):
+        raise ValueError("the precision's runs are not of layers with and without experts: see precision.recipe.plain_runs")
     if isinstance(stacks, dict):
         stacks = (stacks,) if len(runs) == 1 else split_layers(params, precision)["layers"]
     if scales := params.get("kv_scales"):
@@ -181,14 +227,16 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
 
 
 def decoder_layer(
-    x_BTD: Array, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope: tuple[Array, Array],
-    attend: Callable, product: Callable | None = None,
-) -> tuple[Array, Any]:  # fmt: skip
-    """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is in `precision.stream_dtype`. `attend(q, k, v)` gets
-    rotated, normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for who wants to look on."""
+    x_BTD: Array | nn.Stream, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope: tuple[Array, Array],
+    attend: Callable, product: Callable | None = None, mixture: Callable | None = None,
+) -> tuple[Array | nn.Stream, Any]:  # fmt: skip
+    """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is as `embed` makes it. `attend(q, k, v)` gets rotated,
+    normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for who wants to look on; `mixture(x,
+    weights, ...)` a mixture of experts, for who wants to hear what its router said or to say otherwise."""
     fused_mlp, product = product is None and fuses(precision, run.fp8), product or (lambda name, *args: linear(*args))
-    # the products whose input is quantised as it is made: all but o_proj's, which attention makes
-    quantizes = run.fp8 - {"o_proj"} if precision.fused_quantizer else frozenset()
+    # the products whose input is quantised as it is made: all but o_proj's, which attention makes, and the experts'
+    unfused = {"o_proj"}.union(MLP_MODULES if run.sparse else ())
+    quantizes = run.fp8 - unfused if precision.fused_quantizer else frozenset()
 
     def project(x: Array, block: str, name: str) -> Array:
         floor = FUSED_AMAX_FLOOR if name in quantizes else AMAX_FLOOR
@@ -197,22 +245,24 @@ def decoder_layer(
     def projection(x: Array, name: str) -> Array:
         return checkpoint_name(project(x, "self_attn", name), "projections")
 
-    def normed(x: Array, name: str, reader: str) -> Array:
+    def normed(x: Array | nn.Stream, name: str, reader: str) -> Array:
         once = precision.fused and reader not in quantizes
-        return nn.rms_norm(x, w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
+        return nn.rms_norm(nn.total(x), w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
 
-    def heads(x: Array, name: str, norm: str = "") -> Array:
-        y = projection(x, name).reshape(*x.shape[:2], -1, cfg.head_dim)
-        if not (norm and cfg.qk_norm):
-            return y
-        return nn.rms_norm(y.astype(jnp.float32), w["self_attn"][norm]["weight"], cfg.rms_norm_eps)
+    def rotated(heads: Array, norm: str) -> Array:
+        return nn.apply_rope(heads, *rope, w["self_attn"][norm]["weight"] if cfg.qk_norm else None, cfg.rms_norm_eps)
+
+    def heads(x: Array, name: str) -> Array:
+        return projection(x, name).reshape(*x.shape[:2], -1, cfg.head_dim)
 
     h = normed(x_BTD, "input_layernorm", "q_proj")
-    q, k, v = heads(h, "q_proj", "q_norm"), heads(h, "k_proj", "k_norm"), heads(h, "v_proj")
-    q, k = (nn.apply_rope(a, *rope).astype(h.dtype) for a in (q, k))  # one rounding after norm and rotation, as when fused
-    o_BTHd, left = attend(q, k, v)
+    q, k, v = (heads(h, name) for name in ("q_proj", "k_proj", "v_proj"))
+    o_BTHd, left = attend(rotated(q, "q_norm"), rotated(k, "k_norm"), v)
     x_BTD = nn.add_residual(x_BTD, projection(o_BTHd.reshape(*h.shape[:2], -1), "o_proj"))
     h = normed(x_BTD, "post_attention_layernorm", "gate_proj")
+    if run.sparse:
+        mixture = mixture or _mixture(cfg, [])
+        return nn.add_residual(x_BTD, mixture(h, w["moe"], precision, "gate_proj" in run.fp8)), left
     if fused_mlp:
         return nn.add_residual(x_BTD, swiglu_mlp(h, *(w["mlp"][name]["weight"] for name in MLP_MODULES), precision)), left
     h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"), precision.fused)
@@ -227,21 +277,26 @@ def _attend_cached(
 ):  # fmt: skip
     """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the row's slots up to the
     token's -> (o [B, T, H, d], cache)."""
-    rows, is_fp8 = jnp.arange(q.shape[0])[:, None], cache.k.dtype == jnp.float8_e4m3fn
+    is_fp8 = cache.k.dtype == jnp.float8_e4m3fn
 
     def store(into: Array, x: Array, scale: Array) -> Array:
         x = nn.to_e4m3(x / jnp.asarray(scale, x.dtype)) if is_fp8 else x.astype(into.dtype)
-        return into.at[layer, rows, positions_BT].set(x, mode="drop")
+        return _store(into, layer, positions_BT, x)
 
     def read(stored: Array, scale: Array) -> Array:
         x = stored[layer].astype(q.dtype)
         return x * jnp.asarray(scale, q.dtype) if is_fp8 else x
 
-    cache = KVCache(store(cache.k, k, scales["k"]), store(cache.v, v, scales["v"]))
+    cache = cache._replace(k=store(cache.k, k, scales["k"]), v=store(cache.v, v, scales["v"]))
     if precision.attention == "pallas" and q.shape[1] == 1 and not precision.attention_fp8:
         return _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT, q[:, 0])[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
     return nn.attention(q, keys, values, mask_BTS, precision.attention_fp8, scales["q"]), cache
+
+
+def _store(into: Array, layer: Array, positions_BT: Array, x: Array) -> Array:
+    """x [B, T, ...] in the slots of its positions of `into` [L, B, S, ...]; what is past the end is dropped."""
+    return into.at[layer, jnp.arange(x.shape[0])[:, None], positions_BT].set(x, mode="drop")
 
 
 def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvScales, q: Array) -> Array:
@@ -250,78 +305,7 @@ def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvSc
     L, B, S, K, d = cache.k.shape
     page = math.gcd(S, PAGE)
     table = (layer * B + jnp.arange(B, dtype=jnp.int32))[:, None] * (S // page) + jnp.arange(S // page, dtype=jnp.int32)
-    k, v = (x.reshape(L * B * S // page, page, K, d) for x in cache)
+    k, v = (x.reshape(L * B * S // page, page, K, d) for x in (cache.k, cache.v))
     k_scale, v_scale = (jnp.full(K, scales[n], jnp.float32) for n in ("k", "v"))
     lengths = jnp.minimum(positions_B + 1, S).astype(jnp.int32)
     return paged.decode_attention(q, k, v, table.astype(jnp.int32), lengths, k_scale, v_scale, backend="pallas")
-
-
-class Weight(nnx.Module):
-    """One parameter tensor."""
-
-    def __init__(self, value: Array):
-        self.weight = nnx.Param(value)
-
-
-class Attention(nnx.Module):
-    """The attention weights of all layers, stacked."""
-
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        L, D, d = cfg.num_hidden_layers, cfg.hidden_size, cfg.head_dim
-        q, kv = cfg.num_attention_heads * d, cfg.num_key_value_heads * d
-        self.q_proj, self.k_proj, self.v_proj = (Weight(_normal(rngs, (L, n, D))) for n in (q, kv, kv))
-        self.o_proj = Weight(_normal(rngs, (L, D, q), _residual_std(cfg)))
-        if cfg.qk_norm:
-            self.q_norm, self.k_norm = (Weight(jnp.ones((L, d))) for _ in range(2))
-
-
-class MLP(nnx.Module):
-    """The SwiGLU weights of all layers, stacked."""
-
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        L, D, F = cfg.num_hidden_layers, cfg.hidden_size, cfg.intermediate_size
-        self.gate_proj, self.up_proj = (Weight(_normal(rngs, (L, F, D))) for _ in range(2))
-        self.down_proj = Weight(_normal(rngs, (L, D, F), _residual_std(cfg)))
-
-
-class Layers(nnx.Module):
-    """All decoder layers, stacked."""
-
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        shape = (cfg.num_hidden_layers, cfg.hidden_size)
-        self.input_layernorm, self.post_attention_layernorm = (Weight(jnp.ones(shape)) for _ in range(2))
-        self.self_attn, self.mlp = Attention(cfg, rngs), MLP(cfg, rngs)
-
-
-class Transformer(nnx.Module):
-    """Owns the parameters, float32, drawn as N(0, 0.02) with residual outputs scaled by 1/sqrt(2L) (GPT-2, section 2.3)."""
-
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed_tokens = Weight(_normal(rngs, (cfg.vocab_size, cfg.hidden_size)))
-        self.layers = Layers(cfg, rngs)
-        self.norm = Weight(jnp.ones(cfg.hidden_size))
-        if not cfg.tie_word_embeddings:
-            self.lm_head = Weight(_normal(rngs, (cfg.vocab_size, cfg.hidden_size)))
-
-    def params(self) -> Params:
-        """The tree that the pure functions take."""
-        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
-
-    def __call__(self, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array, precision: Precision) -> Array:
-        """`forward` on these parameters."""
-        return forward(self.params(), self.cfg, tokens_BT, positions_BT, segment_ids_BT, precision)
-
-
-def init_params(cfg: ModelConfig, key: Array, dtype: Any = jnp.float32) -> Params:
-    """Fresh parameters in `dtype`, drawn in float32."""
-    params = Transformer(cfg, nnx.Rngs(key)).params()
-    return jax.tree.map(lambda a: a.astype(dtype), params)
-
-
-def _residual_std(cfg: ModelConfig) -> float:
-    return 0.02 / (2 * cfg.num_hidden_layers) ** 0.5
-
-
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = 0.02) -> Array:
-    return std * jax.random.normal(rngs.params(), shape, jnp.float32)

@@ -1,1 +1,1 @@
-"""Where a run's numbers go: console, JSONL, TensorBoard; and the table and plot at the end."""
+"""Where a run's numbers go: console, JSONL, TensorBoard, Weights & Biases; and the table and plot at the end."""

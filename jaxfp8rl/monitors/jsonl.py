@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class JsonlMonitor:
     def truncate_after(self, step: int) -> None:
         """Forget what came after the restored `step`: lines of later steps, and a line cut short by a crash."""
         self._file.close()
-        kept = [line for line in _whole_lines(self.path) if json.loads(line)["step"] <= step]
+        kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] <= step]
         draft = self.path.with_name(self.path.name + ".tmp")
         draft.write_text("".join(kept), encoding="utf-8")
         os.replace(draft, self.path)
@@ -44,12 +44,12 @@ class JsonlMonitor:
 
 def read_metrics(path: str | Path) -> list[dict[str, float | int | str]]:
     """The records of metrics.jsonl, non-finite floats restored; a last line cut short by a crash is left out."""
-    return [{k: _restored(v) for k, v in json.loads(line).items()} for line in _whole_lines(Path(path))]
+    return [{k: _restored(v) for k, v in json.loads(line).items()} for line in whole_lines(Path(path))]
 
 
-def _whole_lines(path: Path) -> list[str]:
+def whole_lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8", newline="\n") as file:
-        return [line for line in file if line.endswith("\n")]
+        yield from (line for line in file if line.endswith("\n"))
 
 
 def _plain(value: Any) -> Any:

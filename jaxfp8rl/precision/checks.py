@@ -38,15 +38,17 @@ class BadTensor(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _count_bad(x: Kept, stacked: bool) -> Array:
-    """Non-finite elements: of each of a stack of layers [L, ...] -> [L], of any other tensor -> a scalar."""
+def _count_bad(x: Kept, stacked: int) -> Array:
+    """Non-finite elements: of each of a stack of layers [L, ...] -> [L], of their experts [L, E, ...] -> [L, E], of any other
+    tensor -> a scalar; `stacked`: how many axes that are."""
     bad = ~jnp.isfinite(decode(x))
-    return jnp.sum(bad, range(1 if stacked else 0, bad.ndim))
+    return jnp.sum(bad, range(stacked, bad.ndim))
 
 
 def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
     """The tensors of a tree with one stack of layers (parameters, gradients) that are not all finite, in HF order."""
-    count = lambda path, x: _count_bad(x, path[0].key == "layers")
+    axes = {e.path: len(e.index) for e in param_table(model)}
+    count = lambda path, x: _count_bad(x, axes[tuple(node.key for node in path)])
     counts = jax.device_get(jax.tree_util.tree_map_with_path(count, params, is_leaf=is_scaled))
     every = (BadTensor(e.hf_name, int(get_param(counts, e)), math.prod(e.shape)) for e in param_table(model))
     return [tensor for tensor in every if tensor.bad]
@@ -83,7 +85,7 @@ def find_nonfinite(
     for m in range(len(batch.tokens)):
         micro = jax.tree.map(lambda x, m=m: x[m], batch)
         seen = jax.device_get(_count_bad_activations(weights, micro, model, precision, temperature))
-        if where := _first_bad_activation(*seen):
+        if where := _first_bad_activation(*seen, model.sparse_layers):
             return f"micro-batch {m}, {where}"
     return "the batch, the weights and the forward pass are finite: it is the loss or the backward pass"
 
@@ -111,9 +113,12 @@ def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfi
     return seen, jnp.sum(micro.response_mask & ~jnp.isfinite(logp))
 
 
-def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray) -> str | None:
+_SEEN_SPARSE = _SEEN | {"gate_proj": "what enters the mixture of experts", "down_proj": "what the mixture of experts returns"}
+
+
+def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray, sparse: tuple[bool, ...]) -> str | None:
     for layer in range(len(seen["output"])):
-        for name, words in _SEEN.items():
+        for name, words in (_SEEN_SPARSE if sparse[layer] else _SEEN).items():
             if count := int(seen[name][layer]):
                 return f"layer {layer}: {words} is not finite at {count} tokens"
     return f"all layers are finite, the log-probabilities of {int(logp)} tokens are not" if logp else None

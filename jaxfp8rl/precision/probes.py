@@ -35,12 +35,13 @@ from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import mean_over
 from jaxfp8rl.losses.sharpness import logit_sharpness
 from jaxfp8rl.models import layers as nn
+from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention, runs_of
 from jaxfp8rl.policy import as_params, policy_of
 from jaxfp8rl.precision.linear import QuantizedWeight, linear
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.recipe import LayerRun, Precision, without_fp8
 from jaxfp8rl.precision.report import PrecisionReport
 from jaxfp8rl.types import Params, TrainBatch
 from pallas_kernels.quantize import reference as q
@@ -161,7 +162,8 @@ def walk(
     """The model's forward on one micro-batch of [R, T] fields with a spectator -> (hidden [R, T, D], what it saw).
 
     look(name, x, live [R, T]) is called in every layer with the input of each linear ("q_proj", ..., [R, T, K]), "key" and
-    "value" as they enter the cache [R, T, K, d], and the layer's "output" [R, T, D]; what it returns is stacked: [L, ...].
+    "value" as they enter the cache [R, T, K, d], and the layer's "output" [R, T, D]; what it returns is stacked: [L, ...]. Of a
+    mixture of experts "gate_proj" and "up_proj" are its input, "down_proj" its output.
     """
     rope = nn.rope_tables(micro.positions, model, precision.rope_dtype)
     live, attention = micro.segment_ids > 0, packed_attention(micro.segment_ids, precision)
@@ -179,8 +181,14 @@ def walk(
                 seen.update(key=look("key", keys, live), value=look("value", values, live))
                 return attention(queries, keys, values)
 
-            x, _ = decoder_layer(x, w, model, precision, run, rope, attend, product)
-            return x, seen | {"output": look("output", x, live)}
+            def mixture(x: Array, weights: Params, *formats: Any) -> Array:
+                y, _ = moe.mixture(x, weights, model.experts, *formats, live)
+                ends = {"gate_proj": x, "up_proj": x, "down_proj": y}
+                seen.update((name, look(name, end, live)) for name, end in ends.items())
+                return y
+
+            x, _ = decoder_layer(x, w, model, precision, run, rope, attend, product, mixture)
+            return x, seen | {"output": look("output", nn.total(x), live)}
 
         x, seen = jax.lax.scan(body, x, stack)
         stacks.append(seen)
@@ -265,8 +273,7 @@ def mixed_forward(
 
 def unquantized_policy(params: Params, precision: Precision) -> Params:
     """The policy before any FP8, in one stack of layers: masters rounded to `weight_dtype`, in `compute_dtype`."""
-    plain = LayerRun(0, precision.runs[-1].stop, frozenset())
-    return as_params(policy_of(params, dataclasses.replace(precision, runs=(plain,))))
+    return as_params(policy_of(params, dataclasses.replace(precision, runs=without_fp8(precision.runs))))
 
 
 def _by_linear(by_name: dict[str, Stats], model: ModelConfig) -> Stats:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError, nearest
@@ -51,11 +52,40 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class LayerRun:
-    """Layers [start, stop) share the set `fp8` of modules ("q_proj", ...) that compute in FP8."""
+    """Layers [start, stop) share the set `fp8` of modules ("q_proj", ...) that compute in FP8, and all or none of their MLPs are
+    mixtures of experts (`sparse`)."""
 
     start: int
     stop: int
     fp8: frozenset[str]
+    sparse: bool = False
+
+
+def plain_runs(sparse_layers: tuple[bool, ...]) -> tuple[LayerRun, ...]:
+    """The runs of layers (ModelConfig.sparse_layers) of which nothing is quantised."""
+    return _runs([frozenset()] * len(sparse_layers), sparse_layers)
+
+
+def without_fp8(runs: tuple[LayerRun, ...]) -> tuple[LayerRun, ...]:
+    """The same layers, nothing quantised."""
+    return plain_runs(tuple(run.sparse for run in runs for _ in range(run.start, run.stop)))
+
+
+def _runs(fp8: Sequence[frozenset[str]], sparse_layers: Sequence[bool]) -> tuple[LayerRun, ...]:
+    alike = list(zip(fp8, sparse_layers, strict=True))
+    starts = [i for i in range(len(alike)) if i == 0 or alike[i] != alike[i - 1]]
+    return tuple(LayerRun(a, b, *alike[a]) for a, b in zip(starts, starts[1:] + [len(alike)]))
+
+
+def rows_of(run: LayerRun, runs: tuple[LayerRun, ...], name: str) -> slice | None:
+    """Where in a stack of all layers that have a "self_attn", "mlp", "moe" (`name`) or so on those of `run` are; None where they
+    have none."""
+    if name not in ("mlp", "moe"):
+        return slice(run.start, run.stop)
+    if run.sparse != (name == "moe"):
+        return None
+    first = sum(r.stop - r.start for r in runs if r.sparse == run.sparse and r.start < run.start)
+    return slice(first, first + run.stop - run.start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +105,7 @@ class Precision:
     rope_dtype: the float type of the engine's table of cosines and sines.
     logits_dtype: the float type the engine's logits are rounded to.
     fused, fused_quantizer: where a compiled engine does not round, or quantises in a fused kernel: see EngineFormats. With
-        `fused` the residual stream is carried as the unrounded sum, in float32.
+        `fused` norms see the residual stream's last sum unrounded.
     weight_dtype: the float type the published policy is rounded to; the float32 master weights only feed the optimiser.
     """
 
@@ -104,11 +134,6 @@ class Precision:
     def any_fp8(self) -> bool:
         return any(run.fp8 for run in self.runs)
 
-    @property
-    def stream_dtype(self) -> str:
-        """Float type of the residual stream between layers."""
-        return "float32" if self.fused else self.compute_dtype
-
 
 def get_recipe(name: str) -> Recipe:
     """The recipe of that name; ConfigError with the nearest name otherwise."""
@@ -118,12 +143,14 @@ def get_recipe(name: str) -> Recipe:
 
 
 def fp8_runs(
-    shapes: dict[str, tuple[int, int]], num_layers: int, first_bf16: int = 0, last_bf16: int = 0, exclude: str = ""
+    shapes: dict[str, tuple[int, int]], num_layers: int, first_bf16: int = 0, last_bf16: int = 0, exclude: str = "",
+    sparse_layers: tuple[bool, ...] = (),
 ) -> tuple[LayerRun, ...]:
     """Group layers by which of their linears (`shapes`: "self_attn.q_proj" -> (N, K)) the engine runs in FP8.
 
     A layer's linear is excluded when it is among the first or last layers named or when the pattern `exclude` is found in
-    its HF module name, "model.layers.3.mlp.down_proj". A linear that is left must have a contraction of whole blocks, and
+    its HF module name, "model.layers.3.mlp.down_proj" (of a sparse layer's experts, all or none:
+    "model.layers.3.mlp.experts.down_proj"). A linear that is left must have a contraction of whole blocks, and
     a member of a fused product (q, k, v; gate, up) whole blocks of outputs: ConfigError names the pattern that excludes it.
     """
     try:
@@ -134,17 +161,25 @@ def fp8_runs(
     def fp8_modules(i: int) -> frozenset[str]:
         if i < first_bf16 or i >= num_layers - last_bf16:
             return frozenset()
-        named = {m.split(".")[-1]: f"model.layers.{i}.{m}" for m in shapes}
+        named = {m.split(".")[-1]: f"model.layers.{i}.{m}" for m in _in_layer(shapes, sparse[i])}
         return frozenset(short for short, full in named.items() if not (pattern and pattern.search(full)))
 
+    sparse = sparse_layers or (False,) * num_layers
     sets = [fp8_modules(i) for i in range(num_layers)]
-    _check_shapes(shapes, frozenset().union(*sets))
-    _check_fused(sets)
-    starts = [i for i in range(num_layers) if i == 0 or sets[i] != sets[i - 1]]
-    return tuple(LayerRun(a, b, sets[a]) for a, b in zip(starts, starts[1:] + [num_layers]))
+    for kind in set(sparse):
+        used = frozenset().union(*(names for names, is_sparse in zip(sets, sparse) if is_sparse == kind))
+        _check_shapes(_in_layer(shapes, kind), used)
+    _check_fused(sets, sparse)
+    return _runs(sets, sparse)
+
+
+def _in_layer(shapes: dict[str, tuple[int, int]], sparse: bool) -> dict[str, tuple[int, int]]:
+    """Those of `shapes` that a layer with or without experts has."""
+    return {m: s for m, s in shapes.items() if not m.startswith("mlp.") or m.startswith("mlp.experts.") == sparse}
 
 
 _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+_FUSED_SPARSE = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj", "down_proj"})  # a layer's experts are of one format
 
 
 def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str]) -> None:
@@ -164,9 +199,9 @@ def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str]) -> N
         )
 
 
-def _check_fused(sets: list[frozenset[str]]) -> None:
+def _check_fused(sets: list[frozenset[str]], sparse: tuple[bool, ...]) -> None:
     for layer, used in enumerate(sets):
-        for group in _FUSED:
+        for group in _FUSED_SPARSE if sparse[layer] else _FUSED:
             if used & group and not group <= used:
                 raise ConfigError(
                     f"precision.exclude leaves {', '.join(sorted(used & group))} of layer {layer} without "
@@ -190,9 +225,8 @@ def resolve(
             f'precision.recipe "{recipe.name}" needs {"FP8" if recipe.engine_fp8 else "unquantised"} engine weights, '
             f'the engine reports "{formats.weights}"'
         )
-    plain = (LayerRun(0, runs[-1].stop, frozenset()),)
     return Precision(
-        runs=runs if recipe.forward_fp8 else plain,
+        runs=runs if recipe.forward_fp8 else without_fp8(runs),
         activations_fp8=formats.activations == FP8_ACTIVATION,
         products=products,
         attention=attention,

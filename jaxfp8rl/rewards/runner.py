@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -188,7 +189,11 @@ class _Child:
         self._stderr.close()
 
 
+_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+
+
 def _child_environment() -> dict[str, str]:
-    """This process's modules, no GPU, and one thread a library: scorers must not slow the learner."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "",
+    """This process's modules, no GPU, one thread a library: scorers must not slow the learner. And none of its secrets."""
+    kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

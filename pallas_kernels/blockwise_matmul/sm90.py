@@ -4,12 +4,13 @@ One persistent kernel serves all three passes. A block of threads computes tiles
 
 - one warp is the *producer*: it walks all tiles of its block and keeps the copy engine a few stages ahead of the products, over
   the borders of tiles too, so that no tile waits for its first operands. In a cluster two blocks share an operand by multicast;
-- one to three warpgroups are the *consumers*, each with 64 rows or some columns of the tile. The tensor cores sum 128 products
-  in registers; then that partial times its scales is added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2).
+- two or three warpgroups are the *consumers*, each with 64 rows of the tile, twice 64, or some columns. The tensor cores sum 128
+  products in registers; then that partial times its scales is added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2).
 
 That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the
 tensor cores rest; three warpgroups lose less by it than two. Where b has a scale a column (wgrad), those are read from shared
-memory a few columns at a time, or three warpgroups would not have the registers.
+memory a few columns at a time, or three warpgroups would not have the registers. Two of twice 64 rows have them only because each
+product is written over the last (`tensor_cores.py`).
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
 """
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import jax
@@ -48,10 +50,11 @@ class Tiles(NamedTuple):
     band: int = 8  # tiles are walked in bands of this many,
     band_axis: Literal[0, 1] = 0  # along M (0) or N (1), so that the operands of those in flight stay in L2
     buffers: int = 1  # of a consumer's results on their way to memory
+    high: int = 1  # times 64 rows of a consumer, one product after the other of every stage
 
     @property
     def m(self) -> int:
-        return self.down * ROWS
+        return self.down * self.high * ROWS
 
     @property
     def n(self) -> int:
@@ -73,6 +76,7 @@ class Plan:
     b_blocks: bool  # b's scales are of 128x128 blocks; else of 1x128
     out_dtype: jnp.dtype
     blocks: int  # of threads, or clusters of two
+    simulated: bool
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -84,6 +88,10 @@ class Plan:
     def slab(self) -> int:
         """Columns promoted together: those that surely share a scale of b, or few enough for their scales to fit in registers."""
         return math.gcd(self.tiles.width, BLOCK if self.b_blocks else SLAB)
+
+    @property
+    def slabs(self) -> int:
+        return self.tiles.width // self.slab
 
     @property
     def store_width(self) -> int:
@@ -113,7 +121,7 @@ def matmul(
     """
     (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
-    plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks)
+    plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
     check_tiles(tiles, plan.store_width)
     scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
@@ -128,13 +136,16 @@ def check_tiles(tiles: Tiles, store_width: int) -> None:
     """What registers allow; shared memory is counted by Pallas, which raises a ValueError with the bytes."""
     if tiles.consumers not in REGISTERS:
         raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 2 or 3 share the registers")
-    widest = {2: 192, 3: 128}[tiles.consumers]
+    if tiles.high not in (1, 2) or tiles.high * tiles.consumers > 4:
+        raise ValueError(f"{tiles}: two consumers have the registers for 64 rows or twice 64 (high), three for 64")
+    widest = 128 if tiles.high == 2 else {2: 192, 3: 128}[tiles.consumers]
     if tiles.width % 32 or not 0 < tiles.width <= widest:
         raise ValueError(f"{tiles}: the width is a multiple of 32, {widest} at most with so many consumers")
     if tiles.stages < 2:
         raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
-    if tiles.buffers < 1 or tiles.width // store_width % tiles.buffers:
-        raise ValueError(f"{tiles}: results leave in {tiles.width // store_width} parts, which buffers must divide")
+    columns = tiles.width // store_width * tiles.high
+    if tiles.buffers < 1 or columns % tiles.buffers:
+        raise ValueError(f"{tiles}: results leave in {columns} parts, which buffers must divide")
 
 
 def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
@@ -185,11 +196,11 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
 
 
 class Consumer(NamedTuple):
-    """One warpgroup's view of the ring, in one tile; `i` counts the tile's blocks of the contraction."""
+    """One warpgroup's view of the ring, for one product in one tile; `i` counts the tile's blocks of the contraction."""
 
     plan: Plan
     shared: Shared
-    row: Array  # of this consumer in the tile
+    row: Array  # of this product in the tile
     column: Array
     before: Array  # stages used by the tiles before
 
@@ -200,9 +211,13 @@ class Consumer(NamedTuple):
     def rows(self) -> pl.Slice:
         return pl.ds(self.row, ROWS)
 
-    def issue(self, partial, i: Array) -> None:
+    def parts(self) -> tuple[Consumer, ...]:
+        """One for each product that it makes of a stage."""
+        return tuple(self._replace(row=self.row + h * ROWS) for h in range(self.plan.tiles.high))
+
+    def operands(self, i: Array) -> tuple[jax.Ref, jax.Ref]:
         slot, columns = self.slot(i), pl.ds(self.column, self.plan.tiles.width)
-        plgpu.wgmma(partial, self.shared.a.at[slot, self.rows], self.shared.b.at[slot, columns].transpose((1, 0)))
+        return self.shared.a.at[slot, self.rows], self.shared.b.at[slot, columns]
 
     def row_scales(self, i: Array) -> Array:
         return plgpu.load(self.shared.a_scale.at[self.slot(i), self.rows], layout=ROW, optimized=False)
@@ -232,73 +247,97 @@ class Consumer(NamedTuple):
 def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
     """Compute this warpgroup's part of every tile."""
     t = plan.tiles
-    row, column = lax.div(wg, t.across) * ROWS, lax.rem(wg, t.across) * t.width
+    row, column = lax.div(wg, t.across) * t.high * ROWS, lax.rem(wg, t.across) * t.width
 
     def tile(mi, ni, before):
-        me = Consumer(plan, shared, row, column, before)
-
-        def scales(ki):
-            by_row = me.row_scales(ki)
+        def scales(part, ki):
+            by_row = part.row_scales(ki)
             if not plan.b_blocks:
                 return (by_row,)
-            at = (ni * t.n + column + s for s in range(0, t.width, plan.slab))
+            at = (ni * t.n + part.column + s for s in range(0, t.width, plan.slab))
             last = b_scale.shape[0] - 1  # a consumer that lies beyond N multiplies zeros, by any scale
             return tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
 
-        total, _ = sum_of(me, plan.k_blocks, scales)
-        at = out.at[pl.ds(mi * t.m + row, ROWS), pl.ds(ni * t.n + column, t.width)]
-        store_tile(plan, total, at, shared.out.at[wg])
+        parts = Consumer(plan, shared, row, column, before).parts()
+        totals, _ = sum_of(parts, plan.k_blocks, scales)
+        places = [out.at[pl.ds(mi * t.m + p.row, ROWS), pl.ds(ni * t.n + p.column, t.width)] for p in parts]
+        store_tile(plan, zip(totals, places), shared.out.at[wg])
 
     for_each_tile(plan, tile)
     plgpu.wait_smem_to_gmem(0)
 
 
 def zeros(plan: Plan) -> tuple[Array, ...]:
-    slabs = plan.tiles.width // plan.slab
-    return tuple(plgpu.layout_cast(jnp.zeros((ROWS, plan.slab), F32), WGMMA) for _ in range(slabs))
+    return tuple(_registers((ROWS, plan.slab)) for _ in range(plan.slabs))
+
+
+def _registers(shape: tuple[int, int]) -> Array:
+    return plgpu.layout_cast(jnp.zeros(shape, F32), WGMMA)
 
 
 def sum_of(
-    me: Consumer, blocks: int | Array, scales: Callable[[Array], tuple[Array, ...]], at_end: Callable[[], object] = lambda: ()
-) -> tuple[tuple[Array, ...], object]:
-    """The tile's sum, every partial promoted as it is done, and what `at_end` returns. The wait for the next block's operands
-    hides behind the product of this one, and `at_end` behind the last."""
+    parts: tuple[Consumer, ...], blocks: int | Array, scales: Callable[[Consumer, Array], tuple[Array, ...]],
+    at_end: Callable[[], object] = lambda: (),
+) -> tuple[tuple[tuple[Array, ...], ...], object]:  # fmt: skip
+    """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns. The wait for the next
+    block's operands hides behind the last product of this one, and `at_end` behind the last of all."""
+    plan, last = parts[0].plan, parts[-1]
 
-    def block(i, total, meanwhile):
-        partial, (loaded, result) = _product(me.plan, me.issue, i, lambda: (scales(i), meanwhile()))
-        if me.plan.b_blocks:
-            me.release(i)
-            return me.promote(total, partial, loaded, i), result
-        total = me.promote(total, partial, loaded, i)  # which reads b's scales
-        me.release(i)
-        return total, result
+    def block(i, state, meanwhile):
+        totals, old = list(state[0]), state[1]
+        for n, part in enumerate(parts):
+            partial, loaded, result = _product(part, i, old, scales, meanwhile if part is last else lambda: ())
+            if part is last and plan.b_blocks:
+                last.release(i)
+            totals[n] = part.promote(totals[n], partial, loaded, i)
+            old = partial if _over(plan) else ()
+        if not plan.b_blocks:  # promotion reads b's scales
+            last.release(i)
+        return (tuple(totals), old), result
 
-    me.arrived(0)
-    total = lax.fori_loop(0, blocks - 1, lambda i, total: block(i, total, lambda: me.arrived(i + 1))[0], zeros(me.plan))
-    return block(blocks - 1, total, at_end)
+    last.arrived(0)
+    start = tuple(zeros(plan) for _ in parts), _registers((ROWS, plan.tiles.width)) if _over(plan) else ()
+    state = lax.fori_loop(0, blocks - 1, lambda i, state: block(i, state, lambda: last.arrived(i + 1))[0], start)
+    (totals, _), result = block(blocks - 1, state, at_end)
+    return totals, result
 
 
-def _product(plan: Plan, issue, i: Array, meanwhile: Callable[[], object]) -> tuple[Array, object]:
-    """The partial of block i, and what `meanwhile`, run while the tensor cores compute it, returns."""
+def _over(plan: Plan) -> bool:
+    """Whether each product is written over the last, without which two a consumer would not have the registers."""
+    return plan.tiles.high > 1 and not plan.simulated
+
+
+def _product(part: Consumer, i: Array, old, scales, meanwhile: Callable[[], object]) -> tuple[Array, object, object]:
+    """The partial of block i, and what `scales` and `meanwhile`, run while the tensor cores compute it, return."""
+    a, b = part.operands(i)
+    if _over(part.plan):
+        from pallas_kernels.tensor_cores import multiply_over  # which names what is JAX's own: no other tile depends on it
+
+        partial, loaded, result = multiply_over(old, a, b), scales(part, i), meanwhile()
+        plgpu.wgmma_wait(0)
+        return partial, loaded, result
 
     def run(partial):
-        issue(partial, i)
-        result = meanwhile()
-        return partial[...], result
+        plgpu.wgmma(partial, a, b.transpose((1, 0)))
+        loaded, result = scales(part, i), meanwhile()
+        return partial[...], loaded, result
 
-    return pl.run_scoped(run, plgpu.ACC((ROWS, plan.tiles.width), F32))
+    return pl.run_scoped(run, plgpu.ACC((ROWS, part.plan.tiles.width), F32))
 
 
-def store_tile(plan: Plan, total: tuple[Array, ...], at, buffers) -> None:
-    """Through shared memory, a swizzled 128-byte column at a time; the copies run while the next tile is computed."""
+def store_tile(plan: Plan, parts: Iterable[tuple[tuple[Array, ...], jax.Ref]], buffers: jax.Ref) -> None:
+    """Sums to their places in the result through shared memory, a swizzled 128-byte column a buffer, as many at once as there are
+    buffers; the copies run while the next tile is computed."""
     width = plan.store_width
-    for i in range(plan.tiles.width // width):
-        slab, column = divmod(i * width, plan.slab)
-        buffer = buffers.at[i % plan.tiles.buffers]
-        plgpu.wait_smem_to_gmem(plan.tiles.buffers - 1, wait_read_only=True)
-        buffer[...] = total[slab][:, column : column + width].astype(plan.out_dtype)
+    columns = [(total, at, c) for total, at in parts for c in range(0, plan.tiles.width, width)]
+    for some in itertools.batched(columns, plan.tiles.buffers):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for n, (total, _, c) in enumerate(some):
+            slab, first = divmod(c, plan.slab)
+            buffers.at[n][...] = total[slab][:, first : first + width].astype(plan.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, at.at[:, pl.ds(i * width, width)])
+        for n, (_, at, c) in enumerate(some):
+            plgpu.copy_smem_to_gmem(buffers.at[n], at.at[:, pl.ds(c, width)])
 
 
 CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x across x width
@@ -308,21 +347,26 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
     "2x1x128": Tiles(2, buffers=2),
     "2x1x128 pairs along M": Tiles(2, cluster="m", buffers=2),
     "2x1x192": Tiles(2, width=192),
+    "2x1x128, twice 64 rows": Tiles(2, high=2),
+    "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, stages=3, cluster="n", buffers=4),
     "1x3x64": Tiles(1, 3, 64, stages=6),
+    "1x3x32": Tiles(1, 3, 32, stages=9),
 }
 
 
-RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tune.json)
-    True: {"3x1x128 pairs along N": 1.0, "2x1x128": 0.91},
+RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tune.json, gemm_tiles.json)
+    True: {"3x1x128 pairs along N": 1.0, "2x1x128, twice 64 rows, pairs along N": 0.95, "2x1x128": 0.91},
     False: {"3x1x128": 1.0, "2x1x128 pairs along M": 0.93},
 }
+FEW_ROWS = "1x3x64", "1x3x32"
 
 
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
     """The tiles for a product, from what was measured on an H200 (docs/kernels.md): big ones, unless they would leave many
-    multiprocessors without work in the last turn."""
+    multiprocessors without work in the last turn; for few rows, which take as long as reading b, those with which no
+    multiprocessor reads much of it."""
     if m <= ROWS:
-        return CANDIDATES["1x3x64"]  # bound by reading b: narrow tiles, so that all multiprocessors read
+        return min((CANDIDATES[name] for name in FEW_ROWS), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
     rates = RATES[b_blocks]
     return CANDIDATES[max(rates, key=lambda name: rates[name] * _busy(CANDIDATES[name], m, n))]
 
@@ -330,6 +374,10 @@ def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
 def _busy(tiles: Tiles, m: int, n: int) -> float:
     """Elements of the result over those that all multiprocessors could compute in the turns it takes."""
     pair = 2 if tiles.cluster else 1
+    return m * n / (_turns(tiles, m, n) * (SMS // pair) * pair * tiles.m * tiles.n)
+
+
+def _turns(tiles: Tiles, m: int, n: int) -> int:
+    """Tiles, or pairs of them, that the busiest multiprocessors compute."""
     down, across = tiles.m * (1 + (tiles.cluster == "m")), tiles.n * (1 + (tiles.cluster == "n"))
-    turns = pl.cdiv(pl.cdiv(m, down) * pl.cdiv(n, across), SMS // pair)
-    return m * n / (turns * (SMS // pair) * down * across)
+    return pl.cdiv(pl.cdiv(m, down) * pl.cdiv(n, across), SMS // (2 if tiles.cluster else 1))

@@ -79,8 +79,10 @@ def grouped_wgrad(
 def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.dtype, interpret) -> Plan:
     csize = 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
-    plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks)
+    plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
     check_tiles(tiles, plan.store_width)
+    if tiles.high > 1:
+        raise ValueError(f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
     return plan
 
 
@@ -224,7 +226,7 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
         me = Consumer(plan, shared, row, column, before)
         part, first_column = work.part + down, work.column * t.n + column
 
-        def scales(i):
+        def scales(me, i):
             by_row = me.row_scales(i)
             if not plan.b_blocks:
                 return (by_row,)
@@ -234,10 +236,10 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
 
         def store(total):
             at = (out if plan.b_blocks else out.at[work.expert]).at[pl.ds(part * ROWS, ROWS), pl.ds(first_column, t.width)]
-            store_tile(plan, total, at, shared.out.at[wg])
+            store_tile(plan, [(total, at)], shared.out.at[wg])
 
         def compute():
-            total, following = sum_of(me, work.blocks, scales, read_next)  # the compiler waits for that entry where it stands
+            (total,), following = sum_of((me,), work.blocks, scales, read_next)  # the compiler waits for that entry there
             store(total)
             return following
 

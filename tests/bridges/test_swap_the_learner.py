@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.models.module import init_params
 from jaxfp8rl.precision.recipe import Precision
 
 CONFIG = {

@@ -16,7 +16,8 @@ import torch
 from bridges.api import BridgeError, EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.rollout.fake_engine import FakeEngine
-from bridges.rollout.vllm_engine import BLOCK, FP8, VllmEngine, cpu_lacks
+from bridges.rollout.vllm_engine import BLOCK, FP8, VllmEngine
+from bridges.rollout.vllm_environment import cpu_lacks
 from bridges.weights.array_source import ArraySource, random_source
 from bridges.weights.dlpack import torch_view
 from bridges.weights.vllm_inplace import VllmInplace
@@ -86,6 +87,13 @@ def test_fp8_without_the_hardware_says_so():
 def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
     with pytest.raises(BridgeError, match="use one type"):
         VllmEngine(CONFIG, weights="bfloat16", dtype="float16", **SHORT)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(BridgeError, match="compiles with nvcc: none is found"):
+        VllmEngine(CONFIG, weights=FP8, fp8_kernel="deep_gemm", **SHORT)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    with pytest.raises(BridgeError, match="'native' beside VLLM_USE_DEEP_GEMM=1"):
+        VllmEngine(CONFIG, weights=FP8, **SHORT)
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(BridgeError, match="out of reach of DLPack"):
         VllmEngine(CONFIG, **SHORT)

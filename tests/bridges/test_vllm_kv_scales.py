@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 import torch
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, ManifestMismatch, PublishFailed, SamplingParams
-from bridges.rollout import vllm_engine, vllm_kv_scales
+from bridges.rollout import vllm_environment, vllm_kv_scales
 from bridges.rollout.vllm_engine import FP8, VllmEngine
 from bridges.weights.array_source import ArraySource, random_source
 from bridges.weights.vllm_inplace import VllmInplace
@@ -40,10 +40,10 @@ NAME = "model.layers.1.self_attn.attn.k_scale"
 @pytest.fixture(scope="module")
 def engine():
     with pytest.MonkeyPatch.context() as patch:
-        if vllm_engine.cpu_lacks("", "fp8_e4m3"):
+        if vllm_environment.cpu_lacks("", "fp8_e4m3"):
             from vllm.v1.attention.backends import cpu_attn
 
-            patch.setattr(vllm_engine, "cpu_lacks", lambda weights, kv_cache: None)
+            patch.setattr(vllm_environment, "cpu_lacks", lambda weights, kv_cache: None)
             patch.setattr(cpu_attn, "_get_attn_isa", lambda *args, **kwargs: "vec")
         built = VllmEngine(CONFIG, kv_cache="fp8_e4m3", kv_scales=True, **OPTIONS)
     assert set(held(built).values()) == {1.0}  # whatever vLLM's random weights were

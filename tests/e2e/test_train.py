@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from safetensors.numpy import load_file
 
 from bridges.rollout.jax_engine import JaxEngine
 from bridges.weights.jax_inprocess import JaxInprocess
@@ -121,7 +122,6 @@ def saved(directory: Path):
     like = init_state(starting_params(cfg, model_config(cfg)), make_optimizer(cfg.optim, 10))
     state, loop_state = checkpoints.restore(like)
     step = checkpoints.latest()
-    checkpoints.close()
     return state, loop_state, step
 
 
@@ -169,7 +169,17 @@ def test_a_run_leaves_what_was_promised(straight):
     assert saved(straight)[2] == 10 and sorted(p.name for p in (straight / "checkpoints").iterdir()) == ["10", "8"]
     samples = [json.loads(line) for line in (straight / "samples.jsonl").read_text().splitlines()]
     assert [s["step"] for s in samples] == [s for s in range(1, 11) for _ in range(4)]
+    for s in samples:  # what engine and learner said of each token, beside its text
+        facts = [s[name] for name in ("token_lengths", "rollout_logp", "old_logp", "weights")]
+        assert {len(f) for f in facts} == {s["tokens"]} and sum(s["token_lengths"]) == len(s["completion"])
+        np.testing.assert_allclose(s["weights"], np.exp(np.subtract(s["old_logp"], s["rollout_logp"])), rtol=1e-3)
     assert load_config(str(straight / "config.toml")) == config(straight)
+
+
+def test_a_run_makes_a_page(straight, tmp_path):
+    assert main(["report", str(straight), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Held-out reward" in page and "of 40 kept completions" in page
 
 
 def test_nothing_is_compiled_after_the_third_step(recorded):
@@ -205,6 +215,29 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_forgets_what_came_after(st
     assert saved(tmp_path)[2] < max(r["step"] for r in metrics(tmp_path))  # there is something to forget
     loop.train(config(tmp_path), resume=True)
     assert_same_run(tmp_path, straight)
+
+
+def test_a_lagging_run_samples_one_version_behind_and_resumes_bit_for_bit(tmp_path, monkeypatch):
+    """What was sampled ahead is in the checkpoint, whose weights are newer."""
+    options, one_step = {"run__steps": 4, "rollout__lag": 1, "run__eval_every": 2}, loop.one_step
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    loop.train(config(whole, **options))
+    rows = metrics(whole)[1:]
+    assert [r["weights/version"] for r in rows] == [0, 0, 1, 2]
+    assert [r["staleness/versions_max"] for r in rows] == [r["staleness/versions_mean"] for r in rows] == [0, 1, 1, 1]
+    assert all(r["rollout/groups_rejected"] == 0 and r["time/wait_s"] > 0 for r in rows[:-1])
+
+    def interrupted(*args):
+        if args[-1] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return one_step(*args)
+
+    monkeypatch.setattr(loop, "one_step", interrupted)
+    with pytest.raises(SystemExit):
+        loop.train(config(parted, **options))
+    assert saved(parted)[1]["ahead"]["version"] == 1 and saved(parted)[2] == 2
+    loop.train(config(parted, **options), resume=True)
+    assert_same_run(parted, whole)
 
 
 def test_ctrl_c_saves_leaves_with_130_and_resumes(straight, tmp_path):
@@ -243,17 +276,19 @@ def test_a_finished_run_resumes_to_nothing(copy, straight):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"task.options.max_operand": 8}, "other problems"),
-        ({"run.seed": 1}, "run.seed = 1, the checkpoint was taken with 0"),
-        ({"model.config.intermediate_size": 384}, "cannot be restored into this configuration"),
+        ({"task.options.max_operand": 8}, "task.options: {.*'max_operand': 9.*} -> {.*'max_operand': 8"),
+        ({"run.seed": 1}, "run.seed: 0 -> 1"),
+        ({"model.config.intermediate_size": 384, "optim.lr": 0.1}, "model.config: {.*'intermediate_size': 256.*} -> {.*384"),
+        ({"model.tokenizer": "chars:9876543210+-*="}, "model.tokenizer: .* with another vocabulary"),
     ],
-    ids=["data", "seed", "model"],
+    ids=["data", "seed", "model", "tokenizer"],
 )
 def test_resuming_as_another_run_is_refused_and_touches_nothing(copy, change, message):
-    before = {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()}
+    contents = lambda: {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file() and p.name != "notes.txt"}
+    before = contents()
     with pytest.raises(CheckpointError, match=message):
         loop.train(config(copy, run__steps=12, **{k.replace(".", "__"): v for k, v in change.items()}), resume=True)
-    assert {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()} == before
+    assert contents() == before
 
 
 def test_a_used_run_directory_and_one_without_a_run_are_refused(straight, tmp_path):
@@ -321,15 +356,15 @@ def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_pat
 
     monkeypatch.setattr(rollouts, "to_samples", poisoned)
     assert main(["train", "demo", *words(tmp_path, run__save_every=1, optim__max_bad_steps=3)]) == NonFiniteStep.exit_code == 4
-    assert "3 updates in a row were not finite" in (said := capsys.readouterr().err) and "bad_batch.npz" in said
+    assert "3 updates in a row were not finite" in (said := capsys.readouterr().err) and "bad_batch.safetensors" in said
     assert "advantages" in said  # what was wrong, not only that something was
     state, _, step = saved(tmp_path)
     assert step == 3 and int(state.step) == 4 and int(state.bad_steps) == 2  # two good steps of two updates each
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     rows = metrics(tmp_path)
     assert [r["update/applied"] for r in rows[1:]] == [1, 1, 0] and np.isnan(rows[3]["loss"])
-    with np.load(tmp_path / "bad_batch.npz", allow_pickle=False) as bad:
-        assert np.isnan(bad["advantages"][bad["response_mask"]]).all() and bad["old_logp"].shape == bad["tokens"].shape
+    bad = load_file(tmp_path / "bad_batch.safetensors")
+    assert np.isnan(bad["advantages"][bad["response_mask"]]).all() and bad["old_logp"].shape == bad["tokens"].shape
     monkeypatch.setattr(rollouts, "to_samples", to_samples)
     loop.train(config(tmp_path, run__steps=4), resume=True)
     assert metrics(tmp_path)[-1]["update/applied"] == 1 and int(saved(tmp_path)[0].bad_steps) == 0
@@ -352,7 +387,7 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
     """Every step one completion of the second prompt comes back with a NaN; the other three groups are learned from."""
     generate = rollouts.generate
 
-    def spoilt(engine, prompts, requests, version):
+    def spoilt(engine, prompts, requests, version, *more):
         real = engine.generate
 
         def broken(asked):
@@ -364,7 +399,7 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
 
         monkeypatch.setattr(engine, "generate", broken, raising=True)
         try:
-            return generate(engine, prompts, requests, version)
+            return generate(engine, prompts, requests, version, *more)
         finally:
             monkeypatch.setattr(engine, "generate", real)
 

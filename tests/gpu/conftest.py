@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
+from pallas_kernels.plgpu_compat import HOPPER
+
 
 def pytest_collection_modifyitems(items):
     here = [item for item in items if "tests/gpu" in str(item.path)]
@@ -13,3 +15,9 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.gpu)
         if lacking:
             item.add_marker(lacking)
+
+
+@pytest.fixture
+def hopper():
+    if str(getattr(jax.devices()[0], "compute_capability", "")) != HOPPER:
+        pytest.skip("needs a Hopper GPU")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import api, reference
-from pallas_kernels.plgpu_compat import HOPPER
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 TOKENS = 1200
 PACKED = {  # lengths of segments; what is left of the row is padding
@@ -21,12 +22,6 @@ PACKED = {  # lengths of segments; what is left of the row is padding
     "padding": [],
 }
 GROUPS = {"four heads": (4, 1), "two heads": (4, 2), "a head alone": (2, 2)}  # of a KV head
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if str(getattr(jax.devices()[0], "compute_capability", "")) != HOPPER:
-        pytest.skip("needs a Hopper GPU")
 
 
 def ids_of(name: str) -> jax.Array:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import forward_cached, init_cache, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import forward_cached, init_cache
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.decode_attention import api
-from pallas_kernels.plgpu_compat import HOPPER
 from tests.kernels.test_sm90_decode_attention import BF16, E4M3, float64, operands
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 CASES = {  # name: (lengths, query heads, KV heads, d, page, type of the cache, of the queries)
     "fp8": ([0, 1, 16, 17, 64, 65, 700, 3, 0, 5000], 32, 8, 128, 16, E4M3),
@@ -30,12 +32,6 @@ CASES = {  # name: (lengths, query heads, KV heads, d, page, type of the cache, 
     "float16": ([77, 640, 1], 32, 8, 128, 64, jnp.float16),
     "many": ([*range(0, 1200, 9)], 32, 8, 128, 64, E4M3),
 }
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if str(getattr(jax.devices()[0], "compute_capability", "")) != HOPPER:
-        pytest.skip("needs a Hopper GPU")
 
 
 def kernel():

@@ -16,7 +16,8 @@ import pytest
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.layers import rope_tables
-from jaxfp8rl.models.transformer import decoder_layer, embed, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import decoder_layer, embed
 from jaxfp8rl.policy import handles, policy_of
 from jaxfp8rl.precision.hardware import products_of
 from jaxfp8rl.precision.linear import linear

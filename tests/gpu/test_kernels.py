@@ -13,17 +13,12 @@ from jaxfp8rl.exact import exact_jit
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import reference, sm90, xla
 from pallas_kernels.numerics import tile_distinct, worst_tile
-from pallas_kernels.plgpu_compat import HOPPER
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as q
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 ROWS, BLOCKS, TILE = (1, 128), (128, 128), (64, 64)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if str(getattr(jax.devices()[0], "compute_capability", "")) != HOPPER:
-        pytest.skip("needs a Hopper GPU")
 
 
 def kernel(f, **options):
@@ -77,7 +72,7 @@ def test_every_candidate_gives_the_same_bits(name, wgrad):
     np.testing.assert_array_equal(got, kernel(ours, out_dtype=jnp.float32)(*args))
 
 
-@pytest.mark.parametrize("shape", [(64, 1536, 4096), (1000, 1032, 1100), (200, 576, 1536), (4096, 6144, 4096)])
+@pytest.mark.parametrize("shape", [(64, 1536, 4096), (1000, 1032, 1100), (200, 576, 1536), (4096, 6144, 4096), (4096, 4096, 640)])
 def test_the_product_equals_the_tensor_cores_through_xla_bit_for_bit(shape):
     """Which equal CUTLASS's, vLLM's (test_vllm_quantizers.py): one order of sums, promoted by fused multiply-adds."""
     args = operands(*shape, False)

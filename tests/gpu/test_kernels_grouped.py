@@ -11,8 +11,9 @@ import pytest
 
 from pallas_kernels.grouped_matmul import api, reference, sm90
 from pallas_kernels.numerics import tile_distinct, worst_tile
-from pallas_kernels.plgpu_compat import HOPPER
 from pallas_kernels.quantize import reference as q
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 TILE = (64, 64)
 SIZES = {
@@ -23,12 +24,6 @@ SIZES = {
 }
 ROWS = 2000
 SHAPES = [(1600, 384), (128, 128)]  # (N, K)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if str(getattr(jax.devices()[0], "compute_capability", "")) != HOPPER:
-        pytest.skip("needs a Hopper GPU")
 
 
 def kernel(f, **options):

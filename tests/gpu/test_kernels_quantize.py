@@ -13,9 +13,10 @@ from jaxfp8rl.exact import exact_jit
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.fused_quantize import reference as fused_reference
 from pallas_kernels.numerics import tile_distinct
-from pallas_kernels.plgpu_compat import HOPPER
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as q
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 BLOCKS = (128, 128)
 OPTIONS = {
@@ -24,12 +25,6 @@ OPTIONS = {
     "powers of two": dict(power_of_two=True),
     "e5m2, powers of two": dict(dtype=q.E5M2, power_of_two=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if str(getattr(jax.devices()[0], "compute_capability", "")) != HOPPER:
-        pytest.skip("needs a Hopper GPU")
 
 
 def kernel(f, **options):

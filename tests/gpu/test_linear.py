@@ -7,25 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.layers import swiglu
-from jaxfp8rl.precision.hardware import products_of
 from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.numerics import relative_l2, tile_distinct
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 WIDTHS = 1536, 640  # K, N
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    try:
-        products_of("pallas", "bfloat16")
-    except ConfigError as e:
-        pytest.skip(str(e))
 
 
 def precision(products: str, **options) -> Precision:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import forward_cached, init_cache, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import forward_cached, init_cache
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.decode_attention import api
 from pallas_kernels.decode_attention.deal import KEYS, begin_of, deal, pieces_of

@@ -84,7 +84,7 @@ def test_every_producer_lowers_for_cuda_as_one_kernel(name):
 @jax.jit
 def learner(x, residual, weight, joint, d_h):
     """Its forward as it mirrors an engine that fuses the quantiser, and what differentiating that gives."""
-    stream = layers.add_residual(x.astype(F32), residual)
+    stream = layers.Stream(x, residual).total
     normed = layers.rms_norm(stream, weight, EPS, BF16)
     h, pull = jax.vjp(lambda joint: layers.swiglu(*jnp.split(joint, 2, -1), fused=True), joint)
     return normed, stream.astype(BF16), q.quantize_rows(h, amax_floor=q.FUSED_AMAX_FLOOR), pull(d_h)[0]

@@ -22,10 +22,13 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "three consumers, a cluster along N": (200, 136, 200, False, Tiles(cluster="n", band=2, band_axis=1)),
     "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
     "a consumer over two blocks": (72, 384, 136, False, Tiles(2, width=192)),
+    "twice 64 rows a consumer": (264, 136, 200, False, Tiles(2, high=2, stages=3, buffers=4)),
+    "twice 64 rows a consumer, a cluster along N": (264, 264, 200, False, Tiles(2, high=2, cluster="n")),
     "wgrad": (72, 136, 400, True, Tiles(2)),
+    "wgrad, twice 64 rows a consumer": (264, 136, 400, True, Tiles(2, high=2)),
     "wgrad, three consumers by 96, a cluster along N": (200, 200, 400, True, Tiles(width=96, cluster="n")),
 }
-SOME = "K of five blocks, fewer stages", "a cluster along M", "wgrad"
+SOME = "K of five blocks, fewer stages", "a cluster along M", "twice 64 rows a consumer", "wgrad"
 VARIANTS = [(wgrad, tiles) for wgrad in (False, True) for tiles in sm90.CANDIDATES.values()]
 
 
@@ -81,6 +84,12 @@ def test_every_candidate_lowers_for_cuda(wgrad, tiles):
 )
 def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
     assert "mosaic_gpu" in lower(shapes(*shape, wgrad), wgrad)
+
+
+def test_few_rows_are_shared_by_many_multiprocessors():
+    for n in (4096, 6144, 24576):
+        tiles = sm90.choose(8, n, 4096, b_blocks=True)
+        assert tiles.m == 64 and 40 < -(-n // tiles.n) <= 132
 
 
 def test_gradients_in_e5m2_lower_for_cuda():
@@ -139,6 +148,8 @@ def test_tiles_that_do_not_fit_are_errors():
         Tiles(2, width=80): "multiple of 32, 192 at most",
         Tiles(stages=1): "2 or more",
         Tiles(2, width=192, buffers=2): "in 3 parts, which buffers must divide",
+        Tiles(3, high=2): r"64 rows or twice 64 \(high\), three for 64",
+        Tiles(2, width=192, high=2): "multiple of 32, 128 at most",
     }.items():
         with pytest.raises(ValueError, match=message):
             lower(args, tiles=tiles)

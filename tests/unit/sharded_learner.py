@@ -7,12 +7,13 @@ import sys
 import jax
 import numpy as np
 
+from jaxfp8rl.build import fresh_state
 from jaxfp8rl.config import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.transformer import init_params
-from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.optim import make_optimizer
 from jaxfp8rl.precision.recipe import Precision, fp8_runs
 from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.sharding import ONE, make_layout
@@ -49,7 +50,9 @@ def steps(layout, precision):
     logprobs = make_logprobs(MODEL, precision, 1.0, "none" if precision.any_fp8 else "layer", layout)  # which compiles faster
     policy_of, score = make_policy(precision, layout=layout), make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(kl_coef=0.1), Correction().resolve(), optimizer, layout)
-    state = layout.place(init_state(init_params(MODEL, jax.random.key(0)), optimizer))
+    state = fresh_state(layout.place(init_params(MODEL, jax.random.key(0))), optimizer, "float32", layout)
+    shares = {len(x.sharding.device_set) for x in jax.tree.leaves(state.opt_state) if x.ndim > 2}  # before any update
+    assert shares == {layout.mesh.size if layout.mesh else 1}
     policy, found = policy_of(state.params), []
     reference = score(policy, batch())
     for _ in range(2):

@@ -53,15 +53,15 @@ def trained(monkeypatch):
     """What the loop was called with, in place of the loop."""
     calls = []
     module = types.ModuleType("jaxfp8rl.loop")
-    module.train = lambda cfg, resume: calls.append((cfg, resume))
+    module.train = lambda cfg, resume, fork_of: calls.append((cfg, resume, fork_of))
     monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", module)
     return calls
 
 
 def test_train_passes_config_and_flags(config, trained):
-    assert cli.main(["train", "--optim.lr", "1e-3", config, "--resume", "--run.dir=runs/y"]) == 0
-    ((cfg, resume),) = trained
-    assert cfg == load_config(config, ["--optim.lr", "1e-3", "--run.dir", "runs/y"]) and resume is True
+    assert cli.main(["train", "--optim.lr", "1e-3", config, "--resume", "--run.dir=runs/y", "--fork", "runs/x@3"]) == 0
+    ((cfg, resume, fork_of),) = trained
+    assert cfg == load_config(config, ["--optim.lr", "1e-3", "--run.dir", "runs/y"]) and resume is True and fork_of == "runs/x@3"
 
 
 def test_config_prints_what_loads_back(config, capsys, tmp_path):
@@ -99,7 +99,7 @@ def test_wrong_input_leaves_with_2_and_no_trace(words, says, config, trained, ca
 @pytest.mark.parametrize("error, code", [(GateFailed("gap", "look"), 3), (NonFiniteStep("nan"), 4), (EngineUnhealthy("bad"), 5),
                                          (KeyboardInterrupt(), 130)])  # fmt: skip
 def test_exit_codes(error, code, config, monkeypatch, capsys):
-    def train(cfg, resume):
+    def train(cfg, resume, fork_of):
         raise error
 
     monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=train))
@@ -108,7 +108,7 @@ def test_exit_codes(error, code, config, monkeypatch, capsys):
 
 
 def test_a_bug_keeps_its_trace(config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=lambda cfg, resume: 1 / 0))
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=lambda cfg, resume, fork_of: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", config])
 

@@ -18,7 +18,7 @@ def finish(stdout="", stderr="", returncode=0):
 
 
 def only(monkeypatch, *groups):
-    for name in ("_python", "_gpu", "_jax", "_packages", "_bridge", "_memory", "_disk", "_configs"):
+    for name in ("_python", "_gpu", "_jax", "_cuda", "_packages", "_bridge", "_memory", "_disk", "_configs"):
         if name not in groups:
             monkeypatch.setattr(doctor, name, lambda: iter(()))
 
@@ -83,6 +83,55 @@ def test_missing_package_is_named(monkeypatch):
     packages, tasks = doctor._packages()
     assert (packages.status, packages.detail) == ("FAIL", "missing: optax")
     assert tasks.status == "-" and "math-verify" in tasks.detail
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(versions, driver, torch_cuda, requires): an NVIDIA machine with these packages beside those that are here."""
+
+    def make(driver="580.159", torch_cuda="13.0", requires=None, **versions):
+        have, asked = doctor._version, doctor._requires
+        versions = {name.replace("_", "-"): version for name, version in versions.items()}
+        monkeypatch.setattr(doctor, "_version", lambda p: versions[p] if p in versions else have(p))
+        monkeypatch.setattr(doctor, "_requires", lambda p: (requires or {}).get(p, asked(p)))
+        monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
+        probe = {"torch": versions.get("torch", "2.11.0+cu130"), "vllm": versions.get("vllm", "0.25.1"), "torch_cuda": torch_cuda,
+                 "dlpack": {"float32": "zero copy"}, "vllm_fp8": None}  # fmt: skip
+
+        def run(command, **_):
+            return finish(f"{driver}\n" if command[0] == "nvidia-smi" else json.dumps(probe))()
+
+        monkeypatch.setattr(doctor.subprocess, "run", run)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "group, found, status, says, fix",
+    [
+        ("_cuda", {}, None, "", ""),
+        ("_cuda", {"jax_cuda13_plugin": "0.11.2"}, "ok", "plug-in for CUDA 13 is 0.11.2", ""),
+        ("_cuda", {"jax_cuda13_plugin": "0.11.0"}, "FAIL", "0.11.0, jaxlib 0.11.2: they must be equal", '"jax[cuda13]==0.11.2"'),
+        ("_cuda", {"jax_cuda13_plugin": "0.11.2", "driver": "550.54"}, "FAIL", "the driver 550: too old", '"jaxfp8rl[cuda12]"'),
+        ("_cuda", {"jax_cuda12_plugin": "0.11.2", "driver": "470.1"}, "FAIL", "too old for CUDA 12", "a driver of 525 or newer"),
+        ("_cuda", {"jax_cuda12_plugin": "0.11.2", "jax_cuda13_plugin": "0.11.2"}, "FAIL", "for CUDA 12 and 13", "uninstall"),
+        ("_packages", {"jax": "0.10.1"}, "FAIL", "jax 0.10.1 is not >=0.11.2", 'pip install "jax>=0.11.2"'),
+        ("_packages", {"vllm": "0.20.0"}, "FAIL", "vllm 0.20.0 is not >=0.25.1", 'pip install "vllm>=0.25.1"'),
+        ("_packages", {"optax": None, "flax": "0.9"}, "FAIL", "missing: optax", "pip install jaxfp8rl"),
+        ("_torch", {}, "ok", "2.11.0+cu130, CUDA 13.0", ""),
+        ("_torch", {"torch_cuda": None}, "FAIL", "is a build for CPUs, and there is a GPU", '"jaxfp8rl[vllm]"'),
+        ("_torch", {"jax_cuda12_plugin": "0.11.2"}, "-", "for CUDA 13.0, JAX's plug-in for 12", '"jaxfp8rl[cuda13]"'),
+        ("_vllm", {}, "ok", "0.25.1, BF16 and FP8", ""),
+        ("_vllm", {"requires": {"vllm": ["torch==2.10.0"]}}, "FAIL", "built for torch==2.10.0", 'pip install "torch==2.10.0"'),
+        ("_vllm", {"vllm": "0.40.1"}, "-", "0.40.1 is newer than what was tested", '"vllm<0.33"'),
+    ],
+)
+def test_broken_versions_are_found(group, found, status, says, fix, machine):
+    machine(**found)
+    checks = list(getattr(doctor, "_bridge" if group in ("_torch", "_vllm") else group)())
+    checks = [c for c in checks if group in ("_cuda", "_packages") or c.name == group[1:]]
+    assert [c.status for c in checks[:1]] == ([status] if status else [])
+    assert not status or (says in checks[0].detail and fix in checks[0].fix and bool(checks[0].fix) == (status != "ok"))
 
 
 def test_a_crashing_check_is_a_finding_and_the_exit_code_says_so(monkeypatch, capsys):

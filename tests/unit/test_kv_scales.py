@@ -16,7 +16,8 @@ from jaxfp8rl.build import build
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import forward_and_amax, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import forward_and_amax
 from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.toml_config import load_config

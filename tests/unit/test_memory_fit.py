@@ -47,6 +47,16 @@ def test_8b_fits_an_h200_with_the_engine_asleep_and_needs_more_with_it_awake():
     assert "during a rollout" in format_needs(cfg, MODEL)
 
 
+def test_the_start_has_the_weights_in_float32_too_each_device_its_part():
+    one, two, warm = (needs(config(train=t, sft=s), MODEL, H200)["the start"] for t, s in (
+        ({}, {}), ({"fsdp": 2, "rows_per_microbatch": 2}, {}), ({"fsdp": 2, "rows_per_microbatch": 2}, {"steps": 1})
+    ))  # fmt: skip
+    masters, moments = (size for _, size in memory_plan(config(), MODEL)[:2])
+    weights = 2 * masters  # which are in bfloat16
+    assert one - two == pytest.approx((weights + masters + moments) / 2, abs=1)
+    assert warm - two == pytest.approx(weights / 2, abs=1)
+
+
 def test_what_is_said_to_help_helps_by_as_much():
     cfg = config(optim={"master": "float32", "first_moment": "float32", "second_moment": "float32"}, train={"remat": "none"})
     with pytest.raises(ConfigError) as caught:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import config
-from jaxfp8rl.memory_plan import memory_plan
+from jaxfp8rl.memory_plan import _kept_of_layers, memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.toml_config import load_config
 
@@ -28,3 +28,13 @@ def test_it_is_within_5_percent_of_the_measured_peak(recipe):
     cfg = load_config("demo", [word for key, value in settings.items() for word in (f"--{key}", str(value))])
     plan = memory_plan(cfg, ModelConfig.from_hf(config("8b", 0)))
     assert sum(size for _, size in plan) == pytest.approx(found[recipe]["peak memory"] * 1e9, rel=0.05)
+
+
+def test_experts_count_by_the_copies_of_a_token_and_their_width():
+    """Two experts a token, each half as wide as the dense MLP, compute as much: what is kept more is the second copy."""
+    dense = config("0.6b", 4)
+    half = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": dense["intermediate_size"] // 2}
+    sparse = dense | half | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    cfg = load_config("demo", ["--train.remat", "none"])
+    kept = [_kept_of_layers(cfg, ModelConfig.from_hf(hf), 2) for hf in (dense, sparse)]
+    assert kept[1] - kept[0] == 4 * cfg.train.rows_per_microbatch * cfg.train.row_tokens * dense["hidden_size"] * 2

@@ -11,7 +11,7 @@ import pytest
 
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import empty_params, get_param, linear_shapes, param_table, set_param
-from jaxfp8rl.models.transformer import init_params
+from jaxfp8rl.models.module import init_params
 from jaxfp8rl.precision.linear import QuantizedWeight
 
 QWEN3 = ModelConfig("Qwen3ForCausalLM", 33, 16, 24, 2, 4, 2, 8, 64)

@@ -113,9 +113,10 @@ def test_what_a_compiled_engine_fuses_is_rounded_once():
     def rounded(a: np.ndarray) -> np.ndarray:
         return a.astype(ml_dtypes.bfloat16).astype(np.float32)
 
-    total = layers.add_residual(x.astype(jnp.float32), y)
+    stream = layers.add_residual(layers.Stream(x, jnp.zeros_like(x)), y)
+    total = layers.total(stream)
     np.testing.assert_array_equal(total, (x64 + y64).astype(np.float32))
-    np.testing.assert_array_equal(layers.add_residual(total, y), rounded(np.asarray(total)) + np.asarray(y, np.float32))
+    np.testing.assert_array_equal(layers.add_residual(stream, y).total, rounded(np.asarray(total)) + np.asarray(y, np.float32))
     np.testing.assert_array_equal(layers.add_residual(x, y), rounded(x64 + y64))
     s = np.asarray(total, np.float64)
     want = rounded(s / np.sqrt((s**2).mean(-1, keepdims=True) + 1e-6) * w64[0])

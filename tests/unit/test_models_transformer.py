@@ -17,16 +17,8 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params
-from jaxfp8rl.models.transformer import (
-    SAVED,
-    Transformer,
-    forward,
-    forward_cached,
-    head_weight,
-    init_cache,
-    init_params,
-    split_layers,
-)
+from jaxfp8rl.models.module import Transformer, init_params
+from jaxfp8rl.models.transformer import SAVED, forward, forward_cached, head_weight, init_cache, split_layers
 from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 

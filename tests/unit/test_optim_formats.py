@@ -235,7 +235,6 @@ def test_a_checkpoint_brings_back_every_byte_in_its_format_and_memory(run, tmp_p
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     checkpoints.save(3, state, {"seed": 0})
     back, _ = checkpoints.restore(state)
-    checkpoints.close()
     assert as_bytes(back) == as_bytes(state) and jax.tree.structure(back) == jax.tree.structure(state)
     describe = lambda tree: [(x.aval, x.aval.memory_space, x.sharding.memory_kind) for x in jax.tree.leaves(tree)]
     assert describe(back) == describe(state)

@@ -38,7 +38,8 @@ def test_wheel_holds_the_packages_and_the_configs(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     code = {p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
     configs = {"jaxfp8rl/_presets/" + p.relative_to(ROOT / "configs").as_posix() for p in (ROOT / "configs").rglob("*.toml")}
-    assert names == code | configs
+    page = {f"jaxfp8rl/monitors/report/{name}" for name in ("template.html", "style.css")}
+    assert names == code | configs | page
 
 
 def test_installed_wheel_finds_its_presets(wheel, tmp_path):

@@ -24,7 +24,7 @@ def test_every_sample_comes_back_whole(lengths, rows, row_tokens):
     m = microbatches_needed(len(samples), 16, row_tokens, rows)
     batch = pack(samples, row_tokens, rows, m)
     assert batch.tokens.shape == (m, rows, row_tokens)
-    flat = [x.reshape(-1, row_tokens) for x in batch]
+    flat = [x.reshape(-1, row_tokens) for x in batch if x is not None]
     found = []
     for tokens, positions, segments, mask, logp, advantages in zip(*flat):
         for s in range(1, segments.max() + 1):

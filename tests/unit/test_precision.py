@@ -12,7 +12,8 @@ from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import forward, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, round_to
 from jaxfp8rl.precision.recipe import (
     FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, RECIPES, LayerRun, Precision, fp8_runs, get_recipe, resolve,

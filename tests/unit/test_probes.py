@@ -19,7 +19,8 @@ from jaxfp8rl.losses.logprobs import logits_of
 from jaxfp8rl.losses.sharpness import logit_sharpness, sharpness_of
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.transformer import forward, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.precision.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning
 from jaxfp8rl.precision.probes import (

@@ -10,7 +10,8 @@ from bridges.api import StackRow
 from jaxfp8rl import publish
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, param_table
-from jaxfp8rl.models.transformer import forward, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.publish import LearnerWeights, assemble, is_fp8, wire_manifest

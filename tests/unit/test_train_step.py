@@ -15,7 +15,8 @@ from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
 from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import forward, init_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.optim import init_state
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.sft import make_sft_step
@@ -65,13 +66,13 @@ def laid_out(samples: list[Sample], layout: tuple[int, int, int]) -> TrainBatch:
     if row_tokens > LONGEST:
         return pack(samples, row_tokens, rows, m)
     single = [pack([s], row_tokens, 1, 1) for s in samples] + [pack([], row_tokens, 1, 1)] * (m * rows - len(samples))
-    return TrainBatch(*(np.concatenate(f).reshape(layout) for f in zip(*single)))
+    return jax.tree.map(lambda *fields: np.concatenate(fields).reshape(layout), *single)
 
 
 def tight_and_loose(samples: list[Sample]) -> tuple[TrainBatch, TrainBatch]:
     """Of one shape, for one program: all in the first micro-batch's rows; in another order over the rows of both."""
     tight, halves = laid_out(samples, (2, 2, 36)), (pack(half, 36, 2, 1) for half in (samples[1::2], samples[::2][::-1]))
-    loose = TrainBatch(*(np.concatenate(fields) for fields in zip(*halves)))
+    loose = jax.tree.map(lambda *fields: np.concatenate(fields), *halves)
     assert not tight.response_mask[1].any() and loose.response_mask.any((1, 2)).all()
     return tight, loose
 
@@ -133,7 +134,7 @@ def test_the_invariance_test_sees_a_microbatch_mean():
     _, grads = learn(params(), whole, old)
     parts = []
     for i in range(len(samples)):
-        alone = TrainBatch(*(np.where(np.arange(12)[:, None, None] == i, f, np.zeros_like(f)) for f in whole))
+        alone = jax.tree.map(lambda f, i=i: np.where(np.arange(12)[:, None, None] == i, f, np.zeros_like(f)), whole)
         parts.append(learn(params(), alone, old)[1])
     mean = jax.tree.map(lambda *g: sum(g) / len(g), *parts)
     assert distance(grads, mean) > 1e-2

@@ -1,0 +1,96 @@
+"""An engine that may die: it is started anew, gets the weights of the version it had, and is asked again what it left open."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bridges.api import (
+    Capabilities, Completion, EngineUnhealthy, GenRequest, Health, PublishFailed, PublishReceipt, RolloutEngine, WeightSource,
+    WeightTransport,
+)
+
+log = logging.getLogger(__name__)
+
+
+class SupervisedEngine:
+    """A RolloutEngine and the WeightTransport into it, as one. `start` makes both, the transport open on the engine.
+
+    A call to an engine that has died, whatever its exit status, or that gives no answer by its deadline, is made once more to
+    another one; what kills two engines in a row is no accident and is raised. `restarts` counts up to `budget`, over the
+    engine's life. The source of a publish is read again when a version is published again: it must keep its tensors until
+    the next publish, or until nothing is generated any more. `current`: the engine as it is now.
+    """
+
+    def __init__(self, start: Callable[[], tuple[RolloutEngine, WeightTransport]], budget: int):
+        self._start, self._budget, self.restarts = start, budget, 0
+        self._published: tuple[WeightSource, int] | None = None
+        self.current, self._transport = start()
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
+        """See RolloutEngine. All requests are asked again: with their own seeds they are answered as they would have been."""
+        return self._insist(lambda: self.current.generate(requests))
+
+    def publish(self, source: WeightSource, version: int) -> PublishReceipt:
+        """See WeightTransport. One that broke off because the engine died is made again, to the next engine."""
+        self._published = source, version
+        try:
+            return self._insist(lambda: self._transport.publish(source, version), again=False)
+        except PublishFailed as e:
+            if self.current.health().ok:  # the source, or the way
+                raise
+            self._replace(e)
+            return self._transport.publish(source, version)
+
+    def verify(self, receipt: PublishReceipt) -> None:
+        self._insist(lambda: self._transport.verify(receipt))
+
+    def pause(self) -> None:
+        self._insist(lambda: self.current.pause())
+
+    def resume(self) -> None:
+        self._insist(lambda: self.current.resume())
+
+    def sleep(self) -> None:
+        self._insist(lambda: self.current.sleep())
+
+    def wake(self) -> None:
+        """A publish follows: of the version before, its source may have nothing any more."""
+        self._insist(lambda: self.current.wake(), again=False)
+
+    def _insist(self, call: Callable[[], Any], again: bool = True) -> Any:
+        """`call`, and once more with another engine, to which the last version is published `again`."""
+        try:
+            return call()
+        except EngineUnhealthy as e:
+            self._replace(e)
+            if again and self._published:
+                self._transport.publish(*self._published)
+            return call()
+
+    def _replace(self, error: Exception) -> None:
+        said = str(error).partition("\n")[0]
+        if self.restarts == self._budget:
+            raise EngineUnhealthy(f"{said}; the engine has been started anew {self.restarts} times, which is all it may be",
+                                  "see its standard error; continue with --resume") from error  # fmt: skip
+        self.restarts += 1
+        log.warning("the engine is started anew, %d of %d times: %s", self.restarts, self._budget, said)
+        self.close()
+        self.current, self._transport = self._start()
+
+    def capabilities(self) -> Capabilities:
+        return self.current.capabilities()
+
+    def health(self) -> Health:
+        return self.current.health()
+
+    def weight_version(self) -> int | None:
+        return self.current.weight_version()
+
+    def open(self, engine: RolloutEngine) -> None:
+        """It is open on itself."""
+
+    def close(self) -> None:
+        self._transport.close()
+        self.current.close()

@@ -1,0 +1,32 @@
+"""Mixtures of experts inside vLLM: what its own reload leaves undone, and the routes that its experts took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridges.api import BridgeError
+
+
+def repack(model: Any) -> None:
+    """Lay the experts of vLLM's CPU build out again, after vLLM's own reload.
+
+    vLLM 0.32 packs unquantised experts for its CPU kernels when they are loaded first and no more: a reload copies checkpoint
+    layout into the packed tensors, and says nothing.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if hasattr(module, "w13_weight") and hasattr(experts, "isa"):
+            experts.process_weights_after_loading(module)
+
+
+def check_routes() -> None:
+    """Raises BridgeError where vLLM does not say which experts a token was routed to."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        raise BridgeError("vLLM's CPU build does not return routed experts", 'moe.replay = "R2", or a GPU')

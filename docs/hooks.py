@@ -1,0 +1,65 @@
+"""What the site has besides the pages in this folder: the measurements they link to, and the configuration reference."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def on_config(config):
+    """A page that nobody put into the list of pages stands under "More"."""
+    named = set(re.findall(r"[\w-]+\.md", str(config.nav)))
+    rest = sorted(p.name for p in Path(config.docs_dir).glob("*.md") if p.name not in named)
+    if rest:
+        config.nav.append({"More": rest})
+    return config
+
+
+def on_files(files: Files, config) -> Files:
+    for path in sorted(RESULTS.glob("*.json")):
+        files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    files.append(File.generated(config, "configuration.md", content=configuration()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """Links to measurements lead to the site's copies; a link to another file of the repository becomes that file's name."""
+    markdown = markdown.replace("](../benchmarks/results/", "](results/")
+    return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", markdown)
+
+
+def configuration() -> str:
+    """Every setting with its type, default and meaning, as `jaxfp8rl config` knows them."""
+    sys.path.insert(0, str(ROOT))
+    from jaxfp8rl.settings import settings
+    from jaxfp8rl.toml_config import SECTIONS
+
+    parts = [_PREFACE]
+    for name, section in SECTIONS.items():
+        rows = [_row(s) for s in settings() if s.section == name]
+        parts.append(f"## {name}\n\n{section.__doc__}\n\n| setting | type | default | |\n|---|---|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+_PREFACE = """\
+# Configuration
+
+A config is a TOML file with these sections, or the name of one in `configs/`; any setting is overridden on the command line as
+`--section.setting VALUE`. `jaxfp8rl config NAME` prints the same list with the values that a run would have, and
+`jaxfp8rl config --find WORD` searches it. This page is made from `jaxfp8rl/config.py`.
+"""
+
+
+def _row(setting) -> str:
+    cells = setting.kind.replace("|", "\\|"), _default(setting.default), setting.description.replace("|", "\\|")
+    return f"| `{setting.key}` | {' | '.join(cells)} |"
+
+
+def _default(value: str | None) -> str:
+    return {None: "required", "": "absent"}.get(value, f"`{value}`")

@@ -1,0 +1,49 @@
+"""Which settings a run may be resumed with that are not those it was begun with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxfp8rl.config import Config
+from jaxfp8rl.errors import CheckpointError
+from jaxfp8rl.toml_config import load_config
+
+# Where things are, what is watched, how the same numbers are computed; and those that a run in trouble is told to change. The
+# contents of a data set and a tokenizer are compared with the checkpoint's, wherever they lie.
+MAY_CHANGE = {
+    "run": {"dir", "steps", "eval_every", "eval_problems", "save_every", "keep_checkpoints", "save_patience_s", "watchdog_s",
+            "samples_per_step", "trackers"},
+    "model": {"tokenizer"},
+    "task": {"path", "held_out_path", "reward_timeout_s"},
+    "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep", "link",
+                "server_gpus", "server_url", "server_token_file", "restarts"},
+    "precision": {"products", "attention"},
+    "train": {"row_tokens", "rows_per_microbatch", "remat", "compilation_cache", "fsdp"},
+    "optim": {"lr", "warmup_steps", "clip_norm", "max_bad_steps", "offload"},
+    "gate": {"completions", "max_new_tokens", "max_mean_gap", "max_gap"},
+    "monitor": {"profile_step", "precision_every"},
+}  # fmt: skip
+
+
+def changes(before: Config, now: Config) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """(section, key) -> (value before, value now) of every setting that differs."""
+    pairs = ((s, k, getattr(getattr(before, s), k), getattr(getattr(now, s), k))
+             for s in Config.model_fields for k in type(getattr(now, s)).model_fields)  # fmt: skip
+    return {(s, k): (old, new) for s, k, old, new in pairs if old != new}
+
+
+def described(found: dict[tuple[str, str], tuple[Any, Any]]) -> list[str]:
+    return [f"{section}.{key}: {old!r} -> {new!r}" for (section, key), (old, new) in found.items()]
+
+
+def check_resumable(cfg: Config) -> None:
+    """Raise CheckpointError, with the difference, where `cfg` is of another run than the one in its run directory."""
+    found = changes(load_config(str(Path(cfg.run.dir) / "config.toml")), cfg)
+    refused = {(s, k): values for (s, k), values in found.items() if k not in MAY_CHANGE.get(s, ())}
+    if refused:
+        listing = "\n  ".join(described(refused))
+        raise CheckpointError(
+            f"run.dir: {cfg.run.dir} is resumed with the settings it was begun with; these are others:\n  {listing}",
+            f"leave them as they were (its config.toml), or begin another run from it: --fork {cfg.run.dir} --run.dir NEW",
+        )

@@ -1,0 +1,144 @@
+"""`jaxfp8rl eval`: pass@k of a checkpoint on the problems that its task holds out, with confidence intervals.
+
+A completion passes when its reward is at least a threshold; one without a score fails. pass@k of a problem is the chance that one
+of k completions passes, estimated without bias from n >= k of them, of which c passed, as 1 - C(n - c, k) / C(n, k) (Chen et al.
+2021, arXiv 2107.03374, equation 1); of a task it is the mean over its problems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxfp8rl import rollouts
+from jaxfp8rl.build import Parts, build
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError
+from jaxfp8rl.loop import EVAL_STEP, publish
+from jaxfp8rl.trained import Trained, load_trained
+
+Z = 1.959963984540054  # of a normal distribution 95% lies within so many standard deviations
+RESAMPLES = 10_000
+
+
+class Interval(NamedTuple):
+    """An estimate with the ends of its 95% confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+    method: str
+
+
+def run_eval(
+    source: str, ks: Sequence[int] = (1,), samples: int | None = None, step: int | None = None, greedy: bool = False,
+    threshold: float = 1.0, out: str | None = None, overrides: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Print the table of `source`, a run directory or a config, and write it as JSON to `out`, for a run to its eval.json.
+
+    samples: completions a problem, by default the largest k. greedy: one each, the likeliest. Raises UserErrors before anything
+    is sampled, BridgeErrors as training does.
+    """
+    n = samples or (1 if greedy else max(ks))
+    if max(ks) > n or (greedy and n > 1):
+        what = "of greedy completions there is one" if greedy else f"--samples {n} is less than --k {max(ks)}"
+        raise ConfigError(f"pass@{max(ks)} cannot be estimated: {what}", "--k 1 with --greedy, else --samples of at least k")
+    trained = load_trained(source, step, overrides)
+    with contextlib.closing(build(trained.cfg)) as parts:
+        passed, reward = sample(parts, trained, n, greedy, threshold)
+        found = summary(parts, trained, passed, n, ks) | {"greedy": greedy, "threshold": threshold, "reward_mean": reward}
+    out = out or (str(Path(source) / "eval.json") if Path(source).is_dir() else None)
+    how = "greedy" if greedy else f"{n} sampled at temperature {found['temperature']:g}"
+    print(f"step {found['step']}: {found['problems']} held-out problems, {how}, by {found['engine']}")
+    Console(highlight=False).print(table(found))
+    if out:
+        _write(Path(out), found)
+        print(f"wrote {out}")
+
+
+def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: float) -> tuple[np.ndarray, float]:
+    """(how many of `n` completions passed [P], for each held-out problem; their mean reward). Those of a group that is unfit have
+    failed. Raises DataError when none is held out."""
+    if not parts.held_out:
+        raise DataError("the task holds no problems out", "task.held_out_path, or task.options.held_out_fraction")
+    hand_over(parts, trained)
+    sampling = parts.greedy if greedy else parts.sampling
+    requests = rollouts.make_requests(parts.held_out, sampling, n, parts.cfg.run.seed, EVAL_STEP + trained.step)
+    kept, _ = rollouts.generate(parts.engine, parts.held_out, requests, version=trained.step)
+    place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
+    for group in rollouts.score(kept, parts.tokenizer, parts.rewards):
+        rewards[place[group.completions[0].request_id]] = group.rewards
+    return (rewards >= threshold).sum(1), float(np.nan_to_num(rewards).mean())
+
+
+def hand_over(parts: Parts, trained: Trained) -> None:
+    """Publish the checkpoint as the run did."""
+    policy = {**trained.params, "layers": (trained.params["layers"],)}
+    if parts.kv_scales:
+        if not trained.loop.get("kv_amax"):
+            raise CheckpointError("rollout.kv_scales: the checkpoint has not calibrated any yet", '--rollout.kv_scales one')
+        parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in trained.loop["kv_amax"].items()}
+        policy = parts.kv_scales.apply(policy)
+    publish(parts, policy, trained.step)
+
+
+def summary(parts: Parts, trained: Trained, passed: np.ndarray, n: int, ks: Sequence[int]) -> dict[str, Any]:
+    """What eval.json says. passed [P]."""
+    cfg, engine = trained.cfg, parts.engine.capabilities()
+    return {
+        "step": trained.step, "task": cfg.task.kind, "name": cfg.task.name, "problems": len(passed), "samples": n,
+        "temperature": cfg.rollout.temperature, "top_k": cfg.rollout.top_k, "top_p": cfg.rollout.top_p, "seed": cfg.run.seed,
+        "engine": f"{engine.engine} {engine.engine_version}", "weights": engine.formats.weights,
+        "kv_cache": engine.formats.kv_cache,
+        "pass_at_k": {str(k): interval(pass_at_k(passed, n, k))._asdict() for k in sorted(set(ks))},
+        "passed": [[prompt.problem.id, int(count)] for prompt, count in zip(parts.held_out, passed)],
+    }  # fmt: skip
+
+
+def pass_at_k(passed: np.ndarray, n: int, k: int) -> np.ndarray:
+    """passed [P] int, of n completions each -> the unbiased estimate of each problem [P], float64, exact but for one rounding."""
+    ways = math.comb(n, k)
+    return np.array([1 - math.comb(n - int(c), k) / ways for c in passed])
+
+
+def interval(estimates: np.ndarray) -> Interval:
+    """The mean of [P] estimates in [0, 1] with its 95% interval over problems.
+
+    Where each is 0 or 1, so with n = k = 1 and when all problems agree: Wilson's (1927) of a share. Else the percentile
+    bootstrap over problems (Efron and Tibshirani 1993, chapter 13).
+    """
+    mean, count = float(estimates.mean()), len(estimates)
+    if np.isin(estimates, (0.0, 1.0)).all():
+        centre, spread = mean + Z * Z / (2 * count), Z * math.sqrt(mean * (1 - mean) / count + (Z / (2 * count)) ** 2)
+        low, high = ((centre + side * spread) / (1 + Z * Z / count) for side in (-1, 1))
+        return Interval(mean, min(max(low, 0.0), mean), max(min(high, 1.0), mean), "wilson")
+    values, counts = np.unique(estimates, return_counts=True)  # drawing problems is drawing how many have each value
+    drawn = np.random.default_rng(0).multinomial(count, counts / count, size=RESAMPLES)
+    low, high = np.quantile(drawn @ values / count, (0.025, 0.975))
+    return Interval(mean, float(low), float(high), "bootstrap")
+
+
+def table(found: dict[str, Any]) -> Table:
+    """For the terminal."""
+    shown = Table("", "estimate", "95% interval", "")
+    shown.add_row("mean reward", f"{found['reward_mean']:.3f}", "", "")
+    for k, x in found["pass_at_k"].items():
+        shown.add_row(f"pass@{k}", f"{x['estimate']:.3f}", f"{x['low']:.3f} to {x['high']:.3f}", x["method"])
+    return shown
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """A key a line; whole or not at all."""
+    draft = path.with_name(path.name + ".tmp")
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    draft.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    os.replace(draft, path)

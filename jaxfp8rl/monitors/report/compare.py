@@ -1,0 +1,116 @@
+"""Runs beside each other: which differ in what, and whether a difference is more than the luck of the seed."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxfp8rl.monitors.report.runs import Run
+
+_OF_THE_RUN = ("run.dir", "run.seed")  # may differ within a variant
+EXACT_PAIRS = 16  # 65,536 ways to flip the signs; of more pairs as many ways are drawn
+
+
+class Variant(NamedTuple):
+    """Runs of one config, one a seed. `name` tells what of the config the other variants have otherwise."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+
+class Paired(NamedTuple):
+    """Two variants over the seeds that both have: the measure's mean in each, mean and range of the differences, p."""
+
+    measure: str
+    first: str
+    second: str
+    seeds: tuple[Any, ...]
+    means: tuple[float, float]
+    difference: float
+    least: float
+    largest: float
+    p: float | None  # None of a single pair, which can show nothing
+
+    @property
+    def smallest_p(self) -> float:
+        """What p would be if every seed agreed."""
+        return 2.0 ** (1 - len(self.seeds))
+
+
+def variants(runs: Sequence[Run]) -> list[Variant]:
+    """Runs with the same config but for seed and directory, in the order given."""
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        key = tuple(sorted((k, repr(v)) for k, v in run.config.items() if k not in _OF_THE_RUN))
+        groups.setdefault(key, []).append(run)
+    differing = [k for k in config_differences(runs) if k not in _OF_THE_RUN]
+    names = [_name(group[0], differing) if len(groups) > 1 else "" for group in groups.values()]
+    if len(set(names)) < len(names):  # they differ in what only one of them has
+        names = [group[0].name for group in groups.values()]
+    return [Variant(name, tuple(group)) for name, group in zip(names, groups.values())]
+
+
+def _name(run: Run, keys: Sequence[str]) -> str:
+    shown = [f"{k.rpartition('.')[2]} {run.config.get(k, 'unset')}" for k in keys[:3]]
+    return ", ".join(shown) + (", ..." if len(keys) > 3 else "")
+
+
+def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Setting -> its value in each run (None: not there), of the settings that are not the same in all."""
+    keys = sorted({k for run in runs for k in run.config})
+    found = {k: [run.config.get(k) for run in runs] for k in keys}
+    return {k: values for k, values in found.items() if any(v != values[0] for v in values)}
+
+
+def final(run: Run, key: str) -> float | None:
+    """The last value of an evaluation; of what is logged each step the mean over the last quarter, which one step's luck cannot
+    move far."""
+    _, values = run.series(key)
+    if not values:
+        return None
+    return values[-1] if key.startswith("eval/") else statistics.fmean(values[-max(1, len(values) // 4) :])
+
+
+def paired_tests(groups: Sequence[Variant], measures: Sequence[tuple[str, str]]) -> list[Paired]:
+    """Every pair of variants, by each (metric, name) that both have for a common seed."""
+    return [
+        test
+        for key, name in measures
+        for first, second in itertools.combinations(groups, 2)
+        if (test := _paired(name, key, first, second))
+    ]
+
+
+def _paired(name: str, key: str, first: Variant, second: Variant) -> Paired | None:
+    a, b = ({run.seed: final(run, key) for run in v.runs if final(run, key) is not None} for v in (first, second))
+    seeds = tuple(s for s in a if s in b)
+    if not seeds:
+        return None
+    differences = [b[s] - a[s] for s in seeds]
+    means = statistics.fmean(a[s] for s in seeds), statistics.fmean(b[s] for s in seeds)
+    p = sign_flip_p(differences) if len(seeds) > 1 else None
+    return Paired(
+        name, first.name, second.name, seeds, means, statistics.fmean(differences), min(differences), max(differences), p
+    )
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided p of paired `differences` by Fisher's sign-flip test (The Design of Experiments, 1935, section 21).
+
+    If the two variants were one, each difference could as well have had the other sign: p is the share of all 2^n sign patterns
+    whose sum is at least as far from 0 as the one seen. Exact up to EXACT_PAIRS pairs and free of assumptions about the
+    distribution; with n pairs it cannot be below 2^(1-n), so that 5% needs six seeds. Of more pairs 2^EXACT_PAIRS patterns are
+    drawn with a fixed seed, the one seen among them.
+    """
+    d = np.asarray(differences, np.float64)
+    if d.size <= EXACT_PAIRS:
+        signs = 1 - 2 * (np.arange(2**d.size)[:, None] >> np.arange(d.size) & 1)
+    else:
+        signs = np.random.default_rng(0).choice([-1, 1], (2**EXACT_PAIRS, d.size))
+        signs[0] = 1
+    sums = np.abs(signs @ d)
+    return float(np.mean(sums >= abs(d.sum()) * (1 - 1e-12)))

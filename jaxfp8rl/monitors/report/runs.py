@@ -1,0 +1,92 @@
+"""A run directory, read whole: metrics, config, kept completions, notes. Nothing of the learner is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxfp8rl.errors import UserError
+from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.monitors.report.completions import pick
+from jaxfp8rl.monitors.summary import series
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """`records`: metrics.jsonl; `samples`: some rows of samples.jsonl, of `sampled`; `config`: dotted key -> value; `notes`:
+    lines of notes.txt; `evaluation`: eval.json of `jaxfp8rl eval`, empty before one."""
+
+    name: str
+    records: Sequence[dict[str, Any]]
+    samples: Sequence[dict[str, Any]]
+    sampled: int
+    config: Mapping[str, Any]
+    notes: Sequence[str]
+    evaluation: Mapping[str, Any]
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric, where it was logged and is finite."""
+        return series(self.records, key)
+
+    @property
+    def seed(self) -> Any:
+        return self.config.get("run.seed")
+
+
+def load_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """Raises UserError for a folder that holds no metrics, and for one given twice."""
+    folders = [Path(p) for p in paths]
+    names = [p.name or str(p.resolve().name) for p in folders]
+    if len(set(names)) < len(names):  # runs/a/demo and runs/b/demo
+        names = [str(p) for p in folders]
+    if twice := {n for n in names if names.count(n) > 1}:
+        raise UserError(f"given twice: {', '.join(sorted(twice))}", "name each run directory once")
+    return [_load(path, name) for path, name in zip(folders, names)]
+
+
+def _load(path: Path, name: str) -> Run:
+    records = _read(read_metrics, path / "metrics.jsonl", [])
+    if not records:
+        raise UserError(f"{path / 'metrics.jsonl'}: no metrics to report", "give the directory of a run that took a step")
+    samples, sampled = _read(pick, path / "samples.jsonl", ([], 0))
+    config = _read(lambda p: tomllib.loads(p.read_text(encoding="utf-8")), path / "config.toml", {})
+    notes = _read(lambda p: p.read_text(encoding="utf-8").splitlines(), path / "notes.txt", [])
+    evaluation = _read(lambda p: json.loads(p.read_text(encoding="utf-8")), path / "eval.json", {})
+    return Run(name, records, samples, sampled, dict(_flat(config)), notes, evaluation)
+
+
+def _read(read, path: Path, missing):
+    """What a run has not written yet is `missing`; what cannot be read is an error with its place."""
+    if not path.is_file():
+        return missing
+    try:
+        return read(path)
+    except (ValueError, KeyError, AttributeError) as e:
+        raise UserError(f"{path}: {e}", "take the damaged line out, or copy the file from a backup") from e
+
+
+def _flat(table: Mapping[str, Any], prefix: str = ""):
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def events(run: Run) -> list[tuple[int, str]]:
+    """(step, what happened) of every step that was not as it should be; each kind's words tell what was done about it."""
+    return [(int(r["step"]), text(r[key])) for r in run.records for key, wrong, text in _WRONG if key in r and wrong(r[key])]
+
+
+_WRONG = (
+    ("update/applied", lambda x: x < 1, lambda _: "an update was not finite and was not applied"),
+    ("engine/healthy", lambda x: x < 1, lambda _: "the engine reported that it is not healthy"),
+    ("rollout/groups_rejected", lambda x: x > 0, lambda x: f"{x:.0f} groups of completions could not be learned from"),
+    ("reward/undefined", lambda x: x > 0, lambda x: f"{x:.0f} completions have no score: the scorer failed or overran"),
+    ("loss", lambda x: not math.isfinite(x), lambda x: f"the loss was {x}"),
+)

@@ -1,0 +1,51 @@
+"""The sinks that run.trackers names. None of them may stop a run: metrics.jsonl has everything that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxfp8rl.config import Config
+from jaxfp8rl.errors import UserError
+from jaxfp8rl.monitors.base import Monitor, Record
+
+
+def make_trackers(cfg: Config, folder: Path, note: Callable[[str], None]) -> list[Monitor]:
+    """Raises UserError where the package of one is missing."""
+    return [Tracker(name, lambda name=name: _make(name, cfg, folder), note) for name in cfg.run.trackers]
+
+
+def _make(name: str, cfg: Config, folder: Path) -> Monitor:
+    if name == "wandb":
+        from jaxfp8rl.monitors.wandb import WandbMonitor
+
+        return WandbMonitor(folder, cfg.model_dump(mode="json"))
+    from jaxfp8rl.monitors.tensorboard import TensorboardMonitor
+
+    return TensorboardMonitor(folder / "events")
+
+
+class Tracker:
+    """What `make` makes, until its first error, which `note` is told: then it is off for the rest of the run."""
+
+    def __init__(self, name: str, make: Callable[[], Monitor], note: Callable[[str], None]):
+        self._name, self._note, self._monitor = name, note, None
+        self._monitor = self._try(make)
+
+    def log(self, record: Record) -> None:
+        if self._monitor:
+            self._try(lambda: self._monitor.log(record))
+
+    def close(self) -> None:
+        if self._monitor:
+            self._try(self._monitor.close)
+
+    def _try(self, act: Callable[[], Monitor | None]) -> Monitor | None:
+        try:
+            return act()
+        except UserError:  # a missing package is said before anything starts
+            raise
+        except Exception as e:  # the network's, the service's, a full disk's
+            self._monitor = None
+            self._note(f"run.trackers: {self._name} is off for the rest of the run: {type(e).__name__}: {e}")
+            return None

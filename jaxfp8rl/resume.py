@@ -1,0 +1,96 @@
+"""What a run keeps of itself, and how one goes on from it: the same run, or another that branches off."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8rl.build import Parts
+from jaxfp8rl.checkpoint import Checkpoints
+from jaxfp8rl.config_changes import changes, described
+from jaxfp8rl.data.dataset import PromptStream
+from jaxfp8rl.errors import CheckpointError, ConfigError, NonFiniteStep
+from jaxfp8rl.precision.checks import bad_tensors, check_finite
+from jaxfp8rl.run_directory import RunDirectory
+from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.types import TrainState
+
+
+def save(parts: Parts, run: RunDirectory, state: TrainState, step: int, last: bool = False) -> None:
+    """A checkpoint of finite parameters, so that the newest is always one to go on from. Raises NonFiniteStep otherwise."""
+    if bad := bad_tensors(state.params, parts.model):
+        raise NonFiniteStep(f"after step {step} the parameters are not finite, and are not saved: {bad[0]}",
+                            "resume from the last checkpoint with --resume and a lower optim.lr")  # fmt: skip
+    clip = {"clip": [float(x) for x in parts.calibration.clip]} if parts.calibration else {}
+    seen = {n: np.asarray(x).tolist() for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
+    loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "kv_amax": seen}
+    run.save(step, state, loop | clip, last)
+
+
+def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
+    """The newest sound checkpoint: state, step; the prompt stream goes back to where it was, later metrics are forgotten.
+
+    Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data or another
+    tokenizer.
+    """
+    state, loop, step = run.restore(_like(parts))
+    if loop["tokenizer"] != parts.tokenizer.fingerprint():
+        raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary", "resume with the same one")
+    parts.batches.restore(loop, step)
+    _take_up(parts, loop)
+    if parts.cfg.loss.kl_coef:
+        parts.hold_reference(run.load_reference(parts.model))
+    check_finite(state.params, parts.model, "the checkpoint")
+    run.rewind(step)
+    return state, step
+
+
+def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]:
+    """State and step of a checkpoint of another run, "RUN" (the newest) or "RUN@STEP", as the first of this one.
+
+    Whatever fits the state may differ. Of the same problems in the same order those come that would have come; others are
+    begun from the start; what was sampled ahead is sampled anew. The reference of a KL is the other run's, or else the policy
+    that this one begins with.
+    """
+    name, _, step = source.rpartition("@") if source.rpartition("@")[2].isdecimal() else (source, "", "")
+    other = Checkpoints(Path(name) / "checkpoints", 1)
+    state, loop = other.restore(_like(parts), int(step) if step else None)
+    if loop["step"] >= parts.cfg.run.steps:
+        raise ConfigError(f"run.steps = {parts.cfg.run.steps}: the checkpoint is of step {loop['step']}", "set run.steps higher")
+    mine, theirs = parts.stream.state(), loop["stream"]
+    if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
+        parts.stream = PromptStream.from_state(parts.train, theirs)
+    _take_up(parts, loop)
+    for bad, why in other.damaged.items():
+        run.note(f"checkpoint {bad} of {name} is damaged: {why}")
+    run.note(f"forked from {name} at step {loop['step']}; " + _differences(parts, name))
+    if parts.cfg.loss.kl_coef:
+        if (reference := Path(name) / "reference").is_dir():
+            shutil.copytree(reference, run.path / "reference")
+        else:
+            run.save_reference(parts.model, state.params, parts.cfg.precision.weight_dtype)
+        parts.hold_reference(run.load_reference(parts.model))
+    save(parts, run, state, loop["step"])
+    return state, loop["step"]
+
+
+def _like(parts: Parts) -> TrainState:
+    """What is restored has its shapes, types and places."""
+    return parts.fresh_state(parts.initial_params())
+
+
+def _take_up(parts: Parts, loop: dict[str, Any]) -> None:
+    """What was calibrated goes on from where it was."""
+    if parts.calibration and "clip" in loop:
+        parts.calibration.clip = tuple(map(np.float32, loop["clip"]))
+    if parts.kv_scales and loop["kv_amax"]:
+        parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in loop["kv_amax"].items()}
+
+
+def _differences(parts: Parts, other: str) -> str:
+    found = changes(load_config(str(Path(other) / "config.toml")), parts.cfg)
+    return "settings that differ: " + "; ".join(described({k: v for k, v in found.items() if k != ("run", "dir")}) or ["none"])

@@ -1,0 +1,84 @@
+"""The completions a run keeps to be looked at: rows of samples.jsonl, with what engine and learner said of each token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfp8rl.build import Parts
+from jaxfp8rl.data.packing import Sample, unpack
+from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.losses.correction import rollout_correction
+from jaxfp8rl.rollouts import Group, Rollouts
+from jaxfp8rl.types import TrainBatch
+
+DIGITS = 4  # of log-probabilities and weights: a ratio is known to 1e-4, in a third of the bytes
+
+
+def sample_rows(
+    parts: Parts, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]], packed: Sequence[TrainBatch], scored: Sequence
+) -> list[dict[str, Any]]:
+    """The first completion of run.samples_per_step groups. One that was learned from comes with `old_logp` and `weights`, the
+    correction's, 0 where the token is left out; with two policies (loss.old_policy = "rollout") these are of the update alone.
+    """
+    groups = batch.groups[: parts.cfg.run.samples_per_step]
+    learned = {}
+    if groups and parts.cfg.loss.old_policy != "rollout":
+        for members, rows, (old, _) in zip(samples, packed, scored):
+            facts = np.asarray(old), np.asarray(_weights(old, rows, parts.cfg.correction.resolve()))
+            learned |= {id(s.completion): pair for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
+    return [_row(g, step, parts.tokenizer, learned.get(id(g.completions[0].token_ids))) for g in groups]
+
+
+@functools.partial(jax.jit, static_argnames="correction")
+def _weights(old_logp, rows: TrainBatch, correction):
+    """[M, R, T], as the update works them out again."""
+    return rollout_correction(old_logp, rows.rollout_logp, rows.response_mask, correction, rows.segment_ids).weights
+
+
+def _row(group: Group, step: int, tokenizer: Tokenizer, learned: Sequence[np.ndarray] | None) -> dict[str, Any]:
+    c, problem = group.completions[0], group.prompt.problem
+    row = {
+        "step": step, "id": problem.id, "prompt": problem.prompt, "completion": group.texts[0], "answer": problem.answer,
+        "reward": float(group.rewards[0]), "tokens": len(c.token_ids), "finish_reason": c.finish_reason,
+        "token_lengths": token_lengths(tokenizer, c.token_ids, group.texts[0]), "rollout_logp": _rounded(c.logprobs),
+    }  # fmt: skip
+    return row | dict(zip(("old_logp", "weights"), map(_rounded, learned))) if learned else row
+
+
+def token_lengths(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """Characters of `text` that each of `ids` [T] stands for. 0 for a token that ends within a character, whose next one has
+    it all, and for the stop token, which is not in the text."""
+    pieces = [_piece(tokenizer, int(i)) for i in ids]
+    for alone in (pieces, [*pieces[:-1], ""]):  # cut off at the limit, or ended by a stop token
+        if "".join(alone) == text:
+            return list(map(len, alone))
+    return _in_context(tokenizer, ids, text)
+
+
+@functools.lru_cache(maxsize=2**18)
+def _piece(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _in_context(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """The same where tokens cut characters, or a token's text depends on the one before it; slower."""
+    lengths, left = [], len(text)
+    start = done = 0  # text up to token `done` is known; from `start` on tokens are decoded together
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+    for end in range(1, len(ids) + 1):
+        known, now = decode(ids[start:done]), decode(ids[start:end])
+        whole = len(now) > len(known) and not now.endswith("\ufffd")
+        lengths.append(min(len(now) - len(known), left) if whole else 0)
+        if whole:
+            start, done, left = done, end, left - lengths[-1]
+    lengths[-1] += left  # what ends within a character, or is U+FFFD itself
+    return lengths
+
+
+def _rounded(values: Any) -> list[float]:
+    return np.round(np.asarray(values, np.float64), DIGITS).tolist()

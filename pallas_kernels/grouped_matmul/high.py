@@ -1,0 +1,80 @@
+"""Grouped products of a mixture of experts in high precision: by JAX's shipped Hopper kernels, or block by block by XLA.
+
+Rows are laid out as for the FP8 products (`groups.plan_groups`), so that both serve the same layer.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.plgpu_compat import Backend, use_kernel
+from pallas_kernels.quantize import BLOCK
+
+TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}  # of the shipped kernels
+
+
+def grouped_matmul(
+    x: Array, w: Array, groups: Groups, *, out_dtype: jnp.dtype | None = None, backend: Backend = "auto"
+) -> Array:  # fmt: skip
+    """Each padded row of x [P, K] times its expert's w [E, N, K], transposed -> [P, N] in `out_dtype`, x's by default; summed in
+    float32. Zeros for rows of no expert."""
+    experts, out_dtype = w.shape[0], jnp.dtype(out_dtype or x.dtype)
+    if _shipped(backend, x, w):
+        return _shipped_matmul(x, w, groups).astype(out_dtype)
+
+    def rows_of_one(block: tuple[Array, Array]) -> Array:
+        rows, e = block
+        y = _product(rows, w[jnp.minimum(e, experts - 1)], 1).astype(out_dtype)
+        return jnp.where(e < experts, y, 0)
+
+    return lax.map(rows_of_one, (x.reshape(-1, BLOCK, x.shape[1]), groups.expert)).reshape(x.shape[0], -1)
+
+
+def grouped_wgrad(
+    dy: Array, x: Array, groups: Groups, *, out_dtype: jnp.dtype = jnp.float32, backend: Backend = "auto"
+) -> Array:  # fmt: skip
+    """dy^T x over each expert's rows: dy [P, N], x [P, K] -> [E, N, K] in `out_dtype`, summed in float32; zeros for no rows."""
+    if _shipped(backend, dy, x):
+        return _shipped_wgrad(dy, x, groups).astype(out_dtype)
+    total = jnp.zeros((groups.sizes.size, dy.shape[1], x.shape[1]), jnp.float32)
+
+    def add_block(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        dy, x, e = block
+        return total.at[e].add(_product(dy.T, x, 0), mode="drop"), None
+
+    blocks = (a.reshape(-1, BLOCK, a.shape[1]) for a in (dy, x))
+    return lax.scan(add_block, total, (*blocks, groups.expert))[0].astype(out_dtype)
+
+
+def _shipped(backend: Backend, a: Array, b: Array) -> bool:
+    """Whether JAX's kernels take these: bfloat16, on Hopper, in whole tiles."""
+    whole = not any(n % 128 for n in (*a.shape[1:], *b.shape[1:]))
+    return use_kernel(backend) and whole and a.dtype == b.dtype == jnp.bfloat16
+
+
+def _whole_sizes(groups: Groups) -> Array:
+    """[E] rows of each expert with their padding."""
+    return (groups.sizes + BLOCK - 1) // BLOCK * BLOCK
+
+
+def _shipped_matmul(x: Array, w: Array, groups: Groups) -> Array:
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    y = ragged_dot(x, w, group_sizes=_whole_sizes(groups), transpose_rhs=True, **TILES, grid_block_n=8)
+    of_someone = jnp.repeat(groups.expert < w.shape[0], BLOCK)  # the kernel leaves other rows as they are
+    return jnp.where(of_someone[:, None], y, 0)
+
+
+def _shipped_wgrad(dy: Array, x: Array, groups: Groups) -> Array:
+    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+
+    dw = transposed_ragged_dot(dy, x, group_sizes=_whole_sizes(groups), **TILES, grid_block_n=1)
+    return jnp.where((groups.sizes > 0)[:, None, None], dw, 0)
+
+
+def _product(a: Array, b: Array, axis: int) -> Array:
+    """a [M, K] by b, contracted over its axis `axis` -> [M, N] float32."""
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
+    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=exact, preferred_element_type=jnp.float32)

@@ -1,0 +1,220 @@
+"""Faults of processes, by their rows in docs/faults.md: an engine that dies, a run that is told to go, that hangs, that is not
+alone in its directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bridges.api import EngineDirty, EngineUnhealthy, GenRequest, PublishFailed, SamplingParams
+from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.rollout.remote_engine import Deadlines, start
+from bridges.rollout.supervised_engine import SupervisedEngine
+from bridges.weights.array_source import random_source
+from bridges.weights.remote_file import RemoteFile
+from jaxfp8rl import watchdog
+from jaxfp8rl.errors import CheckpointError, ConfigError
+from jaxfp8rl.run_directory import StopSignals, claimed
+from jaxfp8rl.toml_config import load_config
+
+DEADLINES = Deadlines(2.0, 5.0, 5.0, 5.0)
+REQUESTS = [GenRequest(f"r{i}", (1, 2, i), SamplingParams(6), 2, seed=i) for i in range(4)]
+
+
+class Supervised:
+    """A supervised fake engine whose processes have the faults of `script`, one entry a process; `pids`: those started."""
+
+    def __init__(self, *script: dict, budget: int = 2):
+        self.script, self.pids = iter(script), []
+        self.engine = SupervisedEngine(self.start, budget)
+        self.metas = self.engine.current.expected_manifest()
+
+    def start(self):
+        engine, transport = start("fake", deadlines=DEADLINES, faults=next(self.script)), RemoteFile()
+        self.pids.append(engine.pid)
+        transport.open(engine)
+        return engine, transport
+
+    def source(self, seed: int):
+        return random_source(self.metas, seed, 1.0)
+
+    def kill(self) -> None:
+        os.kill(self.pids[-1], signal.SIGKILL)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.close()
+
+
+def sampled(groups) -> list:
+    return [(c.token_ids.tobytes(), c.logprobs.tobytes(), c.version_spans) for group in groups for c in group]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list:
+    with Supervised({}) as s:
+        s.engine.publish(s.source(7), 3)
+        return sampled(s.engine.generate(REQUESTS))
+
+
+# 25: the engine dies in generate
+
+
+@pytest.mark.parametrize("how", ["exit status 0", "SIGKILL"])
+def test_row_25_a_dead_engine_is_known_at_once_and_another_answers_as_it_would_have(how, undisturbed):
+    """An exit status of 0 is a death, too. The version is the one it had; what was asked is answered to the bit."""
+    dying = {"exit_status": 0} if how == "exit status 0" else {"seconds": 30.0}
+    with Supervised(dying, {}) as s:
+        s.engine.publish(s.source(7), 3)
+        if how == "SIGKILL":
+            threading.Timer(0.3, s.kill).start()
+        begun = time.monotonic()
+        assert sampled(s.engine.generate(REQUESTS)) == undisturbed
+        assert time.monotonic() - begun < 5 and s.engine.restarts == 1 and s.engine.weight_version() == 3
+        assert len(set(s.pids)) == 2 and s.engine.health().ok
+
+
+def test_row_25_an_engine_that_dies_between_calls_or_in_a_publish_is_replaced(undisturbed):
+    class Killing:
+        def __init__(self, s):
+            self.s, self.inner = s, s.source(7)
+
+        def manifest(self):
+            return self.inner.manifest()
+
+        def __iter__(self):
+            if len(self.s.pids) == 2:
+                self.s.kill()
+            yield from self.inner
+
+    with Supervised({}, {}, {}) as s:
+        s.engine.publish(s.source(1), 2)
+        s.kill()
+        assert s.engine.generate(REQUESTS)[0][0].version_spans[0].version == 2  # the first restart
+        receipt = s.engine.publish(Killing(s), 3)
+        assert receipt.version == 3 and s.engine.restarts == 2
+        s.engine.verify(receipt)
+        assert sampled(s.engine.generate(REQUESTS)) == undisturbed
+
+
+def test_row_25_what_kills_two_engines_in_a_row_is_raised_and_so_is_the_end_of_the_budget():
+    with Supervised({"exit_status": 0}, {"exit_status": 1}, {}, budget=2) as s:
+        s.engine.publish(s.source(7), 3)
+        with pytest.raises(EngineUnhealthy, match="generate: no answer.*its process has ended with exit status 1"):
+            s.engine.generate(REQUESTS)
+        assert s.engine.restarts == 1 and s.engine.generate(REQUESTS)
+        s.kill()
+        with pytest.raises(EngineUnhealthy, match="ended by SIGKILL; the engine has been started anew 2 times, which is all"):
+            s.engine.generate(REQUESTS)
+
+
+def test_row_25_a_fault_that_is_not_the_engines_restarts_nothing():
+    with Supervised({}) as s:
+        with pytest.raises(EngineDirty):
+            s.engine.generate(REQUESTS)
+        with pytest.raises(PublishFailed):
+            s.engine.publish(random_source(s.metas[:1], 0), 1)
+        s.engine.publish(s.source(7), 3)
+        with pytest.raises(ValueError, match="max_model_len"):
+            s.engine.generate([GenRequest("long", (1,) * 400, SamplingParams(6), 1)])
+        assert s.engine.restarts == 0
+
+
+def test_a_supervised_engine_is_an_engine():
+    with Supervised({}) as s:
+        under_test = EngineUnderTest(s.engine, s.engine, s.source)
+        for check in CHECKS:
+            check(under_test)
+
+
+# 26: told to go
+
+
+def test_row_26_sigterm_asks_for_the_end_of_the_step_and_the_second_is_now():
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        assert stop.requested and stop.exit_code == 143
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# 28: it hangs
+
+HANGING = """
+import ctypes, sys, time
+from jaxfp8rl import watchdog
+watchdog.GRACE_SECONDS = 1.0
+def stuck(how):
+    if how == "python":
+        time.sleep(60)
+    ctypes.PyDLL(None).sleep(60)  # which holds the interpreter
+with watchdog.Watchdog(0.5, sys.argv[1]) as dog:
+    for phase in ("rollout", "reward"):
+        time.sleep(0.3)  # each phase has its own time
+        dog.phase(phase)
+    stuck(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("how, code", [("python", watchdog.EXIT_CODE), ("interpreter", 1)])
+def test_row_28_a_hang_is_named_by_its_phase_with_all_stacks_and_ends_the_run(tmp_path, how, code):
+    begun = time.monotonic()
+    command = [sys.executable, "-c", HANGING, tmp_path / "stacks.txt", how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == code and time.monotonic() - begun < 20
+    stacks = done.stderr
+    if how == "python":
+        assert 'the phase "reward" has not ended within' in done.stderr and "--resume" in done.stderr
+        stacks = (tmp_path / "stacks.txt").read_text()
+        assert 'phase "reward"' in stacks
+    assert "in stuck" in stacks and stacks.count("hread 0x") >= 2
+
+
+def test_row_28_a_run_that_goes_on_is_left_alone(tmp_path):
+    with watchdog.Watchdog(0.2, tmp_path / "stacks.txt") as dog:
+        for _ in range(8):
+            time.sleep(0.05)
+            dog.phase("update")
+    time.sleep(0.3)
+    with watchdog.Watchdog(0, tmp_path / "stacks.txt"):
+        time.sleep(0.05)
+    assert not (tmp_path / "stacks.txt").exists()
+
+
+# 29: two runs in one directory
+
+
+def test_row_29_a_directory_is_of_one_process_until_it_ends_however_that_goes(tmp_path):
+    cfg = load_config("demo", ["--run.dir", str(tmp_path / "run")])
+    script = """import sys, time
+from jaxfp8rl.run_directory import claimed
+from jaxfp8rl.toml_config import load_config
+with claimed(load_config("demo", ["--run.dir", sys.argv[1]]), False):
+    print("in", flush=True)
+    time.sleep(60)"""
+    with subprocess.Popen([sys.executable, "-c", script, cfg.run.dir], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(ConfigError, match=f"is in use by process {other.pid}\n.*another --run.dir"), claimed(cfg, False):
+            pass
+        other.kill()
+    with claimed(cfg, False):
+        pass
+
+
+def test_row_29_a_refused_resumption_makes_no_folder(tmp_path):
+    cfg = load_config("demo", ["--run.dir", str(tmp_path / "none")])
+    with pytest.raises(CheckpointError, match="holds no run to resume"), claimed(cfg, True):
+        pass
+    assert not Path(cfg.run.dir).exists()

@@ -1,0 +1,285 @@
+"""Faults in the middle of whole runs, by their rows in docs/faults.md. What each leaves is compared, bit for bit, with a run that
+nothing happened to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import micro_run
+from bridges.api import EngineUnhealthy
+from bridges.rollout.jax_engine import JaxEngine
+from bridges.rollout.supervised_engine import SupervisedEngine
+from jaxfp8rl import build, checkpoint, loop, registry, run_directory
+from jaxfp8rl.config import Section
+from jaxfp8rl.errors import CheckpointError, ConfigError, NonFiniteStep
+from jaxfp8rl.rewards.runner import RewardRunner, _child_environment
+from jaxfp8rl.toml_config import SECTIONS, dump_config, load_config
+from micro_run import arrays, assert_same_run, config, metrics, words
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "compiled_once")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory, quick_compile):
+    """The runs of this file share their compiled programs, those in child processes too; and their rewards are micro_run's."""
+    settings = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+                "jax_persistent_cache_min_compile_time_secs": 0.0}  # fmt: skip
+    before = {k: getattr(jax.config, k) for k in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in settings.items():
+            jax.config.update(key, value)
+            patch.setenv(key.upper(), str(value))
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setattr(RewardRunner, "score", micro_run.rewarded)
+        compilation_cache.reset_cache()
+        yield
+    for key, value in before.items():
+        jax.config.update(key, value)
+    compilation_cache.reset_cache()
+
+
+READ: set[tuple[str, str]] = set()  # (section, key) of every setting that the undisturbed run asked for
+NAMES = {model: name for name, model in SECTIONS.items()}
+PLANTED = "planted-9f2c61"
+
+
+def noted(self, name):
+    if type(self) in NAMES:
+        READ.add((NAMES[type(self)], name))
+    return object.__getattribute__(self, name)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """The directory of six steps that nothing happened to, in an environment full of secrets. Read it, or copy it."""
+    directory = tmp_path_factory.mktemp("straight") / "run"
+    cfg = config(directory, run__keep_checkpoints=9)
+    text = dump_config(cfg)  # which asks for all of them
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Section, "__getattribute__", noted)
+        patch.setattr(run_directory, "dump_config", lambda cfg: text)
+        for name in ("WANDB_API_KEY", "HF_TOKEN", "BRIDGES_ENGINE_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, PLANTED)
+        loop.train(cfg)
+    assert sum(row["grad_norm"] > 0 for row in metrics(directory)[1:]) >= 5, "there was something to learn"
+    return directory
+
+
+@pytest.fixture
+def copy(straight, tmp_path) -> Path:
+    return Path(shutil.copytree(straight, tmp_path / "copy"))
+
+
+# 1: an update that is not finite
+
+
+def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
+    learn = loop.learn
+
+    def blown(*args):
+        state, policy, updates = learn(*args)
+        params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(np.inf), state.params) if args[4] == 3 else state.params
+        return state._replace(params=params), policy, updates
+
+    monkeypatch.setattr(loop, "learn", blown)
+    with pytest.raises(NonFiniteStep, match=r"after step 3 the parameters are not finite, and are not saved: .*\n.*--resume"):
+        loop.train(config(tmp_path, run__save_every=1))
+    assert checkpoint.Checkpoints(tmp_path / "checkpoints", 2).steps() == [1, 2]
+    assert all(np.isfinite(x).all() for x in arrays(tmp_path, 2).values())
+
+
+# 25: the engine dies in generate
+
+
+def test_row_25_a_run_whose_engine_dies_three_times_learns_what_it_would_have_learned(straight, tmp_path, monkeypatch):
+    """The embedded engine plays one in a process of its own: at three calls it is gone, weights and all."""
+    calls, make, generate = [], registry._jax, JaxEngine.generate
+
+    def dying(engine, requests):
+        calls.append(engine)
+        if len(calls) in (2, 4, 8):
+            engine.close()
+            raise EngineUnhealthy("generate: no answer from the engine")
+        return generate(engine, requests)
+
+    def supervised(*args):
+        engine = SupervisedEngine(lambda: make(*args), 3)
+        return engine, engine
+
+    monkeypatch.setattr(JaxEngine, "generate", dying)
+    monkeypatch.setattr(build, "build_engine", supervised)
+    loop.train(config(tmp_path, run__keep_checkpoints=9))
+    assert metrics(tmp_path)[-1]["engine/restarts"] == 3 and len(set(map(id, calls))) >= 3
+    assert_same_run(tmp_path, straight)
+
+
+# 27: SIGKILL
+
+POINTS = [
+    ("jaxfp8rl.loop:learn", 1), ("jaxfp8rl.checkpoint:seal", 2), ("jaxfp8rl.loop:publish", 3),
+    ("jaxfp8rl.loop:begin", 1), ("jaxfp8rl.build:fresh_state", 1), ("jaxfp8rl.loop:check_gate", 1),
+    ("jaxfp8rl.loop:evaluate", 1), ("jaxfp8rl.rollouts:generate", 2), ("jaxfp8rl.rollouts:score", 1),
+    ("jaxfp8rl.loop:score", 2), ("jaxfp8rl.run_directory:RunDirectory.log", 2),
+    ("jaxfp8rl.monitors.jsonl:JsonlMonitor.log", 3), ("jaxfp8rl.run_directory:RunDirectory.rewind", 1),
+    ("jaxfp8rl.monitors.jsonl:JsonlMonitor.truncate_after", 2), ("jaxfp8rl.checkpoint:Checkpoints.set_aside", 1),
+    ("jaxfp8rl.checkpoint:Checkpoints.save", 2), ("jaxfp8rl.checkpoint:_sync", 9), ("pathlib:Path.rename", 1),
+    ("pathlib:Path.rename", 2), ("bridges.rollout.jax_engine:JaxEngine.generate", 3),
+]  # fmt: skip
+
+
+def killed(directory: Path, place: str, times: int) -> tuple[int, str]:
+    """Go on with the run in `directory`, or begin it, until it is killed -> (exit status, what it said)."""
+    used = (directory / "metrics.jsonl").exists() and (directory / "metrics.jsonl").stat().st_size
+    command = [sys.executable, micro_run.__file__, place, str(times), "train", "demo", *words(directory, run__keep_checkpoints=9)]
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command + ["--resume"] * bool(used), timeout=120, **output)
+    return done.returncode, done.stdout
+
+
+def assert_gone(pid: int) -> None:
+    until = time.monotonic() + 5
+    while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < until, f"process {pid} has outlived its parent"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("points", [POINTS[:2], pytest.param(POINTS, marks=pytest.mark.slow)], ids=["2 points", "20 points"])
+def test_row_27_killed_wherever_it_is_a_run_goes_on_from_its_last_commit(straight, tmp_path, points):
+    """Killed at one point after the other; what is killed is resumed, and ends as if nothing had been. A run that comes to its
+    end because a point lies behind it is compared, and the next one begun."""
+    directory = tmp_path / "0"
+    for number, (place, times) in enumerate(points, 1):
+        before = checkpoint.Checkpoints(directory / "checkpoints", 9).steps()
+        code, said = killed(directory, place, times)
+        if code == 0:
+            assert_same_run(directory, straight)
+            directory, before = tmp_path / str(number), []
+            code, said = killed(directory, place, times)
+        assert code == -signal.SIGKILL, f"{place}: {said}"
+        assert_gone(int(said.split("child ")[1].split()[0]))
+        after = checkpoint.Checkpoints(directory / "checkpoints", 9).steps()
+        assert set(after) >= set(before), f"a checkpoint was lost at {place}"
+    used = (directory / "metrics.jsonl").stat().st_size > 0
+    loop.train(config(directory, run__keep_checkpoints=9), resume=used)
+    assert_same_run(directory, straight)
+
+
+# 30, 31: a damaged checkpoint, a full disk
+
+
+def test_row_30_a_run_goes_on_before_a_damaged_checkpoint_and_says_so(copy, straight, capsys):
+    victim = max((copy / "checkpoints" / "6" / "state" / "d").iterdir(), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-3])
+    loop.train(config(copy, run__keep_checkpoints=9), resume=True)
+    assert "checkpoint 6 is damaged, going on from 4: state/d/" in capsys.readouterr().out
+    assert_same_run(copy, straight)
+
+
+@pytest.mark.slow
+def test_row_31_a_save_that_fails_is_made_after_the_next_step(straight, tmp_path, monkeypatch, capsys):
+    seal, tried = checkpoint.seal, []
+
+    def full(folder):
+        tried.append(folder.name)
+        if tried[-1] in (".draft-2", ".draft-3"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        seal(folder)
+
+    monkeypatch.setattr(checkpoint, "seal", full)
+    loop.train(config(tmp_path, run__keep_checkpoints=9))
+    assert tried == [".draft-0", ".draft-2", ".draft-3", ".draft-4", ".draft-6"]
+    assert "the checkpoint of step 3 could not be written: OSError" in capsys.readouterr().out
+    assert_same_run(tmp_path, straight)
+
+
+# 34, 35: resuming, and branching off
+
+
+def test_row_34_restore_publish_gate_generate(copy, monkeypatch):
+    calls = []
+    for owner, name in ((checkpoint.Checkpoints, "restore"), (loop, "publish"), (loop, "check_gate"), (loop, "one_step")):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, f=function, n=name: (calls.append((n, a)), f(*a))[1])
+    loop.train(config(copy, run__steps=7), resume=True)
+    assert [name for name, _ in calls] == ["restore", "publish", "check_gate", "one_step", "publish"]
+    assert calls[1][1][2] == 6, "the version that was restored"
+
+
+def test_row_35_a_fork_is_the_run_it_left(straight, tmp_path, capsys):
+    loop.train(config(tmp_path), fork_of=f"{straight}@4")
+    assert [r["step"] for r in metrics(tmp_path)] == [4, 5, 6]
+    assert "forked from" in (said := capsys.readouterr().out) and "settings that differ: run.keep_checkpoints" in said
+    for step in (4, 6):
+        jax.tree.map(np.testing.assert_array_equal, arrays(tmp_path, step), arrays(straight, step))
+
+
+@pytest.mark.slow
+def test_row_35_a_fork_may_differ_in_what_its_state_does_not_hold(straight, tmp_path, capsys):
+    other = tmp_path / "other"
+    loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=7), fork_of=str(straight))
+    assert metrics(other)[-1]["step"] == 7 and metrics(other)[-1]["kl"] >= 0 and (other / "reference").is_dir()
+    assert "run.seed: 0 -> 1" in capsys.readouterr().out
+    loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=8), resume=True)
+
+
+def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):
+    for source, changes, error, message in (
+        (f"{straight}@6", {}, ConfigError, "run.steps = 6: the checkpoint is of step 6"),
+        (f"{straight}@5", {"run__steps": 9}, CheckpointError, "5 is damaged: digests.json cannot be read"),
+        (tmp_path / "none", {}, CheckpointError, "no complete checkpoint"),
+        (straight, {"model__config__intermediate_size": 64, "run__steps": 9}, CheckpointError, "cannot be restored into this"),
+    ):
+        with pytest.raises(error, match=message):
+            loop.train(config(tmp_path / "new", **changes), fork_of=str(source))
+    with pytest.raises(ConfigError, match="give one of them"):
+        loop.train(config(tmp_path / "new"), resume=True, fork_of="x")
+
+
+# 37: a setting that nobody reads
+
+NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
+    ("loss", "kl"): "loss.kl_coef", ("loss", "overlong_penalty"): "loss.overlong_buffer",
+    ("optim", "max_bad_steps"): "an update that is not finite", ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
+    ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps", ("sft", "warmup_steps"): "sft.steps",
+}  # fmt: skip
+
+
+def test_row_37_every_setting_is_asked_for(straight, monkeypatch):
+    """By the undisturbed run, by what makes the other engines, or by the pass that another setting switches on."""
+    monkeypatch.setattr(Section, "__getattribute__", noted)
+    cfg = load_config("demo", ["--run.dir", "runs/x"])  # in FP8
+    model = build.model_config(cfg)
+    registry._vllm_options(cfg, model, build.engine_runs(cfg, model))
+    registry._embedded_formats(cfg)
+    READ.update(("correction", name) for name, _ in cfg.correction)  # `Correction.resolve` goes through all that are given
+    monkeypatch.undo()
+    known = {(s, k) for s, model in SECTIONS.items() for k in model.model_fields}
+    assert known - READ == set(NOT_OF_THIS_RUN), "a new setting without effect? or one that this run reads now"
+
+
+# 40: secrets
+
+
+def test_row_40_no_secret_of_the_environment_is_in_what_a_run_writes(straight):
+    files = [p for p in straight.rglob("*") if p.is_file()]
+    assert len(files) > 50 and {"config.toml", "metrics.jsonl", "samples.jsonl"} <= {p.name for p in files}
+    assert not [p for p in files if PLANTED.encode() in p.read_bytes()]
+
+
+@pytest.mark.parametrize("name, secret", [("WANDB_API_KEY", True), ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True),
+                                          ("DB_PASSWORD", True), ("PATH", False), ("TOKENIZERS_PARALLELISM", False)])  # fmt: skip
+def test_row_40_a_scoring_process_has_no_secret_of_the_learners(name, secret, monkeypatch):
+    monkeypatch.setenv(name, PLANTED)
+    assert (name not in _child_environment()) == secret

@@ -1,0 +1,97 @@
+"""The shipped configs fit the GPUs they are named after, and end with the memory plan that `--dry-run` prints of them.
+
+When the plan changes, `python tests/unit/test_configs.py` writes the new ones.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.common import config as qwen3
+from jaxfp8rl.config import Config
+from jaxfp8rl.memory_fit import check_fits, format_needs
+from jaxfp8rl.memory_plan import format_plan, memory_plan
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import param_table
+from jaxfp8rl.sharding import check_divides
+from jaxfp8rl.toml_config import load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MEMORY = {"h100": 79 * 2**30, "h200": 150_754_820_096}  # bytes; an H100's by what is left of its 80 GB, an H200's by the driver
+LARGER = {"num_attention_heads": 40, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+MODELS = {  # as their config.json has them
+    "Qwen3-0.6B": qwen3("0.6b"),
+    "Qwen3-1.7B": qwen3("1.7b"),
+    "Qwen3-4B": qwen3("4b"),
+    "Qwen3-8B": qwen3("8b"),
+    "Qwen3-14B": qwen3("8b") | LARGER,
+    "Qwen3-32B": qwen3("8b") | LARGER | {"num_attention_heads": 64, "intermediate_size": 25600, "num_hidden_layers": 64},
+    "Llama-3.1-8B-Instruct": qwen3("8b") | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": LLAMA3_ROPE,
+    },
+}  # fmt: skip
+PARAMETERS = {"Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72, "Qwen3-4B": 4.02, "Qwen3-8B": 8.19, "Qwen3-14B": 14.8,
+              "Qwen3-32B": 32.8, "Llama-3.1-8B-Instruct": 8.03}  # billions, as their makers count them; fmt: skip
+NAMED = {p.stem: p for p in sorted(CONFIGS.glob("*.toml")) if re.search(r"-h[12]00", p.stem)}
+
+
+def parts(name: str) -> tuple[str, int]:
+    """("h200", 4) of "qwen3-32b-h200x4"."""
+    gpu, count = re.fullmatch(r".*-(h[12]00)(?:x(\d))?", name).groups()
+    return gpu, int(count or 1)
+
+
+def loaded(name: str) -> tuple[Config, ModelConfig]:
+    cfg = load_config(name)
+    folder, model = Path(cfg.model.path).parts
+    assert folder == "models"
+    return cfg, ModelConfig.from_hf(MODELS[model])
+
+
+def comment(name: str) -> str:
+    """What a config ends with."""
+    cfg, model = loaded(name)
+    plan = format_plan(memory_plan(cfg, model)) + format_needs(cfg, model)
+    return "\n".join(f"# {line}".rstrip() for line in [f"jaxfp8rl train {name} --dry-run", *plan.splitlines()]) + "\n"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_config_fits_its_gpus(name):
+    cfg, model = loaded(name)
+    gpu, count = parts(name)
+    assert cfg.train.fsdp == count and Path(cfg.run.dir).name == name
+    check_divides(count, model, quantized=True)
+    check_fits(cfg, model, MEMORY[gpu])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_config_ends_with_its_plan(name):
+    _, found = re.split(r"^(?=# jaxfp8rl train )", NAMED[name].read_text(), maxsplit=1, flags=re.MULTILINE)
+    assert found == comment(name), "python tests/unit/test_configs.py writes the new plans"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_have_their_size(name):
+    billions = sum(math.prod(e.shape) for e in param_table(ModelConfig.from_hf(MODELS[name]))) / 1e9
+    assert billions == pytest.approx(PARAMETERS[name], rel=5e-3)
+
+
+def write_plans() -> None:
+    for name, path in NAMED.items():
+        head = re.split(r"^# jaxfp8rl train ", path.read_text(), maxsplit=1, flags=re.MULTILINE)[0].rstrip("\n")
+        path.write_text(f"{head}\n\n{comment(name)}")
+
+
+if __name__ == "__main__":
+    write_plans()

@@ -1,0 +1,114 @@
+"""The README's numbers are those of benchmarks/results, to the last digit it prints."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+START, END, MISMATCH = "held-out reward, start", "held-out reward, end", "mismatch/token_mult_prob_error, median"
+
+
+@functools.cache
+def result(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def value(name: str, case: str, metric: str, field: str = "ours", beside: str = "", unit: str = "") -> float:
+    """Of the one row whose case ends with `case`, whose metric is `metric` and whose yardstick `beside` is part of."""
+    rows = [r for r in result(name)["rows"] if r["case"].endswith(case) and r["metric"] == metric]
+    found = {r[field] for r in rows if beside in r["yardstick_name"] and unit in ("", r["unit"])}
+    assert len(found) == 1, (name, case, metric, [r["case"] for r in rows])
+    return found.pop()
+
+
+def demo(kind: str, metric: str) -> list[float]:
+    """Over the three seeds on an H200: "bf16" stands in the rows of FP8 as their yardstick."""
+    return [value("demo_h200", f"demo/fp8/seed{s}", metric, "yardstick" if kind == "bf16" else "ours") for s in range(3)]
+
+
+def span(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def sampled(run: str) -> tuple[float, float]:
+    rewards = [r for r in result("demo_h200")["curves"][run]["reward/mean"] if r is not None]
+    return rewards[0], rewards[-1]
+
+
+def quantiser(variant: str) -> float:
+    """The newest figure of it, as a share of a copy's bandwidth."""
+    return next(r["ratio"] for r in reversed(result("quantize")["rows"]) if r["metric"] == variant)
+
+
+def gemm(beside: str) -> list[float]:
+    """The ratios of the seven shapes, wgrad apart."""
+    return [r["ratio"] for r in result("gemm")["rows"] if r["yardstick_name"] == beside and "wgrad" not in r["case"]]
+
+
+CUBLAS = "cuBLASLt FP8 blockwise"
+LINEAR = functools.partial(value, "linear", "layer's linears, 16384 tokens, fp8_unified", "forward and backward")
+K3 = functools.partial(value, "mismatch", metric="mismatch/k3")
+LOGPROB = functools.partial(value, "logprob", "4096, kernel, forward and backward")
+GRPO = functools.partial(value, "grpo", "64 completions of up to 4096 tokens, fp8")
+UNIFIED = functools.partial(value, "publish", "Qwen3-8B fp8_unified", "publish + proof")
+ROLLOUT = functools.partial(value, "publish", "Qwen3-8B fp8_rollout", "quantise + publish + proof")
+N = r"([\d.]+(?:e-\d+)?)"
+# (what the README says, N where a number stands; what gives the numbers)
+CLAIMS = [
+    (rf"FP8 KV \| 2 CPU cores \| {N} -> {N} \| {N} \| {N} s",
+     lambda: [value("demo_cpu", "demo", m, "yardstick") for m in (START, END, MISMATCH, "step")]),
+    (rf"no AMX\) \| 2 CPU cores \| {N} -> {N} \| {N} \| {N} s",
+     lambda: [value("demo_cpu", "demo", m) for m in (START, END, MISMATCH, "step")]),
+    (rf"BF16, CUDA graphs, 3 seeds \| H200 \| {N} to {N} -> {N} \| {N} to {N}",
+     lambda: [*span(demo("bf16", START)), min(demo("bf16", END)), *span(demo("bf16", MISMATCH))]),
+    (rf"FP8 weights and KV, CUDA graphs, 3 seeds \| H200 \| {N} to {N} -> {N} to {N} \| {N}",
+     lambda: [*span(demo("fp8", START)), *span(demo("fp8", END)), statistics.median(demo("fp8", MISMATCH))]),
+    (rf"in training: {N} -> {N} / {N} -> {N} / {N} -> {N} \| {N} / {N} / {N}",
+     lambda: [x for run in ("bf16", "fp8", "fp8-kv8") for x in sampled(f"smollm2/{run}")]
+     + [value("demo_h200", "smollm2/fp8", MISMATCH, "yardstick"), value("demo_h200", "smollm2/fp8", MISMATCH),
+        value("demo_h200", "smollm2/fp8-kv8", MISMATCH)]),
+    (rf"no mismatch left\*\*: {N}% of",
+     lambda: [100 * (1 - value("mirror", "fp8_unified, BF16 KV: mirrored", "off by more than 1e-5"))]),
+    (rf"`mismatch/k3` is {N}, where `fp8_rollout` has {N} and BF16 on both sides {N}",
+     lambda: [K3("fp8_unified, BF16 KV"), K3("fp8_rollout, BF16 KV"), K3("bf16, BF16 KV")]),
+    (rf"With an FP8 cache it is {N} against {N} ", lambda: [K3("fp8_unified, FP8 KV"), K3("fp8_rollout, FP8 KV")]),
+    (rf"run at {N} of cuBLASLt's blockwise product and level with DeepGEMM \(geometric means over seven shapes .*?, {N} to {N};",
+     lambda: [statistics.geometric_mean(gemm(CUBLAS)), *span(gemm(CUBLAS) + gemm("DeepGEMM"))]),
+    (rf"quantisers at {N} to {N} of a copy's", lambda: span([quantiser(m) for m in ("rows", "both", "blocks transposed")])),
+    (rf"take {N} ms where XLA's bfloat16 takes {N} \({N} times;",
+     lambda: [LINEAR(), LINEAR("yardstick"), LINEAR("ratio")]),
+    (rf"16,384 tokens, take {N} ms and {N} GB, {N} of the four bare",
+     lambda: [LOGPROB("time", beside="four products"), LOGPROB("extra memory") * 1.073741824,
+              1 / LOGPROB("time", "ratio", beside="four products")]),
+    (rf"tokens takes {N} s \({N} rollout, {N} scoring, {N} update, {N} publish\), {N} times as fast as in BF16, and {N} GB",
+     lambda: [*(GRPO(metric=m, unit="s") for m in ("step", "rollout", "score", "update", "publish")),
+              GRPO(metric="step", field="ratio"), GRPO(metric="device, learner and engine")]),
+    (rf"learner's part within {N}% of the plan", lambda: [round(100 * (GRPO(metric="peak of the learner", field="ratio") - 1))]),
+    (rf"alone runs at {N}% of BF16's peak in BF16, and {N} times as fast in FP8",
+     lambda: [100 * value("step_8b", ", bf16", "MFU"), value("step_8b", "fp8_unified", "update", "ratio")]),
+    (rf"engine's own bytes: {N} ms for Qwen3-8B, {N} ms when .*? vLLM's reload takes {N} and {N} ",
+     lambda: [UNIFIED(), ROLLOUT(), UNIFIED("yardstick"), ROLLOUT("yardstick")]),
+]  # fmt: skip
+
+
+def agrees(text: str, number: float) -> bool:
+    """Whether `number`, rounded as `text` is, is `text`."""
+    if "e" in text:
+        return float(f"{number:.0e}") == float(text)
+    return abs(float(text) - number) <= 0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-9
+
+
+@pytest.mark.parametrize("pattern,numbers", CLAIMS, ids=[c[0][:40] for c in CLAIMS])
+def test_a_number_of_the_readme_is_the_benchmarks(pattern, numbers):
+    found = re.search(pattern, README)
+    assert found, f"the README no longer says: {pattern}"
+    wrong = [(text, number) for text, number in zip(found.groups(), numbers(), strict=True) if not agrees(text, number)]
+    assert wrong == []

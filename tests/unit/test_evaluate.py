@@ -1,0 +1,104 @@
+"""`jaxfp8rl eval`: the estimator is unbiased, the intervals cover, and a checkpoint's table says what its completions were."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxfp8rl.build import model_config, starting_params
+from jaxfp8rl.checkpoint import Checkpoints
+from jaxfp8rl.cli import main
+from jaxfp8rl.evaluate import interval, pass_at_k
+from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.toml_config import dump_config, load_config
+
+SMALL = ["--run.eval_problems", "12", "--rollout.kv_cache", "auto", "--precision.recipe", "bf16"]
+
+
+@given(st.integers(1, 12), st.data())
+def test_pass_at_k_counts_the_subsets(n, data):
+    """The estimate is the share of the k-subsets of n completions in which one passed."""
+    k, passed = data.draw(st.integers(1, n)), data.draw(st.integers(0, n))
+    subsets = np.array([bin(s).count("1") == k for s in range(2**n)])
+    hits = np.array([s & (2**passed - 1) != 0 for s in range(2**n)])
+    assert pass_at_k(np.array([passed]), n, k)[0] == pytest.approx(hits[subsets].mean(), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased():
+    rng, p = np.random.default_rng(0), 0.2
+    estimates = pass_at_k(rng.binomial(8, p, 20_000), 8, 4)
+    assert estimates.mean() == pytest.approx(1 - (1 - p) ** 4, abs=4 * estimates.std() / math.sqrt(20_000))
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (8, 4), (4, 4)])
+def test_intervals_cover_as_often_as_they_say(n, k):
+    """Problems are of different difficulty, drawn anew with their completions."""
+    rng, covered = np.random.default_rng(1), []
+    truth = np.mean(1 - (1 - rng.beta(1, 3, 200_000)) ** k)
+    for _ in range(60):
+        found = interval(pass_at_k(rng.binomial(n, rng.beta(1, 3, 60)), n, k))
+        covered.append(found.low <= truth <= found.high)
+        assert 0 <= found.low <= found.estimate <= found.high <= 1
+        assert found.method == ("wilson" if k == n else "bootstrap")
+    assert np.mean(covered) >= 0.86  # 0.95 less three deviations
+
+
+def test_wilson_is_wilsons():
+    """Newcombe 1998 (Statistics in Medicine 17), table I, method 3: 81 of 263 and 0 of 20."""
+    found = interval(np.arange(263) < 81)
+    assert (round(found.low, 4), round(found.high, 4)) == (0.2553, 0.3662)
+    assert [round(x, 4) for x in interval(np.zeros(20))[:3]] == [0.0, 0.0, 0.1611]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run directory with a checkpoint of step 3, which is not the config's own start."""
+    folder = tmp_path_factory.mktemp("eval") / "run"
+    cfg = load_config("demo", ["--run.dir", str(folder), *SMALL])
+    folder.mkdir()
+    (folder / "config.toml").write_text(dump_config(cfg))
+    params = jax.tree.map(lambda p: 4 * p, starting_params(cfg, model_config(cfg)))
+    state = init_state(params, make_optimizer(cfg.optim, 1), cfg.precision.compute_dtype)
+    Checkpoints(folder / "checkpoints", 2).save(3, state, {"stream": {}, "seed": 0, "kv_amax": {}})
+    return folder
+
+
+def test_eval_writes_what_the_completions_were(run, capsys):
+    """Every answer counts as right from a reward of 0 on: the table follows from the completions alone."""
+    assert main(["eval", str(run), "--k", "1", "4", "--samples", "6", "--threshold", "0"]) == 0
+    assert "12 held-out problems, 6 sampled at temperature 1" in capsys.readouterr().out
+    found = json.loads((run / "eval.json").read_text())
+    assert (found["step"], found["problems"], found["samples"], found["engine"].split()[0]) == (3, 12, 6, "jax")
+    assert [count for _, count in found["passed"]] == [6] * 12 and len({name for name, _ in found["passed"]}) == 12
+    assert found["pass_at_k"].keys() == {"1", "4"} and found["pass_at_k"]["4"]["estimate"] == 1.0
+    assert found["pass_at_k"]["4"]["low"] < 0.8  # twelve of twelve prove no more
+    assert 0 <= found["reward_mean"] < 0.5
+
+
+@pytest.mark.slow
+def test_eval_of_a_config_writes_nothing_but_what_is_asked_for(tmp_path, capsys):
+    words = ["eval", "demo", *SMALL, "--run.dir", str(tmp_path / "run"), "--greedy"]
+    assert main([*words, "--out", str(tmp_path / "found.json")]) == 0
+    assert "step 0: 12 held-out problems, greedy" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_text())["greedy"] is True and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["RUN", "--k", "4", "--samples", "2"], "pass@4 cannot be estimated: --samples 2 is less than --k 4"),
+        (["RUN", "--k", "2", "--greedy"], "pass@2 cannot be estimated: of greedy completions there is one"),
+        (["demo", "--step", "3"], "demo is a config, which has no checkpoints"),
+        (["RUN", "--step", "2"], "no checkpoint of step 2\n  next step: --step 3"),
+        (["RUN", "--task.options.held_out_fraction", "0.0"], "the task holds no problems out"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(words, says, run, capsys):
+    assert main(["eval", *(str(run) if w == "RUN" else w for w in words)]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,206 @@
+"""Routing replay: identical routes change nothing, other routes are obeyed, bad routes are refused, and the loop carries them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
+from jaxfp8rl import routing
+from jaxfp8rl.data.packing import Sample, assign_rows, pack
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.moe import no_route, route_dtype
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.policy import policy_of
+from jaxfp8rl.precision.recipe import Precision, plain_runs
+from jaxfp8rl.rollouts import generate
+from jaxfp8rl.sharding import ONE
+from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.train_step import make_logprobs
+
+MODEL = ModelConfig.from_hf({
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 48, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "num_experts": 6, "num_experts_per_tok": 2,
+    "norm_topk_prob": True, "mlp_only_layers": [0],
+})  # fmt: skip
+ALL_SPARSE = dataclasses.replace(MODEL, num_hidden_layers=2, experts=dataclasses.replace(MODEL.experts, mlp_only_layers=()))
+PRECISION = Precision(plain_runs(ALL_SPARSE.sparse_layers))
+MOE = [word for key, value in {
+    "architectures": '["Qwen3MoeForCausalLM"]', "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "norm_topk_prob": "true",
+}.items() for word in (f"--model.config.{key}", str(value))]  # fmt: skip
+
+
+def params(seed: int = 0):
+    return jax.tree.map(lambda a: 4 * a if a.ndim > 2 else a, init_params(ALL_SPARSE, jax.random.key(seed)))
+
+
+@pytest.fixture(scope="module")
+def logprobs():
+    return make_logprobs(ALL_SPARSE, PRECISION, 1.0, "none")
+
+
+@pytest.fixture(scope="module")
+def record(logprobs):
+    return routing.make_record(logprobs, ONE)
+
+
+def batch(routes=None):
+    rng = np.random.default_rng(0)
+    lengths = [(9, 7), (5, 11), (8, 3), (4, 4)]
+    draw = lambda n: rng.integers(0, 64, n)
+    samples = [Sample(draw(p), draw(c), np.full(c, -3, np.float32), 1.0) for p, c in lengths]
+    return pack(samples if routes is None else [s._replace(routes=r) for s, r in zip(samples, routes)], 32, 2, 1), samples
+
+
+def by_sample(own, samples):
+    """The routes of each sample's tokens but the last, out of [M, R, T, L, k]."""
+    rows, found = np.asarray(own).reshape(-1, *own.shape[2:]), [None] * len(samples)
+    for r, members in enumerate(assign_rows([len(s.prompt) + len(s.completion) for s in samples], 32)):
+        at = 0
+        for i in members:
+            n = len(samples[i].prompt) + len(samples[i].completion)
+            found[i], at = rows[r, at : at + n - 1], at + n
+    return found
+
+
+def test_identical_routes_change_nothing_bit_for_bit(logprobs, record):
+    policy = policy_of(params(), PRECISION)
+    plain, samples = batch()
+    old, own = record(policy, plain)
+    assert own.dtype == np.uint8 and own.shape == (1, 2, 32, 2, 2)
+    packed, _ = batch(by_sample(own, samples))
+    assert packed.routes.dtype == np.uint8 and (packed.routes == no_route(np.uint8)).any()
+    shuffled = packed._replace(routes=packed.routes[..., ::-1])  # an engine names them in another order
+
+    @exact_jit
+    def value_and_grad(policy, batch):
+        micro = jax.tree.map(lambda x: x[0], batch)
+        live = micro.response_mask
+        return jax.value_and_grad(lambda p: jnp.sum(jnp.where(live, logprobs(p, micro)[0], 0)))(policy)
+
+    want = value_and_grad(policy, plain._replace(routes=np.full_like(own, no_route(np.uint8))))  # as the routers say
+    for replayed in (packed, shuffled, plain._replace(routes=own)):
+        again, _ = record(policy, replayed)
+        np.testing.assert_array_equal(again, old)  # of a program that knows of no routes
+        got = value_and_grad(policy, replayed)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_replay_removes_the_routing_part_of_the_mismatch(record):
+    """The engine's routers are perturbed, nothing else is: with its routes only the gates differ."""
+    policy = policy_of(params(), PRECISION)
+    stacks = [s if "moe" not in s else s | {"moe": s["moe"] | {"gate": jax.tree.map(perturbed, s["moe"]["gate"])}}
+              for s in policy["layers"]]  # fmt: skip
+    engine = {**policy, "layers": tuple(stacks)}
+    plain, _ = batch()
+    mu, routes = record(engine, plain)
+    live = plain.response_mask
+    gap = {}
+    for name, with_routes in {"none": plain, "R3": plain._replace(routes=routes)}.items():
+        old, own = record(policy, with_routes)
+        gap[name] = float(np.abs(np.asarray(old - mu))[live].mean())
+    found = routing.disagreement(own, routes, plain.segment_ids)
+    assert 0.05 < found["routing/disagreement"] < 0.6 and found["routing/tokens_differing"] > found["routing/disagreement"]
+    assert set(found) == {"routing/disagreement", "routing/disagreement/0", "routing/disagreement/1", "routing/tokens_differing"}
+    assert gap["R3"] < 0.5 * gap["none"]
+
+
+def perturbed(weight):
+    return weight + 0.3 * jnp.std(weight) * jax.random.normal(jax.random.key(9), weight.shape)
+
+
+# --- bad routes -------------------------------------------------------------------------------------------------------
+
+
+def completion(routes) -> Completion:
+    return Completion("r", 0, np.arange(4), np.full(4, -1.0, np.float32), "length", (VersionSpan(0, 4, 1),), routes)
+
+
+GOOD = np.sort(np.argsort(np.random.default_rng(0).random((6, 3, 6)), -1)[..., :2], -1).astype(np.uint8)  # 3 + 4 - 1 tokens
+REQUEST = GenRequest("r", (1, 2, 3), SamplingParams(4))
+BAD = {
+    "no routed experts": None,
+    r"shape \[5, 3, 2\]": GOOD[:5],
+    r"\[6, 3, 2\]": GOOD[:, 1:],
+    "routed expert 6 of 6": np.where(GOOD == 5, 6, GOOD),
+    "routed expert -1": np.where(GOOD == 5, -1, GOOD.astype(int)),
+    "same expert twice": np.where(np.arange(6)[:, None, None] == 3, 2, GOOD),
+    "of type float32": GOOD.astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_routes_reject_the_group_and_say_why(message):
+    unfit = lambda request, c: routing.route_problem(MODEL, request, c)
+    good, bad = [completion(GOOD)], [completion(BAD[message])]
+
+    class Engine:
+        def generate(self, requests):
+            return [good, bad]
+
+    kept, rejected = generate(Engine(), ["a", "b"], [REQUEST] * 2, 1, unfit)
+    assert [prompt for prompt, _ in kept] == ["a"] and len(rejected) == 1
+    assert re.search(message, rejected[0]) and "request r" in rejected[0]
+
+
+def test_what_dense_layers_say_is_of_no_account():
+    routes = GOOD.copy()
+    routes[:, 0] = 255
+    assert routing.route_problem(MODEL, REQUEST, completion(routes)) is None
+    (kept,) = routing.compact([Sample((1, 2, 3), np.arange(4), np.zeros(4), 0.0, routes.astype(np.int64))], MODEL)
+    assert kept.routes.dtype == np.uint8
+    np.testing.assert_array_equal(kept.routes, GOOD[:, 1:])
+
+
+def test_routes_are_as_narrow_as_they_can_be():
+    experts = dataclasses.replace(MODEL.experts, num_experts=255)
+    assert route_dtype(experts) == np.uint8 and no_route(np.uint8) == 255
+    assert route_dtype(dataclasses.replace(experts, num_experts=256)) == np.uint16  # 255 is an expert now
+
+
+# --- the config -------------------------------------------------------------------------------------------------------
+
+
+def config(*words: str):
+    return load_config("demo", ["--run.dir", "unused", *MOE, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--moe.replay", "R2", "--loss.old_policy", "rollout", "--correction.preset", "none"), "records in the scoring pass"),
+        (("--monitor.precision_every", "5"), "precision_every"),
+        (("--moe.freeze_router", "true", "--optim.weight_decay", "0.1"), "freeze_router"),
+        (("--moe.replay", "R3", "--rollout.kv_scales", "calibrated"), "each make the scoring pass"),
+        (("--train.fsdp", "3", "--train.rows_per_microbatch", "3"), "does not divide num_experts = 4"),
+    ],
+)
+def test_what_cannot_work_is_refused(words, message):
+    cfg = config(*words)
+    with pytest.raises(ConfigError, match=message):
+        routing.check_moe(cfg, ModelConfig.from_hf(cfg.model.config))
+
+
+def test_a_dense_model_has_nothing_to_set():
+    cfg = load_config("demo", ["--run.dir", "unused", "--moe.replay", "R3"])
+    with pytest.raises(ConfigError, match="moe.replay is set and Qwen3ForCausalLM has no experts"):
+        routing.check_moe(cfg, ModelConfig.from_hf(cfg.model.config))
+
+
+def test_an_engine_that_returns_no_routes_is_refused_at_start():
+    formats = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
+    engine = Capabilities("vllm", "0.32.0", formats, 64, 64, True, routed_experts=False)
+    routing.check_engine(config("--moe.replay", "R2"), engine)
+    with pytest.raises(ConfigError, match="vllm 0.32.0 returns no routes"):
+        routing.check_engine(config("--moe.replay", "R3"), engine)

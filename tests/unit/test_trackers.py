@@ -1,0 +1,90 @@
+"""Trackers get every record, keep no secret, and never stop a run; a missing package is said before it starts."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+
+from jaxfp8rl.errors import UserError
+from jaxfp8rl.monitors import trackers
+from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.run_directory import RunDirectory
+from jaxfp8rl.toml_config import load_config
+
+KEY = "0123456789abcdef0123456789abcdef01234567"  # of the form that Weights & Biases gives out
+NAMES = ("tensorboard", "wandb")
+
+
+def config(folder, *names: str):
+    return load_config("demo", ["--run.dir", str(folder), "--run.trackers", str(list(names))])
+
+
+def test_wandb_offline_holds_the_numbers_and_not_the_key(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_API_KEY": KEY, "WANDB_PROJECT": "a-project"}.items():
+        monkeypatch.setenv(name, value)
+    for step in (1, 2):  # the second time as a resumed run
+        with RunDirectory(config(tmp_path, "wandb"), resume=step == 2) as run:
+            run.log({"step": step, "reward/mean": 0.25 * step, "loss": float("nan")})
+    assert not (tmp_path / "notes.txt").exists()
+    logs = [p.read_bytes() for p in sorted(tmp_path.rglob("*.wandb"))]
+    assert len(logs) == 2
+    always = (b"reward/mean", b"a-project", b"fp8_unified", (tmp_path / "wandb-id").read_bytes())
+    for log, value in zip(logs, (b"0.25", b"0.5")):
+        assert all(word in log for word in (*always, value))
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and KEY.encode() in p.read_bytes()] == []
+
+
+class Failing:
+    """Takes `calls` calls."""
+
+    def __init__(self, calls: int):
+        self.calls, self.records = calls, []
+
+    def _count(self) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            raise ConnectionError("the service is gone")
+
+    def log(self, record) -> None:
+        self._count()
+        self.records.append(record)
+
+    def close(self) -> None:
+        self._count()
+
+
+@pytest.mark.parametrize("calls, logged", [(0, 0), (1, 1), (2, 2)], ids=["at the first record", "at the second", "at the end"])
+def test_a_failing_tracker_is_off_and_the_run_goes_on(calls, logged, tmp_path, monkeypatch):
+    failing = Failing(calls)
+    monkeypatch.setattr(trackers, "_make", lambda *args: failing)
+    with RunDirectory(config(tmp_path, "wandb"), resume=False) as run:
+        for step in (1, 2):
+            run.log({"step": step})
+    assert len(failing.records) == logged
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    (note,) = (tmp_path / "notes.txt").read_text().splitlines()
+    assert "run.trackers: wandb is off for the rest of the run: ConnectionError: the service is gone" in note
+
+
+def test_a_tracker_that_cannot_begin_is_off(tmp_path, monkeypatch):
+    """As wandb without a key, where nobody can be asked for one."""
+    monkeypatch.setattr(trackers, "_make", lambda *args: Failing(0).close())
+    with RunDirectory(config(tmp_path, "wandb"), resume=False) as run:
+        run.log({"step": 1})
+    assert "wandb is off" in (tmp_path / "notes.txt").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_package_is_said_at_the_start(name, tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(module, *args, **keywords):
+        if module.split(".")[0] in ("tensorboardX", "wandb"):
+            raise ImportError(module)
+        return real(module, *args, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=rf'"{name}" needs the package .*\n  next step: pip install "jaxfp8rl\[trackers\]"'):
+        RunDirectory(config(tmp_path, name), resume=False)
