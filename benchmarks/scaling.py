@@ -1,10 +1,11 @@
 """A learner on one, two, ... GPUs of a host: tokens a second of the update, at the same rows of the same batch.
 
-    jaxfp8rl bench scaling [--sizes 1.7b 8b] [--gpus 1 2] [--rows 4] [--recipe fp8_unified]
+    jaxfp8rl bench scaling [--sizes 1.7b 8b] [--gpus 1 2] [--rows 4] [--axis fsdp]
 
-`train.fsdp` = N lays a batch of R rows over N GPUs as R / N micro-batches of N rows, so that every N computes the same losses:
-those of all updates are kept, and compared. Efficiency is tokens a second over N times those of the smallest N. What is timed
-is benchmarks/step.py's; runs on one GPU go side by side, each on its own.
+`train.fsdp` = N, or `train.data`, lays a batch of R rows over N GPUs as R / N micro-batches of N rows, `train.tensor` the heads
+and widths of R micro-batches of one row, so that every N computes the same losses: those of all updates are kept, and compared.
+Efficiency is tokens a second over N times those of the smallest N. What is timed is benchmarks/step.py's; runs on one GPU go
+side by side, each on its own.
 
 Needs a Hopper GPU.
 """
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import SHAPES, arguments, row, write
 
+AXES = "data", "fsdp", "tensor"  # as jaxfp8rl.sharding has them: to import JAX would take the GPUs' memory
 TOLERANCE = 0.02  # of the losses, relative: sums in another order tip roundings, which a random network carries far
 
 
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="of a batch, of --row-tokens each; every N divides them")
     parser.add_argument("--row-tokens", type=int, default=16384)
     parser.add_argument("--recipe", default="fp8_unified")
+    parser.add_argument("--axis", choices=AXES, default="fsdp", help="that the GPUs lie along")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     if not shutil.which("nvidia-smi"):  # asking JAX would take the GPUs' memory from the runs
@@ -47,7 +50,7 @@ def main() -> None:
             found |= {run: json.loads(out.read_text()) for run, out in outs.items()}
     rows = [r for size in args.sizes for r in rows_of(size, args, {n: found[size, n] for n in args.gpus})]
     each = {f"{size}, {n} GPUs": f for (size, n), f in found.items()}
-    write(args.out, "scaling", rows, args.plot, each=each, recipe=args.recipe)
+    write(args.out, "scaling", rows, args.plot, each=each, recipe=args.recipe, axis=args.axis)
 
 
 def visible(count: int) -> list[str]:
@@ -64,9 +67,10 @@ def side_by_side(runs: list[tuple[str, int]], devices: list[str]) -> list[list[t
 
 
 def start(size: str, n: int, devices: list[str], out: Path, args) -> subprocess.Popen:
+    microbatches = args.rows // (1 if args.axis == "tensor" else n)
     command = [
-        sys.executable, Path(__file__).with_name("step.py"), "--child", size, args.recipe, out, "--optim", "low", "--fsdp", n,
-        "--microbatches", args.rows // n, "--row-tokens", args.row_tokens, "--rounds", args.rounds,
+        sys.executable, Path(__file__).with_name("step.py"), "--child", size, args.recipe, out, "--optim", "low", "--rounds",
+        args.rounds, f"--{args.axis}", n, "--microbatches", microbatches, "--row-tokens", args.row_tokens,
     ]  # fmt: skip
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     return subprocess.Popen(list(map(str, command)), env=environment)

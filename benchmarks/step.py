@@ -1,13 +1,13 @@
 """The learner's part of a step, scoring and update, by recipe, on one GPU: Qwen3 shapes, random weights, packed rows.
 
-    jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8] [--fsdp 2]
+    jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8] [--fsdp 2] [--tensor 2] [--data 2]
 
 The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed sequences, log-normal
 in length, a tenth of each its prompt. Every recipe has a process of its own, so that the peak of its memory is its own; the
 yardstick is the first recipe named. MFU: the operations that the model needs, nothing computed again (`jaxfp8rl.flops`), over
 BF16's peak, where that is known. --layers: fewer than the model has, where it would not fit. --optim: formats of masters and
-moments. --remat: train.remat. --fsdp: devices, each with a row of a micro-batch. A large model wants more than JAX's usual share
-of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+moments. --remat: train.remat. --data, --fsdp, --tensor: devices along the axes of the mesh; along the first two each has a row of
+a micro-batch. A large model wants more than JAX's usual share of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
 Needs a Hopper GPU.
 """
@@ -41,7 +41,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import Remat
 from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision, fp8_runs
-from jaxfp8rl.sharding import make_layout
+from jaxfp8rl.sharding import AXES, make_layout
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch
 
@@ -58,7 +58,8 @@ def main() -> None:
     parser.add_argument("--segments", type=int, default=16)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--fsdp", type=int, default=1)
+    for axis in AXES:
+        parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--optim", choices=OPTIMIZERS, default="float32")
     parser.add_argument("--remat", choices=get_args(Remat), default="mlp")
     parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
@@ -71,7 +72,7 @@ def main() -> None:
     for size in args.sizes:
         found = {recipe: child(size, recipe) for recipe in args.recipes}
         first, layers = args.recipes[0], args.layers or SHAPES[size][2]
-        case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.fsdp} x {args.row_tokens} tokens"
+        case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.data * args.fsdp} x {args.row_tokens} tokens"
         each[case] = found
         for recipe, f in found.items():
             rows += [row(f"{case}, {recipe}", what, unit, f[what], found[first][what], first, smaller)
@@ -92,7 +93,7 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     model = ModelConfig.from_hf(config(size, args.layers))
     precision = precision_of(model, recipe)
     optimizer = make_optimizer(Optim(lr=1e-6, **OPTIMIZERS[args.optim]), 100)
-    layout = make_layout(args.fsdp)
+    layout, devices = make_layout(args.data, args.fsdp, args.tensor), args.data * args.fsdp * args.tensor
     logprobs = make_logprobs(model, precision, 1.0, args.remat, layout)
     score = make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)
@@ -115,7 +116,7 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     ms = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}
     peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
     return ms | {
-        "peak memory": peak / 1e9, "MFU": mfu(update_flops(model, sum(rows, [])), ms["update"] / 1e3, args.fsdp),
+        "peak memory": peak / 1e9, "MFU": mfu(update_flops(model, sum(rows, [])), ms["update"] / 1e3, devices),
         "first score, s": times["score"][0], "first update, s": times["update"][0], "losses": losses,
     }  # fmt: skip
 
@@ -138,12 +139,12 @@ def rows_of(args: argparse.Namespace, model: ModelConfig) -> list[list[Sample]]:
         return Sample(tokens[:prompt], tokens[prompt:], rng.normal(-12, 0.1, n - prompt), rng.normal())
 
     lengths = packed(args.row_tokens, args.segments).lengths
-    return [[sample(n) for n in lengths] for _ in range(args.microbatches * args.fsdp)]
+    return [[sample(n) for n in lengths] for _ in range(args.microbatches * args.data * args.fsdp)]
 
 
 def batch_of(rows: list[list[Sample]], args: argparse.Namespace) -> TrainBatch:
     packed_rows = [pack(samples, args.row_tokens, 1, 1) for samples in rows]
-    return jax.tree.map(lambda *xs: np.stack(xs).reshape(args.microbatches, args.fsdp, args.row_tokens), *packed_rows)
+    return jax.tree.map(lambda *xs: np.stack(xs).reshape(args.microbatches, -1, args.row_tokens), *packed_rows)
 
 
 if __name__ == "__main__":

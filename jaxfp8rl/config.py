@@ -276,7 +276,23 @@ class Train(Section):
     compilation_cache: str = Field(
         "", description="folder where compiled programs are kept for later runs; empty: what JAX_COMPILATION_CACHE_DIR says"
     )
-    fsdp: int = Field(1, ge=1, description="devices that weights, and the rows of a micro-batch, lie over (docs/sharding.md)")
+    data: int = Field(1, ge=1, description="groups of devices that the rows of a micro-batch lie over (docs/sharding.md)")
+    fsdp: int = Field(1, ge=1, description="devices of a group that weights, and the rows of a micro-batch, lie over")
+    tensor: int = Field(1, ge=1, description="devices that share the heads, the MLP's width, the experts and the words")
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def over_rows(self) -> int:
+        """Parts that the rows of a micro-batch lie in."""
+        return self.data * self.fsdp
+
+    @property
+    def over_weights(self) -> int:
+        """Parts that a weight lies in."""
+        return self.fsdp * self.tensor
 
 
 class Moe(Section):

@@ -19,7 +19,7 @@ MAY_CHANGE = {
     "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep", "link",
                 "server_gpus", "server_url", "server_token_file", "restarts"},
     "precision": {"products", "attention"},
-    "train": {"row_tokens", "rows_per_microbatch", "remat", "compilation_cache", "fsdp"},
+    "train": {"row_tokens", "rows_per_microbatch", "remat", "compilation_cache", "data", "fsdp", "tensor"},
     "optim": {"lr", "warmup_steps", "clip_norm", "max_bad_steps", "offload"},
     "gate": {"completions", "max_new_tokens", "max_mean_gap", "max_gap"},
     "monitor": {"profile_step", "precision_every"},

@@ -44,7 +44,7 @@ def check(cfg: Config) -> None:
     _check_master(cfg)
     _check_kv_scales(cfg)
     _check_one_copy(cfg, recipe)
-    _check_fsdp(cfg)
+    _check_mesh(cfg)
     _check_lag(cfg)
     _check_server(cfg)
     if cfg.task.kind == "reasoning_gym" and not cfg.task.name:
@@ -92,21 +92,22 @@ def _check_kv_scales(cfg: Config) -> None:
         raise ConfigError(f'rollout.kv_scales = "calibrated": {problem[0]}', problem[1])
 
 
-def _check_fsdp(cfg: Config) -> None:
-    """What is only there for a learner on one device."""
-    if cfg.train.fsdp == 1:
+def _check_mesh(cfg: Config) -> None:
+    """What is only there for a learner on one device, and whole rows on each."""
+    t = cfg.train
+    if t.devices == 1:
         return
+    mesh = " * ".join(f"train.{axis} = {size}" for axis in ("data", "fsdp", "tensor") if (size := getattr(t, axis)) > 1)
     problems = {
         "rollout.one_copy": cfg.rollout.one_copy, "monitor.precision_every": cfg.monitor.precision_every,
         'rollout.kv_scales = "calibrated"': cfg.rollout.kv_scales == "calibrated", "optim.offload": cfg.optim.offload,
     }  # fmt: skip
     for name in (name for name, given in problems.items() if given):
-        raise ConfigError(f"train.fsdp = {cfg.train.fsdp}: {name} is for a learner on one device", f"leave out {name}")
-    rows, devices = cfg.train.rows_per_microbatch, cfg.train.fsdp
-    if rows % devices:
+        raise ConfigError(f"{mesh}: {name} is for a learner on one device", f"leave out {name}")
+    if (rows := t.rows_per_microbatch) % t.over_rows:
         raise ConfigError(
-            f"train.fsdp = {devices} does not divide train.rows_per_microbatch = {rows}: a device has whole rows",
-            f"train.rows_per_microbatch = {-(-rows // devices) * devices}",
+            f"{mesh.partition(' * train.tensor')[0]} does not divide train.rows_per_microbatch = {rows}: a device has whole rows",
+            f"train.rows_per_microbatch = {-(-rows // t.over_rows) * t.over_rows}",
         )
 
 

@@ -140,7 +140,7 @@ def one_step(
         metrics |= part.metrics()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
-    if share := mfu(update_flops(parts.model, sum(samples, [])), metrics["time/update_s"], cfg.train.fsdp):
+    if share := mfu(update_flops(parts.model, sum(samples, [])), metrics["time/update_s"], cfg.train.devices):
         metrics["mfu/update"] = share
     return state, policy, metrics, sample_rows(parts, batch, step, samples, packed, scored)
 

@@ -32,7 +32,7 @@ def needs(cfg: Config, model: ModelConfig, total: int) -> dict[str, int]:
     if cfg.rollout.engine != "vllm":
         return {"an update": sum(plan)}
     whole = sum(math.prod(e.shape) for e in param_table(model)) * F32
-    start = sum(plan[:MASTERS]) + (whole if cfg.sft.steps else whole // cfg.train.fsdp)
+    start = sum(plan[:MASTERS]) + (whole if cfg.sft.steps else whole // cfg.train.over_weights)
     weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
     share = int(cfg.rollout.gpu_memory_utilization * total)
     awake = share if cfg.rollout.kv_cache_gib is None else weights + int(cfg.rollout.kv_cache_gib * 2**30)
@@ -112,8 +112,8 @@ def _changes(cfg: Config) -> list[Change]:
         {"optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}},
         {"optim": {"offload": True}},
         {"train": {"remat": "layer"}},
-        {"train": {"rows_per_microbatch": t.rows_per_microbatch // 2}} if t.rows_per_microbatch > t.fsdp else {},
-        {"train": {"fsdp": 2 * t.fsdp, "rows_per_microbatch": max(t.rows_per_microbatch, 2 * t.fsdp)}},
+        {"train": {"rows_per_microbatch": t.rows_per_microbatch // 2}} if t.rows_per_microbatch > t.over_rows else {},
+        {"train": {"fsdp": 2 * t.fsdp, "rows_per_microbatch": max(t.rows_per_microbatch, 2 * t.over_rows)}},
     ]
     if r.engine == "vllm":
         cache = {"kv_cache_gib": r.kv_cache_gib / 2} if r.kv_cache_gib else {}

@@ -39,14 +39,15 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
     metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
     wire = manifest.nbytes(metas)
-    shared = lambda size: -(-size // cfg.train.fsdp)
+    shared = lambda size: -(-size // cfg.train.over_weights)
     update = [
         ("gradients: a float32 sum, and a micro-batch's own outside the layers", shared(params * F32 + _outer(model) * compute)),
         (f'what is kept of a micro-batch, train.remat = "{cfg.train.remat}"', _kept_of_layers(cfg, model, compute)),
         ("the backward of a layer, or of the head (estimate)", max(_layer(cfg, model, compute), _logits(cfg, model, compute))),
     ]
     if cfg.train.fsdp > 1:
-        update.append(("weights gathered of all devices: a layer's, the embedding, the head", _gathered(model, compute)))
+        gathered = _gathered(model, compute) // cfg.train.tensor
+        update.append(("weights gathered of all devices: a layer's, the embedding, the head", gathered))
     moments, size = _moments(cfg, model)
     learner = [
         (f"master weights, {cfg.optim.master}, {params / 1e6:,.1f} M parameters", shared(_kept(model, cfg.optim.master))),
@@ -108,27 +109,33 @@ def _outer(model: ModelConfig) -> int:
 
 def _tokens(cfg: Config) -> int:
     """Of a micro-batch, on one device."""
-    return cfg.train.rows_per_microbatch // cfg.train.fsdp * cfg.train.row_tokens
+    return cfg.train.rows_per_microbatch // cfg.train.over_rows * cfg.train.row_tokens
 
 
 def _kept_of_layers(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     """Every layer's input, all parts of the residual stream, and what train.remat keeps besides (models.transformer.SAVED); with
     "none" the input of each norm and product, q, k, v and what attention keeps. Attention's is its result and a float32 a query
     by the kernels, else its weights [H, T, T]."""
-    queries, keys = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
-    scores = model.num_attention_heads * (1 if _by_kernels(cfg, model) else cfg.train.row_tokens) * F32
+    heads, kv_heads = _heads(cfg, model)
+    queries, keys = heads * model.head_dim, kv_heads * model.head_dim
+    scores = heads * (1 if _by_kernels(cfg, model) else cfg.train.row_tokens) * F32
     attention = queries * itemsize + scores
     projections = (queries + 2 * keys + model.hidden_size) * itemsize
     kept = {"layer": 0, "products": attention, "mlp": attention + projections, "none": attention + projections}[cfg.train.remat]
-    mlps = sum(2 * model.hidden_size + copies * (model.hidden_size + 3 * width) for copies, width in _mlps(model)) * itemsize
+    mlps = sum(2 * model.hidden_size + copies * (model.hidden_size + 3 * width) for copies, width in _mlps(cfg, model)) * itemsize
     stream = model.hidden_size * itemsize * (2 if _fused(cfg) else 1)
     return _tokens(cfg) * (model.num_hidden_layers * (stream + kept) + (mlps if cfg.train.remat == "none" else 0))
 
 
-def _mlps(model: ModelConfig) -> list[tuple[int, int]]:
-    """(copies of a token, width of the MLP that each goes through) of every layer."""
-    e = model.experts
-    return [(e.num_experts_per_tok, e.moe_intermediate_size) if s else (1, model.intermediate_size) for s in model.sparse_layers]
+def _heads(cfg: Config, model: ModelConfig) -> tuple[int, int]:
+    """Of queries, of keys and values: a device's."""
+    return model.num_attention_heads // cfg.train.tensor, -(-model.num_key_value_heads // cfg.train.tensor)
+
+
+def _mlps(cfg: Config, model: ModelConfig) -> list[tuple[int, int]]:
+    """(copies of a token, width of the MLP that each goes through) of every layer, a device's: it has room for all copies."""
+    e, width = model.experts, model.intermediate_size // cfg.train.tensor
+    return [(e.num_experts_per_tok, e.moe_intermediate_size) if s else (1, width) for s in model.sparse_layers]
 
 
 def _fused(cfg: Config) -> bool:
@@ -138,8 +145,8 @@ def _fused(cfg: Config) -> bool:
 
 def _layer(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     """What is computed again of one layer, and the gradients of its MLP."""
-    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-    mlp = max(2 * (copies - 1) * model.hidden_size + 6 * copies * width for copies, width in _mlps(model))
+    heads = 2 * sum(_heads(cfg, model)) * model.head_dim
+    mlp = max(2 * (copies - 1) * model.hidden_size + 6 * copies * width for copies, width in _mlps(cfg, model))
     return _tokens(cfg) * (4 * model.hidden_size + heads + mlp) * itemsize
 
 
@@ -153,8 +160,8 @@ def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:
 
 
 def _logits(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    tokens = _tokens(cfg)
-    return min(tokens * model.vocab_size * (F32 + itemsize), MEMORY) + tokens * model.hidden_size * (F32 + itemsize)
+    tokens, words = _tokens(cfg), model.vocab_size // cfg.train.tensor
+    return min(tokens * words * (F32 + itemsize), MEMORY) + tokens * model.hidden_size * (F32 + itemsize)
 
 
 def _kv_cache(cfg: Config, model: ModelConfig, itemsize: int) -> int:

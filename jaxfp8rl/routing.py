@@ -41,8 +41,6 @@ def check_moe(cfg: Config, model: ModelConfig) -> None:
         raise ConfigError("rollout.one_copy is not for mixtures of experts", "rollout.one_copy = false")
     if cfg.monitor.precision_every:
         raise ConfigError("monitor.precision_every: there are no probes of experts' roundings", "monitor.precision_every = 0")
-    if model.experts.num_experts % cfg.train.fsdp:
-        raise ConfigError(f"train.fsdp = {cfg.train.fsdp} does not divide num_experts = {model.experts.num_experts}", "use fewer")
     if cfg.moe.replay == "R2" and cfg.loss.old_policy == "rollout":
         raise ConfigError('moe.replay = "R2" records in the scoring pass, loss.old_policy = "rollout" has none', 'use "R3"')
     if cfg.moe.replay != "none" and cfg.rollout.kv_scales == "calibrated":

@@ -1,10 +1,11 @@
-"""A learner on several devices: what is large lies over all of them (FSDP; ZeRO-3, Rajbhandari et al. 2020, section 5).
+"""A learner on several devices: one mesh of three axes, each of any size (docs/sharding.md).
 
-    tokens    rows of a micro-batch, R over the devices: each computes its own rows with whole weights
-    weights   rows [N], or experts [E], of masters, moments, gradients and the policy. A layer's are gathered where it is
-              computed, and again where it is computed again; codes at a byte an element. What leaves the backward is the shard of
-              the summed gradient
-    vectors   norms and counters, on every device
+    data     rows of a micro-batch, R over the devices; weights are repeated along it, and gradients summed once an update
+    fsdp     rows of a micro-batch, too, and the rows of every weight [N, K], or its experts (ZeRO-3, Rajbhandari et al. 2020,
+             section 5). A layer's are gathered where it is computed, and again where it is computed again; codes at a byte an
+             element. What leaves the backward is the shard of the summed gradient
+    tensor   heads, the width of the MLP, experts and words: each device multiplies with its own part of every weight, and what
+             their products leave is summed (Shoeybi et al. 2019, section 3). Nothing of a weight is sent
 
 What computes with the model runs inside a `shard_map`, where kernels see the arrays of one device: to XLA's partitioner they are
 opaque, it would gather their operands and run them whole everywhere. What is elementwise (the optimiser) or small (corrections)
@@ -27,18 +28,24 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.precision.linear import TrainableWeight
+from pallas_kernels import shards
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import E4M3
 
-AXIS = "fsdp"
+DATA, FSDP, TENSOR = AXES = "data", "fsdp", "tensor"
 ALL = P()  # on every device
-ROWS = P(None, AXIS)  # [M, R, T] over R
+ROWS = P(None, (DATA, FSDP))  # [M, R, T] over R
+BY_COLUMNS = "o_proj", "down_proj"  # of what their input's parts are multiplied with, so K, not N, lies over "tensor"
 
 
 class Layout(NamedTuple):
-    """Where a learner's arrays lie: over the axis "fsdp" of `mesh`, or on one device if that is None."""
+    """Where a learner's arrays lie: over the axes of `mesh`, or on one device if that is None."""
 
     mesh: Mesh | None = None
+
+    @property
+    def tensor(self) -> int:
+        return self.mesh.shape[TENSOR] if self.mesh else 1
 
     def specs(self, tree: Any) -> Any:
         """A PartitionSpec for each leaf of masters, moments, gradients or a policy."""
@@ -71,41 +78,89 @@ class Layout(NamedTuple):
         return self.run(f, (self.specs(weights),), self.specs(jax.eval_shape(f, weights)))(weights)
 
     def gather(self, weights: Any) -> Any:
-        """Inside `run`: whole weights of a device's shards, a layer's [N, K] or those outside the layers; differentiable."""
+        """Inside `run`: a device's shards, a layer's [N, K] or those outside the layers -> all rows of its part along "tensor";
+        differentiable."""
         if self.mesh is None:
             return weights
         one, is_leaf = lambda path, w: _gathered(w) if _is_split(path, w) else w, lambda w: isinstance(w, TrainableWeight)
         return jax.tree_util.tree_map_with_path(one, weights, is_leaf=is_leaf)
 
-    def sum(self, x: Array) -> Array:
-        """Inside `run`: over the devices."""
-        return x if self.mesh is None else lax.psum(x, AXIS)
+    def enter(self, x: Array) -> Array:
+        """Inside `run`: what all devices along "tensor" have alike, for each to compute its part with."""
+        return x if self.tensor == 1 else shards.enter(x, TENSOR)
 
-    def sum_vectors(self, grads: Any) -> Any:
-        """Inside `run`: gradients of what is on every device; the others have been summed on their way out of `gather`."""
+    def leave(self, part: Array) -> Array:
+        """Inside `run`: the sum of the parts along "tensor", which all of them have alike then."""
+        return part if self.tensor == 1 else shards.leave(part, TENSOR)
+
+    def lookup(self, table: Array, words: Array) -> Array:
+        """Inside `run`: rows of `table`, of which a device has those of its words."""
+        if self.tensor == 1:
+            return table[words]
+        here = words - lax.axis_index(TENSOR) * table.shape[0]
+        own = (here >= 0) & (here < table.shape[0])
+        return self.leave(jnp.where(own[..., None], table[jnp.where(own, here, 0)], jnp.zeros((), table.dtype)))
+
+    def experts(self, ids: Array, count: int) -> tuple[Array, int]:
+        """Inside `run`: numbers of experts -> those among a device's own, and how many these are, which stands for all others."""
+        if self.tensor == 1:
+            return ids, count
+        own = count // self.tensor
+        here = ids - lax.axis_index(TENSOR) * own
+        return jnp.where((here >= 0) & (here < own), here, own), own
+
+    def join(self, part: Array) -> Array:
+        """Inside `run`: what the devices along "tensor" have of a vector, in one. Not differentiated."""
+        return part if self.tensor == 1 else lax.all_gather(part, TENSOR, tiled=True)
+
+    def sum(self, x: Array) -> Array:
+        """Inside `run`: over the rows of all devices."""
+        return x if self.mesh is None else lax.psum(x, (DATA, FSDP))
+
+    def sum_gradients(self, grads: Any) -> Any:
+        """Inside `run`: over the rows of all devices. Those of shards have been summed along "fsdp" on their way out of `gather`,
+        and all of them along "tensor"."""
         if self.mesh is None:
             return grads
-        return jax.tree_util.tree_map_with_path(lambda path, g: g if _is_split(path, g) else lax.psum(g, AXIS), grads)
+        over = lambda path, g: lax.psum(g, DATA if _is_split(path, g) else (DATA, FSDP))
+        return jax.tree_util.tree_map_with_path(over, grads)
 
 
 ONE = Layout()
 
 
-def make_layout(devices: int) -> Layout:
-    """Over the first `devices` local ones. Raises ConfigError where there are fewer."""
-    here = jax.local_devices()
-    if devices > len(here):
-        raise ConfigError(f"train.fsdp = {devices}: this process has {len(here)} devices", f"train.fsdp = {len(here)}, or fewer")
-    return ONE if devices == 1 else Layout(Mesh(np.array(here[:devices]), (AXIS,), axis_types=(AxisType.Auto,)))
+def make_layout(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Layout:
+    """Over the first data * fsdp * tensor local devices; those along "tensor" are neighbours. Raises ConfigError where there are
+    fewer."""
+    here, count = jax.local_devices(), data * fsdp * tensor
+    if count > len(here):
+        settings = {"train.data": data, "train.fsdp": fsdp, "train.tensor": tensor}
+        product = " * ".join(f"{name} = {size}" for name, size in settings.items() if size > 1)
+        raise ConfigError(f"{product}: this process has {len(here)} devices", f"{len(here)} together, or fewer")
+    grid = np.array(here[:count]).reshape(data, fsdp, tensor)
+    return ONE if count == 1 else Layout(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3))
 
 
-def check_divides(devices: int, model: ModelConfig, quantized: bool) -> None:
-    """Raises ConfigError, naming the first weight whose rows do not divide; `quantized`: in blocks of 128."""
+def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
+    """Raises ConfigError, naming the first weight that does not divide; `quantized`: linears in blocks of 128."""
+    if model.num_key_value_heads % tensor:
+        heads = f"num_key_value_heads = {model.num_key_value_heads}"
+        raise ConfigError(f"train.tensor = {tensor} does not divide {heads}: a device has whole heads", "use fewer")
+    if model.experts and model.experts.num_experts % (fsdp * tensor):
+        raise ConfigError(f"{_over(fsdp, tensor)} does not divide num_experts = {model.experts.num_experts}", "use fewer")
     for e in param_table(model):
+        if len(e.shape) < 2 or len(e.index) == 2:  # a vector; of an expert, which lies on a device whole
+            continue
         block = BLOCK if quantized and e.role == "linear" else 1
-        if len(e.shape) == 2 and len(e.index) < 2 and e.shape[0] % (devices * block):  # of experts whole ones lie on a device
+        along_tensor = 1 if e.path[-2] in BY_COLUMNS or e.role == "router" else tensor
+        if e.shape[0] % (fsdp * along_tensor * block):  # columns divide, too: they are the rows of another weight
             blocks = f" in whole blocks of {BLOCK}" if block > 1 else ""
-            raise ConfigError(f"train.fsdp = {devices} does not divide the {e.shape[0]} rows of {e.hf_name}{blocks}", "use fewer")
+            rows = f"the {e.shape[0]} rows of {e.hf_name}{blocks}"
+            raise ConfigError(f"{_over(fsdp, along_tensor)} does not divide {rows}", "use fewer")
+
+
+def _over(fsdp: int, tensor: int) -> str:
+    return f"train.fsdp = {fsdp}" if tensor == 1 else f"train.fsdp * train.tensor = {fsdp * tensor}"
 
 
 def _is_split(path: tuple, leaf: Any) -> bool:
@@ -113,9 +168,17 @@ def _is_split(path: tuple, leaf: Any) -> bool:
 
 
 def _spec(path: tuple, leaf: Any) -> P:
+    """Of a leaf [N, K], [L, N, K], or of experts [L, E, N, K]: whole experts lie on a device. All devices along "tensor" have the
+    router, for all of them choose."""
     if not _is_split(path, leaf):
         return ALL
-    return P(None, AXIS) if leaf.ndim == 4 else P(*(None,) * (leaf.ndim - 2), AXIS)
+    where = jax.tree_util.keystr(path)
+    if leaf.ndim == 4:
+        return P(None, (TENSOR, FSDP))
+    lead = (None,) * (leaf.ndim - 2)
+    if any(name in where for name in BY_COLUMNS):
+        return P(*lead, FSDP, TENSOR)
+    return P(*lead, FSDP) if "'gate'" in where else P(*lead, (TENSOR, FSDP))
 
 
 def _gathered(weight: Any) -> Any:
@@ -127,14 +190,14 @@ def _gathered(weight: Any) -> Any:
 def _all_gather(shard: Array) -> Array:
     """By rows; codes as bytes, which no compiler widens on their way."""
     if shard.dtype != E4M3:
-        return lax.all_gather(shard, AXIS, tiled=True)
-    return lax.bitcast_convert_type(lax.all_gather(lax.bitcast_convert_type(shard, jnp.uint8), AXIS, tiled=True), E4M3)
+        return lax.all_gather(shard, FSDP, tiled=True)
+    return lax.bitcast_convert_type(lax.all_gather(lax.bitcast_convert_type(shard, jnp.uint8), FSDP, tiled=True), E4M3)
 
 
 @jax.custom_vjp
 def _whole(handle: Array) -> Array:
     """Handles are zeros: nothing is sent."""
-    return jnp.zeros((handle.shape[0] * lax.axis_size(AXIS), *handle.shape[1:]), handle.dtype)
+    return jnp.zeros((handle.shape[0] * lax.axis_size(FSDP), *handle.shape[1:]), handle.dtype)
 
 
-_whole.defvjp(lambda handle: (_whole(handle), None), lambda _, gradient: (lax.psum_scatter(gradient, AXIS, tiled=True),))
+_whole.defvjp(lambda handle: (_whole(handle), None), lambda _, gradient: (lax.psum_scatter(gradient, FSDP, tiled=True),))

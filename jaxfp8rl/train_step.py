@@ -34,7 +34,7 @@ from jaxfp8rl.models.transformer import Remat, forward_and_seen, head_weight
 from jaxfp8rl.optim import Optimizer, guarded_update
 from jaxfp8rl.policy import gradients_like, outer, parted, policy_of, rejoined, scales_in
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.sharding import ALL, ONE, ROWS, Layout
+from jaxfp8rl.sharding import ALL, ONE, ROWS, TENSOR, Layout
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
@@ -49,10 +49,11 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
         fields = batch.tokens, batch.positions, batch.segment_ids
-        hidden, _, routing = forward_and_seen(policy, model, *fields, precision, remat, layout.gather, batch.routes)
+        hidden, _, routing = forward_and_seen(policy, model, *fields, precision, remat, layout, batch.routes)
         head = layout.gather(head_weight(policy, model))
         return *token_logprobs(
-            hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype, mask=batch.response_mask
+            hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype, mask=batch.response_mask,
+            axis_name=TENSOR if layout.tensor > 1 else None,
         ), routing  # fmt: skip
 
     return logprobs
@@ -105,7 +106,7 @@ def make_train_step(
         """Loss and gradients of all rows, from a device's own."""
         of_micro = functools.partial(microbatch_loss, policy=policy, clip=clip)
         value, seen, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live, loss_scale)
-        return layout.sum(value), seen, layout.sum_vectors(grads)
+        return layout.sum(value), seen, layout.sum_gradients(grads)
 
     @functools.partial(exact_jit, donate_argnums=(0, 1))
     def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):

@@ -18,6 +18,7 @@ from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear
 from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.sharding import ONE, Layout
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -41,28 +42,30 @@ def no_route(dtype: Any) -> int:
 
 def mixture(
     x_BTD: Array, w: dict, experts: Experts, precision: Precision, fp8: bool,
-    live_BT: Array | None = None, routes_BTk: Array | None = None,
+    live_BT: Array | None = None, routes_BTk: Array | None = None, layout: Layout = ONE,
 ) -> tuple[Array, Routing]:  # fmt: skip
     """The MLP of a sparse layer, in x's dtype, and what its router said.
 
     live_BT: tokens that are no padding; others are given to no expert, and get zeros. routes_BTk: the experts to take in place of
-    the router's choice. Their gates are the router's all the same, over those experts, so that it learns.
+    the router's choice. Their gates are the router's all the same, over those experts, so that it learns. layout: of several
+    devices along "tensor" each computes its own experts, of all tokens.
     """
     x = x_BTD.reshape(-1, x_BTD.shape[-1])
     logits = _router_logits(x, w["gate"]["weight"], experts)
     own = jnp.sort(jax.lax.top_k(logits, experts.num_experts_per_tok)[1], -1)
     ids = own if routes_BTk is None else _replayed(routes_BTk.reshape(own.shape), own)
-    gates = _gates(logits, ids, experts)
+    gates, x = layout.enter(_gates(logits, ids, experts)), layout.enter(x)
     live = None if live_BT is None else live_BT.reshape(-1, 1)
-    d = dispatch(ids if live is None else jnp.where(live, ids, experts.num_experts), experts.num_experts)
+    here, count = layout.experts(ids, experts.num_experts)
+    d = dispatch(here if live is None else jnp.where(live, here, count), count)
 
     def product(x: Array, name: str, of_tokens: bool = False) -> Array:
         return grouped_linear(x, w["experts"][name]["weight"], d, precision, fp8, of_tokens)
 
     y = product(swiglu(product(x, "gate_proj", True), product(x, "up_proj", True)), "down_proj")
-    y_TD = jnp.sum(gates[..., None] * collect(y, d).astype(jnp.float32), 1).astype(x.dtype)
+    y_TD = layout.leave(jnp.sum(gates[..., None] * collect(y, d).astype(jnp.float32), 1)).astype(x.dtype)
     kept = own.astype(route_dtype(experts)).reshape(*x_BTD.shape[:2], -1)
-    return y_TD.reshape(x_BTD.shape), Routing(kept, _balance(logits, d.groups.sizes, live))
+    return y_TD.reshape(x_BTD.shape), Routing(kept, _balance(logits, layout.join(d.groups.sizes), live))
 
 
 def _router_logits(x_TD: Array, weight_ED: Array, experts: Experts) -> Array:

@@ -30,6 +30,7 @@ from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import handles_of, linear, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
+from jaxfp8rl.sharding import ONE, Layout
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
 from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
@@ -53,42 +54,43 @@ class KVCache(NamedTuple):
 
 def forward(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: Remat = "none", gather: Callable[[Params], Params] = lambda weights: weights,
+    precision: Precision, remat: Remat = "none", layout: Layout = ONE,
 ) -> Array:  # fmt: skip
     """Hidden states [B, T, D] after the final norm, in `precision.compute_dtype`.
 
     Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
-    in each segment. `remat`: what of a layer the backward pass computes again (SAVED). `gather` makes whole weights of a layer's,
-    where `params` are a device's shards (jaxfp8rl.sharding). Gradients of layers are added to `params["sums"]` if there are any
+    in each segment. `remat`: what of a layer the backward pass computes again (SAVED). `layout`: where it is of several devices,
+    `params` are a device's shards (jaxfp8rl.sharding). Gradients of layers are added to `params["sums"]` if there are any
     (jaxfp8rl.microbatch).
     """
-    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, gather)[0]
+    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout)[0]
 
 
 def forward_and_amax(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: Remat = "none", gather: Callable[[Params], Params] = lambda weights: weights,
+    precision: Precision, remat: Remat = "none", layout: Layout = ONE,
 ) -> tuple[Array, KvScales]:  # fmt: skip
     """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L] float32."""
-    return forward_and_seen(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, gather)[:2]
+    return forward_and_seen(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout)[:2]
 
 
 def forward_and_seen(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: Remat = "none", gather: Callable[[Params], Params] = lambda weights: weights,
+    precision: Precision, remat: Remat = "none", layout: Layout = ONE,
     routes: Array | None = None,
 ) -> tuple[Array, KvScales, moe.Routing | None]:  # fmt: skip
     """`forward_and_amax`, and what the routers of sparse layers said, stacked (None if there are none). `routes` [B, T, sparse
     layers, k]: the experts to take in place of the routers' choice."""
     rope, attend = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), packed_attention(segment_ids_BT, precision)
-    x, seen = embed({"embed_tokens": gather(params["embed_tokens"])}, tokens_BT, precision), []
+    x, seen = embed({"embed_tokens": layout.gather(params["embed_tokens"])}, tokens_BT, precision, layout), []
     sums, live = params.get("sums", {}), segment_ids_BT > 0
     for run, weights in runs_of(params, cfg, precision):
 
         @functools.partial(_rematerialised, remat=remat)
         def layer(x: Array, w: Params, routes: Array | None, run: LayerRun = run) -> tuple[Array, tuple]:
             scaled, said = functools.partial(attend, scales=w.get("kv_scales")), []
-            x, amax = decoder_layer(x, gather(w), cfg, precision, run, rope, scaled, mixture=_mixture(cfg, said, live, routes))
+            mixture = _mixture(cfg, said, live, routes, layout)
+            x, amax = decoder_layer(x, layout.gather(w), cfg, precision, run, rope, scaled, mixture=mixture, layout=layout)
             return x, (amax, *said)
 
         def body(carry: tuple[Array, Params], at: tuple, layer: Callable = layer, run: LayerRun = run) -> tuple:
@@ -108,11 +110,13 @@ def forward_and_seen(
     return x, join([amax for amax, *_ in seen]), join([routing for _, *said in seen for routing in said])
 
 
-def _mixture(cfg: ModelConfig, said: list, live_BT: Array | None = None, routes_BTk: Array | None = None) -> Callable:
+def _mixture(
+    cfg: ModelConfig, said: list, live_BT: Array | None = None, routes_BTk: Array | None = None, layout: Layout = ONE
+) -> Callable:
     """mixture(x, weights, precision, fp8) -> its output; what its router said is added to `said`."""
 
     def compute(x: Array, w: Params, precision: Precision, fp8: bool) -> Array:
-        y, routing = moe.mixture(x, w, cfg.experts, precision, fp8, live_BT, routes_BTk)
+        y, routing = moe.mixture(x, w, cfg.experts, precision, fp8, live_BT, routes_BTk, layout)
         said.append(routing)
         return y
 
@@ -198,9 +202,9 @@ def split_layers(params: Params, precision: Precision) -> Params:
     return {**params, "layers": tuple(map(stack_of, precision.runs))}
 
 
-def embed(params: Params, tokens_BT: Array, precision: Precision) -> Array | nn.Stream:
+def embed(params: Params, tokens_BT: Array, precision: Precision, layout: Layout = ONE) -> Array | nn.Stream:
     """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; a Stream where an engine fuses."""
-    x = params["embed_tokens"]["weight"][tokens_BT].astype(precision.compute_dtype)
+    x = layout.lookup(params["embed_tokens"]["weight"], tokens_BT).astype(precision.compute_dtype)
     return nn.Stream(x, jnp.zeros_like(x)) if precision.fused else x
 
 
@@ -228,11 +232,12 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
 
 def decoder_layer(
     x_BTD: Array | nn.Stream, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope: tuple[Array, Array],
-    attend: Callable, product: Callable | None = None, mixture: Callable | None = None,
+    attend: Callable, product: Callable | None = None, mixture: Callable | None = None, layout: Layout = ONE,
 ) -> tuple[Array | nn.Stream, Any]:  # fmt: skip
     """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is as `embed` makes it. `attend(q, k, v)` gets rotated,
     normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for who wants to look on; `mixture(x,
-    weights, ...)` a mixture of experts, for who wants to hear what its router said or to say otherwise."""
+    weights, ...)` a mixture of experts, for who wants to hear what its router said or to say otherwise. Of several devices along
+    "tensor" (`layout`) each has some of the heads and of the MLP's width."""
     fused_mlp, product = product is None and fuses(precision, run.fp8), product or (lambda name, *args: linear(*args))
     # the products whose input is quantised as it is made: all but o_proj's, which attention makes, and the experts'
     unfused = {"o_proj"}.union(MLP_MODULES if run.sparse else ())
@@ -242,33 +247,36 @@ def decoder_layer(
         floor = FUSED_AMAX_FLOOR if name in quantizes else AMAX_FLOOR
         return product(name, x, w[block][name]["weight"], precision, name in run.fp8, floor)
 
-    def projection(x: Array, name: str) -> Array:
-        return checkpoint_name(project(x, "self_attn", name), "projections")
+    def projection(x: Array, name: str, joined: Callable = lambda y: y) -> Array:
+        return checkpoint_name(joined(project(x, "self_attn", name)), "projections")
 
     def normed(x: Array | nn.Stream, name: str, reader: str) -> Array:
         once = precision.fused and reader not in quantizes
         return nn.rms_norm(nn.total(x), w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
 
     def rotated(heads: Array, norm: str) -> Array:
-        return nn.apply_rope(heads, *rope, w["self_attn"][norm]["weight"] if cfg.qk_norm else None, cfg.rms_norm_eps)
+        weight = layout.enter(w["self_attn"][norm]["weight"]) if cfg.qk_norm else None
+        return nn.apply_rope(heads, *rope, weight, cfg.rms_norm_eps)
 
     def heads(x: Array, name: str) -> Array:
         return projection(x, name).reshape(*x.shape[:2], -1, cfg.head_dim)
 
-    h = normed(x_BTD, "input_layernorm", "q_proj")
+    h = layout.enter(normed(x_BTD, "input_layernorm", "q_proj"))
     q, k, v = (heads(h, name) for name in ("q_proj", "k_proj", "v_proj"))
     o_BTHd, left = attend(rotated(q, "q_norm"), rotated(k, "k_norm"), v)
-    x_BTD = nn.add_residual(x_BTD, projection(o_BTHd.reshape(*h.shape[:2], -1), "o_proj"))
+    x_BTD = nn.add_residual(x_BTD, projection(o_BTHd.reshape(*h.shape[:2], -1), "o_proj", layout.leave))
     h = normed(x_BTD, "post_attention_layernorm", "gate_proj")
     if run.sparse:
         mixture = mixture or _mixture(cfg, [])
         return nn.add_residual(x_BTD, mixture(h, w["moe"], precision, "gate_proj" in run.fp8)), left
+    h = layout.enter(h)
     if fused_mlp:
-        return nn.add_residual(x_BTD, swiglu_mlp(h, *(w["mlp"][name]["weight"] for name in MLP_MODULES), precision)), left
+        y = swiglu_mlp(h, *(w["mlp"][name]["weight"] for name in MLP_MODULES), precision)
+        return nn.add_residual(x_BTD, layout.leave(y)), left
     h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"), precision.fused)
     if "down_proj" not in quantizes:
         h_BTF = h_BTF.astype(h.dtype)
-    return nn.add_residual(x_BTD, project(h_BTF, "mlp", "down_proj")), left
+    return nn.add_residual(x_BTD, layout.leave(project(h_BTF, "mlp", "down_proj"))), left
 
 
 def _attend_cached(

@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from pallas_kernels.logprob import reference, sm90
 from pallas_kernels.plgpu_compat import Backend, use_kernel
+from pallas_kernels.shards import enter, leave
 
 MEMORY = 850_000_000  # bytes of blocks: of logits, their gradient, and the words they belong to
 CAPACITIES = 4  # numbers of rows, up to all, that there are backward programs for
@@ -70,8 +71,7 @@ def linear_logprob(
     blocks of logits may take.
 
     `axis_name`: w is this device's part of the words, in the order of that axis of a `shard_map`; targets count all words; x and
-    the results are the same on all devices. The kernels want `check_vma=False` there, and then the derivative is to be taken
-    outside.
+    the results are the same on all devices. To be differentiated inside, with `check_vma=False` (pallas_kernels.shards).
 
     Raises ValueError, with the shapes and the rule, for anything else.
     """
@@ -123,15 +123,15 @@ def _use_kernel(x: Array, w: Array, backend: Backend) -> bool:
 
 def _shared(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None, axis_name: str) -> tuple[Array, Array]:
     """Of words on several devices: with q the share of its words, one's log p is its own and log q, its part of the entropy
-    q (its own - log q). JAX differentiates this, and so sums dx, in its own way of counting."""
-    x = lax.pcast(x, axis_name, to="varying")  # its gradient is a part of the whole
+    q (its own - log q)."""
+    x = enter(x, axis_name)
     targets -= lax.axis_index(axis_name) * w.shape[0]
     logp, entropy, lse = _logprob(static, x, w, targets, rows)
     highest = lax.pmax(lax.stop_gradient(lse), axis_name)
     log_share = lse - highest - jnp.log(lax.psum(jnp.exp(lse - highest), axis_name))
     here = (targets >= 0) & (targets < w.shape[0])
     parts = jnp.where(here, logp + log_share, 0.0), jnp.exp(log_share) * (entropy - log_share)
-    return lax.psum(parts, axis_name)
+    return tuple(leave(part, axis_name) for part in parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

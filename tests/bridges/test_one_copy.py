@@ -23,6 +23,8 @@ from jaxfp8rl.policy import parted, rejoined
 from jaxfp8rl.precision.linear import SharedWeight
 from jaxfp8rl.toml_config import load_config
 
+from machine import packs_bfloat16
+
 pytestmark = pytest.mark.usefixtures("quick_compile")
 OPTIONS = [
     "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.fp8_kernel", "emulated", "--rollout.kv_cache", "auto",
@@ -69,6 +71,8 @@ def test_every_bit_is_as_with_two_copies():
 
 @pytest.fixture(scope="module")
 def lending():
+    if packs_bfloat16():
+        pytest.skip("vLLM packs the linears that THREE_RUNS leaves in bfloat16 on this machine")
     with contextlib.closing(build(load_config("demo", [*OPTIONS, *THREE_RUNS, *ONE_COPY]))) as parts:
         yield parts, *begun(parts)
 

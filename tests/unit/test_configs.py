@@ -70,8 +70,8 @@ def comment(name: str) -> str:
 def test_a_config_fits_its_gpus(name):
     cfg, model = loaded(name)
     gpu, count = parts(name)
-    assert cfg.train.fsdp == count and Path(cfg.run.dir).name == name
-    check_divides(count, model, quantized=True)
+    assert cfg.train.devices == count and Path(cfg.run.dir).name == name
+    check_divides(cfg.train.fsdp, cfg.train.tensor, model, quantized=True)
     check_fits(cfg, model, MEMORY[gpu])
 
 

@@ -184,11 +184,9 @@ def passes(f):
 for live in (None, mask):
     one = passes(lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, mask=live))(hidden, head)
     part = lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, mask=live, axis_name="vocab")
-    eight = passes(jax.shard_map(part, mesh=mesh, in_specs=(P(), P("vocab")), out_specs=(P(), P())))(hidden, head)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight)):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    inside = jax.shard_map(passes(part), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=((P(), P()), (P(), P("vocab"))))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(inside(hidden, head))):
+    results = (P(), P()), (P(), P("vocab"))
+    eight = jax.shard_map(passes(part), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=results, check_vma=False)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight(hidden, head))):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 """
 

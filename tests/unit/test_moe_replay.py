@@ -183,7 +183,6 @@ def config(*words: str):
         (("--monitor.precision_every", "5"), "precision_every"),
         (("--moe.freeze_router", "true", "--optim.weight_decay", "0.1"), "freeze_router"),
         (("--moe.replay", "R3", "--rollout.kv_scales", "calibrated"), "each make the scoring pass"),
-        (("--train.fsdp", "3", "--train.rows_per_microbatch", "3"), "does not divide num_experts = 4"),
     ],
 )
 def test_what_cannot_work_is_refused(words, message):

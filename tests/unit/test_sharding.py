@@ -15,7 +15,7 @@ from jaxfp8rl.sharding import check_divides, make_layout
 from jaxfp8rl.toml_config import load_config
 
 
-@pytest.mark.parametrize("case", ["high", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["high", "experts", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_it_computes_what_one_device_does_and_publishes_the_same_bytes(case):
     """Two updates: scores, masters, metrics; micro-batches that are empty, on all devices or on all but one; one compilation.
 
@@ -39,14 +39,24 @@ def model(**change) -> ModelConfig:
 
 
 def test_what_does_not_divide_is_named():
-    check_divides(4, model(), quantized=False)
-    check_divides(2, model(num_key_value_heads=4), quantized=True)
-    with pytest.raises(ConfigError, match="does not divide the 128 rows of model.layers.0.self_attn.k_proj.weight in whole"):
-        check_divides(2, model(), quantized=True)
-    with pytest.raises(ConfigError, match="train.fsdp = 3 does not divide the 64 rows of model.embed_tokens.weight"):
-        check_divides(3, model(), quantized=False)
-    with pytest.raises(ConfigError, match="train.fsdp = 1000: this process has"):
-        make_layout(1000)
+    check_divides(4, 2, model(), quantized=False)
+    check_divides(2, 1, model(num_key_value_heads=4), quantized=True)
+    bad = {
+        (2, 1, True): "train.fsdp = 2 does not divide the 128 rows of model.layers.0.self_attn.k_proj.weight in whole blocks",
+        (3, 1, False): "train.fsdp = 3 does not divide the 64 rows of model.embed_tokens.weight",
+        (1, 4, False): "train.tensor = 4 does not divide num_key_value_heads = 2: a device has whole heads",
+        (33, 2, False): r"train.fsdp \* train.tensor = 66 does not divide the 64 rows of model.embed_tokens.weight",
+    }
+    for (fsdp, tensor, quantized), says in bad.items():
+        with pytest.raises(ConfigError, match=says):
+            check_divides(fsdp, tensor, model(), quantized)
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
+               "moe_intermediate_size": 128, "norm_topk_prob": True}  # fmt: skip
+    check_divides(3, 2, model(vocab_size=66, hidden_size=384, head_dim=66, **experts), quantized=False)
+    with pytest.raises(ConfigError, match=r"train.fsdp \* train.tensor = 4 does not divide num_experts = 6"):
+        check_divides(2, 2, model(**experts), quantized=False)
+    with pytest.raises(ConfigError, match=r"train.fsdp = 1000 \* train.tensor = 2: this process has"):
+        make_layout(fsdp=1000, tensor=2)
 
 
 @pytest.mark.parametrize(
