@@ -115,10 +115,12 @@ def variants(full: Precision) -> dict[str, Precision]:
 
 
 def sample(parts: Parts, count: int, version: int = 0):
-    """`count` completions of the training prompts by weights of `version`, packed."""
+    """`count` completions of the training prompts by weights of `version`, packed, with their routes if these are replayed."""
     prompts = (parts.train * (count // len(parts.train) + 1))[: max(1, count // 4)]
     kept, _ = rollouts.generate(parts.engine, prompts, rollouts.make_requests(prompts, parts.sampling, 4, 7, 5), version)
-    return loop.pack_samples(parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept for c in cs])
+    return loop.pack_samples(
+        parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, routes=c.routed_experts) for p, cs in kept for c in cs]
+    )
 
 
 def gaps(parts: Parts, params, batch, precision: Precision) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +23,23 @@ METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", 
 KERNELS = {
     "DeepGemmFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", vllm_fp8_emulation.NAME,
 }  # fmt: skip
+EXPERT_METHODS = {"Fp8MoEMethod": "fp8_backend", "UnquantizedFusedMoEMethod": "unquantized_backend"}  # with what says the kernel
+EXPERT_KERNELS = {"TRITON"}  # vLLM's choice on Hopper; others swap gate and up, or shuffle rows
 DERIVING = {"MLAAttention"}  # keep tensors computed from weights, which only vLLM's own loading renews
 WAY_OUT = 'publish by vLLM\'s own reload: transport VllmReload, rollout.publish = "reload"'
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveRows:
-    """A published tensor in the engine: `tensor` is parameter[start:stop], or the parameter itself where that is one number."""
+    """A published tensor in the engine: `tensor` is parameter[start:stop], or the parameter itself where that is one number. Of
+    stacked experts `parameter` is one expert's. `address`: where vLLM's whole parameter is."""
 
     meta: ParamMeta
     place: Place
     parameter: torch.Tensor
     start: int
     stop: int
+    address: int
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -42,7 +47,7 @@ class LiveRows:
 
     def moved(self) -> bool:
         """Whether the model has another tensor there by now."""
-        return getattr(self.place.module, self.place.leaf).data_ptr() != self.parameter.data_ptr()
+        return getattr(self.place.module, self.place.leaf).data_ptr() != self.address
 
 
 def live_rows(model: Any, block: tuple[int, int]) -> tuple[LiveRows, ...]:
@@ -51,15 +56,20 @@ def live_rows(model: Any, block: tuple[int, int]) -> tuple[LiveRows, ...]:
     for place in places(model, block):
         if problem := _problem(place):
             raise BridgeError(f"{place.meta.name} cannot be written in place: {problem}", WAY_OUT)
-        parameter = getattr(place.module, place.leaf).data
-        found.append(LiveRows(place.meta, place, parameter, place.start, place.start + place.meta.shape[0]))
+        found.append(_live(place))
     _check_complete(model, found)
     return tuple(found)
 
 
 def scalars(places: Sequence[Place]) -> tuple[LiveRows, ...]:
     """Tensors of one number each, as the scales of attention are."""
-    return tuple(LiveRows(p.meta, p, getattr(p.module, p.leaf), 0, 1) for p in places)
+    return tuple(map(_live, places))
+
+
+def _live(place: Place) -> LiveRows:
+    whole = getattr(place.module, place.leaf).data
+    parameter = whole if place.expert is None else whole[place.expert]
+    return LiveRows(place.meta, place, parameter, place.start, place.start + (place.meta.shape or (1,))[0], whole.data_ptr())
 
 
 def packed_copies(model: Any) -> list[Any]:
@@ -72,13 +82,23 @@ def packed_copies(model: Any) -> list[Any]:
 def _problem(p: Place) -> str | None:
     method = getattr(p.module, "quant_method", None)
     kernel = type(getattr(method, "fp8_linear", None)).__name__
-    if p.start is None:
-        return "it is one of a stack of experts, whose kernels shuffle it"
+    if p.expert is not None:
+        return _problem_of_experts(method) or _difference(getattr(p.module, p.leaf, None), p)
     if type(method).__name__ not in METHODS:
         return f"how {type(method).__name__} keeps it is not known here"
     if type(method).__name__ == "Fp8LinearMethod" and kernel not in KERNELS:
         return f"how {kernel} keeps it is not known here (known: {', '.join(sorted(KERNELS))})"
     return _difference(getattr(p.module, p.leaf, None), p)
+
+
+def _problem_of_experts(method: Any) -> str | None:
+    name = type(method).__name__
+    if name not in EXPERT_METHODS:
+        return f"how {name} keeps it is not known here"
+    kernel = getattr(getattr(method, EXPERT_METHODS[name], None), "name", None)
+    if kernel not in EXPERT_KERNELS:
+        return f"it is one of a stack of experts, and how {kernel} keeps those is not known here (known: TRITON)"
+    return None
 
 
 def _difference(live: Any, p: Place) -> str | None:
@@ -95,12 +115,13 @@ def _check_complete(model: Any, rows: list[LiveRows]) -> None:
     """No element of a parameter may be left that no tensor of the checkpoint fills, but for the padding of a vocabulary."""
     filled = collections.Counter()
     for r in rows:
-        filled[r.parameter.data_ptr()] += r.stop - r.start
+        filled[r.address] += r.stop - r.start
         if padding := r.parameter.shape[0] - getattr(r.place.module, "org_vocab_size", r.parameter.shape[0]):
-            filled[r.parameter.data_ptr()] += padding
+            filled[r.address] += padding
     for name, parameter in model.named_parameters():
-        if parameter.dim() and filled[parameter.data_ptr()] != parameter.shape[0]:
-            raise BridgeError(f"{name} cannot be written in place: {filled[parameter.data_ptr()]} of its {parameter.shape[0]} "
+        count = math.prod(parameter.shape[: 2 if parameter.dim() == 3 else 1])  # of stacked experts, those of all
+        if parameter.dim() and filled[parameter.data_ptr()] != count:
+            raise BridgeError(f"{name} cannot be written in place: {filled[parameter.data_ptr()]} of its {count} "
                               "rows are a checkpoint's", WAY_OUT)  # fmt: skip
     if deriving := sorted({type(m).__name__ for m in model.modules()} & DERIVING):
         raise BridgeError(f"the model cannot be written in place: {deriving[0]} computes other tensors from its weights", WAY_OUT)

@@ -16,14 +16,15 @@ EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}  # vLLM stacks
 
 class Place(NamedTuple):
     """Where vLLM keeps a checkpoint tensor: rows [start, start + meta.shape[0]) of `module.leaf`, a parameter that had `shape`
-    when it was loaded; `path` is the module's. start is None of a member of stacked experts."""
+    when it was loaded; `path` is the module's. Of stacked experts it is rows of one `expert`."""
 
     meta: ParamMeta
     path: str
     module: Any
     leaf: str
-    start: int | None
+    start: int
     shape: tuple[int, ...]
+    expert: int | None = None
 
 
 def places(model: Any, block: tuple[int, int]) -> tuple[Place, ...]:
@@ -58,16 +59,18 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
         if not shape:  # the scales of attention: optional in a checkpoint, 1 unless given
             continue
         if leaf.partition("_")[0] in EXPERTS:
-            parts = _experts(path.removesuffix(".routed_experts"), leaf, shape)
-        elif last in fused:
+            for name, part, start, expert in _experts(path.removesuffix(".routed_experts"), leaf, shape):
+                yield Place(_meta(name, dtype, part, block), path, module, leaf, start, shape, expert)
+            continue
+        if last in fused:
             names = [f"{parent}.{part}" for part in fused[last]]
             parts = _fused(path, names, module.output_partition_sizes, leaf, shape, block)
         else:
             parts = [(f"{path}.{leaf}", (getattr(module, "org_vocab_size", shape[0]), *shape[1:]))]
-        start: int | None = None if leaf.partition("_")[0] in EXPERTS else 0
+        start = 0
         for name, part in parts:
             yield Place(_meta(name, dtype, part, block), path, module, leaf, start, shape)
-            start = None if start is None else start + part[0]
+            start += part[0]
 
 
 def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:
@@ -83,12 +86,15 @@ def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:
 Parts = list[tuple[str, tuple[int, ...]]]
 
 
-def _experts(path: str, leaf: str, shape: tuple[int, ...]) -> Parts:
-    """w13 [E, 2F, D] and w2 [E, D, F], or their block scales, as one tensor an expert and projection."""
+def _experts(path: str, leaf: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    """w13 [E, 2F, D] and w2 [E, D, F], or their block scales, as one tensor an expert and projection: its name and shape, its
+    first row in the expert, the expert."""
     kind, _, leaf = leaf.partition("_")
     experts, rows, *columns = shape
     names = EXPERTS[kind]
-    return [(f"{path}.{e}.{name}.{leaf}", (rows // len(names), *columns)) for e in range(experts) for name in names]
+    part = rows // len(names), *columns
+    for e in range(experts):
+        yield from ((f"{path}.{e}.{name}.{leaf}", part, i * part[0], e) for i, name in enumerate(names))
 
 
 def _fused(

@@ -37,9 +37,10 @@ def load_format() -> str:
 
 
 def _alike(model: torch.nn.Module) -> Iterator[list[torch.nn.Parameter]]:
-    """Matrices and vectors of the same name, type and shape in consecutive layers; not what a kernel has consumed or turned."""
+    """Experts, matrices and vectors of the same name, type and shape in consecutive layers; not what a kernel has consumed or
+    turned."""
     named = [(name, p) for name, p in model.named_parameters() if layer_of(name) >= 0]
-    found = [(name, p) for name, p in named if p.numel() and 1 <= p.dim() <= 2 and p.is_contiguous()]
+    found = [(name, p) for name, p in named if p.numel() and 1 <= p.dim() <= 3 and p.is_contiguous()]
     found.sort(key=lambda x: (linear_of(x[0]), layer_of(x[0])))
     # layers that follow one another are as far from their place in the list
     for _, run in itertools.groupby(
@@ -56,9 +57,16 @@ def layer_of(name: str) -> int:
 
 
 @functools.cache
+def expert_of(name: str) -> int:
+    """ "model.layers.3.mlp.experts.5.up_proj.weight" -> 5; -1 where there is none."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+@functools.cache
 def linear_of(name: str) -> str:
-    """ "model.layers.3.mlp.up_proj.weight" -> "model.layers.*.mlp.up_proj.weight"."""
-    return re.sub(r"\.\d+\.", ".*.", name, count=1)
+    """ "model.layers.3.mlp.experts.5.up_proj.weight" -> "model.layers.*.mlp.experts.*.up_proj.weight"."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _stack(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -70,9 +78,10 @@ def _stack(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def stacks_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
-    """`rows` by runs, as long as can be, of a tensor in consecutive layers whose parameters follow one another in memory."""
+    """`rows` by runs, as long as can be, of a tensor in consecutive layers, or of all experts of consecutive layers, whose
+    parameters follow one another in memory."""
     found: list[list[LiveRows]] = []
-    for r in sorted(rows, key=lambda r: (linear_of(r.meta.name), layer_of(r.meta.name))):
+    for r in sorted(rows, key=lambda r: (linear_of(r.meta.name), layer_of(r.meta.name), expert_of(r.meta.name))):
         if found and _follows(r, found[-1][-1]):
             found[-1].append(r)
         else:
@@ -85,7 +94,9 @@ def _follows(r: LiveRows, before: LiveRows) -> bool:
     whole = r.stop - r.start == len(p) if p.dim() == 1 else p.dim() > 1  # a part of a vector stands alone
     same = (linear_of(r.meta.name), r.start, p.shape) == (linear_of(before.meta.name), before.start, q.shape)
     together = p.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and p.data_ptr() == q.data_ptr() + q.nbytes
-    return whole and same and together and layer_of(r.meta.name) == layer_of(before.meta.name) + 1
+    here, there = ((layer_of(x.meta.name), expert_of(x.meta.name)) for x in (r, before))
+    next_one = here in ((there[0] + 1, min(there[1], 0)), (there[0], there[1] + 1))
+    return whole and same and together and next_one
 
 
 def stack_of(rows: Sequence[LiveRows]) -> torch.Tensor:

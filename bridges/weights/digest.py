@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,14 @@ Cut = tuple[int, int, bool]
 
 @jax.jit
 def stack_digests(*stacks: Array) -> Array:
-    """[L, ...] of a 1, 2 or 4-byte type -> the digests of its L tensors, [L, 2] uint32; of several one after the other."""
-    return jnp.concatenate([_digest(_as_matrices(stack)) for stack in stacks])
+    """[L, ...] of a 1, 2 or 4-byte type, or of experts [L, E, N, K], -> the digests of its L, or L * E, tensors, [n, 2] uint32;
+    of several stacks one after the other."""
+    return jnp.concatenate([_digest(_as_matrices(by_rows(stack))) for stack in stacks])
+
+
+def by_rows(stack: Any) -> Any:
+    """A stack of layers as it is, of layers and experts [L, E, N, K] with one axis for both. (Outside a program JAX copies.)"""
+    return stack.reshape(-1, *stack.shape[2:]) if stack.ndim == 4 else stack
 
 
 @jax.jit

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,7 @@ from bridges.rollout.vllm_engine import BLOCK, VllmEngine, synchronise
 from bridges.rollout.vllm_kv_scales import check_host, copy_to_host
 from bridges.rollout.vllm_layout import LiveRows, live_rows, packed_copies, scalars
 from bridges.rollout.vllm_stacks import layer_of, stack_of, stacks_of
-from bridges.weights.digest import checked_row_digests, joined, stack_digests, tensor_digests, torch_words
+from bridges.weights.digest import by_rows, checked_row_digests, joined, stack_digests, tensor_digests, torch_words
 from bridges.weights.dlpack import torch_view
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class VllmInplace:
             raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}", "choose its own transport")
         self._rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
         self._packed = engine.on_model(packed_copies)
+        self._whole = list({r.address: r for r in self._rows}.values())  # one of each parameter
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
         self._spans: dict[tuple[str, ...], list[torch.Tensor]] = {}
@@ -142,7 +144,7 @@ class VllmInplace:
     def close(self) -> None:
         """Let go of the engine's tensors."""
         self._take_back()
-        self._engine, self._rows, self.targets, self._packed, self._readers = None, (), {}, (), []
+        self._engine, self._rows, self._whole, self.targets, self._packed, self._readers = None, (), [], {}, (), []
 
     def read_digests(self) -> np.ndarray:
         """Digests of the engine's tensors as they are on the device, in the order of `targets`: [n, 2] uint32.
@@ -196,7 +198,7 @@ class VllmInplace:
             self._accepted, self._digest, self._nbytes = metas, manifest.digest(metas), manifest.nbytes(metas)
 
     def _check_addresses(self) -> None:
-        if moved := [r.meta.name for r in self._rows if r.moved()]:
+        if moved := [r.meta.name for r in self._whole if r.moved()]:
             raise BridgeError(f"{moved[0]} has moved since the transport was opened: CUDA graphs read where it was",
                               "open the transport on a new engine")  # fmt: skip
 
@@ -291,9 +293,9 @@ class Sent:
         if rows.first is None:
             return torch_view(rows.stack)[None]
         if not rows.held:
-            return torch_view(rows.stack)[rows.first : rows.first + len(rows.names)]
+            return by_rows(torch_view(rows.stack))[rows.first : rows.first + len(rows.names)]
         if (key := id(rows.stack)) not in self._held:
-            self._held[key] = rows.stack, torch_view(rows.stack), self._table(stack_digests(rows.stack))
+            self._held[key] = rows.stack, by_rows(torch_view(rows.stack)), self._table(stack_digests(rows.stack))
         return self._held[key][1][rows.first : rows.first + len(rows.names)]
 
     def digest(self, part: list[Rows], views: list[torch.Tensor]) -> None:
@@ -303,8 +305,8 @@ class Sent:
             arrays = [r.stack if isinstance(r.stack, jax.Array) else torch_words(view[0].contiguous()) for r, view in alone]
             self._add([rows for rows, _ in alone], self._table(tensor_digests(arrays)), range(len(alone)))
         if made:
-            starts = itertools.accumulate((len(rows.stack) for rows in made), initial=0)
-            firsts = [start + rows.first for rows, start in zip(made, starts)]
+            sizes = (math.prod(rows.stack.shape[: max(rows.stack.ndim - 2, 1)]) for rows in made)
+            firsts = [start + rows.first for rows, start in zip(made, itertools.accumulate(sizes, initial=0))]
             self._add(made, self._table(stack_digests(*(rows.stack for rows in made))), firsts)
         for rows in part:
             if rows.held and rows.first is not None:

@@ -213,11 +213,11 @@ def test_a_moved_tensor_is_refused_before_a_byte_moves(under_test):
 
 
 def test_auto_publishes_in_place_where_it_can_and_says_why_not(under_test, request, capsys):
-    """vLLM shuffles experts everywhere; whether its CPU build packs an unquantised linear depends on type and machine."""
+    """vLLM's CPU build shuffles experts; whether it packs an unquantised linear depends on type and machine."""
     reason = why_not_in_place(under_test.engine)
     if "moe" in request.node.name:
-        first = "self_attn.q_proj.weight" if packs_bfloat16() else "mlp.experts.0.gate_proj.weight"
-        assert f"model.layers.0.{first} cannot be written in place" in reason
+        first = "self_attn.q_proj" if packs_bfloat16() else "mlp.experts.0.gate_proj"
+        assert torch.cuda.is_available() or f"model.layers.0.{first}.weight cannot be written in place" in reason
     if isinstance(under_test.transport, VllmInplace):
         assert not reason
     transport = open_vllm_transport("auto", under_test.engine)

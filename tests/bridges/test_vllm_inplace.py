@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bridges.api import BridgeError, ParamMeta, Rows, StackRow  # noqa: E402
-from bridges.rollout import vllm_layout  # noqa: E402
+from bridges.rollout import vllm_layout, vllm_params  # noqa: E402
 from bridges.rollout.vllm_layout import LiveRows  # noqa: E402
 from bridges.rollout.vllm_params import Place  # noqa: E402
 from bridges.rollout.vllm_stacks import stacks_of  # noqa: E402
@@ -96,16 +96,12 @@ def another_method(module, places):
     module.quant_method = types.SimpleNamespace()
 
 
-def an_expert(module, places):
-    places[0] = places[0]._replace(start=None)
-
-
 @pytest.mark.parametrize(
     "spoil, says",
     [
         (other_dtype, r"\('float8_e5m2', \(12, 32\), True\)"), (transposed, r"\(12, 32\), False\)"),
         (padded, r"\(16, 32\), True\)"), (consumed, "has no weight any more"),
-        (another_method, "how SimpleNamespace keeps it"), (an_expert, "one of a stack of experts"),
+        (another_method, "how SimpleNamespace keeps it"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )  # fmt: skip
@@ -163,7 +159,7 @@ class Made:
 def bare_transport(metas, parameters=None) -> VllmInplace:
     """Each tensor a parameter by itself if none are given."""
     transport, parameters = VllmInplace(), parameters or [torch.zeros(m.shape) for m in metas]
-    transport._rows = [LiveRows(m, None, p, 0, m.shape[0]) for m, p in zip(metas, parameters)]
+    transport._rows = [LiveRows(m, None, p, 0, m.shape[0], p.data_ptr()) for m, p in zip(metas, parameters)]
     transport.targets = {r.meta.name: r.tensor for r in transport._rows}
     transport._place, transport._spans = {m.name: i for i, m in enumerate(metas)}, {}
     return transport
@@ -235,6 +231,96 @@ def test_a_source_by_stacks_arrives_as_one_by_layers_does(engine):
     assert [read[m.name] for m in source.metas] == by_stacks.tolist()
     gc.collect()
     assert not any(ref() is not None for ref in source.alive)
+
+
+class UnquantizedFusedMoEMethod:
+    """vLLM's by name."""
+
+    def __init__(self, kernel: str):
+        self.unquantized_backend = types.SimpleNamespace(name=kernel)
+
+
+E, F, D = 5, 4, 8
+SHAPES = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+
+
+def experts(kernel: str = "TRITON", stacked: bool = True) -> tuple[torch.nn.Module, list[Place]]:
+    """LAYERS modules with the experts of a layer in w13_weight [E, 2F, D] and w2_weight [E, D, F], their layers in one tensor or
+    not."""
+    model, places = torch.nn.Module(), []
+    sizes = {"w13_weight": (E, 2 * F, D), "w2_weight": (E, D, F)}
+    wholes = {leaf: torch.full((LAYERS, *size), -1.0) for leaf, size in sizes.items()}
+    for i in range(LAYERS):
+        model.add_module(f"layer{i}", module := torch.nn.Module())
+        module.quant_method, path = UnquantizedFusedMoEMethod(kernel), f"model.layers.{i}.mlp.experts"
+        for leaf, size in sizes.items():
+            row = wholes[leaf][i] if stacked else wholes[leaf][i].clone()
+            module.register_parameter(leaf, torch.nn.Parameter(row, requires_grad=False))
+            places += [Place(ParamMeta(name, "float32", shape), path, module, leaf, start, size, expert)
+                       for name, shape, start, expert in vllm_params._experts(path, leaf, size)]  # fmt: skip
+    return model, places
+
+
+class OfExperts:
+    """A source of three stacks of experts [L, E, N, K]: gate's is held, the others are made in two parts."""
+
+    def __init__(self):
+        count = LAYERS * E * F * D
+        self.stacks_of = {name: jnp.arange(k * count, (k + 1) * count, dtype=jnp.float32).reshape(LAYERS, E, *shape)
+                          for k, (name, shape) in enumerate(SHAPES.items())}  # fmt: skip
+
+    def manifest(self):
+        return ()
+
+    def names(self, which, layers):
+        return tuple(f"model.layers.{i}.mlp.experts.{e}.{which}.weight" for i in layers for e in range(E))
+
+    def stacks(self, nbytes):
+        gate, *others = SHAPES
+        yield [Rows(self.names(gate, range(2, LAYERS)), self.stacks_of[gate], 2 * E, True)]
+        yield [Rows(self.names(gate, range(2)), self.stacks_of[gate], 0, True)]
+        for which in others:
+            for at in (0, 3):
+                yield [Rows(self.names(which, range(at, at + 3)), self.stacks_of[which][at : at + 3] + 0, 0, False)]
+
+    def __iter__(self):
+        return iter([(f"model.layers.{i}.mlp.experts.{e}.{which}.weight", stack[i, e])
+                     for i in range(LAYERS) for e in range(E) for which, stack in self.stacks_of.items()])  # fmt: skip
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_arrive_in_the_halves_that_vllm_joins(found, stacked):
+    """Layers of the engine's experts are rows of one tensor, or tensors by themselves."""
+    source, (model, places) = OfExperts(), experts(stacked=stacked)
+    transport = VllmInplace()
+    transport._rows = found(model, places)
+    transport.targets = {r.meta.name: r.tensor for r in transport._rows}
+    transport._place, transport._spans = {name: i for i, name in enumerate(transport.targets)}, {}
+    runs = stacks_of(transport._rows)
+    assert [len(rows) for rows in runs] == ([LAYERS * E] if stacked else [E] * LAYERS) * 3
+    by_stacks = transport._write(source, ())
+    for i in range(LAYERS):
+        module = model.get_submodule(f"layer{i}")
+        np.testing.assert_array_equal(module.w13_weight[:, :F], source.stacks_of["gate_proj"][i])
+        np.testing.assert_array_equal(module.w13_weight[:, F:], source.stacks_of["up_proj"][i])
+        np.testing.assert_array_equal(module.w2_weight, source.stacks_of["down_proj"][i])
+    one_by_one = list(source)
+    metas = [transport._rows[transport._place[name]].meta for name, _ in one_by_one]
+    np.testing.assert_array_equal(by_stacks, transport._write(one_by_one, metas))
+    readers = [_Reader([rows]) for rows in runs]
+    read = dict(zip([n for r in readers for n in r.names], np.concatenate([np.asarray(r())[:, :2] for r in readers]).tolist()))
+    assert [read[name] for name in transport.targets] == by_stacks.tolist()
+    assert not any(r.moved() for r in transport._rows)
+    module.w2_weight.data = module.w2_weight.data.clone()
+    assert sum(r.moved() for r in transport._rows) == E
+
+
+def test_experts_of_a_kernel_that_shuffles_them_are_refused_by_name(found):
+    with pytest.raises(BridgeError, match="how FLASHINFER_CUTLASS keeps those is not known here .known: TRITON"):
+        found(*experts("FLASHINFER_CUTLASS"))
+    model, places = experts()
+    with pytest.raises(BridgeError, match=f"layer0.w2_weight cannot be written in place: {(E - 1) * D} of its {E * D} rows"):
+        found(model, [p for p in places if not (p.leaf == "w2_weight" and p.expert == 1)])
 
 
 def test_a_source_by_stacks_that_leaves_a_tensor_out_is_refused():
