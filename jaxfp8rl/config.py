@@ -108,8 +108,9 @@ class Rollout(Section):
     link: Literal["file", "shared_memory", "cuda_ipc", "nccl"] = Field(
         "file", description='way of the weights to engine "remote": cuda_ipc on one GPU, nccl between two (docs/remote_engine.md)'
     )
+    engines: int = Field(1, ge=1, description='servers that engine "remote" starts, which share the requests of a step')
     server_gpus: tuple[int, ...] = Field(
-        (), strict=False, description='what a server that engine "remote" starts sees as CUDA_VISIBLE_DEVICES; empty: as here'
+        (), strict=False, description='GPUs that these servers see, in equal shares (CUDA_VISIBLE_DEVICES); empty: as here'
     )
     server_url: str = Field("", description='a server that runs already, for engine "remote"; empty: one is started')
     server_token_file: str = Field("", description="the file with that server's token")

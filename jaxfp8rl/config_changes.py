@@ -17,7 +17,7 @@ MAY_CHANGE = {
     "model": {"tokenizer"},
     "task": {"path", "held_out_path", "reward_timeout_s"},
     "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep", "link",
-                "server_gpus", "server_url", "server_token_file", "restarts"},
+                "engines", "server_gpus", "server_url", "server_token_file", "restarts"},
     "precision": {"products", "attention"},
     "train": {"row_tokens", "rows_per_microbatch", "remat", "compilation_cache", "data", "fsdp", "tensor"},
     "optim": {"lr", "warmup_steps", "clip_norm", "max_bad_steps", "offload"},

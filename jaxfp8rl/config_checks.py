@@ -12,10 +12,10 @@ from jaxfp8rl.precision.recipe import Recipe, get_recipe
 if TYPE_CHECKING:  # it loads jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.correction import CorrectionConfig
 
-REMOTE_SETTINGS = ("link", "server_gpus", "server_url", "server_token_file", "restarts")
+REMOTE_SETTINGS = ("link", "engines", "server_gpus", "server_url", "server_token_file", "restarts")
 SERVER_SETTINGS = (
-    "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "publish", "enforce_eager", "sleep",
-    "restarts",
+    "engines", "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "publish", "enforce_eager",
+    "sleep", "restarts",
 )  # fmt: skip
 DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the leading one counted
 
@@ -169,6 +169,9 @@ def _check_server(cfg: Config) -> None:
                           "leave it out, and give it to the server when that is started")  # fmt: skip
     elif r.link == "nccl" and not (r.server_gpus or r.server_url):
         raise ConfigError('rollout.link = "nccl" is between two GPUs', "set rollout.server_gpus = [1], say")
+    elif len(r.server_gpus) % r.engines:
+        raise ConfigError(f"rollout.engines = {r.engines} does not divide the {len(r.server_gpus)} rollout.server_gpus",
+                          "give each the same number of GPUs")  # fmt: skip
     elif r.link in ("cuda_ipc", "nccl") and r.publish == "reload":
         raise ConfigError(f'rollout.link = "{r.link}" is written in place, rollout.publish = "reload" is not',
                           'leave rollout.publish out, or set rollout.link = "file"')  # fmt: skip

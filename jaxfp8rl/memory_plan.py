@@ -58,7 +58,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):
         learner.append(("weights on their way to the engine, beyond what an update takes", crossing - taken))
     if cfg.rollout.link in ("cuda_ipc", "nccl"):
-        learner.append(("two slots of rollout.link", LINK_SLOTS))
+        learner.append(("two slots of rollout.link to each engine", LINK_SLOTS * cfg.rollout.engines))
     if cfg.rollout.engine != "jax":  # takes its share of a GPU, whatever it needs
         return learner
     return [*learner, ("engine: weights", wire), ("engine: keys and values", _kv_cache(cfg, model, compute))]

@@ -146,7 +146,8 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
 
 
 def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
-    """vLLM in a process of its own: one that is started here and ends with the run, or one that was given by its address."""
+    """vLLM in processes of its own: those that are started here and end with the run, or one that was given by its address."""
+    from bridges.rollout.engine_pool import EnginePool, Member
     from bridges.rollout.remote_engine import RemoteEngine, start
     from bridges.rollout.supervised_engine import SupervisedEngine
 
@@ -155,14 +156,20 @@ def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tupl
         engine = RemoteEngine(r.server_url, _token(r.server_token_file), leave_running=True)
         _check_server(cfg, model, engine)
         return engine, _opened(cfg, engine)
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, r.server_gpus))} if r.server_gpus else {}
+    share = len(r.server_gpus) // r.engines
 
-    def started() -> tuple[RolloutEngine, WeightTransport]:
+    def started(number: int) -> tuple[RolloutEngine, WeightTransport]:
+        gpus = ",".join(map(str, r.server_gpus[number * share :][:share]))
+        environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **_vllm_options(cfg, model, runs))
         return engine, _opened(cfg, engine)
 
-    supervised = SupervisedEngine(started, r.restarts)
-    return supervised, supervised
+    def member(number: int) -> Member:
+        supervised = SupervisedEngine(functools.partial(started, number), r.restarts)
+        return Member(supervised, supervised)
+
+    engine = member(0).engine if r.engines == 1 else EnginePool.start([functools.partial(member, i) for i in range(r.engines)])
+    return engine, engine
 
 
 def _opened(cfg: Config, engine: RolloutEngine) -> WeightTransport:

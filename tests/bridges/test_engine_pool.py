@@ -1,0 +1,134 @@
+"""Several engines as one: the conformance suite, and what happens when they are not of one mind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from bridges.weights.array_source import random_source
+
+from bridges import conformance
+from bridges.api import BridgeError, EngineDirty, GenRequest, ManifestMismatch, PublishFailed, RolloutEngine, WeightTransport
+from bridges.api import SamplingParams as Sampling
+from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.rollout.engine_pool import EnginePool, Member
+from bridges.rollout.fake_engine import FakeEngine, FakeTransport, Faults
+
+
+def member(**kwargs) -> Member:
+    engine, transport = FakeEngine(**kwargs), FakeTransport()
+    transport.open(engine)
+    return Member(engine, transport)
+
+
+def of(*members: Member) -> EngineUnderTest:
+    pool, metas = EnginePool(members), members[0].engine.expected_manifest()
+    return EngineUnderTest(pool, pool, lambda seed: random_source(metas, seed, 1.0))
+
+
+@pytest.fixture(scope="module")
+def under_test():
+    e = of(*(member(seed=i) for i in range(3)))
+    yield e
+    e.engine.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check, under_test):
+    check(under_test)
+
+
+def test_keeps_the_contracts(under_test):
+    assert isinstance(under_test.engine, RolloutEngine) and isinstance(under_test.transport, WeightTransport)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (Faults(logprobs="nan"), conformance.completions_come_in_order),
+        (Faults(stale_cache=True), conformance.weights_decide),
+        (Faults(stale_version=True), conformance.receipt_tells_what_crossed),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_suite_catches_one_bad_member(fault, check, at):
+    members = [member(), member()]
+    members[at].engine.faults = fault
+    with pytest.raises((AssertionError, PublishFailed)):
+        for _ in range(2):
+            check(of(*members))
+            members.reverse()  # the checks that ask one thing ask it of the first
+
+
+@pytest.mark.parametrize("requests", [1, 2, 7])
+def test_requests_are_shared_out_and_answered_in_order(under_test, requests):
+    under_test.publish(0)
+    asked, members = [], under_test.engine.members
+    for i, m in enumerate(members):
+        generate = type(m.engine).generate
+        m.engine.generate = lambda rs, m=m, i=i, generate=generate: asked.append((i, len(rs))) or generate(m.engine, rs)
+    try:
+        requests = [GenRequest(f"r{i}", (i + 1,), Sampling(4), 2, i) for i in range(requests)]
+        answers = under_test.engine.generate(requests)
+    finally:
+        for m in members:
+            del m.engine.generate
+    assert [[c.request_id for c in group] for group in answers] == [[r.request_id] * 2 for r in requests]
+    assert sorted(asked) == [(i, n) for i in range(3) if (n := len(requests[i::3]))]
+    alone = of(member())
+    alone.publish(0)
+    for a, b in zip(answers, alone.engine.generate(requests), strict=True):  # seeded: by whichever engine
+        assert [c.token_ids.tolist() for c in a] == [c.token_ids.tolist() for c in b]
+
+
+def test_a_member_that_breaks_off_leaves_all_dirty_until_a_publish_in_full():
+    e = of(member(), member())
+    e.publish(0)
+    e.engine.members[1].engine.faults.die_at_tensor = 1
+    with pytest.raises(PublishFailed, match="tensor 1"):
+        e.publish(1)
+    assert e.engine.weight_version() is None and e.engine.members[0].engine.weight_version() == 2
+    with pytest.raises(EngineDirty, match="the publish of version 2 has not finished"):
+        e.sample()
+    e.engine.members[1].engine.faults.die_at_tensor = None
+    assert e.publish(1).version == e.sample()[0].version_spans[0].version == 3
+
+
+def test_what_is_refused_before_a_byte_moves_changes_nothing():
+    e = of(member(), member())
+    receipt = e.publish(0)
+    with pytest.raises(ManifestMismatch):
+        e.transport.publish(random_source(e.source(0).manifest()[:1], 0, 1.0), 9)
+    assert e.engine.weight_version() == receipt.version and len(e.sample()) == 1
+
+
+def test_a_member_that_was_changed_is_found_and_not_asked_any_more():
+    e = of(member(), member())
+    receipt = e.publish(0)
+    e.engine.members[1].transport.publish(e.source(1), receipt.version + 1)
+    assert e.engine.weight_version() is None
+    with pytest.raises(PublishFailed):
+        e.transport.verify(receipt)
+
+
+def test_health_names_the_member():
+    e = of(member(), member(faults=Faults(logprobs="nan")))
+    e.publish(0)
+    assert e.engine.health().ok
+    e.engine.generate([GenRequest(str(i), (1,), Sampling(4)) for i in range(2)])
+    assert not e.engine.health().ok and e.engine.health().detail.startswith("engine 1: ")
+
+
+def test_members_are_alike_and_a_start_that_fails_closes_the_others():
+    with pytest.raises(BridgeError, match="alike"):
+        of(member(), member(vocab_size=65))
+    good = member()
+
+    def bad():
+        raise BridgeError("no such GPU")
+
+    with pytest.raises(BridgeError, match="no such GPU"):
+        EnginePool.start([lambda: good, bad])
+    with pytest.raises(EngineDirty, match="closed"):
+        good.engine.generate([GenRequest("r", (1,), Sampling(1))])
+    np.testing.assert_equal(len(EnginePool.start([member, member]).members), 2)
