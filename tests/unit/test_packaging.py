@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jaxfp8rl", "pallas_kernels", "bridges")
@@ -48,6 +50,17 @@ def test_installed_wheel_finds_its_presets(wheel, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "[rollout]" in done.stdout
+
+
+def test_what_was_measured_on_an_h200_can_be_installed():
+    """The constraints are the versions of the newest of its results, and within the bounds of the package."""
+    pinned = dict(line.split("==") for line in (ROOT / "requirements" / "h200.txt").read_text().splitlines() if "==" in line)
+    results = [json.loads(p.read_text()) for p in (ROOT / "benchmarks" / "results").glob("*.json")]
+    newest = max((r for r in results if "H200" in str(r.get("device")) and "flax" in r["versions"]), key=lambda r: r["date"])
+    assert pinned == newest["versions"]
+    asked = [*PYPROJECT["project"]["dependencies"], *sum(PYPROJECT["project"]["optional-dependencies"].values(), [])]
+    bounds = [r for r in map(Requirement, asked) if r.name in pinned]
+    assert {r.name for r in bounds} == set(pinned) and all(r.specifier.contains(pinned[r.name]) for r in bounds)
 
 
 def test_every_import_is_declared():
