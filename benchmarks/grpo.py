@@ -38,6 +38,7 @@ PROMPTS, SAMPLES, PROMPT = 8, 8, 32
 ENDS = 24  # tokens that end a completion: of 4,096 tokens about half do
 RECIPES = {"fp8": ("fp8_unified", "fp8"), "bf16": ("bf16", "auto")}
 PHASES = ("step", "rollout", "score", "update", "publish")
+RATES = ("step", "rollout", "score", "update")
 
 
 def main() -> None:
@@ -144,13 +145,14 @@ def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
     """Beside bf16, where it ran and came beyond its first step; else each phase beside the whole step."""
     steps = {name: f["steps"][2:] for name, f in found.items() if f["steps"][2:]}  # a line of step 0 comes first
     median = {name: {p: statistics.median(s[f"time/{p}_s"] for s in seen) for p in PHASES} for name, seen in steps.items()}
-    rate = {name: sum(s["tokens/rollout"] for s in seen) / sum(s["time/rollout_s"] for s in seen) for name, seen in steps.items()}
+    tokens = {name: sum(s["tokens/rollout"] for s in seen) for name, seen in steps.items()}  # each run samples its own
+    rate = {name: {p: tokens[name] / sum(s[f"time/{p}_s"] for s in seen) for p in RATES} for name, seen in steps.items()}
     rows = []
     for name, of in median.items():
         what, beside = f"{case}, {name}", "bf16" if "bf16" in median else "the step"
         rows += [row(what, p, "s", of[p], median["bf16"][p] if beside == "bf16" else of["step"], beside, True) for p in PHASES]
         if "bf16" in rate:
-            rows.append(row(what, "rollout", "tokens/s", rate[name], rate["bf16"], "bf16"))
+            rows += [row(what, p, "tokens/s", rate[name][p], rate["bf16"][p], "bf16") for p in RATES]
         rows.append(row(what, "publish, of a step", "", of["publish"] / of["step"], 0.01, "a hundredth", True))
         plan = sum(found[name]["plan"].values()) / 1e9
         peak = found[name]["steps"][-1]["memory/peak_gib"] * 2**30 / 1e9
