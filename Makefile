@@ -17,14 +17,15 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python --no-deps
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
 
-# A run directory is never reused by accident; the demo's is made afresh, so that its numbers are those of this run.
+# A run directory is never reused by accident; these are made afresh, so that the numbers are those of this run, and are of their
+# own, so that no run of `jaxfp8rl train demo` is lost.
 demo: $(VENV)/.base
-	rm -rf runs/demo
-	$(BIN)/jaxfp8rl train configs/demo.toml
+	rm -rf runs/make-demo
+	$(BIN)/jaxfp8rl train configs/demo.toml --run.dir runs/make-demo
 
 demo-vllm: $(VENV)/.vllm
-	rm -rf runs/demo-vllm
-	$(BIN)/jaxfp8rl train configs/demo.toml --rollout.engine vllm --run.dir runs/demo-vllm \
+	rm -rf runs/make-demo-vllm
+	$(BIN)/jaxfp8rl train configs/demo.toml --rollout.engine vllm --run.dir runs/make-demo-vllm \
 	    $$($(BIN)/python -m bridges.probe --demo-flags)
 
 test: lint $(VENV)/.vllm
@@ -36,11 +37,13 @@ test-thorough: $(VENV)/.vllm
 lint: $(VENV)/.base
 	$(BIN)/ruff check .
 
+# COMMIT=--commit-result puts the results in place of the committed ones.
 bench: demo demo-vllm
-	$(BIN)/jaxfp8rl bench demo_cpu
-	$(BIN)/jaxfp8rl bench estimator_lab
-	$(BIN)/jaxfp8rl bench precision_errors
-	if command -v nvidia-smi >/dev/null; then $(BIN)/jaxfp8rl bench demo_h200; $(BIN)/jaxfp8rl bench corrections_time; fi
+	$(BIN)/jaxfp8rl bench demo_cpu $(COMMIT)
+	$(BIN)/jaxfp8rl bench estimator_lab $(COMMIT)
+	$(BIN)/jaxfp8rl bench precision_errors $(COMMIT)
+	if command -v nvidia-smi >/dev/null; then \
+	    $(BIN)/jaxfp8rl bench demo_h200 $(COMMIT); $(BIN)/jaxfp8rl bench corrections_time $(COMMIT); fi
 
 # In an environment of its own: what builds a site is of no use to a run. (Its theme would advertise a successor.)
 docs: $(VENV)-docs/.done

@@ -2,7 +2,7 @@
 
     jaxfp8rl bench demo_cpu [RUN_OF_EMBEDDED RUN_OF_VLLM]
 
-Reads the metrics.jsonl of both run directories (runs/demo and runs/demo-vllm unless named) and runs nothing.
+Reads the metrics.jsonl of both run directories (runs/make-demo and runs/make-demo-vllm unless named) and runs nothing.
 
 Needs the runs of `make demo` and `make demo-vllm`.
 """
@@ -21,7 +21,7 @@ from jaxfp8rl.monitors.jsonl import read_metrics
 
 def main() -> None:
     parser = arguments(__doc__, "demo_cpu")
-    parser.add_argument("runs", nargs="*", default=["runs/demo", "runs/demo-vllm"])
+    parser.add_argument("runs", nargs="*", default=["runs/make-demo", "runs/make-demo-vllm"])
     args = parser.parse_args()
     if missing := [run for run in args.runs if not Path(run, "metrics.jsonl").exists()]:
         sys.exit(f"no run in {', '.join(missing)}: `make demo` and `make demo-vllm` first")

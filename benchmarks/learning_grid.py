@@ -8,7 +8,7 @@ on a machine with AMX). `learning`: the embedded engine, recipe x correction; he
 run, with Student's 95% interval over seeds. The yardstick is the BF16 recipe of the same seeds. A correction that does nothing
 is refused for an FP8 recipe, so "none" carries a rejection that never rejects.
 
-Needs a GPU for its speed, vLLM for --part mismatch.
+Needs no GPU; one for its speed, vLLM for --part mismatch.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ Needs a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import sys
@@ -72,16 +73,19 @@ def mlp(p: Precision, fp8: bool = True) -> Callable:
 
 UNIFIED, HIGH = precision("pallas"), precision("float32", gradients="high")
 FUSED = precision("pallas", fused=True, fused_quantizer=True)  # as compiled vLLM
+SQUARE = dataclasses.replace(FUSED, wgrad_inputs="128x128")
 PARTS = {
     "linears": [
         Case("fp8_unified", True, linears(UNIFIED)),
         Case("fp8_unified, an input quantised for each product", True, linears(UNIFIED, own=unlike), False),
+        Case("fp8_unified, wgrad's inputs in 128x128", True, linears(precision("pallas", wgrad_inputs="128x128")), False),
         Case("fp8_unified, saved in FP8", True, linears(precision("pallas", saved_activations="fp8")), False),
         Case("fp8_forward", True, linears(precision("pallas", gradients="high")), False),
         Case("bf16", False, linears(HIGH, fp8=False)),
     ],
     "MLP": [
         Case("fp8_unified", True, lambda xs, weights: [swiglu_mlp(*xs, *weights[0], FUSED)]),
+        Case("fp8_unified, wgrad's inputs in 128x128", True, lambda xs, weights: [swiglu_mlp(*xs, *weights[0], SQUARE)], False),
         Case("fp8_unified, SwiGLU apart from the quantisers", True, mlp(FUSED)),
         Case("bf16", False, mlp(HIGH, fp8=False)),
     ],

@@ -62,6 +62,7 @@ VARIANTS = {  # fields of Precision; all linears FP8 but for bf16
     "fp8_unified, activations in high precision (W8A16)": FP8 | {"activations_fp8": False},
     "fp8_unified, gradients E5M2": FP8 | {"gradients": "e5m2"},
     "fp8_unified, saved activations FP8 (Jet-RL)": FP8 | {"saved_activations": "fp8"},
+    "fp8_unified, wgrad's inputs in 128x128": FP8 | {"wgrad_inputs": "128x128"},
 }
 POWERS_OF_TWO = "fp8_unified, scales powers of two"
 YARDSTICK = "bf16 on the same data"

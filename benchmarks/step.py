@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1)
+    parser.add_argument("--wgrad-inputs", choices=["1x128", "128x128"], default="1x128", help="of fp8_unified: %(default)s")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="float32")
     parser.add_argument("--remat", choices=get_args(Remat), default="mlp")
     parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
@@ -78,7 +79,8 @@ def main() -> None:
             rows += [row(f"{case}, {recipe}", what, unit, f[what], found[first][what], first, smaller)
                      for what, unit, smaller in (("score", "ms", True), ("update", "ms", True), ("peak memory", "GB", True),
                                                  ("MFU", "of BF16's peak", False)) if f[what] is not None]  # fmt: skip
-        write(args.out, "step", rows, args.plot, each=each, settings={"remat": args.remat, "optim": OPTIMIZERS[args.optim]})
+        settings = {"remat": args.remat, "optim": OPTIMIZERS[args.optim], "wgrad_inputs": args.wgrad_inputs}
+        write(args.out, "step", rows, args.plot, each=each, settings=settings)
 
 
 def child(size: str, recipe: str) -> dict:
@@ -91,7 +93,7 @@ def child(size: str, recipe: str) -> dict:
 def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float]:
     """ms of scoring and of an update (medians), GB at the peak, MFU of the update, and seconds of compilation."""
     model = ModelConfig.from_hf(config(size, args.layers))
-    precision = precision_of(model, recipe)
+    precision = dataclasses.replace(precision_of(model, recipe), wgrad_inputs=args.wgrad_inputs)
     optimizer = make_optimizer(Optim(lr=1e-6, **OPTIMIZERS[args.optim]), 100)
     layout, devices = make_layout(args.data, args.fsdp, args.tensor), args.data * args.fsdp * args.tensor
     logprobs = make_logprobs(model, precision, 1.0, args.remat, layout)

@@ -16,11 +16,13 @@ from pathlib import Path
 from jaxfp8rl.errors import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+COMMIT = "--commit-result"
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """purpose: the first paragraph of its docstring; needs: what the docstring's line "Needs ... ." says, up to the full stop."""
+    """purpose: the first paragraph of its docstring; needs: what the docstring's line "Needs ... ." says, up to the full stop.
+    What comes after a semicolon there it can do without."""
 
     name: str
     purpose: str
@@ -31,11 +33,13 @@ class Benchmark:
         return textwrap.fill(text, 118, subsequent_indent=" " * 18, break_on_hyphens=False)
 
     def missing(self) -> str:
-        """What of it is not here, of a GPU and vLLM, without loading either."""
-        wanted = self.needs.partition(";")[0].split(" and ")
-        if {"a GPU", "a Hopper GPU"} & set(wanted) and not shutil.which("nvidia-smi"):
+        """What of it is not here, of a GPU, vLLM and nvcc, without loading any."""
+        wanted = self.needs.partition(";")[0]
+        if re.search(r"\ba (Hopper )?GPU\b", wanted) and not shutil.which("nvidia-smi"):
             return "NVIDIA GPU"
-        return "vLLM" if "vLLM" in wanted and not importlib.util.find_spec("vllm") else ""
+        if re.search(r"\bvLLM\b", wanted) and not importlib.util.find_spec("vllm"):
+            return "vLLM"
+        return "nvcc" if re.search(r"\bnvcc\b", wanted) and not shutil.which("nvcc") else ""
 
 
 def benchmarks() -> dict[str, Benchmark]:
@@ -57,7 +61,8 @@ def _read(path: Path) -> Benchmark | None:
 
 
 def run_bench(name: str | None, options: Sequence[str]) -> None:
-    """Run the benchmark `name` with its own command line, or without a name print which there are.
+    """Run the benchmark `name` with its own command line, or without a name print which there are. Its result goes to the working
+    directory; to the repository's, in place of the committed one, where COMMIT is among the options.
 
     Raises UserError for an unknown name, and where what it needs is missing.
     """
@@ -70,5 +75,8 @@ def run_bench(name: str | None, options: Sequence[str]) -> None:
         fit = ", ".join(b.name for b in known.values() if not b.missing())
         raise UserError(f"benchmark {name} needs {known[name].needs}: there is no {missing} here", f"those that run here: {fit}")
     sys.path.insert(0, str(FOLDER.parent))
-    sys.argv = [f"jaxfp8rl bench {name}", *options]  # its main reads them
+    common = importlib.import_module("benchmarks.common")
+    if COMMIT not in options:
+        common.RESULTS = Path()
+    sys.argv = [f"jaxfp8rl bench {name}", *(option for option in options if option != COMMIT)]  # its main reads them
     importlib.import_module(f"benchmarks.{name}").main()

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
 from jaxfp8rl.batches import Batches
 from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.config import Config
-from jaxfp8rl.data.dataset import PromptStream, prepare
+from jaxfp8rl.data.dataset import PromptStream, contents, prepare
 from jaxfp8rl.data.packing import Sample, microbatches_needed
 from jaxfp8rl.data.tasks import Problem, Task, make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
@@ -32,9 +33,11 @@ from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe,
 from jaxfp8rl.registry import build_engine, share_gpu
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollouts import Prompt
-from jaxfp8rl.routing import RouteReplay, check_engine, check_moe, compact, make_record, route_problem, with_options
+from jaxfp8rl.routing import (
+    RouteReplay, check_engine, check_moe, compact, make_record, of_no_tokens, route_problem, with_options,
+)  # fmt: skip
 from jaxfp8rl.sharding import ONE, Layout, check_divides, make_layout
-from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_top_k, make_train_step
 from jaxfp8rl.types import Params, TrainState
 
 
@@ -50,6 +53,7 @@ class Parts:
     train: list[Prompt]
     stream: PromptStream[Prompt]
     held_out: list[Prompt]
+    contents: dict[str, str]
     rewards: RewardRunner
     engine: RolloutEngine
     transport: WeightTransport
@@ -66,6 +70,7 @@ class Parts:
     kv_scales: KvCalibration | None
     replay: RouteReplay | None
     spikes: SpikeCounter
+    top_k: Callable | None  # for samples, if run.samples_top_k asks for it
     reference: Params | None = None  # the policy that the run began with, when loss.kl_coef holds on to it
 
     @functools.cached_property
@@ -98,6 +103,11 @@ class Parts:
             return compact(samples, self.model)
         return [s._replace(routes=None) for s in samples]
 
+    @property
+    def no_routes(self) -> np.ndarray | None:
+        """Those of an update without samples, which has the shape of others; None if the engine's are not replayed."""
+        return of_no_tokens(self.model) if self.cfg.moe.replay == "R3" else None
+
     def initial_params(self) -> Params:
         """On the learner's devices; on one before a warm start, which is made there."""
         return starting_params(self.cfg, self.model, ONE if self.cfg.sft.steps else self.layout)
@@ -126,27 +136,34 @@ def build(cfg: Config) -> Parts:
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)
     attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     data = load_data(cfg, model)
-    engine, transport = build_engine(cfg, model, runs)
+    rewards = RewardRunner(data.task, cfg.task.reward_timeout_s, cfg.task.reward_workers)
+    try:
+        rewards.wait_until_ready()
+        engine, transport = build_engine(cfg, model, runs)
+    except BaseException:
+        rewards.close()
+        raise
     check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
     precision = resolve(
         get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,
         cfg.precision.gradients, cfg.precision.saved_activations,
-        products_of(cfg.precision.products, cfg.precision.compute_dtype), attention,
+        products_of(cfg.precision.products, cfg.precision.compute_dtype), attention, cfg.precision.wgrad_inputs,
     )  # fmt: skip
     updates = cfg.run.steps * cfg.train.updates_per_step
     optimizer = make_optimizer(cfg.optim, updates)
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
     return Parts(
         cfg, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
-        data.held_out[: cfg.run.eval_problems],
-        RewardRunner(data.task, timeout_s=cfg.task.reward_timeout_s), engine, transport, runs, precision, layout, logprobs,
+        data.held_out[: cfg.run.eval_problems], data.contents(),
+        rewards, engine, transport, runs, precision, layout, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout, cfg.moe.balance_coef),
         optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model, layout),
         KvCalibration(model, precision, cfg.rollout.temperature, cfg.rollout.kv_scale_decay)
         if cfg.rollout.kv_scales == "calibrated" else None,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
+        make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout) if cfg.run.samples_top_k else None,
     )  # fmt: skip
 
 
@@ -196,6 +213,12 @@ class Data:
     task: Task
     train: list[Prompt]
     held_out: list[Prompt]
+
+    def contents(self) -> dict[str, str]:
+        """Digests of what a resumed run must find again. The options of a generator fix its answers, and some of reasoning_gym's
+        write down another right one in each process."""
+        answers = self.task.kind != "reasoning_gym"
+        return {"problems": contents(self.train, answers), "held-out problems": contents(self.held_out, answers)}
 
 
 def load_data(cfg: Config, model: ModelConfig) -> Data:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,21 +52,32 @@ class ClipCalibration:
         if np.isfinite(bounds).all():  # else the update that follows is not finite either, and its guard reports it
             self.clip = tuple(map(np.float32, bounds))
 
+    def state(self) -> dict[str, list[float]]:
+        """JSON-able, of a checkpoint."""
+        return {"clip": [float(x) for x in self.clip], "clip_of": list(self.nominal)}
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        """Go on with the distances of a checkpoint, unless they were calibrated from others than ours: a fork may set its own."""
+        if "clip" in state and tuple(state.get("clip_of", self.nominal)) == self.nominal:
+            self.clip = tuple(map(np.float32, state["clip"]))
+
 
 class KvCalibration:
     """Scales of FP8 attention from the largest queries, keys and values of the scoring pass, which it therefore makes.
 
     `amax` [L] of each is the largest seen, forgotten by `decay` a step (jaxfp8rl/precision/kv_scales.py); None before the first.
+    A step ends with `apply`, however many batches it scored.
     """
 
     def __init__(self, model: ModelConfig, precision: Precision, temperature: float, decay: float):
         self.amax: KvScales | None = None
+        self._seen: KvScales | None = None  # in this step
         self._decay, self._observe = decay, exact_jit(functools.partial(_observe, model, precision, temperature))
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
         """old_logp [M, R, T], as `score` gives it; what was seen on the way is remembered."""
         logp, amax = self._observe(policy, batch)
-        self.amax = remember(self.amax, amax, self._decay)
+        self._seen = remember(self._seen, amax, 1.0)
         return logp
 
     def metrics(self) -> dict[str, float]:
@@ -74,6 +86,8 @@ class KvCalibration:
 
     def apply(self, policy: Params) -> Params:
         """The policy with the scales to publish it with."""
+        if self._seen is not None:
+            self.amax, self._seen = remember(self.amax, self._seen, self._decay), None
         return {**policy, "kv_scales": scales_from(self.amax)}
 
 

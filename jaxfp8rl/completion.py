@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from jaxfp8rl.bench import FOLDER, benchmarks
 from jaxfp8rl.settings import settings
 from jaxfp8rl.toml_config import presets
 
@@ -17,8 +18,14 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for command in commands.choices.values():
         for action in command._actions:
-            if action.dest in ("directory", "runs", "out", "gguf", "diff"):
+            if action.dest in ("directory", "runs", "out", "gguf"):
                 action.complete = shtab.FILE
+            elif action.dest == "fork":
+                action.complete = shtab.DIRECTORY
+            elif action.dest == "diff":
+                action.choices = [*sorted(presets()), shtab.Choice("file")]
+            elif action.dest == "name" and FOLDER.is_dir():  # a package installed alone has no benchmarks
+                action.choices = sorted(benchmarks())
         config = next((action for action in command._actions if action.dest == "config"), None)
         if config is not None:
             config.choices = [*sorted(presets()), shtab.Choice("file")]

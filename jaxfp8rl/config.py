@@ -44,6 +44,7 @@ class Run(Section):
         3600.0, ge=0, description="seconds in one phase of a step after which the run says where it stands, and ends; 0: never"
     )
     samples_per_step: int = Field(4, ge=0, description="completions written to samples.jsonl each step")
+    samples_top_k: int = Field(0, ge=0, description="with the learner's k likeliest tokens in place of each; 0: without")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         (), strict=False, description='metric sinks besides console and JSONL, for example ["wandb"]'
     )
@@ -64,11 +65,16 @@ class Task(Section):
     name: str = Field("", description="generator of reasoning-gym")
     path: str = Field("", description="JSONL or Parquet file of prompts and answers")
     held_out_path: str = Field("", description="file of held-out rows; empty: a seeded fraction of `path`")
-    options: dict[str, Any] = Field({}, description="options of the task, passed through and checked by it")
+    options: dict[str, Any] = Field({}, description="options of the kind of task, checked by it (docs/tasks.md)")
     system_prompt: str = Field("", description="put before a prompt that is rendered with the chat template")
     chat: bool = Field(False, description="render prompts with the tokenizer's chat template")
-    scorer: Literal["", "exact", "math_verify"] = Field("", description="scorer of a file task; empty: the task's own")
+    scorer: str = Field(
+        "", description='of a file task: exact (also when empty), math_verify, or "module:function" of your own (docs/tasks.md)'
+    )
     reward_timeout_s: float = Field(5.0, gt=0, description="a score that takes longer is undefined, its child is killed")
+    reward_workers: int = Field(
+        0, ge=0, description="processes that score side by side, where the scorer needs one; 0: one a core, at most 8"
+    )
     max_prompt_tokens: int = Field(ge=1, description="a longer prompt is an error, or is skipped and counted")
     skip_bad_rows: bool = Field(False, description="count malformed rows and unusable prompts instead of stopping")
 
@@ -129,6 +135,9 @@ class PrecisionSection(Section):
     gradients: Literal["e4m3", "e5m2"] = Field("e4m3", description="format of gradients in a backward pass in FP8")
     saved_activations: Literal["high", "fp8"] = Field(
         "high", description='what wgrad gets of an FP8 product\'s input: as it was, or the forward\'s codes (Jet-RL)'
+    )
+    wgrad_inputs: Literal["1x128", "128x128"] = Field(
+        "1x128", description="blocks that an FP8 wgrad quantises a product's input in; 128x128: faster, by a coarser scale"
     )
     products: Literal["auto", "float32", "tensor_core", "pallas"] = Field(
         "auto", description="what computes FP8 products; auto: pallas on Hopper, tensor_core on others with FP8 tensor cores"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import CheckpointError
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.toml_config import load_config, parse_overrides
 
 # Where things are, what is watched, how the same numbers are computed; and those that a run in trouble is told to change. The
 # contents of a data set and a tokenizer are compared with the checkpoint's, wherever they lie.
 MAY_CHANGE = {
     "run": {"dir", "steps", "eval_every", "eval_problems", "save_every", "keep_checkpoints", "save_patience_s", "watchdog_s",
-            "samples_per_step", "trackers"},
+            "samples_per_step", "samples_top_k", "trackers"},
     "model": {"tokenizer"},
-    "task": {"path", "held_out_path", "reward_timeout_s"},
+    "task": {"path", "held_out_path", "reward_timeout_s", "reward_workers"},
     "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep", "link",
                 "engines", "server_gpus", "server_url", "server_token_file", "restarts"},
     "precision": {"products", "attention"},
@@ -37,6 +38,21 @@ def described(found: dict[tuple[str, str], tuple[Any, Any]]) -> list[str]:
     return [f"{section}.{key}: {old!r} -> {new!r}" for (section, key), (old, new) in found.items()]
 
 
+def check_typed(cfg: Config, overrides: Sequence[str]) -> None:
+    """Raise CheckpointError, with the difference, where `cfg` differs from the run in its run directory in what none of the
+    `overrides` says: a file or a preset that is not what the run was begun with changes nothing unasked."""
+    own = Path(cfg.run.dir) / "config.toml"
+    if not own.is_file():  # no run: said by `check_run_directory`
+        return
+    typed = {o.path[:2] for o in parse_overrides(overrides)} | {("run", "dir")}
+    if unasked := {key: values for key, values in changes(load_config(str(own)), cfg).items() if key not in typed}:
+        listing = "\n  ".join(described(unasked))
+        raise CheckpointError(
+            f"run.dir: {cfg.run.dir} was begun with other settings:\n  {listing}",
+            f"jaxfp8rl train {cfg.run.dir} --resume goes on with its own; what is to change is typed, --section.key VALUE",
+        )
+
+
 def check_resumable(cfg: Config) -> None:
     """Raise CheckpointError, with the difference, where `cfg` is of another run than the one in its run directory."""
     found = changes(load_config(str(Path(cfg.run.dir) / "config.toml")), cfg)
@@ -45,5 +61,6 @@ def check_resumable(cfg: Config) -> None:
         listing = "\n  ".join(described(refused))
         raise CheckpointError(
             f"run.dir: {cfg.run.dir} is resumed with the settings it was begun with; these are others:\n  {listing}",
-            f"leave them as they were (its config.toml), or begin another run from it: --fork {cfg.run.dir} --run.dir NEW",
+            f"jaxfp8rl train {cfg.run.dir} --resume goes on with its own; or begin another run from it: "
+            f"--fork {cfg.run.dir} --run.dir NEW",
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxfp8rl.config import Config, Loss, Rollout
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.precision.recipe import Recipe, get_recipe
+from jaxfp8rl.rewards.verifiers import check_scorer_name
 
 if TYPE_CHECKING:  # it loads jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.correction import CorrectionConfig
@@ -17,17 +20,22 @@ SERVER_SETTINGS = (
     "engines", "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "publish", "enforce_eager",
     "sleep", "restarts",
 )  # fmt: skip
+VLLM_SETTINGS = ("gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "enforce_eager")
+VLLM_TEMPERATURES = 0.01, 2.0  # a lower one vLLM raises without saying so, a higher one it refuses
 DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the leading one counted
 
 
 def check(cfg: Config) -> None:
     """Refuse combinations that cannot work, before anything loads. Raises ConfigError."""
+    if file := next((p for p in (Path(cfg.run.dir), *Path(cfg.run.dir).parents) if os.path.isfile(p)), None):
+        raise ConfigError(f"run.dir: {file} is a file", "choose another --run.dir")
     recipe = get_recipe(cfg.precision.recipe)
     _check_float_types(cfg, recipe)
     _check_fp8_formats(cfg, recipe)
     _check_loss(cfg, recipe)
     if bool(cfg.model.path) == bool(cfg.model.config):
-        raise ConfigError("model: give either `path` (an HF folder) or `config` (a table), not both or neither")
+        raise ConfigError("model: give either `path` (an HF folder) or `config` (a table), not both or neither",
+                          "--model.path FOLDER, and where the file has a [model.config] also --model.config '{}'")  # fmt: skip
     if not (cfg.model.tokenizer or cfg.model.path):
         raise ConfigError("model.tokenizer: a model from scratch needs one", 'an HF folder, or "chars:0123456789+="')
     if cfg.max_model_len > cfg.train.row_tokens:
@@ -47,10 +55,21 @@ def check(cfg: Config) -> None:
     _check_mesh(cfg)
     _check_lag(cfg)
     _check_server(cfg)
-    if cfg.task.kind == "reasoning_gym" and not cfg.task.name:
+    _check_temperature(cfg)
+    _check_idle(cfg, recipe)
+    _check_task(cfg)
+
+
+def _check_task(cfg: Config) -> None:
+    task = cfg.task
+    if task.kind == "reasoning_gym" and not task.name:
         raise ConfigError("task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"')
-    if cfg.task.kind == "file" and not cfg.task.path:
+    if task.kind == "file" and not task.path:
         raise ConfigError("task.path: a file task needs a JSONL or Parquet file")
+    if task.scorer and task.kind != "file":
+        raise ConfigError(f'task.scorer: a task of kind "{task.kind}" scores by itself', 'leave it out, or task.kind = "file"')
+    if task.scorer:
+        check_scorer_name(task.scorer)
 
 
 def _check_float_types(cfg: Config, recipe: Recipe) -> None:
@@ -177,6 +196,49 @@ def _check_server(cfg: Config) -> None:
                           'leave rollout.publish out, or set rollout.link = "file"')  # fmt: skip
 
 
+def _check_temperature(cfg: Config) -> None:
+    low, high = VLLM_TEMPERATURES
+    if cfg.rollout.engine != "jax" and not low <= cfg.rollout.temperature <= high:
+        raise ConfigError(f"rollout.temperature = {cfg.rollout.temperature:g}: vLLM samples at {low:g} to {high:g}",
+                          'set one of these, or rollout.engine = "jax"')  # fmt: skip
+
+
+def _check_idle(cfg: Config, recipe: Recipe) -> None:
+    """What nothing would read must not seem to have been tried."""
+    r, loss, moe = cfg.rollout, cfg.loss, cfg.moe
+    engine = f'rollout.engine = "{r.engine}"'
+    if r.engine == "jax":
+        _refuse_given(cfg, "rollout", VLLM_SETTINGS, engine, 'rollout.engine = "vllm"')
+    else:
+        _refuse_given(cfg, "precision", ("embedded_activations",), engine, 'rollout.engine = "jax"')
+    if not recipe.engine_fp8:
+        _refuse_given(cfg, "precision", ("embedded_activations",), f'precision.recipe = "{recipe.name}"', "an FP8 recipe")
+    if r.kv_scales == "one":
+        _refuse_given(cfg, "rollout", ("kv_scale_decay",), 'rollout.kv_scales = "one"', 'rollout.kv_scales = "calibrated"')
+    if not loss.overlong_buffer:
+        _refuse_given(cfg, "loss", ("overlong_penalty",), "loss.overlong_buffer = 0", "loss.overlong_buffer")
+    if moe.replay != "R3":
+        _refuse_given(cfg, "moe", ("measure_every",), f'moe.replay = "{moe.replay}"', 'moe.replay = "R3"')
+    if not cfg.run.samples_per_step:
+        _refuse_given(cfg, "run", ("samples_top_k",), "run.samples_per_step = 0", "run.samples_per_step")
+    if loss.old_policy == "rollout":
+        _refuse_given(cfg, "moe", ("measure_every",), 'loss.old_policy = "rollout"', 'loss.old_policy = "recomputed"')
+
+
+def _refuse_given(cfg: Config, section: str, keys: tuple[str, ...], where: str, instead: str) -> None:
+    """Refuse those of `keys` that are not their defaults, and say how to give these."""
+    values, fields = dict(getattr(cfg, section)), type(getattr(cfg, section)).model_fields
+    if given := [key for key in keys if values[key] != fields[key].default]:
+        defaults = " ".join(f"--{section}.{key}={_word(fields[key].default)}" for key in given)
+        raise ConfigError(f"{', '.join(f'{section}.{key}' for key in given)}: no effect with {where}",
+                          f"leave it out ({defaults}), or set {instead}")  # fmt: skip
+
+
+def _word(value: object) -> str:
+    """As an override has it; an empty one is an absent value."""
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _check_fp8_formats(cfg: Config, recipe: Recipe) -> None:
     """A format for a pass that the recipe does not run in FP8 would be ignored."""
     ignored = {
@@ -185,6 +247,7 @@ def _check_fp8_formats(cfg: Config, recipe: Recipe) -> None:
             recipe.forward_fp8 or (recipe.engine_fp8 and cfg.rollout.engine == "jax")
         ),
         'precision.saved_activations = "fp8"': cfg.precision.saved_activations == "fp8" and not recipe.forward_fp8,
+        'precision.wgrad_inputs = "128x128"': cfg.precision.wgrad_inputs == "128x128" and not recipe.backward_fp8,
     }
     for what in (what for what, is_ignored in ignored.items() if is_ignored):
         raise ConfigError(f'{what} has no effect under precision.recipe "{recipe.name}"',

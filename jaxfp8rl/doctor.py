@@ -219,7 +219,8 @@ def _vllm(found: dict) -> Check:
         fix = f'pip install "vllm<{UNTESTED_VLLM}" if anything is odd'
         return Check("vllm", "-", f"{found['vllm']} is newer than what was tested", fix)
     if found["vllm_fp8"]:
-        return Check("vllm", "-", f"{found['vllm']}, BF16 only: {found['vllm_fp8']}", "a Hopper GPU, for FP8 rollouts")
+        fix = 'a Hopper GPU; rollout.fp8_kernel = "emulated" samples in FP8 without one, slowly (make demo-vllm)'
+        return Check("vllm", "-", f"{found['vllm']}, BF16 only: {found['vllm_fp8']}", fix)
     return Check("vllm", "ok", f"{found['vllm']}, BF16 and FP8")
 
 

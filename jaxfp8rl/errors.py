@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -53,5 +54,7 @@ class OutOfMemory(UserError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the closest known word, or the list of known ones when none is close."""
     known = sorted(known)
-    hit = difflib.get_close_matches(word, known, 1, 0.6)
+    parts = [name for name in known if word in re.split("[_/.]", name)]  # tis of token_tis
+    parts.sort(key=lambda name: (name.count("/"), len(name)))
+    hit = difflib.get_close_matches(word, known, 1, 0.8) or parts or difflib.get_close_matches(word, known, 1, 0.6)
     return f' (did you mean "{hit[0]}"?)' if hit else f" (known: {', '.join(known)})"

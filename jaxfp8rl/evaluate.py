@@ -24,6 +24,7 @@ from jaxfp8rl import rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError
 from jaxfp8rl.loop import EVAL_STEP, publish
+from jaxfp8rl.toml_config import parse_overrides
 from jaxfp8rl.trained import Trained, load_trained
 
 Z = 1.959963984540054  # of a normal distribution 95% lies within so many standard deviations
@@ -43,7 +44,8 @@ def run_eval(
     source: str, ks: Sequence[int] = (1,), samples: int | None = None, step: int | None = None, greedy: bool = False,
     threshold: float = 1.0, out: str | None = None, overrides: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Print the table of `source`, a run directory or a config, and write it as JSON to `out`, for a run to its eval.json.
+    """Print the table of `source`, a run directory or a config, and add it to the list in the JSON file `out`, for a run its
+    eval.json; the answer to the same question is replaced.
 
     samples: completions a problem, by default the largest k. greedy: one each, the likeliest. Raises UserErrors before anything
     is sampled, BridgeErrors as training does.
@@ -52,17 +54,19 @@ def run_eval(
     if max(ks) > n or (greedy and n > 1):
         what = "of greedy completions there is one" if greedy else f"--samples {n} is less than --k {max(ks)}"
         raise ConfigError(f"pass@{max(ks)} cannot be estimated: {what}", "--k 1 with --greedy, else --samples of at least k")
+    path = Path(out) if out else Path(source) / "eval.json" if Path(source).is_dir() else None
+    before = recorded(path) if path else []
     trained = load_trained(source, step, overrides)
     with contextlib.closing(build(trained.cfg)) as parts:
         passed, reward = sample(parts, trained, n, greedy, threshold)
         found = summary(parts, trained, passed, n, ks) | {"greedy": greedy, "threshold": threshold, "reward_mean": reward}
-    out = out or (str(Path(source) / "eval.json") if Path(source).is_dir() else None)
+    found["overrides"] = {".".join(override.path): override.value for override in parse_overrides(overrides)}
     how = "greedy" if greedy else f"{n} sampled at temperature {found['temperature']:g}"
     print(f"step {found['step']}: {found['problems']} held-out problems, {how}, by {found['engine']}")
     Console(highlight=False).print(table(found))
-    if out:
-        _write(Path(out), found)
-        print(f"wrote {out}")
+    if path:
+        _write(path, [record for record in before if _question(record) != _question(found)] + [found])
+        print(f"wrote {path}")
 
 
 def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: float) -> tuple[np.ndarray, float]:
@@ -92,10 +96,11 @@ def hand_over(parts: Parts, trained: Trained) -> None:
 
 
 def summary(parts: Parts, trained: Trained, passed: np.ndarray, n: int, ks: Sequence[int]) -> dict[str, Any]:
-    """What eval.json says. passed [P]."""
+    """What a record of eval.json says. passed [P]."""
     cfg, engine = trained.cfg, parts.engine.capabilities()
     return {
-        "step": trained.step, "task": cfg.task.kind, "name": cfg.task.name, "problems": len(passed), "samples": n,
+        "run": cfg.run.dir, "step": trained.step, "task": cfg.task.kind, "name": cfg.task.name,
+        "problems": len(passed), "samples": n,
         "temperature": cfg.rollout.temperature, "top_k": cfg.rollout.top_k, "top_p": cfg.rollout.top_p, "seed": cfg.run.seed,
         "engine": f"{engine.engine} {engine.engine_version}", "weights": engine.formats.weights,
         "kv_cache": engine.formats.kv_cache,
@@ -136,9 +141,28 @@ def table(found: dict[str, Any]) -> Table:
     return shown
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The records that the file `path` has, none where there is no file. Raises ConfigError for a place that cannot be written to
+    and DataError for a damaged file: both before anything is sampled."""
+    if path.is_dir() or not path.parent.is_dir():
+        why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"--out {path}: {why}", "name a file in a folder that is there")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    except ValueError as e:
+        raise DataError(f"{path} is damaged: {e}", "take it away, or name another with --out") from e
+    return found if isinstance(found, list) else [found]  # before there were lists there was one
+
+
+def _question(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What was asked; a record that answers the same is an older one."""
+    asked = ("run", "step", "samples", "greedy", "threshold", "overrides")
+    return *(record.get(key) for key in asked), *record["pass_at_k"]
+
+
+def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """A key a line; whole or not at all."""
     draft = path.with_name(path.name + ".tmp")
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
-    draft.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    lines = (",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) for record in records)
+    draft.write_text("[\n" + ",\n".join(f"{{\n{record}\n}}" for record in lines) + "\n]\n", encoding="utf-8")
     os.replace(draft, path)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from jaxfp8rl.build import weights_in_fp8
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX, load_tokenizer
-from jaxfp8rl.errors import ModelError
+from jaxfp8rl.errors import ConfigError, ModelError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import TOKENIZER_FILES
 from jaxfp8rl.precision.recipe import LayerRun, plain_runs
@@ -37,11 +37,15 @@ def export(run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", ste
     """Write the newest checkpoint of the run directory `run`, or that of `step`, to the folder `out`; returns it.
 
     All of it appears at once, by renaming a finished folder. Raises ModelError when `out` is not empty, ConfigError for shapes
-    that FP8 cannot take, CheckpointError as `load_trained`, BridgeError when the disk is too small.
+    that FP8 cannot take and where `run` is a config, CheckpointError as `load_trained`, BridgeError when the disk is too small.
     """
     out = Path(out)
+    if not Path(run).is_dir():  # `load_trained` takes a config for the weights that it starts from, which are nobody's to serve
+        raise ConfigError(f"{run} is no run directory", "give what run.dir was, for example runs/demo")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not empty", "choose another folder or remove it first")
+    if taken := next((p for p in out.parents if p.is_file()), None):
+        raise ModelError(f"{out}: {taken} is a file", "choose another folder")
     found = load_trained(run, step)
     cfg, model = found.cfg, found.model
     fp8 = form == "fp8"

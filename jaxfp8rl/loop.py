@@ -27,9 +27,9 @@ from jaxfp8rl.policy import shared
 from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning
 from jaxfp8rl.precision.hardware import computed_by
 from jaxfp8rl.publish import LearnerWeights
-from jaxfp8rl.resume import fork, restore, save
+from jaxfp8rl.resume import check_forkable, fork, restore, save
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
-from jaxfp8rl.samples import sample_rows
+from jaxfp8rl.samples import sample_rows, top_tokens
 from jaxfp8rl.sft import warm_start
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 from jaxfp8rl.update import learn, probe, score
@@ -47,6 +47,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     cfg.check()
     if resume and fork_of:
         raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there", "give one of them")
+    if fork_of:
+        check_forkable(cfg, fork_of)
     with contextlib.ExitStack() as stack:
         stack.enter_context(claimed(cfg, resume))
         check_memory(cfg)
@@ -61,11 +63,12 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         if fork_of:
             state, step = fork(parts, run, fork_of)
         else:
-            state, step = restore(parts, run) if resume else (begin(parts, run), 0)
+            state, step = restore(parts, run) if resume else (begin(parts, run, stop), 0)
+        run.phase("publish")
         _, policy = hand_over(parts, state, with_scales(parts, parts.policy(state.params)), step)
         run.phase("gate")
         facts = gate(parts, policy, step)
-        if not resume:
+        if not run.begun:
             run.log({"step": step, "weights/version": step, **facts, **evaluate(parts, step)})
         while step < cfg.run.steps and not stop.requested:
             step += 1
@@ -78,8 +81,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
             last = step == cfg.run.steps or stop.requested
             if cfg.run.save_every and (last or step % cfg.run.save_every == 0 or run.unsaved_since):
                 save(parts, run, state, step, last)
-    if stop.requested and step < cfg.run.steps:
-        raise SystemExit(stop.exit_code)
+        if stop.requested and step < cfg.run.steps:
+            run.leave(stop.exit_code)
     write_summary(cfg.run.dir)
 
 
@@ -93,19 +96,25 @@ def with_scales(parts: Parts, policy: Params) -> Params:
     return parts.kv_scales.apply(policy)
 
 
-def begin(parts: Parts, run: RunDirectory) -> TrainState:
+def begin(parts: Parts, run: RunDirectory, stop: StopSignals) -> TrainState:
     """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one; saved as
-    step 0, so that whatever stops the run later leaves something to resume."""
+    step 0, so that whatever stops the run later leaves something to resume. A signal in the warm start ends it at once."""
+
+    def warming() -> None:
+        run.phase("warm start")
+        if stop.requested:
+            run.leave(stop.exit_code)
+
     params = parts.initial_params()
     check_finite(params, parts.model)
     if parts.cfg.sft.steps:
-        params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note)
+        params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note, warming)
     state = parts.fresh_state(params)
-    if parts.cfg.run.save_every:
-        save(parts, run, state, 0)
     if parts.cfg.loss.kl_coef:
         run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
         parts.hold_reference(run.load_reference(parts.model))
+    if parts.cfg.run.save_every:
+        save(parts, run, state, 0)
     return state
 
 
@@ -121,7 +130,7 @@ def one_step(
         samples = split(batch, parts)
         packed = [pack_samples(parts, s) for s in samples]
         scored = jax.block_until_ready([score(parts, policy, p) for p in packed])
-        packed = parts.replay.replayed(packed) if parts.replay else packed
+        packed, likeliest = parts.replay.replayed(packed) if parts.replay else packed, top_tokens(parts, policy, batch)
     with clock("update"):
         lr = float(parts.schedule(state.step))
         state, policy, updates = learn(parts, run, state, policy, step, packed, scored)
@@ -142,7 +151,7 @@ def one_step(
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
     if share := mfu(update_flops(parts.model, sum(samples, [])), metrics["time/update_s"], cfg.train.devices):
         metrics["mfu/update"] = share
-    return state, policy, metrics, sample_rows(parts, batch, step, samples, packed, scored)
+    return state, policy, metrics, sample_rows(parts, batch, step, samples, packed, scored, likeliest)
 
 
 def hand_over(parts: Parts, state: TrainState, policy: Params, version: int) -> tuple[PublishReceipt, Params]:
@@ -199,4 +208,4 @@ def pack_samples(parts: Parts, samples: list[Sample]) -> TrainBatch:
     """Packed to the shape of an update; to a larger one when there are more samples than that holds (the gate's)."""
     t, samples = parts.cfg.train, parts.with_routes(samples)
     needed = microbatches_needed(len(samples), parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
-    return pack(samples, t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches))
+    return pack(samples, t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches), parts.no_routes)

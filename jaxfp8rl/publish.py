@@ -85,18 +85,18 @@ class LearnerWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Array | StackRow]]:
         (cfg, runs, dtype), policy = self._args, jax.tree.map(_whole, self._policy)
-        places = [(stack, row) for stack in policy["layers"] for row in range(len(jax.tree.leaves(stack)[0]))]
+        places = _places(cfg, _layers_of(policy))
         for layer, entries, fp8 in _by_layer(cfg, runs):
-            stack, row = (policy, None) if layer is None else places[layer]
-            leaves = {e.path: _at(stack, e.path[row is not None :]) for e in entries}
+            rows = {e.path: places[layer, e.path].row for e in entries}
+            leaves = {path: _at(policy, places[layer, path].path) for path in rows}
             absent = {path: leaf for path, leaf in leaves.items() if not _crosses(leaf, path in fp8, dtype)}
             made = {}  # what was made of the last layer goes before this one's is made
-            made |= _made_layer(absent, _on_device(row), dtype, fp8) if absent else {}
+            made |= _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype, fp8) if absent else {}
             for e in entries:
                 if e.path in made:
                     tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
                 else:
-                    tensor = _row(leaves[e.path], () if row is None else (row, *e.index[1:]))
+                    tensor = _row(leaves[e.path], () if layer is None else (rows[e.path], *e.index[1:]))
                 yield from zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if e.path in fp8 else (tensor,))
         if scales := self._policy.get("kv_scales"):
             for name, which, layer in kv_scale_names(cfg):
@@ -104,9 +104,9 @@ class LearnerWeights:
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]:
         """The same by whole stacks, as `StackSource` says."""
-        (cfg, runs, dtype), stacks = self._args, self._policy["layers"]
-        for span in _spans(cfg, runs, tuple(len(jax.tree.leaves(stack)[0]) for stack in stacks)):
-            leaf = _at(self._policy if span.stack is None else stacks[span.stack], span.path)
+        cfg, runs, dtype = self._args
+        for span in _spans(cfg, runs, _layers_of(self._policy)):
+            leaf = _at(self._policy, span.path)
             whole = jax.tree.map(_whole, leaf)
             if _crosses(leaf, span.fp8, dtype):
                 first = span.first and span.first * span.experts
@@ -167,13 +167,39 @@ def _by_layer(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[tuple[int | 
     return [(layer, entries, frozenset(e.path for e in entries if is_fp8(e, runs))) for layer, entries in groups]
 
 
+class Place(NamedTuple):
+    """A leaf of the policy, and the row of it that is a layer's; None of one outside the layers."""
+
+    path: tuple[str | int, ...]
+    row: int | None
+
+
+@functools.cache
+def _places(cfg: ModelConfig, held: tuple[int, ...]) -> dict[tuple[int | None, Path], Place]:
+    """(layer or None, path) -> where it is, of `held` layers in each stack. A leaf has rows for those layers of its stack that
+    have such a tensor."""
+    stack_of = [stack for stack, count in enumerate(held) for _ in range(count)]
+    places, first = {}, {}
+    for e in param_table(cfg):
+        if e.layer is None:
+            places[None, e.path] = Place(e.path, None)
+        else:
+            path = ("layers", stack_of[e.layer], *e.path[1:])
+            places[e.layer, e.path] = Place(path, e.index[0] - first.setdefault(path, e.index[0]))
+    return places
+
+
+def _layers_of(policy: Params) -> tuple[int, ...]:
+    """How many layers each stack holds. Every layer has norms."""
+    return tuple(len(stack["input_layernorm"]["weight"]) for stack in policy["layers"])
+
+
 class Span(NamedTuple):
-    """Tensors that cross alike: rows of a leaf of stack `stack` from `first` on, or a leaf outside the layers, if these are
-    None. Of each row there are `experts` tensors."""
+    """Tensors that cross alike: rows of a leaf from `first` on, or if that is None a leaf outside the layers. Of each row there
+    are `experts` tensors."""
 
     names: tuple[str, ...]
-    stack: int | None
-    path: Path
+    path: tuple[str | int, ...]
     first: int | None
     fp8: bool
     experts: int = 1
@@ -182,23 +208,21 @@ class Span(NamedTuple):
 @functools.cache
 def _spans(cfg: ModelConfig, runs: tuple[LayerRun, ...], held: tuple[int, ...]) -> list[Span]:
     """The table of tensors, stack by stack and leaf by leaf; `held`: layers of each stack."""
-    place = [(stack, row) for stack, count in enumerate(held) for row in range(count)]
+    places = _places(cfg, held)
 
     def alike(e: Entry) -> tuple:
-        return e.path, -1 if e.layer is None else place[e.layer][0], is_fp8(e, runs)
+        return places[e.layer, e.path].path, is_fp8(e, runs)
 
     def span(entries: list[Entry]) -> Span:
         e, names = entries[0], tuple(e.hf_name for e in entries)
-        if e.layer is None:
-            return Span(names, None, e.path, None, False)
         experts = cfg.experts.num_experts if len(e.index) > 1 else 1
-        return Span(names, place[e.layer][0], e.path[1:], place[e.layer][1], is_fp8(e, runs), experts)
+        return Span(names, *places[e.layer, e.path], is_fp8(e, runs), experts)
 
     by_leaf = sorted(param_table(cfg), key=lambda e: (e.path, -1 if e.layer is None else e.layer))
     return [span(list(entries)) for _, entries in itertools.groupby(by_leaf, alike)]
 
 
-def _at(tree: Params, path: Path) -> Any:
+def _at(tree: Params, path: tuple[str | int, ...]) -> Any:
     return functools.reduce(operator.getitem, path, tree)
 
 
@@ -217,12 +241,17 @@ def _on_device(index: int | None) -> Array | None:
 
 
 @functools.partial(exact_jit, static_argnums=(2, 3))
-def _made_layer(leaves: dict[Path, Array], row: Array | None, dtype: str, fp8: frozenset[Path]) -> dict[Path, Any]:
-    """Row `row` of each leaf, or if that is None the leaf itself, by one program for all layers of a stack."""
-    if row is None:
-        return {path: _rounded(leaf, dtype) for path, leaf in leaves.items()}
-    made = {path: _rows_made(leaf, row, 1, dtype, path in fp8) for path, leaf in leaves.items()}
-    return jax.tree.map(lambda x: x[0], made)
+def _made_layer(
+    leaves: dict[Path, Array], rows: dict[Path, Array | None], dtype: str, fp8: frozenset[Path]
+) -> dict[Path, Any]:
+    """Its row of each leaf, or if that is None the leaf itself, by one program for all layers of a kind in a stack."""
+
+    def one(path: Path) -> Array | QuantizedWeight:
+        if rows[path] is None:
+            return _rounded(leaves[path], dtype)
+        return jax.tree.map(lambda x: x[0], _rows_made(leaves[path], rows[path], 1, dtype, path in fp8))
+
+    return {path: one(path) for path in leaves}
 
 
 @functools.partial(exact_jit, static_argnums=(2, 3, 4))

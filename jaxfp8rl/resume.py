@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8rl.build import Parts
 from jaxfp8rl.checkpoint import Checkpoints
+from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes, described
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.errors import CheckpointError, ConfigError, NonFiniteStep
@@ -25,9 +27,9 @@ def save(parts: Parts, run: RunDirectory, state: TrainState, step: int, last: bo
     if bad := bad_tensors(state.params, parts.model):
         raise NonFiniteStep(f"after step {step} the parameters are not finite, and are not saved: {bad[0]}",
                             "resume from the last checkpoint with --resume and a lower optim.lr")  # fmt: skip
-    clip = {"clip": [float(x) for x in parts.calibration.clip]} if parts.calibration else {}
+    clip = parts.calibration.state() if parts.calibration else {}
     seen = {n: np.asarray(x).tolist() for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
-    loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "kv_amax": seen}
+    loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "contents": parts.contents, "kv_amax": seen}
     run.save(step, state, loop | clip, last)
 
 
@@ -37,9 +39,14 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
     Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data or another
     tokenizer.
     """
+    run.phase("restore")
     state, loop, step = run.restore(_like(parts))
     if loop["tokenizer"] != parts.tokenizer.fingerprint():
         raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary", "resume with the same one")
+    then = loop.get("contents", parts.contents)  # not kept by older versions
+    for what in (what for what, digest in parts.contents.items() if then[what] != digest):
+        raise CheckpointError(f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
+                              "restore the task's files and the tokenizer, or begin another run (--fork)")  # fmt: skip
     parts.batches.restore(loop, step)
     _take_up(parts, loop)
     if parts.cfg.loss.kl_coef:
@@ -49,6 +56,23 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
     return state, step
 
 
+def check_forkable(cfg: Config, source: str) -> None:
+    """Refuse, before anything loads, to begin from what is not there. Raises ConfigError and CheckpointError."""
+    name, step = _source(source)
+    if not (name / "config.toml").is_file():
+        raise ConfigError(f"--fork {source}: {name} holds no config.toml: it is no run directory", "give what run.dir was")
+    if name.resolve() == Path(cfg.run.dir).resolve():
+        raise ConfigError(f"--fork {source}: that is run.dir itself", "go on with it by --resume, or choose another --run.dir")
+    step = Checkpoints(name / "checkpoints", 1).kept(step, f"--fork {name}@")
+    if step >= cfg.run.steps:
+        raise ConfigError(f"run.steps = {cfg.run.steps}: the checkpoint is of step {step}", "set run.steps higher")
+
+
+def _source(text: str) -> tuple[Path, int | None]:
+    name, _, step = text.rpartition("@")
+    return (Path(name), int(step)) if name and step.isdecimal() else (Path(text), None)
+
+
 def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]:
     """State and step of a checkpoint of another run, "RUN" (the newest) or "RUN@STEP", as the first of this one.
 
@@ -56,11 +80,10 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
     begun from the start; what was sampled ahead is sampled anew. The reference of a KL is the other run's, or else the policy
     that this one begins with.
     """
-    name, _, step = source.rpartition("@") if source.rpartition("@")[2].isdecimal() else (source, "", "")
-    other = Checkpoints(Path(name) / "checkpoints", 1)
-    state, loop = other.restore(_like(parts), int(step) if step else None)
-    if loop["step"] >= parts.cfg.run.steps:
-        raise ConfigError(f"run.steps = {parts.cfg.run.steps}: the checkpoint is of step {loop['step']}", "set run.steps higher")
+    run.phase("restore")
+    name, step = _source(source)
+    other = Checkpoints(name / "checkpoints", 1)
+    state, loop = other.restore(_like(parts), step)
     mine, theirs = parts.stream.state(), loop["stream"]
     if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
         parts.stream = PromptStream.from_state(parts.train, theirs)
@@ -69,7 +92,7 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
         run.note(f"checkpoint {bad} of {name} is damaged: {why}")
     run.note(f"forked from {name} at step {loop['step']}; " + _differences(parts, name))
     if parts.cfg.loss.kl_coef:
-        if (reference := Path(name) / "reference").is_dir():
+        if (reference := name / "reference").is_dir():
             shutil.copytree(reference, run.path / "reference")
         else:
             run.save_reference(parts.model, state.params, parts.cfg.precision.weight_dtype)
@@ -79,18 +102,19 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
 
 
 def _like(parts: Parts) -> TrainState:
-    """What is restored has its shapes, types and places."""
-    return parts.fresh_state(parts.initial_params())
+    """What is restored has its shapes, types and places; its arrays are gone before those that are restored come."""
+    fresh = parts.fresh_state(parts.initial_params())
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
 
 
 def _take_up(parts: Parts, loop: dict[str, Any]) -> None:
     """What was calibrated goes on from where it was."""
-    if parts.calibration and "clip" in loop:
-        parts.calibration.clip = tuple(map(np.float32, loop["clip"]))
+    if parts.calibration:
+        parts.calibration.take_up(loop)
     if parts.kv_scales and loop["kv_amax"]:
         parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in loop["kv_amax"].items()}
 
 
-def _differences(parts: Parts, other: str) -> str:
-    found = changes(load_config(str(Path(other) / "config.toml")), parts.cfg)
+def _differences(parts: Parts, other: Path) -> str:
+    found = changes(load_config(str(other / "config.toml")), parts.cfg)
     return "settings that differ: " + "; ".join(described({k: v for k, v in found.items() if k != ("run", "dir")}) or ["none"])

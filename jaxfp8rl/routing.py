@@ -83,6 +83,11 @@ def compact(samples: Sequence[Sample], model: ModelConfig) -> list[Sample]:
     return [s._replace(routes=np.asarray(s.routes)[:, sparse].astype(dtype)) for s in samples]
 
 
+def of_no_tokens(model: ModelConfig) -> np.ndarray:
+    """[0, sparse layers, k]: what `compact` makes of a sample, but for its length."""
+    return np.zeros((0, sum(model.sparse_layers), model.experts.num_experts_per_tok), route_dtype(model.experts))
+
+
 class RouteReplay:
     """Scores with the routes that the config asks for, and hears what the learner's routers would have said.
 

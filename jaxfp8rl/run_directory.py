@@ -8,11 +8,13 @@ import errno
 import fcntl
 import os
 import resource
+import shlex
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -39,11 +41,16 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 def claimed(cfg: Config, resume: bool) -> Iterator[None]:
     """The run directory for this process alone, until it ends, however that goes: the system holds the lock, not the file.
 
-    Raises as `check_run_directory` does, and ConfigError when another process is in it.
+    Raises as `check_run_directory` does, and ConfigError when another process is in it or it cannot be made.
     """
-    check_run_directory(cfg, resume)  # before a folder is made
-    Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
-    with (Path(cfg.run.dir) / ".lock").open("a+") as file:
+    lock = Path(cfg.run.dir) / ".lock"
+    if not lock.exists():  # nobody is in it: what is refused makes no folder
+        check_run_directory(cfg, resume)
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"run.dir: {cfg.run.dir} cannot be made: {e.strerror}", "choose another --run.dir") from e
+    with lock.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -59,20 +66,27 @@ def claimed(cfg: Config, resume: bool) -> Iterator[None]:
 
 
 def check_run_directory(cfg: Config, resume: bool) -> None:
-    """Refuse, before anything loads, to start over a run, or to resume where there is none.
+    """Refuse, before anything loads, to start over a run, or to resume where there is none, as another, or to before its newest
+    checkpoint.
 
-    A run that failed before its first line of metrics left nothing to keep.
+    One that failed before its first line of metrics, at the gate say, may be resumed from what it saved, or begun anew.
     """
-    metrics = Path(cfg.run.dir) / "metrics.jsonl"
-    used = metrics.exists() and metrics.stat().st_size > 0
-    if used and not resume:
-        raise ConfigError(
-            f"run.dir: {cfg.run.dir} holds a run already", "continue it with --resume, or choose another --run.dir"
-        )
-    if resume and not used:
-        raise CheckpointError(f"run.dir: {cfg.run.dir} holds no run to resume", "train without --resume")
-    if resume:
-        check_resumable(cfg)
+    folder = Path(cfg.run.dir)
+    begun, newest = _size(folder / "metrics.jsonl") > 0, Checkpoints(folder / "checkpoints", 1).latest()
+    if begun and not resume:
+        raise ConfigError(f"run.dir: {folder} holds a run already", "continue it with --resume, or choose another --run.dir")
+    if not resume:
+        return
+    if not begun and newest is None:
+        raise CheckpointError(f"run.dir: {folder} holds no run to resume", "train without --resume")
+    check_resumable(cfg)
+    if newest is not None and newest > cfg.run.steps:
+        raise ConfigError(f"run.steps = {cfg.run.steps}: the newest checkpoint of {folder} is of step {newest}",
+                          "set run.steps no lower; --fork RUN@STEP --run.dir NEW begins another run before it")  # fmt: skip
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 class RunDirectory:
@@ -81,12 +95,12 @@ class RunDirectory:
     def __init__(self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None):
         self.path, self.phase = Path(cfg.run.dir), phase
         self.path.mkdir(parents=True, exist_ok=True)
-        self._cfg = cfg
-        if not resume:
-            self._write_config()
+        self._cfg, self._config_changed = cfg, False
         self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints)
         self._patience, self.unsaved_since = cfg.run.save_patience_s, None
         self._console = ConsoleMonitor(cfg.run.steps)
+        if not resume:
+            self._begin()
         self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
         self._monitors = Monitors([self._metrics, self._console, *make_trackers(cfg, self.path, self.note)])
 
@@ -101,6 +115,8 @@ class RunDirectory:
     def log(self, record: dict[str, Any], samples: list[dict[str, Any]] = ()) -> None:
         """Raises CheckpointError when the disk takes no more: a run does not go on without its record."""
         try:
+            if self._config_changed:
+                self._write_config()
             self._monitors.log(record)
             for row in samples:
                 self._samples.log(row)
@@ -136,6 +152,17 @@ class RunDirectory:
                 raise CheckpointError(f"{said}; {there}", "make room in run.dir, then --resume") from e
             self.note(f"{said}; it is tried again after each step, for {self._patience - passed:.0f} s (run.save_patience_s)")
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has a line of metrics."""
+        return _size(self._metrics.path) > 0
+
+    def leave(self, code: int) -> NoReturn:
+        """End the process, as a signal asked for; say what is saved and how to go on."""
+        step, command = self._checkpoints.latest(), f"jaxfp8rl train {shlex.quote(str(self.path))} --resume"
+        self.note("stopped; nothing is saved" if step is None else f"stopped; step {step} is saved, go on with: {command}")
+        raise SystemExit(code)
+
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any], int]:
         """(state, loop state, step) of the newest sound checkpoint. Nothing is written: the run may still be refused."""
         state, loop = self._checkpoints.restore(like)
@@ -144,16 +171,32 @@ class RunDirectory:
         return state, loop, loop["step"]
 
     def rewind(self, step: int) -> None:
-        """Continue from `step`: forget the lines of metrics and samples after it, and keep the config that continues."""
-        if other := described(changes(load_config(str(self.path / "config.toml")), self._cfg)):
+        """Continue from `step`: forget the lines of metrics and samples after it. What the config has that is other is of the
+        steps that follow: it is kept with the first of them."""
+        other = described(changes(load_config(str(self.path / "config.toml")), self._cfg))
+        if other and step < self._cfg.run.steps:
             self.note(f"resumed at step {step} with other settings: {'; '.join(other)}")
+            self._config_changed = True
         for lines in (self._metrics, self._samples):
             lines.truncate_after(step)
         self._checkpoints.set_aside(step)
+
+    def _begin(self) -> None:
+        """What another start left, which failed before its first line, is none of this run's."""
+        if left := self._checkpoints.set_aside(-1, "left"):
+            self.note(f"of a start that failed: checkpoint {', '.join(map(str, left))}, set aside as checkpoints/left-STEP")
+        shutil.rmtree(self.path / "reference", ignore_errors=True)
         self._write_config()
 
     def _write_config(self) -> None:
-        (self.path / "config.toml").write_text(dump_config(self._cfg), encoding="utf-8")
+        """Whole, whatever stops it: without it there is no resuming."""
+        draft = self.path / "config.toml.tmp"
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(dump_config(self._cfg))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.path / "config.toml")
+        self._config_changed = False
 
     def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
         """Keep the policy that the run began with: a Hugging Face folder, `reference`."""
@@ -217,7 +260,7 @@ class StopSignals:
         if self.requested:
             raise KeyboardInterrupt
         self.requested, self.exit_code = True, 128 + number
-        print("\nstopping after this step, which is saved; once more to stop now", flush=True)
+        print("\nstopping after this step; once more to stop now", flush=True)
 
 
 def peak_memory_gib() -> float:

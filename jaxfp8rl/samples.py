@@ -10,20 +10,22 @@ import jax
 import numpy as np
 
 from jaxfp8rl.build import Parts
-from jaxfp8rl.data.packing import Sample, unpack
+from jaxfp8rl.data.packing import Sample, microbatches_needed, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.losses.correction import rollout_correction
 from jaxfp8rl.rollouts import Group, Rollouts
-from jaxfp8rl.types import TrainBatch
+from jaxfp8rl.types import Params, TrainBatch
 
 DIGITS = 4  # of log-probabilities and weights: a ratio is known to 1e-4, in a third of the bytes
 
 
 def sample_rows(
-    parts: Parts, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]], packed: Sequence[TrainBatch], scored: Sequence
-) -> list[dict[str, Any]]:
+    parts: Parts, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]], packed: Sequence[TrainBatch], scored: Sequence,
+    likeliest: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
     """The first completion of run.samples_per_step groups. One that was learned from comes with `old_logp` and `weights`, the
     correction's, 0 where the token is left out; with two policies (loss.old_policy = "rollout") these are of the update alone.
+    `likeliest`: what `top_tokens` said of these completions, for `top_ids` and `top_logp` [tokens, k].
     """
     groups = batch.groups[: parts.cfg.run.samples_per_step]
     learned = {}
@@ -31,7 +33,21 @@ def sample_rows(
         for members, rows, (old, _) in zip(samples, packed, scored):
             facts = np.asarray(old), np.asarray(_weights(old, rows, parts.cfg.correction.resolve()))
             learned |= {id(s.completion): pair for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
-    return [_row(g, step, parts.tokenizer, learned.get(id(g.completions[0].token_ids))) for g in groups]
+    rows = [_row(g, step, parts.tokenizer, learned.get(id(g.completions[0].token_ids))) for g in groups]
+    return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)} for row, (ids, logp) in zip(rows, likeliest)] or rows
+
+
+def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of the completions that `sample_rows` keeps the policy's likeliest tokens, [tokens, k], and their log-probabilities; none
+    unless run.samples_top_k asks for them. The policy is the one that the step scores with."""
+    if parts.top_k is None:
+        return []
+    first = [(g.prompt.token_ids, g.completions[0]) for g in batch.groups[: parts.cfg.run.samples_per_step]]
+    samples = [Sample(prompt, c.token_ids, c.logprobs, 0.0, c.routed_experts) for prompt, c in first]
+    t = parts.cfg.train
+    needed = microbatches_needed(parts.cfg.run.samples_per_step, parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
+    found = jax.device_get(parts.top_k(policy, pack(parts.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed)))
+    return list(zip(*(unpack(x, samples) for x in found)))
 
 
 @functools.partial(jax.jit, static_argnames="correction")

@@ -62,7 +62,8 @@ def find(word: str) -> list[Setting]:
     the nearest name, where there is none."""
     word, everything = word.lower().removeprefix("--"), settings()
     named = [s for s in everything if word in s.name]
-    found = named + [s for s in everything if s not in named and word in f"{s.kind} {s.description}".lower()]
+    about = lambda s: f"{s.kind} {s.description}".lower()
+    found = named + [s for s in everything if s not in named and (word in about(s) or word.replace("_", " ") in about(s))]
     if not found:
         hit = difflib.get_close_matches(word, [s.key for s in everything], 1, 0.6)
         raise ConfigError(f"no setting speaks of {word!r}", f"jaxfp8rl config --find {hit[0]}" if hit else "jaxfp8rl config: all")

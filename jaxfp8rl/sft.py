@@ -50,9 +50,11 @@ def run_sft(cfg: Config) -> None:
 
 
 def warm_start(
-    cfg: Config, model: ModelConfig, params: Params, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, note: Callable
+    cfg: Config, model: ModelConfig, params: Params, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, note: Callable,
+    began: Callable[[], None] = lambda: None,
 ) -> Params:
-    """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters.
+    """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters. `began` is called before
+    each, when the one before it is done.
 
     The learning rate warms up to `sft.lr` and falls linearly to 0, so that the policy settles on the mean of what it saw.
     """
@@ -70,7 +72,10 @@ def warm_start(
         rng = np.random.default_rng([cfg.run.seed, step])
         chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]
         samples = [_example(p.token_ids, task.demonstrate(p.problem, rng), tokenizer, longest) for p in chosen]
-        state, metrics = step_fn(state, pack(samples, *shape, microbatches))
+        batch = pack(samples, *shape, microbatches)
+        jax.block_until_ready(state)
+        began()
+        state, metrics = step_fn(state, batch)
         if step % max(cfg.sft.steps // 10, 1) == 0 or step == cfg.sft.steps:
             note(f"warm start {step}/{cfg.sft.steps}  loss {float(metrics['loss']):.4f}")
             if int(state.bad_steps):

@@ -136,7 +136,8 @@ def make_layout(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Layout:
     if count > len(here):
         settings = {"train.data": data, "train.fsdp": fsdp, "train.tensor": tensor}
         product = " * ".join(f"{name} = {size}" for name, size in settings.items() if size > 1)
-        raise ConfigError(f"{product}: this process has {len(here)} devices", f"{len(here)} together, or fewer")
+        have = f"{len(here)} device{'s' if len(here) > 1 else ''}"
+        raise ConfigError(f"{product}: this process has {have}", f"{len(here)} together, or fewer")
     grid = np.array(here[:count]).reshape(data, fsdp, tensor)
     return ONE if count == 1 else Layout(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3))
 

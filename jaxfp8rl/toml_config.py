@@ -106,7 +106,8 @@ def _syntax_problem(name: str, text: str, e: tomllib.TOMLDecodeError) -> str:
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:
-    """`--optim.lr 1e-6` and `--optim.lr=1e-6`; the value is TOML, a bare word a string. Raises ConfigError."""
+    """`--optim.lr 1e-6` and `--optim.lr=1e-6`; the value is TOML, a bare word a string, an empty one the absence of
+    what may be absent. Raises ConfigError."""
     out, rest = [], list(words)
     while rest:
         word = rest.pop(0)
@@ -138,7 +139,11 @@ def _set(data: dict[str, Any], override: Override) -> None:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
             raise ConfigError(f"{override.flag}: {parent} is a value, not a table of keys")
-    data[key] = override.value
+    field = SECTIONS[parents[0]].model_fields.get(key) if len(parents) == 1 and parents[0] in SECTIONS else None
+    if override.value == "" and field is not None and field.default is None:
+        data.pop(key, None)  # TOML has no null: a word that is empty stands for it
+    else:
+        data[key] = override.value
 
 
 # --- where a key stands
@@ -212,7 +217,9 @@ def unknown_key(path: KeyPath) -> str:
         close = nearest(key, [*SECTIONS, *everything.values()])
         full = next((f for f, k in everything.items() if f'"{k}"' in close), None)
         return "unknown section or key" + (f' (did you mean "{full}"?)' if full else nearest(key, SECTIONS))
-    return f"unknown key{nearest(key, SECTIONS[sections[0]].model_fields)}"
+    fields, words = SECTIONS[sections[0]].model_fields, key.replace("_", " ")
+    meant = [name for name, field in fields.items() if "_" in key and words in (field.description or "")]
+    return f'unknown key (did you mean "{meant[0]}"?)' if meant else f"unknown key{nearest(key, fields)}"
 
 
 def _explain(err: Mapping[str, Any]) -> str:

@@ -52,20 +52,17 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
     model = model_config(cfg)
     if not is_run:
         return Trained(cfg, model, starting_params(cfg, model), {}, 0)
-    step = _kept_step(folder / "checkpoints", step)
+    step = _sound_step(folder / "checkpoints", step)
     return Trained(cfg, model, *_read(folder / "checkpoints" / str(step), cfg, model), step)
 
 
-def _kept_step(folder: Path, step: int | None) -> int:
+def _sound_step(folder: Path, step: int | None) -> int:
     """The newest, or `step` where it was kept. Raises CheckpointError, also for files that are not as they were written."""
-    steps = Checkpoints(folder, keep=1).steps()
-    if not steps:
-        raise CheckpointError(f"{folder}: no complete checkpoint", "run.save_every = 0 keeps none")
-    step, others = steps[-1] if step is None else step, [f"--step {s}" for s in steps if s != step]
-    if step not in steps:
-        raise CheckpointError(f"{folder} has no checkpoint of step {step}", " or ".join(others))
+    checkpoints = Checkpoints(folder, keep=1)
+    step = checkpoints.kept(step, "--step ")
     if problem := damage(folder / str(step)):
-        raise CheckpointError(f"{folder}: checkpoint {step} is damaged: {problem}", " or ".join(others))
+        others = " or ".join(f"--step {s}" for s in checkpoints.steps() if s != step)
+        raise CheckpointError(f"{folder}: checkpoint {step} is damaged: {problem}", others)
     return step
 
 

@@ -49,8 +49,8 @@ class Watchdog:
 
     def _end(self, phase: str, passed: float) -> None:
         said = f'the phase "{phase}" has not ended within {passed:.0f} s (run.watchdog_s = {self._seconds:g})'
-        print(f"jaxfp8rl: {said}\n  next step: see where it stood in {self._path}; continue with --resume",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(f"jaxfp8rl: {said}\n  next step: see where it stood in {self._path}; --resume goes on from what is saved, "
+              "with a longer run.watchdog_s if it was slow and did not hang", file=sys.stderr, flush=True)  # fmt: skip
         try:
             with self._path.open("w") as file:
                 print(said, file=file, flush=True)

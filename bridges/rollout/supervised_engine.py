@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from bridges.api import (
 )
 
 log = logging.getLogger(__name__)
+PAUSE_SECONDS = 10.0  # after a start that failed: the memory of the engine before may not be free yet
 
 
 class SupervisedEngine:
@@ -19,8 +21,8 @@ class SupervisedEngine:
 
     A call to an engine that has died, whatever its exit status, or that gives no answer by its deadline, is made once more to
     another one; what kills two engines in a row is no accident and is raised. `restarts` counts up to `budget`, over the
-    engine's life. The source of a publish is read again when a version is published again: it must keep its tensors until
-    the next publish, or until nothing is generated any more. `current`: the engine as it is now.
+    engine's life, starts that failed, too. The source of a publish is read again when a version is published again: it must keep
+    its tensors until the next publish, or until nothing is generated any more. `current`: the engine as it is now.
     """
 
     def __init__(self, start: Callable[[], tuple[RolloutEngine, WeightTransport]], budget: int):
@@ -64,20 +66,33 @@ class SupervisedEngine:
         try:
             return call()
         except EngineUnhealthy as e:
-            self._replace(e)
-            if again and self._published:
-                self._transport.publish(*self._published)
+            self._replace(e, again)
             return call()
 
-    def _replace(self, error: Exception) -> None:
-        said = str(error).partition("\n")[0]
-        if self.restarts == self._budget:
-            raise EngineUnhealthy(f"{said}; the engine has been started anew {self.restarts} times, which is all it may be",
-                                  "see its standard error; continue with --resume") from error  # fmt: skip
-        self.restarts += 1
-        log.warning("the engine is started anew, %d of %d times: %s", self.restarts, self._budget, said)
-        self.close()
-        self.current, self._transport = self._start()
+    def _replace(self, error: Exception, again: bool = False) -> None:
+        """Another engine, tried until one is up, with the last version if `again`, or the budget is spent."""
+        while error:
+            said = str(error).partition("\n")[0]
+            if self.restarts == self._budget:
+                raise EngineUnhealthy(f"{said}; the engine has been started anew {self.restarts} times, which is all it may be",
+                                      "see its standard error; continue with --resume") from error  # fmt: skip
+            self.restarts += 1
+            log.warning("the engine is started anew, %d of %d times: %s", self.restarts, self._budget, said)
+            self.close()
+            error = self._failure(again)
+
+    def _failure(self, again: bool) -> Exception | None:
+        """Why the next engine did not come up, or None. Any error may pass: the same start has been made before."""
+        try:
+            self.current, self._transport = self._start()
+            if again and self._published:
+                self._transport.publish(*self._published)
+        except Exception as e:
+            if self.current.health().ok:  # the source, or the way
+                raise
+            time.sleep(PAUSE_SECONDS)
+            return e
+        return None
 
     def capabilities(self) -> Capabilities:
         return self.current.capabilities()

@@ -35,6 +35,15 @@ def fingerprint(items: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
+def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool = True) -> str:
+    """SHA-256 over all that is learned from: the `fingerprint`, the prompts as tokens and, if `answers`, the answers."""
+    digest = hashlib.sha256(fingerprint(prompts).encode())
+    for problem, tokens in prompts:
+        digest.update(json.dumps([len(tokens), problem.answer if answers else ""]).encode())
+        digest.update(np.array(tokens, np.int32).tobytes())
+    return digest.hexdigest()
+
+
 class PromptStream[Item]:
     """An endless order over items: each epoch is a permutation fixed by (seed, epoch); a batch may span two epochs.
 
@@ -43,7 +52,7 @@ class PromptStream[Item]:
 
     def __init__(self, items: Sequence[Item], seed: int):
         if not items:
-            raise DataError("there are no problems to train on", "check the task's options and max_prompt_tokens")
+            raise DataError("there are no problems to train on", "check task.options and task.max_prompt_tokens")
         self._items, self._seed, self._fingerprint = items, seed, fingerprint(items)
         self._seek(0, 0)
 
@@ -75,7 +84,7 @@ class PromptStream[Item]:
             raise CheckpointError(
                 f"the checkpoint was taken on other problems ({state.get('items')} with fingerprint {str(have)[:12]}; "
                 f"now {len(items)} with {stream._fingerprint[:12]})",
-                "restore the task's options and files, or start a new run from the weights (--fork)")
+                "restore task.options and the task's files, or start a new run from the weights (--fork)")
         if epoch < 0 or not 0 <= position <= len(items):
             raise CheckpointError(f"the data state of the checkpoint is damaged: epoch {epoch}, position {position} "
                                   f"of {len(items)}", "resume from an older one")

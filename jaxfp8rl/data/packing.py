@@ -55,17 +55,19 @@ def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     return rows
 
 
-def pack(samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, microbatches: int) -> TrainBatch:
+def pack(
+    samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, microbatches: int, like: np.ndarray | None = None
+) -> TrainBatch:
     """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
 
-    Raises ValueError when they do not fit.
+    like: routes of no tokens, where a batch has routes though there be no sample. Raises ValueError when they do not fit.
     """
     rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
     shape = (microbatches * rows_per_microbatch, row_tokens)
     if len(rows) > shape[0]:
         raise ValueError(f"{len(rows)} packed rows do not fit {shape[0]}")
     ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
-    routes = _no_routes(samples, shape)
+    routes = _no_routes(samples[0].routes if samples else like, shape)
     mask, logp, advantages = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for r, members in enumerate(rows):
         at = 0
@@ -85,17 +87,17 @@ def pack(samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, m
     return TrainBatch(*(x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]) for x in fields))
 
 
-def _no_routes(samples: Sequence[Sample], shape: tuple[int, int]) -> np.ndarray | None:
-    """[rows, tokens, ...] that leaves every token to its routers; None where the samples have no routes."""
-    if not samples or samples[0].routes is None:
+def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | None:
+    """[rows, tokens, ...] that leaves every token to its routers; None where there are no routes."""
+    if like is None:
         return None
-    like = samples[0].routes
     return np.full((*shape, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
 
 
 def unpack(values: np.ndarray, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The part of each sample's completion, [T], of [M, R, T] `values` aligned with the batch that `samples` were packed to."""
-    rows = values.reshape(-1, values.shape[-1])
+    """The part of each sample's completion, [tokens, ...], of [M, R, T, ...] `values` aligned with the batch that `samples` were
+    packed to."""
+    rows = values.reshape(-1, *values.shape[2:])
     found: dict[int, np.ndarray] = {}
     for r, members in enumerate(assign_rows([len(s.prompt) + len(s.completion) for s in samples], rows.shape[1])):
         at = 0

@@ -58,7 +58,7 @@ def refuse(bad: Sequence[BadRow], total: int) -> None:
         more = f"\n  ... and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise DataError(
             f"{len(bad)} of {total} rows cannot be used:\n  " + "\n  ".join(map(str, bad[:5])) + more,
-            "mend the rows, name other fields with prompt_field and answer_field, or set skip_bad_rows = true "
+            "mend the rows, name other fields with task.options.prompt_field and answer_field, or set task.skip_bad_rows = true "
             "to leave such rows out and have them counted",
         )
 

@@ -95,9 +95,10 @@ class ArithmeticTask:
 
     def __post_init__(self):
         if not self.operations or len(set(self.operations)) != len(self.operations):
-            raise ConfigError(f"operations = {list(self.operations)}: name each of them once", 'for example ["+", "-"]')
+            raise ConfigError(f"task.options.operations = {list(self.operations)}: name each once", 'for example ["+", "-"]')
         if (possible := (self.max_operand + 1) ** self.operands * len(self.operations)) > 10**7:
-            raise ConfigError(f"max_operand and operands give {possible:,} problems, more than 10 million", "lower one of them")
+            raise ConfigError(f"task.options: max_operand and operands give {possible:,} problems, more than 10 million",
+                              "lower one of them")  # fmt: skip
 
     def problems(self) -> Sequence[Problem]:
         return self._split[0]
@@ -181,7 +182,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         known = _reasoning_gym_options(self.name)
         for key in self.options.keys() - known:
             own = {f.name for f in dataclasses.fields(self)} - {"options"}
-            raise ConfigError(f'task.options: generator "{self.name}" has no option "{key}"{nearest(key, known | own)}')
+            raise ConfigError(f'task.options.{key}: generator "{self.name}" has no option "{key}"{nearest(key, known | own)}')
         import reasoning_gym
 
         try:
@@ -198,7 +199,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         held_out = [p for p in items[self.size:] if json.dumps(p.prompt) not in seen]
         if self.held_out_size and not held_out:
             raise ConfigError(f'generator "{self.name}" repeats itself: every held-out question also occurs in training',
-                              "make size smaller, or the options of the generator wider")
+                              "make task.options.size smaller, or the options of the generator wider")
         return train, held_out
 
     def _problem(self, index: int) -> Problem:
@@ -290,7 +291,7 @@ class FileTask(_ReferenceDemonstrations):
             refuse(bad, total)
         if not rows:
             raise DataError(f"{self.path}: no usable row is left to train on ({total} read, {len(bad)} bad)",
-                            "check prompt_field, answer_field and held_out_fraction")
+                            "check prompt_field, answer_field and held_out_fraction of task.options")
         held_out_path = self.held_out_path or self.path
         return ([self._problem(self.path, r) for r in rows], [self._problem(held_out_path, r) for r in held_out],
                 FileReport(total, tuple(bad)))
@@ -301,6 +302,7 @@ class FileTask(_ReferenceDemonstrations):
 
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
+OF_SECTION = ("name", "path", "held_out_path", "system_prompt", "chat", "scorer", "skip_bad_rows")  # keys of [task] itself
 
 
 def make_task(task: Any, **options: Any) -> Task:
@@ -321,7 +323,8 @@ def make_task(task: Any, **options: Any) -> Task:
         inner = {k: options.pop(k) for k in options.keys() - fields.keys()}
         options["options"] = {**options.get("options", {}), **inner}
     for key in options.keys() - fields.keys():
-        raise ConfigError(f'task: a task of kind "{task}" has no option "{key}"{nearest(key, fields)}')
+        raise ConfigError(f'{_full(key)}: a task of kind "{task}" has no option "{key}"{nearest(key, fields)}',
+                          "docs/tasks.md lists them")  # fmt: skip
     for key, field in fields.items():
         if field.default is field.default_factory is dataclasses.MISSING and not options.get(key):
             raise ConfigError(f'task.{key}: a task of kind "{task}" needs it')
@@ -335,11 +338,15 @@ def spec(task: Task) -> dict[str, Any]:
 
 def _section_options(section: Any) -> dict[str, Any]:
     """The fields of `jaxfp8rl.config.Task` that are set and concern a task, and its `options`, side by side."""
-    fields = ("name", "path", "held_out_path", "system_prompt", "chat", "scorer", "skip_bad_rows")
-    given = {f: getattr(section, f) for f in fields if getattr(section, f)}
-    for key in given.keys() & section.options.keys():
-        raise ConfigError(f"task.options.{key}: also set as task.{key}", "keep one of the two")
+    given = {f: getattr(section, f) for f in OF_SECTION if getattr(section, f)}
+    for key in section.options.keys() & OF_SECTION:
+        raise ConfigError(f"task.options.{key}: a key of [task] itself", f"task.{key}")
     return {**given, **section.options}
+
+
+def _full(key: str) -> str:
+    """The key in a config."""
+    return f"task.{key}" if key in OF_SECTION else f"task.options.{key}"
 
 
 def _checked(key: str, value: Any, hint: Any) -> Any:
@@ -347,12 +354,12 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
     try:
         return pydantic.TypeAdapter(hint).validate_python(value, strict=True)
     except pydantic.ValidationError as e:
-        raise ConfigError(f"task: {key} = {value!r}: {e.errors()[0]['msg']}") from e
+        raise ConfigError(f"{_full(key)} = {value!r}: {e.errors()[0]['msg']}", "docs/tasks.md lists them") from e
 
 
 def _check_chat(chat: bool, system_prompt: str) -> None:
     if system_prompt and not chat:
-        raise ConfigError("task.system_prompt: only a prompt rendered with the chat template has one", "set chat = true")
+        raise ConfigError("task.system_prompt: only a prompt rendered with the chat template has one", "set task.chat = true")
 
 
 def _prompt(prompt: Prompt, chat: bool, system_prompt: str) -> Prompt:

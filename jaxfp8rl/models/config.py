@@ -13,6 +13,7 @@ from jaxfp8rl.errors import ModelError
 MOE = "Qwen3MoeForCausalLM"
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama", MOE: "qwen3_moe"}  # architecture -> model_type
 DTYPES = ("bfloat16", "float16", "float32")
+HUB = {"Qwen": "Qwen", "Llama": "meta-llama"}  # how a model's name begins -> who publishes it
 
 # Keys that change the arithmetic, with the values under which it is the arithmetic of `models/transformer.py`.
 _ONLY = {
@@ -151,12 +152,24 @@ class ModelConfig:
         }
 
 
+def how_to_get(path: Path) -> str:
+    """The command that makes a model folder, as far as its name tells."""
+    folder = path.parent if path.name == "config.json" else path
+    if folder.name.lower().startswith("smollm2-135m"):
+        return f"`jaxfp8rl import-gguf {folder}` makes it, or name another folder with --model.path"
+    owner = next((owner for start, owner in HUB.items() if folder.name.startswith(start)), "OWNER")
+    return (
+        f"`hf download {owner}/{folder.name} --local-dir {folder}` (--dry-run needs its config.json alone), "
+        f"`jaxfp8rl import-gguf {folder} --gguf FILE`, or name another folder with --model.path"
+    )
+
+
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     path = path / "config.json" if path.is_dir() else path
     try:
         return json.loads(path.read_text()), str(path)
     except FileNotFoundError:
-        raise ModelError(f"no model config at {path}", "give a folder with config.json and safetensors") from None
+        raise ModelError(f"model.path: no model config at {path}", how_to_get(path)) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise ModelError(f"{path} is not valid JSON: {e}", "download or export the model again") from None
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxfp8rl.errors import ModelError, nearest
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.config import ModelConfig, how_to_get
 from jaxfp8rl.models.hf_names import Entry, empty_params, get_param, param_table, set_param
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,7 +39,7 @@ def load_params(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelError(f"no model folder at {folder}", "give a local Hugging Face folder; nothing is downloaded")
+        raise ModelError(f"no model folder at {folder}", f"nothing is downloaded at run time: {how_to_get(folder)}")
     cfg = cfg or ModelConfig.from_hf(folder)
     entries = {e.hf_name: e for e in param_table(cfg)}
     params, seen = empty_params(cfg, _DTYPES[dtype]), set()

@@ -1,7 +1,11 @@
-"""TensorBoard event files, written by tensorboardX: no TensorFlow, though it loads torch where torch is installed."""
+"""TensorBoard event files, written by tensorboardX: no TensorFlow, though it loads torch where torch is installed.
+
+Not by its SummaryWriter: that writes in a thread, which ends at the first error, and then whoever logs waits for ever.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from jaxfp8rl.errors import UserError
@@ -13,17 +17,21 @@ class TensorboardMonitor:
 
     def __init__(self, folder: str | Path):
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
         except ImportError as e:
             raise UserError('run.trackers: "tensorboard" needs the package tensorboardX',
                             'pip install "jaxfp8rl[trackers]", or run.trackers = []') from e  # fmt: skip
-        self._writer = SummaryWriter(str(folder))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(Path(folder) / "events"))
 
     def log(self, record: Record) -> None:
-        step = int(record["step"])
-        for key, value in record.items():
-            if key != "step" and not isinstance(value, str):
-                self._writer.add_scalar(key, float(value), step)
+        """Raises OSError of the disk."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        numbers = {key: float(value) for key, value in record.items() if key != "step" and not isinstance(value, str)}
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._writer.write_event(Event(wall_time=time.time(), step=int(record["step"]), summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:

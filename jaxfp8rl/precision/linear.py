@@ -2,8 +2,9 @@
 
 FP8 forward: W as E4M3 codes with a scale a 128x128 block, x as E4M3 codes with a scale each 1x128 (W8A8) or left alone
 (W8A16). FP8 backward (DeepSeek-V3 section 3.3; Jet-RL): dgrad contracts dy [T, N], quantised 1x128 along N, with the very
-same weight codes; wgrad contracts over tokens, so x and dy are both quantised 1x128 along T. For wgrad x is kept as it was
-(one rounding) or as the forward's E4M3 codes (half the memory and a second rounding: Jet-RL, arXiv 2601.14243).
+same weight codes; wgrad contracts over tokens, so x and dy are both quantised 1x128 along T, or x in 128x128
+(`Precision.wgrad_inputs`): then wgrad is the forward's kind of product, of which the kernels do more a second. For wgrad x is
+kept as it was (one rounding) or as the forward's E4M3 codes (half the memory and a second rounding: Jet-RL, arXiv 2601.14243).
 
 `Precision.products` says what computes the FP8 products, here alone. The W8A8 forward has the same operands in all three; sums
 differ:
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -37,11 +39,11 @@ from pallas_kernels.quantize import reference as q
 # Functions of their own in a program, so that Mosaic, which numbers a program's kernels, makes one of all calls of a shape: it is
 # compiled once, and equal calls, as of q, k and v to quantise their input, are one call.
 quantize_rows = jax.jit(quantize.quantize_rows, static_argnames=("amax_floor", "backend"))
-quantize_tokens = jax.jit(quantize.quantize_tokens, static_argnames="backend")
+quantize_tokens = jax.jit(quantize.quantize_tokens, static_argnames=("square", "backend"))
 quantize_both = jax.jit(quantize.quantize_both, static_argnames=("dtype", "backend"))
 quantize_blocks = jax.jit(quantize.quantize_blocks, static_argnames=("rows", "backend"))
 blockwise_matmul = jax.jit(matmul.blockwise_matmul, static_argnames=("out_dtype", "backend"))
-wgrad = jax.jit(matmul.wgrad, static_argnames=("out_dtype", "backend"))
+strip_wgrad = jax.jit(matmul.wgrad, static_argnames=("out_dtype", "backend"))
 
 GRADIENT_DTYPES = {"e4m3": q.E4M3, "e5m2": q.E5M2}
 HIGHEST = jax.lax.Precision.HIGHEST  # else a GPU multiplies float32 as TF32
@@ -58,14 +60,15 @@ class QuantizedWeight(NamedTuple):
         """Quantise [..., N, K] bfloat16 or float32 in 128x128 blocks, by the Hopper kernel on a Hopper GPU: the bits are the
         reference's. To it a stack of layers is one matrix of more rows, unless blocks would reach over the end of a layer.
 
-        `layers`: of [L, N, K] those from the first number on, int32 [] on the device, as many as the second.
+        `layers`: of [L, ..., N, K] those from the first number on, int32 [] on the device, as many as the second.
         """
         *lead, n, k = weight.shape
         if lead and n % BLOCK:
             return jax.lax.map(cls.of, weight if layers is None else jax.lax.dynamic_slice_in_dim(weight, *layers))
         first = rows = None
         if layers is not None:
-            first, rows, lead = layers[0] * (n // BLOCK), layers[1] * n, [layers[1]]
+            each = math.prod(lead[1:]) * n  # rows of a layer: of all its experts
+            first, rows, lead = layers[0] * (each // BLOCK), layers[1] * each, [layers[1], *lead[1:]]
         codes, scale = quantize_blocks(weight.reshape(-1, k), first=first, rows=rows, backend="auto")
         return cls(codes.reshape(*lead, n, k), scale.reshape(*lead, -(-n // BLOCK), -(-k // BLOCK)))
 
@@ -244,14 +247,23 @@ def _float32_backward(precision: Precision, dy: Array, x: Array, weight: Quantiz
     """As `_high_backward`, with FP8 operands, dequantised and multiplied in float32."""
     fp8 = GRADIENT_DTYPES[precision.gradients]
     dx = _dot(_round_rows(dy, fp8), q.dequantize_blocks(*weight).T, dtypes[0])
-    return dx, _dot(_round_rows(dy.T, fp8), _round_rows(x.T.astype(jnp.float32)), dtypes[1])
+    by_tokens, square = x.T.astype(jnp.float32), precision.wgrad_inputs == "128x128"
+    rounded = q.dequantize_blocks(*q.quantize_blocks(by_tokens)) if square else _round_rows(by_tokens)
+    return dx, _dot(_round_rows(dy.T, fp8), rounded, dtypes[1])
 
 
 def _pallas_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
     """As `_float32_backward` by the Hopper kernels."""
     by_rows, by_tokens = quantize_both(dy, GRADIENT_DTYPES[precision.gradients], backend="pallas")
     dx = dgrad(by_rows, weight, dtypes[0], "pallas")
-    return dx, wgrad(*by_tokens, *quantize_tokens(x, backend="pallas"), out_dtype=dtypes[1], backend="pallas")
+    square = precision.wgrad_inputs == "128x128"
+    return dx, wgrad(by_tokens, quantize_tokens(x, square=square, backend="pallas"), dtypes[1], "pallas")
+
+
+def wgrad(dy: tuple[Array, Array], x: tuple[Array, Array], dtype: jnp.dtype, backend: str) -> Array:
+    """dy^T x [N, K] of codes [N, T] and [K, T] with their scales, dy's in 1x128 along the tokens, x's likewise or in 128x128."""
+    product = strip_wgrad if len(x[1]) == len(x[0]) else blockwise_matmul
+    return product(*dy, *x, out_dtype=dtype, backend=backend)
 
 
 def dgrad(by_rows: tuple[Array, Array], weight: QuantizedWeight, dtype: jnp.dtype, backend: str) -> Array:

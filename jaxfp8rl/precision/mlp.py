@@ -22,7 +22,8 @@ from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
-swiglu_quantize = jax.jit(fused.swiglu_quantize, static_argnames=("rows", "tokens", "backend"))  # one kernel: see linear.py
+# one kernel of equal calls: see linear.py
+swiglu_quantize = jax.jit(fused.swiglu_quantize, static_argnames=("rows", "tokens", "square", "backend"))
 swiglu_grad_quantize = jax.jit(fused.swiglu_grad_quantize, static_argnames=("dtype", "backend"))
 
 MLP_MODULES = "gate_proj", "up_proj", "down_proj"
@@ -76,12 +77,13 @@ def _mlp_bwd(precision: Precision, saved, dy: Array):
     dtype, backend = GRADIENT_DTYPES[precision.gradients], backend_of(precision)
     by_rows, by_tokens = quantize_both(flat(dy), dtype, backend=backend)
     d_h = dgrad(by_rows, down, jnp.bfloat16, backend)
-    h = swiglu_quantize(gate_up, rows=False, tokens=True, backend=backend)
+    square = precision.wgrad_inputs == "128x128"
+    h = swiglu_quantize(gate_up, rows=False, tokens=True, square=square, backend=backend)
     d_gate_up = swiglu_grad_quantize(d_h, gate_up, dtype, backend=backend)
     dx = dgrad(d_gate_up.rows, _joint(gate, up), x.dtype, backend)
-    x_by_tokens = quantize_tokens(flat(x), backend=backend)
-    d_joint = wgrad(*d_gate_up.tokens, *x_by_tokens, out_dtype=like.dtype, backend=backend)
-    d_down = wgrad(*by_tokens, *h.tokens, out_dtype=like.dtype, backend=backend)
+    x_by_tokens = quantize_tokens(flat(x), square=square, backend=backend)
+    d_joint = wgrad(d_gate_up.tokens, x_by_tokens, like.dtype, backend)
+    d_down = wgrad(by_tokens, h.tokens, like.dtype, backend)
     return dx.reshape(x.shape), None, (*jnp.split(d_joint, 2), d_down)
 
 

@@ -99,6 +99,7 @@ class Precision:
     gradients: "e4m3" or "e5m2" for the gradients that enter dgrad and wgrad of FP8 products, all of whose operands are then
         FP8; "high": neither is.
     saved_activations: what wgrad gets of an FP8 product's input, "high" as it was or "fp8" the forward's codes.
+    wgrad_inputs: the blocks that wgrad quantises it in, "1x128" along the tokens, or "128x128"; of experts always the former.
     kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's cache holds them.
     kv_truncated: towards zero, in the learner's forward (see EngineFormats); the embedded engine's cache never is.
     attention_fp8: queries and probabilities are rounded to E4M3 likewise, each before its product.
@@ -115,6 +116,7 @@ class Precision:
     attention: str = "xla"
     gradients: str = "high"
     saved_activations: str = "high"
+    wgrad_inputs: str = "1x128"
     kv_fp8: bool = False
     kv_truncated: bool = False
     attention_fp8: bool = False
@@ -213,7 +215,7 @@ def _check_fused(sets: list[frozenset[str]], sparse: tuple[bool, ...]) -> None:
 def resolve(
     recipe: Recipe, runs: tuple[LayerRun, ...], formats: EngineFormats, compute_dtype: str, weight_dtype: str,
     gradients: str = "e4m3", saved_activations: str = "high", products: str = "float32",
-    attention: str = "xla",
+    attention: str = "xla", wgrad_inputs: str = "1x128",
 ) -> Precision:  # fmt: skip
     """The learner's Precision: the recipe, mirroring what the engine reports (W8A8 or W8A16, FP8 KV or not).
 
@@ -232,6 +234,7 @@ def resolve(
         attention=attention,
         gradients=gradients if recipe.backward_fp8 else "high",
         saved_activations=saved_activations if recipe.forward_fp8 else "high",
+        wgrad_inputs=wgrad_inputs if recipe.backward_fp8 else "1x128",
         kv_fp8=recipe.forward_fp8 and formats.kv_cache == FP8_KV,
         kv_truncated=recipe.forward_fp8 and formats.kv_truncated,
         attention_fp8=recipe.forward_fp8 and formats.attention == FP8_KV,

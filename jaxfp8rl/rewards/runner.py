@@ -32,10 +32,12 @@ __all__ = ["RewardRunner", "Score"]
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0  # importing a scorer's libraries on a busy machine takes many seconds
 _PEACE = float("inf")
+MOST_WORKERS = 8
 
 
 class RewardRunner:
-    """Scores (problem, text) pairs of one task; cheap scorers run here, the others in `workers` child processes.
+    """Scores (problem, text) pairs of one task; cheap scorers run here, the others in `workers` child processes, 0 standing for
+    one a core but at most 8.
 
     `timeout_s` is wall clock per item, in seconds. `counts` adds up outcomes ("ok", "timeout", "crash", "error") over the
     runner's life. Use it as a context manager, or call `close`.
@@ -44,8 +46,18 @@ class RewardRunner:
     def __init__(self, task: Task, timeout_s: float = 5.0, workers: int = 1):
         self.counts: collections.Counter[str] = collections.Counter()
         self._task, self._timeout_s, self._lock = task, timeout_s, threading.Lock()
+        workers = workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
         self._children = [self._start() for _ in range(workers)] if task.in_child else []
         self._closed = False
+
+    def wait_until_ready(self) -> None:
+        """Block until each child has loaded the scorer, so that one that cannot be is known before an engine starts.
+
+        Raises ConfigError as `score` does.
+        """
+        with self._lock:
+            while not all(c.ready for c in self._children):
+                self._collect([], [])
 
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[Score]:
         """One Score an item, in order. Blocks for at most `timeout_s` an item and the start of a replacement.

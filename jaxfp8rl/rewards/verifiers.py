@@ -96,4 +96,4 @@ def load_scorer(name: str) -> Callable[[Any, str], float | None]:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as e:
         raise ConfigError(f'task.scorer: cannot load "{name}": {e}',
-                          "the module must be importable from where you start") from e
+                          "install the module, or name its folder in PYTHONPATH: PYTHONPATH=. jaxfp8rl train ...") from e

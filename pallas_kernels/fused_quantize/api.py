@@ -50,16 +50,19 @@ def rms_norm_quantize(
 
 
 def swiglu_quantize(
-    gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False, backend: Backend = "auto", interpret=None
-) -> Quantized:
-    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows, by tokens or both; `keep` as above."""
+    gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False, square: bool = False,
+    backend: Backend = "auto", interpret=None,
+) -> Quantized:  # fmt: skip
+    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows, by tokens or both; `keep` as above, `square` as of
+    `quantize_tokens`."""
     _check("gate_up", gate_up, (BF16,), 2)
     if not (rows or tokens):
         raise ValueError("swiglu_quantize of neither rows nor tokens: one of them is wanted")
     if not use_kernel(backend):
-        return reference.swiglu_quantize(gate_up, rows=rows, tokens=tokens, keep=keep)
+        return reference.swiglu_quantize(gate_up, rows=rows, tokens=tokens, keep=keep, square=square)
     formats = FUSED if rows else None, PLAIN if tokens else None
-    return _cut(gate_up.shape[0], *sm90.swiglu(_padded(gate_up, tokens), *formats, keep, interpret))
+    made = _cut(gate_up.shape[0], *sm90.swiglu(_padded(gate_up, tokens), *formats, keep, square, interpret))
+    return made._replace(tokens=(made.tokens[0], made.tokens[1][::BLOCK])) if tokens and square else made
 
 
 def swiglu_grad_quantize(

@@ -65,10 +65,11 @@ def swiglu_grad(d_h: Array, gate_up: Array) -> Array:
     return round_bf16(jnp.concatenate([d_gate, d_h * (gate * s)], -1))
 
 
-def _quantized(value: Array, tokens: bool, keep: bool, rows: bool = True) -> Quantized:
+def _quantized(value: Array, tokens: bool, keep: bool, rows: bool = True, square: bool = False) -> Quantized:
     rounded = round_bf16(value)
     by_rows = quantize_rows(value, amax_floor=FUSED_AMAX_FLOOR) if rows else None
-    return Quantized(by_rows, quantize_tokens(rounded) if tokens else None, rounded.astype(jnp.bfloat16) if keep else None)
+    by_tokens = quantize_tokens(rounded, square=square) if tokens else None
+    return Quantized(by_rows, by_tokens, rounded.astype(jnp.bfloat16) if keep else None)
 
 
 def rms_norm_quantize(
@@ -79,9 +80,11 @@ def rms_norm_quantize(
     return _quantized(rms_norm(x, weight, eps, residual), tokens, keep), total
 
 
-def swiglu_quantize(gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False) -> Quantized:
+def swiglu_quantize(
+    gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False, square: bool = False
+) -> Quantized:
     """`swiglu`, quantised unrounded by rows and rounded to bfloat16 by tokens."""
-    return _quantized(swiglu(gate_up), tokens, keep, rows)
+    return _quantized(swiglu(gate_up), tokens, keep, rows, square)
 
 
 def swiglu_grad_quantize(d_h: Array, gate_up: Array, dtype: jnp.dtype = E4M3) -> Quantized:

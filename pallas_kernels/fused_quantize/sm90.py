@@ -36,11 +36,13 @@ def _normed(values: list[Array], vectors: list[Array]) -> list[Array]:
     return [normed.astype(jnp.bfloat16), total]
 
 
-def swiglu(gate_up: Array, rows: Format | None, tokens: Format | None = None, keep: bool = False, interpret=None):
-    """gate_up [T, 2F] bfloat16 -> (rows, tokens, [silu(gate) * up [T, F] bfloat16 if `keep`])."""
+def swiglu(
+    gate_up: Array, rows: Format | None, tokens: Format | None = None, keep: bool = False, square: bool = False, interpret=None
+):
+    """gate_up [T, 2F] bfloat16 -> (rows, tokens, [silu(gate) * up [T, F] bfloat16 if `keep`]); `square` as of `quantize.sm90`."""
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
     fused = fused_multiply_add(interpret)
-    plan = Plan(t, f, rows, tokens, fused, reads=((0, 0), (0, f)), make=_swiglu, keep=(0,) * keep)
+    plan = Plan(t, f, rows, tokens, fused, reads=((0, 0), (0, f)), make=_swiglu, keep=(0,) * keep, square=square)
     return quantize_made(plan, (gate_up,), interpret=interpret)
 
 

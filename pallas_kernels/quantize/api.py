@@ -43,13 +43,19 @@ def quantize_rows(
 
 
 def quantize_tokens(
-    x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, backend: Backend = "auto", interpret=None
-) -> tuple[Array, Array]:
-    """1x128 blocks along the tokens: x [T, K] -> codes [K, T], scales [K, ceil(T/128)] float32, for wgrad."""
+    x: Array, dtype: jnp.dtype = E4M3, *, square: bool = False, power_of_two: bool = False, backend: Backend = "auto",
+    interpret=None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """1x128 blocks along the tokens: x [T, K] -> codes [K, T], scales [K, ceil(T/128)] float32, for wgrad; in 128x128 blocks if
+    `square` (E4M3 alone), scales [ceil(K/128), ceil(T/128)], which `blockwise_matmul` takes for its weight."""
     _check(x, dtype, ndim=2)
+    if square and jnp.dtype(dtype) != E4M3:
+        raise ValueError(f"codes of type {jnp.dtype(dtype)} in 128x128 blocks: float8_e4m3fn")
     if not use_kernel(backend):
-        return reference.quantize_tokens(x, dtype, power_of_two=power_of_two)
-    return _both(x, sm90.Format(dtype, power_of_two, AMAX_FLOOR), rows=False, interpret=interpret)[1]
+        return reference.quantize_tokens(x, dtype, square=square, power_of_two=power_of_two)
+    fmt = sm90.Format(dtype, power_of_two, AMAX_FLOOR)
+    codes, scale = _both(x, fmt, rows=False, square=square, interpret=interpret)[1]
+    return codes, scale[::BLOCK] if square else scale
 
 
 def quantize_both(
@@ -62,10 +68,14 @@ def quantize_both(
     return _both(x, sm90.Format(dtype, power_of_two, AMAX_FLOOR), rows=True, interpret=interpret)
 
 
-def _both(x: Array, fmt: sm90.Format, *, rows: bool, interpret) -> tuple[tuple[Array, Array] | None, tuple[Array, Array]]:
+def _both(
+    x: Array, fmt: sm90.Format, *, rows: bool, square: bool = False, interpret
+) -> tuple[tuple[Array, Array] | None, tuple[Array, Array]]:
     """A padded token is a zero in every group it lies in, which changes none."""
     t, k = x.shape
-    by_rows, (codes, scale) = sm90.quantize(pad_to(x, BLOCK, BLOCK), fmt, rows=rows, tokens=True, interpret=interpret)
+    by_rows, (codes, scale) = sm90.quantize(
+        pad_to(x, BLOCK, BLOCK), fmt, rows=rows, tokens=True, square=square, interpret=interpret
+    )
     tokens = codes[:k, :t], scale[:, :k].T
     return (by_rows[0][:t, :k], by_rows[1][:, :t].T) if rows else None, tokens
 

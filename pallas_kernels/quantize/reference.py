@@ -102,13 +102,19 @@ def dequantize_rows(codes: Array, scale: Array) -> Array:
     return read_codes(codes) * jnp.repeat(scale, BLOCK, -1)[..., : codes.shape[-1]]
 
 
-def quantize_tokens(x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False) -> tuple[Array, Array]:
-    """1x128 blocks along the tokens, for wgrad: x [..., T, K] -> codes [..., K, T], scales [..., K, ceil(T/128)] float32.
+def quantize_tokens(
+    x: Array, dtype: jnp.dtype = E4M3, *, square: bool = False, power_of_two: bool = False
+) -> tuple[Array, Array]:
+    """1x128 blocks along the tokens, for wgrad: x [..., T, K] -> codes [..., K, T], scales [..., K, ceil(T/128)] float32; in
+    128x128 blocks if `square` (E4M3 alone), scales [..., ceil(K/128), ceil(T/128)].
 
     The result is transposed, contiguous along the tokens that wgrad contracts: the rows of x^T (DeepSeek-V3 section 3.3.2,
     where they are 128x1 tiles of x).
     """
-    return quantize_rows(jnp.swapaxes(x, -1, -2), dtype, power_of_two=power_of_two)
+    turned = jnp.swapaxes(x, -1, -2)
+    if square:
+        return quantize_blocks(turned, power_of_two=power_of_two)
+    return quantize_rows(turned, dtype, power_of_two=power_of_two)
 
 
 def quantize_blocks(w: Array, *, power_of_two: bool = False) -> tuple[Array, Array]:

@@ -47,13 +47,14 @@ class Format(NamedTuple):
 
 
 def quantize(
-    x: Array, fmt: Format, *, rows: bool = True, tokens: bool = False, interpret=None
+    x: Array, fmt: Format, *, rows: bool = True, tokens: bool = False, square: bool = False, interpret=None
 ) -> tuple[tuple[Array, Array] | None, tuple[Array, Array] | None]:
-    """x [T, K] bfloat16 or float32 -> for `rows` codes [T, K], scales [K/128, T]; for `tokens` codes [K, T], scales [T/128, K].
+    """x [T, K] bfloat16 or float32 -> for `rows` codes [T, K], scales [K/128, T]; for `tokens` codes [K, T], scales [T/128, K],
+    of which 128 in a row are one if `square`.
 
     The copy engine moves boxes of 8 rows by 128 bytes: K is a multiple of 128 and T of 8, for tokens of 128. `api.py` pads.
     """
-    plan = Plan(*x.shape, fmt if rows else None, fmt if tokens else None, fused_multiply_add(interpret))
+    plan = Plan(*x.shape, fmt if rows else None, fmt if tokens else None, fused_multiply_add(interpret), square=square)
     return quantize_made(plan, (x,), interpret=interpret)[:2]
 
 
@@ -78,6 +79,7 @@ class Plan(NamedTuple):
     parts: int = 1
     keep: tuple[int, ...] = ()  # which of what is made is written in bfloat16
     buffers: int = 2  # for waves of codes on their way out
+    square: bool = False  # along the tokens one scale is a whole tile's
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -171,9 +173,11 @@ def _quantize_kernel(plan: Plan, arrays, vectors, outs, shared: Shared) -> None:
         plgpu.copy_smem_to_gmem(stored[i], out.at[at])
     for part in range(plan.parts if plan.tokens else 0):
         tile = stored[part] if plan.make else shared.tiles[part]
-        for start in (0, WAVE):
-            columns = tile.at[:, pl.ds(start, WAVE)].transpose((1, 0))
-            _send(work, "tokens", part, start, plgpu.load(columns, layout=WGMMA))
+        columns = {start: tile.at[:, pl.ds(start, WAVE)].transpose((1, 0)) for start in (0, WAVE)}
+        read = lambda start, columns=columns: plgpu.load(columns[start], layout=WGMMA)
+        amax = functools.reduce(jnp.maximum, map(_amax, map(read, columns))) if plan.square else None
+        for start in columns:
+            _send(work, "tokens", part, start, read(start), amax)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -219,11 +223,22 @@ def _made(work: Work, rows, columns) -> list[Array]:
     return plan.make(values, [plgpu.load(v.at[at], layout=layout, optimized=False) for v, at, layout in chosen])
 
 
-def _send(work: Work, direction: str, part: int, start: int, values: Array) -> None:
-    """Quantise 64 groups of 128, `values` [64, 128], and send them out."""
+def _amax(values: Array) -> Array:
+    """The largest of each group of 128: [64]."""
+    return jnp.max(jnp.abs(values), axis=1).astype(F32)
+
+
+def _of_all(amax: Array) -> Array:
+    """The largest of all, for each: [64]."""
+    return plgpu.layout_cast(jnp.broadcast_to(jnp.max(amax), (WAVE,)), ROW)
+
+
+def _send(work: Work, direction: str, part: int, start: int, values: Array, amax: Array | None = None) -> None:
+    """Quantise 64 groups of 128, `values` [64, 128], and send them out; by one scale for all, that of the largest of `amax` [64],
+    if this is given."""
     plan, wave, fmt = work.plan, next(work.waves), work.plan.formats[direction]
     codes, scales = (buffer.at[wave % plan.buffers] for buffer in (work.shared.codes, work.shared.scales))
-    scale = _scale(jnp.max(jnp.abs(values), axis=1).astype(F32), fmt, plan.fused)
+    scale = _scale(_amax(values) if amax is None else _of_all(amax), fmt, plan.fused)
     quantized = _codes(values.astype(F32), scale, fmt, plan.fused)
     if wave >= plan.buffers:
         plgpu.wait_smem_to_gmem(2 * (plan.buffers - 1), wait_read_only=True)  # two copies a wave
@@ -325,8 +340,8 @@ def _blocks_kernel(w, first, codes, scale, *refs, fmt: Format, grid: tuple[int, 
     plgpu.copy_gmem_to_smem(w.at[source, columns], tile, arrived)
     plgpu.barrier_wait(arrived)
     halves = [pl.ds(i, WAVE) for i in range(0, BLOCK, WAVE)]
-    amax = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(_read(tile.at[h])), axis=1) for h in halves))
-    scales = _scale(plgpu.layout_cast(jnp.broadcast_to(jnp.max(amax), (WAVE,)), ROW), fmt, fused)
+    amax = functools.reduce(jnp.maximum, (_amax(_read(tile.at[h])) for h in halves))
+    scales = _scale(_of_all(amax), fmt, fused)
     for view, out in zip((tile, tile.transpose((1, 0))), tiles):
         for h in halves:
             out[h] = _codes(_read(view.at[h]), scales, fmt, fused)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from jaxfp8rl.loop import train
+from jaxfp8rl.build import Parts, model_config
+from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.loop import pack_samples, train
 from jaxfp8rl.toml_config import load_config
 
 MOE = [word for key, value in {
@@ -24,7 +27,7 @@ MOE = [word for key, value in {
     [
         ("fp8_unified", "R3", ("--moe.measure_every", "1")),
         ("bf16", "R2", ("--rollout.kv_cache", "auto", "--correction.preset", "none", "--moe.balance_coef", "0.01")),
-        ("fp8_rollout", "none", ("--moe.freeze_router", "true")),
+        ("fp8_rollout", "none", ("--moe.freeze_router", "true", "--precision.compute_dtype", "bfloat16")),
     ],
 )
 def test_a_small_mixture_trains(recipe, replay, more, tmp_path):
@@ -35,3 +38,13 @@ def test_a_small_mixture_trains(recipe, replay, more, tmp_path):
     assert ("routing/disagreement/0" in steps[0]) == (replay == "R3") == ("mismatch/k3_unreplayed" in steps[0])
     if replay == "R3":  # learner and engine compute the same: so do their routers
         assert steps[0]["routing/disagreement"] < 0.02 and steps[0]["mismatch/k3"] < 1e-3
+
+
+def test_an_update_without_a_sample_has_the_shape_of_others():
+    """Dynamic sampling may find no group to learn from; routes are replayed all the same."""
+    parts = Parts.__new__(Parts)
+    parts.cfg = load_config("demo", [*MOE, "--moe.replay", "R3"])
+    parts.model = model_config(parts.cfg)
+    one = Sample((3, 4), (5,), np.zeros(1, np.float32), 0.0, np.zeros((2, 1, 2), np.int64))
+    none, some = ([(x.shape, x.dtype) for x in pack_samples(parts, samples)] for samples in ([], [one]))
+    assert none == some

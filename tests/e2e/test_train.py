@@ -249,6 +249,7 @@ def test_ctrl_c_saves_leaves_with_130_and_resumes(straight, tmp_path):
     assert "stopping after this step" in output and "Traceback" not in output
     _, _, step = saved(tmp_path)
     assert step == metrics(tmp_path)[-1]["step"] < 10
+    assert f"step {step} is saved, go on with: jaxfp8rl train {tmp_path} --resume" in output
     loop.train(config(tmp_path), resume=True)
     resumed, whole = metrics(tmp_path), metrics(straight)
     assert [r["loss"] for r in resumed[1:]] == [r["loss"] for r in whole[1:]]
@@ -256,13 +257,14 @@ def test_ctrl_c_saves_leaves_with_130_and_resumes(straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_the_warm_start_keeps_it(tmp_path, monkeypatch):
+def test_ctrl_c_after_the_warm_start_keeps_it(tmp_path, monkeypatch):
     """The first step is not begun, the warm start is saved as step 0, and the run resumes from it."""
-    warm_start = loop.warm_start
-    monkeypatch.setattr(loop, "warm_start", lambda *a: (os.kill(os.getpid(), signal.SIGINT), warm_start(*a))[1])
+    gate = loop.gate
+    monkeypatch.setattr(loop, "gate", lambda *a: (os.kill(os.getpid(), signal.SIGINT), gate(*a))[1])
     with pytest.raises(SystemExit) as e:
         loop.train(config(tmp_path, run__steps=1))
     assert e.value.code == 130 and saved(tmp_path)[2] == 0 and len(metrics(tmp_path)) == 1
+    monkeypatch.setattr(loop, "gate", gate)
     monkeypatch.setattr(loop, "warm_start", lambda *a: pytest.fail("warm-started twice"))
     loop.train(config(tmp_path, run__steps=1), resume=True)
     assert [r["step"] for r in metrics(tmp_path)] == [0, 1]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common import config as qwen3
+from jaxfp8rl.cli import main
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.toml_config import load_config, presets
 
@@ -94,6 +97,47 @@ def test_row_36_the_command_line_says_the_same_and_leaves_with_2(write):
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and 'run.stesp: unknown key (did you mean "steps"?)' in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 12
+
+
+@pytest.mark.parametrize("words, says", [
+    (["train", "demo", "--run.dir", "FILE/a"], "--run.dir: run.dir: FILE is a file\n  next step: choose another --run.dir"),
+    (["train", "demo", "--dryrun"], '--dryrun: did you mean "--dry-run"?'),
+    (["train", "demo", "--optim.learning_rate", "1"], '--optim.learning_rate: unknown key (did you mean "lr"?)'),
+    (["train", "demo", "--correction.preset", "tis"], '(did you mean "token_tis"?)'),
+    (["train", "demo", "--model.path", "x"], "step: --model.path FOLDER, and where the file has a [model.config] also --model"),
+    (["import-gguf", "OUT", "--gguf", "nowhere.gguf"], "--gguf nowhere.gguf: no such file"),
+    (["report", "RUN", "--out", "nowhere/x.html"], "--out nowhere/x.html: no file in a folder that is there"),
+])  # fmt: skip
+def test_a_slip_on_the_command_line_leaves_with_2_and_the_way_on(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("mine")
+    Path("RUN").mkdir()
+    Path("RUN/metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "time/step_s": 1.0}\n')
+    assert main(words) == 2
+    assert says in capsys.readouterr().err and not {"OUT", "nowhere"} & {p.name for p in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("preset, says", [
+    ("qwen3-8b-h200", "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`"),
+    ("llama3-8b-h200", "`hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct`"),
+    ("smollm2-135m", "`jaxfp8rl import-gguf models/smollm2-135m` makes it"),
+])
+def test_a_preset_without_its_weights_says_where_they_come_from(preset, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", preset, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert f"model.path: no model config at {load_config(preset).model.path}" in said and says in said
+
+
+@pytest.mark.parametrize("cache", ["kv_cache_gib", "gpu_memory_utilization"])
+def test_a_dry_run_needs_the_model_configuration_alone(cache, tmp_path, capsys):
+    """And says of the engine's part where it is not known."""
+    (tmp_path / "config.json").write_text(json.dumps(qwen3("0.6b")))
+    words = ["--rollout.engine", "vllm", f"--rollout.{cache}", "0.5", "--model.config", "{}", "--model.path", str(tmp_path)]
+    assert main(["train", "demo", "--dry-run", *words]) == 0
+    out = capsys.readouterr().out
+    assert "master weights" in out and ("with vLLM\n" in out) == (cache == "kv_cache_gib")
+    assert ("takes rollout.gpu_memory_utilization of the GPU" in out) == (cache != "kv_cache_gib")
 
 
 # Fuzzing: a demo config of which a few pieces are something else. FUZZ inputs each, six times as many in `make test-thorough`.

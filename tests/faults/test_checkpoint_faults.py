@@ -17,8 +17,8 @@ import pytest
 from jaxfp8rl import checkpoint
 from jaxfp8rl.checkpoint import DIGESTS, Checkpoints, damage
 from jaxfp8rl.config_changes import MAY_CHANGE, changes, check_resumable
-from jaxfp8rl.errors import CheckpointError
-from jaxfp8rl.run_directory import RunDirectory
+from jaxfp8rl.errors import CheckpointError, ConfigError
+from jaxfp8rl.run_directory import RunDirectory, check_run_directory
 from jaxfp8rl.toml_config import SECTIONS, load_config
 from jaxfp8rl.types import TrainState
 
@@ -236,6 +236,32 @@ def test_row_32_the_newest_stay_and_none_goes_before_the_next_is_complete(tmp_pa
 
 
 # 35: other settings on resumption
+
+
+def test_row_35_what_is_changed_is_kept_with_the_first_step_that_it_is_of(tmp_path):
+    """Not at the end of the run, not when the gate fails; and config.toml is replaced, never written to."""
+    words = ["--run.dir", str(tmp_path), "--run.steps", "4"]
+    begun, other = load_config("demo", words), load_config("demo", [*words, "--optim.lr", "0.5"])
+    path = tmp_path / "config.toml"
+    with RunDirectory(begun, resume=False) as run:
+        run.log({"step": 2})
+    before = path.read_text()
+    for step in (4, 2):
+        with RunDirectory(other, resume=True) as run:
+            run.rewind(step)
+        assert path.read_text() == before
+    with path.open() as reader, RunDirectory(other, resume=True) as run:
+        run.rewind(2)
+        run.log({"step": 3})
+        assert load_config(str(path)) == other and reader.read() == before
+
+
+def test_row_35_a_run_is_not_resumed_to_before_its_newest_checkpoint(run):
+    cfg = load_config(str(run.path / "config.toml"))
+    check_run_directory(cfg, resume=True)
+    shorter = cfg.model_copy(update={"run": cfg.run.model_copy(update={"steps": 1})})
+    with pytest.raises(ConfigError, match="run.steps = 1: the newest checkpoint of .* is of step 2"):
+        check_run_directory(shorter, resume=True)
 
 
 OTHER = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x / 2 + 1e-9, str: lambda x: x + "x",

@@ -15,6 +15,7 @@ import pytest
 
 from bridges.api import EngineDirty, EngineUnhealthy, GenRequest, PublishFailed, SamplingParams
 from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.rollout import supervised_engine
 from bridges.rollout.remote_engine import Deadlines, start
 from bridges.rollout.supervised_engine import SupervisedEngine
 from bridges.weights.array_source import random_source
@@ -29,7 +30,8 @@ REQUESTS = [GenRequest(f"r{i}", (1, 2, i), SamplingParams(6), 2, seed=i) for i i
 
 
 class Supervised:
-    """A supervised fake engine whose processes have the faults of `script`, one entry a process; `pids`: those started."""
+    """A supervised fake engine whose processes have the faults of `script`, one entry a start, an error for one that fails;
+    `pids`: those started."""
 
     def __init__(self, *script: dict, budget: int = 2):
         self.script, self.pids = iter(script), []
@@ -37,7 +39,10 @@ class Supervised:
         self.metas = self.engine.current.expected_manifest()
 
     def start(self):
-        engine, transport = start("fake", deadlines=DEADLINES, faults=next(self.script)), RemoteFile()
+        faults = next(self.script)
+        if isinstance(faults, Exception):
+            raise faults
+        engine, transport = start("fake", deadlines=DEADLINES, faults=faults), RemoteFile()
         self.pids.append(engine.pid)
         transport.open(engine)
         return engine, transport
@@ -83,19 +88,22 @@ def test_row_25_a_dead_engine_is_known_at_once_and_another_answers_as_it_would_h
         assert len(set(s.pids)) == 2 and s.engine.health().ok
 
 
+class Killing:
+    """A source in which the second engine dies."""
+
+    def __init__(self, s):
+        self.s, self.inner = s, s.source(7)
+
+    def manifest(self):
+        return self.inner.manifest()
+
+    def __iter__(self):
+        if len(self.s.pids) == 2:
+            self.s.kill()
+        yield from self.inner
+
+
 def test_row_25_an_engine_that_dies_between_calls_or_in_a_publish_is_replaced(undisturbed):
-    class Killing:
-        def __init__(self, s):
-            self.s, self.inner = s, s.source(7)
-
-        def manifest(self):
-            return self.inner.manifest()
-
-        def __iter__(self):
-            if len(self.s.pids) == 2:
-                self.s.kill()
-            yield from self.inner
-
     with Supervised({}, {}, {}) as s:
         s.engine.publish(s.source(1), 2)
         s.kill()
@@ -104,6 +112,19 @@ def test_row_25_an_engine_that_dies_between_calls_or_in_a_publish_is_replaced(un
         assert receipt.version == 3 and s.engine.restarts == 2
         s.engine.verify(receipt)
         assert sampled(s.engine.generate(REQUESTS)) == undisturbed
+
+
+def test_row_25_an_engine_that_does_not_come_up_at_once_is_started_again(undisturbed, monkeypatch):
+    """The memory of the one before was not free yet; then it died of the weights that it gets; then all is well."""
+    monkeypatch.setattr(supervised_engine, "PAUSE_SECONDS", 0.0)
+    with Supervised({}, ValueError("no memory is free"), {}, {}, RuntimeError("none"), budget=4) as s:
+        s.engine.publish(Killing(s), 3)
+        s.kill()
+        assert sampled(s.engine.generate(REQUESTS)) == undisturbed
+        assert s.engine.restarts == 3 and len(s.pids) == 3 and s.engine.weight_version() == 3
+        s.kill()
+        with pytest.raises(EngineUnhealthy, match="none; the engine has been started anew 4 times, which is all it may be"):
+            s.engine.generate(REQUESTS)
 
 
 def test_row_25_what_kills_two_engines_in_a_row_is_raised_and_so_is_the_end_of_the_budget():
@@ -206,9 +227,11 @@ with claimed(load_config("demo", ["--run.dir", sys.argv[1]]), False):
     time.sleep(60)"""
     with subprocess.Popen([sys.executable, "-c", script, cfg.run.dir], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "in\n"
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')  # who is there is said before what is there
         with pytest.raises(ConfigError, match=f"is in use by process {other.pid}\n.*another --run.dir"), claimed(cfg, False):
             pass
         other.kill()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
     with claimed(cfg, False):
         pass
 
@@ -218,3 +241,6 @@ def test_row_29_a_refused_resumption_makes_no_folder(tmp_path):
     with pytest.raises(CheckpointError, match="holds no run to resume"), claimed(cfg, True):
         pass
     assert not Path(cfg.run.dir).exists()
+    Path(cfg.run.dir).write_text("a file")
+    with pytest.raises(ConfigError, match="none cannot be made: File exists"), claimed(cfg, False):
+        pass

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -21,9 +22,9 @@ import micro_run
 from bridges.api import EngineUnhealthy
 from bridges.rollout.jax_engine import JaxEngine
 from bridges.rollout.supervised_engine import SupervisedEngine
-from jaxfp8rl import build, checkpoint, loop, registry, run_directory
+from jaxfp8rl import build, checkpoint, loop, registry, run_directory, watchdog
 from jaxfp8rl.config import Section
-from jaxfp8rl.errors import CheckpointError, ConfigError, NonFiniteStep
+from jaxfp8rl.errors import CheckpointError, ConfigError, GateFailed, NonFiniteStep
 from jaxfp8rl.rewards.runner import RewardRunner, _child_environment
 from jaxfp8rl.toml_config import SECTIONS, dump_config, load_config
 from micro_run import arrays, assert_same_run, config, metrics, words
@@ -100,6 +101,23 @@ def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypa
     assert all(np.isfinite(x).all() for x in arrays(tmp_path, 2).values())
 
 
+# 8: the gate fails
+
+
+def test_row_8_what_a_failed_gate_left_is_none_of_the_next_runs(straight, tmp_path):
+    """Neither the checkpoint, of another run's step, nor the reference of the KL."""
+    disagreeing = config(tmp_path, run__steps=7, loss__kl_coef=0.01, gate__max_mean_gap=1e-12)
+    for _ in range(2):
+        with pytest.raises(GateFailed):
+            loop.train(disagreeing, fork_of=str(straight))
+    checkpoints = checkpoint.Checkpoints(tmp_path / "checkpoints", 2)
+    assert checkpoints.steps() == [6] and (tmp_path / "reference").is_dir()
+    loop.train(config(tmp_path, run__steps=2, run__keep_checkpoints=9))
+    assert checkpoints.steps() == [0, 2] and not (tmp_path / "reference").exists()
+    assert "of a start that failed: checkpoint 6" in (tmp_path / "notes.txt").read_text()
+    jax.tree.map(np.testing.assert_array_equal, arrays(tmp_path, 2), arrays(straight, 2))
+
+
 # 25: the engine dies in generate
 
 
@@ -125,6 +143,33 @@ def test_row_25_a_run_whose_engine_dies_three_times_learns_what_it_would_have_le
     assert_same_run(tmp_path, straight)
 
 
+# 26: told to go in the warm start; what that came to outlives the gate
+
+
+def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, monkeypatch, capsys):
+    """Each of its steps is a phase of its own."""
+    phases = []
+
+    def phase(dog, name):
+        phases.append(name)
+        if name == "warm start" and phases.count(name) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(watchdog.Watchdog, "phase", phase)
+    warm = {"sft__steps": 5, "sft__examples_per_step": 4, "run__steps": 1}
+    with pytest.raises(SystemExit) as e:
+        loop.train(config(tmp_path, **warm))
+    assert e.value.code == 143 and phases.count("warm start") == 3 and "stopped; nothing is saved" in capsys.readouterr().out
+    with pytest.raises(GateFailed):
+        loop.train(config(tmp_path, gate__max_mean_gap=1e-12, **warm))
+    assert phases.count("warm start") == 8 and metrics(tmp_path) == []
+    monkeypatch.setattr(loop, "warm_start", lambda *a: pytest.fail("warm-started twice"))
+    loop.train(config(tmp_path, **warm), resume=True)
+    begun, first = metrics(tmp_path)
+    assert (begun["step"], first["step"]) == (0, 1) and begun.keys() >= {"gate/max_gap", "eval/reward_mean"}
+    assert "restore" in phases
+
+
 # 27: SIGKILL
 
 POINTS = [
@@ -141,7 +186,8 @@ POINTS = [
 
 def killed(directory: Path, place: str, times: int) -> tuple[int, str]:
     """Go on with the run in `directory`, or begin it, until it is killed -> (exit status, what it said)."""
-    used = (directory / "metrics.jsonl").exists() and (directory / "metrics.jsonl").stat().st_size
+    begun = (directory / "metrics.jsonl").exists() and (directory / "metrics.jsonl").stat().st_size
+    used = begun or checkpoint.Checkpoints(directory / "checkpoints", 9).steps()
     command = [sys.executable, micro_run.__file__, place, str(times), "train", "demo", *words(directory, run__keep_checkpoints=9)]
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     done = subprocess.run(command + ["--resume"] * bool(used), timeout=120, **output)
@@ -208,7 +254,20 @@ def test_row_31_a_save_that_fails_is_made_after_the_next_step(straight, tmp_path
 
 
 def test_row_34_restore_publish_gate_generate(copy, monkeypatch):
-    calls = []
+    """And what is restored is on the device once: the state that it has its shapes from is gone by then."""
+    calls, fresh, restored, alive = [], build.fresh_state, checkpoint.Checkpoints.restore, []
+
+    def watched(*args):
+        state = fresh(*args)
+        alive.extend(map(weakref.ref, jax.tree.leaves(state)))
+        return state
+
+    def restoring(*args):
+        assert alive and all(array() is None for array in alive)
+        return restored(*args)
+
+    monkeypatch.setattr(build, "fresh_state", watched)
+    monkeypatch.setattr(checkpoint.Checkpoints, "restore", restoring)
     for owner, name in ((checkpoint.Checkpoints, "restore"), (loop, "publish"), (loop, "check_gate"), (loop, "one_step")):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, f=function, n=name: (calls.append((n, a)), f(*a))[1])
@@ -237,10 +296,12 @@ def test_row_35_a_fork_may_differ_in_what_its_state_does_not_hold(straight, tmp_
 def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):
     for source, changes, error, message in (
         (f"{straight}@6", {}, ConfigError, "run.steps = 6: the checkpoint is of step 6"),
-        (f"{straight}@5", {"run__steps": 9}, CheckpointError, "5 is damaged: digests.json cannot be read"),
-        (tmp_path / "none", {}, CheckpointError, "no complete checkpoint"),
+        (straight, {"run__dir": straight}, ConfigError, "that is run.dir itself"),
+        (f"{straight}@5", {"run__steps": 9}, CheckpointError, f"has no checkpoint of step 5\n.*--fork {straight}@4 or --fork"),
+        (tmp_path / "none", {}, ConfigError, "none holds no config.toml: it is no run directory"),
         (straight, {"model__config__intermediate_size": 64, "run__steps": 9}, CheckpointError, "cannot be restored into this"),
     ):
+        assert not (tmp_path / "new").exists(), "refused before anything is made"
         with pytest.raises(error, match=message):
             loop.train(config(tmp_path / "new", **changes), fork_of=str(source))
     with pytest.raises(ConfigError, match="give one of them"):

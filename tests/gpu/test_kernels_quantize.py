@@ -74,6 +74,13 @@ def test_quantisers_equal_the_reference_bit_for_bit(shape, dtype, name):
     same(kernel(quantize.quantize_both, **options)(x), (rows, tokens))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [(2688, 4096), (1001, 576)])
+def test_square_blocks_along_the_tokens_equal_the_reference_bit_for_bit(shape, dtype):
+    x = jnp.asarray(tile_distinct(shape, BLOCKS)).astype(dtype)
+    same(kernel(quantize.quantize_tokens, square=True)(x), jax.jit(functools.partial(q.quantize_tokens, square=True))(x))
+
+
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("shape", [(2688, 4096), (1000, 576)])

@@ -42,7 +42,10 @@ def both_passes(p: Precision, x, weight, dy):
 passes = exact_jit(both_passes, static_argnums=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradients": "e5m2"}, {"saved_activations": "fp8"}, {"gradients": "high"}], ids=str)
+OPTIONS = {}, {"gradients": "e5m2"}, {"saved_activations": "fp8"}, {"gradients": "high"}, {"wgrad_inputs": "128x128"}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("tokens", [(512,), (2, 150), (3,)])
 def test_the_kernels_compute_what_the_reference_does(tokens, dtype, options):

@@ -53,6 +53,9 @@ CASES = {  # arrays, the function of them
     "swiglu": ((gate_up(20, 256),), lambda f, x, **o: f.swiglu_quantize(x, **o)),
     "swiglu, all results": ((gate_up(136, 128),), lambda f, x, **o: f.swiglu_quantize(x, **ALL, **o)),
     "swiglu by tokens": ((gate_up(136, 128),), lambda f, x, **o: f.swiglu_quantize(x, rows=False, tokens=True, **o)),
+    "swiglu in square blocks": (
+        (gate_up(136, 256),), lambda f, x, **o: f.swiglu_quantize(x, rows=False, tokens=True, square=True, **o),
+    ),
     "its backward": ((normal((136, 256), 5), gate_up(136, 256)), lambda f, d_h, x, **o: f.swiglu_grad_quantize(d_h, x, **o)),
     "its backward, of float32 to E5M2": (
         (normal((136, 128), 5, dtype=F32), gate_up(136, 128)),
@@ -74,7 +77,7 @@ def test_simulated_producers_equal_the_reference_bit_for_bit(name):
     same(f(api, *args, backend="pallas", interpret=RACES), jax.jit(functools.partial(f, reference))(*args))
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", [*FULL, "swiglu in square blocks"])
 def test_every_producer_lowers_for_cuda_as_one_kernel(name):
     args, f = CASES[name]
     text = jax.jit(functools.partial(f, api, backend="pallas")).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

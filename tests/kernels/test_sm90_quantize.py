@@ -62,6 +62,15 @@ def test_simulated_weights_and_their_transposed_codes_equal_the_reference():
     same(api.quantize_blocks(w, transposed=True, **SIMULATED()), (codes, scale, codes.T))
 
 
+def test_simulated_square_blocks_along_the_tokens_equal_the_reference():
+    x = jnp.asarray(tile_distinct((200, 264), (128, 128))).astype(jnp.bfloat16)
+    want = jax.jit(q.quantize_blocks)(x.T)
+    same(api.quantize_tokens(x, square=True, **SIMULATED()), want)
+    same(api.quantize_tokens(x, square=True, backend="reference"), want)
+    with pytest.raises(ValueError, match="codes of type float8_e5m2 in 128x128 blocks"):
+        api.quantize_tokens(x, q.E5M2, square=True)
+
+
 def test_a_window_is_quantised_where_it_is():
     w = jnp.asarray(tile_distinct((512, 256), (128, 128))).astype(jnp.bfloat16)
     want = jax.jit(q.quantize_blocks)(w[128:384])
@@ -89,6 +98,7 @@ LOWERED = {
     "rows": (api.quantize_rows, {}),
     "rows, E5M2, powers of two": (api.quantize_rows, dict(dtype=q.E5M2, power_of_two=True)),
     "tokens": (api.quantize_tokens, {}),
+    "tokens, square": (api.quantize_tokens, dict(square=True)),
     "both": (api.quantize_both, {}),
     "blocks": (api.quantize_blocks, {}),
     "blocks, transposed": (api.quantize_blocks, dict(transposed=True)),

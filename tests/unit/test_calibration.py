@@ -1,5 +1,7 @@
 """Calibrated clipping: what the bounds promise, at equal ratios, under noise and at the edges."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,3 +132,16 @@ def test_the_shadow_is_asked_when_due_and_a_nan_moves_no_bound():
     assert calibration.clip == tuple(map(np.float32, (0.2, 0.2)))
     calibration.finish("after", batch, 2 * drift, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
     assert calibration.clip[0] > 0.25 and calibration.clip != (np.float32(0.2),) * 2 and asked == ["before", "after", "after"]
+
+
+def test_a_fork_with_distances_of_its_own_begins_from_them():
+    """A resumed run, and a fork that sets the same, goes on with what was calibrated."""
+    kept = {"clip": [0.3, 0.25], "clip_of": [0.2, 0.2]}
+    for loss, clip in ((Loss(calibrate_clip_every=5), (0.3, 0.25)), (Loss(calibrate_clip_every=5, clip_high=0.28), (0.2, 0.28))):
+        calibration = ClipCalibration(None, loss)
+        calibration.take_up(kept)
+        assert calibration.clip == tuple(map(np.float32, clip))
+    calibration.clip = (np.float32(0.3), np.float32(0.4))
+    again = ClipCalibration(None, loss)
+    again.take_up(json.loads(json.dumps(calibration.state())))
+    assert again.clip == calibration.clip

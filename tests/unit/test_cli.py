@@ -11,7 +11,7 @@ import pytest
 from bridges.api import EngineUnhealthy
 from jaxfp8rl import cli
 from jaxfp8rl.errors import GateFailed, NonFiniteStep
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.toml_config import dump_config, load_config
 
 CONFIG = """\
 [run]
@@ -62,6 +62,22 @@ def test_train_passes_config_and_flags(config, trained):
     assert cli.main(["train", "--optim.lr", "1e-3", config, "--resume", "--run.dir=runs/y", "--fork", "runs/x@3"]) == 0
     ((cfg, resume, fork_of),) = trained
     assert cfg == load_config(config, ["--optim.lr", "1e-3", "--run.dir", "runs/y"]) and resume is True and fork_of == "runs/x@3"
+
+
+def test_a_run_is_resumed_as_it_was_begun_but_for_what_is_typed(config, trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    begun = load_config(config, ["--run.dir", str(run), "--optim.lr", "3e-4"])
+    (run / "config.toml").write_text(dump_config(begun))
+    assert cli.main(["train", config, "--run.dir", str(run), "--resume", "--run.steps", "5"]) == 2 and trained == []
+    said = capsys.readouterr().err
+    assert "\n  optim.lr: 0.0003 -> " in said and "run.steps" not in said and f"jaxfp8rl train {run} --resume" in said
+    assert cli.main(["train", config, f"--run.dir={run}", "--resume", "--optim.lr", "1e-3"]) == 0
+    assert cli.main(["train", str(run), "--resume"]) == 0
+    moved = str(run.rename(tmp_path / "moved"))
+    assert cli.main(["train", moved, "--resume", "--run.steps=9"]) == 0
+    found = [(c.optim.lr, c.run.steps, c.run.dir) for c, *_ in trained]
+    assert found == [(1e-3, 3, str(run)), (3e-4, 3, str(run)), (3e-4, 9, moved)]
 
 
 def test_config_prints_what_loads_back(config, capsys, tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks import common
 from benchmarks.common import row, table
 from jaxfp8rl import bench, cli
 
@@ -18,6 +20,7 @@ def own_process(monkeypatch):
     """The command sets what is its process's own."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(common, "RESULTS", common.RESULTS)
 
 
 def test_the_list_says_of_every_benchmark_what_for_and_what_it_needs(capsys):
@@ -46,6 +49,7 @@ def test_the_list_loads_nothing_heavy():
         (["--plot", "x.png", "gemm"], "--plot: unexpected argument"),
         (["gemm", "--tokens", "4096"], "gemm needs a GPU; torch and vLLM for all its yardsticks: there is no NVIDIA GPU here"),
         (["publish"], "benchmark publish needs a GPU and vLLM: there is no NVIDIA GPU here"),
+        (["attention_bits"], "needs a Hopper GPU, and vLLM for FlashAttention 3: there is no NVIDIA GPU here"),
     ],
 )
 def test_what_cannot_run_is_said_with_a_next_step(words, says, monkeypatch, capsys):
@@ -55,7 +59,22 @@ def test_what_cannot_run_is_said_with_a_next_step(words, says, monkeypatch, caps
     assert says in err and "next step:" in err and out == ""
 
 
-def test_vllm_is_missed_by_name(monkeypatch):
+def test_what_a_benchmark_needs_is_said_in_words_that_are_understood(monkeypatch):
+    """On a machine that has nothing those are offered that need nothing, in whatever words."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    for found in bench.benchmarks().values():
+        first, *rest = re.split(r", and | and |, ", found.needs.partition(";")[0])
+        if not first.startswith("the runs of "):
+            assert first in ("no GPU", "a GPU", "a Hopper GPU"), f"benchmarks/{found.name}.py"
+            assert {word.partition(" ")[0] for word in rest} <= {"vLLM", "nvcc"}, f"benchmarks/{found.name}.py"
+            assert bool(found.missing()) == (first != "no GPU" or bool(rest)), f"benchmarks/{found.name}.py"
+
+
+def test_what_is_missed_is_named(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name if name != "nvcc" else None)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: True)
+    assert bench.benchmarks()["engine_products"].missing() == "nvcc"
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     assert {name: bench.benchmarks()[name].missing() for name in ("gemm", "publish", "kv_scales")} == {
@@ -78,9 +97,17 @@ def test_its_own_help_and_its_own_mistakes(capsys):
     assert "usage: jaxfp8rl bench corrections_time" in out and "--plot FILE.png" in out and "invalid int value: 'many'" in err
 
 
-def test_a_benchmark_writes_json_table_and_picture(tmp_path, capsys):
-    out, plot = tmp_path / "new" / "out.json", tmp_path / "plot.png"
-    words = ["--presets", "token_tis", "--rows", "2", "--tokens", "128", "--calls", "1", "--out", str(out), "--plot", str(plot)]
+@pytest.mark.parametrize("words, says", [([], "default: corrections_time.json"), ([bench.COMMIT], "benchmarks/results/corr")])
+def test_where_a_result_goes_is_said(words, says, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "corrections_time", "--help", *words])
+    assert says in "".join(capsys.readouterr().out.split("\n" + 22 * " ")).replace("\n", "")
+
+
+def test_a_benchmark_writes_json_table_and_picture(tmp_path, monkeypatch, capsys):
+    out, plot = tmp_path / "corrections_time.json", tmp_path / "plot.png"
+    monkeypatch.chdir(tmp_path)  # a trial run must not replace what is committed
+    words = ["--presets", "token_tis", "--rows", "2", "--tokens", "128", "--calls", "1", "--plot", str(plot)]
     assert cli.main(["bench", "corrections_time", *words]) == 0
     result, lines = json.loads(out.read_text()), capsys.readouterr().out.splitlines()
     assert result["name"] == "corrections_time" and result["device"] == "cpu" and "jax" in result["versions"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl import config, toml_config
 from jaxfp8rl.config import Config
+from jaxfp8rl.config_checks import VLLM_TEMPERATURES
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.advantages import ADVANTAGES
 from jaxfp8rl.losses.aggregation import AGGREGATIONS
@@ -99,6 +101,10 @@ MISTAKES = {
         "[optim]", '[precision]\nrecipe = "fp8_unified"\n[correction]\npreset = "none"\n[optim]', ':24: precision.recipe "fp8_'
     ),
     "row too short": ("row_tokens = 32", "row_tokens = 20", ":21: train.row_tokens = 20 cannot hold"),
+    "scorer": (
+        'kind = "arithmetic"', 'kind = "file"\npath = "x.jsonl"\nscorer = "exakt"', ':14: task.scorer: unknown scorer "exakt"'
+    ),
+    "scorer of none": ('kind = "arithmetic"', 'kind = "arithmetic"\nscorer = "exact"', ":13: task.scorer: a task of kind"),
     "no model": ('[model.config]\nhidden_size = 128\neos_token_id = [1, 2]', "", ":5: model: give either"),
 }  # fmt: skip
 
@@ -160,6 +166,7 @@ def test_not_text(tmp_path):
         (["--run.dir", "runs/a b"], "run", "dir", "runs/a b"),
         (["--run.dir", "2026-01-01"], "run", "dir", "2026-01-01"),
         (["--run.dir="], "run", "dir", ""),
+        (["--rollout.kv_cache_gib", "3", "--rollout.kv_cache_gib="], "rollout", "kv_cache_gib", None),
         (["--run.seed", "-1"], "run", "seed", -1),
         (["--run.keep-checkpoints", "5"], "run", "keep_checkpoints", 5),
         (["--run.trackers", '["tensorboard"]'], "run", "trackers", ("tensorboard",)),
@@ -275,6 +282,7 @@ CORRECTIONS = {
         '[precision]\ngradients = "e5m2"', 'precision.gradients = "e5m2" has no effect under precision.recipe "bf16"',
     ),
     "no FP8 forward": ('[precision]\nsaved_activations = "fp8"', 'precision.saved_activations = "fp8" has no effect'),
+    "no FP8 wgrad": ('[precision]\nwgrad_inputs = "128x128"', 'precision.wgrad_inputs = "128x128" has no effect'),
     "no FP8 product": ('[precision]\nproducts = "float32"', 'precision.products = "float32" has no effect'),
     "nothing to normalise": ('preset = "none"\nbatch_normalize = true', 'no effect with weight "none"'),
     "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
@@ -306,6 +314,40 @@ def test_a_preset_can_be_changed_field_by_field(write):
     assert cfg.correction.resolve().rejections == (Rejection("token", "k3", upper=0.5),)
     assert cfg.correction.resolve().adaptive == AdaptiveMix(onset=0.1)
     assert load_config(write(dump_config(cfg))) == cfg
+
+
+IDLE = {  # words of the command line -> (what is refused, what is proposed)
+    "--rollout.gpu_memory_utilization 0.3 --rollout.kv_cache_gib 4": (
+        'rollout.gpu_memory_utilization, rollout.kv_cache_gib: no effect with rollout.engine = "jax"',
+        "leave it out (--rollout.gpu_memory_utilization=0.4 --rollout.kv_cache_gib=)"),
+    "--rollout.enforce_eager true --rollout.fp8_kernel emulated": (
+        "rollout.fp8_kernel, rollout.enforce_eager: no effect", "--rollout.enforce_eager=false"),
+    "--run.samples_per_step 0 --run.samples_top_k 4": (
+        "run.samples_top_k: no effect with run.samples_per_step = 0", "--run.samples_top_k=0"),
+    "--rollout.kv_scale_decay 0.5": ('rollout.kv_scale_decay: no effect with rollout.kv_scales = "one"', "calibrated"),
+    "--loss.overlong_penalty 0.5": ("loss.overlong_penalty: no effect with loss.overlong_buffer = 0", "set loss.overlong_buffer"),
+    "--precision.embedded_activations high": ("no effect with precision.recipe", "an FP8 recipe"),
+    "--rollout.engine vllm --precision.recipe fp8_unified --precision.embedded_activations high": (
+        'precision.embedded_activations: no effect with rollout.engine = "vllm"', 'set rollout.engine = "jax"'),
+    "--moe.measure_every 3 --moe.replay R2": ('moe.measure_every: no effect with moe.replay = "R2"', 'set moe.replay = "R3"'),
+    "--moe.measure_every 3 --moe.replay R3 --loss.old_policy rollout --correction.preset none": (
+        'moe.measure_every: no effect with loss.old_policy = "rollout"', "recomputed"),
+    "--rollout.engine vllm --rollout.temperature 5": ("rollout.temperature = 5: vLLM samples at 0.01 to 2", "set one of these"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", IDLE)
+def test_what_would_have_no_effect_is_refused_with_the_way_out(words, write):
+    said = refusal(write(GOOD), *words.split())
+    assert all(text in said for text in IDLE[words]), said
+    defaults = re.findall(r"(--[\w.]+=\S*?)[ )]", said)  # what is proposed is accepted
+    load_config(write(GOOD), [*words.split(), *defaults] if defaults else [])
+
+
+def test_the_temperatures_are_those_of_vllm():
+    from bridges.rollout import vllm_engine
+
+    assert VLLM_TEMPERATURES == (vllm_engine.COOLEST, vllm_engine.HOTTEST)
 
 
 def test_config_errors_load_neither_jax_nor_torch(write):

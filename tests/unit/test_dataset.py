@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl.data.dataset import PrepareReport, PromptStream, fingerprint, permutation, prepare
+from jaxfp8rl import resume
+from jaxfp8rl.data.dataset import PrepareReport, PromptStream, contents, fingerprint, permutation, prepare
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import CheckpointError, DataError
@@ -58,6 +61,25 @@ def test_resuming_on_other_data_is_refused():
         with pytest.raises(CheckpointError, match="taken on other problems"):
             PromptStream.from_state(other, state)
     assert fingerprint(problems(5)) == fingerprint([(p, (1,)) for p in problems(5)])
+
+
+def test_answers_and_tokens_are_part_of_what_is_learned_from():
+    """Tokens stand for all of a tokenizer that its vocabulary does not: merges, chat template."""
+    prompts = [(p, (1, 2)) for p in problems(3)]
+    answered = [*prompts[:2], (dataclasses.replace(prompts[2][0], answer="7"), (1, 2))]
+    moved = [(prompts[0][0], (1, 2, 1)), (prompts[1][0], (2,)), prompts[2]]
+    assert len({contents(x) for x in (prompts, prompts[:2], answered, moved)}) == 4
+    assert contents(answered, answers=False) == contents(prompts, answers=False) != contents(moved, answers=False)
+
+
+@pytest.mark.parametrize("differing", ["problems", "held-out problems"])
+def test_a_run_is_not_resumed_on_other_answers(differing, monkeypatch):
+    monkeypatch.setattr(resume, "_like", lambda parts: None)
+    kept = {"problems": "a", "held-out problems": "b"}
+    parts = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint=lambda: "t"), contents=kept | {differing: "c"})
+    run = SimpleNamespace(phase=print, restore=lambda like: (None, {"tokenizer": "t", "contents": kept}, 3))
+    with pytest.raises(CheckpointError, match=f"taken on other {differing}: answers differ"):
+        resume.restore(parts, run)
 
 
 @pytest.mark.parametrize("damage", [{"seed": None}, {"position": 6}, {"position": -1}, {"epoch": -1}, {"epoch": "x"}])

@@ -110,7 +110,7 @@ def test_a_command_is_understood(line, tmp_path, monkeypatch):
     words = shlex.split(line, comments=True)
     while re.match(r"[A-Z_]+=", words[0]):  # JAX_PLATFORMS=cuda python ...
         words.pop(0)
-    {"jaxfp8rl": jaxfp8rl, "make": make, "pip": pip, "python": python, "export": lambda _: None}[words[0]](words[1:])
+    {"jaxfp8rl": jaxfp8rl, "make": make, "pip": pip, "python": python, "hf": hf, "export": lambda _: None}[words[0]](words[1:])
 
 
 def jaxfp8rl(words: list[str]) -> None:
@@ -118,6 +118,13 @@ def jaxfp8rl(words: list[str]) -> None:
     args, overrides = parse(["demo" if w in ("CONFIG", "mine.toml") else w for w in words])
     if getattr(args, "config", None):
         load_config("demo" if args.config.startswith("runs/") else args.config, overrides)
+
+
+def hf(words: list[str]) -> None:
+    """What is downloaded goes where a shipped config looks for it."""
+    download, name, option, folder = words
+    assert (download, option) == ("download", "--local-dir") and name.rpartition("/")[2] == Path(folder).name
+    assert folder in {load_config(path.stem).model.path for path in (ROOT / "configs").glob("*-h200.toml")}
 
 
 def make(words: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,12 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridges.api import EngineFormats
+from jaxfp8rl import evaluate
 from jaxfp8rl.build import model_config, starting_params
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.cli import main
 from jaxfp8rl.evaluate import interval, pass_at_k
 from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.toml_config import dump_config, load_config
+from jaxfp8rl.trained import Trained
 
 SMALL = ["--run.eval_problems", "12", "--rollout.kv_cache", "auto", "--precision.recipe", "bf16"]
 
@@ -73,7 +77,7 @@ def test_eval_writes_what_the_completions_were(run, capsys):
     """Every answer counts as right from a reward of 0 on: the table follows from the completions alone."""
     assert main(["eval", str(run), "--k", "1", "4", "--samples", "6", "--threshold", "0"]) == 0
     assert "12 held-out problems, 6 sampled at temperature 1" in capsys.readouterr().out
-    found = json.loads((run / "eval.json").read_text())
+    (found,) = json.loads((run / "eval.json").read_text())
     assert (found["step"], found["problems"], found["samples"], found["engine"].split()[0]) == (3, 12, 6, "jax")
     assert [count for _, count in found["passed"]] == [6] * 12 and len({name for name, _ in found["passed"]}) == 12
     assert found["pass_at_k"].keys() == {"1", "4"} and found["pass_at_k"]["4"]["estimate"] == 1.0
@@ -81,12 +85,31 @@ def test_eval_writes_what_the_completions_were(run, capsys):
     assert 0 <= found["reward_mean"] < 0.5
 
 
+def test_another_question_is_added_and_the_same_one_answered_anew(tmp_path, monkeypatch):
+    """As asked of a run, whose file an older version may have written; the sampling is stood in for."""
+    cfg = load_config("demo", ["--run.dir", str(tmp_path)])
+    engine = SimpleNamespace(engine="jax", engine_version="1", formats=EngineFormats(*["bfloat16"] * 4))
+    held_out = [SimpleNamespace(problem=SimpleNamespace(id=name)) for name in "ab"]
+    parts = SimpleNamespace(held_out=held_out, engine=SimpleNamespace(capabilities=lambda: engine), close=lambda: None)
+    monkeypatch.setattr(evaluate, "load_trained", lambda *_: Trained(cfg, None, {}, {}, 3))
+    monkeypatch.setattr(evaluate, "build", lambda cfg: parts)
+    counts = iter((1, 2, 3, 4))
+    monkeypatch.setattr(evaluate, "sample", lambda *_: (np.array([next(counts)] * 2), 0.5))
+    (tmp_path / "eval.json").write_text(json.dumps({"step": 1, "pass_at_k": {"1": {}}}))
+    for words in ([], ["--k", "2"], ["--rollout.temperature", "0.5"], []):
+        assert main(["eval", str(tmp_path), "--samples", "4", *words]) == 0
+    records = json.loads((tmp_path / "eval.json").read_text())
+    assert [(r.get("overrides"), [*r["pass_at_k"]], r.get("passed", [[0, 0]])[0][1]) for r in records] == [
+        (None, ["1"], 0), ({}, ["2"], 2), ({"rollout.temperature": 0.5}, ["1"], 3), ({}, ["1"], 4),
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_eval_of_a_config_writes_nothing_but_what_is_asked_for(tmp_path, capsys):
     words = ["eval", "demo", *SMALL, "--run.dir", str(tmp_path / "run"), "--greedy"]
     assert main([*words, "--out", str(tmp_path / "found.json")]) == 0
     assert "step 0: 12 held-out problems, greedy" in capsys.readouterr().out
-    assert json.loads((tmp_path / "found.json").read_text())["greedy"] is True and not (tmp_path / "run").exists()
+    assert json.loads((tmp_path / "found.json").read_text())[0]["greedy"] is True and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -97,8 +120,15 @@ def test_eval_of_a_config_writes_nothing_but_what_is_asked_for(tmp_path, capsys)
         (["demo", "--step", "3"], "demo is a config, which has no checkpoints"),
         (["RUN", "--step", "2"], "no checkpoint of step 2\n  next step: --step 3"),
         (["RUN", "--task.options.held_out_fraction", "0.0"], "the task holds no problems out"),
+        (["RUN", "--out", "nowhere/x.json"], "--out nowhere/x.json: there is no folder nowhere"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(words, says, run, capsys):
     assert main(["eval", *(str(run) if w == "RUN" else w for w in words)]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_count_is_a_whole_number(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "demo", "--k", "0"])
+    assert "argument --k: 0 is not a whole number from 1 on" in capsys.readouterr().err

@@ -88,16 +88,18 @@ def test_masters_in_few_bits_are_what_they_stand_for(master, tmp_path):
 @pytest.mark.slow
 def test_experts_are_exported_each_by_its_name_and_routers_stay(tmp_path):
     mixture = {"architectures": '["Qwen3MoeForCausalLM"]', "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-               "moe_intermediate_size": 128, "mlp_only_layers": "[1]", "norm_topk_prob": "true"}  # fmt: skip
+               "moe_intermediate_size": 128, "mlp_only_layers": "[0, 2]", "num_hidden_layers": 4,
+               "norm_topk_prob": "true"}  # fmt: skip
     words = [w for key, value in mixture.items() for w in (f"--model.config.{key}", str(value))]
     cfg = save(tmp_path / "run", *words, "--precision.first_layers_bf16", "0")
     for form in ("bf16", "fp8"):
         assert main(["export", str(tmp_path / "run"), str(tmp_path / form), "--format", form]) == 0
     assert_rounded(tmp_path / "bf16", params_of(cfg, 6))
     written, config = raw(tmp_path / "fp8"), json.loads((tmp_path / "fp8" / "config.json").read_text())
-    assert written["model.layers.0.mlp.experts.3.up_proj.weight"].dtype == float8_e4m3fn
-    assert written["model.layers.0.mlp.gate.weight"].dtype == bfloat16
-    assert config["quantization_config"]["modules_to_not_convert"] == ["model.layers.0.mlp.gate", "lm_head"]
+    assert written["model.layers.1.mlp.experts.3.up_proj.weight"].dtype == float8_e4m3fn
+    assert written["model.layers.1.mlp.gate.weight"].dtype == bfloat16
+    kept = [*(f"model.layers.{i}.mlp.gate" for i in (1, 3)), "lm_head"]
+    assert config["quantization_config"]["modules_to_not_convert"] == kept
 
 
 def test_bf16_is_the_same_model_in_transformers(folders):
@@ -172,13 +174,16 @@ def test_the_tokenizer_is_the_one_of_the_model_folder(run, tmp_path):
     "words, says",
     [
         (["RUN", "TAKEN"], "exists and is not empty"),
+        (["demo", "OUT"], "demo is no run directory\n  next step: give what run.dir was, for example runs/demo"),
+        (["RUN", "FILE/out"], "taken/notes.txt is a file"),
         (["RUN", "OUT", "--step", "4"], "no checkpoint of step 4\n  next step: --step 3 or --step 6"),
         (["TAKEN", "OUT"], "holds no config.toml: it is no run directory"),
         (["DAMAGED", "OUT", "--step", "3"], "checkpoint 3 is damaged"),
     ],
 )
 def test_what_cannot_be_written_leaves_nothing(words, says, run, tmp_path, capsys):
-    places = {"RUN": run, "OUT": tmp_path / "out", "TAKEN": tmp_path / "taken", "DAMAGED": tmp_path / "damaged"}
+    places = {"RUN": run, "OUT": tmp_path / "out", "TAKEN": tmp_path / "taken", "DAMAGED": tmp_path / "damaged",
+              "FILE/out": tmp_path / "taken" / "notes.txt" / "out"}  # fmt: skip
     places["TAKEN"].mkdir()
     (places["TAKEN"] / "notes.txt").write_text("mine")
     shutil.copytree(run, places["DAMAGED"])

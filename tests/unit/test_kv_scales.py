@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl import loop
 from jaxfp8rl.build import build
+from jaxfp8rl.calibrate import KvCalibration
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
@@ -53,6 +54,18 @@ def test_padding_does_not_count():
 def test_what_was_seen_is_forgotten_slowly():
     a, b = {"k": jnp.array([8.0, 1.0])}, {"k": jnp.array([1.0, 4.0])}
     np.testing.assert_allclose(remember(remember(None, a, 0.5), b, 0.5)["k"], [4.0, 4.0])
+
+
+def test_it_is_forgotten_by_the_step_however_many_batches_a_step_has():
+    kv = KvCalibration(MODEL, FP8_KV, 1.0, decay=0.5)
+    kv._observe = lambda policy, amax: (None, {"k": jnp.array([amax])})
+    for step, batches in enumerate(((8.0,), (1.0, 3.0, 2.0), (1.0, 5.0))):
+        for amax in batches:
+            kv.score({}, amax)
+        kv.apply({})
+        assert float(kv.amax["k"][0]) == (8.0, 4.0, 5.0)[step]
+    kv.apply({})  # to publish once more, nothing having been scored
+    assert float(kv.amax["k"][0]) == 5.0
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -120,6 +133,7 @@ def test_the_scoring_pass_gives_the_same_log_probabilities_and_remembers():
     samples = [loop.Sample(p.token_ids, (1, 2, 3), np.zeros(3, np.float32), 0.0) for p in parts.train[:8]]
     batch = loop.pack_samples(parts, samples)
     np.testing.assert_allclose(parts.kv_scales.score(policy, batch), parts.score(policy, batch), atol=1e-5)
+    parts.kv_scales.apply(policy)
     assert all((np.asarray(parts.kv_scales.amax[n]) >= 0.9 * before[n] * (1 - 1e-6)).all() for n in before)
     parts.close()
 

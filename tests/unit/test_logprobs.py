@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfp8rl.losses.logprobs import logits_of, token_logprobs
+from jaxfp8rl.losses.logprobs import logits_of, token_logprobs, token_top_k
 from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.logprob import api
 from pallas_kernels.numerics import relative_l2
@@ -166,7 +166,7 @@ SHARDED = """
 import functools
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxfp8rl.losses.logprobs import token_logprobs
+from jaxfp8rl.losses.logprobs import token_logprobs, token_top_k
 
 assert jax.device_count() == 8
 mesh = jax.make_mesh((8,), ("vocab",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -188,7 +188,28 @@ for live in (None, mask):
     eight = jax.shard_map(passes(part), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=results, check_vma=False)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight(hidden, head))):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+top = lambda axis: lambda hidden, head: token_top_k(hidden, head, mask, 5, 0.7, axis_name=axis)
+eight = jax.shard_map(top("vocab"), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=(P(), P()), check_vma=False)(hidden, head)
+for a, b in zip(jax.jit(top(None))(hidden, head), eight):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 """
+
+
+def test_the_likeliest_tokens_are_those_of_the_whole_softmax():
+    rng, temperature, k = np.random.default_rng(0), 0.7, 4
+    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 130, 16), (50, 16)))  # more rows than a block
+    mask = jnp.asarray(rng.random((3, 130)) < 0.3).at[1, 40:].set(False).at[:, 0].set(True)
+    ids, logp = jax.jit(functools.partial(token_top_k, k=k, temperature=temperature))(hidden, head, mask)
+    want = jax.nn.log_softmax(np.asarray(hidden) @ np.asarray(head).T / temperature)[:, :-1]
+    live = np.asarray(mask).copy()
+    live[:, 0] = False
+    for b, t in np.argwhere(live):
+        best = np.argsort(-want[b, t - 1])[:k]
+        np.testing.assert_array_equal(ids[b, t], best)
+        np.testing.assert_allclose(logp[b, t], want[b, t - 1][best], rtol=1e-5, atol=2e-6)
+    assert not np.asarray(ids)[~live].any() and not np.asarray(logp)[~live].any()
+    first = token_logprobs(hidden, head, jnp.where(live, ids[..., 0], 0), temperature, mask=jnp.asarray(live))[0]
+    np.testing.assert_allclose(first, logp[..., 0], rtol=1e-5, atol=2e-6)
 
 
 def test_a_vocabulary_over_eight_devices_is_that_of_one():

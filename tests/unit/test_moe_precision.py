@@ -142,6 +142,23 @@ def test_every_expert_crosses_under_its_own_name_with_its_own_scales(sent):
     chex.assert_trees_all_equal(assembled["layers"], policy["layers"])
 
 
+@pytest.mark.parametrize("held", ["policy", "masters"])
+def test_what_is_quantised_on_its_way_is_the_same(sent, held):
+    """Experts of a bfloat16 policy, as of recipe fp8_rollout, and of one stack of layers of both kinds, as `export` has it."""
+    runs, params, policy = sent
+    plain = policy_of(params, Precision(plain_runs(MODEL.sparse_layers), compute_dtype="bfloat16"))
+    given = plain if held == "policy" else {**params, "layers": (params["layers"],)}
+    want = {name: np.asarray(x).tobytes() for name, x in LearnerWeights(MODEL, policy, runs, "bfloat16")}
+    source = LearnerWeights(MODEL, given, runs, "bfloat16")
+    assert {name: np.asarray(x).tobytes() for name, x in source} == want
+    shapes = {meta.name: meta.shape for meta in source.manifest()}
+    for rows in (rows for part in source.stacks(1) for rows in part):  # parts of a row each
+        for i, name in enumerate(rows.names):
+            stack = np.asarray(rows.stack)
+            row = stack if rows.first is None else stack.reshape(-1, *shapes[name])[rows.first + i]
+            assert row.tobytes() == want[name], name
+
+
 @pytest.mark.slow
 def test_stacks_hold_what_the_tensors_do(sent):
     """Rows are counted over layers and experts together; of what is made a part is whole layers."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import moe_learning
 from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
 from jaxfp8rl import routing
 from jaxfp8rl.data.packing import Sample, assign_rows, pack
@@ -167,6 +170,25 @@ def test_routes_are_as_narrow_as_they_can_be():
     experts = dataclasses.replace(MODEL.experts, num_experts=255)
     assert route_dtype(experts) == np.uint8 and no_route(np.uint8) == 255
     assert route_dtype(dataclasses.replace(experts, num_experts=256)) == np.uint16  # 255 is an expert now
+
+
+# --- the benchmark (benchmarks/moe_learning.py) ------------------------------------------------------------------------
+
+
+def test_perturbed_routers_are_off_by_what_is_said_and_nothing_else_is():
+    policy = policy_of(params(), PRECISION)
+    same, off = (moe_learning.perturbed(policy, size, seed=1) for size in (0.0, 0.5))
+    jax.tree.map(np.testing.assert_array_equal, same, policy)
+    gates = [tree["layers"][0]["moe"].pop("gate")["weight"] for tree in (policy, off)]
+    assert float(jnp.std(gates[1] - gates[0]) / jnp.std(gates[0])) == pytest.approx(0.5, rel=0.1)
+    jax.tree.map(np.testing.assert_array_equal, off, policy)
+
+
+def test_the_tables_of_the_page_are_the_benchmarks():
+    root = Path(__file__).parents[2]
+    result = json.loads((root / "benchmarks" / "results" / "moe_learning.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "moe.md").read_text(encoding="utf-8")
+    assert [table for table in moe_learning.tables(result["records"]).split("\n\n") if table not in page] == []
 
 
 # --- the config -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The quantised product and its derivative, and the recipes that say where it is used."""
 
+import dataclasses
 import functools
 
 import jax
@@ -107,6 +108,19 @@ def test_dgrad_uses_the_very_codes_of_the_forward_and_wgrad_blocks_of_tokens():
     assert off(dx, rows(dy) @ np.asarray(jax.jit(known)(w), np.float64)) < 1e-6
     assert off(dw, rows(dy.T) @ rows(x.T).T) < 1e-6
     assert off(dw, rows(dy).T @ rows(x)) > 1e-3  # blocks along the features would be another product
+
+
+def test_wgrad_takes_its_input_in_square_blocks_if_asked_and_is_no_further_off_for_it():
+    """Of outlier columns, 2^6 apart, a block's scale is the largest's: E4M3 has digits for the others all the same."""
+    x, w, dy = drawn(300)
+    square = dataclasses.replace(precision_of(True, True), wgrad_inputs="128x128")
+    (y, dx, dw), (want_y, want_dx, strips) = product(square, x, w, dy), product(precision_of(True, True), x, w, dy)
+    np.testing.assert_array_equal(y, want_y), np.testing.assert_array_equal(dx, want_dx)
+    rows, blocks = (jax.jit(lambda a, f=f, g=g: f(*g(a))) for f, g in (
+        (q.dequantize_rows, q.quantize_rows), (q.dequantize_blocks, q.quantize_blocks)))  # fmt: skip
+    assert off(dw, np.asarray(rows(dy.T), np.float64) @ np.asarray(blocks(x.T), np.float64).T) < 1e-6 < off(dw, strips)
+    exact = product(precision_of(True, False), x, w, dy)[2]
+    assert off(dw, exact) < 1.1 * off(strips, exact)
 
 
 def test_leading_axes_are_tokens():

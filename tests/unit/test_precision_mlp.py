@@ -43,11 +43,11 @@ def drawn(tokens: tuple[int, ...]):
     return x, weights, [jnp.zeros(w.codes.shape, jnp.bfloat16) for w in weights], dy
 
 
-@pytest.mark.parametrize(("tokens", "gradients"), [((256,), "e4m3"), ((2, 75), "e5m2")])
-def test_it_computes_what_the_products_do_apart(tokens, gradients):
+@pytest.mark.parametrize(("tokens", "gradients", "inputs"), [((256,), "e4m3", "128x128"), ((2, 75), "e5m2", "1x128")])
+def test_it_computes_what_the_products_do_apart(tokens, gradients, inputs):
     """The forward to the last bit. One more rounding to bfloat16 moves codes of gradients, which makes them no worse: both are as
     far from those in high precision."""
-    p, args = dataclasses.replace(PRECISION, gradients=gradients), drawn(tokens)
+    p, args = dataclasses.replace(PRECISION, gradients=gradients, wgrad_inputs=inputs), drawn(tokens)
     run = exact_jit(both, static_argnums=(0, 1))
     (y, *ours), (want, *theirs) = run(swiglu_mlp, p, *args), run(apart, p, *args)
     _, *exact = run(apart, dataclasses.replace(p, gradients="high"), *args)
@@ -75,11 +75,14 @@ def test_it_is_taken_where_it_computes_what_is_asked_for():
         assert not fuses(dataclasses.replace(KERNELS, **other), MODULES), other
 
 
-def test_kernels_and_nothing_between_them():
+@pytest.mark.parametrize("inputs", ["1x128", "128x128"])
+def test_kernels_and_nothing_between_them(inputs):
     """quantise, gate and up, SwiGLU, down; dy both ways, d_h, SwiGLU again along the tokens, its derivative, dx, x along the
     tokens, two gradients of weights."""
     shapes = jax.eval_shape(lambda: drawn((512,)))
-    lowered = jax.jit(both, static_argnums=(0, 1)).trace(swiglu_mlp, KERNELS, *shapes).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(both, static_argnums=(0, 1)).trace(
+        swiglu_mlp, dataclasses.replace(KERNELS, wgrad_inputs=inputs), *shapes
+    ).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count("@mosaic_gpu_v2") == 4 + 8
     assert f"tensor<512x{F}xf32>" not in text and f"tensor<512x{2 * F}xf32>" not in text

@@ -177,7 +177,7 @@ def test_what_is_made_comes_in_parts_as_equal_as_can_be_by_two_programs(params):
 def test_a_layer_is_made_when_its_first_tensor_is_asked_for(params, monkeypatch):
     """And by one program for all layers of a stack."""
     made, make = [], publish._made_layer
-    monkeypatch.setattr(publish, "_made_layer", lambda *args: made.append(int(args[1])) or make(*args))
+    monkeypatch.setattr(publish, "_made_layer", lambda *args: made.append(int(*set(map(int, args[1].values())))) or make(*args))
     plain, before = policy_of(params, Precision.uniform(4, "bfloat16")), make._cache_size()
     for name, _ in LearnerWeights(model(False), plain, RUNS[1:2] + (LayerRun(3, 4, ALL),), "bfloat16"):
         if name.startswith("model.layers."):

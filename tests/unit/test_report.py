@@ -57,7 +57,9 @@ def a_run(path: Path, steps: int = 12, seed: int = 0, lr: float = 1e-3, shift: f
     (path / "config.toml").write_text(f"{config}[optim]\nlr = {lr}\n[task]\nsystem_prompt = '''{HOSTILE}'''\n")
     (path / "notes.txt").write_text(HOSTILE + "\n")
     passed = {"estimate": 0.75, "low": 0.5, "high": 0.875, "method": "wilson"}
-    (path / "eval.json").write_text(json.dumps({"step": steps, "problems": 100, "samples": 4, "pass_at_k": {"4": passed}}))
+    asked = {"step": steps, "problems": 100, "samples": 4, "pass_at_k": {"4": passed}}
+    other = asked | {"step": 0, "greedy": True, "threshold": 0.5, "overrides": {"rollout.top_k": 7}}
+    (path / "eval.json").write_text(json.dumps(asked if path.name == "a0" else [asked, other]))  # a0's is of an older version
     return path
 
 
@@ -314,7 +316,8 @@ def test_runs_that_differ_in_seed_alone_are_one_variant(folder):
 def test_the_comparison_says_all_of_it(comparison):
     text = "".join(comparison.text)
     assert "0.25 (at least 0.25)" in text and "optim.lr" in text and "lr 0.002" in text
-    assert "pass@4" in text and "0.5 to 0.875" in text
+    assert text.count("pass@4") == 11 and "0.5 to 0.875" in text
+    assert text.count("100 problems, 4 completions each, greedy, passed from 0.5, rollout.top_k = 7") == 5
     assert "Band: the range of the seeds." in text
 
 

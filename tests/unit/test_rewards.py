@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxfp8rl import build
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rewards.verifiers import exact_match, extract, math_verify, normalise
+from jaxfp8rl.toml_config import load_config
 
 # What the scorer under test does is the problem's answer; the text names a file to write process ids to.
 SCORER = """
@@ -120,6 +122,18 @@ def test_a_scorer_that_dies_costs_one_score(task):
         assert runner.counts == {"crash": 3, "ok": 3}
 
 
+def test_workers_score_side_by_side(task):
+    """What takes two alarms in one process takes one in two; and it starts no more of them than there are cores."""
+    items = [(problem("sleep"), ""), (problem("a"), "a"), (problem("sleep"), "")]
+    with RewardRunner(task, timeout_s=2.0, workers=3) as runner:
+        runner.wait_until_ready()
+        before = time.monotonic()
+        assert [s.why for s in runner.score(items)] == ["timeout", "ok", "timeout"]
+        assert time.monotonic() - before < 3.9
+    with RewardRunner(task, workers=0) as runner:
+        assert len(runner._children) == min(8, len(os.sched_getaffinity(0)))
+
+
 def test_a_child_that_dies_between_batches_is_replaced(task):
     with RewardRunner(task) as runner:
         runner.score([(problem("a"), "a")])
@@ -181,8 +195,18 @@ def test_children_end_when_the_learner_is_killed(task, tmp_path):
 def test_a_scorer_that_cannot_be_loaded_is_a_config_error():
     for name, words in (("no_such_module:score", "No module named"), ("misbehaving:nothing", "nothing")):
         task = make_task("file", path="x", scorer=name)
-        with RewardRunner(task) as runner, pytest.raises(ConfigError, match=f"cannot be loaded.*{words}"):
-            runner.score([(problem("a"), "a")])
+        for use in (RewardRunner.wait_until_ready, lambda runner: runner.score([(problem("a"), "a")])):
+            with RewardRunner(task) as runner, pytest.raises(ConfigError, match=f"cannot be loaded.*{words}"):
+                use(runner)
+
+
+def test_a_run_knows_of_it_before_its_engine_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "build_engine", lambda *_: pytest.fail("it takes minutes"))
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "1"}}\n' for i in range(100)))
+    task = {"kind": "file", "path": str(tmp_path / "rows.jsonl"), "options": "{}", "scorer": "no_such_module:score"}
+    words = [word for key, value in task.items() for word in (f"--task.{key}", value)]
+    with pytest.raises(ConfigError, match="cannot be loaded.*No module named"):
+        build.build(load_config("demo", [*words, "--rollout.prompts_per_step", "8"]))
 
 
 def test_cheap_tasks_need_no_process():

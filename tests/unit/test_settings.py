@@ -41,6 +41,7 @@ def test_types_limits_and_choices_are_said():
 def test_a_word_finds_names_before_meanings(capsys):
     assert [s.name for s in find("lr")][:2] == ["optim.lr", "sft.lr"]
     assert [s.name for s in find("--train.remat")] == ["train.remat"] and find("REMAT") == find("remat")
+    assert find("learning_rate")[0].name == "optim.lr"
     assert "optim.offload" in {s.name for s in find("pinned host memory")} and "rollout.engine" in {s.name for s in find("vllm")}
     assert cli.main(["config", "--find", "warmup"]) == 0
     assert "--optim.warmup_steps  integer, >= 0; default 0\n      updates over which" in capsys.readouterr().out
@@ -110,6 +111,9 @@ def scripts(tmp_path_factory) -> dict[str, Path]:
         (["export", "pyproj"], {"pyproject.toml"}),
         (["export", "runs", "out", "--format", ""], {"bf16", "fp8"}),
         (["completion", ""], set(SHELLS)),
+        (["bench", "gem"], {"gemm"}),
+        (["config", "--diff", "de"], {"demo"}),
+        (["train", "demo", "--fork", "jaxfp8rl/mon"], {"jaxfp8rl/monitors"}),
     ],
     ids=lambda x: " ".join(sorted(x) if isinstance(x, set) else x),  # the same in every process
 )

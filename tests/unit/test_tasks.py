@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -12,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.config import Task as TaskSection
 import numpy as np
-from jaxfp8rl.data.tasks import make_task, spec
+from jaxfp8rl.data.tasks import OF_SECTION, TASKS, make_task, spec
 from jaxfp8rl.errors import ConfigError, DataError
 
 
@@ -47,16 +51,16 @@ def test_arithmetic_held_out_share_and_seed():
 
 @pytest.mark.parametrize(("kind", "options", "words"), [
     ("arithmetics", {}, ['did you mean "arithmetic"']),
-    ("arithmetic", {"max_operands": 9}, ["max_operands", 'did you mean "max_operand"']),
-    ("arithmetic", {"max_operand": "9"}, ["max_operand = '9'", "integer"]),
+    ("arithmetic", {"max_operands": 9}, ["task.options.max_operands: ", 'did you mean "max_operand"']),
+    ("arithmetic", {"max_operand": "9"}, ["task.options.max_operand = '9'", "integer"]),
     ("arithmetic", {"max_operand": 5000}, ["max_operand = 5000", "999"]),
     ("arithmetic", {"operations": ["/"]}, ["operations", "'+', '-' or '*'"]),
     ("arithmetic", {"operations": ["+", "+"]}, ["once"]),
-    ("arithmetic", {"chat": True}, ['no option "chat"']),
+    ("arithmetic", {"chat": True}, ['task.chat: ', 'no option "chat"']),
     ("file", {}, ["task.path", "needs it"]),
     ("file", {"path": "x.jsonl", "scorer": "exakt"}, ['did you mean "exact"']),
-    ("file", {"path": "x.jsonl", "system_prompt": "hi"}, ["set chat = true"]),
-    ("file", {"path": "x.jsonl", "extract": "tags"}, ["extract = 'tags'", "last_line"]),
+    ("file", {"path": "x.jsonl", "system_prompt": "hi"}, ["set task.chat = true"]),
+    ("file", {"path": "x.jsonl", "extract": "tags"}, ["task.options.extract = 'tags'", "last_line"]),
     ("reasoning_gym", {}, ["task.name", "needs it"]),
     ("reasoning_gym", {"name": "chain_sums"}, ['did you mean "chain_sum"']),
     ("reasoning_gym", {"name": "chain_sum", "max_term": 3}, ['"max_term"', 'did you mean "max_terms"']),
@@ -69,6 +73,17 @@ def test_wrong_options_name_the_option_and_the_nearest_right_one(kind, options, 
     assert all(w in str(e.value) for w in words), str(e.value)
 
 
+def test_the_page_has_every_option_with_its_default():
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    for cls, text in zip(TASKS.values(), page.split("\n## ")[1:]):
+        rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text.split("`task.scorer` is")[0], re.M))
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in (*OF_SECTION, "options")}
+        assert f"`{cls.kind}`" in text.splitlines()[0] and rows.keys() == fields.keys()
+        for name, field in fields.items():
+            assert name == "seed" or tomllib.loads(f"x = {rows[name]}".replace("`", ""))["x"] == (
+                list(field.default) if isinstance(field.default, tuple) else field.default)  # fmt: skip
+
+
 def test_a_task_from_the_configuration():
     section = TaskSection(kind="reasoning_gym", name="chain_sum", chat=True, system_prompt="Be brief.", max_prompt_tokens=64,
                           options={"size": 5, "held_out_size": 5, "max_terms": 2, "extract": "last_number"})
@@ -78,9 +93,10 @@ def test_a_task_from_the_configuration():
     assert system == {"role": "system", "content": "Be brief."} and user["role"] == "user"
     own_seed = TaskSection(kind="arithmetic", max_prompt_tokens=8, options={"seed": 7, "operations": ["+", "-"]})
     assert make_task(own_seed, seed=3) == make_task("arithmetic", seed=7, operations=("+", "-"))
-    twice = TaskSection(kind="file", path="a.jsonl", max_prompt_tokens=64, options={"path": "b.jsonl"})
-    with pytest.raises(ConfigError, match="keep one of the two"):
-        make_task(twice, seed=3)
+    for key in ("path", "scorer"):  # one place for each: what a config runs is to be seen
+        elsewhere = TaskSection(kind="file", max_prompt_tokens=64, options={key: "b.jsonl"})
+        with pytest.raises(ConfigError, match=f"task.options.{key}: a key of .task. itself\n  next step: task.{key}"):
+            make_task(elsewhere, seed=3)
 
 
 # Each with an answer in the form a small instruct model writes, and how the task reads it.
@@ -145,7 +161,7 @@ def test_a_bad_row_is_named_by_file_line_field_and_reason(tmp_path, row, words):
     with pytest.raises(DataError) as e:
         make_task("file", path=path, held_out_fraction=0.0).problems()
     assert f"1 of 3 rows cannot be used:\n  {path}:2: " in str(e.value) and words in str(e.value)
-    assert "skip_bad_rows = true" in str(e.value)
+    assert "task.options.prompt_field" in str(e.value) and "task.skip_bad_rows = true" in str(e.value)
 
 
 def test_bad_rows_are_skipped_and_counted_when_asked(tmp_path):

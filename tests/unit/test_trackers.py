@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import errno
+import threading
+import time
 
 import pytest
 
@@ -28,7 +31,10 @@ def test_wandb_offline_holds_the_numbers_and_not_the_key(tmp_path, monkeypatch):
         with RunDirectory(config(tmp_path, "wandb"), resume=step == 2) as run:
             run.log({"step": step, "reward/mean": 0.25 * step, "loss": float("nan")})
     assert not (tmp_path / "notes.txt").exists()
-    logs = [p.read_bytes() for p in sorted(tmp_path.rglob("*.wandb"))]
+    paths, until = sorted(tmp_path.rglob("*.wandb")), time.monotonic() + 20
+    while any(p.stat().st_size < 1000 for p in paths) and time.monotonic() < until:  # its service writes on for a moment
+        time.sleep(0.05)
+    logs = [p.read_bytes() for p in paths]
     assert len(logs) == 2
     always = (b"reward/mean", b"a-project", b"fp8_unified", (tmp_path / "wandb-id").read_bytes())
     for log, value in zip(logs, (b"0.25", b"0.5")):
@@ -74,6 +80,25 @@ def test_a_tracker_that_cannot_begin_is_off(tmp_path, monkeypatch):
     with RunDirectory(config(tmp_path, "wandb"), resume=False) as run:
         run.log({"step": 1})
     assert "wandb is off" in (tmp_path / "notes.txt").read_text()
+
+
+def test_a_full_disk_does_not_hold_up_who_logs_to_tensorboard(tmp_path, monkeypatch):
+    tensorboardX = pytest.importorskip("tensorboardX")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def log() -> None:
+        with RunDirectory(config(tmp_path, "tensorboard"), resume=False) as run:
+            monkeypatch.setattr(tensorboardX.record_writer.RecordWriter, "write", full)
+            for step in (1, 2):
+                run.log({"step": step} | dict.fromkeys("abcdefghijkl", 0.5))
+
+    logging = threading.Thread(target=log, daemon=True)
+    logging.start()
+    logging.join(30)
+    assert not logging.is_alive()
+    assert "tensorboard is off for the rest of the run: OSError" in (tmp_path / "notes.txt").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ import datetime
 import importlib.resources
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from jaxfp8rl import __version__
+from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors.report import compare, completions
 from jaxfp8rl.monitors.report.charts import Line, line_chart, number, stacked_chart, swatch
 from jaxfp8rl.monitors.report.runs import Run, events, load_runs
@@ -39,12 +40,13 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     """Write the page of one run, or of several compared; returns its path.
 
     Without `out` it is RUN/report.html, or of several runs comparison.html beside the first. Raises UserError for a folder
-    without metrics.
+    without metrics, and for a place where no file can be.
     """
     runs = load_runs(paths)
     first = Path(paths[0])
     path = Path(out) if out else first / "report.html" if len(runs) == 1 else first.parent / "comparison.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--out {path}: no file in a folder that is there", "make the folder, or name another file")
     path.write_text(render(runs), encoding="utf-8")
     return path
 
@@ -80,12 +82,19 @@ def _differences(runs: Sequence[Run]) -> list[list[Any]]:
 
 
 def _evaluations(runs: Sequence[Run]) -> list[list[str]]:
-    """A row for each pass@k of each run's eval.json."""
+    """A row for each pass@k of each record of each run's eval.json."""
     return [
-        [run.name, str(run.evaluation["step"]), f"pass@{k}", number(x["estimate"]), f"{number(x['low'])} to {number(x['high'])}",
-         f"{run.evaluation['problems']} problems, {run.evaluation['samples']} completions each"]
-        for run in runs if run.evaluation for k, x in run.evaluation["pass_at_k"].items()
+        [run.name, str(e["step"]), f"pass@{k}", number(x["estimate"]), f"{number(x['low'])} to {number(x['high'])}", _asked(e)]
+        for run in runs for e in run.evaluations for k, x in e["pass_at_k"].items()
     ]  # fmt: skip
+
+
+def _asked(record: Mapping[str, Any]) -> str:
+    """Of what, and how it was sampled."""
+    said = [f"{record['problems']} problems, {record['samples']} completions each"]
+    said += ["greedy"] * record.get("greedy", False)
+    said += [f"passed from {threshold:g}"] if (threshold := record.get("threshold", 1)) != 1 else []
+    return ", ".join([*said, *(f"{key} = {value}" for key, value in record.get("overrides", {}).items())])
 
 
 def _facts(run: Run) -> dict[str, str]:

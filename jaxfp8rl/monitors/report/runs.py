@@ -19,7 +19,7 @@ from jaxfp8rl.monitors.summary import series
 @dataclasses.dataclass(frozen=True)
 class Run:
     """`records`: metrics.jsonl; `samples`: some rows of samples.jsonl, of `sampled`; `config`: dotted key -> value; `notes`:
-    lines of notes.txt; `evaluation`: eval.json of `jaxfp8rl eval`, empty before one."""
+    lines of notes.txt; `evaluations`: the records of eval.json, of `jaxfp8rl eval`, oldest first."""
 
     name: str
     records: Sequence[dict[str, Any]]
@@ -27,7 +27,7 @@ class Run:
     sampled: int
     config: Mapping[str, Any]
     notes: Sequence[str]
-    evaluation: Mapping[str, Any]
+    evaluations: Sequence[Mapping[str, Any]]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric, where it was logged and is finite."""
@@ -56,8 +56,9 @@ def _load(path: Path, name: str) -> Run:
     samples, sampled = _read(pick, path / "samples.jsonl", ([], 0))
     config = _read(lambda p: tomllib.loads(p.read_text(encoding="utf-8")), path / "config.toml", {})
     notes = _read(lambda p: p.read_text(encoding="utf-8").splitlines(), path / "notes.txt", [])
-    evaluation = _read(lambda p: json.loads(p.read_text(encoding="utf-8")), path / "eval.json", {})
-    return Run(name, records, samples, sampled, dict(_flat(config)), notes, evaluation)
+    found = _read(lambda p: json.loads(p.read_text(encoding="utf-8")), path / "eval.json", [])
+    evaluations = found if isinstance(found, list) else [found]  # as older versions wrote it
+    return Run(name, records, samples, sampled, dict(_flat(config)), notes, evaluations)
 
 
 def _read(read, path: Path, missing):
