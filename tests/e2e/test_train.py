@@ -339,7 +339,10 @@ def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_two_policies_need_no_scoring_pass_and_the_probes_join_the_metrics(tmp_path):
     options = {"loss__old_policy": "rollout", "loss__objective": "prime_rl", "correction__preset": "prime_rl/default"}
-    loop.train(config(tmp_path, run__steps=2, monitor__precision_every=2, **options))
+    loop.train(config(tmp_path, run__steps=2, run__samples_top_k=3, monitor__precision_every=2, **options))
+    for row in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines()):
+        top = np.array(row["top_logp"])
+        assert top.shape == np.shape(row["top_ids"]) == (row["tokens"], 3) and (np.diff(top) <= 0).all() and (top <= 0).all()
     rows = metrics(tmp_path)[1:]
     assert rows[1]["precision/gap_all"] > 0 and "precision/gap_all" not in rows[0] and (tmp_path / "precision.json").exists()
     assert all(r["update/applied"] == 1 and r["mismatch/token_mult_prob_error"] >= 1 for r in rows)
