@@ -72,7 +72,7 @@ class Layout(NamedTuple):
         return jax.shard_map(f, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
     def on_weights(self, f: Callable[[Any], Any], weights: Any) -> Any:
-        """f(weights) where f treats every row of blocks by itself."""
+        """f(weights) where f treats every block of 128x128 by itself."""
         if self.mesh is None:
             return f(weights)
         return self.run(f, (self.specs(weights),), self.specs(jax.eval_shape(f, weights)))(weights)
