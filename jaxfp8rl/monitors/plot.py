@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib
 
-from jaxfp8rl.monitors.summary import PHASES, Records, series
+from jaxfp8rl.monitors.summary import Records, phases_of, series
 
 matplotlib.use("Agg")  # a file, never a window
 
@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#4269d0", "#efb118", "#3ca951", "#d1495b", "#a463f2", "#9aa0a6"
+COLORS = {"rollout": BLUE, "wait": BLUE, "reward": VIOLET, "score": GREY, "update": ORANGE, "publish": GREEN}  # of phases
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.grid": True,
     "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
@@ -70,10 +71,10 @@ def _correction(ax: Axes, records: Records) -> None:
 
 
 def _time(ax: Axes, records: Records) -> None:
-    phases = {p: dict(zip(*series(records, f"time/{p}_s"))) for p in PHASES}
+    phases = {p: dict(zip(*series(records, f"time/{p}_s"))) for p in phases_of(records)}
     steps = sorted(set().union(*phases.values()))
-    stacked = [[phases[p].get(step, 0.0) for step in steps] for p in PHASES]
-    ax.stackplot(steps, stacked, labels=PHASES, colors=(BLUE, VIOLET, GREY, ORANGE, GREEN), lw=0)
+    stacked = [[phases[p].get(step, 0.0) for step in steps] for p in phases]
+    ax.stackplot(steps, stacked, labels=list(phases), colors=[COLORS[p] for p in phases], lw=0)
     ax.set_title("Seconds a step")
     usual = sorted(sum(column) for column in zip(*stacked))
     if usual:  # the first steps compile: cut them off rather than flatten the rest

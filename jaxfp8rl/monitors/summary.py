@@ -26,7 +26,12 @@ _MEASURES = (
     ("tokens/rollout_per_s", "rollout tokens/s", ",.0f"),
     ("tokens/update_per_s", "update tokens/s", ",.0f"),
 )
-PHASES = ("rollout", "reward", "score", "update", "publish")
+
+
+def phases_of(records: Records) -> tuple[str, ...]:
+    """What a step's time goes by. With rollout.lag it waits for what is sampled and scored beside it."""
+    waits = any("time/wait_s" in r for r in records)
+    return (*(("wait",) if waits else ("rollout", "reward")), "score", "update", "publish")
 
 
 def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
@@ -70,7 +75,7 @@ def summary_table(records: Records) -> Table:
 def phase_table(records: Records) -> Table:
     """Seconds a phase took over the run, and its share of all steps' wall time."""
     total = sum(series(records, "time/step_s")[1])
-    seconds = {phase: sum(series(records, f"time/{phase}_s")[1]) for phase in PHASES}
+    seconds = {phase: sum(series(records, f"time/{phase}_s")[1]) for phase in phases_of(records)}
     seconds["other"] = max(0.0, total - sum(seconds.values()))
     table = Table("phase", "seconds", "share", title=f"{total:,.1f} s in steps", title_justify="left")
     for column in table.columns[1:]:

@@ -20,7 +20,8 @@ from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
 from jaxfp8rl.monitors.plot import smooth
-from jaxfp8rl.monitors.summary import series, write_summary
+from jaxfp8rl.monitors.plot import write_plot
+from jaxfp8rl.monitors.summary import phase_table, series, write_summary
 from jaxfp8rl.monitors.tensorboard import TensorboardMonitor
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.toml_config import load_config
@@ -141,6 +142,18 @@ def test_summary_names_what_was_logged(tmp_path):
     assert rows["rollout"] == ["12.0", "60%"] and rows["other"] == ["4.0", "20%"]
     assert "rollout tokens/s" not in rows  # never logged
     assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and plot.stat().st_size > 20_000
+
+
+def test_what_is_sampled_beside_the_update_takes_no_share_of_a_step(tmp_path):
+    """With rollout.lag rollout and reward run beside the update; the step has but what it waited for them."""
+    beside = {"time/rollout_s": 8.0, "time/reward_s": 1.0, "time/wait_s": 3.0}
+    steps = [{"step": i, "time/step_s": 10.0, "time/update_s": 6.0, "time/publish_s": 1.0} | beside for i in (1, 2)]
+    table = phase_table(steps)
+    assert list(zip(*(c.cells for c in table.columns))) == [
+        ("wait", "6.0", "30%"), ("score", "0.0", "0%"), ("update", "12.0", "60%"), ("publish", "2.0", "10%"),
+        ("other", "0.0", "0%"),
+    ]  # fmt: skip
+    assert write_plot(steps, tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_summary_of_nothing(tmp_path):

@@ -19,7 +19,7 @@ from jaxfp8rl.monitors.report import compare, completions
 from jaxfp8rl.monitors.report.charts import Line, line_chart, number, stacked_chart, swatch
 from jaxfp8rl.monitors.report.runs import Run, events, load_runs
 from jaxfp8rl.monitors.report.sections import HELD_OUT, MEASURES, REWARD, SECTIONS, Metric, Section
-from jaxfp8rl.monitors.summary import PHASES
+from jaxfp8rl.monitors.summary import phases_of
 
 TABLE_ROWS = 20
 EVENTS = 50
@@ -177,8 +177,8 @@ def _phases(run: Run, named: bool) -> Chart:
     """Seconds of each phase, one on another, up to the whole step. `named`: it is one run of several."""
     title = "Seconds a step by phase" + (f", {run.name}" if named else "")
     steps, whole = run.series("time/step_s")
-    found = {p: dict(zip(*run.series(f"time/{p}_s"))) for p in PHASES}
-    found["other"] = {s: max(0.0, t - sum(found[p].get(s, 0.0) for p in PHASES)) for s, t in zip(steps, whole)}
+    found = {p: dict(zip(*run.series(f"time/{p}_s"))) for p in phases_of(run.records)}
+    found["other"] = {s: max(0.0, t - sum(f.get(s, 0.0) for f in found.values())) for s, t in zip(steps, whole)}
     lines = [Line(p, steps, [f.get(s, 0.0) for s in steps], place=i) for i, (p, f) in enumerate(found.items())]
     note = f"Together {number(sum(whole))} s in {len(steps)} steps. "
     if max(whole) > 3 * statistics.median(whole):
