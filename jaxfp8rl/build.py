@@ -36,8 +36,9 @@ from jaxfp8rl.rollouts import Prompt
 from jaxfp8rl.routing import (
     RouteReplay, check_engine, check_moe, compact, make_record, of_no_tokens, route_problem, with_options,
 )  # fmt: skip
+from jaxfp8rl.samples import make_top_k
 from jaxfp8rl.sharding import ONE, Layout, check_divides, make_layout
-from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_top_k, make_train_step
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import Params, TrainState
 
 

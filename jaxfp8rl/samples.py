@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax import Array
 
-from jaxfp8rl.build import Parts
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.losses.correction import rollout_correction
+from jaxfp8rl.losses.logprobs import token_top_k
+from jaxfp8rl.microbatch import map_live
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.transformer import forward_and_seen, head_weight
+from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollouts import Group, Rollouts
+from jaxfp8rl.sharding import ALL, ONE, ROWS, TENSOR, Layout
 from jaxfp8rl.types import Params, TrainBatch
+
+if TYPE_CHECKING:
+    from jaxfp8rl.build import Parts
 
 DIGITS = 4  # of log-probabilities and weights: a ratio is known to 1e-4, in a third of the bytes
 
@@ -37,6 +47,25 @@ def sample_rows(
     return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)} for row, (ids, logp) in zip(rows, likeliest)] or rows
 
 
+def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: int, layout: Layout = ONE) -> Callable:
+    """Jitted top_k(policy, batch) -> the k likeliest tokens in place of each that was sampled: ids [M, R, T, k] int32, and their
+    log-probabilities, float32; 0 off the response mask."""
+
+    def of_micro(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
+        fields = batch.tokens, batch.positions, batch.segment_ids
+        hidden = forward_and_seen(policy, model, *fields, precision, layout=layout, routes=batch.routes)[0]
+        head, axis = layout.gather(head_weight(policy, model)), TENSOR if layout.tensor > 1 else None
+        return token_top_k(hidden, head, batch.response_mask, k, temperature, precision.logits_dtype, axis)
+
+    @exact_jit
+    def top_k(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
+        of_rows = lambda policy, batch, live: map_live(functools.partial(of_micro, policy), batch, live)
+        run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL), (ROWS, ROWS))
+        return run(policy, batch, batch.response_mask.any((1, 2)))
+
+    return top_k
+
+
 def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of the completions that `sample_rows` keeps the policy's likeliest tokens, [tokens, k], and their log-probabilities; none
     unless run.samples_top_k asks for them. The policy is the one that the step scores with."""
@@ -46,7 +75,8 @@ def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.n
     samples = [Sample(prompt, c.token_ids, c.logprobs, 0.0, c.routed_experts) for prompt, c in first]
     t = parts.cfg.train
     needed = microbatches_needed(parts.cfg.run.samples_per_step, parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
-    found = jax.device_get(parts.top_k(policy, pack(parts.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed)))
+    packed = pack(parts.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed, like=parts.no_routes)
+    found = jax.device_get(parts.top_k(policy, packed))
     return list(zip(*(unpack(x, samples) for x in found)))
 
 

@@ -24,7 +24,7 @@ from jaxfp8rl.config import Loss
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import CorrectionConfig, rollout_correction
-from jaxfp8rl.losses.logprobs import token_logprobs, token_top_k
+from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
 from jaxfp8rl.losses.objectives import kl_penalty, policy_loss
 from jaxfp8rl.microbatch import accumulate, map_live
@@ -57,25 +57,6 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
         ), routing  # fmt: skip
 
     return logprobs
-
-
-def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: int, layout: Layout = ONE) -> Callable:
-    """Jitted top_k(policy, batch) -> the k likeliest tokens in place of each that was sampled: ids [M, R, T, k] int32, and their
-    log-probabilities, float32; 0 off the response mask."""
-
-    def of_micro(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
-        fields = batch.tokens, batch.positions, batch.segment_ids
-        hidden = forward_and_seen(policy, model, *fields, precision, layout=layout, routes=batch.routes)[0]
-        head, axis = layout.gather(head_weight(policy, model)), TENSOR if layout.tensor > 1 else None
-        return token_top_k(hidden, head, batch.response_mask, k, temperature, precision.logits_dtype, axis)
-
-    @exact_jit
-    def top_k(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
-        of_rows = lambda policy, batch, live: map_live(functools.partial(of_micro, policy), batch, live)
-        run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL), (ROWS, ROWS))
-        return run(policy, batch, batch.response_mask.any((1, 2)))
-
-    return top_k
 
 
 def make_score(logprobs: Callable, layout: Layout = ONE) -> Callable:
