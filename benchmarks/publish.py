@@ -59,7 +59,7 @@ YARDSTICK, FLOOR = "vLLM's reload_weights, same run", "a copy that moves as many
 def main() -> None:
     parser = arguments(__doc__, "publish")
     parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, *MIXTURES], default=["8b", "4b", "1.7b", "0.6b"])
-    parser.add_argument("--layers", type=int, default=0, help="of every size; default: all")
+    parser.add_argument("--layers", type=int, default=0, help="of a mixture; default: all")
     parser.add_argument("--publishes", type=int, default=20)
     parser.add_argument("--reloads", type=int, default=4, help="of the yardstick, of each recipe")
     parser.add_argument("--child", nargs=2, metavar=("SIZE", "OUT"), help=argparse.SUPPRESS)
@@ -96,7 +96,8 @@ def engine(hf: dict) -> VllmEngine:
 
 def bench_size(size: str, args: argparse.Namespace) -> tuple[list[dict], dict]:
     """Rows, and what they are medians of."""
-    case, hf = f"Qwen3-{size.upper()}" + (f", {args.layers} layers" if args.layers else ""), config(size, args.layers)
+    layers = args.layers if size in MIXTURES else 0
+    case, hf = f"Qwen3-{size.upper()}" + (f", {layers} layers" if layers else ""), config(size, layers)
     with contextlib.closing(engine(hf)) as e:
         return bench_engine(case, e, ModelConfig.from_hf(hf), args.publishes, args.reloads, copy_rate())
 
