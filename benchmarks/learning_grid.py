@@ -1,12 +1,13 @@
 """Small models, many runs: how far engine and learner differ by recipe, and what each recipe and correction learns.
 
-    jaxfp8rl bench learning_grid [--part mismatch|learning|both] [--seeds 3] [--jobs 6]
+    jaxfp8rl bench learning_grid [--part mismatch|learning|both|wgrad] [--seeds 3] [--jobs 6]
 
 Every run is `jaxfp8rl train` on the demo in a process of its own, several at once on one GPU; runs of one seed begin from the
 same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps (`--cpu`: vLLM's CPU build, W8A16,
 on a machine with AMX). `learning`: the embedded engine, recipe x correction; held-out reward at the end, and its mean over the
 run, with Student's 95% interval over seeds. The yardstick is the BF16 recipe of the same seeds. A correction that does nothing
-is refused for an FP8 recipe, so "none" carries a rejection that never rejects.
+is refused for an FP8 recipe, so "none" carries a rejection that never rejects. `wgrad`: the embedded engine, fp8_unified by each
+of precision.wgrad_inputs, the yardstick being "1x128".
 
 Needs no GPU; one for its speed, vLLM for --part mismatch.
 """
@@ -36,18 +37,19 @@ CORRECTIONS = {
     "sequence_tis": ["--correction.preset", "sequence_tis"],
     "geometric_mask": ["--correction.preset", "geometric_mask"],
 }
+WGRAD = "1x128", "128x128"
 STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("mismatch", "learning", "both"), default="both")
+    parser.add_argument("--part", choices=("mismatch", "learning", "both", "wgrad"), default="both")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=6, help="runs at once")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU build: results go to mismatch_cpu.json")
     parser.add_argument("--compute", default="bfloat16", help="float type of the learner")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the two JSON files")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--keep", type=Path, default=None, help="where the run directories go")
     args = parser.parse_args()
     args.keep = args.keep or Path(tempfile.mkdtemp())
@@ -56,10 +58,12 @@ def main() -> None:
     common = ["--precision.compute_dtype", args.compute, "--run.steps", str(args.steps)]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda seed: warm_start(args, seed), range(args.seeds)))
-    if args.part != "learning":
+    if args.part in ("mismatch", "both"):
         mismatch(args, common)
-    if args.part != "mismatch":
+    if args.part in ("learning", "both"):
         learning(args, common)
+    if args.part == "wgrad":
+        wgrad(args, common)
 
 
 def warm_start(args, seed: int) -> None:
@@ -94,21 +98,32 @@ def learning(args, common: list[str]) -> None:
     cases = {f"{recipe}, {name}": ["--precision.recipe", recipe, *words, *(plain if recipe == "bf16" else [])]
              for recipe in RECIPES for name, words in CORRECTIONS.items()
              if recipe != "bf16" or name in ("none", "token_tis")}  # fmt: skip
-    records = run_all(args, {name: [*common, *words] for name, words in cases.items()}, "learning")
+    compare_learning(args, {name: [*common, *words] for name, words in cases.items()}, "learning_grid", "bf16, token_tis")
+
+
+def wgrad(args, common: list[str]) -> None:
+    cases = {blocks: [*common, "--precision.recipe", "fp8_unified", "--precision.wgrad_inputs", blocks] for blocks in WGRAD}
+    compare_learning(args, cases, "wgrad_inputs", WGRAD[0])
+
+
+def compare_learning(args, cases: dict[str, list[str]], result: str, yardstick: str) -> None:
+    """Write what each case learns, mean over seeds, beside the case `yardstick`."""
+    part = "learning" if result == "learning_grid" else result
+    records = run_all(args, cases, part)
     finals = {n: {s: evals(r)[-1] for s, r in by.items()} for n, by in records.items()}
     means = {n: {s: statistics.mean(evals(r)[1:]) for s, r in by.items()} for n, by in records.items()}
     rows = []
     for metric, found in (("held-out reward, end", finals), ("held-out reward, mean over the run", means)):
-        twin = found["bf16, token_tis"]
+        twin = found[yardstick]
         for name, by_seed in found.items():
             if by_seed and twin:
                 mean, other = statistics.mean(by_seed.values()), statistics.mean(twin.values())
-                rows.append(row(name, metric, "mean over seeds", mean, other, "recipe bf16, token_tis")
+                rows.append(row(name, metric, "mean over seeds", mean, other, yardstick)
                             | {"interval_95": interval(list(by_seed.values())), "seeds": len(by_seed)})  # fmt: skip
     starts = {n: {s: evals(r)[0] for s, r in by.items()} for n, by in records.items()}
     errors = {n: {s: seed_median(r, "mismatch/token_mult_prob_error") for s, r in by.items()} for n, by in records.items()}
-    write(args.out / "learning_grid.json", "learning_grid", rows, problems=problems(args, "learning", records), finals=finals,
-          means=means, starts=starts, mismatch=errors)  # fmt: skip
+    write(args.out / f"{result}.json", result, rows, problems=problems(args, part, records), finals=finals, means=means,
+          starts=starts, mismatch=errors)  # fmt: skip
 
 
 def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int, list[dict]]]:

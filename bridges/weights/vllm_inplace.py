@@ -74,6 +74,7 @@ class VllmInplace:
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
         self._places.clear()
+        self._names = hashlib.sha256("\n".join(self.targets).encode())
         self._spans: dict[tuple[str, ...], list[torch.Tensor]] = {}
         by_layer = sorted(stacks_of(self._rows), key=lambda rows: layer_of(rows[0].meta.name))
         programs = itertools.groupby(by_layer, lambda rows: layer_of(rows[0].meta.name) // LAYERS_A_PROGRAM)
@@ -194,7 +195,11 @@ class VllmInplace:
             )
 
     def _content(self, digests: np.ndarray | None) -> str:
-        return "" if digests is None else hashlib.sha256("\n".join(self.targets).encode() + digests.tobytes()).hexdigest()
+        if digests is None:
+            return ""
+        content = self._names.copy()
+        content.update(digests.tobytes())
+        return content.hexdigest()
 
     def _check_manifest(self, metas: tuple[ParamMeta, ...]) -> None:
         if metas != self._accepted:
