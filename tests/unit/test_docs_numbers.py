@@ -99,7 +99,7 @@ CLAIMS = [
      lambda: [LOGPROB("time", beside="four products"), LOGPROB("extra memory") * 1.073741824,
               1 / LOGPROB("time", "ratio", beside="four products")]),
     (rf"tokens takes {N} s \({N} rollout, {N} scoring, {N} update, {N} publish\), {N} times as fast as in BF16, "
-     rf"or {N} by tokens, of which .*? fewer, and {N} GB",
+     rf"or {N} by tokens, of which .*? had (?:more|fewer), and {N} GB",
      lambda: [*(GRPO(metric=m, unit="s") for m in ("step", "rollout", "score", "update", "publish")),
               *(GRPO(metric="step", field="ratio", unit=unit) for unit in ("s", "tokens/s")),
               GRPO(metric="device, learner and engine")]),
