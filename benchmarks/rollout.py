@@ -23,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -40,69 +42,95 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=8192)
-    parser.add_argument("--fp8-kernel", choices=["deep_gemm", "native"], default="deep_gemm", help="rollout.fp8_kernel")
-    parser.add_argument("--gpus", nargs=2, help="of the two engines, as CUDA_VISIBLE_DEVICES has them")
-    parser.add_argument("--child", nargs=2, metavar=("ENGINE", "OUT"), help=argparse.SUPPRESS)
+    add_engine_arguments(parser)
     args = parser.parse_args()
     if args.child:
         engine, out = args.child
         Path(out).write_text(json.dumps(measure(engine, args)))
         return
+    found = measured(args, __file__)
+    case = f"Qwen3-{size_of(args)}, {args.prompts} completions of {args.new_tokens} tokens"
+    write(args.out, "rollout", rows_of(case, found), args.plot, each=found)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fp8-kernel", choices=["deep_gemm", "native"], default="deep_gemm", help="rollout.fp8_kernel")
+    parser.add_argument("--attention", choices=["auto", "triton"], default="auto", help="rollout.attention of the FP8 engine")
+    parser.add_argument("--gpus", nargs=2, help="of the two engines, as CUDA_VISIBLE_DEVICES has them")
+    parser.add_argument("--child", nargs=2, metavar=("ENGINE", "OUT"), help=argparse.SUPPRESS)
+
+
+def size_of(args: argparse.Namespace) -> str:
+    return args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
+
+
+def measured(args: argparse.Namespace, script: str) -> dict[str, dict]:
+    """What each engine's child wrote: the script itself with --child ENGINE OUT."""
     if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the engines
-        sys.exit("benchmarks/rollout.py needs an NVIDIA GPU")
+        sys.exit(f"benchmarks/{Path(script).name} needs an NVIDIA GPU")
     with tempfile.TemporaryDirectory() as folder:
         outs, children = {name: Path(folder, name) for name in ENGINES}, []
         for place, (name, out) in enumerate(outs.items()):
-            children.append(start(name, out, args.gpus and args.gpus[place]))
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": args.gpus[place]} if args.gpus else {})
+            command = [sys.executable, script, *sys.argv[1:], "--child", name, str(out)]
+            children.append(subprocess.Popen(command, env=environment))
             if not args.gpus:
                 children[-1].wait()
         if any([child.wait() for child in children]):
             sys.exit("an engine failed: see above")
-        found = {name: json.loads(out.read_text()) for name, out in outs.items()}
-    size = args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
-    case = f"Qwen3-{size}, {args.prompts} completions of {args.new_tokens} tokens"
-    write(args.out, "rollout", rows_of(case, found), args.plot, each=found)
+        return {name: json.loads(out.read_text()) for name, out in outs.items()}
 
 
-def start(name: str, out: Path, gpu: str | None) -> subprocess.Popen:
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
-    return subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--child", name, str(out)], env=environment)
+class Running(NamedTuple):
+    """An engine with weights, and what was chosen."""
+
+    engine: Any
+    token_bytes: int  # of its cache
+    chosen: dict[str, str]
+    weights: Any
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, float | str]:
-    """Seconds of the engine's start and of the completions, ms of a step, the bytes that bound it, and what was chosen."""
+@contextlib.contextmanager
+def running(name: str, args: argparse.Namespace, length: int) -> Iterator[Running]:
+    """The engine `name` of ENGINES, with room for args.prompts sequences of `length` tokens."""
     from benchmarks.publish import RandomWeights, fp8_runs_of
     from bridges.rollout.vllm_engine import VllmEngine
     from jaxfp8rl.models.config import ModelConfig
     from jaxfp8rl.precision.recipe import plain_runs
     from jaxfp8rl.publish import high_precision_modules
 
-    weights, cache = ENGINES[name]
-    hf, length = config(args.size, args.layers), PROMPT + args.new_tokens
-    per_token = 2 * hf["num_hidden_layers"] * hf["num_key_value_heads"] * hf["head_dim"] * (1 if name == "fp8" else 2)
-    model, began = ModelConfig.from_hf(hf), time.perf_counter()
-    runs = fp8_runs_of(model) if name == "fp8" else plain_runs(model.sparse_layers)
-    kernel = args.fp8_kernel if name == "fp8" else "native"
-    options = dict(
-        max_model_len=length, max_num_seqs=args.prompts, kv_cache_bytes=int(1.02 * per_token * length * args.prompts),
-        fp8_kernel=kernel, high_precision_modules=high_precision_modules(model, runs) if name == "fp8" else (),
+    (weights, cache), hf, fp8 = ENGINES[name], config(args.size, args.layers), name == "fp8"
+    token_bytes = 2 * hf["num_hidden_layers"] * hf["num_key_value_heads"] * hf["head_dim"] * (1 if fp8 else 2)
+    model = ModelConfig.from_hf(hf)
+    runs = fp8_runs_of(model) if fp8 else plain_runs(model.sparse_layers)
+    chosen = dict(fp8_kernel=args.fp8_kernel, attention=args.attention) if fp8 else {}
+    engine = VllmEngine(
+        hf, weights=weights, kv_cache=cache, max_model_len=length, max_num_seqs=args.prompts,
+        kv_cache_bytes=int(1.02 * token_bytes * length * args.prompts),
+        high_precision_modules=high_precision_modules(model, runs) if fp8 else (), **chosen,
     )  # fmt: skip
-    with contextlib.closing(VllmEngine(hf, weights=weights, kv_cache=cache, **options)) as engine:
+    with contextlib.closing(engine):
         way = publish(engine, source := RandomWeights(model, runs))
-        generate(engine, args.prompts, 8)  # the first compiles what is left to compile
+        yield Running(engine, token_bytes, chosen | {"publish": way}, source)
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, float | str]:
+    """Seconds of the engine's start and of the completions, ms of a step, the bytes that bound it, and what was chosen."""
+    began = time.perf_counter()
+    with running(name, args, PROMPT + args.new_tokens) as r:
+        generate(r.engine, args.prompts, PROMPT, 8)  # the first compiles what is left to compile
         start = time.perf_counter() - began
-        seconds = generate(engine, args.prompts, args.new_tokens)
-    weight_bytes, middle = read_by_a_step(source, args.prompts), args.prompts * (PROMPT + args.new_tokens / 2) * per_token
+        seconds = generate(r.engine, args.prompts, PROMPT, args.new_tokens)
+    weights, middle = read_by_a_step(r.weights, args.prompts), args.prompts * (PROMPT + args.new_tokens / 2) * r.token_bytes
     print(f"{name}: there after {start:.1f} s, {args.new_tokens} tokens of each in {seconds:.1f} s", flush=True)
     return {
         "start, s": start, "rollout, s": seconds, "tokens/s": args.prompts * args.new_tokens / seconds,
-        "step, ms": 1e3 * seconds / args.new_tokens, "weights, GB": weight_bytes / 1e9,
-        "cache of the middle step, GB": middle / 1e9, "floor, ms": 1e3 * (weight_bytes + middle) / RATE,
-        "fp8_kernel": kernel, "publish": way,
+        "step, ms": 1e3 * seconds / args.new_tokens, "weights, GB": weights / 1e9,
+        "cache of the middle step, GB": middle / 1e9, "floor, ms": 1e3 * (weights + middle) / RATE, **r.chosen,
     }  # fmt: skip
 
 
-def publish(engine, source) -> str:
+def publish(engine: Any, source: Any) -> str:
     """The way that the engine allows, which is printed: "in_place", or "reload", for which all weights are made at once."""
     from bridges.weights.vllm_transports import open_vllm_transport
 
@@ -110,7 +138,7 @@ def publish(engine, source) -> str:
         return "in_place" if transport.publish(source, 0).content else "reload"
 
 
-def read_by_a_step(source, prompts: int) -> float:
+def read_by_a_step(source: Any, prompts: int) -> float:
     """Bytes of weights that a step of decoding multiplies by; of the experts as many as an even choice touches, on average."""
     from bridges import manifest
 
@@ -121,11 +149,11 @@ def read_by_a_step(source, prompts: int) -> float:
     return read - of_experts * (1 - chosen) ** prompts if chosen else read
 
 
-def generate(engine, prompts: int, tokens: int) -> float:
-    """Seconds for a completion of `tokens` of each prompt."""
+def generate(engine: Any, prompts: int, length: int, tokens: int) -> float:
+    """Seconds for a completion of `tokens` of each of so many prompts of `length`, no two of which begin alike."""
     from bridges.api import GenRequest, SamplingParams
 
-    prompt = lambda i: tuple(range(PROMPT * i, PROMPT * (i + 1)))
+    prompt = lambda i: tuple((PROMPT * i + j) % 100_000 for j in range(length))
     requests = [GenRequest(str(i), prompt(i), SamplingParams(tokens), seed=i) for i in range(prompts)]
     began = time.perf_counter()
     groups = engine.generate(requests)

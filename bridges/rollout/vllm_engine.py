@@ -54,6 +54,8 @@ class VllmEngine:
     fp8_kernel: "native": what vLLM takes without compiling, CUTLASS on a GPU. "deep_gemm": the same numbers from DeepGEMM, on
         Hopper, whose kernels nvcc compiles when first needed. "emulated" lets FP8 weights run on a CPU without AMX, slowly (see
         vllm_fp8_emulation).
+    attention: "auto": what vLLM takes, FlashAttention 3 on Hopper, over an FP8 cache with queries and probabilities in FP8, too.
+        "triton": its Triton kernels, which read an FP8 cache beside queries in `dtype`. Needs CUDA.
 
     At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none worth learning.
     Raises BridgeError for what this machine or this vLLM cannot do, before any memory is taken where it can tell.
@@ -79,6 +81,7 @@ class VllmEngine:
         sleep: Literal["off", "keep_weights", "drop_weights"] = "off",
         fp8_kernel: Literal["native", "deep_gemm", "emulated"] = "native",
         routed_experts: bool = False,
+        attention: Literal["auto", "triton"] = "auto",
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         if weights not in (FP8, dtype):
@@ -88,7 +91,7 @@ class VllmEngine:
         if VllmEngine._open:
             raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time", "close() that one")
         vllm_environment.prepare(fp8_kernel)
-        vllm_environment.check_hardware(weights, kv_cache, fp8_kernel)
+        vllm_environment.check_hardware(weights, kv_cache, fp8_kernel, attention)
         if routed_experts:
             vllm_experts.check_routes()
         self._state, self._sick, self._broken = WeightState(), "", False
@@ -108,6 +111,8 @@ class VllmEngine:
         )
         if routed_experts:
             build["enable_return_routed_experts"] = True
+        if attention == "triton":
+            build["attention_backend"] = "TRITON_ATTN"
         if kv_cache_bytes is not None:  # vLLM then takes these, and does not measure what other processes leave
             build["kv_cache_memory_bytes"] = kv_cache_bytes
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")

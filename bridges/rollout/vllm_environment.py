@@ -57,12 +57,14 @@ def cpu_lacks(weights: str, kv_cache: str) -> str | None:
     return None
 
 
-def check_hardware(weights: str, kv_cache: str, fp8_kernel: str) -> None:
+def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str) -> None:
     """Raises BridgeError for formats that this machine cannot compute in."""
     from vllm.platforms import current_platform
 
     if fp8_kernel == "emulated" and not (weights == FP8 and current_platform.is_cpu()):
         raise BridgeError('fp8_kernel="emulated" is for FP8 weights on a CPU', 'use fp8_kernel="native"')
+    if attention == "triton" and current_platform.is_cpu():
+        raise BridgeError('attention="triton" needs a GPU', 'use attention="auto"')
     if fp8_kernel == "deep_gemm" and weights != FP8:
         raise BridgeError(f'fp8_kernel="deep_gemm" is for FP8 weights, these are {weights}', 'use fp8_kernel="native"')
     if lack := cpu_lacks(weights if fp8_kernel == "native" else "", kv_cache):

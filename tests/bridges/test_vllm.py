@@ -89,6 +89,8 @@ def test_fp8_without_the_hardware_says_so():
 def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
     with pytest.raises(BridgeError, match="use one type"):
         VllmEngine(CONFIG, weights="bfloat16", dtype="float16", **SHORT)
+    with pytest.raises(BridgeError, match='attention="triton" needs a GPU'):
+        VllmEngine(CONFIG, attention="triton", **SHORT)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     with pytest.raises(BridgeError, match="compiles with nvcc: none is found"):
         VllmEngine(CONFIG, weights=FP8, fp8_kernel="deep_gemm", **SHORT)
