@@ -129,8 +129,8 @@ class Parts:
 
 
 def build(cfg: Config, group: Group = ALONE) -> Parts:
-    """Assemble a run, or this process's part of it. Raises UserErrors in the order cheapest first: config, model shape, tokenizer,
-    data, then the engine."""
+    """Assemble a run, as this process of its `group` has it. Raises UserErrors in the order cheapest first: config, model shape,
+    tokenizer, data, then the engine."""
     cfg.check()
     keep_compiled(cfg.train.compilation_cache)
     share_gpu(cfg)  # before anything asks JAX for its devices
@@ -180,9 +180,13 @@ def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task
 
 def check_same(group: Group, contents: dict[str, str]) -> None:
     """Raises DataError where this process has read other problems than the first."""
-    for what in (what for what, digest in group.told(lambda: contents).items() if contents[what] != digest):
-        raise DataError(f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
-                        "give all the same files and the same tokenizer")  # fmt: skip
+
+    def compare() -> None:
+        for what in (what for what, digest in group.told(lambda: contents).items() if contents[what] != digest):
+            raise DataError(f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
+                            "give all the same files and the same tokenizer")  # fmt: skip
+
+    group.together(compare)
 
 
 def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCalibration | None:

@@ -1,8 +1,8 @@
-"""A learner of several processes, one a host or a GPU (docs/sharding.md): each runs the same loop, the first alone sees the world.
+"""A learner of several processes, one a host or a GPU (docs/sharding.md): each runs the same loop, the first sees the world.
 
-What it hears of engine, rewards and disk it tells the others through the key-value store of `jax.distributed`, in order. They hold
-no device while they wait, and wait as long as it takes: a collective would give up, on a CPU after half a minute. Meanwhile they
-take part in what it asks of all devices, weights put whole for a publish. With one process nothing is sent.
+What it hears of engine, rewards and disk it tells the others through the key-value store of `jax.distributed`, in order. They
+hold no device while they wait, and wait as long as it takes: a collective would give up, on a CPU after half a minute. Meanwhile
+they take part in what it asks of all devices, weights put whole for a publish. With one process nothing is sent.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Group:
         return self.told(lambda: max(code, *codes))
 
     def together(self, f: Callable[[], None], alone: bool = False) -> None:
-        """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all of them where it does in one."""
+        """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all where it does in one."""
         error = None
         try:
             if self.first or not alone:
@@ -87,8 +87,8 @@ class Group:
         return multihost_utils.broadcast_one_to_all(made)
 
     def lend(self, policy: Any) -> Callable[[jax.Array], jax.Array]:
-        """-> what puts a leaf of `policy` whole on one device. The first process asks for it, and the others take part in it while
-        they wait for what it tells."""
+        """-> what puts a leaf of `policy` whole on one device. The first process asks for it; the others take part while they
+        wait for what it tells."""
         if self.count == 1:
             return whole
         self._lent = jax.tree.leaves(policy)
@@ -149,7 +149,7 @@ def joined(cfg: Config, *how: object) -> Iterator[Group]:
         return
     group = _connected(cfg.train.processes)
     try:
-        _compare(group, cfg, how)
+        group.together(lambda: _compare(group, cfg, how))
         yield group
     except BaseException as e:
         if group.first:
@@ -164,12 +164,14 @@ def _connected(count: int) -> Group:
     number, told = os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_NUM_PROCESSES", str(count))
     if told != str(count):
         raise ConfigError(f"train.processes = {count}, JAX_NUM_PROCESSES = {told}", "give both the same")
+    if number is not None and number not in map(str, range(count)):
+        raise ConfigError(f"JAX_PROCESS_ID = {number}: train.processes = {count} are 0 to {count - 1}", "give each one of them")
     if not jax.distributed.is_initialized():
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for its own
         named = {} if number is None else {"num_processes": count, "process_id": int(number)}
         try:
             jax.distributed.initialize(**named, shutdown_timeout_seconds=SHUTDOWN_S)
-        except ValueError as e:
+        except (ValueError, IndexError) as e:  # the latter of an address without a port
             raise ConfigError(
                 f"train.processes = {count}: nothing says which of them this is: {e}",
                 "start each with JAX_COORDINATOR_ADDRESS=HOST:PORT of the first and its own JAX_PROCESS_ID, from 0 on, or by "
@@ -196,9 +198,13 @@ def _compare(group: Group, cfg: Config, how: tuple[object, ...]) -> None:
 
 def check_shared(group: Group, file: Path) -> None:
     """Raise ConfigError where `file`, which the first process has written, is not there for all."""
-    content, last = group.told(file.read_text), time.monotonic() + SHARED_S
-    while group.count > 1 and not (file.is_file() and file.read_text() == content):
-        if time.monotonic() > last:
-            raise ConfigError(f"run.dir: process {group.number} does not see the first one's {file}",
-                              "put run.dir on a disk that all processes share")  # fmt: skip
-        time.sleep(0.2)
+
+    def look() -> None:
+        content, last = group.told(file.read_text), time.monotonic() + SHARED_S
+        while not (file.is_file() and file.read_text() == content):
+            if time.monotonic() > last:
+                raise ConfigError(f"run.dir: process {group.number} does not see the first one's {file}",
+                                  "put run.dir on a disk that all processes share")  # fmt: skip
+            time.sleep(0.2)
+
+    group.together(look)

@@ -75,8 +75,8 @@ class LearnerWeights:
     computes in FP8.
 
     What the policy holds as it crosses is given out where it lies. The rest is computed when it is asked for and not waited for:
-    whoever asks early for what comes next has both in the making, and no more than what he keeps lives at once. `whole` puts a leaf
-    on one device, where an engine can read it.
+    whoever asks early for what comes next has both in the making, and no more than what he keeps lives at once. `whole` puts a
+    leaf on one device, where an engine can read it.
     """
 
     def __init__(

@@ -42,8 +42,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 @contextlib.contextmanager
 def claimed(cfg: Config, resume: bool, group: Group = ALONE) -> Iterator[None]:
-    """The run directory for this process alone, or its group, until it ends, however that goes: the system holds the lock, not the
-    file.
+    """The run directory for this process, or group, alone until it ends, however that goes: the system holds the lock, no file.
 
     Raises as `check_run_directory` does, and ConfigError when another process is in it or it cannot be made.
     """
