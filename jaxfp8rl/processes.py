@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from bridges.api import BridgeError
 from jaxfp8rl.config import Config
-from jaxfp8rl.config_changes import changes, described
+from jaxfp8rl.config_changes import described
 from jaxfp8rl.errors import ConfigError, ProcessFailed, UserError
 from jaxfp8rl.sharding import whole
 
@@ -187,11 +187,14 @@ def _connected(count: int) -> Group:
 
 def _compare(group: Group, cfg: Config, how: tuple[object, ...]) -> None:
     """All processes run the same, else they would wait for each other for ever, or learn apart."""
-    theirs, their_way = group.told(lambda: (cfg.model_dump_json(), list(how)))
-    if differ := described(changes(Config.model_validate_json(theirs), cfg)):
-        raise ConfigError(f"process {group.number} was started with other settings than the first: {'; '.join(differ)}",
+    own, way = json.loads(json.dumps([cfg.model_dump(), how]))
+    theirs, their_way = group.told(lambda: (own, way))
+    differ = {(s, k): (theirs[s][k], value) for s in own for k, value in own[s].items() if theirs[s][k] != value}
+    if differ:
+        listing = "; ".join(described(differ))
+        raise ConfigError(f"process {group.number} was started with other settings than the first: {listing}",
                           "start all with the same words")  # fmt: skip
-    if their_way != list(how):
+    if their_way != way:
         raise ConfigError(f"process {group.number} was started with other words than the first (--resume, --fork)",
                           "start all with the same words")  # fmt: skip
 
