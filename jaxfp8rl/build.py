@@ -141,7 +141,7 @@ def build(cfg: Config, group: Group = ALONE) -> Parts:
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)
     attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     data = load_data(cfg, model)
-    check_same(group, data.contents())
+    check_same(group, digests := data.contents())
     rewards, engine, transport = shared(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
@@ -155,7 +155,7 @@ def build(cfg: Config, group: Group = ALONE) -> Parts:
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
     return Parts(
         cfg, group, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
-        data.held_out[: cfg.run.eval_problems], data.contents(),
+        data.held_out[: cfg.run.eval_problems], digests,
         rewards, engine, transport, runs, precision, layout, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout, cfg.moe.balance_coef),
@@ -178,11 +178,11 @@ def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task
         raise
 
 
-def check_same(group: Group, contents: dict[str, str]) -> None:
+def check_same(group: Group, digests: dict[str, str]) -> None:
     """Raises DataError where this process has read other problems than the first."""
 
     def compare() -> None:
-        for what in (what for what, digest in group.told(lambda: contents).items() if contents[what] != digest):
+        for what in (what for what, digest in group.told(lambda: digests).items() if digests[what] != digest):
             raise DataError(f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
                             "give all the same files and the same tokenizer")  # fmt: skip
 

@@ -32,7 +32,7 @@ from jaxfp8rl.resume import check_forkable, fork, restore, save
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
 from jaxfp8rl.samples import sample_rows, top_tokens
 from jaxfp8rl.sft import warm_start
-from jaxfp8rl.sharding import fetch
+from jaxfp8rl.sharding import fetch, gloo_warning
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 from jaxfp8rl.update import learn, probe, score
 from jaxfp8rl.watchdog import Watchdog
@@ -61,7 +61,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group))
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(parts.precision))
-        if warning := kv_fp8_warning(parts.model, parts.engine.capabilities().formats):
+        warnings = kv_fp8_warning(parts.model, parts.engine.capabilities().formats), gloo_warning(parts.layout)
+        for warning in filter(None, warnings):
             run.note(warning)
         if fork_of:
             state, step = fork(parts, run, fork_of)

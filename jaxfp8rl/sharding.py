@@ -175,6 +175,17 @@ def _placed(x: Any, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
+def gloo_warning(layout: Layout) -> str | None:
+    """What to say at the start of a run whose gradients are scattered between processes on CPUs."""
+    mesh = layout.mesh
+    if mesh is None or not mesh.is_multi_process or mesh.shape[FSDP] == 1 or mesh.devices.flat[0].platform != "cpu":
+        return None
+    return (
+        f"train.fsdp = {mesh.shape[FSDP]} in several processes on CPUs: JAX's reduce-scatter there may return wrong sums of "
+        "large weights (jax-ml/jax#40830)\n  next step: train.data and train.tensor instead, or GPUs"
+    )
+
+
 def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
     """Raises ConfigError, naming the first weight that does not divide; `quantized`: linears in blocks of 128."""
     if model.num_key_value_heads % tensor:

@@ -32,9 +32,9 @@ def started(settings: dict, folder: Path, count: int, *more: str, happens: dict[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = words(folder, **{k.replace(".", "__"): v for k, v in (MESH | {"train.processes": count} | changes).items()})
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count} --xla_cpu_multi_thread_eigen=false"  # sums in one order
     environment = os.environ | settings | {
-        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         processes = []
@@ -61,6 +61,7 @@ def test_two_that_were_stopped_and_resumed_are_one_that_was_not(tmp_path, compil
     with started(compiled, tmp_path / "one", 1) as one, stopped as two:
         first, second = ended(two, 143)
         ended(one)
+    assert "on CPUs: JAX's reduce-scatter there may return wrong sums" in first  # of these small ones it does not
     assert "stopped; step 2 is saved" in first and "stopped; step 2" not in second and "step 1/4" not in second
     assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2] and arrays(tmp_path / "two", 2)
     with started(compiled, tmp_path / "two", 2, "--resume") as two:
@@ -79,8 +80,12 @@ def test_an_engine_that_fails_ends_both_with_its_message(tmp_path, compiled):
 
 @pytest.mark.slow
 def test_what_else_a_run_may_do(tmp_path, compiled):
-    """Both begin with a warm start and hold on to its policy, in FP8, and say what else was likely; then each is forked from."""
+    """Both begin with a warm start and hold on to its policy, in FP8, and say what else was likely; then each is forked from.
+
+    Along "tensor": gloo's reduce-scatter, which "fsdp" takes, is wrong for weights of this size now and then (jax-ml/jax#40830).
+    """
     both = {
+        "train.fsdp": 1, "train.tensor": 2,
         "sft.steps": 2, "loss.kl_coef": 0.1, "run.samples_top_k": 2, "run.steps": 2, "run.save_every": 1,
         "precision.recipe": "fp8_unified",
         "model.config.hidden_size": 256, "model.config.intermediate_size": 256, "model.config.num_attention_heads": 4,
