@@ -70,12 +70,15 @@ def test_two_that_were_stopped_and_resumed_are_one_that_was_not(tmp_path, compil
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_ends_both_with_its_message(tmp_path, compiled):
+def test_an_engine_that_fails_ends_both_with_its_message_and_one_process_goes_on(tmp_path, compiled):
     with started(compiled, tmp_path / "two", 2, happens={0: ("engine", 3)}) as two:
         first, second = ended(two, 5)
     assert "jaxfp8rl: the engine has died" in first
     assert "jaxfp8rl: the first process has ended: the engine has died\n  next step: start another" in second
     assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2]
+    with started(compiled, tmp_path / "two", 1, "--resume") as one:
+        ended(one)
+    assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.slow
