@@ -180,9 +180,10 @@ def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task
 
 def check_same(group: Group, digests: dict[str, str]) -> None:
     """Raises DataError where this process has read other problems than the first."""
+    theirs = group.told(lambda: digests)
 
     def compare() -> None:
-        for what in (what for what, digest in group.told(lambda: digests).items() if digests[what] != digest):
+        for what in (what for what, digest in theirs.items() if digests[what] != digest):
             raise DataError(f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
                             "give all the same files and the same tokenizer")  # fmt: skip
 

@@ -37,6 +37,7 @@ class Group:
     def __init__(self, count: int = 1, number: int = 0, store: Any = None):
         self.count, self.number, self.first, self._store = count, number, number == 0, store
         self._name, self._sent, self._deleted, self._rounds, self._lent = f"jaxfp8rl/{next(RUNS)}", 0, 0, 0, []
+        self._ended: BaseException | None = None  # as the first process has
 
     @property
     def suffix(self) -> str:
@@ -58,17 +59,19 @@ class Group:
         if self.count == 1:
             return code
         self._rounds += 1
+        keys = [f"{self._name}/{self._rounds}/of/{i}" for i in range(self.count)]
         if not self.first:
-            self._store.key_value_set_bytes(f"{self._name}/{self._rounds}/{self.number}", str(code).encode())
+            self._store.key_value_set_bytes(keys[self.number], str(code).encode())
             return self._hear()
-        codes = [int(self._wait_for(f"{self._name}/{self._rounds}/{i}")) for i in range(1, self.count)]
-        for n in range(self._deleted, self._sent):  # all have heard them
-            self._store.key_value_delete(f"{self._name}/{n}")
+        codes = [int(self._wait_for(key)) for key in keys[1:]]
+        for key in (*keys[1:], *(f"{self._name}/told/{n}" for n in range(self._deleted, self._sent))):  # all have heard those
+            self._store.key_value_delete(key)
         self._deleted = self._sent
         return self.told(lambda: max(code, *codes))
 
     def together(self, f: Callable[[], None], alone: bool = False) -> None:
-        """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all where it does in one."""
+        """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all where it does in one.
+        Nothing is told in it: who has failed does not hear."""
         error = None
         try:
             if self.first or not alone:
@@ -108,22 +111,23 @@ class Group:
         self._tell({"ended": said, "code": code, "asked": asked})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        self._store.key_value_set_bytes(f"{self._name}/{self._sent}", json.dumps(message).encode())
+        self._store.key_value_set_bytes(f"{self._name}/told/{self._sent}", json.dumps(message).encode())
         self._sent += 1
 
     def _hear(self) -> Any:
         """The next value that the first process tells."""
-        while True:
-            message = json.loads(self._wait_for(f"{self._name}/{self._sent}"))
+        while self._ended is None:
+            message = json.loads(self._wait_for(f"{self._name}/told/{self._sent}"))
             self._sent += 1
             if "value" in message:
                 return message["value"]
             if "whole" in message:
                 whole(self._lent[message["whole"]])
             elif message["asked"]:
-                raise SystemExit(message["code"])
+                self._ended = SystemExit(message["code"])
             else:
-                raise ProcessFailed(f"the first process has ended: {message['ended']}", exit_code=message["code"])
+                self._ended = ProcessFailed(f"the first process has ended: {message['ended']}", exit_code=message["code"])
+        raise self._ended
 
     def _wait_for(self, key: str) -> bytes:
         while True:
@@ -149,7 +153,7 @@ def joined(cfg: Config, *how: object) -> Iterator[Group]:
         return
     group = _connected(cfg.train.processes)
     try:
-        group.together(lambda: _compare(group, cfg, how))
+        _compare(group, cfg, how)
         yield group
         group.largest(0)  # nobody waits in JAX's own farewell for an engine of the first that takes long to end
     except BaseException as e:
@@ -192,20 +196,22 @@ def _compare(group: Group, cfg: Config, how: tuple[object, ...]) -> None:
     own, way = json.loads(json.dumps([cfg.model_dump(), how]))
     theirs, their_way = group.told(lambda: (own, way))
     differ = {(s, k): (theirs[s][k], value) for s in own for k, value in own[s].items() if theirs[s][k] != value}
-    if differ:
-        listing = "; ".join(described(differ))
-        raise ConfigError(f"process {group.number} was started with other settings than the first: {listing}",
-                          "start all with the same words")  # fmt: skip
-    if their_way != way:
-        raise ConfigError(f"process {group.number} was started with other words than the first (--resume, --fork)",
-                          "start all with the same words")  # fmt: skip
+    said = "; ".join(described(differ)) or "--resume or --fork"
+
+    def refuse() -> None:
+        if differ or their_way != way:
+            raise ConfigError(f"process {group.number} was started with other words than the first: {said}",
+                              "start all with the same")  # fmt: skip
+
+    group.together(refuse)
 
 
 def check_shared(group: Group, file: Path) -> None:
     """Raise ConfigError where `file`, which the first process has written, is not there for all."""
 
+    content, last = group.told(file.read_text), time.monotonic() + SHARED_S
+
     def look() -> None:
-        content, last = group.told(file.read_text), time.monotonic() + SHARED_S
         while not (file.is_file() and file.read_text() == content):
             if time.monotonic() > last:
                 raise ConfigError(f"run.dir: process {group.number} does not see the first one's {file}",

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from numpy.testing import assert_equal
 
 sys.path.append(str(Path(__file__).parents[1] / "faults"))
 
-from micro_run import arrays, assert_same_run, metrics, words
+from micro_run import arrays, assert_same_run, lasting, metrics, words
 
 PROGRAM, DEVICES = Path(__file__).parent / "one_of_several.py", 4
 MESH = {"train.data": 2, "train.fsdp": 2, "train.rows_per_microbatch": 4, "run.steps": 4}
@@ -55,30 +56,36 @@ def ended(processes: list[subprocess.Popen], code: int = 0) -> list[str]:
     return said
 
 
-def test_two_that_were_stopped_and_resumed_are_one_that_was_not(tmp_path, compiled):
-    """SIGTERM reaches the second alone. What is written the first has written, and says."""
+def test_two_are_one_until_the_second_is_told_to_stop(tmp_path, compiled):
+    """What is written the first has written, and says."""
     stopped = started(compiled, tmp_path / "two", 2, happens={1: ("SIGTERM", 2)})
     with started(compiled, tmp_path / "one", 1) as one, stopped as two:
         first, second = ended(two, 143)
         ended(one)
     assert "on CPUs: JAX's reduce-scatter there may return wrong sums" in first  # of these small ones it does not
     assert "stopped; step 2 is saved" in first and "stopped; step 2" not in second and "step 1/4" not in second
-    assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2] and arrays(tmp_path / "two", 2)
-    with started(compiled, tmp_path / "two", 2, "--resume") as two:
-        ended(two)
-    assert_same_run(tmp_path / "two", tmp_path / "one", step=4)
+    straight = lasting(metrics(tmp_path / "one"))
+    assert_equal(lasting(metrics(tmp_path / "two")), straight[:3])
+    samples = (tmp_path / "two" / "samples.jsonl").read_text()
+    assert samples and (tmp_path / "one" / "samples.jsonl").read_text().startswith(samples)
+    assert_equal(arrays(tmp_path / "two", 2), arrays(tmp_path / "one", 2))
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_ends_both_with_its_message_and_one_process_goes_on(tmp_path, compiled):
-    with started(compiled, tmp_path / "two", 2, happens={0: ("engine", 3)}) as two:
+def test_an_engine_that_fails_ends_both_with_its_message_and_both_go_on_or_one_alone(tmp_path, compiled):
+    failing = started(compiled, tmp_path / "two", 2, happens={0: ("engine", 3)})
+    with started(compiled, tmp_path / "one", 1) as one, failing as two:
         first, second = ended(two, 5)
+        ended(one)
     assert "jaxfp8rl: the engine has died" in first
     assert "jaxfp8rl: the first process has ended: the engine has died\n  next step: start another" in second
     assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2]
-    with started(compiled, tmp_path / "two", 1, "--resume") as one:
+    with started(compiled, tmp_path / "two", 2, "--resume") as two:
+        ended(two)
+    assert_same_run(tmp_path / "two", tmp_path / "one", step=4)
+    with started(compiled, tmp_path / "two", 1, "--resume", **{"run.steps": 5}) as one:
         ended(one)
-    assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2, 3, 4]
+    assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
