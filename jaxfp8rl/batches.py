@@ -60,14 +60,14 @@ class Batches:
         """JSON-able, of a checkpoint: the place in the prompt stream and, settled, what has been sampled for the next step."""
         if self._waiting is None:
             return {"stream": self._parts.stream.state()}
-        answers = [[[_packed(c) for c in group] for group in call] for call in self._kept["answers"]]
+        answers = [[[packed(c) for c in group] for group in call] for call in self._kept["answers"]]
         return {"stream": self._kept["stream"], "ahead": {"version": self._kept["version"], "answers": answers}}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Where the run was after `step`. Raises CheckpointError when the state is damaged or of other data."""
         self._parts.stream = PromptStream.from_state(self._parts.train, state["stream"])
         if (ahead := state.get("ahead")) and self._parts.cfg.rollout.lag:  # without one the same prompts are sampled anew
-            answers = [[[_unpacked(c) for c in group] for group in call] for call in ahead["answers"]]
+            answers = [[[unpacked(c) for c in group] for group in call] for call in ahead["answers"]]
             self._begin(step + 1, ahead["version"], answers)
 
     def _begin(self, step: int, version: int, known: Answers = ()) -> None:
@@ -99,7 +99,7 @@ class _Recorded:
         return self._engine.health()
 
 
-def _packed(c: Completion) -> dict[str, Any]:
+def packed(c: Completion) -> dict[str, Any]:
     """JSON-able, every bit of it."""
     fields = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)}
     arrays = {name: (x.dtype.name, x.tolist()) for name, x in fields.items() if isinstance(x, np.ndarray)}
@@ -107,7 +107,7 @@ def _packed(c: Completion) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if k not in arrays} | {"version_spans": spans, "arrays": arrays}
 
 
-def _unpacked(d: dict[str, Any]) -> Completion:
+def unpacked(d: dict[str, Any]) -> Completion:
     arrays = {name: np.array(values, dtype) for name, (dtype, values) in d["arrays"].items()}
     rest = {k: v for k, v in d.items() if k != "arrays"}
     return Completion(**rest | arrays | {"version_spans": tuple(VersionSpan(*span) for span in d["version_spans"])})

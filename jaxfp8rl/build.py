@@ -30,6 +30,7 @@ from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim import Optimizer, init_state, make_optimizer, make_schedule
 from jaxfp8rl.precision.hardware import attention_of, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, plain_runs, resolve
+from jaxfp8rl.processes import ALONE, Group
 from jaxfp8rl.registry import build_engine, share_gpu
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollouts import Prompt
@@ -40,6 +41,7 @@ from jaxfp8rl.samples import make_top_k
 from jaxfp8rl.sharding import ONE, Layout, check_divides, make_layout
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import Params, TrainState
+from jaxfp8rl.world import World, shared
 
 
 @dataclasses.dataclass
@@ -48,6 +50,7 @@ class Parts:
     makes no codes where those in the engine's memory are used (rollout.one_copy)."""
 
     cfg: Config
+    group: Group
     model: ModelConfig
     tokenizer: Tokenizer
     task: Task
@@ -125,25 +128,21 @@ class Parts:
             part.close()
 
 
-def build(cfg: Config) -> Parts:
-    """Assemble a run. Raises UserErrors in the order cheapest first: config, model shape, tokenizer, data, then the engine."""
+def build(cfg: Config, group: Group = ALONE) -> Parts:
+    """Assemble a run, as this process of its `group` has it. Raises UserErrors in the order cheapest first: config, model shape,
+    tokenizer, data, then the engine."""
     cfg.check()
     keep_compiled(cfg.train.compilation_cache)
     share_gpu(cfg)  # before anything asks JAX for its devices
     model = with_options(model_config(cfg), cfg)
     check_moe(cfg, model)
     runs = engine_runs(cfg, model)
-    layout = make_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor)
+    layout = make_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)
     attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     data = load_data(cfg, model)
-    rewards = RewardRunner(data.task, cfg.task.reward_timeout_s, cfg.task.reward_workers)
-    try:
-        rewards.wait_until_ready()
-        engine, transport = build_engine(cfg, model, runs)
-    except BaseException:
-        rewards.close()
-        raise
+    check_same(group, digests := data.contents())
+    rewards, engine, transport = shared(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
     precision = resolve(
@@ -155,8 +154,8 @@ def build(cfg: Config) -> Parts:
     optimizer = make_optimizer(cfg.optim, updates)
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
     return Parts(
-        cfg, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
-        data.held_out[: cfg.run.eval_problems], data.contents(),
+        cfg, group, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
+        data.held_out[: cfg.run.eval_problems], digests,
         rewards, engine, transport, runs, precision, layout, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout, cfg.moe.balance_coef),
@@ -166,6 +165,29 @@ def build(cfg: Config) -> Parts:
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout) if cfg.run.samples_top_k else None,
     )  # fmt: skip
+
+
+def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task) -> World:
+    """What scores and what samples, and the way of the weights to it."""
+    rewards = RewardRunner(task, cfg.task.reward_timeout_s, cfg.task.reward_workers)
+    try:
+        rewards.wait_until_ready()
+        return rewards, *build_engine(cfg, model, runs)
+    except BaseException:
+        rewards.close()
+        raise
+
+
+def check_same(group: Group, digests: dict[str, str]) -> None:
+    """Raises DataError where this process has read other problems than the first."""
+    theirs = group.told(lambda: digests)
+
+    def compare() -> None:
+        for what in (what for what, digest in theirs.items() if digests[what] != digest):
+            raise DataError(f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
+                            "give all the same files and the same tokenizer")  # fmt: skip
+
+    group.together(compare)
 
 
 def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCalibration | None:

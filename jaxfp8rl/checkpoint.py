@@ -20,16 +20,18 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxfp8rl.errors import CheckpointError
+from jaxfp8rl.processes import ALONE, Group
 from jaxfp8rl.types import TrainState
 
 DIGESTS, DRAFT = "digests.json", ".draft-"
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run directory. Only `save` and `set_aside` write to it."""
+    """The folder `checkpoints/` of a run directory. Only `save` and `set_aside` write to it. Of several processes all save and
+    restore, each its part of the arrays; the first does the rest."""
 
-    def __init__(self, folder: str | Path, keep: int):
-        self._folder, self._keep = Path(folder).absolute(), keep
+    def __init__(self, folder: str | Path, keep: int, group: Group = ALONE):
+        self._folder, self._keep, self._group = Path(folder).absolute(), keep, group
         self.damaged: dict[int, str] = {}  # what `restore` passed over, and why
 
     def steps(self) -> list[int]:
@@ -43,16 +45,25 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any]) -> None:
         """Write both parts of `step`; returns when they are durable. The oldest go only then, the newest `keep` stay."""
+        draft, together = self._folder / f"{DRAFT}{step}", self._group.together
+        together(self._clear, alone=True)
+        try:
+            together(lambda: ocp.save_checkpointables(draft, {"state": state, "loop": loop | {"step": step}}))
+            together(lambda: seal(draft), alone=True)
+        except BaseException:
+            if self._group.first:
+                shutil.rmtree(draft, ignore_errors=True)  # of a full disk it would keep the rest
+            raise
+        together(lambda: self._put(draft, self._folder / str(step)), alone=True)
+
+    def _clear(self) -> None:
+        """What has been left of a save before is gone."""
         for left_over in self._folder.glob(DRAFT + "*"):
             shutil.rmtree(left_over)
-        draft, final = self._folder / f"{DRAFT}{step}", self._folder / str(step)
         self._folder.mkdir(parents=True, exist_ok=True)
-        try:
-            ocp.save_checkpointables(draft, {"state": state, "loop": loop | {"step": step}})
-            seal(draft)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)  # of a full disk it would keep the rest
-            raise
+
+    def _put(self, draft: Path, final: Path) -> None:
+        """The draft is a checkpoint, and the oldest ones go."""
         if final.exists():  # without its digests it is no checkpoint
             final.rename(self._folder / f"{DRAFT}old")
         draft.rename(final)
@@ -76,7 +87,7 @@ class Checkpoints:
 
         Raises CheckpointError when there is none, or when it does not fit the model or the optimiser at hand.
         """
-        step = self._sound(self.steps() if step is None else [step])
+        step = self._group.told(lambda: self._sound(self.steps() if step is None else [step]))
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         try:
             saved = ocp.load_checkpointables(self._folder / str(step), {"state": abstract, "loop": None})

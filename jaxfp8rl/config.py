@@ -290,6 +290,10 @@ class Train(Section):
     fsdp: int = Field(1, ge=1, description="devices of a group that weights, and the rows of a micro-batch, lie over")
     tensor: int = Field(1, ge=1, description="devices that share the heads, the MLP's width, the experts and the words")
 
+    processes: int = Field(
+        1, ge=1, description="processes that the learner runs in, one a host or a GPU, each started by itself (docs/sharding.md)"
+    )
+
     @property
     def devices(self) -> int:
         return self.data * self.fsdp * self.tensor

@@ -52,6 +52,7 @@ def check(cfg: Config) -> None:
     _check_master(cfg)
     _check_kv_scales(cfg)
     _check_one_copy(cfg, recipe)
+    _check_processes(cfg)
     _check_mesh(cfg)
     _check_lag(cfg)
     _check_server(cfg)
@@ -109,6 +110,25 @@ def _check_kv_scales(cfg: Config) -> None:
         problem = 'with loss.old_policy = "rollout" no scoring pass sees keys', 'set loss.old_policy = "recomputed"'
     if problem:
         raise ConfigError(f'rollout.kv_scales = "calibrated": {problem[0]}', problem[1])
+
+
+def _check_processes(cfg: Config) -> None:
+    """What is only there for a learner in one process, and as many devices in each."""
+    t = cfg.train
+    if t.processes == 1:
+        return
+    problems = {
+        f"rollout.lag = {cfg.rollout.lag}": cfg.rollout.lag, 'moe.replay = "R3"': cfg.moe.replay == "R3",
+        "loss.calibrate_clip_every": cfg.loss.calibrate_clip_every,
+    }  # fmt: skip
+    for name in (name for name, given in problems.items() if given):
+        raise ConfigError(f"train.processes = {t.processes}: {name} is for a learner in one process", f"leave out {name}")
+    if t.devices % t.processes:
+        raise ConfigError(
+            f"train.processes = {t.processes} does not divide train.data * train.fsdp * train.tensor = {t.devices}: each has as "
+            "many devices",
+            "lay the learner over all devices of all processes: one a GPU, say",
+        )
 
 
 def _check_mesh(cfg: Config) -> None:

@@ -39,6 +39,14 @@ class GateFailed(UserError):
     exit_code = 3
 
 
+class ProcessFailed(UserError):
+    """Another process of the run has ended, with `exit_code`."""
+
+    def __init__(self, message: str, next_step: str = "", exit_code: int = 1):
+        super().__init__(message, next_step)
+        self.exit_code = exit_code
+
+
 class NonFiniteStep(UserError):
     """Too many updates in a row were not finite. None of them was applied."""
 

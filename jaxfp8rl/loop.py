@@ -26,11 +26,13 @@ from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.policy import shared
 from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning
 from jaxfp8rl.precision.hardware import computed_by
+from jaxfp8rl.processes import joined
 from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.resume import check_forkable, fork, restore, save
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
 from jaxfp8rl.samples import sample_rows, top_tokens
 from jaxfp8rl.sft import warm_start
+from jaxfp8rl.sharding import fetch, gloo_warning
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 from jaxfp8rl.update import learn, probe, score
 from jaxfp8rl.watchdog import Watchdog
@@ -50,15 +52,17 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     if fork_of:
         check_forkable(cfg, fork_of)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(claimed(cfg, resume))
+        group = stack.enter_context(joined(cfg, resume, fork_of))
+        stack.enter_context(claimed(cfg, resume, group))
         check_memory(cfg)
         stack.enter_context(explained(cfg))
-        watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s, f"{cfg.run.dir}/stacks.txt"))
-        parts = stack.enter_context(contextlib.closing(build(cfg)))
-        run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase))
-        stop = stack.enter_context(StopSignals())
+        watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s, f"{cfg.run.dir}/stacks{group.suffix}.txt"))
+        parts = stack.enter_context(contextlib.closing(build(cfg, group)))
+        run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group))
+        stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(parts.precision))
-        if warning := kv_fp8_warning(parts.model, parts.engine.capabilities().formats):
+        warnings = kv_fp8_warning(parts.model, parts.engine.capabilities().formats), gloo_warning(parts.layout)
+        for warning in filter(None, warnings):
             run.note(warning)
         if fork_of:
             state, step = fork(parts, run, fork_of)
@@ -78,12 +82,14 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
                 run.phase("evaluate")
                 metrics |= evaluate(parts, step)
             run.log(metrics, samples=sampled)
+            stop.settle()
             last = step == cfg.run.steps or stop.requested
             if cfg.run.save_every and (last or step % cfg.run.save_every == 0 or run.unsaved_since):
                 save(parts, run, state, step, last)
         if stop.requested and step < cfg.run.steps:
             run.leave(stop.exit_code)
-    write_summary(cfg.run.dir)
+    if group.first:
+        write_summary(cfg.run.dir)
 
 
 def with_scales(parts: Parts, policy: Params) -> Params:
@@ -102,13 +108,14 @@ def begin(parts: Parts, run: RunDirectory, stop: StopSignals) -> TrainState:
 
     def warming() -> None:
         run.phase("warm start")
-        if stop.requested:
-            run.leave(stop.exit_code)
+        if stop.asked:
+            run.leave(stop.asked)
 
     params = parts.initial_params()
     check_finite(params, parts.model)
     if parts.cfg.sft.steps:
-        params = warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note, warming)
+        warmed = lambda: warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note, warming)
+        params = parts.group.made_by_first(warmed, params)
     state = parts.fresh_state(params)
     if parts.cfg.loss.kl_coef:
         run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
@@ -168,7 +175,7 @@ def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
     """Hand the policy to the engine as `version`. What the transport has not read back already it confirms."""
     if parts.cfg.rollout.sleep != "off":
         parts.engine.wake()
-    source = LearnerWeights(parts.model, policy, parts.runs, parts.cfg.precision.weight_dtype)
+    source = LearnerWeights(parts.model, policy, parts.runs, parts.cfg.precision.weight_dtype, parts.group.lend(policy))
     receipt = parts.transport.publish(source, version)
     if not receipt.content:  # else every byte was read from the engine and found equal before the receipt was made
         parts.transport.verify(receipt)
@@ -182,7 +189,7 @@ def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
     requests = rollouts.make_requests(prompts, sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
     kept, _ = rollouts.generate(parts.engine, prompts, requests, version)
     batch = pack_samples(parts, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])
-    return check_gate(parts.cfg.gate, batch, np.asarray(parts.score(policy, batch)), parts.tokenizer)
+    return check_gate(parts.cfg.gate, batch, fetch(parts.score(policy, batch)), parts.tokenizer)
 
 
 def evaluate(parts: Parts, version: int) -> dict[str, float]:

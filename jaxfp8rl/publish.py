@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jaxfp8rl.models.hf_names import Entry, param_table
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.precision.linear import QuantizedWeight, round_to
 from jaxfp8rl.precision.recipe import LayerRun
+from jaxfp8rl.sharding import whole
 from jaxfp8rl.types import Params
 from pallas_kernels.quantize.reference import BLOCK
 
@@ -74,17 +75,21 @@ class LearnerWeights:
     computes in FP8.
 
     What the policy holds as it crosses is given out where it lies. The rest is computed when it is asked for and not waited for:
-    whoever asks early for what comes next has both in the making, and no more than what he keeps lives at once.
+    whoever asks early for what comes next has both in the making, and no more than what he keeps lives at once. `whole` puts a
+    leaf on one device, where an engine can read it.
     """
 
-    def __init__(self, cfg: ModelConfig, policy: Params, runs: tuple[LayerRun, ...], weight_dtype: str):
-        self._args, self._policy = (cfg, runs, weight_dtype), policy
+    def __init__(
+        self, cfg: ModelConfig, policy: Params, runs: tuple[LayerRun, ...], weight_dtype: str,
+        whole: Callable[[Array], Array] = whole,
+    ):  # fmt: skip
+        self._args, self._policy, self._whole = (cfg, runs, weight_dtype), policy, whole
 
     def manifest(self) -> tuple[ParamMeta, ...]:
         return wire_manifest(*self._args, "kv_scales" in self._policy)
 
     def __iter__(self) -> Iterator[tuple[str, Array | StackRow]]:
-        (cfg, runs, dtype), policy = self._args, jax.tree.map(_whole, self._policy)
+        (cfg, runs, dtype), policy = self._args, jax.tree.map(self._whole, self._policy)
         places = _places(cfg, _layers_of(policy))
         for layer, entries, fp8 in _by_layer(cfg, runs):
             rows = {e.path: places[layer, e.path].row for e in entries}
@@ -107,7 +112,7 @@ class LearnerWeights:
         cfg, runs, dtype = self._args
         for span in _spans(cfg, runs, _layers_of(self._policy)):
             leaf = _at(self._policy, span.path)
-            whole = jax.tree.map(_whole, leaf)
+            whole = jax.tree.map(self._whole, leaf)
             if _crosses(leaf, span.fp8, dtype):
                 first = span.first and span.first * span.experts
                 yield _rows(span.names, whole, first, held=not _is_split(leaf))
@@ -125,11 +130,6 @@ class LearnerWeights:
 def _is_split(leaf: Array | QuantizedWeight) -> bool:
     """Whether it lies over several devices (jaxfp8rl.sharding)."""
     return len(jax.tree.leaves(leaf)[0].sharding.device_set) > 1
-
-
-def _whole(x: Array) -> Array:
-    """On one device, where an engine can read it."""
-    return jax.device_put(x, min(x.sharding.device_set, key=lambda device: device.id)) if _is_split(x) else x
 
 
 def _crosses(leaf: Array | QuantizedWeight, fp8: bool, dtype: str) -> bool:

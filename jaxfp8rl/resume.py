@@ -82,7 +82,7 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
     """
     run.phase("restore")
     name, step = _source(source)
-    other = Checkpoints(name / "checkpoints", 1)
+    other = Checkpoints(name / "checkpoints", 1, parts.group)
     state, loop = other.restore(_like(parts), step)
     mine, theirs = parts.stream.state(), loop["stream"]
     if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
@@ -93,7 +93,7 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
     run.note(f"forked from {name} at step {loop['step']}; " + _differences(parts, name))
     if parts.cfg.loss.kl_coef:
         if (reference := name / "reference").is_dir():
-            shutil.copytree(reference, run.path / "reference")
+            parts.group.together(lambda: shutil.copytree(reference, run.path / "reference"), alone=True)
         else:
             run.save_reference(parts.model, state.params, parts.cfg.precision.weight_dtype)
         parts.hold_reference(run.load_reference(parts.model))

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import functools
 import os
 import resource
 import shlex
@@ -30,6 +31,8 @@ from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.monitors.trackers import make_trackers
+from jaxfp8rl.processes import ALONE, Group, check_shared
+from jaxfp8rl.sharding import fetch
 from jaxfp8rl.toml_config import dump_config, load_config
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
@@ -38,12 +41,16 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 @contextlib.contextmanager
-def claimed(cfg: Config, resume: bool) -> Iterator[None]:
-    """The run directory for this process alone, until it ends, however that goes: the system holds the lock, not the file.
+def claimed(cfg: Config, resume: bool, group: Group = ALONE) -> Iterator[None]:
+    """The run directory for this process, or group, alone until it ends, however that goes: the system holds the lock, no file.
 
     Raises as `check_run_directory` does, and ConfigError when another process is in it or it cannot be made.
     """
     lock = Path(cfg.run.dir) / ".lock"
+    if not group.first:
+        check_shared(group, lock)
+        yield
+        return
     if not lock.exists():  # nobody is in it: what is refused makes no folder
         check_run_directory(cfg, resume)
     try:
@@ -62,6 +69,7 @@ def claimed(cfg: Config, resume: bool) -> Iterator[None]:
         file.truncate(0)
         print(os.getpid(), file=file, flush=True)
         check_run_directory(cfg, resume)  # again: another run may have ended between
+        check_shared(group, lock)
         yield
 
 
@@ -89,29 +97,41 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-class RunDirectory:
-    """Everything a run writes. A context manager: leaving it closes every file. `phase` is told of what takes long."""
+def by_first(f: Callable[..., None]) -> Callable[..., None]:
+    """A method that does nothing but in the first process."""
+    return functools.wraps(f)(lambda self, *args, **options: f(self, *args, **options) if self.group.first else None)
 
-    def __init__(self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None):
-        self.path, self.phase = Path(cfg.run.dir), phase
-        self.path.mkdir(parents=True, exist_ok=True)
+
+class RunDirectory:
+    """Everything a run writes; of several processes the first writes, but for checkpoints. A context manager: leaving it closes
+    every file. `phase` is told of what takes long."""
+
+    def __init__(self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None, group: Group = ALONE):
+        self.path, self.phase, self.group = Path(cfg.run.dir), phase, group
         self._cfg, self._config_changed = cfg, False
-        self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints)
+        self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints, group)
         self._patience, self.unsaved_since = cfg.run.save_patience_s, None
-        self._console = ConsoleMonitor(cfg.run.steps)
+        self._open(resume)
+
+    @by_first
+    def _open(self, resume: bool) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._console = ConsoleMonitor(self._cfg.run.steps)
         if not resume:
             self._begin()
         self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
-        self._monitors = Monitors([self._metrics, self._console, *make_trackers(cfg, self.path, self.note)])
+        self._monitors = Monitors([self._metrics, self._console, *make_trackers(self._cfg, self.path, self.note)])
 
     def __enter__(self) -> RunDirectory:
         return self
 
+    @by_first
     def __exit__(self, kind: type | None, *_: object) -> None:
         for part in (self._monitors, self._samples):
             with contextlib.suppress(*[OSError] if kind else []):  # what could not be written cannot be at the end either
                 part.close()
 
+    @by_first
     def log(self, record: dict[str, Any], samples: list[dict[str, Any]] = ()) -> None:
         """Raises CheckpointError when the disk takes no more: a run does not go on without its record."""
         try:
@@ -128,8 +148,9 @@ class RunDirectory:
 
     def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
         """While entered, if `wanted`, host and device are traced to `profile/`."""
-        return jax.profiler.trace(str(self.path / "profile")) if wanted else contextlib.nullcontext()
+        return jax.profiler.trace(str(self.path / "profile")) if wanted and self.group.first else contextlib.nullcontext()
 
+    @by_first
     def note(self, text: str) -> None:
         """Something a reader should know: on the console, and in notes.txt with the time."""
         self._console.note(text)
@@ -146,7 +167,7 @@ class RunDirectory:
         except Exception as e:  # Orbax, tensorstore and the system have their own each
             self.unsaved_since = self.unsaved_since or time.monotonic()
             said = f"the checkpoint of step {step} could not be written: {type(e).__name__}: {e}"
-            passed, newest = time.monotonic() - self.unsaved_since, self._checkpoints.latest()
+            passed, newest = self.group.told(lambda: time.monotonic() - self.unsaved_since), self._checkpoints.latest()
             if last or passed > self._patience:
                 there = "there is none" if newest is None else f"the newest is that of step {newest}"
                 raise CheckpointError(f"{said}; {there}", "make room in run.dir, then --resume") from e
@@ -155,7 +176,7 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """Whether it has a line of metrics."""
-        return _size(self._metrics.path) > 0
+        return self.group.told(lambda: _size(self._metrics.path) > 0)
 
     def leave(self, code: int) -> NoReturn:
         """End the process, as a signal asked for; say what is saved and how to go on."""
@@ -170,6 +191,7 @@ class RunDirectory:
             self.note(f"checkpoint {step} is damaged, going on from {loop['step']}: {why}")
         return state, loop, loop["step"]
 
+    @by_first
     def rewind(self, step: int) -> None:
         """Continue from `step`: forget the lines of metrics and samples after it. What the config has that is other is of the
         steps that follow: it is kept with the first of them."""
@@ -200,7 +222,8 @@ class RunDirectory:
 
     def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
         """Keep the policy that the run began with: a Hugging Face folder, `reference`."""
-        save_params(self.path / "reference", model, params, dtype=dtype)
+        params = fetch(params) if self.group.count > 1 else params
+        self.group.together(lambda: save_params(self.path / "reference", model, params, dtype=dtype), alone=True)
 
     def load_reference(self, model: ModelConfig) -> Params:
         return jax.tree.map(jax.numpy.asarray, load_params(self.path / "reference", model)[1])
@@ -208,8 +231,9 @@ class RunDirectory:
     def save_bad_batch(self, batch: TrainBatch, old_logp: jax.Array) -> Path:
         """Keep the newest batch whose update was not finite, to be looked at."""
         path = self.path / "bad_batch.safetensors"
-        arrays = batch._asdict() | {"old_logp": old_logp}
-        save_file({name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}, path)
+        arrays = {name: x for name, x in fetch(batch._asdict() | {"old_logp": old_logp}).items() if x is not None}
+        if self.group.first:
+            save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, path)
         return path
 
 
@@ -240,10 +264,21 @@ class Clock:
 
 
 class StopSignals:
-    """While entered, the first SIGINT or SIGTERM asks the loop to stop after the step in progress; the second stops at once."""
+    """While entered, the first SIGINT or SIGTERM asks the loop to stop after the step in progress; the second stops at once.
 
-    def __init__(self):
-        self.requested, self.exit_code = False, 130
+    asked: the exit code by which this process was asked to, or 0. exit_code: the same of the whole group, since `settle`.
+    """
+
+    def __init__(self, group: Group = ALONE):
+        self.asked, self.exit_code, self._group = 0, 0, group
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.exit_code)
+
+    def settle(self) -> None:
+        """Between two steps: what any of several processes was asked they all do."""
+        self.exit_code = self._group.largest(self.asked)
 
     def __enter__(self) -> StopSignals:
         try:
@@ -257,9 +292,11 @@ class StopSignals:
             signal.signal(s, handler)
 
     def _ask(self, number: int, _: object) -> None:
-        if self.requested:
+        if self.asked:
             raise KeyboardInterrupt
-        self.requested, self.exit_code = True, 128 + number
+        self.asked = 128 + number
+        if self._group.count == 1:
+            self.settle()
         print("\nstopping after this step; once more to stop now", flush=True)
 
 

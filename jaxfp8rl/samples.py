@@ -20,7 +20,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_seen, head_weight
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollouts import Group, Rollouts
-from jaxfp8rl.sharding import ALL, ONE, ROWS, TENSOR, Layout
+from jaxfp8rl.sharding import ALL, ONE, ROWS, TENSOR, Layout, fetch
 from jaxfp8rl.types import Params, TrainBatch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def sample_rows(
     learned = {}
     if groups and parts.cfg.loss.old_policy != "rollout":
         for members, rows, (old, _) in zip(samples, packed, scored):
-            facts = np.asarray(old), np.asarray(_weights(old, rows, parts.cfg.correction.resolve()))
+            facts = fetch((old, _weights(old, rows, parts.cfg.correction.resolve())))
             learned |= {id(s.completion): pair for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
     rows = [_row(g, step, parts.tokenizer, learned.get(id(g.completions[0].token_ids))) for g in groups]
     return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)} for row, (ids, logp) in zip(rows, likeliest)] or rows
@@ -76,7 +76,7 @@ def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.n
     t = parts.cfg.train
     needed = microbatches_needed(parts.cfg.run.samples_per_step, parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
     packed = pack(parts.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed, like=parts.no_routes)
-    found = jax.device_get(parts.top_k(policy, packed))
+    found = fetch(parts.top_k(policy, packed))
     return list(zip(*(unpack(x, samples) for x in found)))
 
 

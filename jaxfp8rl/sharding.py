@@ -1,4 +1,4 @@
-"""A learner on several devices: one mesh of three axes, each of any size (docs/sharding.md).
+"""A learner on several devices: one mesh of three axes, each of any size, in one process or several (docs/sharding.md).
 
     data     rows of a micro-batch, R over the devices; weights are repeated along it, and gradients summed once an update
     fsdp     rows of a micro-batch, too, and the rows of every weight [N, K], or its experts (ZeRO-3, Rajbhandari et al. 2020,
@@ -14,6 +14,7 @@ is left to the partitioner. With one device nothing of this is there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ class Layout(NamedTuple):
         """The same arrays where they belong; committed, as those that a program returns are."""
         if self.mesh is None:
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
-        return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec)), tree, self.specs(tree))
+        return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(self.mesh, spec)), tree, self.specs(tree))
 
     def keep(self, tree: Any) -> Any:
         """Inside `jit`: a program's result lies as its arguments do."""
@@ -129,17 +130,60 @@ class Layout(NamedTuple):
 ONE = Layout()
 
 
-def make_layout(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Layout:
-    """Over the first data * fsdp * tensor local devices; those along "tensor" are neighbours. Raises ConfigError where there are
-    fewer."""
-    here, count = jax.local_devices(), data * fsdp * tensor
-    if count > len(here):
+def make_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: int = 1) -> Layout:
+    """Over the first data * fsdp * tensor local devices, or over all devices of several processes; those along "tensor" are
+    neighbours. Raises ConfigError where there are fewer, or where a process would have none of it."""
+    here, count = jax.devices() if processes > 1 else jax.local_devices(), data * fsdp * tensor
+    if count > len(here) or (processes > 1 and count != len(here)):
         settings = {"train.data": data, "train.fsdp": fsdp, "train.tensor": tensor}
-        product = " * ".join(f"{name} = {size}" for name, size in settings.items() if size > 1)
+        product = " * ".join(f"{name} = {size}" for name, size in settings.items() if size > 1) or "train.data = 1"
         have = f"{len(here)} device{'s' if len(here) > 1 else ''}"
+        if processes > 1:
+            raise ConfigError(f"{product}: the {processes} processes have {have}", f"{len(here)} together, no fewer")
         raise ConfigError(f"{product}: this process has {have}", f"{len(here)} together, or fewer")
     grid = np.array(here[:count]).reshape(data, fsdp, tensor)
     return ONE if count == 1 else Layout(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3))
+
+
+def whole(x: Array) -> Array:
+    """On one device of this process, where its engine can read it. Where it is split over processes, all of them call this."""
+    devices = x.sharding.device_set
+    if len(devices) == 1:
+        return x
+    if x.is_fully_addressable:
+        return jax.device_put(x, min(devices, key=lambda device: device.id))
+    if not x.is_fully_replicated:
+        x = _replicate(x.sharding.mesh)(x)
+    return min(x.addressable_shards, key=lambda shard: shard.device.id).data
+
+
+def fetch(tree: Any) -> Any:
+    """As numpy arrays, wherever their parts are. Where these are with several processes, all of them call this."""
+    split = lambda x: isinstance(x, Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+    return jax.device_get(jax.tree.map(lambda x: whole(x) if split(x) else x, tree))
+
+
+@functools.cache
+def _replicate(mesh: Mesh) -> Callable[[Array], Array]:
+    return jax.jit(lambda x: _from_bytes(_as_bytes(x), x), out_shardings=NamedSharding(mesh, ALL))
+
+
+def _placed(x: Any, sharding: NamedSharding) -> Array:
+    if sharding.is_fully_addressable or (isinstance(x, Array) and not x.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    host = np.asarray(x)  # each process makes its own part
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def gloo_warning(layout: Layout) -> str | None:
+    """What to say at the start of a run whose gradients are scattered between processes on CPUs."""
+    mesh = layout.mesh
+    if mesh is None or not mesh.is_multi_process or mesh.shape[FSDP] == 1 or mesh.devices.flat[0].platform != "cpu":
+        return None
+    return (
+        f"train.fsdp = {mesh.shape[FSDP]} in several processes on CPUs: JAX's reduce-scatter there may return wrong sums of "
+        "large weights (jax-ml/jax#40830)\n  next step: train.data and train.tensor instead, or GPUs"
+    )
 
 
 def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
@@ -190,9 +234,15 @@ def _gathered(weight: Any) -> Any:
 
 def _all_gather(shard: Array) -> Array:
     """By rows; codes as bytes, which no compiler widens on their way."""
-    if shard.dtype != E4M3:
-        return lax.all_gather(shard, FSDP, tiled=True)
-    return lax.bitcast_convert_type(lax.all_gather(lax.bitcast_convert_type(shard, jnp.uint8), FSDP, tiled=True), E4M3)
+    return _from_bytes(lax.all_gather(_as_bytes(shard), FSDP, tiled=True), shard)
+
+
+def _as_bytes(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == E4M3 else x
+
+
+def _from_bytes(sent: Array, like: Array) -> Array:
+    return lax.bitcast_convert_type(sent, E4M3) if like.dtype == E4M3 else sent
 
 
 @jax.custom_vjp

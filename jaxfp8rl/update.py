@@ -12,6 +12,7 @@ from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.precision.checks import find_nonfinite
 from jaxfp8rl.precision.probes import precision_report
 from jaxfp8rl.run_directory import RunDirectory
+from jaxfp8rl.sharding import fetch
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
@@ -41,7 +42,7 @@ def learn(
         parts.spikes.add(rows[-1]["loss"])
         if not rows[-1]["update/applied"] and not rows[-1]["update/overflow"]:
             saved = run.save_bad_batch(batch, old)
-            where = find_nonfinite(state.params, batch, parts.model, parts.precision, old, parts.cfg.rollout.temperature)
+            where = find_nonfinite(state.params, batch, parts.model, parts.precision, fetch(old), parts.cfg.rollout.temperature)
             run.note(f"step {step}: an update was not finite and was not applied: {where}")
             if rows[-1]["update/bad_in_a_row"] >= parts.cfg.optim.max_bad_steps:
                 raise NonFiniteStep(

@@ -21,6 +21,7 @@ from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.transformer import head_weight
 from jaxfp8rl.precision.probes import unquantized_policy, walk
 from jaxfp8rl.precision.recipe import FP8_KV, Precision
+from jaxfp8rl.sharding import fetch
 from jaxfp8rl.types import Params, TrainBatch
 
 NAMED = 3  # tensors a message lists
@@ -49,7 +50,7 @@ def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
     """The tensors of a tree with one stack of layers (parameters, gradients) that are not all finite, in HF order."""
     axes = {e.path: len(e.index) for e in param_table(model)}
     count = lambda path, x: _count_bad(x, axes[tuple(node.key for node in path)])
-    counts = jax.device_get(jax.tree_util.tree_map_with_path(count, params, is_leaf=is_scaled))
+    counts = fetch(jax.tree_util.tree_map_with_path(count, params, is_leaf=is_scaled))
     every = (BadTensor(e.hf_name, int(get_param(counts, e)), math.prod(e.shape)) for e in param_table(model))
     return [tensor for tensor in every if tensor.bad]
 
@@ -84,7 +85,7 @@ def find_nonfinite(
     weights = unquantized_policy(params, precision)
     for m in range(len(batch.tokens)):
         micro = jax.tree.map(lambda x, m=m: x[m], batch)
-        seen = jax.device_get(_count_bad_activations(weights, micro, model, precision, temperature))
+        seen = fetch(_count_bad_activations(weights, micro, model, precision, temperature))
         if where := _first_bad_activation(*seen, model.sparse_layers):
             return f"micro-batch {m}, {where}"
     return "the batch, the weights and the forward pass are finite: it is the loss or the backward pass"

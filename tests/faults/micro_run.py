@@ -59,7 +59,10 @@ def arrays(directory: Path, step: int) -> dict[str, np.ndarray]:
     from orbax.checkpoint import v1 as ocp
 
     assert step in Checkpoints(directory / "checkpoints", 1).steps()
-    tree = ocp.load_checkpointables((directory / "checkpoints" / str(step)).absolute())
+    folder, here = (directory / "checkpoints" / str(step)).absolute(), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
+                        ocp.checkpointables_metadata(folder).metadata["state"])  # fmt: skip
+    tree = ocp.load_checkpointables(folder, {"state": like})
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree["state"])}
 
 

@@ -1,0 +1,38 @@
+"""One process of a run of several; something may happen to it in a step, before it does anything:
+
+    python one_of_several.py [nothing|SIGTERM|engine] STEP jaxfp8rl-words...     engine: it fails from then on
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "faults")]
+
+from micro_run import rewarded
+
+from bridges.api import EngineUnhealthy
+from bridges.rollout.jax_engine import JaxEngine
+from jaxfp8rl import loop
+from jaxfp8rl.cli import main
+from jaxfp8rl.rewards.runner import RewardRunner
+
+what, when, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+one_step = loop.one_step
+
+
+def fail(*_):
+    raise EngineUnhealthy("the engine has died", "start another")
+
+
+def eventful(parts, run, state, policy, step):
+    if step == when and what == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if step == when and what == "engine":
+        JaxEngine.generate = fail
+    return one_step(parts, run, state, policy, step)
+
+
+RewardRunner.score, loop.one_step = rewarded, eventful
+sys.exit(main(words))
