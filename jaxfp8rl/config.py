@@ -103,6 +103,10 @@ class Rollout(Section):
         "native", description="vLLM's FP8 products by CUTLASS; by DeepGEMM, the same numbers sooner, compiled by nvcc; or in "
         "float32, slowly, on a CPU without AMX"
     )
+    attention: Literal["auto", "triton"] = Field(
+        "auto", description="vLLM's attention: what it takes, FlashAttention 3 on Hopper, which has queries and probabilities in "
+        "FP8 over an FP8 cache; or its Triton kernels, which have them high"
+    )
     publish: Literal["auto", "in_place", "reload"] = Field(
         "auto", description="weights to vLLM: written into its tensors, or by vLLM's own reload; auto: in place where it can"
     )

@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # it loads jax, which a misspelt key need not wait for
 
 REMOTE_SETTINGS = ("link", "engines", "server_gpus", "server_url", "server_token_file", "restarts")
 SERVER_SETTINGS = (
-    "engines", "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "publish", "enforce_eager",
-    "sleep", "restarts",
+    "engines", "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "attention", "publish",
+    "enforce_eager", "sleep", "restarts",
 )  # fmt: skip
-VLLM_SETTINGS = ("gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "enforce_eager")
+VLLM_SETTINGS = ("gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "attention", "enforce_eager")
 VLLM_TEMPERATURES = 0.01, 2.0  # a lower one vLLM raises without saying so, a higher one it refuses
 DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the leading one counted
 

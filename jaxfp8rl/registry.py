@@ -139,6 +139,7 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         kv_cache_bytes=None if cfg.rollout.kv_cache_gib is None else int(cfg.rollout.kv_cache_gib * 2**30),
         enforce_eager=cfg.rollout.enforce_eager,
         fp8_kernel=cfg.rollout.fp8_kernel,
+        attention=cfg.rollout.attention,
         routed_experts=cfg.moe.replay == "R3",
         sleep=cfg.rollout.sleep,
         seed=cfg.run.seed,

@@ -33,7 +33,10 @@ def started(settings: dict, folder: Path, count: int, *more: str, happens: dict[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = words(folder, **{k.replace(".", "__"): v for k, v in (MESH | {"train.processes": count} | changes).items()})
-    flags = f"--xla_force_host_platform_device_count={DEVICES // count} --xla_cpu_multi_thread_eigen=false"  # sums in one order
+    # while another process compiles, on two cores
+    patience = "--xla_cpu_collective_timeout_seconds=300 --xla_cpu_collective_call_terminate_timeout_seconds=300"
+    one_order = "--xla_cpu_multi_thread_eigen=false"  # of sums
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count} {one_order} {patience}"
     environment = os.environ | settings | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
     }  # fmt: skip

@@ -322,6 +322,7 @@ IDLE = {  # words of the command line -> (what is refused, what is proposed)
         "leave it out (--rollout.gpu_memory_utilization=0.4 --rollout.kv_cache_gib=)"),
     "--rollout.enforce_eager true --rollout.fp8_kernel emulated": (
         "rollout.fp8_kernel, rollout.enforce_eager: no effect", "--rollout.enforce_eager=false"),
+    "--rollout.attention triton": ("rollout.attention: no effect", "--rollout.attention=auto"),
     "--run.samples_per_step 0 --run.samples_top_k 4": (
         "run.samples_top_k: no effect with run.samples_per_step = 0", "--run.samples_top_k=0"),
     "--rollout.kv_scale_decay 0.5": ('rollout.kv_scale_decay: no effect with rollout.kv_scales = "one"', "calibrated"),
