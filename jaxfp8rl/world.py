@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, Health, PublishReceipt, RolloutEngine, WeightSource
-from bridges.api import WeightTransport
+from bridges.api import (
+    Capabilities, Completion, EngineFormats, GenRequest, Health, PublishReceipt, RolloutEngine, WeightSource, WeightTransport,
+)  # fmt: skip
 from jaxfp8rl.batches import packed, unpacked
 from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.processes import Group
