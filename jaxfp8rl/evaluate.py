@@ -8,6 +8,7 @@ of k completions passes, estimated without bias from n >= k of them, of which c 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -20,10 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxfp8rl import rollouts
+from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError
-from jaxfp8rl.loop import EVAL_STEP, publish
 from jaxfp8rl.toml_config import parse_overrides
 from jaxfp8rl.trained import Trained, load_trained
 
@@ -48,7 +48,7 @@ def run_eval(
     eval.json; the answer to the same question is replaced.
 
     samples: completions a problem, by default the largest k. greedy: one each, the likeliest. Raises UserErrors before anything
-    is sampled, BridgeErrors as training does.
+    is sampled, GateFailed and BridgeErrors as training does.
     """
     n = samples or (1 if greedy else max(ks))
     if max(ks) > n or (greedy and n > 1):
@@ -58,41 +58,47 @@ def run_eval(
     before = recorded(path) if path else []
     trained = load_trained(source, step, overrides)
     with contextlib.closing(build(trained.cfg)) as parts:
-        passed, reward = sample(parts, trained, n, greedy, threshold)
-        found = summary(parts, trained, passed, n, ks) | {"greedy": greedy, "threshold": threshold, "reward_mean": reward}
+        passed, facts = sample(parts, trained, n, greedy, threshold)
+        found = summary(parts, trained, passed, n, ks) | {"greedy": greedy, "threshold": threshold, **facts}
     found["overrides"] = {".".join(override.path): override.value for override in parse_overrides(overrides)}
     how = "greedy" if greedy else f"{n} sampled at temperature {found['temperature']:g}"
     print(f"step {found['step']}: {found['problems']} held-out problems, {how}, by {found['engine']}")
+    print(f"gate: learner and engine {found['gate/mean_gap']:.3g} nats apart on average, {found['gate/max_gap']:.3g} at most")
     Console(highlight=False).print(table(found))
     if path:
         _write(path, [record for record in before if _question(record) != _question(found)] + [found])
         print(f"wrote {path}")
 
 
-def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: float) -> tuple[np.ndarray, float]:
-    """(how many of `n` completions passed [P], for each held-out problem; their mean reward). Those of a group that is unfit have
-    failed. Raises DataError when none is held out."""
+def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: float) -> tuple[np.ndarray, dict[str, float]]:
+    """(how many of `n` completions passed [P], for each held-out problem; the gate's numbers and their mean reward). Those of a
+    group that is unfit have failed. Raises DataError when none is held out."""
     if not parts.held_out:
         raise DataError("the task holds no problems out", "task.held_out_path, or task.options.held_out_fraction")
-    hand_over(parts, trained)
+    facts = hand_over(parts, trained)
     sampling = parts.greedy if greedy else parts.sampling
-    requests = rollouts.make_requests(parts.held_out, sampling, n, parts.cfg.run.seed, EVAL_STEP + trained.step)
+    requests = rollouts.make_requests(parts.held_out, sampling, n, parts.cfg.run.seed, loop.EVAL_STEP + trained.step)
     kept, _ = rollouts.generate(parts.engine, parts.held_out, requests, version=trained.step)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
     for group in rollouts.score(kept, parts.tokenizer, parts.rewards):
         rewards[place[group.completions[0].request_id]] = group.rewards
-    return (rewards >= threshold).sum(1), float(np.nan_to_num(rewards).mean())
+    return (rewards >= threshold).sum(1), facts | {"reward_mean": float(np.nan_to_num(rewards).mean())}
 
 
-def hand_over(parts: Parts, trained: Trained) -> None:
-    """Publish the checkpoint as the run did."""
-    policy = {**trained.params, "layers": (trained.params["layers"],)}
+def hand_over(parts: Parts, trained: Trained) -> dict[str, float]:
+    """Publish the checkpoint and pass the gate as a run does -> the gate's numbers.
+
+    The gate alone samples without top_k and top_p: they are this evaluation's, and a learner's log-probabilities are those of the
+    whole distribution.
+    """
+    trained = dataclasses.replace(trained, params=parts.layout.place(trained.params))
     if parts.kv_scales:
         if not trained.loop.get("kv_amax"):
             raise CheckpointError("rollout.kv_scales: the checkpoint has not calibrated any yet", '--rollout.kv_scales one')
         parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in trained.loop["kv_amax"].items()}
-        policy = parts.kv_scales.apply(policy)
-    publish(parts, policy, trained.step)
+    policy = loop.with_scales(parts, parts.policy(trained.params))
+    _, policy = loop.hand_over(parts, trained, policy, trained.step)
+    return loop.gate(parts, policy, trained.step, top_k=0, top_p=1.0)
 
 
 def summary(parts: Parts, trained: Trained, passed: np.ndarray, n: int, ks: Sequence[int]) -> dict[str, Any]:

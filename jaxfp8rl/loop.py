@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, claimed, pe
 from jaxfp8rl.samples import sample_rows, top_tokens
 from jaxfp8rl.sft import warm_start
 from jaxfp8rl.sharding import fetch, gloo_warning
+from jaxfp8rl.trained import Trained
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 from jaxfp8rl.update import learn, probe, score
 from jaxfp8rl.watchdog import Watchdog
@@ -161,7 +163,7 @@ def one_step(
     return state, policy, metrics, sample_rows(parts, batch, step, samples, packed, scored, likeliest)
 
 
-def hand_over(parts: Parts, state: TrainState, policy: Params, version: int) -> tuple[PublishReceipt, Params]:
+def hand_over(parts: Parts, state: TrainState | Trained, policy: Params, version: int) -> tuple[PublishReceipt, Params]:
     """Publish -> (receipt, the policy to go on with). With rollout.one_copy codes are made from the masters on their way to the
     engine, a layer at a time, and the policy has them there; what it had of the last version is gone before the first byte is.
     """
@@ -182,10 +184,12 @@ def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
     return receipt
 
 
-def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
-    """Sample a few completions and score them with the learner. Raises GateFailed when the two disagree."""
+def gate(parts: Parts, policy: Params, version: int, **other: Any) -> dict[str, float]:
+    """Sample a few completions and score them with the learner; `other`: fields of SamplingParams in place of the run's. Raises
+    GateFailed when the two disagree."""
     prompts = (parts.held_out or parts.train)[: parts.cfg.gate.completions]
-    sampling = dataclasses.replace(parts.sampling, max_tokens=min(parts.cfg.gate.max_new_tokens, parts.sampling.max_tokens))
+    length = min(parts.cfg.gate.max_new_tokens, parts.sampling.max_tokens)
+    sampling = dataclasses.replace(parts.sampling, max_tokens=length, **other)
     requests = rollouts.make_requests(prompts, sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
     kept, _ = rollouts.generate(parts.engine, prompts, requests, version)
     batch = pack_samples(parts, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])

@@ -27,8 +27,8 @@ def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, j
 def learn(
     parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int, packed: list[TrainBatch], scored: list[tuple]
 ) -> tuple[TrainState, Params, dict[str, float]]:
-    """Apply the step's updates in turn -> (state, its policy, metrics: means over the updates). `state` and `policy` are
-    donated. Raises NonFiniteStep after too many bad ones in a row."""
+    """Apply the step's updates in turn -> (state, its policy, metrics: means over the updates, of tokens the sum). `state` and
+    `policy` are donated. Raises NonFiniteStep after too many bad ones in a row."""
     rows, calibration = [], parts.calibration
     shadow = calibration.begin(step, state.params, packed[-1]) if calibration else None
     for batch, (old, reference) in zip(packed, scored):
@@ -49,7 +49,8 @@ def learn(
                     f"{parts.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied: {where}",
                     f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
-    return state, policy, {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
+    metrics = {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
+    return state, policy, metrics | {"tokens/update": sum(r["tokens/update"] for r in rows)}
 
 
 def probe(parts: Parts, run: RunDirectory, state: TrainState, batch: TrainBatch, step: int) -> dict[str, float]:

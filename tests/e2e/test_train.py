@@ -163,6 +163,7 @@ def test_a_run_leaves_what_was_promised(straight):
     for row in rows[1:]:
         assert KEYS <= row.keys() and all(np.isfinite(row[k]) for k in KEYS)
         assert row["update/applied"] == 1 and row["rollout/groups_rejected"] == 0
+        assert row["tokens/update"] == row["tokens/rollout"]  # of both updates
     assert sum(row["grad_norm"] > 0 for row in rows[1:]) >= 5  # there was something to learn, so the weights did move
     assert [r["step"] for r in rows if "eval/reward_mean" in r] == [0, 5, 10]
     assert rows[0]["eval/problems"] == 16 and rows[0]["gate/max_gap"] < 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -13,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridges.api import EngineFormats
-from jaxfp8rl import evaluate
+from bridges.rollout.jax_engine import JaxEngine
+from jaxfp8rl import evaluate, loop
 from jaxfp8rl.build import model_config, starting_params
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.cli import main
 from jaxfp8rl.evaluate import interval, pass_at_k
 from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.toml_config import dump_config, load_config
 from jaxfp8rl.trained import Trained
 
@@ -76,13 +79,61 @@ def run(tmp_path_factory):
 def test_eval_writes_what_the_completions_were(run, capsys):
     """Every answer counts as right from a reward of 0 on: the table follows from the completions alone."""
     assert main(["eval", str(run), "--k", "1", "4", "--samples", "6", "--threshold", "0"]) == 0
-    assert "12 held-out problems, 6 sampled at temperature 1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "12 held-out problems, 6 sampled at temperature 1" in said and "gate: learner and engine " in said
     (found,) = json.loads((run / "eval.json").read_text())
     assert (found["step"], found["problems"], found["samples"], found["engine"].split()[0]) == (3, 12, 6, "jax")
     assert [count for _, count in found["passed"]] == [6] * 12 and len({name for name, _ in found["passed"]}) == 12
     assert found["pass_at_k"].keys() == {"1", "4"} and found["pass_at_k"]["4"]["estimate"] == 1.0
     assert found["pass_at_k"]["4"]["low"] < 0.8  # twelve of twelve prove no more
     assert 0 <= found["reward_mean"] < 0.5
+    assert 0 < found["gate/mean_gap"] <= found["gate/max_gap"] < 1e-3  # float32 on both sides
+
+
+def of_other_weights(patch):
+    """Another checkpoint's, say: they arrive whole, and no proof of a publish finds them."""
+    louder = lambda self, cfg, params, *rest: LearnerWeights.__init__(self, cfg, jax.tree.map(lambda p: 2 * p, params), *rest)
+    patch.setattr(loop, "LearnerWeights", type("Louder", (LearnerWeights,), {"__init__": louder}))
+
+
+def of_a_nat_less(patch):
+    """Says that each token was less likely than it was."""
+    generate = JaxEngine.generate
+    less = lambda c: dataclasses.replace(c, logprobs=c.logprobs - 1)
+    patch.setattr(JaxEngine, "generate", lambda self, asked: [[*map(less, group)] for group in generate(self, asked)])
+
+
+def that_is_sick(patch):
+    generate = JaxEngine.generate
+    spoilt = lambda c: dataclasses.replace(c, logprobs=np.full_like(c.logprobs, np.nan))
+    patch.setattr(JaxEngine, "generate", lambda self, asked: [[*map(spoilt, group)] for group in generate(self, asked)])
+
+
+@pytest.mark.parametrize(
+    "broken, code, says",
+    [
+        (of_other_weights, 3, "learner and engine disagree at equal weights: mean gap"),
+        (of_a_nat_less, 3, "learner and engine disagree at equal weights: mean gap 1 nats (limit 0.2)"),
+        (that_is_sick, 5, "log-probability nan at token 0"),
+    ],
+)
+def test_a_broken_engine_is_refused_as_a_run_refuses_it(broken, code, says, run, tmp_path, monkeypatch, capsys):
+    broken(monkeypatch)
+    assert main(["eval", str(run), "--out", str(tmp_path / "found.json")]) == code
+    said = capsys.readouterr()
+    assert says in said.err and "next step: " in said.err and not (tmp_path / "found.json").exists()
+
+
+@pytest.mark.slow
+def test_the_gate_has_limits_of_its_own_and_takes_no_notice_of_top_k(run, tmp_path):
+    """A learner's log-probabilities are those of the whole distribution: of the likeliest token alone they are not 0."""
+    words = ["eval", str(run), "--out", str(tmp_path / "found.json")]
+    assert main([*words, "--rollout.top_k", "1"]) == 0
+    assert main([*words, "--gate.max_mean_gap", "1e-12"]) == 3
+    assert [r["overrides"] for r in json.loads((tmp_path / "found.json").read_text())] == [{"rollout.top_k": 1}]
+
+
+FACTS = {"reward_mean": 0.5, "gate/mean_gap": 0.01, "gate/max_gap": 0.1}
 
 
 def test_another_question_is_added_and_the_same_one_answered_anew(tmp_path, monkeypatch):
@@ -94,7 +145,7 @@ def test_another_question_is_added_and_the_same_one_answered_anew(tmp_path, monk
     monkeypatch.setattr(evaluate, "load_trained", lambda *_: Trained(cfg, None, {}, {}, 3))
     monkeypatch.setattr(evaluate, "build", lambda cfg: parts)
     counts = iter((1, 2, 3, 4))
-    monkeypatch.setattr(evaluate, "sample", lambda *_: (np.array([next(counts)] * 2), 0.5))
+    monkeypatch.setattr(evaluate, "sample", lambda *_: (np.array([next(counts)] * 2), FACTS))
     (tmp_path / "eval.json").write_text(json.dumps({"step": 1, "pass_at_k": {"1": {}}}))
     for words in ([], ["--k", "2"], ["--rollout.temperature", "0.5"], []):
         assert main(["eval", str(tmp_path), "--samples", "4", *words]) == 0
