@@ -28,6 +28,7 @@ from jaxfp8rl.sharding import whole
 SLICE_MS = 1000  # of a wait: between two of them signals are heard
 SHUTDOWN_S = 60  # that a process which has failed is waited for
 SHARED_S = 60.0  # until a file on a shared disk is seen
+LOOPBACK = "127.", "localhost:", "[::1]:"
 RUNS = itertools.count()  # of this process: each has keys of its own
 
 
@@ -175,6 +176,9 @@ def _connected(count: int) -> Group:
     if not jax.distributed.is_initialized():
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for its own
         named = {} if number is None else {"num_processes": count, "process_id": int(number)}
+        address = os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+        if address.startswith(LOOPBACK) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+            named["coordinator_bind_address"] = address  # JAX would listen on every network that the machine is on
         try:
             jax.distributed.initialize(**named, shutdown_timeout_seconds=SHUTDOWN_S)
         except (ValueError, IndexError) as e:  # the latter of an address without a port

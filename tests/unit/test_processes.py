@@ -214,6 +214,19 @@ def test_a_process_that_does_not_know_which_it_is_is_refused(environment, says, 
         pass
 
 
+@pytest.mark.parametrize("address, bound", [("127.0.0.1:1", "127.0.0.1:1"), ("localhost:1", "localhost:1"), ("host-a:1", None)])
+def test_on_one_machine_no_other_can_reach_the_coordinator(address, bound, monkeypatch):
+    given = {}
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **named: given.update(named) or int(""))
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    for name, value in {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError), joined(load_config("demo", TWO)):
+        pass
+    assert given["process_id"] == 0 and given.get("coordinator_bind_address") == bound
+
+
 @pytest.mark.parametrize(
     "options, says",
     [
