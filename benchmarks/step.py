@@ -1,6 +1,7 @@
 """The learner's part of a step, scoring and update, by recipe, on one GPU: Qwen3 shapes, random weights, packed rows.
 
     jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8] [--fsdp 2] [--tensor 2] [--data 2]
+    jaxfp8rl bench step --sizes 30b-a3b --layers 10 --optim low     # a mixture of experts, as many layers as fit
 
 The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed sequences, log-normal
 in length, a tenth of each its prompt. Every recipe has a process of its own, so that the peak of its memory is its own; the
@@ -31,7 +32,7 @@ import jax
 import numpy as np
 
 from benchmarks.attention import packed
-from benchmarks.common import SHAPES, arguments, config, row, write
+from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
 from jaxfp8rl.config import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.flops import mfu, update_flops
@@ -40,7 +41,7 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import Remat
 from jaxfp8rl.optim import init_state, make_optimizer
-from jaxfp8rl.precision.recipe import Precision, fp8_runs
+from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
 from jaxfp8rl.sharding import AXES, make_layout
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch
@@ -51,7 +52,7 @@ PROMPT = 0.1
 
 def main() -> None:
     parser = arguments(__doc__, "step")
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["0.6b", "1.7b"])
+    parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, *MIXTURES], default=["0.6b", "1.7b"])
     parser.add_argument("--recipes", nargs="+", choices=["bf16", "fp8_unified"], default=["bf16", "fp8_unified"])
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--row-tokens", type=int, default=16384)
@@ -72,7 +73,7 @@ def main() -> None:
     rows, each = [], {}
     for size in args.sizes:
         found = {recipe: child(size, recipe) for recipe in args.recipes}
-        first, layers = args.recipes[0], args.layers or SHAPES[size][2]
+        first, layers = args.recipes[0], args.layers or (SHAPES | MIXTURES)[size][2]
         case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.data * args.fsdp} x {args.row_tokens} tokens"
         each[case] = found
         for recipe, f in found.items():
@@ -124,12 +125,12 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
 
 
 def precision_of(model: ModelConfig, recipe: str) -> Precision:
-    """As a run's beside compiled vLLM: attention and FP8 products by the kernels."""
-    plain = Precision.uniform(model.num_hidden_layers, "bfloat16", attention="pallas")
+    """As a run's beside compiled vLLM: attention, FP8 products and those of experts by the kernels."""
+    plain = Precision(plain_runs(model.sparse_layers), products="pallas", attention="pallas")
     if recipe == "bf16":
         return plain
-    runs = fp8_runs(linear_shapes(model), model.num_hidden_layers)
-    return dataclasses.replace(plain, runs=runs, products="pallas", gradients="e4m3", fused=True, fused_quantizer=True)
+    runs = fp8_runs(linear_shapes(model), model.num_hidden_layers, sparse_layers=model.sparse_layers)
+    return dataclasses.replace(plain, runs=runs, gradients="e4m3", fused=True, fused_quantizer=True)
 
 
 def rows_of(args: argparse.Namespace, model: ModelConfig) -> list[list[Sample]]:
