@@ -53,7 +53,7 @@ class DoctorFailed(UserError):
 def run_doctor(as_json: bool = False) -> None:
     """Print every check as it is made, or all of them as one JSON object. Raises DoctorFailed if any failed."""
     checks = []
-    for group in (_python, _gpu, _jax, _cuda, _packages, _bridge, _memory, _disk, _configs):
+    for group in (_python, _gpu, _jax, _cuda, _nvcc, _packages, _bridge, _memory, _disk, _configs):
         for check in _guarded(group):
             checks.append(check)
             if not as_json:
@@ -134,6 +134,14 @@ def _cuda() -> Iterator[Check]:
         yield Check("cuda", "FAIL", f"{detail}, the driver {driver}: too old for CUDA {major}", ", or ".join(fixes))
     else:
         yield Check("cuda", "ok", detail)
+
+
+def _nvcc() -> Iterator[Check]:
+    from jaxfp8rl.registry import cuda_compiler
+
+    if _has_gpu():
+        found, detail = cuda_compiler(), 'not found; wanted for rollout.fp8_kernel = "deep_gemm", which some presets have'
+        yield Check("nvcc", "ok", found) if found else Check("nvcc", "-", detail, 'set CUDA_HOME, or fp8_kernel = "native"')
 
 
 def _driver() -> int:

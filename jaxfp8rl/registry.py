@@ -38,6 +38,13 @@ def device_memory() -> int | None:
     return total()
 
 
+def cuda_compiler() -> str | None:
+    """Where nvcc is, by which rollout.fp8_kernel = "deep_gemm" compiles; None if it is nowhere."""
+    from bridges.rollout import vllm_environment
+
+    return vllm_environment.cuda_compiler()
+
+
 def write_weights(source: WeightSource, folder: Path, version: int) -> str:
     """As a folder of safetensors (bridges.weights.safetensors_file); returns the manifest's digest. Raises BridgeError."""
     from bridges.weights.safetensors_file import write_folder

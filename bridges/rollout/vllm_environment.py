@@ -27,7 +27,7 @@ ENVIRONMENT = {
 def prepare(fp8_kernel: str = "native") -> None:
     """Raises BridgeError where the environment, or what is installed, stands against what is asked for."""
     device_pool.share()
-    if fp8_kernel == "deep_gemm" and not _cuda_compiler():
+    if fp8_kernel == "deep_gemm" and not cuda_compiler():
         raise BridgeError('fp8_kernel="deep_gemm" compiles with nvcc: none is found', 'set CUDA_HOME, or use fp8_kernel="native"')
     wanted = str(int(fp8_kernel == "deep_gemm"))
     if (found := os.environ.setdefault("VLLM_USE_DEEP_GEMM", wanted)) != wanted:
@@ -71,7 +71,7 @@ def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str)
         raise BridgeError(lack, 'use fp8_kernel="emulated" for FP8 weights and kv_cache="auto", or a GPU')
 
 
-def _cuda_compiler() -> str | None:
+def cuda_compiler() -> str | None:
     """nvcc, where DeepGEMM looks for it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")

@@ -89,12 +89,13 @@ def test_missing_package_is_named(monkeypatch):
 def machine(monkeypatch):
     """machine(versions, driver, torch_cuda, requires): an NVIDIA machine with these packages beside those that are here."""
 
-    def make(driver="580.159", torch_cuda="13.0", requires=None, **versions):
+    def make(driver="580.159", torch_cuda="13.0", requires=None, nvcc=None, **versions):
         have, asked = doctor._version, doctor._requires
         versions = {name.replace("_", "-"): version for name, version in versions.items()}
         monkeypatch.setattr(doctor, "_version", lambda p: versions[p] if p in versions else have(p))
         monkeypatch.setattr(doctor, "_requires", lambda p: (requires or {}).get(p, asked(p)))
         monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
+        monkeypatch.setattr("jaxfp8rl.registry.cuda_compiler", lambda: nvcc)
         probe = {"torch": versions.get("torch", "2.11.0+cu130"), "vllm": versions.get("vllm", "0.25.1"), "torch_cuda": torch_cuda,
                  "dlpack": {"float32": "zero copy"}, "vllm_fp8": None}  # fmt: skip
 
@@ -115,6 +116,8 @@ def machine(monkeypatch):
         ("_cuda", {"jax_cuda13_plugin": "0.11.2", "driver": "550.54"}, "FAIL", "the driver 550: too old", '"jaxfp8rl[cuda12]"'),
         ("_cuda", {"jax_cuda12_plugin": "0.11.2", "driver": "470.1"}, "FAIL", "too old for CUDA 12", "a driver of 525 or newer"),
         ("_cuda", {"jax_cuda12_plugin": "0.11.2", "jax_cuda13_plugin": "0.11.2"}, "FAIL", "for CUDA 12 and 13", "uninstall"),
+        ("_nvcc", {"nvcc": None}, "-", 'wanted for rollout.fp8_kernel = "deep_gemm"', "CUDA_HOME"),
+        ("_nvcc", {"nvcc": "/usr/bin/nvcc"}, "ok", "/usr/bin/nvcc", ""),
         ("_packages", {"jax": "0.10.1"}, "FAIL", "jax 0.10.1 is not >=0.11.2", 'pip install "jax>=0.11.2"'),
         ("_packages", {"vllm": "0.20.0"}, "FAIL", "vllm 0.20.0 is not >=0.25.1", 'pip install "vllm>=0.25.1"'),
         ("_packages", {"optax": None, "flax": "0.9"}, "FAIL", "missing: optax", "pip install jaxfp8rl"),
@@ -129,7 +132,7 @@ def machine(monkeypatch):
 def test_broken_versions_are_found(group, found, status, says, fix, machine):
     machine(**found)
     checks = list(getattr(doctor, "_bridge" if group in ("_torch", "_vllm") else group)())
-    checks = [c for c in checks if group in ("_cuda", "_packages") or c.name == group[1:]]
+    checks = [c for c in checks if group in ("_cuda", "_nvcc", "_packages") or c.name == group[1:]]
     assert [c.status for c in checks[:1]] == ([status] if status else [])
     assert not status or (says in checks[0].detail and fix in checks[0].fix and bool(checks[0].fix) == (status != "ok"))
 
