@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import MIXTURES, SHAPES, arguments, row, write
-from benchmarks.rollout import RATE, add_engine_arguments, generate, measured, read_by_a_step, running, size_of
+from benchmarks.common import arguments, row, write
+from benchmarks.rollout import RATE, generate, measured, read_by_a_step, running, size_of
 
 FEW, MANY = 16, 48  # tokens of a completion
 SHOWN = 25  # kernels
@@ -30,17 +29,8 @@ SHOWN = 25  # kernels
 
 def main() -> None:
     parser = arguments(__doc__, "decode_step")
-    parser.add_argument("--size", choices=[*SHAPES, *MIXTURES], default="8b")
-    parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--context", type=int, default=4096)
-    add_engine_arguments(parser)
-    args = parser.parse_args()
-    if args.child:
-        engine, out = args.child
-        Path(out).write_text(json.dumps(measure(engine, args)))
-        return
-    found = measured(args, __file__)
+    args, found = measured(parser, measure, __file__)
     case = f"Qwen3-{size_of(args)}, {args.prompts} sequences of {args.context} tokens"
     write(args.out, "decode_step", rows_of(case, found), args.plot, each=found)
 

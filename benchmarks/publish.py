@@ -251,15 +251,6 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 quantised = jax.jit(QuantizedWeight.of)
 
 
-def in_codes(policy: Params) -> Params:
-    """The same policy as recipe fp8_unified holds it."""
-
-    def leaf(path: tuple, w: jax.Array) -> jax.Array | QuantizedWeight:
-        return quantised(w) if path[-2].key.endswith("_proj") else w
-
-    return {**policy, "layers": (jax.tree_util.tree_map_with_path(leaf, policy["layers"][0]),)}
-
-
 class RandomWeights:
     """StackSource of weights like those of `random_policy`, each part made when it is asked for and none kept: for an engine that
     leaves no room for a policy. A tensor is of the same format in all layers."""

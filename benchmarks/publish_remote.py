@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.common import SHAPES, arguments, config, row, write
-from benchmarks.publish import in_codes, random_policy, timed
+from benchmarks.publish import random_policy, timed
 from bridges.api import GenRequest, SamplingParams, WeightTransport
 from bridges.rollout.remote_engine import RemoteEngine, start
 from bridges.weights.remote_direct import RemoteDirect
@@ -80,7 +80,7 @@ def engine(size: str, gpu: int, eager: bool) -> RemoteEngine:
 def weights(size: str) -> LearnerWeights:
     model = ModelConfig.from_hf(config(size))
     runs = fp8_runs(linear_shapes(model), model.num_hidden_layers)
-    return LearnerWeights(model, in_codes(random_policy(model)), runs, "bfloat16")
+    return LearnerWeights(model, random_policy(model, coded=True), runs, "bfloat16")
 
 
 def bench(

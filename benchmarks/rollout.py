@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,34 +38,27 @@ RATE = 4.1e12  # bytes a second: a copy's on an H200
 
 def main() -> None:
     parser = arguments(__doc__, "rollout")
-    parser.add_argument("--size", choices=[*SHAPES, *MIXTURES], default="8b")
-    parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=8192)
-    add_engine_arguments(parser)
-    args = parser.parse_args()
-    if args.child:
-        engine, out = args.child
-        Path(out).write_text(json.dumps(measure(engine, args)))
-        return
-    found = measured(args, __file__)
+    args, found = measured(parser, measure, __file__)
     case = f"Qwen3-{size_of(args)}, {args.prompts} completions of {args.new_tokens} tokens"
     write(args.out, "rollout", rows_of(case, found), args.plot, each=found)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def measured(parser: argparse.ArgumentParser, measure: Callable, script: str) -> tuple[argparse.Namespace, dict[str, dict]]:
+    """The command line, and what measure(engine, args) found of each of ENGINES in a process of its own: `script` once more, with
+    --child ENGINE OUT, which ends here."""
+    parser.add_argument("--size", choices=[*SHAPES, *MIXTURES], default="8b")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--fp8-kernel", choices=["deep_gemm", "native"], default="deep_gemm", help="rollout.fp8_kernel")
     parser.add_argument("--attention", choices=["auto", "triton"], default="auto", help="rollout.attention of the FP8 engine")
     parser.add_argument("--gpus", nargs=2, help="of the two engines, as CUDA_VISIBLE_DEVICES has them")
     parser.add_argument("--child", nargs=2, metavar=("ENGINE", "OUT"), help=argparse.SUPPRESS)
-
-
-def size_of(args: argparse.Namespace) -> str:
-    return args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
-
-
-def measured(args: argparse.Namespace, script: str) -> dict[str, dict]:
-    """What each engine's child wrote: the script itself with --child ENGINE OUT."""
+    args = parser.parse_args()
+    if args.child:
+        engine, out = args.child
+        Path(out).write_text(json.dumps(measure(engine, args)))
+        sys.exit()
     if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the engines
         sys.exit(f"benchmarks/{Path(script).name} needs an NVIDIA GPU")
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +71,11 @@ def measured(args: argparse.Namespace, script: str) -> dict[str, dict]:
                 children[-1].wait()
         if any([child.wait() for child in children]):
             sys.exit("an engine failed: see above")
-        return {name: json.loads(out.read_text()) for name, out in outs.items()}
+        return args, {name: json.loads(out.read_text()) for name, out in outs.items()}
+
+
+def size_of(args: argparse.Namespace) -> str:
+    return args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
 
 
 class Running(NamedTuple):

@@ -22,7 +22,7 @@ import jax
 import torch
 
 from benchmarks.common import SHAPES, arguments, config, row, write
-from benchmarks.publish import in_codes, random_policy
+from benchmarks.publish import random_policy
 from bridges.api import GenRequest, SamplingParams, WeightSource
 from bridges.rollout.vllm_engine import FP8, VllmEngine
 from bridges.weights.vllm_inplace import VllmInplace
@@ -46,7 +46,7 @@ def main() -> None:
         transport.open(engine)
         model = ModelConfig.from_hf(hf)
         runs = fp8_runs(linear_shapes(model), model.num_hidden_layers)
-        source = LearnerWeights(model, in_codes(random_policy(model)), runs, "bfloat16")
+        source = LearnerWeights(model, random_policy(model, coded=True), runs, "bfloat16")
         transport.publish(source, 0)
         seen = [cycle(engine, transport, source, i + 1) for i in range(args.cycles)]
     case = f"Qwen3-{args.size.upper()}, {args.cycles} cycles"

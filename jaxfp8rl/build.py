@@ -30,7 +30,7 @@ from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim import Optimizer, init_state, make_optimizer, make_schedule
 from jaxfp8rl.precision.hardware import attention_of, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, plain_runs, resolve
-from jaxfp8rl.processes import ALONE, Group
+from jaxfp8rl.processes import ALONE, ProcessGroup
 from jaxfp8rl.registry import build_engine, share_gpu
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollouts import Prompt
@@ -50,7 +50,7 @@ class Parts:
     makes no codes where those in the engine's memory are used (rollout.one_copy)."""
 
     cfg: Config
-    group: Group
+    group: ProcessGroup
     model: ModelConfig
     tokenizer: Tokenizer
     task: Task
@@ -128,7 +128,7 @@ class Parts:
             part.close()
 
 
-def build(cfg: Config, group: Group = ALONE) -> Parts:
+def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
     """Assemble a run, as this process of its `group` has it. Raises UserErrors in the order cheapest first: config, model shape,
     tokenizer, data, then the engine."""
     cfg.check()
@@ -178,7 +178,7 @@ def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task
         raise
 
 
-def check_same(group: Group, digests: dict[str, str]) -> None:
+def check_same(group: ProcessGroup, digests: dict[str, str]) -> None:
     """Raises DataError where this process has read other problems than the first."""
     theirs = group.told(lambda: digests)
 

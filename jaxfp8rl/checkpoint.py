@@ -20,7 +20,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxfp8rl.errors import CheckpointError
-from jaxfp8rl.processes import ALONE, Group
+from jaxfp8rl.processes import ALONE, ProcessGroup
 from jaxfp8rl.types import TrainState
 
 DIGESTS, DRAFT = "digests.json", ".draft-"
@@ -30,7 +30,7 @@ class Checkpoints:
     """The folder `checkpoints/` of a run directory. Only `save` and `set_aside` write to it. Of several processes all save and
     restore, each its part of the arrays; the first does the rest."""
 
-    def __init__(self, folder: str | Path, keep: int, group: Group = ALONE):
+    def __init__(self, folder: str | Path, keep: int, group: ProcessGroup = ALONE):
         self._folder, self._keep, self._group = Path(folder).absolute(), keep, group
         self.damaged: dict[int, str] = {}  # what `restore` passed over, and why
 

@@ -32,7 +32,7 @@ LOOPBACK = "127.", "localhost:", "[::1]:"
 RUNS = itertools.count()  # of this process: each has keys of its own
 
 
-class Group:
+class ProcessGroup:
     """The processes of a run, of which this is one; `store`: the key-value store's client."""
 
     def __init__(self, count: int = 1, number: int = 0, store: Any = None):
@@ -139,11 +139,11 @@ class Group:
                     raise ProcessFailed(f"another process is gone: {str(e).splitlines()[0]}", "see what it said last") from e
 
 
-ALONE = Group()
+ALONE = ProcessGroup()
 
 
 @contextlib.contextmanager
-def joined(cfg: Config, *how: object) -> Iterator[Group]:
+def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
     """The group of train.processes that this process is one of. What ends the first ends them all.
 
     Called before anything asks JAX for its devices. Raises ConfigError where nothing says which process this is, where there are
@@ -164,7 +164,7 @@ def joined(cfg: Config, *how: object) -> Iterator[Group]:
         raise
 
 
-def _connected(count: int) -> Group:
+def _connected(count: int) -> ProcessGroup:
     """By JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID, or what a cluster says of itself (jax.distributed)."""
     from jax._src.distributed import global_state  # no public name leads to the key-value store
 
@@ -192,10 +192,10 @@ def _connected(count: int) -> Group:
                               "start so many, all with the address of the first") from e  # fmt: skip
     if global_state.num_processes != count:
         raise ConfigError(f"train.processes = {count}, and {global_state.num_processes} were started", "give the number of both")
-    return Group(count, global_state.process_id, global_state.client)
+    return ProcessGroup(count, global_state.process_id, global_state.client)
 
 
-def _compare(group: Group, cfg: Config, how: tuple[object, ...]) -> None:
+def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:
     """All processes run the same, else they would wait for each other for ever, or learn apart."""
     own, way = json.loads(json.dumps([cfg.model_dump(), how]))
     theirs, their_way = group.told(lambda: (own, way))
@@ -210,7 +210,7 @@ def _compare(group: Group, cfg: Config, how: tuple[object, ...]) -> None:
     group.together(refuse)
 
 
-def check_shared(group: Group, file: Path) -> None:
+def check_shared(group: ProcessGroup, file: Path) -> None:
     """Raise ConfigError where `file`, which the first process has written, is not there for all."""
 
     content, last = group.told(file.read_text), time.monotonic() + SHARED_S

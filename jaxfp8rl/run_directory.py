@@ -31,7 +31,7 @@ from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.monitors.trackers import make_trackers
-from jaxfp8rl.processes import ALONE, Group, check_shared
+from jaxfp8rl.processes import ALONE, ProcessGroup, check_shared
 from jaxfp8rl.sharding import fetch
 from jaxfp8rl.toml_config import dump_config, load_config
 from jaxfp8rl.types import Params, TrainBatch, TrainState
@@ -41,7 +41,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 @contextlib.contextmanager
-def claimed(cfg: Config, resume: bool, group: Group = ALONE) -> Iterator[None]:
+def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[None]:
     """The run directory for this process, or group, alone until it ends, however that goes: the system holds the lock, no file.
 
     Raises as `check_run_directory` does, and ConfigError when another process is in it or it cannot be made.
@@ -106,7 +106,7 @@ class RunDirectory:
     """Everything a run writes; of several processes the first writes, but for checkpoints. A context manager: leaving it closes
     every file. `phase` is told of what takes long."""
 
-    def __init__(self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None, group: Group = ALONE):
+    def __init__(self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None, group: ProcessGroup = ALONE):
         self.path, self.phase, self.group = Path(cfg.run.dir), phase, group
         self._cfg, self._config_changed = cfg, False
         self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints, group)
@@ -269,7 +269,7 @@ class StopSignals:
     asked: the exit code by which this process was asked to, or 0. exit_code: the same of the whole group, since `settle`.
     """
 
-    def __init__(self, group: Group = ALONE):
+    def __init__(self, group: ProcessGroup = ALONE):
         self.asked, self.exit_code, self._group = 0, 0, group
 
     @property

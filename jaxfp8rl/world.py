@@ -11,14 +11,14 @@ from bridges.api import (
 )  # fmt: skip
 from jaxfp8rl.batches import packed, unpacked
 from jaxfp8rl.data.tasks import Problem
-from jaxfp8rl.processes import Group
+from jaxfp8rl.processes import ProcessGroup
 from jaxfp8rl.rewards.child import Score
 from jaxfp8rl.rewards.runner import RewardRunner
 
 World = tuple[RewardRunner, RolloutEngine, WeightTransport]
 
 
-def shared(group: Group, make: Callable[[], World]) -> World:
+def shared(group: ProcessGroup, make: Callable[[], World]) -> World:
     """What `make` makes; of several processes the first makes it, and all hear the same of it."""
     if group.count == 1:
         return make()
@@ -29,7 +29,7 @@ def shared(group: Group, make: Callable[[], World]) -> World:
 class _OfFirst:
     """A part that only the first process has; `_here` does there what the others need not hear of."""
 
-    def __init__(self, group: Group, part: Any):
+    def __init__(self, group: ProcessGroup, part: Any):
         self._group, self._part = group, part
 
     def _here(self, name: str) -> None:
@@ -46,7 +46,7 @@ class _Rewards(_OfFirst):
 
 
 class _Engine(_OfFirst):
-    def __init__(self, group: Group, engine: RolloutEngine | None):
+    def __init__(self, group: ProcessGroup, engine: RolloutEngine | None):
         super().__init__(group, engine)
         said = group.told(lambda: dataclasses.asdict(engine.capabilities()))
         self._capabilities = Capabilities(**said | {"formats": EngineFormats(**said["formats"])})
@@ -82,7 +82,7 @@ class _Engine(_OfFirst):
 
 
 class _Transport(_OfFirst):
-    """Opened already. While the others wait for the receipt, they put whole what the first asks for (Group.lend)."""
+    """Opened already. While the others wait for the receipt, they put whole what the first asks for (ProcessGroup.lend)."""
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         said = self._group.told(lambda: dataclasses.asdict(self._part.publish(source, version)))

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from benchmarks.grpo import in_use
+
 MICRO_RUN = Path(__file__).parent.parent / "faults" / "micro_run.py"
 OPTIONS = [
     "--rollout.gpu_memory_utilization", "0.1", "--rollout.kv_cache_gib", "4", "--rollout.kv_cache", "auto",
@@ -21,21 +23,15 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def in_use() -> int:
-    """MiB of the GPU, as the driver has it."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
-
-
 @pytest.mark.parametrize("engine", ["remote", "vllm"])
 def test_killed_between_two_publishes_it_leaves_no_memory_taken(engine, tmp_path):
-    before, most, ended = in_use(), 0, threading.Event()
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    before, most, ended = in_use(gpu), 0, threading.Event()
 
     def watch():
         nonlocal most
         while not ended.wait(0.5):
-            most = max(most, in_use())
+            most = max(most, in_use(gpu))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -47,7 +43,7 @@ def test_killed_between_two_publishes_it_leaves_no_memory_taken(engine, tmp_path
         watcher.join()
     assert done.returncode == -signal.SIGKILL, done.stdout[-4000:] + done.stderr[-4000:]
     until = time.monotonic() + 15
-    while (left := in_use()) > before + 16 and time.monotonic() < until:
+    while (left := in_use(gpu)) > before + 16 and time.monotonic() < until:
         time.sleep(0.2)
     waited = time.monotonic() - until + 15
     print(f"{engine}: {before} MiB before, {most} at the most, {left} {waited:.1f} s after the kill")

@@ -15,7 +15,7 @@ from bridges.rollout.fake_engine import FakeEngine
 from jaxfp8rl import processes
 from jaxfp8rl.build import check_same
 from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
-from jaxfp8rl.processes import ALONE, Group, check_shared, joined
+from jaxfp8rl.processes import ALONE, ProcessGroup, check_shared, joined
 from jaxfp8rl.rewards.child import Score
 from jaxfp8rl.sharding import make_layout
 from jaxfp8rl.toml_config import load_config
@@ -53,7 +53,7 @@ def each(monkeypatch):
 
     def run(f, count=3):
         store = Store()
-        groups = [Group(count, number, store) for number in range(count)]
+        groups = [ProcessGroup(count, number, store) for number in range(count)]
         for group in groups:
             group._name = "run"
 
