@@ -2,9 +2,9 @@
 
     jaxfp8rl bench decode_step [--size 8b] [--prompts 64] [--context 4096] [--attention triton] [--gpus 0 1]
 
-Engines are those of `jaxfp8rl bench rollout`. Every prompt has --context tokens, which the cache holds already: what is counted
-is the difference between completions of FEW and of MANY tokens, so of steps of decoding alone. "kernels" is the sum of what the
-device was busy with, and "step" what the host waited, without the profiler: what is more of it is the host's.
+Engines are those of `jaxfp8rl bench rollout`. Every prompt of --context tokens is read once; then all decode, and what is counted
+are the STEPS after the first few. "kernels" is the sum of what the device was busy with in as many steps more, under the
+profiler, and "step" what the host waited in those without it: what is more of it is the host's.
 
 Needs a GPU and vLLM.
 """
@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import collections
-import functools
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from benchmarks.rollout import RATE, generate, measured, read_by_a_step, running, size_of
+from benchmarks.rollout import RATE, measured, read_by_a_step, requests, running, size_of
 
-FEW, MANY = 16, 48  # tokens of a completion
+STEPS = 24
 SHOWN = 25  # kernels
 
 
@@ -37,21 +38,46 @@ def main() -> None:
 
 def measure(name: str, args: argparse.Namespace) -> dict:
     """ms of a step, of its kernels, of the bytes that bound it; and the longest kernels: name, ms and calls of a step."""
-    with running(name, args, args.context + MANY) as r:
-        run = functools.partial(generate, r.engine, args.prompts, args.context)
-        run(MANY)  # compiles what is left to compile, and fills the cache
-        step = min(run(MANY) - run(FEW) for _ in range(3)) / (MANY - FEW)
-        few, many = (kernels(functools.partial(run, tokens)) for tokens in (FEW, MANY))
-    of_a_step = {n: [(many[n][i] - few[n][i]) / (MANY - FEW) for i in range(2)] for n in many}
-    longest = sorted(of_a_step.items(), key=lambda item: -item[1][0])
+    with running(name, args, args.context + tokens_of(args)) as r:
+        run = decoding(r.engine, args)
+        run()  # compiles what is left to compile
+        began = time.perf_counter()
+        run()
+        step = (time.perf_counter() - began) / STEPS
+        found = kernels(run)
+    longest = sorted(found.items(), key=lambda item: -item[1][0])
     floor = (read_by_a_step(r.weights, args.prompts) + args.prompts * args.context * r.token_bytes) / RATE
     return {
-        "step, ms": 1e3 * step, "kernels, ms": sum(ms for ms, _ in of_a_step.values()), "floor, ms": 1e3 * floor,
-        "longest": [[n, round(ms, 4), round(calls, 1)] for n, (ms, calls) in longest[:SHOWN]], **r.chosen,
+        "step, ms": 1e3 * step, "kernels, ms": sum(ms for ms, _ in found.values()) / STEPS, "floor, ms": 1e3 * floor,
+        "longest": [[n, round(ms / STEPS, 4), round(calls / STEPS, 1)] for n, (ms, calls) in longest[:SHOWN]], **r.chosen,
     }  # fmt: skip
 
 
-def kernels(run: Callable) -> dict[str, list[float]]:
+def tokens_of(args: argparse.Namespace) -> int:
+    """Of a completion, so that none ends: while prompts are read, at least one a step, those before it decode."""
+    return args.prompts + 4 * STEPS
+
+
+def decoding(engine: Any, args: argparse.Namespace) -> Callable[[], None]:
+    """Read all prompts -> STEPS steps of decoding, each with a token of every one; to be called three times at most."""
+    from bridges.rollout.vllm_engine import sampling_params
+
+    vllm = engine.llm.llm_engine
+    for r in requests(args.prompts, args.context, tokens_of(args)):
+        vllm.add_request(r.request_id, {"prompt_token_ids": list(r.prompt_token_ids)}, sampling_params(r.sampling, r.seed))
+    begun: set[str] = set()
+    while len(begun) < args.prompts:
+        begun |= {out.request_id for out in vllm.step()}
+
+    def run() -> None:
+        for _ in range(STEPS):
+            if len(vllm.step()) != args.prompts:
+                sys.exit("a step was not one of all sequences")
+
+    return run
+
+
+def kernels(run: Callable[[], None]) -> dict[str, list[float]]:
     """By name: ms on the device and calls."""
     import torch
 

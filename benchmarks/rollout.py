@@ -25,11 +25,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
+
+if TYPE_CHECKING:
+    from bridges.api import GenRequest
 
 ENGINES = {"fp8": ("fp8_e4m3_128x128", "fp8_e4m3"), "bf16": ("bfloat16", "auto")}  # weights, cache
 PROMPT = 128  # tokens
@@ -115,9 +118,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float | str]:
     """Seconds of the engine's start and of the completions, ms of a step, the bytes that bound it, and what was chosen."""
     began = time.perf_counter()
     with running(name, args, PROMPT + args.new_tokens) as r:
-        generate(r.engine, args.prompts, PROMPT, 8)  # the first compiles what is left to compile
+        generate(r.engine, args.prompts, 8)  # the first compiles what is left to compile
         start = time.perf_counter() - began
-        seconds = generate(r.engine, args.prompts, PROMPT, args.new_tokens)
+        seconds = generate(r.engine, args.prompts, args.new_tokens)
     weights, middle = read_by_a_step(r.weights, args.prompts), args.prompts * (PROMPT + args.new_tokens / 2) * r.token_bytes
     print(f"{name}: there after {start:.1f} s, {args.new_tokens} tokens of each in {seconds:.1f} s", flush=True)
     return {
@@ -146,14 +149,18 @@ def read_by_a_step(source: Any, prompts: int) -> float:
     return read - of_experts * (1 - chosen) ** prompts if chosen else read
 
 
-def generate(engine: Any, prompts: int, length: int, tokens: int) -> float:
-    """Seconds for a completion of `tokens` of each of so many prompts of `length`, no two of which begin alike."""
+def requests(prompts: int, length: int, tokens: int) -> list[GenRequest]:
+    """A completion of `tokens` for each of so many prompts of `length`, no two of which begin alike."""
     from bridges.api import GenRequest, SamplingParams
 
     prompt = lambda i: tuple((PROMPT * i + j) % 100_000 for j in range(length))
-    requests = [GenRequest(str(i), prompt(i), SamplingParams(tokens), seed=i) for i in range(prompts)]
-    began = time.perf_counter()
-    groups = engine.generate(requests)
+    return [GenRequest(str(i), prompt(i), SamplingParams(tokens), seed=i) for i in range(prompts)]
+
+
+def generate(engine: Any, prompts: int, tokens: int) -> float:
+    """Seconds for a completion of `tokens` of each prompt."""
+    asked, began = requests(prompts, PROMPT, tokens), time.perf_counter()
+    groups = engine.generate(asked)
     seconds = time.perf_counter() - began
     if {len(c.token_ids) for group in groups for c in group} != {tokens}:
         sys.exit("a completion ended early")

@@ -178,7 +178,7 @@ class VllmEngine:
         for r in requests:
             self._check(r)
         prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
-        params = [_params(r.sampling, seed) for r in requests for seed in _seeds(r)]
+        params = [sampling_params(r.sampling, seed) for r in requests for seed in _seeds(r)]
         outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
         if len(outputs) != len(prompts):
             raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}", "build a new engine")
@@ -339,7 +339,8 @@ def _seeds(r: GenRequest) -> list[int | None]:
     return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
 
 
-def _params(s: SamplingParams, seed: int | None) -> Any:
+def sampling_params(s: SamplingParams, seed: int | None) -> Any:
+    """Those of vLLM."""
     import vllm
 
     return vllm.SamplingParams(

@@ -35,7 +35,7 @@ from bridges.weights.dlpack import torch_view
 if TYPE_CHECKING:
     import torch
 
-PART = 160 * 2**20  # bytes of what a source makes on the way
+PART = 256 * 2**20  # bytes of what a source makes on the way
 LAYERS_A_PROGRAM = 4  # of those that read back tensors that are no stacks: each call costs host time, each layer compile time
 
 
