@@ -3,11 +3,11 @@
 #   make demo       train the arithmetic demo with the embedded engine     make test    lint and the CPU suite
 #   make demo-vllm  the same with vLLM as the engine                       make lint    ruff alone
 #   make bench      the benchmarks, each beside its yardstick              make lock    pin what requirements/*.in asks
-#   make docs       the documentation as a site in build/site
+#   make docs       the documentation as a site in build/site              make sm90a   compile the kernels for Hopper, no GPU
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo demo-vllm test test-thorough lint bench docs lock help
+.PHONY: demo demo-vllm test test-thorough lint sm90a bench docs lock help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,15 @@ test: lint $(VENV)/.vllm
 
 test-thorough: $(VENV)/.vllm
 	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+# Registers, spills and machine code of every kernel that a test lowers for CUDA. Needs a C compiler; downloads 270 MB.
+sm90a: $(VENV)/.base $(VENV)-sm90a/.done
+	SM90A=$(VENV)-sm90a JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -k lower tests/kernels
+
+$(VENV)-sm90a/.done: requirements/sm90a.txt | $(UV)
+	@echo "installing requirements/sm90a.txt into $(VENV)-sm90a"
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)-sm90a -r requirements/sm90a.txt
+	@touch $@
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .

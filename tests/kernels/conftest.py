@@ -1,8 +1,45 @@
 """The GPU simulator keeps a thread of JAX's CPU client for each simulated thread that waits at a barrier. Where the client has
-fewer, two on a machine of two cores, a simulated kernel can wait for ever: seen once in a dozen runs of one."""
+fewer, two on a machine of two cores, a simulated kernel can wait for ever: seen once in a dozen runs of one.
+
+With SM90A, where requirements/sm90a.txt is installed (`make sm90a`), kernels that a test lowers for CUDA are compiled, too.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("PJRT_NPROC", "16")  # read when the client is made, at the first array
+
+import jax
+import pytest
+
+SM90A = os.environ.get("SM90A")
+SPILLED = {"test_sm90_attention": 24, "test_sm90_logprob": 144}  # bytes, at the most: dk and dv in float16, the logits' products
+found: dict[str, list] = {}  # of each test, its kernels
+
+
+@pytest.fixture(autouse=bool(SM90A))
+def machine_code(request, monkeypatch):
+    """No kernel spills but those of SPILLED, and of none does ptxas make the tensor-core products wait for each other."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
+    from machine_code import kernels_of
+
+    lower, kernels = jax.stages.Traced.lower, found.setdefault(request.node.nodeid, [])
+
+    def lower_and_compile(self, *, lowering_platforms=None, **options):
+        lowered = lower(self, lowering_platforms=lowering_platforms, **options)
+        if lowering_platforms == ("cuda",):
+            kernels.extend(kernels_of(lowered, Path(SM90A).resolve()))
+        return lowered
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower_and_compile)
+    yield
+    allowed = SPILLED.get(request.path.stem, 0)
+    assert not [str(k) for k in kernels if k.spilled > allowed or k.warnings]
+
+
+def pytest_terminal_summary(terminalreporter):
+    for test, kernels in found.items():
+        for kernel in kernels:
+            terminalreporter.write_line(f"{kernel}  {test}")
