@@ -4,7 +4,8 @@
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
 times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together; medians
-over rounds. --tune times every one of `sm90.CANDIDATES` in place of the chosen and writes nothing: `sm90.choose` is made from it.
+over rounds. --tune times every one of `sm90.CANDIDATES`, or FEW_ROWS, in place of the chosen and writes nothing: `sm90.choose` is
+made from it.
 All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
@@ -87,11 +88,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
-    tiles = sm90.CANDIDATES if args.tune else {"ours": None}
+    tiles = lambda product: (sm90.FEW_ROWS if product.decode else sm90.CANDIDATES) if args.tune else {"ours": None}
     asked = [p for p in products(args.tokens) if not args.only or p.name.split()[0] in args.only]
     with ThreadPoolExecutor() as threads, ProcessPoolExecutor(4, get_context("spawn"), leave_memory) as processes:
         warming = [processes.submit(warm, product) for product in asked if not product.wgrad]
-        compiled = {product: compiling(product, tiles, threads) for product in asked}
+        compiled = {product: compiling(product, tiles(product), threads) for product in asked}
         for done in warming:
             done.result()
     rows, bandwidth = [], copy_bandwidth()

@@ -19,9 +19,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
     BLOCK, BUFFERS, COLUMNS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Deal, Seen, Work, drain, give_back, keep, launch,
-    multiply, nothing, rows, since, steps_of,
+    nothing, rows, since, steps_of,
 )  # fmt: skip
 from pallas_kernels.attention.segments import WALK, Tables
+from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import COLUMN, plgpu, spread, swizzled
 

@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import queries
 from pallas_kernels.attention.queries import Plan, Tiles, Walk
-from pallas_kernels.attention.schedule import BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, multiply, nothing
+from pallas_kernels.attention.schedule import BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, nothing
 from pallas_kernels.attention.segments import Tables
+from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, WGMMA, plgpu, spread, swizzled
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
 from pallas_kernels.plgpu_compat import COLUMN, ROW, SMS, WGMMA, multiprocessors, plgpu, spread, swizzled
 from pallas_kernels.quantize import BLOCK
@@ -36,7 +37,7 @@ from pallas_kernels.quantize import BLOCK
 F32 = jnp.float32
 ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
 SLAB = 32  # columns, each with its own scale, whose scales a consumer of a 1x128 by 1x128 product holds at once
-REGISTERS = {2: (240, 24), 3: (160, 24)}  # a thread of a consumer, of the producer's, by number of consumers: 64 Ki in all
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 24)}  # a thread of a consumer, of the producer's, by number of consumers
 
 
 class Tiles(NamedTuple):
@@ -51,6 +52,7 @@ class Tiles(NamedTuple):
     band_axis: Literal[0, 1] = 0  # along M (0) or N (1), so that the operands of those in flight stay in L2
     buffers: int = 1  # of a consumer's results on their way to memory
     high: int = 1  # times 64 rows of a consumer, one product after the other of every stage
+    flight: int = 1  # products of a consumer that are computed together, of as many stages
 
     @property
     def m(self) -> int:
@@ -123,6 +125,8 @@ def matmul(
     blocks = (2 * csize if interpret else multiprocessors()) // csize
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
     check_tiles(tiles, plan.store_width)
+    if tiles.flight > 1 and not b_blocks:
+        raise ValueError(f"{tiles}: products in flight are of b in blocks of 128x128")
     scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
@@ -135,12 +139,14 @@ def matmul(
 def check_tiles(tiles: Tiles, store_width: int) -> None:
     """What registers allow; shared memory is counted by Pallas, which raises a ValueError with the bytes."""
     if tiles.consumers not in REGISTERS:
-        raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 2 or 3 share the registers")
+        raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 1, 2 or 3 share the registers")
     if tiles.high not in (1, 2) or tiles.high * tiles.consumers > 4:
         raise ValueError(f"{tiles}: two consumers have the registers for 64 rows or twice 64 (high), three for 64")
-    widest = 128 if tiles.high == 2 else {2: 192, 3: 128}[tiles.consumers]
+    widest = 128 if tiles.high == 2 else {1: 192, 2: 192, 3: 128}[tiles.consumers]
     if tiles.width % 32 or not 0 < tiles.width <= widest:
         raise ValueError(f"{tiles}: the width is a multiple of 32, {widest} at most with so many consumers")
+    if tiles.flight > 1 and (tiles.high > 1 or tiles.flight > tiles.stages or tiles.flight * tiles.width > 128):
+        raise ValueError(f"{tiles}: products in flight are of 64 rows each, of {128 // tiles.width} stages or fewer")
     if tiles.stages < 2:
         raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
     columns = tiles.width // store_width * tiles.high
@@ -259,7 +265,7 @@ def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
             return tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
 
         parts = Consumer(plan, shared, row, column, before).parts()
-        totals, _ = sum_of(parts, plan.k_blocks, scales)
+        totals = sum_in_flight(*parts, plan.k_blocks, scales) if t.flight > 1 else sum_of(parts, plan.k_blocks, scales)[0]
         places = [out.at[pl.ds(mi * t.m + p.row, ROWS), pl.ds(ni * t.n + p.column, t.width)] for p in parts]
         store_tile(plan, zip(totals, places), shared.out.at[wg])
 
@@ -300,6 +306,34 @@ def sum_of(
     state = lax.fori_loop(0, blocks - 1, lambda i, state: block(i, state, lambda: last.arrived(i + 1))[0], start)
     (totals, _), result = block(blocks - 1, state, at_end)
     return totals, result
+
+
+def sum_in_flight(
+    part: Consumer, blocks: int, scales: Callable[[Consumer, Array], tuple[Array, ...]]
+) -> tuple[tuple[Array, ...]]:  # fmt: skip
+    """As `sum_of`, in the same order, of one part with b's scales of blocks: some products at a time, each promoted while the
+    tensor cores compute the next."""
+
+    def some(first: Array | int, count: int, total: tuple[Array, ...]) -> tuple[Array, ...]:
+        numbers = [first + n for n in range(count)]
+        for i in numbers:
+            part.arrived(i)
+
+        def body(take):
+            loaded, sums = [scales(part, i) for i in numbers], total
+            for i, scale in zip(numbers, loaded):
+                partial = take()
+                part.release(i)
+                sums = part.promote(sums, partial, scale, i)
+            return sums
+
+        operands = ((a, b.transpose((1, 0))) for a, b in map(part.operands, numbers))
+        return multiply(part.plan.simulated, body, *((None, a, b) for a, b in operands))
+
+    flight = part.plan.tiles.flight
+    times, left = divmod(blocks, flight)
+    total = lax.fori_loop(0, times, lambda n, total: some(n * flight, flight, total), zeros(part.plan))
+    return (some(times * flight, left, total) if left else total,)
 
 
 def _over(plan: Plan) -> bool:
@@ -349,8 +383,15 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
     "2x1x192": Tiles(2, width=192),
     "2x1x128, twice 64 rows": Tiles(2, high=2),
     "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, stages=3, cluster="n", buffers=4),
+}
+FEW_ROWS = {  # the same of up to 64 rows
     "1x3x64": Tiles(1, 3, 64, stages=6),
     "1x3x32": Tiles(1, 3, 32, stages=9),
+    "1x3x64, 2 in flight": Tiles(1, 3, 64, stages=6, flight=2),
+    "1x3x32, 4 in flight": Tiles(1, 3, 32, stages=9, flight=4),
+    "1x2x32, 4 in flight": Tiles(1, 2, 32, stages=12, flight=4),
+    "1x1x64, 2 in flight": Tiles(1, 1, 64, stages=12, flight=2),
+    "1x1x32, 4 in flight": Tiles(1, 1, 32, stages=16, flight=4),
 }
 
 
@@ -358,7 +399,7 @@ RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tun
     True: {"3x1x128 pairs along N": 1.0, "2x1x128, twice 64 rows, pairs along N": 0.95, "2x1x128": 0.91},
     False: {"3x1x128": 1.0, "2x1x128 pairs along M": 0.93},
 }
-FEW_ROWS = "1x3x64", "1x3x32"
+FOR_FEW_ROWS = "1x3x64", "1x3x32"  # measured; those with products in flight are not
 
 
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
@@ -366,7 +407,7 @@ def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
     multiprocessors without work in the last turn; for few rows, which take as long as reading b, those with which no
     multiprocessor reads much of it."""
     if m <= ROWS:
-        return min((CANDIDATES[name] for name in FEW_ROWS), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
+        return min((FEW_ROWS[name] for name in FOR_FEW_ROWS), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
     rates = RATES[b_blocks]
     return CANDIDATES[max(rates, key=lambda name: rates[name] * _busy(CANDIDATES[name], m, n))]
 

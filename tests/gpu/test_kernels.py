@@ -72,6 +72,15 @@ def test_every_candidate_gives_the_same_bits(name, wgrad):
     np.testing.assert_array_equal(got, kernel(ours, out_dtype=jnp.float32)(*args))
 
 
+@pytest.mark.parametrize("name", sm90.FEW_ROWS)
+def test_every_candidate_for_few_rows_gives_the_same_bits(name):
+    run = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32, tiles=sm90.FEW_ROWS[name])
+    many = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32, tiles=sm90.CANDIDATES["2x1x128"])
+    for m, k in ((1, 1100), (40, 4096), (64, 600)):
+        args = operands(m, 1032, k, False)
+        np.testing.assert_array_equal(run(*args), many(*args))
+
+
 @pytest.mark.parametrize("shape", [(64, 1536, 4096), (1000, 1032, 1100), (200, 576, 1536), (4096, 6144, 4096), (4096, 4096, 640)])
 def test_the_product_equals_the_tensor_cores_through_xla_bit_for_bit(shape):
     """Which equal CUTLASS's, vLLM's (test_vllm_quantizers.py): one order of sums, promoted by fused multiply-adds."""

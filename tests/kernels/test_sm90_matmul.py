@@ -21,6 +21,8 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "a cluster along M": (264, 136, 200, False, Tiles(2, cluster="m", buffers=2)),
     "three consumers, a cluster along N": (200, 136, 200, False, Tiles(cluster="n", band=2, band_axis=1)),
     "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
+    "one consumer, four products in flight, one left": (40, 136, 600, False, Tiles(1, 1, 32, stages=5, flight=4)),
+    "products in flight over two tiles": (40, 264, 900, False, Tiles(1, 3, 64, stages=3, flight=2)),
     "a consumer over two blocks": (72, 384, 136, False, Tiles(2, width=192)),
     "twice 64 rows a consumer": (264, 136, 200, False, Tiles(2, high=2, stages=3, buffers=4)),
     "twice 64 rows a consumer, a cluster along N": (264, 264, 200, False, Tiles(2, high=2, cluster="n")),
@@ -28,8 +30,12 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "wgrad, twice 64 rows a consumer": (264, 136, 400, True, Tiles(2, high=2)),
     "wgrad, three consumers by 96, a cluster along N": (200, 200, 400, True, Tiles(width=96, cluster="n")),
 }
-SOME = "K of five blocks, fewer stages", "a cluster along M", "twice 64 rows a consumer", "wgrad"
+SOME = (
+    "K of five blocks, fewer stages", "a cluster along M", "twice 64 rows a consumer", "wgrad",
+    "one consumer, four products in flight, one left",
+)  # fmt: skip
 VARIANTS = [(wgrad, tiles) for wgrad in (False, True) for tiles in sm90.CANDIDATES.values()]
+VARIANTS += [(False, tiles) for tiles in sm90.FEW_ROWS.values()]
 
 
 def operands(m: int, n: int, k: int, wgrad: bool):
@@ -143,13 +149,17 @@ def test_tiles_that_do_not_fit_are_errors():
     args = shapes(256, 384, 512, False)
     for tiles, message in {
         Tiles(stages=8): "shared memory",
-        Tiles(4): r"4 consumers \(down x across\): 2 or 3",
+        Tiles(4): r"4 consumers \(down x across\): 1, 2 or 3",
         Tiles(3, width=160): "multiple of 32, 128 at most",
         Tiles(2, width=80): "multiple of 32, 192 at most",
         Tiles(stages=1): "2 or more",
         Tiles(2, width=192, buffers=2): "in 3 parts, which buffers must divide",
         Tiles(3, high=2): r"64 rows or twice 64 \(high\), three for 64",
         Tiles(2, width=192, high=2): "multiple of 32, 128 at most",
+        Tiles(1, 3, 64, flight=4): "of 64 rows each, of 2 stages or fewer",
+        Tiles(1, 3, 32, stages=3, flight=4): "of 64 rows each, of 4 stages or fewer",
     }.items():
         with pytest.raises(ValueError, match=message):
             lower(args, tiles=tiles)
+    with pytest.raises(ValueError, match="in flight are of b in blocks of 128x128"):
+        lower(shapes(256, 384, 512, True), wgrad=True, tiles=sm90.FEW_ROWS["1x1x32, 4 in flight"])
