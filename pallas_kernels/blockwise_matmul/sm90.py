@@ -125,8 +125,6 @@ def matmul(
     blocks = (2 * csize if interpret else multiprocessors()) // csize
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
     check_tiles(tiles, plan.store_width)
-    if tiles.flight > 1 and not b_blocks:
-        raise ValueError(f"{tiles}: products in flight are of b in blocks of 128x128")
     scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
@@ -145,8 +143,9 @@ def check_tiles(tiles: Tiles, store_width: int) -> None:
     widest = 128 if tiles.high == 2 else {1: 192, 2: 192, 3: 128}[tiles.consumers]
     if tiles.width % 32 or not 0 < tiles.width <= widest:
         raise ValueError(f"{tiles}: the width is a multiple of 32, {widest} at most with so many consumers")
-    if tiles.flight > 1 and (tiles.high > 1 or tiles.flight > tiles.stages or tiles.flight * tiles.width > 128):
-        raise ValueError(f"{tiles}: products in flight are of 64 rows each, of {128 // tiles.width} stages or fewer")
+    together = (192 if tiles.consumers == 3 else 256) // tiles.width
+    if tiles.flight > 1 and (tiles.high > 1 or tiles.flight > min(tiles.stages, together)):
+        raise ValueError(f"{tiles}: products in flight are of 64 rows each, and of {min(tiles.stages, together)} stages or fewer")
     if tiles.stages < 2:
         raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
     columns = tiles.width // store_width * tiles.high
@@ -311,8 +310,7 @@ def sum_of(
 def sum_in_flight(
     part: Consumer, blocks: int, scales: Callable[[Consumer, Array], tuple[Array, ...]]
 ) -> tuple[tuple[Array, ...]]:  # fmt: skip
-    """As `sum_of`, in the same order, of one part with b's scales of blocks: some products at a time, each promoted while the
-    tensor cores compute the next."""
+    """As `sum_of` of one part, in the same order: some products at a time, each promoted while the next is computed."""
 
     def some(first: Array | int, count: int, total: tuple[Array, ...]) -> tuple[Array, ...]:
         numbers = [first + n for n in range(count)]
@@ -323,8 +321,11 @@ def sum_in_flight(
             loaded, sums = [scales(part, i) for i in numbers], total
             for i, scale in zip(numbers, loaded):
                 partial = take()
-                part.release(i)
+                if part.plan.b_blocks:
+                    part.release(i)
                 sums = part.promote(sums, partial, scale, i)
+                if not part.plan.b_blocks:  # promotion reads b's scales
+                    part.release(i)
             return sums
 
         operands = ((a, b.transpose((1, 0))) for a, b in map(part.operands, numbers))
@@ -381,6 +382,10 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
     "2x1x128": Tiles(2, buffers=2),
     "2x1x128 pairs along M": Tiles(2, cluster="m", buffers=2),
     "2x1x192": Tiles(2, width=192),
+    "2x1x128, 2 in flight": Tiles(2, buffers=2, flight=2),
+    "2x1x128, 2 in flight, pairs along M": Tiles(2, cluster="m", buffers=2, flight=2),
+    "2x1x128, 2 in flight, pairs along N": Tiles(2, cluster="n", buffers=2, flight=2),
+    "3x1x96, 2 in flight, pairs along N": Tiles(3, width=96, cluster="n", flight=2),
     "2x1x128, twice 64 rows": Tiles(2, high=2),
     "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, stages=3, cluster="n", buffers=4),
 }
