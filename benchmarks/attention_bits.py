@@ -4,7 +4,8 @@ XLA's attention; and errors to float64.
     jaxfp8rl bench attention_bits
 
 4,096 tokens in segments of some lengths (or of multiples of 8, so that every segment begins at one, too); 8 query and
-2 KV heads, or 2 of each, which blocks of 128 queries take. In FP8, q, k and v are numbers of E4M3.
+2 KV heads, or 2 of each, which blocks of 128 queries take; 4 and 2 for the shortest, as in `tests/gpu/test_same_policy.py`. In
+FP8, q, k and v are numbers of E4M3.
 
 Needs a Hopper GPU, and vLLM for FlashAttention 3.
 """
@@ -48,11 +49,12 @@ class Case(NamedTuple):
         return np.diff([0, *ends[ends < TOKENS], TOKENS]).tolist()
 
 
+SHORT = (5, 10), (8, 8, 8), (16, 16, 16)  # beginning anywhere, where a thread's columns do, where a tensor-core step does
 LENGTHS = (20, 64), (65, 128), (300, 1500), (300, 1500, 8), (TOKENS, TOKENS)
 CASES = [
     Case(*shape, fp8, *lengths)
     for shape, fp8 in (((8, 2, 128), False), ((8, 2, 64), False), ((2, 2, 64), False), ((8, 2, 128), True)) for lengths in LENGTHS
-]  # fmt: skip
+] + [Case(4, 2, 64, False, *lengths) for lengths in SHORT]  # fmt: skip
 
 
 def main() -> None:
