@@ -18,7 +18,7 @@ def multiply(simulated: bool, body, *of: tuple[Array | None, Array | jax.Ref, ja
     acc None is 0. -> body(take), whose every take() waits for the next result while those behind it are still computed.
     """
     if simulated:  # the simulator has no accumulator that begins with a value, and no operand in registers
-        made = iter([(0.0 if acc is None else acc) + _dot(a[...], b[...]) for acc, a, b in of])
+        made = iter([(0.0 if acc is None else acc) + dot(a[...], b[...]) for acc, a, b in of])
         return body(lambda: plgpu.layout_cast(next(made), WGMMA))
 
     def run(*refs):
@@ -40,5 +40,6 @@ def multiply(simulated: bool, body, *of: tuple[Array | None, Array | jax.Ref, ja
     return pl.run_scoped(run, *(plgpu.ACC((a.shape[0], b.shape[1]), F32) for _, a, b in of))
 
 
-def _dot(a: Array, b: Array) -> Array:
+def dot(a: Array, b: Array) -> Array:
+    """What is simulated in a tensor-core product's place, float32."""
     return jnp.dot(a.astype(F32), b.astype(F32), precision=lax.Precision.HIGHEST)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.blockwise_matmul import reference, sm90
+from pallas_kernels.blockwise_matmul.tiles import Tiles, choose
 from pallas_kernels.plgpu_compat import Backend, pad_to, use_kernel
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import E4M3, E5M2
@@ -22,7 +23,7 @@ OUTPUTS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 def blockwise_matmul(
     x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, *, out_dtype: jnp.dtype = jnp.bfloat16,
-    backend: Backend = "auto", tiles: sm90.Tiles | None = None, interpret=None,
+    backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
 ) -> Array:  # fmt: skip
     """x [T, K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [T, N] in `out_dtype`. fprop and dgrad.
 
@@ -37,7 +38,7 @@ def blockwise_matmul(
 
 def wgrad(
     dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, *, out_dtype: jnp.dtype = jnp.float32,
-    backend: Backend = "auto", tiles: sm90.Tiles | None = None, interpret=None,
+    backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
 ) -> Array:  # fmt: skip
     """dy^T x over the tokens: dy_codes [N, T], x_codes [K, T], both in 1x128 blocks along T -> [N, K] in `out_dtype`.
 
@@ -49,13 +50,13 @@ def wgrad(
     return _kernel(dy_codes, dy_scale, x_codes, x_scale, False, out_dtype, tiles, interpret)
 
 
-def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: sm90.Tiles | None, interpret) -> Array:
+def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: Tiles | None, interpret) -> Array:
     """Pad to what the copy engine takes; scales of rows as [K/128, M]. Zeros add nothing, by any scale."""
     (m, k), n = a.shape, b.shape[0]
     columns = 128 // jnp.dtype(out_dtype).itemsize
     if n <= columns:  # Mosaic drops an axis of one box from a copy, and with it the check that columns beyond are not written
         columns *= 2
-    tiles = tiles or sm90.choose(m, n, k, b_blocks=b_blocks)
+    tiles = tiles or choose(m, n, k, b_blocks=b_blocks)
     b_scale = b_scale if b_blocks else pad_to(b_scale.T, 1, columns)
     y = sm90.matmul(
         pad_to(a, 8, BLOCK), pad_to(a_scale.T, 1, 8), pad_to(b, columns, BLOCK), b_scale, tiles,

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.decode_attention.deal import KEYS, Deal, Piece, for_each_piece
 from pallas_kernels.decode_attention.sm90_join import F32, ROWS, Softmax, nothing
+from pallas_kernels.in_flight import dot
 from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread
 
@@ -276,7 +277,7 @@ class Consumer(NamedTuple):
 
             def add(i, total):
                 made = []
-                turn(i, lambda a, b: made.append(_dot(a, b[...])))
+                turn(i, lambda a, b: made.append(dot(a, b[...])))
                 return total + sum(made)
 
             return plgpu.layout_cast(lax.fori_loop(0, plan.heads // plan.turn, add, initial), WGMMA)
@@ -335,7 +336,3 @@ class Consumer(NamedTuple):
         if fp8:
             plgpu.commit_smem()
         return values
-
-
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a.astype(F32), b.astype(F32), precision=lax.Precision.HIGHEST)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.blockwise_matmul.sm90 import Tiles
+from pallas_kernels.blockwise_matmul.tiles import Tiles
 from pallas_kernels.grouped_matmul import reference, sm90
 from pallas_kernels.grouped_matmul.groups import Groups, pad_rows, padded_rows, plan_groups, unpad_rows
 from pallas_kernels.plgpu_compat import Backend, use_kernel

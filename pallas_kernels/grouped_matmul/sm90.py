@@ -23,8 +23,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blockwise_matmul.sm90 import (
-    F32, REGISTERS, ROWS, Consumer, Plan, Shared, Tiles, check_tiles, shared_memory, store_tile, sum_of, zeros,
+    F32, Consumer, Plan, Shared, shared_memory, store_tile, sum_of, zeros,
 )  # fmt: skip
+from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import multiprocessors, plgpu

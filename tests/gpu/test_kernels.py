@@ -11,7 +11,8 @@ import pytest
 
 from jaxfp8rl.exact import exact_jit
 from pallas_kernels.blockwise_matmul import api as matmul
-from pallas_kernels.blockwise_matmul import reference, sm90, xla
+from pallas_kernels.blockwise_matmul import reference, xla
+from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS
 from pallas_kernels.numerics import tile_distinct, worst_tile
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as q
@@ -62,20 +63,20 @@ def test_the_product_equals_the_reference_tile_by_tile_every_time(shape, wgrad):
 
 
 @pytest.mark.parametrize("wgrad", [False, True])
-@pytest.mark.parametrize("name", sm90.CANDIDATES)
+@pytest.mark.parametrize("name", CANDIDATES)
 def test_every_candidate_gives_the_same_bits(name, wgrad):
     """Ragged in all three sizes. The order of the sum is the same in all, so results are equal, not just near."""
-    tiles = sm90.CANDIDATES[name]
+    tiles = CANDIDATES[name]
     args, (ours, theirs) = operands(1000, 1032, 1100, wgrad), product(wgrad)
     got = np.asarray(kernel(ours, out_dtype=jnp.float32, tiles=tiles)(*args))
     assert worst_tile(got, jax.jit(theirs)(*args), TILE) < 2e-3
     np.testing.assert_array_equal(got, kernel(ours, out_dtype=jnp.float32)(*args))
 
 
-@pytest.mark.parametrize("name", sm90.FEW_ROWS)
+@pytest.mark.parametrize("name", FEW_ROWS)
 def test_every_candidate_for_few_rows_gives_the_same_bits(name):
-    run = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32, tiles=sm90.FEW_ROWS[name])
-    many = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32, tiles=sm90.CANDIDATES["2x1x128"])
+    run = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32, tiles=FEW_ROWS[name])
+    many = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32, tiles=CANDIDATES["2x1x128"])
     for m, k in ((1, 1100), (40, 4096), (64, 600)):
         args = operands(m, 1032, k, False)
         np.testing.assert_array_equal(run(*args), many(*args))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.blockwise_matmul.sm90 import Tiles
+from pallas_kernels.blockwise_matmul.tiles import Tiles
 from pallas_kernels.grouped_matmul import api, sm90
 from pallas_kernels.numerics import tile_distinct, worst_tile
 from pallas_kernels.plgpu_compat import INTERPRET

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.blockwise_matmul import api, reference, sm90
-from pallas_kernels.blockwise_matmul.sm90 import Tiles
+from pallas_kernels.blockwise_matmul import api, reference
+from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, Tiles, choose
 from pallas_kernels.numerics import worst_tile
 from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.quantize import reference as q
@@ -35,8 +35,8 @@ SOME = (
     "K of five blocks, fewer stages", "a cluster along M", "twice 64 rows a consumer", "wgrad",
     "one consumer, four products in flight, one left",
 )  # fmt: skip
-VARIANTS = [(wgrad, tiles) for wgrad in (False, True) for tiles in sm90.CANDIDATES.values()]
-VARIANTS += [(False, tiles) for tiles in sm90.FEW_ROWS.values()]
+VARIANTS = [(wgrad, tiles) for wgrad in (False, True) for tiles in CANDIDATES.values()]
+VARIANTS += [(False, tiles) for tiles in FEW_ROWS.values()]
 
 
 def operands(m: int, n: int, k: int, wgrad: bool):
@@ -95,7 +95,7 @@ def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
 
 def test_few_rows_are_shared_by_many_multiprocessors():
     for n in (4096, 6144, 24576):
-        tiles = sm90.choose(8, n, 4096, b_blocks=True)
+        tiles = choose(8, n, 4096, b_blocks=True)
         assert tiles.m == 64 and 40 < -(-n // tiles.n) <= 132
 
 

@@ -1,8 +1,8 @@
-"""Compile lowered Mosaic GPU kernels to machine code for sm_90a, where there is no GPU; without JAX:
+"""Compile a lowered Mosaic GPU kernel to machine code for sm_90a, where there is no GPU; without JAX:
 
-    python compile.py SITE DRIVER MODULE ...
+    python compile.py SITE DRIVER MODULE
 
-SITE is where requirements/sm90a.txt is installed, DRIVER the library made of driver.c, each MODULE a file of MLIR's bytecode.
+SITE is where requirements/sm90a.txt is installed, DRIVER the library made of driver.c, MODULE a file of MLIR's bytecode.
 What ptxas says of it, and its machine code, go to standard output.
 """
 
@@ -14,16 +14,14 @@ import sys
 from pathlib import Path
 
 
-def main(site: str, driver: str, *modules: str) -> None:
-    cuda = Path(site, "nvidia/cu13")
+def main(site: str, driver: str, module: str) -> None:
+    code, cuda = Path(module).read_bytes(), Path(site, "nvidia/cu13")
     os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(cuda), "PATH": f"{cuda / 'bin'}:{os.environ['PATH']}",
                    "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}  # fmt: skip
     ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)
     build = ctypes.CDLL(str(Path(site, "jax_plugins/xla_cuda13/xla_cuda_plugin.so"))).MosaicGpuCompile
     build.argtypes, build.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-    for module in modules:
-        code = Path(module).read_bytes()
-        build(code, len(code))  # ends in an error: what it has compiled cannot be loaded
+    build(code, len(code))  # ends in an error: what it has compiled cannot be loaded
 
 
 if __name__ == "__main__":

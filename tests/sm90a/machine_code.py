@@ -7,7 +7,6 @@ that says Hopper and does nothing else. compile.py does the rest in a process of
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from jax._src.lib.mlir import ir
+from jaxlib.mlir import ir
 
 HERE = Path(__file__).parent
 TARGET = "mosaic_gpu_v2"
@@ -51,7 +50,7 @@ def kernels_of(lowered, site: Path) -> list[Kernel]:
 @functools.cache
 def _compiled(module: bytes, site: Path) -> Kernel:
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, hashlib.sha256(module).hexdigest())
+        file = Path(folder, "kernel")
         file.write_bytes(module)
         command = [sys.executable, HERE / "compile.py", site, _driver(site), file]
         done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

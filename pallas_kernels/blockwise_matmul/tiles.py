@@ -1,0 +1,112 @@
+"""How the products on Hopper are cut up: what registers allow, what was compared on an H200, and what is chosen by it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from jax.experimental import pallas as pl
+
+from pallas_kernels.plgpu_compat import SMS
+
+ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 24)}  # a thread of a consumer, of the producer's, by number of consumers
+
+
+class Tiles(NamedTuple):
+    """How a product is cut up; `choose` knows what is fast for which shape."""
+
+    down: int = 3  # consumers along M, 64 rows each
+    across: int = 1  # consumers along N
+    width: int = 128  # columns of a consumer
+    stages: int = 4
+    cluster: Literal["", "m", "n"] = ""  # two blocks side by side along M share b, along N share a
+    band: int = 8  # tiles are walked in bands of this many,
+    band_axis: Literal[0, 1] = 0  # along M (0) or N (1), so that the operands of those in flight stay in L2
+    buffers: int = 1  # of a consumer's results on their way to memory
+    high: int = 1  # times 64 rows of a consumer, one product after the other of every stage
+    flight: int = 1  # products of a consumer that are computed together, of as many stages
+
+    @property
+    def m(self) -> int:
+        return self.down * self.high * ROWS
+
+    @property
+    def n(self) -> int:
+        return self.across * self.width
+
+    @property
+    def consumers(self) -> int:
+        return self.down * self.across
+
+
+def check_tiles(tiles: Tiles, store_width: int) -> None:
+    """What registers allow; shared memory is counted by Pallas, which raises a ValueError with the bytes."""
+    if tiles.consumers not in REGISTERS:
+        raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 1, 2 or 3 share the registers")
+    if tiles.high not in (1, 2) or tiles.high * tiles.consumers > 4:
+        raise ValueError(f"{tiles}: two consumers have the registers for 64 rows or twice 64 (high), three for 64")
+    widest = 128 if tiles.high == 2 else {1: 192, 2: 192, 3: 128}[tiles.consumers]
+    if tiles.width % 32 or not 0 < tiles.width <= widest:
+        raise ValueError(f"{tiles}: the width is a multiple of 32, {widest} at most with so many consumers")
+    together = (192 if tiles.consumers == 3 else 256) // tiles.width
+    if tiles.flight > 1 and (tiles.high > 1 or tiles.flight > min(tiles.stages, together)):
+        raise ValueError(f"{tiles}: products in flight are of 64 rows each, and of {min(tiles.stages, together)} stages or fewer")
+    if tiles.stages < 2:
+        raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
+    columns = tiles.width // store_width * tiles.high
+    if tiles.buffers < 1 or columns % tiles.buffers:
+        raise ValueError(f"{tiles}: results leave in {columns} parts, which buffers must divide")
+
+
+CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x across x width
+    "3x1x128": Tiles(buffers=2),
+    "3x1x128 pairs along M": Tiles(cluster="m", buffers=2),
+    "3x1x128 pairs along N": Tiles(cluster="n", buffers=2),
+    "2x1x128": Tiles(2, buffers=2),
+    "2x1x128 pairs along M": Tiles(2, cluster="m", buffers=2),
+    "2x1x192": Tiles(2, width=192),
+    "2x1x128, 2 in flight": Tiles(2, buffers=2, flight=2),
+    "2x1x128, 2 in flight, pairs along M": Tiles(2, cluster="m", buffers=2, flight=2),
+    "2x1x128, 2 in flight, pairs along N": Tiles(2, cluster="n", buffers=2, flight=2),
+    "3x1x96, 2 in flight, pairs along N": Tiles(3, width=96, cluster="n", flight=2),
+    "2x1x128, twice 64 rows": Tiles(2, high=2),
+    "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, stages=3, cluster="n", buffers=4),
+}
+FEW_ROWS = {  # the same of up to 64 rows
+    "1x3x64": Tiles(1, 3, 64, stages=6),
+    "1x3x32": Tiles(1, 3, 32, stages=9),
+    "1x3x64, 2 in flight": Tiles(1, 3, 64, stages=6, flight=2),
+    "1x3x32, 4 in flight": Tiles(1, 3, 32, stages=9, flight=4),
+    "1x2x32, 4 in flight": Tiles(1, 2, 32, stages=12, flight=4),
+    "1x1x64, 2 in flight": Tiles(1, 1, 64, stages=12, flight=2),
+    "1x1x32, 4 in flight": Tiles(1, 1, 32, stages=16, flight=4),
+}
+
+
+RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tune.json, gemm_tiles.json)
+    True: {"3x1x128 pairs along N": 1.0, "2x1x128, twice 64 rows, pairs along N": 0.95, "2x1x128": 0.91},
+    False: {"3x1x128": 1.0, "2x1x128 pairs along M": 0.93},
+}
+FOR_FEW_ROWS = "1x3x64", "1x3x32"  # measured; those with products in flight are not
+
+
+def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
+    """The tiles for a product, from what was measured on an H200 (docs/kernels.md): big ones, unless they would leave many
+    multiprocessors without work in the last turn; for few rows, which take as long as reading b, those with which no
+    multiprocessor reads much of it."""
+    if m <= ROWS:
+        return min((FEW_ROWS[name] for name in FOR_FEW_ROWS), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
+    rates = RATES[b_blocks]
+    return CANDIDATES[max(rates, key=lambda name: rates[name] * _busy(CANDIDATES[name], m, n))]
+
+
+def _busy(tiles: Tiles, m: int, n: int) -> float:
+    """Elements of the result over those that all multiprocessors could compute in the turns it takes."""
+    pair = 2 if tiles.cluster else 1
+    return m * n / (_turns(tiles, m, n) * (SMS // pair) * pair * tiles.m * tiles.n)
+
+
+def _turns(tiles: Tiles, m: int, n: int) -> int:
+    """Tiles, or pairs of them, that the busiest multiprocessors compute."""
+    down, across = tiles.m * (1 + (tiles.cluster == "m")), tiles.n * (1 + (tiles.cluster == "n"))
+    return pl.cdiv(pl.cdiv(m, down) * pl.cdiv(n, across), SMS // (2 if tiles.cluster else 1))
