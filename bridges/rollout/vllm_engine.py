@@ -113,6 +113,8 @@ class VllmEngine:
             build["enable_return_routed_experts"] = True
         if attention == "triton":
             build["attention_backend"] = "TRITON_ATTN"
+        if page := vllm_environment.page(kv_cache):
+            build["block_size"] = page
         if kv_cache_bytes is not None:  # vLLM then takes these, and does not measure what other processes leave
             build["kv_cache_memory_bytes"] = kv_cache_bytes
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")

@@ -4,7 +4,8 @@
 (`reference.short_dot`), so that it differs from the reference by some 1e-4 before the result is rounded.
 
 Sizes that the kernel does not take as they are, are padded, which costs a copy: it wants the contraction in multiples of 128, M
-of 8, N of 64 (32 for a float32 result), two at least. Widths of language models have these, and so have packed rows of tokens.
+of 8 (or below 8), N of 64 (32 for a float32 result), two at least. Widths of language models have these, and so have packed rows
+of tokens.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: Tiles | No
     if n <= columns:  # Mosaic drops an axis of one box from a copy, and with it the check that columns beyond are not written
         columns *= 2
     tiles = tiles or choose(m, n, k, b_blocks=b_blocks)
+    rows = min(m, 8)  # a copy of fewer than 8 is one box, too
     b_scale = b_scale if b_blocks else pad_to(b_scale.T, 1, columns)
+    a_scale = a_scale.T if sm90.reads_scalars(m, b_blocks) else pad_to(a_scale.T, 1, 8)
     y = sm90.matmul(
-        pad_to(a, 8, BLOCK), pad_to(a_scale.T, 1, 8), pad_to(b, columns, BLOCK), b_scale, tiles,
+        pad_to(a, rows, BLOCK), a_scale, pad_to(b, columns, BLOCK), b_scale, tiles,
         b_blocks=b_blocks, out_dtype=out_dtype, interpret=interpret,
     )  # fmt: skip
     return y[:m, :n]

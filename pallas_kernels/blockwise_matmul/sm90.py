@@ -53,6 +53,10 @@ class Plan:
     simulated: bool
 
     @property
+    def one_row(self) -> bool:
+        return reads_scalars(self.m, self.b_blocks)
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Tiles, or pairs of them, along M and N."""
         t = self.tiles
@@ -85,13 +89,19 @@ class Shared(NamedTuple):
     empty: jax.Ref
 
 
+def reads_scalars(m: int, b_blocks: bool) -> bool:
+    """Whether a's scales are read one by one, as b's of 128x128 blocks are: one row has no more, and a copy would want four."""
+    return m == 1 and b_blocks
+
+
 def matmul(
     a: Array, a_scale: Array, b: Array, b_scale: Array, tiles: Tiles, *, b_blocks: bool, out_dtype: jnp.dtype, interpret=None
 ) -> Array:
     """a [M, K] times b [N, K] transposed -> [M, N] in `out_dtype`, bfloat16 or float32.
 
     a_scale [K/128, M] and b_scale [K/128, N], or [N/128, K/128] for `b_blocks`; float32. The copy engine moves boxes of 8 rows by
-    128 bytes: M is a multiple of 8, K of 128, N of 64 (bfloat16) or 32 (float32). `api.py` pads.
+    128 bytes: M is a multiple of 8 or below it, K of 128, N of 64 (bfloat16) or 32 (float32). a_scale has whole boxes of 8,
+    unless `reads_scalars`. `api.py` pads.
     """
     (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
@@ -116,7 +126,7 @@ def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
         a_scale=plgpu.SMEM((t.stages, t.m), F32),
         b_scale=plgpu.SMEM((t.stages, t.n) if not plan.b_blocks else (8,), F32),  # blocks' scales are read as scalars
         out=plgpu.SMEM((t.consumers, t.buffers, *store), plan.out_dtype, transforms=store_layout),
-        full=plgpu.Barrier(num_arrivals=3 + (not plan.b_blocks), num_barriers=t.stages),
+        full=plgpu.Barrier(num_arrivals=3 + (not plan.b_blocks) - plan.one_row, num_barriers=t.stages),
         empty=barrier(num_arrivals=t.consumers, num_barriers=t.stages),
     )  # fmt: skip
 
@@ -124,7 +134,7 @@ def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
 def _kernel(plan: Plan, a, a_scale, b, b_scale, out, *shared) -> None:
     shared, consumers = Shared(*shared), plan.tiles.consumers
     produce = functools.partial(_produce, plan, (a, a_scale, b, b_scale), shared)
-    specialise(consumers, REGISTERS[consumers], produce, lambda wg: _consume(plan, wg, b_scale, out, shared))
+    specialise(consumers, REGISTERS[consumers], produce, lambda wg: _consume(plan, wg, a_scale, b_scale, out, shared))
 
 
 def _produce(plan: Plan, operands, shared: Shared) -> None:
@@ -145,7 +155,8 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
             ks = pl.ds(ki * BLOCK, BLOCK)
             copy(a.at[rows, ks], shared.a.at[slot], full, **share_a)
             copy(b.at[columns, ks], shared.b.at[slot], full, **share_b)
-            copy(a_scale.at[ki, rows], shared.a_scale.at[slot], full)
+            if not plan.one_row:
+                copy(a_scale.at[ki, rows], shared.a_scale.at[slot], full)
             if not plan.b_blocks:
                 copy(b_scale.at[ki, columns], shared.b_scale.at[slot], full)
 
@@ -202,14 +213,14 @@ class Consumer(NamedTuple):
         return tuple(out)
 
 
-def _consume(plan: Plan, wg: Array, b_scale, out, shared: Shared) -> None:
+def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> None:
     """Compute this warpgroup's part of every tile."""
     t = plan.tiles
     row, column = lax.div(wg, t.across) * t.high * ROWS, lax.rem(wg, t.across) * t.width
 
     def tile(mi, ni, before):
         def scales(part, ki):
-            by_row = part.row_scales(ki)
+            by_row = plgpu.layout_cast(jnp.full(ROWS, a_scale[ki, 0]), ROW) if plan.one_row else part.row_scales(ki)
             if not plan.b_blocks:
                 return (by_row,)
             at = (ni * t.n + part.column + s for s in range(0, t.width, plan.slab))

@@ -67,27 +67,22 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
     "2x1x192": Tiles(2, width=192),
     "2x1x128, 2 in flight": Tiles(2, buffers=2, flight=2),
     "2x1x128, 2 in flight, pairs along M": Tiles(2, cluster="m", buffers=2, flight=2),
-    "2x1x128, 2 in flight, pairs along N": Tiles(2, cluster="n", buffers=2, flight=2),
-    "3x1x96, 2 in flight, pairs along N": Tiles(3, width=96, cluster="n", flight=2),
     "2x1x128, twice 64 rows": Tiles(2, high=2),
     "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, stages=3, cluster="n", buffers=4),
 }
 FEW_ROWS = {  # the same of up to 64 rows
     "1x3x64": Tiles(1, 3, 64, stages=6),
     "1x3x32": Tiles(1, 3, 32, stages=9),
-    "1x3x64, 2 in flight": Tiles(1, 3, 64, stages=6, flight=2),
-    "1x3x32, 4 in flight": Tiles(1, 3, 32, stages=9, flight=4),
-    "1x2x32, 4 in flight": Tiles(1, 2, 32, stages=12, flight=4),
+    "1x1x64": Tiles(1, 1, 64, stages=12),
     "1x1x64, 2 in flight": Tiles(1, 1, 64, stages=12, flight=2),
-    "1x1x32, 4 in flight": Tiles(1, 1, 32, stages=16, flight=4),
 }
 
 
-RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tune.json, gemm_tiles.json)
-    True: {"3x1x128 pairs along N": 1.0, "2x1x128, twice 64 rows, pairs along N": 0.95, "2x1x128": 0.91},
-    False: {"3x1x128": 1.0, "2x1x128 pairs along M": 0.93},
+RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tune.json, gemm_tiles.json, gemm_in_flight.json)
+    True: {"3x1x128 pairs along N": 1.0, "2x1x128, twice 64 rows": 0.94, "2x1x128": 0.91},
+    False: {"3x1x128": 1.0, "2x1x128, 2 in flight": 0.98},
 }
-FOR_FEW_ROWS = "1x3x64", "1x3x32"  # measured; those with products in flight are not
+FOR_FEW_ROWS = "1x3x64", "1x3x32", "1x1x64, 2 in flight"
 
 
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:

@@ -22,6 +22,8 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "three consumers, a cluster along N": (200, 136, 200, False, Tiles(cluster="n", band=2, band_axis=1)),
     "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
     "one consumer, four products in flight, one left": (40, 136, 600, False, Tiles(1, 1, 32, stages=5, flight=4)),
+    "one row": (1, 264, 300, False, Tiles(1, 3, 64)),
+    "five rows": (5, 136, 300, False, Tiles(1, 1, 64, flight=2)),
     "products in flight over two tiles": (40, 264, 900, False, Tiles(1, 3, 64, stages=3, flight=2)),
     "a consumer over two blocks": (72, 384, 136, False, Tiles(2, width=192)),
     "twice 64 rows a consumer": (264, 136, 200, False, Tiles(2, high=2, stages=3, buffers=4)),
@@ -33,7 +35,7 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
 }
 SOME = (
     "K of five blocks, fewer stages", "a cluster along M", "twice 64 rows a consumer", "wgrad",
-    "one consumer, four products in flight, one left",
+    "one consumer, four products in flight, one left", "one row", "five rows",
 )  # fmt: skip
 VARIANTS = [(wgrad, tiles) for wgrad in (False, True) for tiles in CANDIDATES.values()]
 VARIANTS += [(False, tiles) for tiles in FEW_ROWS.values()]
@@ -97,6 +99,13 @@ def test_few_rows_are_shared_by_many_multiprocessors():
     for n in (4096, 6144, 24576):
         tiles = choose(8, n, 4096, b_blocks=True)
         assert tiles.m == 64 and 40 < -(-n // tiles.n) <= 132
+
+
+@pytest.mark.parametrize(("rows", "pads"), [(1, 0), (5, 1), (8, 0), (9, 2)])
+def test_of_few_rows_little_is_padded(rows, pads):
+    """Every pad is a kernel of its own, and a product of few rows is short: one row goes as it is, of some their scales."""
+    text = lower(shapes(rows, 4096, 4096, False))
+    assert text.count("stablehlo.pad") == pads and text.count("stablehlo.slice") == pads // 2
 
 
 def test_gradients_in_e5m2_lower_for_cuda():
