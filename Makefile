@@ -17,6 +17,12 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python --no-deps
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
 
+# Where bytecode may not be written, every process that imports vLLM compiles it and torch anew, 20 s long: here it lies apart.
+ifneq ($(PYTHONDONTWRITEBYTECODE),)
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
+endif
+
 # A run directory is never reused by accident; these are made afresh, so that the numbers are those of this run, and are of their
 # own, so that no run of `jaxfp8rl train demo` is lost.
 demo: $(VENV)/.base

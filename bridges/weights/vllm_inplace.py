@@ -95,11 +95,11 @@ class VllmInplace:
         self._take_back()
         engine.begin(version)
         try:
-            written = self._write(source, metas)
+            digests = self._write(source, metas)
             for module in self._packed:
                 module.quant_method.process_weights_after_loading(module)
             reading = self._read()  # while the host puts what was sent in order
-            sent = written.digests()
+            sent = digests()
         except Exception as e:  # whatever the source raised
             raise PublishFailed(f"version {version} broke off: {e}", "repair the source and publish again in full") from e
         copy_to_host(engine.kv_scale_places)
@@ -169,8 +169,9 @@ class VllmInplace:
             raise PublishFailed(f"{name} holds a scale that is not positive and finite", "look at the learner's weights")
         return found[:, :2]
 
-    def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Sent:
-        """Copy a part at a time while JAX makes the next, until all is there."""
+    def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
+        """Copy a part at a time while JAX makes the next, until all is there. What comes back gives the digests of what was
+        sent, [n, 2] uint32 in the order of `targets`."""
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
         with stream:
             for part in parts(source, metas):
@@ -181,7 +182,7 @@ class VllmInplace:
                 if not all(rows.held for rows in part):
                     stream.wait()  # the part has been read: JAX may take its memory for the one after the next
                 part.clear(), views.clear()  # before the loop asks for more
-        return sent
+        return sent.digests
 
     def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
         """Write view [len(names), ...] to the engine's tensors of these names, proving nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,12 +25,12 @@ class VllmReceive(VllmInplace):
         """Those that reach where the engine's tensors are."""
         return GPU_LINKS if next(iter(self.targets.values())).is_cuda else HOST_LINKS
 
-    def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> np.ndarray:
+    def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
         if not isinstance(source, LinkedWeights):
             return super()._write(source, metas)
         sent = np.zeros((len(self._place), 2), np.uint32)
         sent[[self._place[m.name] for m in metas]] = source.write_to({name: _bytes(t) for name, t in self.targets.items()})
-        return sent
+        return lambda: sent
 
 
 def _bytes(tensor: torch.Tensor) -> Buffer:

@@ -68,7 +68,7 @@ def grouped_wgrad(
     _check_scale("dy", dy_scale, (n, p // BLOCK)), _check_scale("x", x_scale, (k, p // BLOCK))
     if not use_kernel(backend):
         return reference.grouped_wgrad(dy_codes, dy_scale, x_codes, x_scale, groups).astype(out_dtype)
-    tiles = tiles or sm90.WEIGHTS["3x1x128"]
+    tiles = tiles or sm90.WEIGHTS["3x1x128 bands of 2"]
     return sm90.grouped_wgrad(
         dy_codes, dy_scale.T, x_codes, x_scale.T, groups, tiles, out_dtype=out_dtype, interpret=interpret
     )  # fmt: skip

@@ -168,7 +168,7 @@ def bare_transport(metas, parameters=None) -> VllmInplace:
 def test_of_what_a_source_makes_two_layers_are_alive():
     source = Made()
     transport = bare_transport(source.metas)
-    transport._write(source, source.metas).digests()
+    transport._write(source, source.metas)()
     assert [int(t[0, 0]) for t in transport.targets.values()] == [10 * i + j for i in range(LAYERS) for j in range(2)]
     assert source.most == 2
 
@@ -176,11 +176,11 @@ def test_of_what_a_source_makes_two_layers_are_alive():
 def test_rows_of_a_stack_are_read_in_place_and_digested_as_tensors_are():
     metas, stack = Made().metas, jnp.arange(2.0 * LAYERS * ROWS * COLUMNS).reshape(2 * LAYERS, ROWS, COLUMNS)
     transport = bare_transport(metas)
-    by_row = transport._write(zip((m.name for m in metas), (StackRow(stack, i) for i in range(len(metas)))), metas).digests()
+    by_row = transport._write(zip((m.name for m in metas), (StackRow(stack, i) for i in range(len(metas)))), metas)()
     for i, target in enumerate(transport.targets.values()):
         np.testing.assert_array_equal(target.numpy(), stack[i])
-    np.testing.assert_array_equal(by_row, transport._write(zip((m.name for m in metas), stack), metas).digests())
-    np.testing.assert_array_equal(by_row, transport._write(list(transport.targets.items()), metas).digests())
+    np.testing.assert_array_equal(by_row, transport._write(zip((m.name for m in metas), stack), metas)())
+    np.testing.assert_array_equal(by_row, transport._write(list(transport.targets.items()), metas)())
     assert len({tuple(row) for row in by_row.tolist()}) == len(metas)
 
 
@@ -222,10 +222,10 @@ def test_a_source_by_stacks_arrives_as_one_by_layers_does(engine):
         transport.targets = {r.meta.name: r.tensor for r in transport._rows}
     if engine != "apart":
         assert [len(rows) for rows in stacks_of(transport._rows)] == [LAYERS, LAYERS]
-    by_stacks = transport._write(source, source.metas).digests()
+    by_stacks = transport._write(source, source.metas)()
     for name, want in source:
         np.testing.assert_array_equal(transport.targets[name].numpy(), want)
-    np.testing.assert_array_equal(by_stacks, transport._write(list(source), source.metas).digests())
+    np.testing.assert_array_equal(by_stacks, transport._write(list(source), source.metas)())
     readers = _Reader(stacks_of(transport._rows))
     read = dict(zip(readers.names, np.asarray(readers())[:, :2].tolist()))
     assert [read[m.name] for m in source.metas] == by_stacks.tolist()
@@ -298,7 +298,7 @@ def test_experts_arrive_in_the_halves_that_vllm_joins(found, stacked):
     transport._place, transport._spans = {name: i for i, name in enumerate(transport.targets)}, {}
     runs = stacks_of(transport._rows)
     assert [len(rows) for rows in runs] == ([LAYERS * E] if stacked else [E] * LAYERS) * 3
-    by_stacks = transport._write(source, ()).digests()
+    by_stacks = transport._write(source, ())()
     for i in range(LAYERS):
         module = model.get_submodule(f"layer{i}")
         np.testing.assert_array_equal(module.w13_weight[:, :F], source.stacks_of["gate_proj"][i])
@@ -306,7 +306,7 @@ def test_experts_arrive_in_the_halves_that_vllm_joins(found, stacked):
         np.testing.assert_array_equal(module.w2_weight, source.stacks_of["down_proj"][i])
     one_by_one = list(source)
     metas = [transport._rows[transport._place[name]].meta for name, _ in one_by_one]
-    np.testing.assert_array_equal(by_stacks, transport._write(one_by_one, metas).digests())
+    np.testing.assert_array_equal(by_stacks, transport._write(one_by_one, metas)())
     readers = [_Reader([rows]) for rows in runs]
     read = dict(zip([n for r in readers for n in r.names], np.concatenate([np.asarray(r())[:, :2] for r in readers]).tolist()))
     assert [read[name] for name in transport.targets] == by_stacks.tolist()
@@ -327,7 +327,7 @@ def test_a_source_by_stacks_that_leaves_a_tensor_out_is_refused():
     source = Stacks()
     source.names[0].pop(3)
     with pytest.raises(ValueError, match="did not give layers.3.a.weight"):
-        bare_transport(source.metas)._write(source, source.metas).digests()
+        bare_transport(source.metas)._write(source, source.metas)()
 
 
 def test_a_stack_row_passes_for_an_array_anywhere():

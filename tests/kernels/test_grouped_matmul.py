@@ -169,6 +169,10 @@ def test_bad_gradients_sizes_results_and_tiles_are_errors():
     args = shapes(False, experts=4, rows=1000, n=384, k=512)
     with pytest.raises(ValueError, match="a result of float16"):
         jax.eval_shape(functools.partial(api.grouped_matmul, out_dtype=jnp.float16), *args)
-    for tiles, message in {Tiles(cluster="m"): "only pairs along N", Tiles(2, high=2): "so high is 1"}.items():
+    for tiles, message in {
+        Tiles(cluster="m"): "only pairs along N",
+        Tiles(2, high=2): "so high is 1",
+        Tiles(2, flight=2): "and flight is 1",
+    }.items():
         with pytest.raises(ValueError, match=message):
             lower(args, False, tiles=tiles)
