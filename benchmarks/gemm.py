@@ -4,8 +4,8 @@
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
 times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together; medians
-over rounds. --tune times every one of CANDIDATES, or FEW_ROWS, of `blockwise_matmul/tiles.py` in place of the chosen and writes
-nothing: `choose` is made from it.
+over rounds. --tune times every one of CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen
+and writes nothing: `choose` is made from it.
 All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from benchmarks.common import arguments, row, write
 from pallas_kernels.blockwise_matmul import api, reference
-from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, Tiles
+from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, FOR_WGRAD, Tiles
 from pallas_kernels.quantize import api as quantize
 
 QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
@@ -89,7 +89,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
-    tiles = lambda product: (FEW_ROWS if product.decode else CANDIDATES) if args.tune else {"ours": None}
+    candidates = lambda product: FOR_WGRAD if product.wgrad else FEW_ROWS if product.decode else CANDIDATES
+    tiles = lambda product: candidates(product) if args.tune else {"ours": None}
     asked = [p for p in products(args.tokens) if not args.only or p.name.split()[0] in args.only]
     with ThreadPoolExecutor() as threads, ProcessPoolExecutor(4, get_context("spawn"), leave_memory) as processes:
         warming = [processes.submit(warm, product) for product in asked if not product.wgrad]

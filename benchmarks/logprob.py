@@ -33,13 +33,10 @@ from pallas_kernels.logprob import api, reference, sm90
 
 TILES = {  # what --tune compares
     "pairs along M": sm90.Tiles(),
-    "pairs along M, one in flight": sm90.Tiles(in_flight=0),
-    "pairs along N": sm90.Tiles(cluster="n"),
     "single": sm90.Tiles(cluster=""),
     "bands of 4": sm90.Tiles(band=4),
     "bands of 16": sm90.Tiles(band=16),
     "bands of 8 words": sm90.Tiles(band_axis=1),
-    "pairs along N, bands of 16 words": sm90.Tiles(cluster="n", band=16, band_axis=1),
     "128 words, six stages": sm90.Tiles(n=128, stages=6),
 }
 CALLS = 2

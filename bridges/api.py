@@ -73,7 +73,7 @@ class SamplingParams:
 class GenRequest:
     """Ask for `n` completions of one prompt. Written by the learner, read by the engine.
 
-    `seed` makes the n completions reproducible on one engine and stack; None leaves the engine's own stream.
+    `seed`, of 32 bits, makes the n completions reproducible on one engine and stack; None leaves the engine's own stream.
     """
 
     request_id: str
@@ -87,6 +87,8 @@ class GenRequest:
             raise ValueError(f"request {self.request_id!r}: the prompt has no tokens")
         if self.n < 1:
             raise ValueError(f"request {self.request_id!r}: n must be at least 1, got {self.n}")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise ValueError(f"request {self.request_id!r}: a seed lies in [0, 2^32), got {self.seed}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +314,8 @@ class WeightTransport(Protocol):
     """Carries a WeightSource into an engine. Resetting the prefix cache is part of `publish`.
 
     `publish` checks the manifest first (ManifestMismatch before a byte moves); a failure later leaves the engine dirty
-    (PublishFailed). `verify` raises PublishFailed when the engine no longer holds what the receipt says.
+    (PublishFailed). `verify` raises PublishFailed when the engine no longer holds what the receipt says; BridgeError when it is
+    asleep and would have to be read.
     """
 
     def open(self, engine: RolloutEngine) -> None: ...

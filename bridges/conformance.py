@@ -265,7 +265,9 @@ def _settled(e: EngineUnderTest) -> list[Completion]:
 
 
 def _same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
-    return all(np.array_equal(x.token_ids, y.token_ids) and np.array_equal(x.logprobs, y.logprobs) for x, y in zip(a, b))
+    pairs = zip(a, b)
+    same = all(np.array_equal(x.token_ids, y.token_ids) and np.array_equal(x.logprobs, y.logprobs) for x, y in pairs)
+    return same and len(a) == len(b)
 
 
 def _refuses_to_generate(e: EngineUnderTest) -> None:

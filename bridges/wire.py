@@ -84,16 +84,20 @@ def unpack_capabilities(d: dict[str, Any]) -> Capabilities:
     return Capabilities(**{**d, "formats": EngineFormats(**d["formats"])})
 
 
-def pack_error(e: Exception) -> dict[str, str]:
-    """A class that the other side does not know becomes EngineUnhealthy: whoever raised it did not mean to."""
+def pack_error(e: Exception) -> dict[str, Any]:
+    """A class that the other side does not know becomes EngineUnhealthy: whoever raised it did not mean to. Where that is the
+    cause, it goes along: another engine may do better."""
     name = type(e).__name__
     if name not in ERRORS:
         return {"class": "EngineUnhealthy", "message": f"the engine's process failed: {name}: {e}",
                 "next_step": "look at its standard error; start a new one if it happens again"}  # fmt: skip
     next_step = getattr(e, "next_step", "")
-    return {"class": name, "message": str(e).removesuffix(f"\n  next step: {next_step}"), "next_step": next_step}
+    said = {"class": name, "message": str(e).removesuffix(f"\n  next step: {next_step}"), "next_step": next_step}
+    return said | ({"cause": pack_error(e.__cause__)} if isinstance(e.__cause__, EngineUnhealthy) else {})
 
 
-def unpack_error(d: dict[str, str]) -> Exception:
-    error = ERRORS.get(d["class"], BridgeError)
-    return error(d["message"], d["next_step"]) if issubclass(error, BridgeError) else error(d["message"])
+def unpack_error(d: dict[str, Any]) -> Exception:
+    kind = ERRORS.get(d["class"], BridgeError)
+    error = kind(d["message"], d["next_step"]) if issubclass(kind, BridgeError) else kind(d["message"])
+    error.__cause__ = unpack_error(d["cause"]) if "cause" in d else None
+    return error

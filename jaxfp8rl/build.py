@@ -18,7 +18,7 @@ from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.dataset import PromptStream, contents, prepare
 from jaxfp8rl.data.packing import Sample, microbatches_needed
-from jaxfp8rl.data.tasks import Problem, Task, make_task
+from jaxfp8rl.data.tasks import FileTask, Problem, Task, make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.exact import keep_compiled
@@ -246,10 +246,12 @@ class Data:
 
 def load_data(cfg: Config, model: ModelConfig) -> Data:
     """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises UserErrors."""
-    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
+    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date)
     check_fits(tokenizer, model.vocab_size)
     task = make_task(cfg.task, seed=cfg.run.seed)
     train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))
+    if isinstance(task, FileTask) and (bad := task.report.bad):
+        print(f"left out {len(bad)} bad rows of {task.report.rows}; the first: {bad[0]}")
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
     return Data(tokenizer, task, train, held_out)

@@ -91,6 +91,8 @@ class Checkpoints:
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         try:
             saved = ocp.load_checkpointables(self._folder / str(step), {"state": abstract, "loop": None})
+        except jax.errors.JaxRuntimeError:  # the device's, out of memory above all: no fault of the checkpoint
+            raise
         except Exception as e:
             raise CheckpointError(
                 f"{self._folder}: checkpoint {step} cannot be restored into this configuration: {e}",
@@ -104,9 +106,13 @@ class Checkpoints:
             if not (problem := damage(self._folder / str(step))):
                 return step
             self.damaged[step] = problem
+        raise self.none_to_go_on_from()
+
+    def none_to_go_on_from(self) -> CheckpointError:
+        """What is to be raised, with the damage found in each."""
         said = "; ".join(f"{step} is damaged: {why}" for step, why in self.damaged.items())
-        raise CheckpointError(f"{self._folder}: no complete checkpoint to go on from" + (f" ({said})" if said else ""),
-                              "begin another run, in another --run.dir")  # fmt: skip
+        return CheckpointError(f"{self._folder}: no complete checkpoint to go on from" + (f" ({said})" if said else ""),
+                               "begin another run, in another --run.dir")  # fmt: skip
 
     def set_aside(self, after: int, why: str = "damaged") -> list[int]:
         """Move what is newer than the step that the run goes on from to `WHY-STEP`: it is about to pass there itself."""

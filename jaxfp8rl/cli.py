@@ -22,7 +22,7 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import check_typed
 from jaxfp8rl.errors import ConfigError, ModelError, UserError
 from jaxfp8rl.settings import describe, find, format_differences, format_presets, overview, settings
-from jaxfp8rl.toml_config import dump_config, load_config, unknown_key
+from jaxfp8rl.toml_config import dump_config, load_config, to_toml, unknown_key
 
 BRIDGE_EXIT_CODE = 5
 
@@ -174,7 +174,7 @@ def _config_options(commands: argparse._SubParsersAction) -> None:
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> None:
     own = _of_run(args.config)
-    cfg = load_config(own, overrides if own == args.config else ["--run.dir", args.config, *overrides])
+    cfg = load_config(own, overrides if own == args.config else ["--run.dir", to_toml(args.config), *overrides])
     if args.dry_run:
         return _dry_run(cfg)
     if args.resume:

@@ -68,6 +68,10 @@ class Task(Section):
     options: dict[str, Any] = Field({}, description="options of the kind of task, checked by it (docs/tasks.md)")
     system_prompt: str = Field("", description="put before a prompt that is rendered with the chat template")
     chat: bool = Field(False, description="render prompts with the tokenizer's chat template")
+    date: str = Field(
+        "2024-07-26", pattern=r"^\d{4}-\d\d-\d\d$",
+        description="the day that a chat template prints, whatever day it is: a resumed run has the prompts it began with",
+    )
     scorer: str = Field(
         "", description='of a file task: exact (also when empty), math_verify, or "module:function" of your own (docs/tasks.md)'
     )
@@ -253,7 +257,10 @@ class Correction(Section):
         if "adaptive" in given:
             given["adaptive"] = AdaptiveMix(**self.adaptive.model_dump())
         try:
-            return get_preset(self.preset)._replace(**given).check()
+            found = get_preset(self.preset)._replace(**given).check()
+            if found.weight == "none" and (idle := given.keys() & {"action", "lower", "upper"}):
+                raise ValueError(f'{", ".join(sorted(idle))}: no effect with weight "none"')
+            return found
         except ConfigError:
             raise
         except ValueError as e:

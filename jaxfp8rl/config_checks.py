@@ -237,8 +237,17 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
         _refuse_given(cfg, "rollout", ("kv_scale_decay",), 'rollout.kv_scales = "one"', 'rollout.kv_scales = "calibrated"')
     if not loss.overlong_buffer:
         _refuse_given(cfg, "loss", ("overlong_penalty",), "loss.overlong_buffer = 0", "loss.overlong_buffer")
+    if not loss.kl_coef:
+        _refuse_given(cfg, "loss", ("kl",), "loss.kl_coef = 0", "loss.kl_coef")
     if moe.replay != "R3":
         _refuse_given(cfg, "moe", ("measure_every",), f'moe.replay = "{moe.replay}"', 'moe.replay = "R3"')
+    if not (recipe.engine_fp8 or r.kv_cache == "fp8"):
+        _refuse_given(cfg, "monitor", ("precision_every",), f'precision.recipe = "{recipe.name}"', "an FP8 recipe or cache")
+    if cfg.task.kind == "arithmetic" or (cfg.task.kind == "file" and cfg.task.scorer in ("", "exact")):
+        scorer = "a scorer that runs in the learner's process"
+        _refuse_given(cfg, "task", ("reward_workers", "reward_timeout_s"), scorer, "task.scorer")
+    if not cfg.task.chat:
+        _refuse_given(cfg, "task", ("date",), "task.chat = false", "task.chat")
     if not cfg.run.samples_per_step:
         _refuse_given(cfg, "run", ("samples_top_k",), "run.samples_per_step = 0", "run.samples_per_step")
     if loss.old_policy == "rollout":
@@ -293,6 +302,15 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
             f'rollout.samples_per_prompt = 1: a group of one has loss.advantage "{loss.advantage}" 0 and nothing is learned',
             'sample more, or set loss.advantage = "reinforce_pp"',
         )
+    if cfg.rollout.samples_per_prompt == 1 and loss.dynamic_sampling_rounds > 1:
+        raise ConfigError(
+            f"loss.dynamic_sampling_rounds = {loss.dynamic_sampling_rounds}: of a group of one no rewards differ, so that every "
+            "round is sampled and nothing is learned",
+            "set it to 1, or rollout.samples_per_prompt higher",
+        )
+    if loss.advantage == "pass_at_k" and loss.overlong_buffer:
+        raise ConfigError('loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
+                          "set it to 0, or choose another advantage")  # fmt: skip
     carries_ratio = loss.old_policy == "rollout" and (loss.objective != "reinforce" or loss.ratio_cap is not None)
     if recipe.engine_fp8 and not correction.corrects and not carries_ratio:
         raise ConfigError(

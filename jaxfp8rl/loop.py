@@ -63,8 +63,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group))
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(parts.precision))
-        warnings = kv_fp8_warning(parts.model, parts.engine.capabilities().formats), gloo_warning(parts.layout)
-        for warning in filter(None, warnings):
+        formats, calibrated = parts.engine.capabilities().formats, parts.kv_scales is not None
+        for warning in filter(None, (kv_fp8_warning(parts.model, formats, calibrated), gloo_warning(parts.layout))):
             run.note(warning)
         if fork_of:
             state, step = fork(parts, run, fork_of)
@@ -145,7 +145,7 @@ def one_step(
         state, policy, updates = learn(parts, run, state, policy, step, packed, scored)
         policy = with_scales(parts, policy)
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
-        updates |= probe(parts, run, state, packed[0], step)
+        updates |= probe(parts, run, state, policy, packed[0])
     parts.batches.settle(clock)
     with clock("publish"):
         receipt, policy = hand_over(parts, state, policy, step)

@@ -96,10 +96,14 @@ def format_needs(cfg: Config, model: ModelConfig) -> str:
 
 
 def _savings(cfg: Config, need: Callable[[Config], int]) -> list[tuple[int, str]]:
-    """(bytes saved, setting) of each single change that saves any."""
+    """(bytes saved, setting) of each single change that saves any and is allowed beside the rest."""
     before, found = need(cfg), []
     for change in _changes(cfg):
         changed = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys) for name, keys in change.items()})
+        try:
+            changed.check()
+        except ConfigError:
+            continue
         said = ", ".join(f"{name}.{key} = {_toml(value)}" for name, keys in change.items() for key, value in keys.items())
         if (saved := before - need(changed)) > 0:
             found.append((saved, said))
@@ -108,12 +112,13 @@ def _savings(cfg: Config, need: Callable[[Config], int]) -> list[tuple[int, str]
 
 def _changes(cfg: Config) -> list[Change]:
     t, r = cfg.train, cfg.rollout
+    rows = lambda at_least, parts: {"rows_per_microbatch": -(-at_least // parts) * parts}  # whole ones in each part
     changes: list[Change] = [
         {"optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}},
         {"optim": {"offload": True}},
         {"train": {"remat": "layer"}},
-        {"train": {"rows_per_microbatch": t.rows_per_microbatch // 2}} if t.rows_per_microbatch > t.over_rows else {},
-        {"train": {"fsdp": 2 * t.fsdp, "rows_per_microbatch": max(t.rows_per_microbatch, 2 * t.over_rows)}},
+        {"train": rows(t.rows_per_microbatch // 2, t.over_rows)} if t.rows_per_microbatch > t.over_rows else {},
+        {"train": {"fsdp": 2 * t.fsdp} | rows(t.rows_per_microbatch, 2 * t.over_rows)},
     ]
     if r.engine == "vllm":
         cache = {"kv_cache_gib": r.kv_cache_gib / 2} if r.kv_cache_gib else {}

@@ -177,27 +177,27 @@ def _ours(optimizer: Optimizer | optax.GradientTransformation) -> Optimizer:
 
 
 def guarded_update(
-    optimizer: Optimizer | optax.GradientTransformation, state: TrainState, loss: Array, grads: Params
+    optimizer: Optimizer | optax.GradientTransformation, state: TrainState, loss: Array, grads: Params, live: Array | bool = True
 ) -> tuple[TrainState, StepMetrics]:
     """Apply `grads`, the gradients times state.loss_scale, unless the loss or their global norm is not finite; then keep every
     byte of params and optimiser state and count up `bad_steps`. (optax.apply_if_finite applies the bad update after N in a row: a
-    delay, not a guard.)
+    delay, not a guard.) Every byte is also kept where nothing is `live`: Adam's momentum is no reason to move by itself.
 
     With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is halved; it doubles
     after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
     """
     finite = jnp.isfinite(loss)
     scale = 1 / state.loss_scale  # a power of two
-    params, opt_state, norm = _ours(optimizer).update(grads, scale, state.opt_state, state.params, finite)
-    ok = finite & jnp.isfinite(norm)
-    scaling = state.loss_scale > 1
-    overflow = scaling & finite & ~ok
+    params, opt_state, norm = _ours(optimizer).update(grads, scale, state.opt_state, state.params, finite & live)
+    sound = finite & jnp.isfinite(norm)
+    ok, scaling = sound & live, state.loss_scale > 1
+    overflow = scaling & finite & ~sound
     grow = ok & scaling & (state.good_steps + 1 >= LOSS_SCALE_PATIENCE) & (state.loss_scale < LARGEST_LOSS_SCALE)
     new = TrainState(
         step=state.step + ok,
         params=params,
         opt_state=opt_state,
-        bad_steps=jnp.where(ok, 0, state.bad_steps + ~overflow),
+        bad_steps=jnp.where(ok, 0, state.bad_steps + ~(sound | overflow)),
         loss_scale=state.loss_scale * jnp.where(grow, 2.0, jnp.where(overflow, 0.5, 1.0)),
         good_steps=jnp.where(ok & ~grow, state.good_steps + scaling, 0),
     )

@@ -26,6 +26,7 @@ from jaxfp8rl.errors import ConfigError, ProcessFailed, UserError
 from jaxfp8rl.sharding import whole
 
 SLICE_MS = 1000  # of a wait: between two of them signals are heard
+PART, PART_MS = 4 * 2**20, 60_000  # bytes of what is told that cross at once, and what they may take: they are there already
 SHUTDOWN_S = 60  # that a process which has failed is waited for
 SHARED_S = 60.0  # until a file on a shared disk is seen
 LOOPBACK = "127.", "localhost:", "[::1]:"
@@ -66,7 +67,7 @@ class ProcessGroup:
             return self._hear()
         codes = [int(self._wait_for(key)) for key in keys[1:]]
         for key in (*keys[1:], *(f"{self._name}/told/{n}" for n in range(self._deleted, self._sent))):  # all have heard those
-            self._store.key_value_delete(key)
+            self._store.key_value_delete(key)  # and what is below it: the parts
         self._deleted = self._sent
         return self.told(lambda: max(code, *codes))
 
@@ -112,13 +113,20 @@ class ProcessGroup:
         self._tell({"ended": said, "code": code, "asked": asked})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        self._store.key_value_set_bytes(f"{self._name}/told/{self._sent}", json.dumps(message).encode())
+        """In parts, then how many: a wait's deadline is for the transfer, too, and what did not cross in it never would."""
+        key, data = f"{self._name}/told/{self._sent}", json.dumps(message).encode()
+        starts = range(0, len(data), PART)
+        for i, start in enumerate(starts):
+            self._store.key_value_set_bytes(f"{key}/{i}", data[start : start + PART], True)  # over what was interrupted
+        self._store.key_value_set_bytes(key, str(len(starts)).encode())
         self._sent += 1
 
     def _hear(self) -> Any:
         """The next value that the first process tells."""
         while self._ended is None:
-            message = json.loads(self._wait_for(f"{self._name}/told/{self._sent}"))
+            key = f"{self._name}/told/{self._sent}"
+            parts = range(int(self._wait_for(key)))
+            message = json.loads(b"".join(self._wait_for(f"{key}/{i}", PART_MS) for i in parts))
             self._sent += 1
             if "value" in message:
                 return message["value"]
@@ -130,10 +138,10 @@ class ProcessGroup:
                 self._ended = ProcessFailed(f"the first process has ended: {message['ended']}", exit_code=message["code"])
         raise self._ended
 
-    def _wait_for(self, key: str) -> bytes:
+    def _wait_for(self, key: str, slice_ms: int = 0) -> bytes:
         while True:
             try:
-                return self._store.blocking_key_value_get_bytes(key, SLICE_MS)
+                return self._store.blocking_key_value_get_bytes(key, slice_ms or SLICE_MS)
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise ProcessFailed(f"another process is gone: {str(e).splitlines()[0]}", "see what it said last") from e

@@ -169,7 +169,8 @@ def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tupl
     def started(number: int) -> tuple[RolloutEngine, WeightTransport]:
         gpus = ",".join(map(str, r.server_gpus[number * share :][:share]))
         environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **_vllm_options(cfg, model, runs))
+        options = _vllm_options(cfg, model, runs) | {"seed": cfg.run.seed + number}  # unseeded requests draw each its own
+        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **options)
         return engine, _opened(cfg, engine)
 
     def member(number: int) -> Member:

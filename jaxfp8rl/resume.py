@@ -30,6 +30,7 @@ def save(parts: Parts, run: RunDirectory, state: TrainState, step: int, last: bo
     clip = parts.calibration.state() if parts.calibration else {}
     seen = {n: np.asarray(x).tolist() for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
     loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "contents": parts.contents, "kv_amax": seen}
+    loop["spikes"] = parts.spikes.state()
     run.save(step, state, loop | clip, last)
 
 
@@ -113,6 +114,9 @@ def _take_up(parts: Parts, loop: dict[str, Any]) -> None:
         parts.calibration.take_up(loop)
     if parts.kv_scales and loop["kv_amax"]:
         parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in loop["kv_amax"].items()}
+    if parts.replay:
+        parts.replay.steps = loop["step"]
+    parts.spikes.take_up(loop["spikes"])
 
 
 def _differences(parts: Parts, other: Path) -> str:

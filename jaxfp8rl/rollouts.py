@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from jaxfp8rl.config import Loss
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
 from jaxfp8rl.rewards.runner import RewardRunner
 
@@ -52,7 +54,7 @@ class Rollouts:
             "reward/mean": float(np.mean(rewards[~undefined])) if not undefined.all() else float("nan"),
             "reward/std": float(np.std(rewards[~undefined])) if not undefined.all() else float("nan"),
             "reward/undefined": int(undefined.sum()),
-            "reward/groups_solved_in_part": float(np.mean([0 < np.nanstd(g.rewards) for g in self.groups])),
+            "reward/groups_solved_in_part": float(np.mean(informative_groups([g.rewards for g in self.groups]))),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": int(lengths.max()),
             "response/cut_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
@@ -113,6 +115,8 @@ def _problem(request: GenRequest, completions: Sequence[Completion], version: in
     for c in completions:
         if found := c.problem() or unfit(request, c):
             return f"completion {c.index}: {found}"
+        if c.finish_reason == "abort":
+            return f"completion {c.index}: the engine gave it up"
         if any(span.version != version for span in c.version_spans) or not c.version_spans:
             return f"completion {c.index}: sampled at weight versions {c.version_spans}, expected {version}"
     return None
@@ -121,7 +125,8 @@ def _problem(request: GenRequest, completions: Sequence[Completion], version: in
 def score(kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner) -> list[Group]:
     """Decode every completion and ask the task what it is worth.
 
-    Special tokens stay in the text, save the one that ended it: a sampled <pad> must not vanish from "1<pad>9".
+    Special tokens stay in the text, save the one that ended it: a sampled <pad> must not vanish from "1<pad>9". Raises DataError
+    where no score is defined: nothing could be learned from it, nor an evaluation be believed.
     """
     stops = set(tokenizer.eos_token_ids)
 
@@ -131,7 +136,12 @@ def score(kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Toke
 
     texts = [[text(c) for c in completions] for _, completions in kept]
     flat = [(prompt.problem, text) for (prompt, _), group in zip(kept, texts) for text in group]
-    values = iter([float("nan") if s.value is None else s.value for s in rewards.score(flat)])
+    scores = rewards.score(flat)
+    if all(s.value is None for s in scores):
+        why, times = collections.Counter(s.why for s in scores).most_common(1)[0]
+        raise DataError(f"none of {len(scores)} completions could be scored; {times} times: {why}",
+                        "score one by hand (docs/tasks.md); a run goes on with --resume")  # fmt: skip
+    values = iter([float("nan") if s.value is None else s.value for s in scores])
     return [
         Group(prompt, completions, tuple(group), np.array([next(values) for _ in group]))
         for (prompt, completions), group in zip(kept, texts)

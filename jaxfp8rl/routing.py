@@ -98,7 +98,7 @@ class RouteReplay:
         self.mode, self._every, self._record = cfg.moe.replay, cfg.moe.measure_every, record
         self._recorded: list[Array] = []
         self._seen: list[dict[str, Array]] = []
-        self._steps = 0
+        self.steps = 0  # so far: which of them are measured goes by it
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
         """old_logp [M, R, T]. The routes that were its own are remembered for `replayed`."""
@@ -106,14 +106,14 @@ class RouteReplay:
         self._recorded.append(own)
         if self.mode == "R3":
             self._seen.append(disagreement(own, batch.routes, batch.segment_ids))
-            if self._every and self._steps % self._every == 0:
+            if self._every and self.steps % self._every == 0:
                 unreplayed = self._record(policy, batch._replace(routes=None))[0]
                 self._seen[-1] |= _mismatch(unreplayed, batch.rollout_logp, batch.response_mask)
         return old
 
     def replayed(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
         """The batches that were scored, as the updates shall have them."""
-        recorded, self._recorded, self._steps = self._recorded, [], self._steps + 1
+        recorded, self._recorded, self.steps = self._recorded, [], self.steps + 1
         if self.mode == "R3":
             return list(batches)
         return [batch._replace(routes=own) for batch, own in zip(batches, recorded, strict=True)]

@@ -30,7 +30,7 @@ from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
-from jaxfp8rl.monitors.trackers import make_trackers
+from jaxfp8rl.monitors.trackers import check_trackers, make_trackers
 from jaxfp8rl.processes import ALONE, ProcessGroup, check_shared
 from jaxfp8rl.sharding import fetch
 from jaxfp8rl.toml_config import dump_config, load_config
@@ -44,13 +44,14 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[None]:
     """The run directory for this process, or group, alone until it ends, however that goes: the system holds the lock, no file.
 
-    Raises as `check_run_directory` does, and ConfigError when another process is in it or it cannot be made.
+    Raises as `check_run_directory` and `check_trackers` do, and ConfigError when another process is in it or it cannot be made.
     """
     lock = Path(cfg.run.dir) / ".lock"
     if not group.first:
         check_shared(group, lock)
         yield
         return
+    check_trackers(cfg)  # they are made by this process alone, after its engine
     if not lock.exists():  # nobody is in it: what is refused makes no folder
         check_run_directory(cfg, resume)
     try:
@@ -80,15 +81,17 @@ def check_run_directory(cfg: Config, resume: bool) -> None:
     One that failed before its first line of metrics, at the gate say, may be resumed from what it saved, or begun anew.
     """
     folder = Path(cfg.run.dir)
-    begun, newest = _size(folder / "metrics.jsonl") > 0, Checkpoints(folder / "checkpoints", 1).latest()
+    begun, checkpoints = _size(folder / "metrics.jsonl") > 0, Checkpoints(folder / "checkpoints", 1)
     if begun and not resume:
         raise ConfigError(f"run.dir: {folder} holds a run already", "continue it with --resume, or choose another --run.dir")
     if not resume:
         return
-    if not begun and newest is None:
+    if (newest := checkpoints.latest()) is None:
+        if begun:
+            raise checkpoints.none_to_go_on_from()
         raise CheckpointError(f"run.dir: {folder} holds no run to resume", "train without --resume")
     check_resumable(cfg)
-    if newest is not None and newest > cfg.run.steps:
+    if newest > cfg.run.steps:
         raise ConfigError(f"run.steps = {cfg.run.steps}: the newest checkpoint of {folder} is of step {newest}",
                           "set run.steps no lower; --fork RUN@STEP --run.dir NEW begins another run before it")  # fmt: skip
 
@@ -117,10 +120,14 @@ class RunDirectory:
     def _open(self, resume: bool) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self._console = ConsoleMonitor(self._cfg.run.steps)
-        if not resume:
-            self._begin()
-        self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
-        self._monitors = Monitors([self._metrics, self._console, *make_trackers(self._cfg, self.path, self.note)])
+        try:
+            if not resume:
+                self._begin()
+            self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
+            self._monitors = Monitors([self._metrics, self._console, *make_trackers(self._cfg, self.path, self.note)])
+        except BaseException:  # else its live line would go on, and the terminal be without a cursor
+            self._console.close()
+            raise
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -20,8 +20,8 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.errors import ConfigError, NonFiniteStep
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.errors import ConfigError, ModelError, NonFiniteStep
+from jaxfp8rl.exact import exact_jit, keep_compiled
 from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
@@ -31,6 +31,7 @@ from jaxfp8rl.policy import gradients_like, outer, policy_of
 from jaxfp8rl.precision.hardware import attention_of
 from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.rollouts import Prompt
+from jaxfp8rl.routing import with_options
 from jaxfp8rl.train_step import make_logprobs
 from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
 
@@ -40,10 +41,13 @@ def run_sft(cfg: Config) -> None:
     if not cfg.sft.steps:
         raise ConfigError("sft.steps = 0: nothing to train", "set sft.steps, sft.lr and sft.examples_per_step")
     cfg.check()
-    model = model_config(cfg)
+    folder = Path(cfg.run.dir) / "sft"
+    if folder.exists() and any(folder.iterdir()):
+        raise ModelError(f"{folder} exists and is not empty", "choose another --run.dir, or move it away")
+    keep_compiled(cfg.train.compilation_cache)
+    model = with_options(model_config(cfg), cfg)
     data = load_data(cfg, model)
     params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
-    folder = Path(cfg.run.dir) / "sft"
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(folder)
     print(f"wrote {folder}")

@@ -119,12 +119,13 @@ def make_train_step(
         run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL, ALL, ALL), (ALL, ROWS, grads_specs))
         rows = batch, batch.rollout_logp if two_policies else old_logp, ref_logp, fix.weights, mask, scale
         value, seen, grads = run(policy, rows, mask.any((1, 2)), state.loss_scale, clip)
-        state, update = guarded_update(optimizer, state, value, grads)
         logp = seen.pop("logp")
         if two_policies:
             old_logp = logp
             fix = rollout_correction(logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
-        metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask), "staleness/k1": mean_over(mask, old_logp - logp)}
+        tokens = jnp.sum(fix.mask)
+        state, update = guarded_update(optimizer, state, value, grads, live=tokens > 0)
+        metrics = {"loss": value, "tokens/update": tokens, "staleness/k1": mean_over(mask, old_logp - logp)}
         metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
         state = layout.keep(state)

@@ -9,8 +9,10 @@ import numpy as np
 
 from jaxfp8rl.build import Parts
 from jaxfp8rl.errors import NonFiniteStep
+from jaxfp8rl.policy import scales_in
 from jaxfp8rl.precision.checks import find_nonfinite
 from jaxfp8rl.precision.probes import precision_report
+from jaxfp8rl.precision.recipe import FP8_KV
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.sharding import fetch
 from jaxfp8rl.types import Params, TrainBatch, TrainState
@@ -30,7 +32,7 @@ def learn(
     """Apply the step's updates in turn -> (state, its policy, metrics: means over the updates, of tokens the sum). `state` and
     `policy` are donated. Raises NonFiniteStep after too many bad ones in a row."""
     rows, calibration = [], parts.calibration
-    shadow = calibration.begin(step, state.params, packed[-1]) if calibration else None
+    shadow = calibration.begin(step, state.params, packed[-1]) if calibration and len(packed) > 1 else None  # one has no ratios
     for batch, (old, reference) in zip(packed, scored):
         if shadow is not None and batch is packed[-1]:
             calibration.finish(state.params, batch, parts.score(policy, batch), old, shadow)
@@ -40,7 +42,9 @@ def learn(
         if clip:
             rows[-1] |= {"clip/bound_low": float(clip[0]), "clip/bound_high": float(clip[1])}
         parts.spikes.add(rows[-1]["loss"])
-        if not rows[-1]["update/applied"] and not rows[-1]["update/overflow"]:
+        if not rows[-1]["tokens/update"]:
+            run.note(f"step {step}: no token was left to learn from, and no update was applied")
+        elif not rows[-1]["update/applied"] and not rows[-1]["update/overflow"]:
             saved = run.save_bad_batch(batch, old)
             where = find_nonfinite(state.params, batch, parts.model, parts.precision, fetch(old), parts.cfg.rollout.temperature)
             run.note(f"step {step}: an update was not finite and was not applied: {where}")
@@ -53,14 +57,18 @@ def learn(
     return state, policy, metrics | {"tokens/update": sum(r["tokens/update"] for r in rows)}
 
 
-def probe(parts: Parts, run: RunDirectory, state: TrainState, batch: TrainBatch, step: int) -> dict[str, float]:
-    """What FP8 rounds away in weights and activations, and which layers that shows in: metrics of the step, and the whole
-    report as precision.json. A learner without FP8 is asked what the engine's would cost it."""
-    precision = parts.precision
-    if not precision.any_fp8:
-        precision = dataclasses.replace(precision, runs=parts.runs)
-    if not precision.any_fp8:
+def probe(parts: Parts, run: RunDirectory, state: TrainState, policy: Params, batch: TrainBatch) -> dict[str, float]:
+    """What FP8 rounds away in weights, activations and the cache, and which layers that shows in: metrics of the step, and the
+    whole report as precision.json. All as the engine has it: a learner without FP8 is asked what that would cost it. `policy` is
+    of `state` and has the scales of FP8 attention, where there are any."""
+    formats = parts.engine.capabilities().formats
+    precision = dataclasses.replace(
+        parts.precision, runs=parts.runs, kv_fp8=formats.kv_cache == FP8_KV, kv_truncated=formats.kv_truncated,
+        attention_fp8=formats.attention == FP8_KV, fused_quantizer=formats.fused_quantizer,
+    )  # fmt: skip
+    if not (precision.any_fp8 or precision.kv_fp8):
         return {}
-    report = precision_report(state.params, batch, parts.model, precision, parts.cfg.rollout.temperature)
+    params = {**state.params, **scales_in(policy)}
+    report = precision_report(params, batch, parts.model, precision, parts.cfg.rollout.temperature)
     report.save(run.path / "precision.json")
     return report.metrics() | {"precision/loss_spikes": parts.spikes.count}

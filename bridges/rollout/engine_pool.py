@@ -109,8 +109,9 @@ class EnginePool:
         """It is open on itself."""
 
     def close(self) -> None:
+        """Side by side, and at once: a generation in progress fails."""
         self._dirty = "they are closed"
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         _close(self.members)
 
     def _all(self, call: Callable[[int, Member], Any]) -> list[Any]:
@@ -121,7 +122,11 @@ class EnginePool:
 
 
 def _close(members: Sequence[Member]) -> None:
-    for m in members:
+    def close(m: Member) -> None:
         m.transport.close()
         if m.engine is not m.transport:
             m.engine.close()
+
+    with concurrent.futures.ThreadPoolExecutor(max(len(members), 1)) as threads:
+        for done in [threads.submit(close, m) for m in members]:
+            done.result()

@@ -227,7 +227,7 @@ def _options(engine: str) -> dict[str, bool]:
         from bridges.rollout.vllm_engine import VllmEngine as Engine
     parameters = inspect.signature(Engine).parameters.values()
     extra = {"transport": False} if engine == "vllm" else {}
-    return extra | {p.name: p.default is p.empty for p in parameters if p.name != "hf_config"}
+    return extra | {p.name: p.default is p.empty for p in parameters if p.name not in ("hf_config", "scratch")}
 
 
 def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -308,6 +308,8 @@ def _build(args: argparse.Namespace, options: dict[str, Any], ours: list[Path]) 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="engine-weights-"))
     ours += [] if args.folder else [folder]
     hf_config = json.loads(args.config.read_text()) if args.config else {}
+    if args.engine == "vllm":
+        options = {**options, "scratch": str(folder)}  # whatever becomes of this process, it goes with the folder
     engine, transport, convert = ENGINES[args.engine](hf_config, **options)
     ready = {"url": f"http://{args.host}:{http.server_port}", "pid": os.getpid(), "folder": str(folder)}
     ready |= {"token_file": str(token_file)} if token_file else {}

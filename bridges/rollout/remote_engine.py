@@ -261,7 +261,9 @@ def _ready(child: subprocess.Popen, seconds: float) -> dict[str, Any]:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """Ask it to end, then enforce that, for the child's own children, too."""
+    """Ask it to end, then enforce that, for the child's own children, too. Once: its number may be another's afterwards."""
+    if child.stdout.closed:
+        return
     child.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(CLOSE_SECONDS)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridges.api import (
-    Capabilities, Completion, EngineUnhealthy, GenRequest, Health, PublishFailed, PublishReceipt, RolloutEngine, WeightSource,
-    WeightTransport,
+    Capabilities, Completion, EngineUnhealthy, GenRequest, Health, ManifestMismatch, PublishFailed, PublishReceipt, RolloutEngine,
+    WeightSource, WeightTransport,
 )
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class SupervisedEngine:
     def __init__(self, start: Callable[[], tuple[RolloutEngine, WeightTransport]], budget: int):
         self._start, self._budget, self.restarts = start, budget, 0
         self._published: tuple[WeightSource, int] | None = None
+        self._closed = False
         self.current, self._transport = start()
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
@@ -36,11 +37,20 @@ class SupervisedEngine:
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """See WeightTransport. One that broke off because the engine died is made again, to the next engine."""
+        before, self._published = self._published, None
+        try:
+            receipt = self._publish(source, version)
+        except ManifestMismatch:  # the engine goes on as it was
+            self._published = before
+            raise
         self._published = source, version
+        return receipt
+
+    def _publish(self, source: WeightSource, version: int) -> PublishReceipt:
         try:
             return self._insist(lambda: self._transport.publish(source, version), again=False)
         except PublishFailed as e:
-            if self.current.health().ok:  # the source, or the way
+            if not _of_engine(e):
                 raise
             self._replace(e)
             return self._transport.publish(source, version)
@@ -72,23 +82,30 @@ class SupervisedEngine:
     def _replace(self, error: Exception, again: bool = False) -> None:
         """Another engine, tried until one is up, with the last version if `again`, or the budget is spent."""
         while error:
+            if self._closed:  # which is why
+                raise EngineUnhealthy("the engine is closed", "build a new one") from error
             said = str(error).partition("\n")[0]
             if self.restarts == self._budget:
                 raise EngineUnhealthy(f"{said}; the engine has been started anew {self.restarts} times, which is all it may be",
                                       "see its standard error; continue with --resume") from error  # fmt: skip
             self.restarts += 1
             log.warning("the engine is started anew, %d of %d times: %s", self.restarts, self._budget, said)
-            self.close()
+            self._end()
             error = self._failure(again)
 
     def _failure(self, again: bool) -> Exception | None:
-        """Why the next engine did not come up, or None. Any error may pass: the same start has been made before."""
+        """Why the next engine did not come up, or None. Any error of its start may pass: the same has been made before."""
+        up = False
         try:
             self.current, self._transport = self._start()
+            up = True
+            if self._closed:  # meanwhile
+                self._end()
+                return EngineUnhealthy("the engine was closed while it started")
             if again and self._published:
                 self._transport.publish(*self._published)
         except Exception as e:
-            if self.current.health().ok:  # the source, or the way
+            if up and not _of_engine(e):
                 raise
             time.sleep(PAUSE_SECONDS)
             return e
@@ -107,5 +124,16 @@ class SupervisedEngine:
         """It is open on itself."""
 
     def close(self) -> None:
+        """For good, also where another thread is in a call: that fails."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         self._transport.close()
         self.current.close()
+
+
+def _of_engine(error: Exception) -> bool:
+    """Whether another engine may do better. Health does not tell: a server answers while its engine hangs, and what was unfit to
+    learn from says nothing about this publish."""
+    return isinstance(error, EngineUnhealthy) or isinstance(error.__cause__, EngineUnhealthy)

@@ -56,6 +56,7 @@ class VllmEngine:
         vllm_fp8_emulation).
     attention: "auto": what vLLM takes, FlashAttention 3 on Hopper, over an FP8 cache with queries and probabilities in FP8, too.
         "triton": its Triton kernels, which read an FP8 cache beside queries in `dtype`. Needs CUDA.
+    scratch: the folder for its own folder, which is left behind where the process is killed.
 
     At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none worth learning.
     Raises BridgeError for what this machine or this vLLM cannot do, before any memory is taken where it can tell.
@@ -82,6 +83,7 @@ class VllmEngine:
         fp8_kernel: Literal["native", "deep_gemm", "emulated"] = "native",
         routed_experts: bool = False,
         attention: Literal["auto", "triton"] = "auto",
+        scratch: str | None = None,
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         if weights not in (FP8, dtype):
@@ -98,7 +100,7 @@ class VllmEngine:
         self._asleep, self._cache_asleep = False, False
         self._weights, self._dtype, self._kv_cache = weights, dtype, dtype if kv_cache == "auto" else kv_cache
         self._sleep_level, self._routed_experts = SLEEP_LEVEL[sleep], routed_experts
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-", dir=scratch)
         config = dict(hf_config) if weights != FP8 else _quantised(hf_config, high_precision_modules)
         with open(os.path.join(self._folder.name, "config.json"), "w") as f:
             json.dump(config, f)
@@ -115,8 +117,8 @@ class VllmEngine:
             build["attention_backend"] = "TRITON_ATTN"
         if page := vllm_environment.page(kv_cache):
             build["block_size"] = page
-        if kv_cache_bytes is not None:  # vLLM then takes these, and does not measure what other processes leave
-            build["kv_cache_memory_bytes"] = kv_cache_bytes
+        if (size := vllm_environment.cache_bytes(kv_cache_bytes)) is not None:  # then it matters not what other processes leave
+            build["kv_cache_memory_bytes"] = size
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
         device_pool.hold()
         VllmEngine._open = True
@@ -128,7 +130,7 @@ class VllmEngine:
             self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK)) + scales
             self._tied = self.on_model(tied_names)
             self._capabilities = self._describe(hf_config["vocab_size"], max_model_len)
-        except BridgeError:
+        except BaseException:
             self.close()
             raise
 

@@ -19,7 +19,6 @@ ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM_E8M0": "0",  # it multiplies by the published float32 scales, not by powers of two
     "VLLM_MOE_USE_DEEP_GEMM": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",  # of all shapes that there may be: a kernel is compiled, and kept, when first needed
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin JAX's threads as well
 }
 
@@ -69,6 +68,16 @@ def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str)
         raise BridgeError(f'fp8_kernel="deep_gemm" is for FP8 weights, these are {weights}', 'use fp8_kernel="native"')
     if lack := cpu_lacks(weights if fp8_kernel == "native" else "", kv_cache):
         raise BridgeError(lack, 'use fp8_kernel="emulated" for FP8 weights and kv_cache="auto", or a GPU')
+
+
+def cache_bytes(wanted: int | None) -> int | None:
+    """Of the KV cache; None has vLLM measure what a GPU has left. Of a CPU's memory it would take half, hence 1 GiB, unless the
+    environment says otherwise."""
+    from vllm.platforms import current_platform
+
+    if wanted is None and current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        return 2**30
+    return wanted
 
 
 def page(kv_cache: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ class JaxInprocess:
         try:
             tensors = {m.name: _checked(m, name, buffer) for m, (name, buffer) in zip(metas, source, strict=True)}
             engine.load(jax.block_until_ready(tensors))
+            _check_scales(metas, tensors)
         except Exception as e:  # whatever the source raised
             raise PublishFailed(f"the publish of version {version} broke off: {e}", "publish again in full") from e
         digest = manifest.digest(metas)
@@ -51,7 +53,15 @@ def _row(stack: jax.Array, index: tuple) -> jax.Array:
 
 def _checked(meta: ParamMeta, name: str, buffer: Any) -> jax.Array:
     """A copy: the learner may donate its own."""
+    if not isinstance(buffer, (jax.Array, np.ndarray, np.generic, StackRow)):
+        buffer = jax.dlpack.from_dlpack(buffer)
     manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)
     if isinstance(buffer, StackRow):
         return _row(buffer.stack, tuple(map(np.int32, np.atleast_1d(buffer.index))))
     return jnp.array(buffer)
+
+
+def _check_scales(metas: Sequence[ParamMeta], tensors: Mapping[str, jax.Array]) -> None:
+    for m in metas:
+        if m.role != "weight" and not ((scale := np.asarray(tensors[m.name])) > 0).all() & np.isfinite(scale).all():
+            raise ValueError(f"{m.name} holds a scale that is not positive and finite")

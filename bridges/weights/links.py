@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import datetime
+import functools
 import os
 import secrets
 import threading
@@ -72,7 +73,7 @@ class Mailbox:
         exists = path.exists()
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as f:
             if not exists:
-                f.truncate(32 + 8 * tensors)
+                os.posix_fallocate(f.fileno(), 0, 32 + 8 * tensors)
             words = np.memmap(f, np.uint8, "r+")
         self._numbers, self.digests = words[:32].view(np.int64), words[32:].view(np.uint32).reshape(-1, 2)
 
@@ -208,8 +209,9 @@ def connect(
     """The sender's end. `accept` has the other side open its own, of a JSON object, in the same `folder`; no file stays there."""
     name = f"link-{secrets.token_hex(4)}"
     said = {"kind": kind, "name": name, "tensors": tensors, "slot_bytes": slot_bytes, "seconds": seconds}
-    mailbox, path = Mailbox(folder / f"{name}.mail", tensors), folder / f"{name}.data"
+    path = folder / f"{name}.data"
     try:
+        mailbox = Mailbox(folder / f"{name}.mail", tensors)
         if kind == "shared_memory":
             link = Link(_mapped(path, slot_bytes), mailbox)
             accept(said)
@@ -231,6 +233,9 @@ def accept(said: dict[str, Any], folder: Path) -> Link:
     kind, name, slot_bytes = said["kind"], said["name"], int(said["slot_bytes"])
     if kind not in KINDS or Path(name).name != name:
         raise BridgeError(f"there is no link {kind!r} named {name!r}", f"choose {', '.join(KINDS)}")
+    if not (folder / f"{name}.mail").exists():
+        raise BridgeError(f"{folder}, the folder of the engine's server, is not the one that the learner uses",
+                          "name it as the learner sees it: RemoteDirect(kind, folder=...)")  # fmt: skip
     mailbox, path = Mailbox(folder / f"{name}.mail", int(said["tensors"])), folder / f"{name}.data"
     if kind == "shared_memory":
         return Link(_mapped(path, slot_bytes), mailbox)
@@ -263,7 +268,7 @@ def in_background(call: Callable[[], Any]) -> concurrent.futures.Future:
 def _mapped(path: Path, slot_bytes: int) -> np.ndarray:
     """uint8 [SLOTS, slot_bytes] in a file, which is made if need be."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as f:
-        f.truncate(SLOTS * slot_bytes)
+        os.posix_fallocate(f.fileno(), 0, SLOTS * slot_bytes)  # of a file with holes a full disk would be known by SIGBUS
         return np.memmap(f, np.uint8, "r+").reshape(SLOTS, slot_bytes)
 
 
@@ -273,9 +278,16 @@ def _slots(device: str, slot_bytes: int) -> torch.Tensor:
     return torch.empty((SLOTS, slot_bytes), dtype=torch.uint8, device=device)
 
 
+@functools.cache
+def _lasting_slots(slot_bytes: int) -> torch.Tensor:
+    """In GPU memory of torch's own (JAX's cannot be shared in part). It never frees what another process had open when it died:
+    so all links have the same, for as long as this process lives, and one publishes at a time."""
+    return _slots("cuda", slot_bytes)
+
+
 def _shared_cuda(slot_bytes: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Slots in GPU memory of torch's own (JAX's cannot be shared in part), and what another process needs to open them."""
-    slots = _slots("cuda", slot_bytes)
+    """Slots, and what another process needs to open them."""
+    slots = _lasting_slots(slot_bytes)
     _, *rest = slots.untyped_storage()._share_cuda_()
     packed = [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in rest]
     return slots, {"handle": packed, "gpu": _gpu(slots)}

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bridges import manifest
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, WeightSource
 from bridges.rollout.remote_engine import RemoteEngine
 from bridges.weights import links
@@ -28,7 +29,8 @@ class RemoteDirect(RemoteTransport):
     """WeightTransport into a `RemoteEngine` of this host. kind: "shared_memory" (CPUs), "cuda_ipc" (one GPU), "nccl" (two GPUs),
     or "gloo" (nccl's stand-in on CPUs). On GPUs the server must write in place: `transport="in_place"`, or "auto".
 
-    slot_bytes: of which two are held for as long as the transport is open, with nccl and gloo on either side.
+    slot_bytes, or fewer if the model has fewer: of which two are held for as long as the transport is open, with nccl and gloo on
+    either side; with cuda_ipc for as long as this process lives, by all its links together, which publish one at a time.
     """
 
     def __init__(self, kind: str, folder: str | Path | None = None, *, slot_bytes: int = links.SLOT_BYTES):
@@ -40,7 +42,9 @@ class RemoteDirect(RemoteTransport):
     def open(self, engine: RemoteEngine) -> None:
         """Also raises BridgeError where the two processes cannot be linked so."""
         super().open(engine)
-        self._tensors = len(engine.expected_manifest())
+        metas = engine.expected_manifest()
+        room = sum(-(-manifest.nbytes([m]) // links.ALIGN) * links.ALIGN for m in metas)
+        self._tensors, self._slot = len(metas), min(self._slot_bytes, max(room, links.ALIGN))
         self._connect()
 
     def _connect(self) -> None:
@@ -49,7 +53,7 @@ class RemoteDirect(RemoteTransport):
 
         seconds = self._engine.deadlines.call
         try:
-            self._link = links.connect(self._kind, self._folder, self._tensors, self._slot_bytes, seconds, accept)
+            self._link = links.connect(self._kind, self._folder, self._tensors, self._slot, seconds, accept)
         except BridgeError:
             raise
         except Exception as e:  # torch's and NCCL's, of whatever class

@@ -9,10 +9,13 @@ engine is dirty from the first byte until the digests have been compared.
 
 A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`; `vllm_stacks` in the engine),
 and a layer from any other source. An 8B model in some 70 copies takes the device's time; in 651 it would take the host's.
+
+Of another process's learner the same is written as it comes over a link, and proved by digests that the learner made.
 """
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import math
@@ -31,6 +34,8 @@ from bridges.rollout.vllm_layout import LiveRows, live_rows, packed_copies, scal
 from bridges.rollout.vllm_stacks import layer_of, stack_of, stacks_of
 from bridges.weights.digest import by_rows, checked_row_digests, joined, stack_digests, tensor_digests, torch_words
 from bridges.weights.dlpack import torch_view
+from bridges.weights.linked import LinkedWeights
+from bridges.weights.links import GPU_LINKS, HOST_LINKS, Buffer
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +67,7 @@ class VllmInplace:
         self._engine: VllmEngine | None = None
         self._lent: list[jax.Array] = []
         self._places: dict[tuple[str, ...], np.ndarray] = {}
+        self._spans: dict[tuple[str, ...], list[torch.Tensor]] = {}
         self.targets: dict[str, torch.Tensor] = {}
 
     def open(self, engine: VllmEngine) -> None:
@@ -73,15 +79,19 @@ class VllmInplace:
         self._whole = list({r.address: r for r in self._rows}.values())  # one of each parameter
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
-        self._places.clear()
+        self._places.clear(), self._spans.clear()
         self._names = hashlib.sha256("\n".join(self.targets).encode())
-        self._spans: dict[tuple[str, ...], list[torch.Tensor]] = {}
         by_layer = sorted(stacks_of(self._rows), key=lambda rows: layer_of(rows[0].meta.name))
         programs = itertools.groupby(by_layer, lambda rows: layer_of(rows[0].meta.name) // LAYERS_A_PROGRAM)
         self._readers = [_Reader(list(stacks)) for _, stacks in programs]
         self._order = np.argsort([self._place[name] for reader in self._readers for name in reader.names])
         self._accepted: tuple[ParamMeta, ...] = ()
         self._engine, self._published = engine, None
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Those that reach where the engine's tensors are."""
+        return GPU_LINKS if next(iter(self.targets.values())).is_cuda else HOST_LINKS
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Write every tensor of `source`, prove it, drop the prefix cache, declare `version` current.
@@ -100,23 +110,26 @@ class VllmInplace:
                 module.quant_method.process_weights_after_loading(module)
             reading = self._read()  # while the host puts what was sent in order
             sent = digests()
-        except Exception as e:  # whatever the source raised
-            raise PublishFailed(f"version {version} broke off: {e}", "repair the source and publish again in full") from e
-        copy_to_host(engine.kv_scale_places)
-        self._compare(self._digests_of(reading), sent, f"version {version} did not arrive")
-        self._published = sent
-        caches, seconds = engine.commit(version, self._digest), time.perf_counter() - start
+            copy_to_host(engine.kv_scale_places)
+            self._compare(self._digests_of(reading), sent, f"version {version} did not arrive")
+            self._published = sent
+            caches, seconds = engine.commit(version, self._digest), time.perf_counter() - start
+        except PublishFailed:
+            raise
+        except Exception as e:  # whatever the source raised, or the engine
+            next_step = getattr(e, "next_step", "") or "repair the source and publish again in full"
+            raise PublishFailed(f"version {version} broke off: {str(e).partition('\n')[0]}", next_step) from e
         return PublishReceipt(version, len(metas), self._nbytes, self._digest, seconds, caches, self._content(sent))
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Read the engine's tensors again. Raises PublishFailed when they are not the receipt's: of another publish, or changed
-        since, which leaves the engine dirty."""
+        since, which leaves the engine dirty. BridgeError when it is asleep."""
         engine = self._opened()
-        engine.require_awake()
         have = engine.weight_version(), engine.weight_digest(), self._content(self._published)
         want = receipt.version, receipt.digest, receipt.content
         if have != want:
             raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says {want}", "publish again")
+        engine.require_awake()
         try:
             check_host(engine.kv_scale_places)
             self._compare(self.read_digests(), self._published, f"the weights of version {receipt.version} have changed")
@@ -149,6 +162,7 @@ class VllmInplace:
     def close(self) -> None:
         """Let go of the engine's tensors."""
         self._take_back()
+        self._spans.clear()
         self._engine, self._rows, self._whole, self.targets, self._packed, self._readers = None, (), [], {}, (), []
 
     def read_digests(self) -> np.ndarray:
@@ -172,6 +186,8 @@ class VllmInplace:
     def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
         """Copy a part at a time while JAX makes the next, until all is there. What comes back gives the digests of what was
         sent, [n, 2] uint32 in the order of `targets`."""
+        if isinstance(source, LinkedWeights):
+            return self._receive(source, metas)
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
         with stream:
             for part in parts(source, metas):
@@ -184,10 +200,18 @@ class VllmInplace:
                 part.clear(), views.clear()  # before the loop asks for more
         return sent.digests
 
+    def _receive(self, source: LinkedWeights, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
+        """The same of what comes over a link, a piece at a time."""
+        sent = np.zeros((len(self._place), 2), np.uint32)
+        sent[[self._place[m.name] for m in metas]] = source.write_to({name: _flat(t) for name, t in self.targets.items()})
+        return lambda: sent
+
     def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
         """Write view [len(names), ...] to the engine's tensors of these names, proving nothing."""
         if names not in self._spans:
             self._spans[names] = [_span(rows) for rows in stacks_of([self._rows[self._place[name]] for name in names])]
+        if len(view) != len(names):  # torch would write one row to all
+            raise ValueError(f"{len(view)} rows for {len(names)} tensors, first {names[0]}")
         at = 0
         for target in self._spans[names]:
             rows, at = view[at : at + len(target)], at + len(target)
@@ -270,6 +294,12 @@ def _widest(x: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.complex128) if whole else flat
 
 
+def _flat(tensor: torch.Tensor) -> Buffer:
+    """uint8 [bytes] of a row-major tensor, over the same memory; numpy on the host."""
+    flat = _as_bytes(tensor.reshape(-1))
+    return flat if flat.is_cuda else flat.numpy()
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
@@ -296,13 +326,15 @@ def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
 class Sent:
     """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they are asked for.
 
-    A stack that is held is exported once, its rows are digested in one program. place: HF name -> row of the table of digests.
-    places: the same of all names of a stack; kept from publish to publish, for of experts there are tens of thousands.
+    A stack is exported once, its rows are digested in one program; one that is not held is let go with its part.
+
+    place: HF name -> row of the table of digests. places: the same of all names of a stack; kept from publish to publish, for of
+    experts there are tens of thousands.
     """
 
     def __init__(self, place: dict[str, int], places: dict[tuple[str, ...], np.ndarray] | None = None):
         self._place, self._places = place, {} if places is None else places
-        self._held: dict[int, tuple[jax.Array, torch.Tensor, int]] = {}  # by id: stack, its view, its table
+        self._stacks: dict[int, tuple[jax.Array, torch.Tensor, int | None]] = {}  # by id: stack, its view, its table if held
         self._tables: list[jax.Array] = []  # of digests, of several tensors each
         self._rows: list[tuple[np.ndarray, int, int]] = []  # places, their table, the first's row there
 
@@ -313,25 +345,25 @@ class Sent:
     def _view(self, rows: Rows) -> torch.Tensor:
         if rows.first is None:
             return torch_view(rows.stack)[None]
-        if not rows.held:
-            return by_rows(torch_view(rows.stack))[rows.first : rows.first + len(rows.names)]
-        if (key := id(rows.stack)) not in self._held:
-            self._held[key] = rows.stack, by_rows(torch_view(rows.stack)), self._table(stack_digests(rows.stack))
-        return self._held[key][1][rows.first : rows.first + len(rows.names)]
+        if (key := id(rows.stack)) not in self._stacks:
+            table = self._table(stack_digests(rows.stack)) if rows.held else None
+            self._stacks[key] = rows.stack, by_rows(torch_view(rows.stack)), table
+        return self._stacks[key][1][rows.first : rows.first + len(rows.names)]
 
     def digest(self, part: list[Rows], views: list[torch.Tensor]) -> None:
         alone = [(rows, view) for rows, view in zip(part, views) if rows.first is None]
-        made = [rows for rows in part if rows.first is not None and not rows.held]
+        stacked = [rows for rows in part if rows.first is not None]
+        made = {id(rows.stack): rows.stack for rows in stacked if not rows.held}
         if alone:
             arrays = [r.stack if isinstance(r.stack, jax.Array) else torch_words(view[0].contiguous()) for r, view in alone]
             self._add([rows for rows, _ in alone], self._table(tensor_digests(arrays)), range(len(alone)))
-        if made:
-            sizes = (math.prod(rows.stack.shape[: max(rows.stack.ndim - 2, 1)]) for rows in made)
-            firsts = [start + rows.first for rows, start in zip(made, itertools.accumulate(sizes, initial=0))]
-            self._add(made, self._table(stack_digests(*(rows.stack for rows in made))), firsts)
-        for rows in part:
-            if rows.held and rows.first is not None:
-                self._add([rows], self._held[id(rows.stack)][2], [rows.first])
+        table = self._table(stack_digests(*made.values())) if made else None
+        starts = dict(zip(made, itertools.accumulate(map(_count, made.values()), initial=0)))
+        for rows in stacked:
+            key = id(rows.stack)
+            self._add([rows], table if key in made else self._stacks[key][2], [starts.get(key, 0) + rows.first])
+        for key in made:
+            del self._stacks[key]
 
     def _table(self, digests: jax.Array) -> int:
         self._tables.append(digests)
@@ -357,6 +389,11 @@ class Sent:
         return found
 
 
+def _count(stack: jax.Array) -> int:
+    """Of its tensors: layers, or layers and experts."""
+    return math.prod(stack.shape[: max(stack.ndim - 2, 1)])
+
+
 def parts(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
     """The source in parts, each when the next one has been asked for: that is in the making then."""
     return _ahead(source.stacks(PART)) if isinstance(source, StackSource) else layers(source, metas)
@@ -374,14 +411,22 @@ def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Ro
     """The source in the order of its manifest, in lists of a layer. A list ends when the first tensor of the next one shows:
     asking for that has set the next layer going."""
     rows = (_alone(meta, name, buffer) for meta, (name, buffer) in zip(metas, source, strict=True))
-    return (list(group) for _, group in itertools.groupby(rows, key=lambda r: layer_of(r.names[0])))
+    return (_bounded(list(group)) for _, group in itertools.groupby(rows, key=lambda r: layer_of(r.names[0])))
+
+
+def _bounded(part: list[Rows]) -> list[Rows]:
+    """A stack all of whose rows are in this layer, the layer's experts say, may have been made for it: it is not held."""
+    given = collections.Counter(id(rows.stack) for rows in part if rows.held)
+    whole = {id(rows.stack) for rows in part if rows.held and given[id(rows.stack)] == _count(rows.stack)}
+    return [rows._replace(held=False) if id(rows.stack) in whole else rows for rows in part]
 
 
 def _alone(meta: ParamMeta, name: str, buffer: Any) -> Rows:
     if name != meta.name:
         manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)
     if isinstance(buffer, StackRow) and isinstance(buffer.stack, jax.Array):
-        return Rows((name,), buffer.stack, buffer.index, True)
+        at = np.atleast_1d(buffer.index)
+        return Rows((name,), buffer.stack, int(np.ravel_multi_index(at, buffer.stack.shape[: len(at)])), True)
     return Rows((name,), buffer, None, False)
 
 

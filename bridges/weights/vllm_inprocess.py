@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from bridges import manifest
@@ -51,10 +50,15 @@ class VllmReload:
                 f"version {version} broke off after {stream.sent} of {len(metas)} tensors: {stream.error}",
                 "repair the source and publish again: the engine refuses to generate until then",
             ) from stream.error
-        self._scales = stream.scales
-        self._check_scales()
-        digest = manifest.digest(metas)
-        caches = engine.commit(version, digest)
+        self._scales, digest = stream.scales, manifest.digest(metas)
+        try:
+            self._check_scales()
+            caches = engine.commit(version, digest)
+        except PublishFailed:
+            raise
+        except Exception as e:
+            next_step = getattr(e, "next_step", "") or "publish again in full"
+            raise PublishFailed(f"version {version} arrived and is not in use: {str(e).partition('\n')[0]}", next_step) from e
         return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, time.perf_counter() - start, caches)
 
     def verify(self, receipt: PublishReceipt) -> None:
@@ -96,27 +100,30 @@ class _Stream:
     def __init__(self, source: WeightSource, metas: tuple[ParamMeta, ...]):
         self.sent, self.error, self.scales = 0, None, {}
         self._source, self._metas, self._views = source, metas, []
+        self._sound: dict[str, torch.Tensor] = {}  # whether a tensor's scales are: asked at the end, not to wait for each
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             for meta, (name, buffer) in zip(self._metas, self._source, strict=True):
                 view = _checked(meta, name, buffer)
+                if meta.role != "weight":
+                    self._sound[name] = ((view > 0) & view.isfinite()).all()
                 if meta.role == "kv_scale":
-                    self.scales[name] = _sound(name, view.item())
+                    self._insist([name])  # vLLM asserts it, and does not say of what
+                    self.scales[name] = view.item()
                 self._views.append(view)
                 yield name, view
                 self.sent += 1
+            self._insist(self._sound)
         except Exception as e:  # whatever the source raised: publish raises it again as PublishFailed
             self.error = e
+
+    def _insist(self, names: Iterable[str]) -> None:
+        for name in (name for name in names if not self._sound[name]):
+            raise ValueError(f"{name} holds a scale that is not positive and finite")
 
 
 def _checked(meta: ParamMeta, name: str, buffer: Any) -> torch.Tensor:
     view = torch_view(buffer)
     manifest.check_tensor(meta, name, str(view.dtype).removeprefix("torch."), view.shape)
     return view
-
-
-def _sound(name: str, scale: float) -> float:
-    if not 0 < scale < math.inf:
-        raise ValueError(f"{name} is {scale}: a scale is positive and finite")
-    return scale

@@ -22,7 +22,7 @@ def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
     if how == "reload":
         from bridges.weights.vllm_inprocess import VllmReload as Transport  # does without JAX
     else:
-        from bridges.weights.vllm_receive import VllmReceive as Transport
+        from bridges.weights.vllm_inplace import VllmInplace as Transport
     transport = Transport()
     try:
         transport.open(engine)

@@ -339,6 +339,8 @@ def spec(task: Task) -> dict[str, Any]:
 def _section_options(section: Any) -> dict[str, Any]:
     """The fields of `jaxfp8rl.config.Task` that are set and concern a task, and its `options`, side by side."""
     given = {f: getattr(section, f) for f in OF_SECTION if getattr(section, f)}
+    if section.kind != "file":  # it has no rows, but prompts, which `prepare` skips
+        given.pop("skip_bad_rows", None)
     for key in section.options.keys() & OF_SECTION:
         raise ConfigError(f"task.options.{key}: a key of [task] itself", f"task.{key}")
     return {**given, **section.options}

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from jaxfp8rl.errors import DataError, ModelError
 
 CHARS_PREFIX = "chars:"
+DATE = "2024-07-26"  # what Llama's templates print where nobody tells them the day
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -26,10 +27,10 @@ class Tokenizer:
     """
 
     def __init__(self, backend: Any, config: Mapping[str, Any], eos_token_ids: Sequence[int], pad_token_id: int,
-                 chat_template: str | None = None):
+                 chat_template: str | None = None, date: str = DATE):
         backend.no_truncation()  # a folder may carry the settings of its last use; both would change prompts silently
         backend.no_padding()
-        self._backend, self._config, self._template = backend, dict(config), chat_template
+        self._backend, self._config, self._template, self._date = backend, dict(config), chat_template, date
         self.eos_token_ids, self.pad_token_id = tuple(eos_token_ids), pad_token_id
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -63,7 +64,7 @@ class Tokenizer:
 
         special = {k: _token_text(self._config[k]) for k in _SPECIAL if self._config.get(k)}
         try:
-            template = _jinja_environment().from_string(self._template)
+            template = _jinja_environment(self._date).from_string(self._template)
             return template.render(messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt,
                                    tools=None, documents=None, **special)
         except jinja2.TemplateError as e:
@@ -89,12 +90,13 @@ class Tokenizer:
                     {"eos_token_id": list(self.eos_token_ids), "pad_token_id": self.pad_token_id})
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """A tokenizer from an HF folder, or `chars:0123456789+=`: one token for each character, `<pad>` 0 and `<eos>` 1.
+def load_tokenizer(spec: str, date: str = DATE) -> Tokenizer:
+    """A tokenizer from an HF folder, or `chars:0123456789+=`: one token for each character, `<pad>` 0 and `<eos>` 1. `date`: the
+    day, YYYY-MM-DD, that a chat template is told when it asks for today.
 
     Raises ModelError when the folder lacks a file, a file is damaged, or no end-of-sequence token is known.
     """
-    return _char_tokenizer(spec.removeprefix(CHARS_PREFIX)) if spec.startswith(CHARS_PREFIX) else _from_folder(spec)
+    return _char_tokenizer(spec.removeprefix(CHARS_PREFIX)) if spec.startswith(CHARS_PREFIX) else _from_folder(spec, date)
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -120,7 +122,7 @@ def _char_tokenizer(chars: str) -> Tokenizer:
     return Tokenizer(backend, config, eos_token_ids=(1,), pad_token_id=0)
 
 
-def _from_folder(folder: str) -> Tokenizer:
+def _from_folder(folder: str, date: str) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     path = os.path.join(folder, "tokenizer.json")
@@ -134,7 +136,7 @@ def _from_folder(folder: str) -> Tokenizer:
     config = _read_json(folder, "tokenizer_config.json")
     eos = _eos_token_ids(folder, config, backend)
     pad = backend.token_to_id(_token_text(config["pad_token"])) if config.get("pad_token") else None
-    return Tokenizer(backend, config, eos, eos[0] if pad is None else pad, _chat_template(folder, config))
+    return Tokenizer(backend, config, eos, eos[0] if pad is None else pad, _chat_template(folder, config), date)
 
 
 def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tuple[int, ...]:
@@ -160,7 +162,7 @@ def _chat_template(folder: str, config: Mapping[str, Any]) -> str | None:
     return template
 
 
-def _jinja_environment():
+def _jinja_environment(date: str):
     """The dialect of chat templates: sandboxed, blocks trimmed, loop controls, `{% generation %}`, two helper functions."""
     import jinja2.ext
     import jinja2.nodes
@@ -186,7 +188,7 @@ def _jinja_environment():
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception,
-                            "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+                            "strftime_now": lambda form: datetime.datetime.fromisoformat(date).strftime(form)}
     return environment
 
 

@@ -26,13 +26,14 @@ TOKENIZER_FILES = (
     "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 _DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(bfloat16)}
-_TIED = "lm_head.weight"
+_TIED, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def load_params(
     folder: str | Path, cfg: ModelConfig | None = None, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in flight at a time.
+    """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in flight at a time, and
+    of a model with tied embeddings these.
 
     `cfg` defaults to the folder's config.json. Raises ModelError for a missing, corrupt or pickled checkpoint and for any
     tensor that is missing, unknown or of another shape than the config says.
@@ -43,10 +44,12 @@ def load_params(
     cfg = cfg or ModelConfig.from_hf(folder)
     entries = {e.hf_name: e for e in param_table(cfg)}
     params, seen = empty_params(cfg, _DTYPES[dtype]), set()
-    tied_head = None
+    tied = {}  # as they are stored: rounded to `dtype`, equal ones would differ from others
     for name, tensor in _tensors(folder):
+        if cfg.tie_word_embeddings and name in (_TIED, _EMBEDDING):
+            tied[name] = tensor
         if name == _TIED and cfg.tie_word_embeddings:
-            tied_head = tensor
+            continue
         elif name.endswith(".rotary_emb.inv_freq"):
             continue  # older Llama exports store RoPE's frequencies, which the config determines
         elif name not in entries:
@@ -56,7 +59,7 @@ def load_params(
             set_param(params, entries[name], tensor)
             seen.add(name)
     _check_complete(entries, seen, folder)
-    if tied_head is not None and not np.array_equal(tied_head, params["embed_tokens"]["weight"].astype(tied_head.dtype)):
+    if _TIED in tied and not np.array_equal(tied[_TIED], tied[_EMBEDDING].astype(tied[_TIED].dtype)):
         raise ModelError(
             f"{folder}: tie_word_embeddings is true but {_TIED} differs from model.embed_tokens.weight",
             "set tie_word_embeddings to false in config.json, or drop the tensor",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import math
 import statistics
+from typing import Any
 
 NORMAL = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 FLOOR = 1e-3  # sigma is at least this share of |median|: the last digits of a constant series are not spikes
@@ -29,8 +30,15 @@ class SpikeCounter:
         spike = not finite or (len(self._last) >= self._warmup and value > self._limit())
         if finite:
             self._last.append(value)
-        self.count += spike
+        self.count += int(spike)
         return spike
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able, of a checkpoint."""
+        return {"count": self.count, "last": list(self._last)}
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        self.count, self._last = state["count"], collections.deque(state["last"], self._last.maxlen)
 
     def _limit(self) -> float:
         median = statistics.median(self._last)

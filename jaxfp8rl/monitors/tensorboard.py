@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors.base import Record
 
 
@@ -16,11 +15,8 @@ class TensorboardMonitor:
     """Every number of a record becomes a scalar under its key; texts are left to metrics.jsonl."""
 
     def __init__(self, folder: str | Path):
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-        except ImportError as e:
-            raise UserError('run.trackers: "tensorboard" needs the package tensorboardX',
-                            'pip install "jaxfp8rl[trackers]", or run.trackers = []') from e  # fmt: skip
+        from tensorboardX.event_file_writer import EventsWriter
+
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(Path(folder) / "events"))
 

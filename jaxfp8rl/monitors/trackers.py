@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,18 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors.base import Monitor, Record
 
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+def check_trackers(cfg: Config) -> None:
+    """Raise UserError where the package of one is missing. Nothing is imported."""
+    for name in cfg.run.trackers:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise UserError(f'run.trackers: "{name}" needs the package {PACKAGES[name]}',
+                            'pip install "jaxfp8rl[trackers]", or leave it out of run.trackers')  # fmt: skip
+
 
 def make_trackers(cfg: Config, folder: Path, note: Callable[[str], None]) -> list[Monitor]:
-    """Raises UserError where the package of one is missing."""
     return [Tracker(name, lambda name=name: _make(name, cfg, folder), note) for name in cfg.run.trackers]
 
 
@@ -43,9 +53,7 @@ class Tracker:
     def _try(self, act: Callable[[], Monitor | None]) -> Monitor | None:
         try:
             return act()
-        except UserError:  # a missing package is said before anything starts
-            raise
-        except Exception as e:  # the network's, the service's, a full disk's
+        except Exception as e:  # the network's, the service's, a full disk's, a broken package's
             self._monitor = None
             self._note(f"run.trackers: {self._name} is off for the rest of the run: {type(e).__name__}: {e}")
             return None

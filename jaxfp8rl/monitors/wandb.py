@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors.base import Record
 
 
@@ -19,11 +18,8 @@ class WandbMonitor:
     """
 
     def __init__(self, folder: str | Path, config: Mapping[str, Any]):
-        try:
-            import wandb
-        except ImportError as e:
-            raise UserError('run.trackers: "wandb" needs the package wandb',
-                            'pip install "jaxfp8rl[trackers]", or leave it out of run.trackers') from e  # fmt: skip
+        import wandb
+
         folder = Path(folder)
         kept = folder / "wandb-id"
         if not kept.exists():

@@ -125,9 +125,10 @@ def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray, sparse:
     return f"all layers are finite, the log-probabilities of {int(logp)} tokens are not" if logp else None
 
 
-def kv_fp8_warning(model: ModelConfig, formats: EngineFormats) -> str | None:
-    """What to say at the start of a run whose engine caches keys and values in E4M3 for a model without query/key norm."""
-    if formats.kv_cache != FP8_KV or model.qk_norm:
+def kv_fp8_warning(model: ModelConfig, formats: EngineFormats, calibrated: bool = False) -> str | None:
+    """What to say at the start of a run whose engine caches keys and values in E4M3 for a model without query/key norm. Nothing
+    where their scales are `calibrated`: these follow the largest key."""
+    if formats.kv_cache != FP8_KV or model.qk_norm or calibrated:
         return None
     return (
         f"{model.architecture} has no query/key norm and the engine caches keys and values in E4M3 with scale 1: nothing "

@@ -24,8 +24,7 @@ from jaxfp8rl.precision.linear import (
 )  # fmt: skip
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.grouped_matmul import api, high
-from pallas_kernels.grouped_matmul.groups import Groups, plan_groups
-from pallas_kernels.quantize import BLOCK
+from pallas_kernels.grouped_matmul.groups import Groups, by_block, plan_groups
 from pallas_kernels.quantize import reference as q
 
 grouped_matmul = jax.jit(api.grouped_matmul, static_argnames=("out_dtype", "backend"))  # one kernel of all calls: see linear.py
@@ -115,9 +114,14 @@ def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, 
     return _fp8(how, x, quantized, handle, d)
 
 
+def _high_backend(precision: Precision) -> str:
+    """Of products in high precision: JAX's kernels where they take the widths, and XLA."""
+    return "auto" if precision.products == "pallas" else "reference"
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _high(how: _How, x: Array, w: Array, d: Dispatch) -> Array:
-    return high_matmul(how.rows(x, d), w, d.groups, out_dtype=x.dtype, backend=backend_of(how.precision))
+    return high_matmul(how.rows(x, d), w, d.groups, out_dtype=x.dtype, backend=_high_backend(how.precision))
 
 
 def _high_fwd(how: _How, x: Array, w: Array, d: Dispatch):
@@ -125,7 +129,7 @@ def _high_fwd(how: _How, x: Array, w: Array, d: Dispatch):
 
 
 def _high_bwd(how: _How, saved: tuple, dy: Array):
-    (x, w, d), backend = saved, backend_of(how.precision)
+    (x, w, d), backend = saved, _high_backend(how.precision)
     dx = high_matmul(dy, jnp.swapaxes(w, 1, 2), d.groups, out_dtype=x.dtype, backend=backend)
     dw = high_wgrad(dy, how.rows(x, d), d.groups, out_dtype=w.dtype, backend=backend)
     return how.passed_back(dx, d), dw, None
@@ -142,22 +146,17 @@ def _fp8_forward(how: _How, x: Array, weight: QuantizedWeight, d: Dispatch) -> t
         return _scaled_product(precision, *(how.rows(a, d) for a in quantized), weight, d), quantized
     dtype = jnp.dtype(precision.compute_dtype)
     w = round_to(q.dequantize_blocks(*weight), precision.compute_dtype).astype(dtype)
-    return high_matmul(how.rows(x.astype(dtype), d), w, d.groups, out_dtype=dtype, backend=backend), quantized
+    y = high_matmul(how.rows(x.astype(dtype), d), w, d.groups, out_dtype=dtype, backend=_high_backend(precision))
+    return y, quantized
 
 
 def _scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight, d: Dispatch) -> Array:
     """Rows as codes and scales times their experts' weights, block of 128 rows by block where no kernel does it."""
-    dtype, experts = jnp.dtype(precision.compute_dtype), weight.codes.shape[0]
     if precision.products == "pallas":
+        dtype = jnp.dtype(precision.compute_dtype)
         return grouped_matmul(codes, scale, *weight, d.groups, out_dtype=dtype, backend="pallas")
-
-    def one(block: tuple[Array, Array, Array]) -> Array:
-        codes, scale, e = block
-        of_expert = jax.tree.map(lambda w: w[jnp.minimum(e, experts - 1)], weight)
-        return jnp.where(e < experts, scaled_product(precision, codes, scale, of_expert), 0)
-
-    blocks = (a.reshape(-1, BLOCK, a.shape[1]) for a in (codes, scale))
-    return jax.lax.map(one, (*blocks, d.groups.expert)).reshape(codes.shape[0], -1)
+    product = lambda codes, scale, *of_expert: scaled_product(precision, codes, scale, QuantizedWeight(*of_expert))
+    return by_block(product, (codes, scale), weight, d.groups)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -186,7 +185,7 @@ _fp8.defvjp(_fp8_fwd, _fp8_bwd)
 def _high_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, d: Dispatch, *dtypes):
     """dy [P, N], x [P, K] -> dx [P, K], dw [E, N, K]: operands in `compute_dtype`, the weight the forward's."""
     dy, x, w = (a.astype(precision.compute_dtype) for a in (dy, x, q.dequantize_blocks(*weight)))
-    backend = backend_of(precision)
+    backend = _high_backend(precision)
     dx = high_matmul(dy, jnp.swapaxes(w, 1, 2), d.groups, out_dtype=dtypes[0], backend=backend)
     return dx, high_wgrad(dy, x, d.groups, out_dtype=dtypes[1], backend=backend)
 
@@ -196,12 +195,6 @@ def _fp8_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWe
     backend, dtype = backend_of(precision), GRADIENT_DTYPES[precision.gradients]
     by_rows, by_tokens = quantize_both(dy, dtype, backend=backend)
     turned = (jnp.swapaxes(w, 1, 2) for w in weight)
-    dx = grouped_matmul(*by_rows, *turned, d.groups, out_dtype=_made(dtypes[0]), backend=backend)
+    dx = grouped_matmul(*by_rows, *turned, d.groups, out_dtype=dtypes[0], backend=backend)
     x_by_tokens = quantize_tokens(x, backend=backend)
-    dw = grouped_wgrad(*by_tokens, *x_by_tokens, d.groups, out_dtype=_made(dtypes[1]), backend=backend)
-    return dx.astype(dtypes[0]), dw.astype(dtypes[1])
-
-
-def _made(dtype: jnp.dtype) -> jnp.dtype:
-    """What the products make on the way to `dtype`: itself but for float16, which they do not."""
-    return jnp.float32 if dtype == jnp.float16 else dtype
+    return dx, grouped_wgrad(*by_tokens, *x_by_tokens, d.groups, out_dtype=dtypes[1], backend=backend)

@@ -39,7 +39,8 @@ from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention, runs_of
-from jaxfp8rl.policy import as_params, policy_of
+from jaxfp8rl.policy import as_params, policy_of, scales_in, without_scales
+from jaxfp8rl.precision.kv_scales import UNIT
 from jaxfp8rl.precision.linear import QuantizedWeight, linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision, without_fp8
 from jaxfp8rl.precision.report import PrecisionReport
@@ -52,11 +53,13 @@ Stats = dict[str, Array]  # statistic -> [L] or [L, linears]
 def precision_report(
     params: Params, batch: TrainBatch, model: ModelConfig, precision: Precision, temperature: float = 1.0, max_groups: int = 16
 ) -> PrecisionReport:
-    """Every probe of the policy `params` (float32 masters, layers in one stack) on the first micro-batch of `batch` [M, R, T].
+    """Every probe of the policy `params` (float32 masters, layers in one stack, and "kv_scales" where there are any) on the first
+    micro-batch of `batch` [M, R, T].
 
     `precision` is that of the engine, mirrored: `resolve` with "fp8_unified", also where the learner itself is BF16 and the
     question is what the engine's rounding costs. Consecutive layers are measured together where there are more than
-    `max_groups`: 2 * max_groups + 4 forward passes, one compilation a model and batch shape.
+    `max_groups`: 2 * max_groups + 5 forward passes at most, in two programs, and a third for the weights; each is compiled once
+    a model and batch shape.
     """
     weights = unquantized_policy(params, precision)
     micro = jax.tree.map(lambda x: x[0], batch)  # packing fills the first row first: it is never empty
@@ -131,12 +134,12 @@ def weight_stats(weights: Params, model: ModelConfig) -> Stats:
 @functools.partial(exact_jit, static_argnums=(2, 3, 4))
 def _roundings(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision, temperature: float):
     """({linear, "key" or "value": statistics [L]}, sharpness) of a forward pass in `precision`."""
-    hidden, found = walk(weights, micro, model, precision, _look)
+    hidden, found = walk(weights, micro, model, precision, functools.partial(_look, precision))
     head = head_weight(weights, model)
     return found, logit_sharpness(hidden, head, micro.tokens, micro.response_mask, temperature)
 
 
-def _look(name: str, x: Array, live: Array) -> Stats | None:
+def _look(precision: Precision, name: str, x: Array, live: Array) -> Stats | None:
     """What to remember of an array of a forward pass; see `walk`."""
     if name == "output":
         return None
@@ -144,7 +147,8 @@ def _look(name: str, x: Array, live: Array) -> Stats | None:
         rows = live[..., None] & jnp.ones(x.shape[:-1], bool)
         amax = jnp.max(jnp.abs(x), where=rows[..., None], initial=0.0)
         clipped = mean_over(rows[..., None] & jnp.ones(x.shape, bool), jnp.abs(x) > q.E4M3_MAX)
-        return {"error": _relative_error(nn.round_e4m3(x), x, rows[..., None]), "clipped": clipped, "amax": amax}
+        rounded = nn.round_e4m3(x, precision.kv_truncated)
+        return {"error": _relative_error(rounded, x, rows[..., None]), "clipped": clipped, "amax": amax}
     codes, scale = q.quantize_rows(x)
     return rounding_stats(x, codes, scale, q.dequantize_rows(codes, scale), live)
 
@@ -162,8 +166,8 @@ def walk(
     """The model's forward on one micro-batch of [R, T] fields with a spectator -> (hidden [R, T, D], what it saw).
 
     look(name, x, live [R, T]) is called in every layer with the input of each linear ("q_proj", ..., [R, T, K]), "key" and
-    "value" as they enter the cache [R, T, K, d], and the layer's "output" [R, T, D]; what it returns is stacked: [L, ...]. Of a
-    mixture of experts "gate_proj" and "up_proj" are its input, "down_proj" its output.
+    "value" as they enter the cache, over their scales [R, T, K, d], and the layer's "output" [R, T, D]; what it returns is
+    stacked: [L, ...]. Of a mixture of experts "gate_proj" and "up_proj" are its input, "down_proj" its output.
     """
     rope = nn.rope_tables(micro.positions, model, precision.rope_dtype)
     live, attention = micro.segment_ids > 0, packed_attention(micro.segment_ids, precision)
@@ -177,9 +181,11 @@ def walk(
                 seen[name] = look(name, x, live)
                 return linear(x, *rest)
 
-            def attend(queries: Array, keys: Array, values: Array) -> tuple[Array, None]:
-                seen.update(key=look("key", keys, live), value=look("value", values, live))
-                return attention(queries, keys, values)
+            def attend(queries: Array, keys: Array, values: Array) -> tuple[Array, Any]:
+                scales = w.get("kv_scales") or UNIT
+                for name, x, scale in (("key", keys, scales["k"]), ("value", values, scales["v"])):
+                    seen[name] = look(name, x / jnp.asarray(scale, x.dtype), live)
+                return attention(queries, keys, values, scales)
 
             def mixture(x: Array, weights: Params, *formats: Any) -> Array:
                 y, _ = moe.mixture(x, weights, model.experts, *formats, live)
@@ -258,7 +264,11 @@ def mixed_forward(
 
     def layer_in(precision: Precision, run: LayerRun) -> Callable:
         attend = packed_attention(micro.segment_ids, precision)
-        return lambda x, w: decoder_layer(x, w, model, precision, run, rope, attend)[0]
+
+        def layer(x: Array, w: Params) -> Array:
+            return decoder_layer(x, w, model, precision, run, rope, functools.partial(attend, scales=w.get("kv_scales")))[0]
+
+        return layer
 
     x = embed(weights, micro.tokens, formats[0])
     for i, (run, stack) in enumerate(runs_of(weights, model, formats[0])):
@@ -272,8 +282,10 @@ def mixed_forward(
 
 
 def unquantized_policy(params: Params, precision: Precision) -> Params:
-    """The policy before any FP8, in one stack of layers: masters rounded to `weight_dtype`, in `compute_dtype`."""
-    return as_params(policy_of(params, dataclasses.replace(precision, runs=without_fp8(precision.runs))))
+    """The policy before any FP8, in one stack of layers: masters rounded to `weight_dtype`, in `compute_dtype`; scales as they
+    are."""
+    plain = dataclasses.replace(precision, runs=without_fp8(precision.runs))
+    return as_params(policy_of(without_scales(params), plain)) | scales_in(params)
 
 
 def _by_linear(by_name: dict[str, Stats], model: ModelConfig) -> Stats:

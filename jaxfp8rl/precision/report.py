@@ -22,7 +22,8 @@ class PrecisionReport:
     """Found by `probes.precision_report`, which defines the statistics.
 
     linears: names; fp8 [L, linears] bool: which are FP8; the others are shown as what FP8 would do to them.
-    weights, activations: statistic -> [L, linears]. kv: "key_error", "key_clipped", "key_amax", "value_..." -> [L], at scale 1.
+    weights, activations: statistic -> [L, linears]. kv: "key_error", "key_clipped", "key_amax", "value_..." -> [L], of keys and
+    values over their scales.
     spans: the layers [start, stop) that were measured together; gaps: see `probes.mismatch_gaps`, empty without any FP8.
     sharpness: percent, see losses/sharpness.py. activations_fp8, kv_fp8: whether those are rounded at all.
     """
@@ -88,7 +89,7 @@ class PrecisionReport:
         return table
 
     def _kv_table(self) -> Table:
-        table = _table("Keys and values, E4M3 with scale 1", "layer", *(k.replace("_", " ") for k in self.kv))
+        table = _table("Keys and values over their scales, E4M3", "layer", *(k.replace("_", " ") for k in self.kv))
         for layer in range(len(self.fp8)):
             table.add_row(str(layer), *(f"{v[layer]:.2g}" for v in self.kv.values()), style="" if self.kv_fp8 else "dim")
         table.caption = None if self.kv_fp8 else "dim: the cache stays in high precision; what FP8 would do to it"

@@ -69,6 +69,10 @@ class RewardRunner:
                 raise RuntimeError("this RewardRunner is closed")
             scores = self._score_in_children(items) if self._task.in_child else [score_one(self._task, *i) for i in items]
         self.counts.update(s.why.partition(":")[0] for s in scores)
+        if errors := collections.Counter(s.why for s in scores if s.why.startswith("error")):
+            why = errors.most_common(1)[0][0]  # it may hold what the model wrote: quoted, and not at any length
+            log.warning("the scorer failed at %d of %d completions, whose scores are undefined; most often: %.200r",
+                        errors.total(), len(scores), why)  # fmt: skip
         return scores
 
     def close(self) -> None:
@@ -201,7 +205,9 @@ class _Child:
         self._stderr.close()
 
 
-_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+# Rather a name too many. Neither PWD, which is a folder, nor what only begins as such words do, as PATH and TOKENIZERS.
+_SECRET = re.compile(r"PASSW|PASSPHRASE|SECRET|CREDENTIAL|(TOKEN|KEY|PASS|CRED)S?(?![A-Z])|(_PWD|(?<![A-Z])PAT)(?![A-Z])",
+                     re.IGNORECASE)  # fmt: skip
 
 
 def _child_environment() -> dict[str, str]:

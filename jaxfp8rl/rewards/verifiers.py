@@ -12,6 +12,7 @@ import logging
 import re
 import unicodedata
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, Literal
 
 from jaxfp8rl.errors import ConfigError, nearest
@@ -19,14 +20,15 @@ from jaxfp8rl.errors import ConfigError, nearest
 Extract = Literal["all", "tag", "last_line", "last_number"]
 SCORERS = ("exact", "math_verify")
 # A minus directly after a digit is a subtraction, not a sign; commas count as thousands separators.
-_NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d+)?")
+_SHORT = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.\d+)")  # 1e3, -.5
 
 
 def extract(text: str, how: Extract) -> str | None:
     """The answer inside a completion, stripped; None when there is none of that form (which scores 0, not undefined).
 
     all: the whole text. tag: inside the last `<answer>...</answer>`. last_line: the last line that is not blank.
-    last_number: the last decimal number, its thousands separators removed.
+    last_number: the last decimal number, .5 and 1e-5 among them, its thousands separators removed.
     """
     if how == "tag":
         end = text.rfind("</answer>")
@@ -59,12 +61,17 @@ def _math_verify():
     return math_verify
 
 
+def _plain(text: str) -> str:
+    """1e3 as 1000.0 and -.5 as -0.5, where math_verify would read 1 and nothing; what is more than a number as it is."""
+    return f"{Decimal(repr(float(text))):f}" if _SHORT.fullmatch(text) else text
+
+
 def math_verify(answer: str, candidate: str) -> float:
     """1.0 when the candidate's last mathematical expression equals the answer's (package math-verify), else 0.0.
 
     Raises ValueError when the reference answer itself does not parse: the score is then undefined, not 0.
     """
-    lib = _math_verify()
+    lib, answer, candidate = _math_verify(), _plain(answer.strip()), _plain(candidate)
     # Bare text is searched for numbers ("2x+3" would read as 3), so a reference without delimiters is given as LaTeX.
     latex = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     gold = lib.parse(latex, fallback_mode="no_fallback", parsing_timeout=None)

@@ -117,9 +117,11 @@ def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
 
 
 def backward(how: How, saved: tuple, cotangents: tuple[Array, Array]):
-    """dq, dk, dv, and nothing for the tables. dS = P (dP - delta + dlse): what comes in for lse is part of delta."""
+    """dq, dk, dv, and nothing for the tables. dS = P (dP - delta + dlse): what comes in for lse is part of delta; at padding,
+    where lse is a constant, nothing does."""
     q, k, v, tables, o, lse = saved
     do, dlse = cotangents
+    dlse = jnp.where(jnp.isinf(lse), 0, dlse)
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1).T - dlse
     args, how_both = (q, k, v, do, lse, delta, tables), dict(scale=how.scale, interpret=how.interpret)
     dq = sm90_dq.gradient(*args, tiles=how.tiles.dq, **how_both)

@@ -53,11 +53,11 @@ def wgrad(
 
 def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: Tiles | None, interpret) -> Array:
     """Pad to what the copy engine takes; scales of rows as [K/128, M]. Zeros add nothing, by any scale."""
-    (m, k), n = a.shape, b.shape[0]
+    m, n = a.shape[0], b.shape[0]
     columns = 128 // jnp.dtype(out_dtype).itemsize
     if n <= columns:  # Mosaic drops an axis of one box from a copy, and with it the check that columns beyond are not written
         columns *= 2
-    tiles = tiles or choose(m, n, k, b_blocks=b_blocks)
+    tiles = tiles or choose(m, n, b_blocks=b_blocks)
     rows = min(m, 8)  # a copy of fewer than 8 is one box, too
     b_scale = b_scale if b_blocks else pad_to(b_scale.T, 1, columns)
     a_scale = a_scale.T if sm90.reads_scalars(m, b_blocks) else pad_to(a_scale.T, 1, 8)

@@ -3,7 +3,7 @@
 One persistent kernel serves all three passes. A block of threads computes tiles of y one after the other; in it
 
 - one warp is the *producer*: it walks all tiles of its block and keeps the copy engine a few stages ahead of the products, over
-  the borders of tiles too, so that no tile waits for its first operands. In a cluster two blocks share an operand by multicast;
+  the borders of tiles too, so that no tile waits for its first operands. In a cluster two blocks share rows of a by multicast;
 - one to three warpgroups are the *consumers*, each with 64 rows of the tile, twice 64, or some columns. The tensor cores sum 128
   products in registers; then that partial times its scales is added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2).
 
@@ -58,9 +58,8 @@ class Plan:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles, or pairs of them, along M and N."""
-        t = self.tiles
-        return pl.cdiv(self.m, t.m * (1 + (t.cluster == "m"))), pl.cdiv(self.n, t.n * (1 + (t.cluster == "n")))
+        """Tiles along M, and tiles, or pairs of them, along N."""
+        return pl.cdiv(self.m, self.tiles.m), pl.cdiv(self.n, self.tiles.n * (1 + bool(self.tiles.cluster)))
 
     @property
     def slab(self) -> int:
@@ -106,7 +105,7 @@ def matmul(
     (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
-    check_tiles(tiles, plan.store_width)
+    check_tiles(tiles, plan.store_width, pairs=b_blocks)
     scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
@@ -141,8 +140,7 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
     """Copy the operands of every tile, block by block of the contraction, as stages become free."""
     a, a_scale, b, b_scale = operands
     t = plan.tiles
-    share_a = dict(collective_axes="cluster") if t.cluster == "n" else {}
-    share_b = dict(collective_axes="cluster") if t.cluster == "m" else {}
+    share = dict(collective_axes="cluster") if t.cluster else {}
 
     def tile(mi, ni, before):
         rows, columns = pl.ds(mi * t.m, t.m), pl.ds(ni * t.n, t.n)
@@ -153,8 +151,8 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
             pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             copy, full = plgpu.copy_gmem_to_smem, shared.full.at[slot]
             ks = pl.ds(ki * BLOCK, BLOCK)
-            copy(a.at[rows, ks], shared.a.at[slot], full, **share_a)
-            copy(b.at[columns, ks], shared.b.at[slot], full, **share_b)
+            copy(a.at[rows, ks], shared.a.at[slot], full, **share)
+            copy(b.at[columns, ks], shared.b.at[slot], full)
             if not plan.one_row:
                 copy(a_scale.at[ki, rows], shared.a_scale.at[slot], full)
             if not plan.b_blocks:

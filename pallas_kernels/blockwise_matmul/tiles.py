@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
     across: int = 1  # consumers along N
     width: int = 128  # columns of a consumer
     stages: int = 4
-    cluster: Literal["", "m", "n"] = ""  # two blocks side by side along M share b, along N share a
+    cluster: Literal["", "n"] = ""  # two blocks side by side along N share a
     band: int = 8  # tiles are walked in bands of this many,
     band_axis: Literal[0, 1] = 0  # along M (0) or N (1), so that the operands of those in flight stay in L2
     buffers: int = 1  # of a consumer's results on their way to memory
@@ -39,8 +39,14 @@ class Tiles(NamedTuple):
         return self.down * self.across
 
 
-def check_tiles(tiles: Tiles, store_width: int) -> None:
-    """What registers allow; shared memory is counted by Pallas, which raises a ValueError with the bytes."""
+def check_tiles(tiles: Tiles, store_width: int, pairs: bool) -> None:
+    """What registers allow, and whether there may be `pairs`; shared memory is counted by Pallas, which raises a ValueError with
+    the bytes."""
+    if tiles.cluster not in (("", "n") if pairs else ("",)):
+        raise ValueError(
+            f"{tiles}: pairs of blocks are along N, and in dense products by 128x128 blocks alone. One warp of a consumer tells "
+            "both of a pair that a stage is read, and does not wait for the others: these may be reading scales of 1x128"
+        )
     if tiles.consumers not in REGISTERS:
         raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 1, 2 or 3 share the registers")
     if tiles.high not in (1, 2) or tiles.high * tiles.consumers > 4:
@@ -60,16 +66,14 @@ def check_tiles(tiles: Tiles, store_width: int) -> None:
 
 CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x across x width
     "3x1x128": Tiles(buffers=2),
-    "3x1x128 pairs along M": Tiles(cluster="m", buffers=2),
     "3x1x128 pairs along N": Tiles(cluster="n", buffers=2),
     "2x1x128": Tiles(2, buffers=2),
-    "2x1x128 pairs along M": Tiles(2, cluster="m", buffers=2),
     "2x1x192": Tiles(2, width=192),
     "2x1x128, 2 in flight": Tiles(2, buffers=2, flight=2),
-    "2x1x128, 2 in flight, pairs along M": Tiles(2, cluster="m", buffers=2, flight=2),
     "2x1x128, twice 64 rows": Tiles(2, high=2),
     "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, stages=3, cluster="n", buffers=4),
 }
+FOR_WGRAD = {name: tiles for name, tiles in CANDIDATES.items() if not tiles.cluster}
 FEW_ROWS = {  # the same of up to 64 rows
     "1x3x64": Tiles(1, 3, 64, stages=6),
     "1x3x32": Tiles(1, 3, 32, stages=9),
@@ -85,7 +89,7 @@ RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tun
 FOR_FEW_ROWS = "1x3x64", "1x3x32", "1x1x64, 2 in flight"
 
 
-def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
+def choose(m: int, n: int, *, b_blocks: bool) -> Tiles:
     """The tiles for a product, from what was measured on an H200 (docs/kernels.md): big ones, unless they would leave many
     multiprocessors without work in the last turn; for few rows, which take as long as reading b, those with which no
     multiprocessor reads much of it."""
@@ -103,5 +107,5 @@ def _busy(tiles: Tiles, m: int, n: int) -> float:
 
 def _turns(tiles: Tiles, m: int, n: int) -> int:
     """Tiles, or pairs of them, that the busiest multiprocessors compute."""
-    down, across = tiles.m * (1 + (tiles.cluster == "m")), tiles.n * (1 + (tiles.cluster == "n"))
-    return pl.cdiv(pl.cdiv(m, down) * pl.cdiv(n, across), SMS // (2 if tiles.cluster else 1))
+    pair = 2 if tiles.cluster else 1
+    return pl.cdiv(pl.cdiv(m, tiles.m) * pl.cdiv(n, tiles.n * pair), SMS // pair)

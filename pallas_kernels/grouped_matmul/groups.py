@@ -7,6 +7,7 @@ all sizes there can be.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -66,6 +67,19 @@ def pad_rows(x: Array, groups: Groups) -> Array:
 def unpad_rows(y: Array, groups: Groups) -> Array:
     """Padded rows y [P, ...] -> sorted rows [R, ...], zeros for a row of no expert."""
     return y.at[groups.padded].get(mode="fill", fill_value=0)
+
+
+def by_block(f: Callable[..., Array], rows: tuple[Array, ...], weights: tuple[Array, ...], groups: Groups) -> Array:
+    """f(some of `rows` [P, ...], their expert's of `weights` [E, ...]) block of 128 rows by block -> [P, N]; zeros for rows of no
+    expert."""
+    experts = groups.sizes.size
+
+    def one(block: tuple[Array, ...]) -> Array:
+        *some, e = block
+        return jnp.where(e < experts, f(*some, *(w[jnp.minimum(e, experts - 1)] for w in weights)), 0)
+
+    blocks = (a.reshape(-1, BLOCK, a.shape[1]) for a in rows)
+    return lax.map(one, (*blocks, groups.expert)).reshape(groups.source.size, -1)
 
 
 def _group_of(places: Array, ends: Array) -> Array:

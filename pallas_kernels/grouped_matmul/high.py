@@ -1,14 +1,17 @@
 """Grouped products of a mixture of experts in high precision: by JAX's shipped Hopper kernels, or block by block by XLA.
 
-Rows are laid out as for the FP8 products (`groups.plan_groups`), so that both serve the same layer.
+Rows are laid out as for the FP8 products (`groups.plan_groups`), so that both serve the same layer. JAX's kernels take bfloat16
+and widths in multiples of 128, and round results to bfloat16 before any wider `out_dtype`. `backend`: "auto" is theirs on a
+Hopper GPU where they fit and XLA's else, "pallas" is theirs or a ValueError, "reference" is XLA's.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.grouped_matmul.groups import Groups, by_block
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 from pallas_kernels.quantize import BLOCK
 
@@ -20,22 +23,18 @@ def grouped_matmul(
 ) -> Array:  # fmt: skip
     """Each padded row of x [P, K] times its expert's w [E, N, K], transposed -> [P, N] in `out_dtype`, x's by default; summed in
     float32. Zeros for rows of no expert."""
-    experts, out_dtype = w.shape[0], jnp.dtype(out_dtype or x.dtype)
+    out_dtype = out_dtype or x.dtype
     if _shipped(backend, x, w):
         return _shipped_matmul(x, w, groups).astype(out_dtype)
-
-    def rows_of_one(block: tuple[Array, Array]) -> Array:
-        rows, e = block
-        y = _product(rows, w[jnp.minimum(e, experts - 1)], 1).astype(out_dtype)
-        return jnp.where(e < experts, y, 0)
-
-    return lax.map(rows_of_one, (x.reshape(-1, BLOCK, x.shape[1]), groups.expert)).reshape(x.shape[0], -1)
+    return by_block(lambda rows, w: _product(rows, w, 1).astype(out_dtype), (x,), (w,), groups)
 
 
 def grouped_wgrad(
-    dy: Array, x: Array, groups: Groups, *, out_dtype: jnp.dtype = jnp.float32, backend: Backend = "auto"
+    dy: Array, x: Array, groups: Groups, *, out_dtype: jnp.dtype | None = None, backend: Backend = "auto"
 ) -> Array:  # fmt: skip
-    """dy^T x over each expert's rows: dy [P, N], x [P, K] -> [E, N, K] in `out_dtype`, summed in float32; zeros for no rows."""
+    """dy^T x over each expert's rows: dy [P, N], x [P, K] -> [E, N, K] in `out_dtype`, x's by default; summed in float32. Zeros
+    for an expert without rows."""
+    out_dtype = out_dtype or x.dtype
     if _shipped(backend, dy, x):
         return _shipped_wgrad(dy, x, groups).astype(out_dtype)
     total = jnp.zeros((groups.sizes.size, dy.shape[1], x.shape[1]), jnp.float32)
@@ -49,9 +48,12 @@ def grouped_wgrad(
 
 
 def _shipped(backend: Backend, a: Array, b: Array) -> bool:
-    """Whether JAX's kernels take these: bfloat16, on Hopper, in whole tiles."""
-    whole = not any(n % 128 for n in (*a.shape[1:], *b.shape[1:]))
-    return use_kernel(backend) and whole and a.dtype == b.dtype == jnp.bfloat16
+    """Whether JAX's kernels compute it: bfloat16, on Hopper, in whole tiles."""
+    fits = a.dtype == b.dtype == jnp.bfloat16 and not any(n % BLOCK for n in (*a.shape[1:], *b.shape[1:]))
+    if backend == "pallas" and not fits:
+        found = f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
+        raise ValueError(f'{found}: backend = "pallas" wants bfloat16 and widths in multiples of {BLOCK}: use "auto"')
+    return use_kernel(backend) and fits
 
 
 def _whole_sizes(groups: Groups) -> Array:
@@ -68,6 +70,8 @@ def _shipped_matmul(x: Array, w: Array, groups: Groups) -> Array:
 
 
 def _shipped_wgrad(dy: Array, x: Array, groups: Groups) -> Array:
+    if jax.devices()[0].platform != "gpu":
+        raise ValueError('backend = "pallas": JAX\'s kernel asks a GPU for its size when it is traced, here is none: use "auto"')
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     dw = transposed_ragged_dot(dy, x, group_sizes=_whole_sizes(groups), **TILES, grid_block_n=1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.blockwise_matmul import reference
-from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.grouped_matmul.groups import Groups, by_block
 from pallas_kernels.quantize import BLOCK
 
 
@@ -17,16 +17,7 @@ def grouped_matmul(x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Arra
     x_scale [P, K/128], w_scale [E, N/128, K/128] float32; `groups` as `plan_groups` makes them. The order of sums is that of
     `blockwise_matmul.reference`, of which every expert's rows are an instance.
     """
-    experts = w_codes.shape[0]
-
-    def rows_of_one(block: tuple[Array, Array, Array]) -> Array:
-        x, scale, e = block
-        at = jnp.minimum(e, experts - 1)
-        return jnp.where(e < experts, reference.blockwise_matmul(x, scale, w_codes[at], w_scale[at]), 0)
-
-    blocks = (a.reshape(-1, BLOCK, a.shape[1]) for a in (x_codes, x_scale))
-    y = jax.lax.map(rows_of_one, (*blocks, groups.expert))
-    return y.reshape(x_codes.shape[0], -1)
+    return by_block(reference.blockwise_matmul, (x_codes, x_scale), (w_codes, w_scale), groups)
 
 
 def grouped_wgrad(dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, groups: Groups) -> Array:

@@ -55,8 +55,6 @@ def grouped_matmul(
     x_scale [K/128, P], w_scale [E, N/128, K/128] float32. K is a multiple of 128, N of 64 (bfloat16) or 32 (float32).
     """
     plan = _plan(tiles, x.shape[0], w.shape[1], x.shape[1], True, out_dtype, interpret)
-    if tiles.cluster == "m":
-        raise ValueError(f"{tiles}: rows of tiles that are neighbours may be of two experts, so only pairs along N share")
     table, count = _row_tiles(groups, plan.m, tiles.down)
     w_scale = jnp.pad(w_scale, ((0, 0), (0, 0), (0, -w_scale.shape[2] % QUAD)))
     return _call(plan, (plan.m, plan.n), (table, count, x, x_scale, w, w_scale), interpret)
@@ -78,10 +76,9 @@ def grouped_wgrad(
 
 
 def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.dtype, interpret) -> Plan:
-    csize = 1 + bool(tiles.cluster)
-    blocks = (2 * csize if interpret else multiprocessors()) // csize
+    blocks = 2 if interpret else multiprocessors()
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
-    check_tiles(tiles, plan.store_width)
+    check_tiles(tiles, plan.store_width, pairs=False)
     if tiles.high > 1:
         raise ValueError(f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
     if tiles.flight > 1:
@@ -91,11 +88,10 @@ def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.d
 
 def _call(plan: Plan, shape: tuple[int, ...], operands: tuple[Array, ...], interpret) -> Array:
     a, b = operands[2], operands[4]
-    clusters = dict(cluster=(2,), cluster_names=("cluster",)) if plan.tiles.cluster else {}
     return plgpu.kernel(
         functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct(shape, plan.out_dtype), grid=(plan.blocks,),
         grid_names=("block",), num_threads=plan.tiles.consumers + 1, thread_name="wg",
-        scratch_types=_scratch(plan, a.dtype, b.dtype), interpret=interpret, **clusters,
+        scratch_types=_scratch(plan, a.dtype, b.dtype), interpret=interpret,
     )(*operands)  # fmt: skip
 
 
@@ -160,8 +156,6 @@ def _for_each_tile(plan: Plan, table, count, body: Callable[[Work, Array, Callab
 
 def _row_tile(plan: Plan, entry: Entry, ni: Array) -> Work:
     """Of fprop and dgrad: the columns of a row of tiles one after the other."""
-    if plan.tiles.cluster == "n":
-        ni = 2 * ni + lax.axis_index("cluster")
     part, filled, end, expert = entry
     blocks = jnp.where(part < filled, jnp.int32(plan.k_blocks), jnp.int32(0))
     return Work(part, filled, end, ni, expert, jnp.int32(0), blocks)
@@ -171,10 +165,6 @@ def _weight_tile(plan: Plan, entry: Entry, index: Array) -> Work:
     """Of wgrad: the tiles of an expert's gradient one after the other."""
     t, (expert, first, blocks) = plan.tiles, entry
     mi, ni = plgpu.planar_snake(index, plan.grid, t.band_axis, t.band)
-    if t.cluster == "m":
-        mi = 2 * mi + lax.axis_index("cluster")
-    if t.cluster == "n":
-        ni = 2 * ni + lax.axis_index("cluster")
     end = jnp.int32(pl.cdiv(plan.m, ROWS))
     return Work(mi * t.down, jnp.where(blocks > 0, end, jnp.int32(0)), end, ni, expert, first, blocks)
 
@@ -183,8 +173,6 @@ def _produce(plan: Plan, for_each_tile, operands, shared: Shared) -> None:
     """Copy the operands of every tile, block by block of the contraction, as stages become free."""
     a, a_scale, b, b_scale = operands
     t = plan.tiles
-    share_a = dict(collective_axes="cluster") if t.cluster == "n" else {}
-    share_b = dict(collective_axes="cluster") if t.cluster == "m" else {}
 
     def tile(work: Work, before, read_next) -> Entry:
         following = read_next()
@@ -197,8 +185,8 @@ def _produce(plan: Plan, for_each_tile, operands, shared: Shared) -> None:
             pl.when(before + i >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             copy, full = plgpu.copy_gmem_to_smem, shared.full.at[slot]
             ks = pl.ds(ki * BLOCK, BLOCK)
-            copy(a.at[rows, ks], shared.a.at[slot], full, **share_a)
-            copy(b_codes.at[columns, ks], shared.b.at[slot], full, **share_b)
+            copy(a.at[rows, ks], shared.a.at[slot], full)
+            copy(b_codes.at[columns, ks], shared.b.at[slot], full)
             copy(a_scale.at[ki, rows], shared.a_scale.at[slot], full)
             if plan.b_blocks:
                 blocks, quad = _blocks_of(t), pl.ds(lax.div(ki, QUAD) * QUAD, QUAD)
@@ -210,7 +198,7 @@ def _produce(plan: Plan, for_each_tile, operands, shared: Shared) -> None:
         return following
 
     used = for_each_tile(tile)
-    left = lax.min(used, jnp.int32(t.stages))  # stay until every stage is free: a partner in the cluster could still write to it
+    left = lax.min(used, jnp.int32(t.stages))  # stay until every stage is free: no arrival at a barrier is left over
     pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(used - left + i, plan.tiles.stages)]))
 
 
@@ -260,15 +248,11 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
 
 FORWARD = {  # what benchmarks/grouped.py --tune compares; names are down x across x width
     "2x1x192": Tiles(2, width=192),
-    "2x1x192 pairs along N": Tiles(2, width=192, cluster="n"),
     "2x1x128": Tiles(2, stages=5, buffers=2),
     "3x1x128": Tiles(buffers=2),
-    "3x1x128 pairs along N": Tiles(cluster="n", buffers=2),
 }
 WEIGHTS = {
     "3x1x128": Tiles(buffers=2),
     "3x1x128 bands of 2": Tiles(buffers=2, band=2),
-    "3x1x128 pairs along N": Tiles(cluster="n", buffers=2),
-    "3x1x128 pairs along M": Tiles(cluster="m", buffers=2),
     "2x1x192": Tiles(2, width=192),
 }

@@ -44,10 +44,9 @@ class Tiles(NamedTuple):
 
     n: int = 256
     stages: int = 4
-    cluster: Literal["", "m", "n"] = "m"  # two blocks side by side along the tokens share w, along the words share x
+    cluster: Literal["", "m"] = "m"  # two blocks side by side along the tokens share w
     band: int = 8  # tiles are walked in bands of this many,
     band_axis: Literal[0, 1] = 0  # along tokens (0) or words (1), so that the operands of those in flight stay in L2
-    in_flight: int = 1  # products that a consumer has issued and not waited for, when it goes on to the next: 0 or 1
 
     m: int = ROWS * CONSUMERS
 
@@ -66,9 +65,8 @@ class Plan:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles, or pairs of them, along M and N."""
-        t = self.tiles
-        return pl.cdiv(self.m, t.m * (1 + (t.cluster == "m"))), pl.cdiv(self.n, t.n * (1 + (t.cluster == "n")))
+        """Tiles, or pairs of them, along M, and tiles along N."""
+        return pl.cdiv(self.m, self.tiles.m * (1 + bool(self.tiles.cluster))), pl.cdiv(self.n, self.tiles.n)
 
     @property
     def k_blocks(self) -> int:
@@ -88,11 +86,11 @@ class Shared(NamedTuple):
 def statistics(
     x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret=None
 ) -> Array:
-    """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32, P >= N / tiles.n parts of the words: of
+    """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32, of P parts of tiles.n words each: of
     z = x w^T / temperature, x w^T rounded to `logits_dtype` before, max z, sum exp(z - max), sum exp(z - max) (z - max), and the
-    sum of z at the target. A part with no words has a maximum of NEVER."""
+    sum of z at the target."""
     plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
-    parts = plan.grid[1] * (1 + (tiles.cluster == "n"))
+    parts = plan.grid[1]
     out = jax.ShapeDtypeStruct((parts * STATISTICS, x.shape[0]), F32)
     buffer = plgpu.SMEM((CONSUMERS, STATISTICS, ROWS), F32)
     return _call(plan, _Statistics, x, w, (targets,), out, buffer, interpret).reshape(parts, STATISTICS, -1).swapaxes(0, 1)
@@ -113,8 +111,10 @@ def d_logits(
 def _plan(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret) -> Plan:
     if tiles.n not in (128, 256):
         raise ValueError(f"{tiles}: a tile has 128 or 256 words")
-    if tiles.stages < 2 or tiles.in_flight not in (0, 1):
-        raise ValueError(f"{tiles}: 2 stages or more, one being read while the next is written; 0 or 1 products in flight")
+    if tiles.cluster not in ("", "m"):
+        raise ValueError(f"{tiles}: pairs are along the tokens")
+    if tiles.stages < 2:
+        raise ValueError(f"{tiles}: 2 stages or more, one being read while the next is written")
     pair = 1 + bool(tiles.cluster)
     blocks = (2 * pair if interpret else multiprocessors()) // pair
     return Plan(tiles, x.shape[0], w.shape[0], x.shape[1], temperature, jnp.dtype(logits_dtype), blocks)
@@ -147,8 +147,7 @@ def _kernel(plan: Plan, epilogue: type, count: int, x, w, *refs) -> None:
 def _produce(plan: Plan, x, w, shared: Shared) -> None:
     """Copy the operands of every tile, block by block of the contraction, as stages become free."""
     t = plan.tiles
-    share_x = dict(collective_axes="cluster") if t.cluster == "n" else {}
-    share_w = dict(collective_axes="cluster") if t.cluster == "m" else {}
+    share = dict(collective_axes="cluster") if t.cluster else {}
 
     def tile(mi, ni, before):
         @pl.loop(0, plan.k_blocks)
@@ -156,8 +155,8 @@ def _produce(plan: Plan, x, w, shared: Shared) -> None:
             slot = slot_of(before + ki, plan.tiles.stages)
             pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             ks, full = pl.ds(ki * DEPTH, DEPTH), shared.full.at[slot]
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(mi * t.m, t.m), ks], shared.x.at[slot], full, **share_x)
-            plgpu.copy_gmem_to_smem(w.at[pl.ds(ni * t.n, t.n), ks], shared.w.at[slot], full, **share_w)
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(mi * t.m, t.m), ks], shared.x.at[slot], full)
+            plgpu.copy_gmem_to_smem(w.at[pl.ds(ni * t.n, t.n), ks], shared.w.at[slot], full, **share)
 
     for_each_tile(plan, tile)
     drain(plan, shared.empty)
@@ -176,13 +175,11 @@ def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
             def _(ki):
                 plgpu.barrier_wait(shared.full.at[slot(ki)])
                 plgpu.wgmma(z, shared.x.at[slot(ki), rows], shared.w.at[slot(ki)].transpose((1, 0)))
-                plgpu.wgmma_wait(plan.tiles.in_flight)
-                done = ki - plan.tiles.in_flight
-                pl.when(done >= 0)(lambda: plgpu.barrier_arrive(shared.empty.at[slot(done)]))
+                plgpu.wgmma_wait(1)  # for the product before
+                pl.when(ki >= 1)(lambda: plgpu.barrier_arrive(shared.empty.at[slot(ki - 1)]))
 
             plgpu.wgmma_wait(0)
-            if plan.tiles.in_flight:
-                plgpu.barrier_arrive(shared.empty.at[slot(plan.k_blocks - 1)])
+            plgpu.barrier_arrive(shared.empty.at[slot(plan.k_blocks - 1)])
             return z[...]
 
         finish(pl.run_scoped(product, plgpu.ACC((ROWS, plan.tiles.n), F32)))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from bridges.weights.array_source import random_source
 
 from bridges import conformance
-from bridges.api import BridgeError, EngineDirty, GenRequest, ManifestMismatch, PublishFailed, RolloutEngine, WeightTransport
+from bridges.api import (
+    BridgeError, EngineDirty, EngineUnhealthy, GenRequest, ManifestMismatch, PublishFailed, RolloutEngine, WeightTransport,
+)
 from bridges.api import SamplingParams as Sampling
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.rollout.engine_pool import EnginePool, Member
@@ -132,3 +137,64 @@ def test_members_are_alike_and_a_start_that_fails_closes_the_others():
     with pytest.raises(EngineDirty, match="closed"):
         good.engine.generate([GenRequest("r", (1,), Sampling(1))])
     np.testing.assert_equal(len(EnginePool.start([member, member]).members), 2)
+
+
+def test_closing_does_not_wait_for_a_generation():
+    """The second Ctrl-C of a run: what is generated then is lost, and no engine waits for another to end."""
+
+    class Slow(FakeEngine):
+        def __init__(self):
+            super().__init__()
+            self.began, self.closed = threading.Event(), threading.Event()
+
+        def generate(self, requests):
+            self.began.set()
+            assert self.closed.wait(10)
+            raise EngineUnhealthy("its process has ended")
+
+        def close(self):
+            self.closed.set()
+            time.sleep(0.3)
+
+    engines, failed = [Slow() for _ in range(3)], []
+    e = of(*(Member(engine, FakeTransport()) for engine in engines))
+    for m in e.engine.members:
+        m.transport.open(m.engine)
+    e.publish(0)
+
+    def generate():
+        try:
+            e.engine.generate([GenRequest(str(i), (1,), Sampling(4)) for i in range(3)])
+        except EngineUnhealthy as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert all(engine.began.wait(5) for engine in engines)
+    begun = time.monotonic()
+    e.engine.close()
+    assert time.monotonic() - begun < 0.8
+    thread.join(5)
+    assert len(failed) == 1
+
+
+def test_engines_of_a_run_have_seeds_of_their_own(monkeypatch):
+    """Those of one seed would answer unseeded requests alike."""
+    from bridges.rollout import remote_engine
+    from jaxfp8rl import registry
+    from jaxfp8rl.build import engine_runs, model_config
+    from jaxfp8rl.toml_config import load_config
+
+    seeds = []
+
+    def start(engine, hf_config, *, environment, transport, seed, **options):
+        seeds.append(seed)
+        return FakeEngine(seed=seed)
+
+    monkeypatch.setattr(remote_engine, "start", start)
+    monkeypatch.setattr(registry, "_opened", lambda cfg, engine: FakeTransport())
+    options = ["--rollout.engine", "remote", "--rollout.link", "file", "--rollout.engines", "3", "--run.seed", "5"]
+    cfg = load_config("demo", options).check()
+    model = model_config(cfg)
+    registry.build_engine(cfg, model, engine_runs(cfg, model))
+    assert sorted(seeds) == [5, 6, 7]

@@ -105,3 +105,17 @@ def test_slow():
     start = time.perf_counter()
     e.engine.generate([GenRequest("slow", (1,), SamplingParams(max_tokens=1))])
     assert time.perf_counter() - start >= 0.05 and receipt.version == 1
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_that_an_engine_would_fold_or_fail_at_are_refused_when_asked_for(seed):
+    GenRequest("r", (1,), SamplingParams(1), seed=2**32 - 1)
+    with pytest.raises(ValueError, match=f"request 'r': a seed lies in .0, 2.32., got {seed}"):
+        GenRequest("r", (1,), SamplingParams(1), seed=seed)
+
+
+def test_the_suite_sees_that_completions_are_missing():
+    one = build()
+    one.publish(0)
+    done = one.sample()
+    assert conformance._same(done, done) and not conformance._same(done, []) and not conformance._same([], done)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from bridges.api import EngineFormats, ParamMeta, PublishFailed
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.weights.array_source import random_source
+from bridges.rollout.jax_engine import EngineModel, JaxEngine
+from bridges.weights.array_source import ArraySource, random_source
+from bridges.weights.jax_inprocess import JaxInprocess
 from jaxfp8rl.build import engine_runs, model_config
 from jaxfp8rl.registry import build_engine
 from jaxfp8rl.toml_config import load_config
@@ -34,3 +38,17 @@ def under_test(request):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check, under_test):
     check(under_test)
+
+
+def test_buffers_of_other_libraries_are_taken():
+    """As the contract has it: whatever has __dlpack__."""
+    torch, metas = pytest.importorskip("torch"), (ParamMeta("w", "bfloat16", (4, 8)), ParamMeta("s", "float32", ()))
+    engine = JaxEngine(EngineModel(metas, dict, None, None, None, EngineFormats(*["float32"] * 4), 8), max_model_len=8)
+    (transport := JaxInprocess()).open(engine)
+    weight = torch.arange(32.0).reshape(4, 8).bfloat16()
+    transport.publish(ArraySource(metas, {"w": weight, "s": np.float32(2)}), 1)
+    weight.zero_()
+    params = engine._params
+    assert params["w"].dtype == jnp.bfloat16 and params["w"].astype(jnp.float32).ravel().tolist() == list(range(32))
+    with pytest.raises(PublishFailed, match="where its manifest says"):
+        transport.publish(ArraySource(metas, {"w": weight.float(), "s": np.float32(2)}), 2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +73,8 @@ def test_what_leaves_from_a_gpu_is_what_leaves_from_the_host():
     metas = tuple(ParamMeta(f"model.layers.{i}.{n}", "float8_e4m3fn", (6, 8)) for i in range(2) for n in "ab") + METAS
     plain = random_source(metas, 1)
     stacks = {n: jnp.stack([jnp.asarray(plain.arrays[f"model.layers.{i}.{n}"]) for i in range(2)]) for n in "ab"}
-    rows = {f"model.layers.{i}.{n}": StackRow(stacks[n], i) for i in range(2) for n in "ab"}
+    stacks["a"] = stacks["a"].reshape(1, 2, 6, 8)  # as experts lie
+    rows = {f"model.layers.{i}.{n}": StackRow(stacks[n], (0, i) if n == "a" else i) for i in range(2) for n in "ab"}
     on_device = ArraySource(metas, {name: jnp.asarray(x) for name, x in plain.arrays.items()} | rows)
     host, gpu = _SentFromHost(metas), _SentFromGpu(metas)
     for name, a, b in zip(plain.arrays, host.read(plain), gpu.read(on_device), strict=True):
@@ -147,6 +150,55 @@ def test_whoever_waits_is_told_when_the_other_gives_up_or_is_late(tmp_path):
     with pytest.raises(EngineUnhealthy, match="bucket 0 did not come by the deadline"):
         ends.sender.mailbox.clear()
         list(LinkedWeights(ends.receiver, METAS, time.monotonic() + 0.1))
+
+
+def test_a_folder_without_room_is_refused_and_left_clean(serving, tmp_path, monkeypatch):
+    """Known when room is asked for: a write to a file with holes would end the process."""
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine, transport = FakeEngine(), FakeTransport()
+    transport.open(engine)
+    with serving(engine, transport, tmp_path) as url:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(BridgeError, match="no link shared_memory to the engine: .*No space left") as e:
+            RemoteDirect("shared_memory").open(RemoteEngine(url, TOKEN))
+        assert "files always work" in e.value.next_step and os.listdir(tmp_path) == []
+        monkeypatch.undo()
+        direct = RemoteDirect("shared_memory")
+        direct.open(RemoteEngine(url, TOKEN))
+        assert direct._link.slot_bytes == 4096, "no more than the model takes"
+        direct.close()
+
+
+@pytest.mark.parametrize("kind", links.HOST_LINKS)
+def test_a_folder_that_is_not_the_servers_is_refused_and_left_clean(serving, tmp_path, kind):
+    (here := tmp_path / "here").mkdir(), (there := tmp_path / "there").mkdir()
+    engine, transport = FakeEngine(), FakeTransport()
+    transport.open(engine)
+    with serving(engine, transport, there) as url:
+        with pytest.raises(BridgeError, match=f"{there}, .* is not the one that the learner uses"):
+            RemoteDirect(kind, here).open(RemoteEngine(url, TOKEN))
+    assert os.listdir(there) == []
+
+
+def test_all_cuda_links_of_a_process_have_the_same_slots(monkeypatch):
+    """Torch keeps what another process had open when it died: every engine that dies would cost the learner a pair."""
+    made, shared = [], []
+
+    class Slots(types.SimpleNamespace):
+        def untyped_storage(self):
+            return types.SimpleNamespace(_share_cuda_=lambda: (0, shared.append(self) or b"handle"))
+
+    monkeypatch.setattr(links, "_slots", lambda device, n: made.append(Slots(n=n)) or made[-1])
+    monkeypatch.setattr(links, "_gpu", lambda slots: "GPU-0")
+    links._lasting_slots.cache_clear()
+    try:
+        (a, said), (b, _), (c, _) = (links._shared_cuda(n) for n in (512, 512, 1024))
+    finally:
+        links._lasting_slots.cache_clear()
+    assert a is b and a is not c and len(made) == 2 and len(shared) == 3 and said["handle"] == ["aGFuZGxl"]
 
 
 def test_what_cannot_be_linked_is_refused(serving, tmp_path):

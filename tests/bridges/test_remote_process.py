@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from bridges.api import (
-    EngineDirty, EngineUnhealthy, PublishFailed,
-)
+from bridges import wire
+from bridges.api import EngineDirty, EngineUnhealthy, PublishFailed
 from bridges.conformance import EngineUnderTest
+from bridges.rollout import engine_server, remote_engine
 from bridges.rollout.fake_engine import FakeEngine, FakeTransport
 from bridges.rollout.remote_engine import RemoteEngine, spawn
 from bridges.weights.array_source import ArraySource
@@ -150,3 +150,34 @@ def test_close_ends_the_server(own):
         own.sample()
     own.engine.close()
     assert not own.engine.health().ok
+
+
+def test_a_process_is_ended_once(monkeypatch):
+    """Its number may be another process group's by the second close."""
+    killed = []
+    monkeypatch.setattr(os, "killpg", lambda *args: killed.append(args))
+    child = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, start_new_session=True)
+    for _ in range(2):
+        remote_engine._end(child)
+    assert killed == [(child.pid, signal.SIGKILL)] and child.returncode == -signal.SIGTERM
+
+
+def test_what_vllm_keeps_on_the_disk_is_in_the_servers_folder(monkeypatch, tmp_path):
+    """Which goes with the server, however that ends."""
+    given = []
+
+    def vllm(hf_config, **options):
+        given.append(options)
+        raise ValueError("that is enough")
+
+    monkeypatch.setitem(engine_server.ENGINES, "vllm", vllm)
+    monkeypatch.setenv(wire.TOKEN_VARIABLE, TOKEN)
+    argv = ["--engine", "vllm", "--max-model-len", "64"]
+    for folder in (None, tmp_path):
+        args, options = engine_server._arguments([*argv, *(["--folder", str(folder)] if folder else [])])
+        monkeypatch.setenv(wire.TOKEN_VARIABLE, TOKEN)
+        ours = []
+        with pytest.raises(ValueError, match="that is enough"):
+            engine_server._build(args, options, ours)
+        assert given[-1] == {"max_model_len": 64, "scratch": str(folder or ours[0])}
+        engine_server._remove(ours)

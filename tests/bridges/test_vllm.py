@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import types
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,6 +17,7 @@ import torch
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
 from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.rollout import vllm_engine, vllm_environment
 from bridges.rollout.fake_engine import FakeEngine
 from bridges.rollout.vllm_engine import BLOCK, FP8, VllmEngine
 from bridges.rollout.vllm_environment import cpu_lacks
@@ -101,6 +104,33 @@ def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(BridgeError, match="out of reach of DLPack"):
         VllmEngine(CONFIG, **SHORT)
+
+
+def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp_path):
+    """Else this process could have no other. Its folder is where it was told to have it, and goes."""
+
+    def build(arguments, emulate):
+        assert os.path.dirname(arguments["model"]) == str(tmp_path)
+        core = types.SimpleNamespace(shutdown=lambda: None)
+        return types.SimpleNamespace(apply_model=unplanned, llm_engine=types.SimpleNamespace(engine_core=core))
+
+    def unplanned(function):
+        raise RuntimeError("nobody planned this")
+
+    monkeypatch.setattr(vllm_engine, "_build", build)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="nobody planned this"):
+            VllmEngine(CONFIG, scratch=str(tmp_path), **SHORT)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU vLLM measures what is left")
+def test_the_cache_on_a_cpu_is_as_large_as_asked_for(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    vllm_environment.prepare()
+    assert vllm_environment.cache_bytes(2**28) == 2**28 and vllm_environment.cache_bytes(None) == 2**30
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")  # the user's, which vLLM reads itself
+    assert vllm_environment.cache_bytes(None) is None
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import threading
+import time
 import types
 import weakref
 
@@ -15,11 +17,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridges.api import BridgeError, ParamMeta, Rows, StackRow  # noqa: E402
+from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, PublishFailed, Rows, StackRow  # noqa: E402
 from bridges.rollout import vllm_layout, vllm_params  # noqa: E402
+from bridges.rollout.vllm_engine import VllmEngine  # noqa: E402
 from bridges.rollout.vllm_layout import LiveRows  # noqa: E402
 from bridges.rollout.vllm_params import Place  # noqa: E402
 from bridges.rollout.vllm_stacks import stacks_of  # noqa: E402
+from bridges.rollout.weight_state import WeightState  # noqa: E402
+from bridges.weights import links  # noqa: E402
+from bridges.weights.array_source import ArraySource  # noqa: E402
+from bridges.weights.linked import LinkedWeights, _SentFromGpu, send  # noqa: E402
 from bridges.weights.vllm_inplace import VllmInplace, _Reader  # noqa: E402
 from jaxfp8rl.build import engine_runs, model_config  # noqa: E402
 from jaxfp8rl.errors import ConfigError  # noqa: E402
@@ -315,6 +322,134 @@ def test_experts_arrive_in_the_halves_that_vllm_joins(found, stacked):
     assert sum(r.moved() for r in transport._rows) == E
 
 
+def expert_metas() -> tuple[ParamMeta, ...]:
+    return tuple(ParamMeta(f"model.layers.{i}.mlp.experts.{e}.{which}.weight", "float32", SHAPES[which])
+                 for i in range(LAYERS) for e in range(E) for which in SHAPES)  # fmt: skip
+
+
+class ExpertsByLayer:
+    """gate's experts are rows of the learner's stack of all layers; those of up are made a layer at a time, and counted."""
+
+    def __init__(self):
+        self.whole, self.alive, self.most = OfExperts().stacks_of, [], 0
+
+    def __iter__(self):
+        for i in range(LAYERS):
+            made = self.whole["up_proj"][i] + 0
+            self.alive.append(weakref.ref(made))
+            gc.collect()
+            self.most = max(self.most, sum(ref() is not None for ref in self.alive))
+            for e in range(E):
+                rows = StackRow(self.whole["gate_proj"], (i, e)), StackRow(made, e), StackRow(self.whole["down_proj"], (i, e))
+                yield from ((f"model.layers.{i}.mlp.experts.{e}.{which}.weight", row) for which, row in zip(SHAPES, rows))
+            del made, rows
+
+
+def test_experts_a_layer_at_a_time_arrive_and_those_that_were_made_are_let_go(found):
+    """As they go over a link between GPUs, and into an engine of this process."""
+    source, (model, places), metas = ExpertsByLayer(), experts(), expert_metas()
+    want = {name: np.asarray(array) for name, array in OfExperts()}
+    gpu = _SentFromGpu(metas)
+    for meta, data in zip(metas, gpu.read(source), strict=True):
+        np.testing.assert_array_equal(data.numpy().view(np.float32).reshape(meta.shape), want[meta.name])
+    del data
+    assert source.most == 2
+    transport, source = VllmInplace(), ExpertsByLayer()
+    transport._rows = found(model, places)
+    transport.targets = {r.meta.name: r.tensor for r in transport._rows}
+    transport._place = {name: i for i, name in enumerate(transport.targets)}
+    np.testing.assert_array_equal(transport._write(source, metas)()[[transport._place[m.name] for m in metas]], gpu.digests())
+    for name, target in transport.targets.items():
+        np.testing.assert_array_equal(target.numpy(), want[name])
+    assert source.most == 2
+
+
+@pytest.fixture
+def engine(found):
+    """A VllmEngine whose vLLM is the experts' model and nothing else."""
+    model, places = experts()
+    found(model, places)
+    scripted = object.__new__(VllmEngine)
+    scripted._state, scripted._sick, scripted._broken, scripted._asleep, scripted._cache_asleep = WeightState(), "", *[False] * 3
+    scripted._manifest, scripted.kv_scale_places = expert_metas(), ()
+    scripted.llm = types.SimpleNamespace(apply_model=lambda function: [function(model)], reset_prefix_cache=lambda: True)
+    return scripted
+
+
+def test_another_process_publishes_over_a_link(engine, tmp_path):
+    """And what is changed on the way is found by the digests of its tensors."""
+    transport, ends, metas = VllmInplace(), [], expert_metas()
+    transport.open(engine)
+    assert transport.links == links.HOST_LINKS
+
+    def accept(said):
+        ends.append(links.accept(said, tmp_path))
+
+    sender = links.connect("shared_memory", tmp_path, len(metas), 512, 5.0, accept)
+    arrays = {name: array + 1 for name, array in OfExperts()}
+
+    def publish(version):
+        sender.mailbox.clear()
+        until = time.monotonic() + 5
+        args = sender, ArraySource(metas, arrays), metas, until, lambda: None
+        thread = threading.Thread(target=send, args=args)
+        thread.start()
+        try:
+            return transport.publish(LinkedWeights(ends[0], metas, until), version)
+        finally:
+            thread.join()
+
+    receipt = publish(1)
+    transport.verify(receipt)
+    for name, target in transport.targets.items():
+        np.testing.assert_array_equal(target.numpy(), arrays[name])
+    assert (engine.weight_version(), receipt.tensors) == (1, len(metas))
+    assert transport.publish(ArraySource(metas, arrays), 1).content == receipt.content, "as from this process"
+    pieces = ends[0].pieces
+
+    def flipped(*args):
+        for piece, data in pieces(*args):
+            data[3] ^= piece.name == metas[7].name
+            yield piece, data
+
+    ends[0].pieces = flipped
+    with pytest.raises(PublishFailed, match=f"1 of {len(metas)} tensors of the engine differ from what was sent, first"):
+        publish(2)
+    assert engine.weight_version() is None
+
+
+def test_a_publish_that_the_engine_breaks_off_is_a_failed_publish_and_says_why(engine):
+    transport, source = VllmInplace(), ArraySource(expert_metas(), dict(OfExperts()))
+    transport.open(engine)
+    engine.llm.reset_prefix_cache = lambda: False
+    with pytest.raises(PublishFailed, match="version 1 broke off: vLLM refused to reset") as e:
+        transport.publish(source, 1)
+    assert isinstance(e.value.__cause__, EngineUnhealthy) and e.value.next_step == "build a new engine"
+    assert engine.weight_version() is None
+
+
+def test_a_sleeping_engine_is_not_read(engine):
+    transport, source = VllmInplace(), ArraySource(expert_metas(), dict(OfExperts()))
+    transport.open(engine)
+    receipt = transport.publish(source, 1)
+    engine._asleep = True
+    with pytest.raises(BridgeError, match="asleep") as e:
+        transport.verify(receipt)
+    assert not isinstance(e.value, PublishFailed)
+    engine.drop("sleep() dropped its weights")
+    with pytest.raises(PublishFailed, match="the receipt says"):
+        transport.verify(receipt)
+
+
+def test_a_closed_transport_holds_nothing_of_the_engine(engine):
+    transport = VllmInplace()
+    transport.open(engine)
+    transport.publish(ArraySource(expert_metas(), dict(OfExperts())), 1)
+    assert transport._spans
+    transport.close()
+    assert not any((transport._spans, transport.targets, transport._rows, transport._readers))
+
+
 def test_experts_of_a_kernel_that_shuffles_them_are_refused_by_name(found):
     with pytest.raises(BridgeError, match="how FLASHINFER_CUTLASS keeps those is not known here .known: TRITON"):
         found(*experts("FLASHINFER_CUTLASS"))
@@ -328,6 +463,17 @@ def test_a_source_by_stacks_that_leaves_a_tensor_out_is_refused():
     source.names[0].pop(3)
     with pytest.raises(ValueError, match="did not give layers.3.a.weight"):
         bare_transport(source.metas)._write(source, source.metas)()
+
+
+def test_one_row_under_many_names_is_refused():
+    """Torch would write it to all of them, and the proof would find what was sent."""
+    source, two = Stacks(), torch.zeros(2, LAYERS, ROWS, COLUMNS)
+    source.a = source.a[:1]
+    source.stacks = lambda nbytes: iter([[Rows(tuple(source.names[0]), source.a, 0, True)]])
+    transport = bare_transport(source.metas, [two[k, i] for i in range(LAYERS) for k in range(2)])
+    with pytest.raises(ValueError, match=f"1 rows for {LAYERS} tensors, first layers.0.a.weight"):
+        transport._write(source, source.metas)
+    assert not two.any()
 
 
 def test_a_stack_row_passes_for_an_array_anywhere():

@@ -24,7 +24,7 @@ from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.cli import main
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.tokenizer import load_tokenizer
-from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteStep
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.optim import init_state, make_optimizer
@@ -437,6 +437,8 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
 
 def test_sft_writes_a_folder_that_train_starts_from_as_if_it_had_warm_started_itself(straight, tmp_path):
     run_sft(config(tmp_path))
+    with pytest.raises(ModelError, match="sft exists and is not empty"):  # before it trains for nothing
+        run_sft(config(tmp_path))
     folder = tmp_path / "sft"
     cfg, params = load_params(folder)
     assert cfg == dataclasses.replace(model_config(config(tmp_path)), dtype=cfg.dtype)

@@ -17,11 +17,13 @@ from safetensors.numpy import save
 from bridges.api import BridgeError, ParamMeta
 from bridges.weights.array_source import ArraySource
 from bridges.weights.safetensors_file import FileSource, write_folder
+from jaxfp8rl.build import load_data, model_config
 from jaxfp8rl.data.rows import read_rows
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.errors import DataError, UserError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params
+from jaxfp8rl.toml_config import load_config
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
 DEEP = "[" * 100_000
@@ -70,6 +72,16 @@ def test_row_13_a_broken_row_is_named_or_counted_and_never_taken(tmp_path, row, 
     assert "skip_bad_rows" in e.value.next_step and len(str(e.value)) < 600
     task = make_task("file", path=str(path), held_out_fraction=0.0, skip_bad_rows=True)
     assert [p.prompt for p in task.problems()] == ["1+1=", "1+2="] and len(task.report.bad) == 1
+
+
+def test_row_13_rows_that_are_left_out_are_said_at_the_start(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(GOOD + '{"prompt": 7}\n')
+    words = {"task.kind": "file", "task.path": path, "task.skip_bad_rows": "true", "rollout.prompts_per_step": 1,
+             "task.options": "{held_out_fraction = 0.0}"}  # fmt: skip
+    cfg = load_config("demo", [w for k, v in words.items() for w in (f"--{k}", str(v))])
+    assert load_data(cfg, model_config(cfg)).train
+    assert f"left out 1 bad rows of 3; the first: {path}:3: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, contents, says", FILES, ids=[name for name, _, _ in FILES])

@@ -161,6 +161,17 @@ def test_row_30_a_damaged_checkpoint_is_set_aside_when_the_run_goes_on_before_it
     check(saved.restore(LIKE), 4)
 
 
+def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(saved, monkeypatch):
+    """The loop says what would give most (jaxfp8rl.memory_fit)."""
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", full)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="58 bytes"):
+        saved.restore(LIKE)
+
+
 # 31: a save fails
 
 
@@ -270,6 +281,17 @@ def test_row_35_a_run_is_not_resumed_to_before_its_newest_checkpoint(run):
     shorter = cfg.model_copy(update={"run": cfg.run.model_copy(update={"steps": 1})})
     with pytest.raises(ConfigError, match="run.steps = 1: the newest checkpoint of .* is of step 2"):
         check_run_directory(shorter, resume=True)
+
+
+def test_a_run_that_keeps_no_checkpoint_is_refused_before_anything_loads(tmp_path):
+    cfg = load_config("demo", ["--run.dir", str(tmp_path), "--run.save_every", "0"])
+    with RunDirectory(cfg, resume=False) as run:
+        run.log({"step": 1})
+    with pytest.raises(CheckpointError) as early:
+        check_run_directory(cfg, resume=True)
+    with pytest.raises(CheckpointError) as late:
+        Checkpoints(tmp_path / "checkpoints", 1).restore(LIKE)
+    assert str(early.value) == str(late.value) and "no complete checkpoint to go on from\n" in str(late.value)
 
 
 OTHER = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x / 2 + 1e-9, str: lambda x: x + "x",

@@ -3,6 +3,7 @@ alone in its directory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,18 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from bridges.api import EngineDirty, EngineUnhealthy, GenRequest, PublishFailed, SamplingParams
+from bridges.api import EngineDirty, EngineUnhealthy, GenRequest, ManifestMismatch, PublishFailed, SamplingParams
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.rollout import supervised_engine
-from bridges.rollout.remote_engine import Deadlines, start
+from bridges.rollout.fake_engine import FakeEngine, FakeTransport
+from bridges.rollout.remote_engine import Deadlines, RemoteEngine, start
 from bridges.rollout.supervised_engine import SupervisedEngine
 from bridges.weights.array_source import random_source
 from bridges.weights.remote_file import RemoteFile
+from bridges.wire import pack_error, unpack_error
 from jaxfp8rl import watchdog
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.run_directory import StopSignals, claimed
 from jaxfp8rl.toml_config import load_config
 
+TOKEN = "a token of the tests, 32 letters"
 DEADLINES = Deadlines(2.0, 5.0, 5.0, 5.0)
 REQUESTS = [GenRequest(f"r{i}", (1, 2, i), SamplingParams(6), 2, seed=i) for i in range(4)]
 
@@ -125,6 +129,133 @@ def test_row_25_an_engine_that_does_not_come_up_at_once_is_started_again(undistu
         s.kill()
         with pytest.raises(EngineUnhealthy, match="none; the engine has been started anew 4 times, which is all it may be"):
             s.engine.generate(REQUESTS)
+
+
+def test_an_engine_that_hangs_in_a_publish_is_replaced_though_its_server_answers(serving, tmp_path):
+    hung = threading.Event()
+
+    def start():
+        engine, transport = FakeEngine(), FakeTransport()
+        transport.open(engine)
+        if not urls:
+            engine.commit = lambda *_: hung.wait(20)
+        urls.append(stack.enter_context(serving(engine, transport, tmp_path)))
+        remote, way = RemoteEngine(urls[-1], TOKEN, Deadlines(1.0, 1.0, 0.3, 1.0), leave_running=True), RemoteFile()
+        way.open(remote)
+        return remote, way
+
+    urls = []
+    with contextlib.ExitStack() as stack:
+        supervised = SupervisedEngine(start, 2)
+        source = random_source(supervised.current.expected_manifest(), 0, 1.0)
+        stack.callback(hung.set)  # before the servers are waited for
+        assert supervised.publish(source, 1).version == supervised.weight_version() == 1 and supervised.restarts == 1
+
+
+class Scripted:
+    """Supervised fake engines of this process. `fail`: what the next publish raises; `engines`: those started."""
+
+    def __init__(self, kind=FakeEngine):
+        self.kind, self.engines, self.fail = kind, [], None
+        self.engine = SupervisedEngine(self.start, 2)
+        self.metas = self.engine.current.expected_manifest()
+
+    def start(self):
+        self.engines.append(self.kind())
+        transport = FakeTransport()
+        transport.open(self.engines[-1])
+        publish = transport.publish
+
+        def scripted(source, version):
+            fail, self.fail = self.fail, None
+            if fail:
+                raise fail
+            return publish(source, version)
+
+        transport.publish = scripted
+        return self.engines[-1], transport
+
+    def source(self, seed: int):
+        return random_source(self.metas, seed, 1.0)
+
+    def die(self) -> None:
+        def dead(requests):
+            raise EngineUnhealthy("no answer")
+
+        self.engines[-1].generate = dead
+
+    def version(self) -> int:
+        return self.engine.generate(REQUESTS)[0][0].version_spans[0].version
+
+
+def failed(cause: Exception | None) -> PublishFailed:
+    error = PublishFailed("version 2 broke off")
+    error.__cause__ = cause
+    return unpack_error(pack_error(error))  # of an engine in another process
+
+
+@pytest.mark.parametrize("cause, restarts", [(EngineUnhealthy("it hangs"), 1), (ValueError("the source"), 0), (None, 0)])
+def test_the_cause_of_a_failed_publish_decides_and_not_what_was_sampled_before(cause, restarts):
+    s = Scripted()
+    s.engine.publish(s.source(0), 1)
+    s.engines[-1]._sick = "a log-probability was nan"
+    s.fail = failed(cause)
+    with contextlib.nullcontext() if restarts else pytest.raises(PublishFailed):
+        assert s.engine.publish(s.source(0), 2).version == 2
+    assert s.engine.restarts == restarts
+
+
+def test_what_is_published_again_is_what_the_engine_had():
+    """Not what it refused, and nothing where it had nothing whole."""
+    s = Scripted()
+    s.engine.publish(s.source(0), 1)
+    with pytest.raises(ManifestMismatch):
+        s.engine.publish(random_source(s.metas[:1], 0), 2)
+    assert s.version() == 1
+    s.die()
+    assert s.version() == 1 and s.engine.restarts == 1
+    s.fail = failed(None)
+    with pytest.raises(PublishFailed):
+        s.engine.publish(s.source(0), 3)
+    s.die()
+    with pytest.raises(EngineDirty):
+        s.version()
+
+
+@pytest.mark.parametrize("when", ["it generates", "another starts"])
+def test_an_engine_that_is_closed_is_not_started_anew(when):
+    began, closed = threading.Event(), threading.Event()
+
+    class Waiting(FakeEngine):
+        def generate(self, requests):
+            began.set()
+            assert when == "another starts" or closed.wait(5)
+            raise EngineUnhealthy("its process has ended")
+
+        def close(self):
+            super().close()
+            closed.set()
+
+    s, raised = Scripted(Waiting), []
+    s.engine.publish(s.source(0), 1)
+    if when == "another starts":
+        start, inner = s.engine._start, s.engine.close
+        s.engine._start = lambda: (inner(), start())[1]
+
+    def generate():
+        try:
+            s.version()
+        except EngineUnhealthy as e:
+            raised.append(str(e))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert began.wait(5)
+    if when == "it generates":
+        s.engine.close()
+    thread.join(5)
+    assert raised == ["the engine is closed\n  next step: build a new one"]
+    assert len(s.engines) == 1 + (when == "another starts") and all("closed" in e.state.dirty for e in s.engines)
 
 
 def test_row_25_what_kills_two_engines_in_a_row_is_raised_and_so_is_the_end_of_the_budget():

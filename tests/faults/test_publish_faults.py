@@ -19,16 +19,19 @@ import numpy as np
 import pytest
 
 from bridges import manifest
-from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, ManifestMismatch, ParamMeta, PublishFailed
+from bridges.api import BridgeError, EngineDirty, EngineFormats, EngineUnhealthy, ManifestMismatch, ParamMeta, PublishFailed
 from bridges.conformance import MISMATCHES, EngineUnderTest
 from bridges.rollout.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
+from bridges.rollout.jax_engine import EngineModel, JaxEngine
 from bridges.rollout.remote_engine import Deadlines, RemoteEngine, spawn
 from bridges.rollout.vllm_engine import SLEEP_LEVEL, VllmEngine
 from bridges.rollout.weight_state import WeightState
 from bridges.weights import links
 from bridges.weights.array_source import ArraySource, random_source
+from bridges.weights.jax_inprocess import JaxInprocess
 from bridges.weights.remote_direct import RemoteDirect
 from bridges.weights.remote_file import RemoteFile
+from bridges.weights.vllm_inprocess import VllmReload
 
 TOKEN = "a token of the tests, 32 letters"
 SLOT = 512  # bytes: the engine's two tensors of 2048 each make eight buckets
@@ -200,6 +203,35 @@ def test_row_19_an_engine_that_cannot_reset_its_cache_stays_dirty():
     assert engine.weight_version() is None
 
 
+def test_a_reload_that_the_engine_breaks_off_at_its_end_is_a_failed_publish():
+    engine, transport = reloading(METAS, reset_prefix_cache=lambda: False)
+    with pytest.raises(PublishFailed, match="version 1 arrived and is not in use: vLLM refused to reset") as e:
+        transport.publish(random_source(METAS, 0, convert=jnp.asarray), 1)
+    assert isinstance(e.value.__cause__, EngineUnhealthy) and engine.weight_version() is None
+
+
+METAS = (ParamMeta("w.weight", "float8_e4m3fn", (128, 128), "weight", (128, 128)),
+         ParamMeta("w.weight_scale_inv", "float32", (1, 1), "block_scale", (128, 128)))  # fmt: skip
+
+
+def reloading(metas, **llm) -> tuple[VllmEngine, VllmReload]:
+    """Half a vLLM whose reload takes whatever comes, and the transport to it."""
+    pytest.importorskip("torch")
+    scripted = {"collective_rpc": lambda name, kwargs: list(kwargs["weights_iterator"]), "apply_model": lambda function: [None]}
+    engine, transport = half_a_vllm(**{"reset_prefix_cache": lambda: True} | scripted | llm), VllmReload()
+    engine._manifest, engine._tied, engine.kv_scale_places = metas, {}, ()
+    transport.open(engine)
+    return engine, transport
+
+
+def embedded(metas) -> tuple[JaxEngine, JaxInprocess]:
+    """The embedded engine around no model."""
+    model = EngineModel(metas, dict, None, None, None, EngineFormats(*["float32"] * 4), 8)
+    engine, transport = JaxEngine(model, max_model_len=8), JaxInprocess()
+    transport.open(engine)
+    return engine, transport
+
+
 def half_a_vllm(how: str = "off", **llm) -> VllmEngine:
     """A VllmEngine with a scripted vLLM inside: for what the real one does on a GPU alone, or never when it is well."""
     engine = object.__new__(VllmEngine)
@@ -228,6 +260,19 @@ def test_row_20_a_scale_that_is_not_positive_and_finite_is_counted_where_it_lies
     scales = jnp.ones((4, 8), jnp.float32).at[1, 3].set(value)
     assert np.asarray(checked_row_digests([scales[None]], (((0, 2, True), (2, 4, True)),)))[:, 2].tolist() == [unsound, 0]
     assert np.asarray(checked_row_digests([scales[None]], (((0, 4, False),),)))[0, 2] == 0, "any value is sound of a weight"
+
+
+@pytest.mark.parametrize("opened", [reloading, embedded])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])
+def test_row_20_a_scale_that_is_not_positive_and_finite_is_refused_on_the_way(opened, value):
+    """By the transports that do not read the engine back."""
+    (engine, transport), good = opened(METAS), random_source(METAS, 0, convert=jnp.asarray)
+    transport.publish(good, 1)
+    bad = dataclasses.replace(good, arrays=good.arrays | {METAS[1].name: jnp.full((1, 1), value)})
+    with pytest.raises(PublishFailed, match="w.weight_scale_inv holds a scale that is not positive and finite"):
+        transport.publish(bad, 2)
+    assert engine.weight_version() is None
+    assert transport.publish(good, 3).version == 3
 
 
 # 21: an update overlaps generation

@@ -1,6 +1,7 @@
 """An engine that misbehaves: what is rejected, what is counted, what stops the run, and what is said."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from bridges.rollout.fake_engine import FakeEngine, FakeTransport, Faults
 from bridges.weights.array_source import random_source
 from jaxfp8rl import rollouts
 from jaxfp8rl.data.dataset import prepare
-from jaxfp8rl.data.tasks import Problem
+from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
+from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rollouts import Prompt, Rollouts
 from jaxfp8rl.toml_config import load_config
 
@@ -55,6 +57,7 @@ SPOILT = {
     "infinite": (at(0, -np.inf), "log-probability -inf at token 0"),
     "positive": (at(2, 0.5), "log-probability 0.5 above 0 at token 2"),
     "empty": (lambda c: dataclasses.replace(c, token_ids=c.token_ids[:0], logprobs=c.logprobs[:0]), "no tokens"),
+    "aborted": (lambda c: dataclasses.replace(c, finish_reason="abort"), "the engine gave it up"),
     "stale": (lambda c: dataclasses.replace(c, version_spans=(VersionSpan(0, 2, 4), VersionSpan(2, 6, 5))), "expected 5"),
     "no version": (lambda c: dataclasses.replace(c, version_spans=()), "expected 5"),
 }
@@ -68,6 +71,8 @@ def test_one_bad_completion_costs_its_group_and_no_other(kind):
     assert [p.problem.id for p, _ in kept] == ["p0", "p2", "p3"] and all(len(c) == 3 for _, c in kept)
     assert len(rejected) == 1 and rejected[0].startswith("request 7/1: completion 2: ") and why in rejected[0]
     groups = tuple(rollouts.Group(p, c, ("",) * 3, np.array([0.0, 1.0, np.nan])) for p, c in kept)
+    equal = dataclasses.replace(groups[0], rewards=np.full(3, 0.3))  # of which np.std is 6e-17
+    assert Rollouts((*groups, equal), (), groups).metrics()["reward/groups_solved_in_part"] == 0.75
     metrics = Rollouts(groups, rejected, groups).metrics()
     assert metrics["rollout/groups_rejected"] == 1 and metrics["reward/undefined"] == 3 and metrics["reward/mean"] == 0.5
     assert metrics["tokens/rollout"] == 3 * 3 * 6
@@ -81,6 +86,17 @@ def test_a_group_of_the_wrong_size_is_rejected():
 
     kept, rejected = rollouts.generate(published(cls=Short), PROMPTS, REQUESTS, version=5)
     assert len(kept) == 3 and rejected == ("request 7/0: 2 completions, 3 asked for",)
+
+
+def test_when_nothing_can_be_scored_the_run_says_why_and_stops():
+    """Else it would go on with advantages of 0."""
+    scorer = SimpleNamespace(score=lambda items: [Score(None, "error: KeyError: 'difficulty'")] * 11 + [Score(None, "timeout")])
+    kept, _ = rollouts.generate(published(), PROMPTS, REQUESTS, version=5)
+    tokenizer = load_tokenizer("chars:0123456789+=")
+    with pytest.raises(DataError, match="none of 12 completions could be scored; 11 times: error: KeyError: 'difficulty'"):
+        rollouts.score(kept, tokenizer, scorer)
+    scorer.score = lambda items: [Score(None, "timeout")] * 11 + [Score(1.0, "ok")]
+    assert np.nansum([g.rewards for g in rollouts.score(kept, tokenizer, scorer)]) == 1
 
 
 def test_a_healthy_engine_loses_nothing():
@@ -129,6 +145,8 @@ def test_prompts_that_are_empty_or_too_long_stop_the_start_or_are_counted():
     with pytest.raises(DataError) as e:
         prepare(problems, tokenizer, 4)
     assert '"long": 8 tokens, the limit is 4' in str(e.value) and '"empty": the prompt has no tokens' in str(e.value)
+    cfg = load_config("demo", ["--task.skip_bad_rows", "true"])  # of a generator, too
+    assert len(make_task(cfg.task, seed=0).problems()) > 0
     kept, report = prepare(problems, tokenizer, 4, skip=True)
     assert [p.id for p, _ in kept] == ["good"] and (report.kept, report.too_long, report.empty) == (1, 1, 1)
     with pytest.raises(DataError, match="2 of 2 prompts cannot be used"):

@@ -340,7 +340,11 @@ def test_row_40_no_secret_of_the_environment_is_in_what_a_run_writes(straight):
 
 
 @pytest.mark.parametrize("name, secret", [("WANDB_API_KEY", True), ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True),
-                                          ("DB_PASSWORD", True), ("PATH", False), ("TOKENIZERS_PARALLELISM", False)])  # fmt: skip
+                                          ("DB_PASSWORD", True), ("PGPASSWORD", True), ("OPENAI_APIKEY", True), ("KEY2", True),
+                                          ("MYSQL_PWD", True), ("GITHUB_PAT", True), ("SSH_PASSPHRASE", True),
+                                          ("API_KEYS", True), ("PATH", False), ("PWD", False), ("OLDPWD", False),
+                                          ("KEYBOARD", False), ("GLIBC_COMPAT", False),
+                                          ("TOKENIZERS_PARALLELISM", False)])  # fmt: skip
 def test_row_40_a_scoring_process_has_no_secret_of_the_learners(name, secret, monkeypatch):
     monkeypatch.setenv(name, PLANTED)
     assert (name not in _child_environment()) == secret

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.blockwise_matmul.tiles import Tiles
-from pallas_kernels.grouped_matmul import api, sm90
+from pallas_kernels.grouped_matmul import api, high, sm90
 from pallas_kernels.numerics import tile_distinct, worst_tile
 from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.quantize import reference as q
@@ -20,8 +20,8 @@ from pallas_kernels.quantize import reference as q
 UNEVEN, HUGE = [130, 0, 5], [0, 150, 0]
 ROWS, N, K = 150, 192, 256
 SIMULATED = {  # name: (group sizes, wgrad, tiles): every walk, empty groups, rows of no group, more than one tile a block
-    "uneven, a cluster along N": (UNEVEN, False, Tiles(cluster="n", buffers=2)),
-    "wgrad, uneven, a cluster along M": (UNEVEN, True, Tiles(2, cluster="m")),
+    "uneven": (UNEVEN, False, Tiles(buffers=2)),
+    "wgrad, uneven": (UNEVEN, True, Tiles(2)),
     "wgrad, one huge": (HUGE, True, Tiles(width=96)),
 }
 
@@ -170,9 +170,29 @@ def test_bad_gradients_sizes_results_and_tiles_are_errors():
     with pytest.raises(ValueError, match="a result of float16"):
         jax.eval_shape(functools.partial(api.grouped_matmul, out_dtype=jnp.float16), *args)
     for tiles, message in {
-        Tiles(cluster="m"): "only pairs along N",
+        Tiles(cluster="n"): "in dense products",
         Tiles(2, high=2): "so high is 1",
         Tiles(2, flight=2): "and flight is 1",
     }.items():
         with pytest.raises(ValueError, match=message):
             lower(args, False, tiles=tiles)
+
+
+def test_products_in_high_precision_are_of_their_operands_type_and_by_name_the_kernels_or_an_error():
+    groups, struct = shapes(False, experts=4, rows=1000)[-1], jax.ShapeDtypeStruct
+
+    def traced(n: int, dtype=jnp.bfloat16, **backend):
+        x, dy, w = (struct(shape, dtype) for shape in ((1408, 256), (1408, n), (4, n, 256)))
+        y = lambda: jax.eval_shape(functools.partial(high.grouped_matmul, **backend), x, w, groups)
+        return y, lambda: jax.eval_shape(functools.partial(high.grouped_wgrad, **backend), dy, x, groups)
+
+    for f in traced(192):
+        assert f().dtype == jnp.bfloat16
+    for args in ((192,), (256, jnp.float32)):
+        for f in traced(*args, backend="pallas"):
+            with pytest.raises(ValueError, match='backend = "pallas" wants bfloat16 and widths in multiples of 128'):
+                f()
+    y, dw = traced(256, backend="pallas")
+    assert y().shape == (1408, 256)
+    with pytest.raises(ValueError, match="asks a GPU for its size"):
+        dw()

@@ -19,8 +19,8 @@ from pallas_kernels.plgpu_compat import INTERPRET
 
 SIMULATED = {  # name: (M, N, K, tiles): every schedule, more than one tile a block, ragged edges
     "pairs along the tokens": (512, 320, 128, Tiles()),
-    "pairs along the words, one of them without any": (256, 320, 192, Tiles(n=128, cluster="n", band=2, band_axis=1)),
-    "single, waiting for each product": (256, 320, 64, Tiles(n=128, cluster="", in_flight=0, stages=2)),
+    "pairs, an odd number of whole tiles": (256, 384, 192, Tiles(n=128, band=2, band_axis=1)),
+    "single": (256, 320, 64, Tiles(n=128, cluster="", stages=2)),
 }
 
 
@@ -140,6 +140,7 @@ def test_what_the_kernels_cannot_take_is_an_error_where_they_are_asked_for_by_na
 
 
 def test_tiles_that_do_not_fit_are_errors():
-    for tiles, message in {Tiles(stages=6): "shared memory", Tiles(n=320): "words", Tiles(stages=1): "stages"}.items():
+    bad = {Tiles(stages=6): "shared memory", Tiles(n=320): "words", Tiles(stages=1): "stages", Tiles(cluster="n"): "the tokens"}
+    for tiles, message in bad.items():
         with pytest.raises(ValueError, match=message):
             lower(functools.partial(api.linear_logprob, backend="pallas", tiles=tiles), *shapes(512, 640, 256))

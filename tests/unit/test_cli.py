@@ -80,6 +80,17 @@ def test_a_run_is_resumed_as_it_was_begun_but_for_what_is_typed(config, trained,
     assert found == [(1e-3, 3, str(run)), (3e-4, 3, str(run)), (3e-4, 9, moved)]
 
 
+@pytest.mark.parametrize("name", ["7", "true", "1e3", "[a]", 'a"b', "2026-01-01"])
+def test_a_run_directory_may_have_a_name_that_is_no_word_of_toml(name, config, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    begun = load_config(config)
+    (tmp_path / name / "config.toml").write_text(dump_config(begun))
+    assert cli.main(["train", name, "--resume"]) == 0
+    ((cfg, *_),) = trained
+    assert cfg == begun.model_copy(update={"run": begun.run.model_copy(update={"dir": name})})
+
+
 def test_config_prints_what_loads_back(config, capsys, tmp_path):
     assert cli.main(["config", config, "--run.seed", "-7"]) == 0
     again = tmp_path / "again.toml"

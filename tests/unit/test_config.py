@@ -284,6 +284,7 @@ CORRECTIONS = {
     "no FP8 forward": ('[precision]\nsaved_activations = "fp8"', 'precision.saved_activations = "fp8" has no effect'),
     "no FP8 wgrad": ('[precision]\nwgrad_inputs = "128x128"', 'precision.wgrad_inputs = "128x128" has no effect'),
     "no FP8 product": ('[precision]\nproducts = "float32"', 'precision.products = "float32" has no effect'),
+    "nothing to bound": ('preset = "none"\nupper = 3.0', 'upper: no effect with weight "none"'),
     "nothing to normalise": ('preset = "none"\nbatch_normalize = true', 'no effect with weight "none"'),
     "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
     "two policies only": ('preset = "verl/bypass_pg_is"', 'set loss.old_policy = "rollout"'),
@@ -327,6 +328,14 @@ IDLE = {  # words of the command line -> (what is refused, what is proposed)
         "run.samples_top_k: no effect with run.samples_per_step = 0", "--run.samples_top_k=0"),
     "--rollout.kv_scale_decay 0.5": ('rollout.kv_scale_decay: no effect with rollout.kv_scales = "one"', "calibrated"),
     "--loss.overlong_penalty 0.5": ("loss.overlong_penalty: no effect with loss.overlong_buffer = 0", "set loss.overlong_buffer"),
+    "--loss.kl k1": ("loss.kl: no effect with loss.kl_coef = 0", "set loss.kl_coef"),
+    "--monitor.precision_every 5": ('monitor.precision_every: no effect with precision.recipe = "bf16"', "FP8 recipe or cache"),
+    "--task.reward_workers 2": ("task.reward_workers: no effect with a scorer that runs in the learner", "set task.scorer"),
+    "--task.date 2026-01-31": ("task.date: no effect with task.chat = false", "set task.chat"),
+    "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2": (
+        "of a group of one no rewards differ", "set it to 1"),
+    "--loss.advantage pass_at_k --loss.pass_at_k 2 --loss.overlong_buffer 1": (
+        "are 0 or 1, not shaped for length", "set it to 0"),
     "--precision.embedded_activations high": ("no effect with precision.recipe", "an FP8 recipe"),
     "--rollout.engine vllm --precision.recipe fp8_unified --precision.embedded_activations high": (
         'precision.embedded_activations: no effect with rollout.engine = "vllm"', 'set rollout.engine = "jax"'),

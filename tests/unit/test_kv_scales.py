@@ -56,6 +56,15 @@ def test_what_was_seen_is_forgotten_slowly():
     np.testing.assert_allclose(remember(remember(None, a, 0.5), b, 0.5)["k"], [4.0, 4.0])
 
 
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_is_not_remembered(bad):
+    """Once in the maximum it would stay there, and the scale 1, for good; and it would hide what other batches have seen."""
+    found = None
+    for seen in (bad, 8.0, bad):
+        found = remember(found, {"k": jnp.array([seen])}, 0.5)
+    np.testing.assert_array_equal(found["k"], [4.0])
+
+
 def test_it_is_forgotten_by_the_step_however_many_batches_a_step_has():
     kv = KvCalibration(MODEL, FP8_KV, 1.0, decay=0.5)
     kv._observe = lambda policy, amax: (None, {"k": jnp.array([amax])})

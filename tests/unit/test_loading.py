@@ -126,14 +126,19 @@ def test_save_never_overwrites(saved):
     assert (saved / loading.SINGLE).read_bytes() == before
 
 
+ENDS = "lm_head.weight", "model.embed_tokens.weight"
+
+
 def test_tied_weights_may_be_there_twice_when_equal(tmp_path):
     folder = tmp_path / "model"
     save_params(folder, TIED, random_params(TIED))
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     load_params(folder)
-    rewrite(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + bfloat16(1)}))
+    rewrite(folder, lambda t: t.update({name: t["model.embed_tokens.weight"] * np.float32(1.01) for name in ENDS}))
+    load_params(folder, dtype="bfloat16")  # stored in float32, and compared there
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] * np.float32(1.0001)}))
     with pytest.raises(ModelError, match="tie_word_embeddings is true but lm_head.weight differs"):
-        load_params(folder)
+        load_params(folder, dtype="bfloat16")
 
 
 def test_old_rope_buffers_are_no_weights(saved):

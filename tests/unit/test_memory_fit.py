@@ -10,7 +10,7 @@ import pytest
 from benchmarks.common import config as shape
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
-from jaxfp8rl.memory_fit import check_fits, explained, format_needs, needs
+from jaxfp8rl.memory_fit import _savings, check_fits, explained, format_needs, needs
 from jaxfp8rl.memory_plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.run_directory import Clock
@@ -70,6 +70,19 @@ def test_what_is_said_to_help_helps_by_as_much():
     before = needs(cfg, MODEL, H200)["an update"]
     after = needs(config(optim=cfg.optim.model_dump()), MODEL, H200)["an update"]
     assert f"{(before - after) / 2**30:.1f} GiB less" in said
+
+
+def test_no_change_is_advised_that_would_be_refused():
+    """Each device has whole rows, and nothing is offloaded on several; masters are no coarser than what is published."""
+    full = {"master": "float32", "first_moment": "float32", "second_moment": "float32"}
+    several = config(train={"fsdp": 2, "rows_per_microbatch": 6, "remat": "none"}, optim=full)
+    float32 = config(precision={"recipe": "bf16", "weight_dtype": "float32", "compute_dtype": "float32"}, optim=full)
+    need = lambda changed: needs(changed, MODEL, H200)["an update"]
+    advised = [[knob for _, knob in _savings(cfg.check(), need)] for cfg in (several, float32)]
+    assert [[knob.partition(" = ")[0] for knob in knobs] for knobs in advised] == [
+        ["optim.master", "train.remat", "train.rows_per_microbatch", "train.fsdp"], ["optim.offload", "train.fsdp"],
+    ]  # fmt: skip
+    assert advised[0][2:] == ["train.rows_per_microbatch = 4", "train.fsdp = 4, train.rows_per_microbatch = 8"]
 
 
 def test_what_the_utilisation_leaves_to_the_engine_counts():

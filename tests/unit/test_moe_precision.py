@@ -91,6 +91,16 @@ def test_gates_and_router_stay_in_float32():
     assert len(routers) == 1
 
 
+@pytest.mark.parametrize("width", [192, 256])
+def test_where_products_are_the_kernels_those_in_high_precision_are_traced_of_any_width(width):
+    """On a CPU, where JAX's kernels cannot be, and of widths that they do not take."""
+    like, precision = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16), Precision((), products="pallas")
+    d = jax.eval_shape(lambda ids: dispatch(ids, E), jax.ShapeDtypeStruct((T, 2), jnp.int32))
+    loss = lambda x, w, d: jnp.sum(grouped_linear(x, w, d, precision, False, of_tokens=True), dtype=jnp.float32)
+    dx, dw = jax.eval_shape(jax.grad(loss, (0, 1)), like(T, K), like(E, width, K), d)
+    assert (dx.shape, dw.shape, dw.dtype) == ((T, K), (E, width, K), jnp.bfloat16)
+
+
 HF = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 48, "hidden_size": 128,
     "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,

@@ -50,6 +50,16 @@ def test_the_guard_keeps_every_byte_counts_and_recovers(loss, grads):
     assert as_bytes(healed) == as_bytes(straight) and metrics["update/applied"] == 1
 
 
+def test_where_nothing_is_live_no_byte_changes_and_nothing_is_bad():
+    """Adam would move by its momentum alone."""
+    state, _ = update(init_state(PARAMS, OPTIMIZER), jnp.float32(1.0), GRADS)
+    nothing = jax.tree.map(jnp.zeros_like, GRADS)
+    after, metrics = guarded_update(OPTIMIZER, state, jnp.float32(0.0), nothing, live=jnp.bool_(False))
+    assert as_bytes(after) == as_bytes(state) and metrics["update/applied"] == 0 and metrics["update/overflow"] == 0
+    moved, _ = guarded_update(OPTIMIZER, state, jnp.float32(0.0), nothing)
+    assert as_bytes(moved.params) != as_bytes(state.params)
+
+
 def test_grad_norm_is_that_before_clipping_and_the_update_that_after():
     sgd = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
     state, metrics = guarded_update(sgd, init_state(PARAMS, sgd), jnp.float32(0.0), GRADS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from bridges.api import EngineFormats
+from jaxfp8rl import update
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.exact import exact_jit
@@ -24,9 +28,11 @@ from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.precision.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning
 from jaxfp8rl.precision.probes import (
-    _formats, layer_groups, mixed_forward, precision_report, rounding_stats, unquantized_policy, walk, weight_stats,
+    _formats, _look, layer_groups, mixed_forward, precision_report, rounding_stats, unquantized_policy, walk, weight_stats,
 )  # fmt: skip
-from jaxfp8rl.precision.recipe import FP8_KV, LayerRun, Precision, fp8_runs
+from jaxfp8rl.precision.recipe import (
+    FP8_KV, FP8_WEIGHT, LayerRun, Precision, fp8_runs, get_recipe, resolve, without_fp8,
+)  # fmt: skip
 from jaxfp8rl.precision.report import PrecisionReport
 from pallas_kernels.quantize import reference as q
 
@@ -194,11 +200,12 @@ def test_groups_cover_all_layers_in_order(layers, groups):
 
 
 def test_the_mixed_and_the_watched_forward_are_the_models_forward():
-    """Also with runs that differ: the first layer in high precision."""
+    """Also with runs that differ, the first layer in high precision, and with scales of the cache."""
     runs = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, frozenset(LINEARS)))
     full = Precision(runs, kv_fp8=True, compute_dtype="float32")
     formats, m = _formats(full), micro()
-    weights = unquantized_policy(params(), full)
+    scales = {name: jnp.full(3, scale) for name, scale in (("q", 1.0), ("k", 2.0**7), ("v", 2.0**8))}  # small values vanish
+    weights = unquantized_policy({**params(), "kv_scales": scales}, full)
     live = m.segment_ids > 0
 
     @exact_jit
@@ -216,6 +223,32 @@ def test_the_mixed_and_the_watched_forward_are_the_models_forward():
     assert set(seen) == {*LINEARS, "key", "value", "output"}
     assert seen["q_proj"].shape == (3, 2, 32, 128) and seen["down_proj"].shape == (3, 2, 32, 256)
     np.testing.assert_array_equal(seen["gate_proj"], seen["up_proj"])
+    assert jnp.abs(seen["key"]).max() < 1 < 2**7 * jnp.abs(seen["key"]).max()
+
+
+def test_keys_are_judged_as_the_engine_rounds_them():
+    keys, live = jax.random.normal(jax.random.key(0), (2, 6, 2, 64)), jnp.ones((2, 6), bool)
+    nearest, cut = (_look(dataclasses.replace(FULL, kv_truncated=t), "key", keys, live)["error"] for t in (False, True))
+    assert 0.02 < nearest < 0.03 < 1.8 * nearest < cut
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_rollout", "fp8_unified"])
+def test_what_is_measured_is_the_engines_whatever_the_learner_computes_in(name, monkeypatch, tmp_path):
+    recipe, asked = get_recipe(name), []
+    runs = FULL.runs if recipe.engine_fp8 else without_fp8(FULL.runs)
+    weights = FP8_WEIGHT if recipe.engine_fp8 else "bfloat16"
+    formats = EngineFormats(weights, "bfloat16", FP8_KV, "bfloat16", FP8_KV, fused_quantizer=True, kv_truncated=True)
+    engine = SimpleNamespace(capabilities=lambda: SimpleNamespace(formats=formats))
+    precision = resolve(recipe, runs, formats, "bfloat16", "bfloat16")
+    cfg = SimpleNamespace(rollout=SimpleNamespace(temperature=1.0))
+    parts = SimpleNamespace(engine=engine, cfg=cfg, runs=runs, precision=precision, model=MODEL, spikes=SpikeCounter())
+    monkeypatch.setattr(update, "precision_report", lambda *args: asked.append(args) or spoilt_report())
+    state, policy = SimpleNamespace(params={"layers": "masters"}), {"kv_scales": "scales", "layers": "codes"}
+    assert "precision/key_clipped" in update.probe(parts, SimpleNamespace(path=tmp_path), state, policy, batch())
+    ((params, _, _, measured, _),) = asked
+    assert params == {"layers": "masters", "kv_scales": "scales"}
+    engines = dict(runs=runs, kv_fp8=True, kv_truncated=True, attention_fp8=True, fused_quantizer=True)
+    assert measured == dataclasses.replace(precision, **engines)
 
 
 # --- sharpness
@@ -262,6 +295,14 @@ def test_spikes_are_counted_and_slow_change_is_not():
     counter = SpikeCounter()
     seen = [i for i, x in enumerate(series) if counter.add(x)]
     assert seen == sorted(spikes) and counter.count == len(spikes)
+    resumed = SpikeCounter()
+    for i, x in enumerate(series):
+        if i == 100:
+            saved = json.dumps(resumed.state())
+            resumed = SpikeCounter()
+            resumed.take_up(json.loads(saved))
+        assert resumed.add(x) == (i in spikes)
+    assert resumed.count == len(spikes)
 
 
 def test_a_new_level_stops_counting_and_a_constant_series_never_does():
@@ -322,5 +363,6 @@ def test_fp8_keys_without_query_key_norm_are_warned_of():
     fp8 = EngineFormats("bfloat16", "bfloat16", FP8_KV, "bfloat16")
     high = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
     assert kv_fp8_warning(MODEL, fp8) is None and kv_fp8_warning(llama, high) is None
+    assert kv_fp8_warning(llama, fp8, calibrated=True) is None
     warning = kv_fp8_warning(llama, fp8)
     assert "LlamaForCausalLM" in warning and "precision/key_clipped" in warning and "rollout.kv_cache" in warning

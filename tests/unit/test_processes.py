@@ -22,15 +22,18 @@ from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.world import shared
 
 
+LARGEST = 64  # bytes
+
+
 class Store:
-    """As jax.distributed's: a key is set once, and waited for."""
+    """As jax.distributed's: a key is set once, waited for, and goes with those below it. What is large does not cross in time."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
 
-    def key_value_set_bytes(self, key, value):
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
         with self.changed:
-            assert key not in self.values
+            assert allow_overwrite or key not in self.values
             self.values[key] = value
             self.changed.notify_all()
 
@@ -38,17 +41,21 @@ class Store:
         with self.changed:
             if not self.changed.wait_for(lambda: key in self.values, milliseconds / 1000):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: it is not there")
+            if len(self.values[key]) > LARGEST:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: of the transfer")
             return self.values[key]
 
     def key_value_delete(self, key):
         with self.changed:
-            del self.values[key]
+            for name in [name for name in self.values if name == key or name.startswith(key + "/")]:
+                del self.values[name]
 
 
 @pytest.fixture
 def each(monkeypatch):
     """each(f, count): f(group) of each of `count` processes -> results, or the exceptions that they raised."""
     monkeypatch.setattr(processes, "SLICE_MS", 20)
+    monkeypatch.setattr(processes, "PART", LARGEST)
     monkeypatch.setattr(processes, "SHARED_S", 0.3)
 
     def run(f, count=3):
@@ -78,7 +85,25 @@ def test_what_the_first_finds_all_are_told_in_order_and_then_it_is_forgotten(eac
 
     results, store = each(f)
     assert [str(r) for r in results] == [str(([[0, 0.1, None, i] for i in range(3)], 2, 0, float("nan")))] * 3
-    assert sorted(store.values) == ["run/told/4", "run/told/5"]  # since all came together
+    assert sorted(store.values) == ["run/told/4", "run/told/4/0", "run/told/5", "run/told/5/0"]  # since all came together
+
+
+def test_what_is_large_is_told_in_parts_and_they_are_forgotten_too(each):
+    value = ["ä" * 10 * LARGEST, 7]
+    results, store = each(lambda group: (group.told(lambda: value), group.largest(0), group.told(lambda: "x")))
+    assert results == [(value, 0, "x")] * 3
+    assert sorted(store.values) == ["run/told/1", "run/told/1/0", "run/told/2", "run/told/2/0"]
+
+
+def test_whoever_is_interrupted_while_telling_still_says_so(each, monkeypatch):
+    def interrupted(store, key, value, allow_overwrite=False, set=Store.key_value_set_bytes):
+        if key.endswith("told/0/1") and value.startswith(b"x"):
+            raise KeyboardInterrupt
+        set(store, key, value, allow_overwrite)
+
+    monkeypatch.setattr(Store, "key_value_set_bytes", interrupted)
+    results, _ = each(lambda group: group.told(lambda: "x" * 10 * LARGEST))
+    assert isinstance(results[0], KeyboardInterrupt) and [r.code for r in results[1:]] == [130, 130]
 
 
 def test_with_one_process_nothing_is_sent():

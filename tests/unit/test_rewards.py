@@ -97,6 +97,15 @@ def test_answers_errors_and_undefined_values(task):
         assert runner.score([]) == []
 
 
+def test_what_a_scorer_raises_most_often_is_said_once_a_batch(task, caplog):
+    with RewardRunner(task) as runner:
+        for acts in (["none", "raise", "a", "raise", "b"], ["a", "b"]):
+            runner.score([(problem(act), "") for act in acts])
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("the scorer failed at 3 of 5 completions, whose scores are undefined; most often: ")
+    assert said.endswith("error: KeyError: 'no such thing'\"")
+
+
 @pytest.mark.parametrize("act", ["sleep", "hold_the_gil", "ignore_signals"])
 def test_a_scorer_that_hangs_is_killed_at_its_deadline_and_the_rest_goes_on(task, act):
     with RewardRunner(task, timeout_s=1.0) as runner:
@@ -229,7 +238,9 @@ def test_reasoning_gym_is_scored_in_the_child():
 
 MATH = [("1/2", "so \\boxed{\\frac{1}{2}}", 1.0), ("0.5", "The answer is $\\frac12$", 1.0), ("12", "12 + 30 = 42", 0.0),
         ("x^2+2x+1", "$(x+1)^2$", 1.0), ("2x+3", "it is 3", 0.0), ("x=3", "$x = 3$", 1.0), ("$\\sqrt{4}$", "2", 1.0),
-        ("\\frac{3}{4}", "no idea", 0.0)]
+        ("\\frac{3}{4}", "no idea", 0.0), ("1000", "1000.0", 1.0), ("1000", "1e3", 1.0), ("1", "1e3", 0.0),
+        ("2.5E3", "2500", 1.0), ("0.00001", "1e-5", 1.0), ("-1/2", "-.5", 1.0),
+        ("1", "1e999999999", 0.0), ("0", "1e-999999999", 1.0)]
 
 
 @pytest.mark.parametrize(("answer", "text", "value"), MATH)
@@ -250,6 +261,9 @@ def test_math_verify_runs_in_the_child_and_an_unreadable_reference_is_undefined(
     ("tag", "<answer>1</answer><answer> 2 </answer> x", "2"), ("tag", "</answer><answer>3", None), ("tag", "4", None),
     ("last_number", "12 + 30 = 1,042.", "1042"), ("last_number", "12-5", "5"), ("last_number", "x = -5", "-5"),
     ("last_number", "about 3.50", "3.50"), ("last_number", "none", None),
+    ("last_number", "of 12 the share is .25.", ".25"), ("last_number", "-.5", "-.5"), ("last_number", "1-.5", ".5"),
+    ("last_number", "about 1e-5", "1e-5"), ("last_number", "2.5e3 m", "2.5e3"), ("last_number", "3 eggs", "3"),
+    ("last_number", "4 in section.7 of 1.2.3", "1.2"),
 ])
 def test_extract(how, text, answer):
     assert extract(text, how) == answer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -106,6 +108,13 @@ def test_a_saved_folder_is_read_back_and_by_transformers(which, folder, tmp_path
         assert theirs.decode(ours.encode(text), skip_special_tokens=True) == ours.decode(ours.encode(text))
     assert (again.fingerprint(), again.eos_token_ids) == (ours.fingerprint(), ours.eos_token_ids)
     assert theirs.eos_token_id in ours.eos_token_ids
+
+
+def test_a_chat_template_that_asks_for_today_is_told_the_same_day_whatever_day_it_is(folder, tmp_path):
+    folder = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (folder / "chat_template.jinja").write_text("Today Date: {{ strftime_now('%d %b %Y') }}")
+    assert load_tokenizer(str(folder)).render_chat(MESSAGES) == "Today Date: 26 Jul 2024"
+    assert load_tokenizer(str(folder), "2026-01-31").render_chat(MESSAGES) == "Today Date: 31 Jan 2026"
 
 
 @pytest.mark.parametrize("generation_prompt", [True, False])

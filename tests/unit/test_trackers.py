@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
+import io
+import sys
 import threading
 import time
 
 import pytest
+from rich.console import Console
 
+from jaxfp8rl import loop, run_directory
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors import trackers
+from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.toml_config import load_config
@@ -102,14 +106,32 @@ def test_a_full_disk_does_not_hold_up_who_logs_to_tensorboard(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_package_is_said_at_the_start(name, tmp_path, monkeypatch):
-    real = builtins.__import__
+def test_a_missing_package_is_said_before_an_engine_starts(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(trackers.PACKAGES, name, "not_installed")
+    monkeypatch.setattr(loop, "build", lambda *_: pytest.fail("it takes minutes"))
+    with pytest.raises(UserError, match=rf'"{name}" needs the package not_i.*\n  next step: pip install "jaxfp8rl\[trackers\]"'):
+        loop.train(config(tmp_path / "run", name))
+    assert not (tmp_path / "run").exists()
 
-    def without(module, *args, **keywords):
-        if module.split(".")[0] in ("tensorboardX", "wandb"):
-            raise ImportError(module)
-        return real(module, *args, **keywords)
 
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=rf'"{name}" needs the package .*\n  next step: pip install "jaxfp8rl\[trackers\]"'):
-        RunDirectory(config(tmp_path, name), resume=False)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_package_that_is_broken_is_a_tracker_that_is_off(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, trackers.PACKAGES[name], None)
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
+    with RunDirectory(config(tmp_path, name), resume=False) as run:
+        run.log({"step": 1})
+    assert f"{name} is off for the rest of the run: ModuleNotFoundError" in (tmp_path / "notes.txt").read_text()
+
+
+def test_what_ends_a_run_while_trackers_begin_leaves_no_live_line(tmp_path, monkeypatch):
+    console = ConsoleMonitor(2, Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(run_directory, "ConsoleMonitor", lambda steps: console)
+
+    def interrupted(*_):
+        assert console._progress.live.is_started
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trackers, "_make", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RunDirectory(config(tmp_path, "wandb"), resume=False)
+    assert not console._progress.live.is_started

@@ -263,6 +263,16 @@ def test_a_nan_at_a_live_token_is_seen_and_nothing_is_applied(field):
     assert_bit_equal(before._replace(bad_steps=np.int32(1)), jax.tree.map(np.asarray, after))
 
 
+def test_a_batch_without_a_token_to_learn_from_changes_nothing():
+    batch = laid_out(samples_of([(2, 3), (3, 4)]), (2, 2, 36))
+    state = init_state(jax.tree.map(jnp.copy, params()), KEEP)
+    before = jax.tree.map(np.array, state)
+    empty = batch._replace(response_mask=np.zeros_like(batch.response_mask))
+    after, _, metrics = train_step(state, policy(params()), empty, old_logps(params(), batch), None)
+    assert metrics["tokens/update"] == 0 and metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 0
+    assert_bit_equal(before, jax.tree.map(np.asarray, after))
+
+
 def test_on_policy_ratios_are_one_and_the_correction_is_neutral():
     """At the weights that sampled, engine and learner in agreement, the loss is minus the mean advantage over tokens."""
     batch = laid_out(samples_of([(2, 3), (3, 4), (1, 7)]), (2, 2, 36))
