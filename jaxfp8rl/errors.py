@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -57,6 +59,19 @@ class OutOfMemory(UserError):
     """The device's memory ran out in a run whose plan fitted."""
 
     exit_code = 6
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise UserError unless files can be put into the folder `path` or, where it is not there yet, the nearest one above: to be
+    asked before what takes long. It writes a few bytes, which vanish: permissions do not tell of a full disk."""
+    whole = Path(path).absolute()
+    place = next(p for p in (whole, *whole.parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as e:
+        raise UserError(f"{path}: nothing can be written to {place}: {e.strerror}", "choose another place, or make room") from e
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

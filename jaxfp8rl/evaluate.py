@@ -23,7 +23,7 @@ from rich.table import Table
 
 from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import Parts, build
-from jaxfp8rl.errors import CheckpointError, ConfigError, DataError
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
 from jaxfp8rl.toml_config import parse_overrides
 from jaxfp8rl.trained import Trained, load_trained
 
@@ -149,7 +149,7 @@ def table(found: dict[str, Any]) -> Table:
 
 def recorded(path: Path) -> list[dict[str, Any]]:
     """The records that the file `path` has, none where there is no file. Raises ConfigError for a place that cannot be written to
-    and DataError for a damaged file: both before anything is sampled."""
+    and DataError for a file that is damaged or another's: all before anything is sampled."""
     if path.is_dir() or not path.parent.is_dir():
         why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError(f"--out {path}: {why}", "name a file in a folder that is there")
@@ -157,7 +157,11 @@ def recorded(path: Path) -> list[dict[str, Any]]:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     except ValueError as e:
         raise DataError(f"{path} is damaged: {e}", "take it away, or name another with --out") from e
-    return found if isinstance(found, list) else [found]  # before there were lists there was one
+    found = found if isinstance(found, list) else [found]  # before there were lists there was one
+    if not all(isinstance(record, dict) and isinstance(record.get("pass_at_k"), dict) for record in found):
+        raise DataError(f"{path} is no list of evaluations: what stands there is not overwritten", "name another file with --out")
+    check_writable(path.parent)
+    return found
 
 
 def _question(record: dict[str, Any]) -> tuple[Any, ...]:

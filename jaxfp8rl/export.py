@@ -23,7 +23,7 @@ from typing import Any, Literal
 from jaxfp8rl.build import weights_in_fp8
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX, load_tokenizer
-from jaxfp8rl.errors import ConfigError, ModelError
+from jaxfp8rl.errors import ConfigError, ModelError, check_writable
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import TOKENIZER_FILES
 from jaxfp8rl.precision.recipe import LayerRun, plain_runs
@@ -46,6 +46,7 @@ def export(run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", ste
         raise ModelError(f"{out} exists and is not empty", "choose another folder or remove it first")
     if taken := next((p for p in out.parents if p.is_file()), None):
         raise ModelError(f"{out}: {taken} is a file", "choose another folder")
+    check_writable(out)
     found = load_trained(run, step)
     cfg, model = found.cfg, found.model
     fp8 = form == "fp8"

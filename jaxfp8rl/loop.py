@@ -25,7 +25,7 @@ from jaxfp8rl.gate import check_gate
 from jaxfp8rl.memory_fit import check_memory, explained
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.policy import shared
-from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning
+from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning, untested_warning
 from jaxfp8rl.precision.hardware import computed_by
 from jaxfp8rl.processes import joined
 from jaxfp8rl.publish import LearnerWeights
@@ -63,8 +63,9 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group))
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(parts.precision))
-        formats, calibrated = parts.engine.capabilities().formats, parts.kv_scales is not None
-        for warning in filter(None, (kv_fp8_warning(parts.model, formats, calibrated), gloo_warning(parts.layout))):
+        engine, calibrated = parts.engine.capabilities(), parts.kv_scales is not None
+        warnings = untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated), gloo_warning(parts.layout)
+        for warning in filter(None, warnings):
             run.note(warning)
         if fork_of:
             state, step = fork(parts, run, fork_of)

@@ -44,8 +44,7 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
     state, loop, step = run.restore(_like(parts))
     if loop["tokenizer"] != parts.tokenizer.fingerprint():
         raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary", "resume with the same one")
-    then = loop.get("contents", parts.contents)  # not kept by older versions
-    for what in (what for what, digest in parts.contents.items() if then[what] != digest):
+    for what in (what for what, digest in parts.contents.items() if loop["contents"][what] != digest):
         raise CheckpointError(f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
                               "restore the task's files and the tokenizer, or begin another run (--fork)")  # fmt: skip
     parts.batches.restore(loop, step)

@@ -20,7 +20,7 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.errors import ConfigError, ModelError, NonFiniteStep
+from jaxfp8rl.errors import ConfigError, ModelError, NonFiniteStep, check_writable
 from jaxfp8rl.exact import exact_jit, keep_compiled
 from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.microbatch import accumulate
@@ -44,6 +44,7 @@ def run_sft(cfg: Config) -> None:
     folder = Path(cfg.run.dir) / "sft"
     if folder.exists() and any(folder.iterdir()):
         raise ModelError(f"{folder} exists and is not empty", "choose another --run.dir, or move it away")
+    check_writable(folder)
     keep_compiled(cfg.train.compilation_cache)
     model = with_options(model_config(cfg), cfg)
     data = load_data(cfg, model)

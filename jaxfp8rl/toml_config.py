@@ -84,13 +84,20 @@ def _read(path: str) -> tuple[str, str]:
         source: Path | Traversable = file
     elif path in shipped:
         source = shipped[path]
+    elif file.is_dir():
+        own = file / "config.toml"
+        why, way_on = ("is a run directory", f"give {own}") if own.is_file() else (
+            "is a folder without config.toml: no run", "give what run.dir was, or a TOML file")
+        raise ConfigError(f"{path} {why}", way_on)
     else:
         raise ConfigError(f"{path}: no such file, nor a shipped preset{nearest(file.stem, shipped)}",
                           "give the path of a TOML file or the bare name of a preset: jaxfp8rl train demo")  # fmt: skip
     try:
         return str(file) if source is file else f"{path}.toml", source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {e}") from e
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}", "see that you may read it, or give another") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {e}", "save it as UTF-8") from e
 
 
 def _syntax_problem(name: str, text: str, e: tomllib.TOMLDecodeError) -> str:
@@ -214,6 +221,8 @@ def unknown_key(path: KeyPath) -> str:
         return f'unknown key: "{key}" belongs to {" or ".join(homes)}'
     if not sections:
         everything = {f"{s}.{k}": k for s, model in SECTIONS.items() for k in model.model_fields}
+        if (dotted := key.replace("_", ".", 1)) in everything:  # --run-dir
+            return f'unknown section or key (did you mean "{dotted}"?)'
         close = nearest(key, [*SECTIONS, *everything.values()])
         full = next((f for f, k in everything.items() if f'"{k}"' in close), None)
         return "unknown section or key" + (f' (did you mean "{full}"?)' if full else nearest(key, SECTIONS))
@@ -266,7 +275,10 @@ def _place_cross_check(e: ConfigError, where: _Places) -> ConfigError:
     message = e.message
     keys = [m for m in re.findall(r"\b([a-z]+)\.([a-z_0-9]+)", message) if m[0] in SECTIONS] or [(message.split(":")[0],)]
     path = next((key for key in keys if key in where.flags), keys[0])
-    return ConfigError(f"{where.of(path)}: {message}", e.next_step)
+    place = where.of(path)
+    if path in where.flags:  # it is named already
+        message = message.removeprefix(f"{'.'.join(path)}: ")
+    return ConfigError(f"{place}: {message}", e.next_step)
 
 
 # --- writing

@@ -67,7 +67,8 @@ def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str)
     if fp8_kernel == "deep_gemm" and weights != FP8:
         raise BridgeError(f'fp8_kernel="deep_gemm" is for FP8 weights, these are {weights}', 'use fp8_kernel="native"')
     if lack := cpu_lacks(weights if fp8_kernel == "native" else "", kv_cache):
-        raise BridgeError(lack, 'use fp8_kernel="emulated" for FP8 weights and kv_cache="auto", or a GPU')
+        raise BridgeError(lack, '--rollout.fp8_kernel emulated (fp8_kernel="emulated") for FP8 weights, '
+                                "--rollout.kv_cache auto for the cache, or a GPU")  # fmt: skip
 
 
 def cache_bytes(wanted: int | None) -> int | None:

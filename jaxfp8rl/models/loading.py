@@ -73,7 +73,8 @@ def save_params(
 ) -> None:  # fmt: skip
     """Write a Hugging Face folder: safetensors in `dtype` (sharded past `max_shard_bytes`), config.json, tokenizer files.
 
-    All of it appears at once, by renaming a finished temporary folder. Raises ModelError when `folder` is not empty.
+    All of it appears at once, by renaming a finished temporary folder. Raises ModelError when `folder` is not empty, or
+    the disk does not take it.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -88,8 +89,10 @@ def save_params(
                 shutil.copyfile(Path(tokenizer_from) / name, partial / name)
         partial.chmod(0o755)  # mkdtemp's folders are private
         os.rename(partial, folder)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(e, SafetensorError):  # it wraps what the disk said
+            raise ModelError(f"{folder} cannot be written: {e}", "make room, or choose another folder") from e
         raise
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.api import EngineFormats
+from bridges.api import Capabilities, EngineFormats
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.losses.logprobs import token_logprobs
@@ -25,6 +25,7 @@ from jaxfp8rl.sharding import fetch
 from jaxfp8rl.types import Params, TrainBatch
 
 NAMED = 3  # tensors a message lists
+TESTED_VLLM = "0.25.", "0.32."
 
 
 class BadTensor(NamedTuple):
@@ -123,6 +124,16 @@ def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray, sparse:
             if count := int(seen[name][layer]):
                 return f"layer {layer}: {words} is not finite at {count} tokens"
     return f"all layers are finite, the log-probabilities of {int(logp)} tokens are not" if logp else None
+
+
+def untested_warning(engine: Capabilities) -> str | None:
+    """What to say at the start of a run on a vLLM that may round elsewhere than those that the learner mirrors."""
+    if engine.engine != "vllm" or engine.engine_version.startswith(TESTED_VLLM):
+        return None
+    return (
+        f"vLLM {engine.engine_version} has not been tested: 0.25 has on GPUs, 0.32 on CPUs. Where it rounds otherwise "
+        "mismatch is larger: compare gate/mean_gap and mismatch/k3 with theirs (docs/precision.md)"
+    )
 
 
 def kv_fp8_warning(model: ModelConfig, formats: EngineFormats, calibrated: bool = False) -> str | None:

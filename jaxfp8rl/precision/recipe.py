@@ -15,11 +15,12 @@ it resolves to a `Precision`, the hashable record that the model's forward pass 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Sequence
 
 from bridges.api import EngineFormats
-from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.errors import ConfigError
 from pallas_kernels.quantize import BLOCK
 
 FP8_WEIGHT = "fp8_e4m3_128x128"
@@ -138,9 +139,11 @@ class Precision:
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of that name; ConfigError with the nearest name otherwise."""
+    """The recipe of that name; ConfigError otherwise, with the name that it is a slip of, or all: "fp8" is a part of several."""
     if name not in RECIPES:
-        raise ConfigError(f'precision.recipe: unknown recipe "{name}"{nearest(name, RECIPES)}')
+        close = difflib.get_close_matches(name, RECIPES, 1, 0.8)
+        hint = f'did you mean "{close[0]}"?' if close else f"known: {', '.join(RECIPES)}"
+        raise ConfigError(f'precision.recipe: "{name}" is no recipe ({hint})', "fp8_unified is the usual one (docs/precision.md)")
     return RECIPES[name]
 
 

@@ -14,6 +14,7 @@ import socket
 import sys
 
 from jaxfp8rl.data.tasks import Problem, Task, make_task
+from jaxfp8rl.errors import UserError
 
 # A scorer that runs away with memory gets a MemoryError instead of taking the learner's machine down.
 _MEMORY_BYTES = 8 << 30
@@ -43,8 +44,10 @@ def _load(task_json: str) -> tuple[Task | None, dict]:
         task = make_task(**json.loads(task_json))
         task.load_scorer()
         return task, {"ready": True}
+    except UserError as e:
+        return None, {"fatal": e.message, "next_step": e.next_step}
     except Exception as e:  # the parent raises it again, as the user's error
-        return None, {"fatal": f"{type(e).__name__}: {e}"}
+        return None, {"fatal": f"the scorer cannot be loaded: {type(e).__name__}: {e}"}
 
 
 def main(fd: int, timeout_s: float, task_json: str) -> None:

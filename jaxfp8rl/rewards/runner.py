@@ -185,7 +185,7 @@ class _Child:
             return None
         message, self._buffer = json.loads(self._buffer), b""
         if "fatal" in message:
-            raise ConfigError(f"the scorer cannot be loaded: {message['fatal']}")
+            raise ConfigError(message["fatal"], message.get("next_step", "run the scorer by hand in a fresh Python"))
         was_ready, self.ready = self.ready, True
         self.job, self.deadline = None, _PEACE
         return message if was_ready else None

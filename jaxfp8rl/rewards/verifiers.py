@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import re
 import unicodedata
@@ -100,7 +101,13 @@ def load_scorer(name: str) -> Callable[[Any, str], float | None]:
         return lambda problem, text: math_verify(problem.answer, text)
     module, function = name.split(":")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
+        found = importlib.import_module(module)
+    except ImportError as e:
         raise ConfigError(f'task.scorer: cannot load "{name}": {e}',
                           "install the module, or name its folder in PYTHONPATH: PYTHONPATH=. jaxfp8rl train ...") from e
+    if not hasattr(found, function):
+        has = [n for n, f in vars(found).items() if inspect.isfunction(f)]
+        hint = nearest(function, has) if has else ": it has none"
+        what = f'task.scorer: module "{module}" has no function "{function}"{hint}'
+        raise ConfigError(what, f"--task.scorer {module}:FUNCTION")
+    return getattr(found, function)

@@ -100,7 +100,7 @@ def test_row_36_the_command_line_says_the_same_and_leaves_with_2(write):
 
 
 @pytest.mark.parametrize("words, says", [
-    (["train", "demo", "--run.dir", "FILE/a"], "--run.dir: run.dir: FILE is a file\n  next step: choose another --run.dir"),
+    (["train", "demo", "--run.dir", "FILE/a"], "jaxfp8rl: --run.dir: FILE is a file\n  next step: choose another --run.dir"),
     (["train", "demo", "--dryrun"], '--dryrun: did you mean "--dry-run"?'),
     (["train", "demo", "--optim.learning_rate", "1"], '--optim.learning_rate: unknown key (did you mean "lr"?)'),
     (["train", "demo", "--correction.preset", "tis"], '(did you mean "token_tis"?)'),

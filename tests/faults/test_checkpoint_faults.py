@@ -161,6 +161,12 @@ def test_row_30_a_damaged_checkpoint_is_set_aside_when_the_run_goes_on_before_it
     check(saved.restore(LIKE), 4)
 
 
+def test_a_checkpoint_of_another_version_is_refused_by_its_format(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
+    with pytest.raises(CheckpointError, match="checkpoint 4 is of format 2, this jaxfp8rl reads 3"):
+        saved.restore(LIKE)
+
+
 def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(saved, monkeypatch):
     """The loop says what would give most (jaxfp8rl.memory_fit)."""
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+import tempfile
 import types
 
 import pytest
 
 from bridges.api import EngineUnhealthy
 from jaxfp8rl import cli
-from jaxfp8rl.errors import GateFailed, NonFiniteStep
+from jaxfp8rl.checkpoint import seal
+from jaxfp8rl.errors import GateFailed, NonFiniteStep, UserError, check_writable
 from jaxfp8rl.toml_config import dump_config, load_config
 
 CONFIG = """\
@@ -80,6 +84,79 @@ def test_a_run_is_resumed_as_it_was_begun_but_for_what_is_typed(config, trained,
     assert found == [(1e-3, 3, str(run)), (3e-4, 3, str(run)), (3e-4, 9, moved)]
 
 
+@pytest.mark.parametrize("what, goes_on", [
+    ("last", False), ("older", True), ("damaged", True), ("undrawn", True), ("longer", True), ("other", None),
+])  # fmt: skip
+def test_a_finished_run_has_nothing_to_resume(what, goes_on, config, trained, tmp_path, capsys):
+    """Unless its checkpoint is not what was written, it was killed before its plot, or it is to go further. With settings that it
+    may not be resumed with it is refused still."""
+    run = tmp_path / "run"
+    step = run / "checkpoints" / ("2" if what == "older" else "3")
+    step.mkdir(parents=True)
+    (step / "state").write_text("x")
+    seal(step)
+    if what != "undrawn":
+        (run / "plot.png").write_bytes(b"")
+    if what == "damaged":
+        (step / "state").write_text("y")
+    (run / "config.toml").write_text(dump_config(load_config(config, ["--run.dir", str(run)])))
+    words = {"longer": ["--run.steps", "9"], "other": ["--run.seed", "9"]}.get(what, [])
+    assert cli.main(["train", str(run), "--resume", *words]) == (2 if goes_on is None else 0)
+    assert len(trained) == bool(goes_on)
+    assert ("nothing to do: step 3 of 3; --run.steps N goes further" in capsys.readouterr().out) == (goes_on is False)
+
+
+@pytest.mark.parametrize("code, way_on", [
+    (errno.EACCES, "choose a place"), (errno.EROFS, "choose a place"), (errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"),
+])  # fmt: skip
+def test_a_disk_that_takes_nothing_is_no_bug(code, way_on, config, monkeypatch, capsys):
+    def train(cfg, resume, fork_of):
+        raise OSError(code, os.strerror(code), "runs/x/.lock")
+
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=train))
+    assert cli.main(["train", config]) == 2
+    assert capsys.readouterr().err.startswith(f"jaxfp8rl: runs/x/.lock: {os.strerror(code)}\n  next step: {way_on}")
+
+
+def test_another_error_of_the_system_keeps_its_trace(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=lambda *_, **__: open("nowhere/x")))
+    with pytest.raises(FileNotFoundError):
+        cli.main(["train", config])
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """No disk takes anything."""
+
+    def refuse(dir):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+
+
+def test_a_place_is_tried_before_what_takes_long(full, config, tmp_path, monkeypatch, capsys):
+    """The work itself is not there to be begun."""
+    monkeypatch.chdir(tmp_path)
+    for module, name in (("jaxfp8rl.bench", "run_bench"), ("bridges.weights.gguf_import", "import_gguf"),
+                         ("jaxfp8rl.sft", "load_data"), ("jaxfp8rl.export", "load_trained"),
+                         ("jaxfp8rl.evaluate", "load_trained")):  # fmt: skip
+        monkeypatch.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("begun"))
+    (tmp_path / "run").mkdir()
+    for words in (["bench", "corrections_time"], ["import-gguf", "out"], ["sft", config, "--sft.steps", "1"],
+                  ["export", "run", "out"], ["eval", "run"], ["eval", "demo", "--out", "found.json"]):  # fmt: skip
+        assert cli.main(words) == 2, words
+        said = capsys.readouterr().err
+        assert f"nothing can be written to {tmp_path}" in said and os.strerror(errno.ENOSPC) in said and "make room" in said
+
+
+def test_a_place_below_a_file_is_none(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="file: Not a directory"):
+        check_writable(tmp_path / "file" / "out")
+    check_writable(tmp_path / "not" / "there")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("name", ["7", "true", "1e3", "[a]", 'a"b', "2026-01-01"])
 def test_a_run_directory_may_have_a_name_that_is_no_word_of_toml(name, config, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -111,13 +188,25 @@ def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, cap
         (["train", "nowhere.toml"], "nowhere.toml: no such file"),
         (["train", "CONFIG", "--optim.lrr", "1"], '--optim.lrr: unknown key (did you mean "lr"?)'),
         (["train", "CONFIG", "--lr", "1"], '--lr: unknown key: "lr" belongs to optim.lr or sft.lr'),
-        (["train", "CONFIG", "--temprature=1"], '(did you mean "rollout.temperature"?)'),
+        (["train", "CONFIG", "--temprature=1"], '(did you mean "--rollout.temperature"?)'),
+        (["train", "CONFIG", "--run-dir", "x"], '--run-dir: unknown section or key (did you mean "--run.dir"?)'),
+        (["trian", "CONFIG"], 'trian: no such command (did you mean "train"?)'),
+        (["train", "FOLDER"], "FOLDER is a folder without config.toml: no run"),
+        (["sft", "RUN"], "RUN is a run directory\n  next step: give RUN/config.toml"),
+        (["train", "CONFIG", "--dry-run", "--task.options.operand", "3"], 'no option "operand" (did you mean "operands"?)'),
+        (["train", "CONFIG", "--precision.recipe", "fp8"],
+         'jaxfp8rl: --precision.recipe: "fp8" is no recipe (known: bf16, fp8_rollout, fp8_unified, fp8_forward, fp16)\n'
+         "  next step: fp8_unified is the usual one (docs/precision.md)"),
         (["train", "CONFIG", "more"], "more: unexpected argument"),
         (["doctor", "--optim.lr", "1"], "`jaxfp8rl doctor` reads no config"),
         (["train", "CONFIG", "--optim.lr"], "--optim.lr: a value is missing"),
     ],
 )
-def test_wrong_input_leaves_with_2_and_no_trace(words, says, config, trained, capsys):
+def test_wrong_input_leaves_with_2_and_no_trace(words, says, config, trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "config.toml").write_text(CONFIG)
     assert cli.main([config if w == "CONFIG" else w for w in words]) == 2
     out, err = capsys.readouterr()
     assert says in err and "next step:" in err and "Traceback" not in err and out == "" and trained == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import string
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -96,7 +98,7 @@ MISTAKES = {
     "syntax": ("lr = 1e-6", "lr = ", "run.toml:24:6: not valid TOML: Invalid value\n    lr ="),
     "unclosed": ("lr = 1e-6", "lr = [1,", "not valid TOML"),
     "twice": ("lr = 1e-6", "lr = 1e-6\nlr = 2e-6", "run.toml:25:10: not valid TOML: Cannot overwrite a value"),
-    "recipe": ("[optim]", '[precision]\nrecipe = "fp8_unifed"\n[optim]', ':24: precision.recipe: unknown recipe "fp8_unifed"'),
+    "recipe": ("[optim]", '[precision]\nrecipe = "fp8_unifed"\n[optim]', ':24: precision.recipe: "fp8_unifed" is no recipe (did'),
     "fp8 without correction": (
         "[optim]", '[precision]\nrecipe = "fp8_unified"\n[correction]\npreset = "none"\n[optim]', ':24: precision.recipe "fp8_'
     ),
@@ -153,6 +155,17 @@ def test_missing_file_names_the_presets(tmp_path, monkeypatch):
 def test_not_text(tmp_path):
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
     assert "cannot be read as UTF-8" in refusal(str(tmp_path / "x.toml"))
+
+
+def test_not_readable(tmp_path, monkeypatch):
+    (tmp_path / "x.toml").write_text(GOOD)
+
+    def read_text(self, encoding):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    said = refusal(str(tmp_path / "x.toml"))
+    assert "x.toml: cannot be read: Permission denied" in said and "UTF-8" not in said
 
 
 # --- overrides

@@ -179,6 +179,15 @@ def test_what_cannot_be_evaluated_is_refused(words, says, run, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["[1, 2]", '{"a": 1}', '[{"pass_at_k": [1]}]', "7"])
+def test_a_file_of_something_else_is_refused_before_anything_is_sampled(content, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "load_trained", lambda *_: pytest.fail("begun"))
+    (tmp_path / "mine.json").write_text(content)
+    assert main(["eval", "demo", "--out", str(tmp_path / "mine.json")]) == 2
+    assert f"{tmp_path / 'mine.json'} is no list of evaluations" in capsys.readouterr().err
+    assert (tmp_path / "mine.json").read_text() == content
+
+
 def test_a_count_is_a_whole_number(capsys):
     with pytest.raises(SystemExit):
         main(["eval", "demo", "--k", "0"])

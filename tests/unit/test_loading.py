@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from jaxfp8rl.errors import ModelError
@@ -116,6 +117,16 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path):
     del params["lm_head"]
     with pytest.raises(KeyError):
         save_params(tmp_path / "out", QWEN3, params)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_the_users_to_hear_of(tmp_path, monkeypatch):
+    def save_file(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(loading, "save_file", save_file)
+    with pytest.raises(ModelError, match="out cannot be written: I/O error: No space left.*\n.*make room"):
+        save_params(tmp_path / "out", QWEN3, random_params(QWEN3))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -225,9 +225,11 @@ def test_shapes_that_do_not_divide_are_refused_with_the_pattern_that_helps():
     assert fp8_runs(odd, 2, exclude=pattern)[0].fp8 == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_an_unknown_recipe_names_the_nearest():
+def test_an_unknown_recipe_names_the_nearest_or_all():
     with pytest.raises(ConfigError, match='did you mean "fp8_unified"'):
         get_recipe("fp8_unifed")
+    with pytest.raises(ConfigError, match=r'"fp8" is no recipe \(known: bf16, fp8_rollout,'):
+        get_recipe("fp8")
 
 
 @pytest.mark.parametrize("name", RECIPES)

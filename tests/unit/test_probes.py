@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bridges.api import EngineFormats
+from bridges.api import Capabilities, EngineFormats
 from jaxfp8rl import update
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.errors import ModelError
@@ -26,7 +26,7 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.precision.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning
+from jaxfp8rl.precision.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning, untested_warning
 from jaxfp8rl.precision.probes import (
     _formats, _look, layer_groups, mixed_forward, precision_report, rounding_stats, unquantized_policy, walk, weight_stats,
 )  # fmt: skip
@@ -356,6 +356,13 @@ def test_the_layer_whose_activations_overflow_is_named():
     live = int((batch().segment_ids[0] > 0).sum())
     found = find_nonfinite(huge, batch(), MODEL, Precision.uniform(3))
     assert found == f"micro-batch 0, layer 1: what enters mlp.down_proj is not finite at {live} tokens"
+
+
+def test_a_vllm_that_nobody_has_tested_is_said():
+    formats = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
+    engine = lambda *name: Capabilities(*name, formats, 64, 97, True)
+    assert not any(untested_warning(engine(*name)) for name in (("vllm", "0.25.1"), ("vllm", "0.32.0+cpu"), ("jax", "0.11.2")))
+    assert "vLLM 0.26.0 has not been tested" in untested_warning(engine("vllm", "0.26.0"))
 
 
 def test_fp8_keys_without_query_key_norm_are_warned_of():

@@ -354,15 +354,21 @@ def test_the_worst_token_of_the_run_is_shown(tmp_path):
     assert found[0].prompt == "user: hi" and found[37].worst[0].text == "b"
 
 
-BROKEN = [("eval.json", "{"), ("metrics.jsonl", '{"step": 1\n'), ("samples.jsonl", "no\n"), ("config.toml", "a = = 1\n")]
+NO_ESTIMATE = '{"step": 1, "problems": 1, "samples": 1, "pass_at_k": {"1": 2}}'
+BROKEN = [  # (file, what is put there, what is said of the place)
+    ("eval.json", "{", ""), ("eval.json", "[1]", ": record 1 is not"), ("eval.json", '{"a": 1}', ": record 1 is not"),
+    ("eval.json", NO_ESTIMATE, ": record 1 is not"), ("samples.jsonl", "no\n", ""), ("config.toml", "a = = 1\n", ""),
+    ("metrics.jsonl", '{"step": 1\n', ": line 1: "), ("metrics.jsonl", '{"step": 0}\n{"step": "x"}\n', ": line 2 is no record"),
+    ("metrics.jsonl", '{"step": 0}\n[1]\n', ": line 2 is no record"),
+]
 
 
-@pytest.mark.parametrize("name,content", BROKEN)
-def test_what_cannot_be_read_is_an_error_with_its_place(tmp_path, name, content, capsys):
+@pytest.mark.parametrize("name,content,place", BROKEN)
+def test_what_cannot_be_read_is_an_error_with_its_place(tmp_path, name, content, place, capsys):
     path = a_run(tmp_path / "run", steps=1)
     (path / name).write_text(content)
     assert main(["report", str(path)]) == 2
-    assert name in capsys.readouterr().err and not (path / "report.html").exists()
+    assert f"{path / name}{place}" in capsys.readouterr().err and not (path / "report.html").exists()
 
 
 def test_a_folder_without_a_run_and_one_given_twice(tmp_path, capsys):

@@ -180,14 +180,17 @@ def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sam
     return out
 
 
-def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved():
-    """REINFORCE with the sequence weight: worked out from pi a micro-batch at a time, or once from pi_old = pi."""
+@pytest.mark.parametrize("preset, objective", [("verl/bypass_pg_is", "reinforce"), ("token_tis", "ppo_clip")])
+def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved(preset, objective):
+    """REINFORCE, its weight worked out from pi a micro-batch at a time, and an objective of three policies whose pi_old = pi, its
+    weight worked out once."""
     batch = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36))
-    preset = get_preset("verl/bypass_pg_is")
+    preset = get_preset(preset)
     two = learn(params(), batch, batch.rollout_logp, step=step_of(Loss(objective="reinforce", old_policy="rollout"), preset))
-    three = learn(params(), batch, np.asarray(score(params(), batch)), step=step_of(Loss(objective="reinforce"), preset))
+    three = learn(params(), batch, np.asarray(score(params(), batch)), step=step_of(Loss(objective=objective), preset))
     assert distance(two[1], three[1]) < 1e-6
-    for key in ("loss", "mismatch/k3", "mismatch/chi2_seq", "correction/ess", "mismatch/skew_negative"):
+    own = ("loss",) if objective == "reinforce" else ()  # PPO's has another value, and the same gradient
+    for key in (*own, "mismatch/k3", "mismatch/chi2_seq", "correction/ess", "mismatch/skew_negative"):
         np.testing.assert_allclose(two[0][key], three[0][key], rtol=1e-5, err_msg=key)
     assert two[0]["mismatch/k3"] > 1e-3  # not neutral
 
