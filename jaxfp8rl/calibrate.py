@@ -100,7 +100,7 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
         return token_logprobs(hidden, head, micro.tokens, temperature, logits_dtype=dtype, mask=micro.response_mask)[0], amax
 
     logp, amax = map_live(one, batch)
-    return logp, jax.tree.map(lambda x: x.max(0), amax)
+    return logp, jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0).max(0), amax)  # a bad micro-batch hides no other
 
 
 _bounds = jax.jit(calibrated_bounds)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.tree_util import keystr, tree_flatten_with_path
 from orbax.checkpoint import v1 as ocp
 
 from jaxfp8rl.errors import CheckpointError
@@ -25,6 +26,7 @@ from jaxfp8rl.types import TrainState
 
 DIGESTS, DRAFT = "digests.json", ".draft-"
 FORMAT = 2  # of what a checkpoint holds: changed with it
+NAMED = 4  # arrays that a message lists
 
 
 class Checkpoints:
@@ -96,7 +98,8 @@ class Checkpoints:
             raise
         except Exception as e:
             raise CheckpointError(
-                f"{self._folder}: checkpoint {step} cannot be restored into this configuration: {e}",
+                f"{self._folder}: checkpoint {step} cannot be restored into this configuration: "
+                + unlike(self._folder / str(step), abstract, e),
                 "resume with the configuration that wrote it (config.toml of the run directory)",
             ) from e
         if (wrote := saved["loop"].get("format")) != FORMAT:
@@ -125,6 +128,21 @@ class Checkpoints:
             shutil.rmtree(aside := self._folder / f"{why}-{step}", ignore_errors=True)
             (self._folder / str(step)).rename(aside)
         return steps
+
+
+def unlike(folder: Path, like: Any, error: Exception) -> str:
+    """What of the state in `folder` is not as in `like`, a tree or the part of one that was asked for: the first few arrays, or
+    else the beginning of the error, of which Orbax's have pages."""
+    named = lambda tree: {keystr(path, simple=True, separator="/"): list(x.shape) for path, x in tree_flatten_with_path(tree)[0]}
+    try:
+        saved, wanted = named(ocp.checkpointables_metadata(folder).metadata["state"]), named(like)
+    except Exception:  # of a folder that is no checkpoint, say
+        saved = wanted = {}
+    parts = {name.partition("/")[0] for name in wanted}
+    names = [n for n in saved.keys() | wanted.keys() if n.partition("/")[0] in parts and saved.get(n) != wanted.get(n)]
+    said = [f"{n} is {saved.get(n, 'not there')}, wanted {wanted.get(n, 'not at all')}" for n in sorted(names)[:NAMED]]
+    more = f"; {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return "; ".join(said) + more or str(error)[:300]
 
 
 def _typed(x: jax.Array) -> jax.Array:

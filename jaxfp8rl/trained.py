@@ -14,7 +14,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxfp8rl.build import model_config, starting_params
-from jaxfp8rl.checkpoint import Checkpoints, damage
+from jaxfp8rl.checkpoint import Checkpoints, damage, unlike
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.low_bit import decode, encode, is_scaled
@@ -77,6 +77,7 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
         with context:
             saved = ocp.load_checkpointables(folder.absolute(), {"state": {"params": like}, "loop": None})
     except Exception as e:  # Orbax's are of many kinds
-        raise CheckpointError(f"{folder} cannot be read as the run's config.toml says: {e}", "name another with --step") from e
+        raise CheckpointError(f"{folder} cannot be read as the run's config.toml says: {unlike(folder, {'params': like}, e)}",
+                              "restore the run's own config.toml") from e  # fmt: skip
     numbers = lambda p: decode(p) if is_scaled(p) else p
     return jax.tree.map(numbers, saved["state"]["params"], is_leaf=is_scaled), saved["loop"]

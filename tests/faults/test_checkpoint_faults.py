@@ -167,6 +167,16 @@ def test_a_checkpoint_of_another_version_is_refused_by_its_format(saved, monkeyp
         saved.restore(LIKE)
 
 
+def test_what_a_checkpoint_holds_otherwise_is_named(saved):
+    """Not in Orbax's words, of which there are pages."""
+    other = LIKE._replace(params={"w": jnp.zeros((8, 32)), "v": jnp.zeros(3)}, opt_state=(jnp.zeros((4, 16)), {}))
+    with pytest.raises(CheckpointError) as e:
+        saved.restore(other)
+    said = "opt_state/1/m is [2, 16], wanted not at all; params/v is not there, wanted [3]; params/w is [8, 16], wanted [8, 32]"
+    assert said in str(e.value), str(e.value)
+    assert len(str(e.value)) < 500
+
+
 def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(saved, monkeypatch):
     """The loop says what would give most (jaxfp8rl.memory_fit)."""
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl import loop
+from jaxfp8rl import calibrate, loop
 from jaxfp8rl.build import build
 from jaxfp8rl.calibrate import KvCalibration
 from jaxfp8rl.errors import ConfigError
@@ -63,6 +63,12 @@ def test_what_is_not_finite_is_not_remembered(bad):
     for seen in (bad, 8.0, bad):
         found = remember(found, {"k": jnp.array([seen])}, 0.5)
     np.testing.assert_array_equal(found["k"], [4.0])
+
+
+def test_a_micro_batch_that_is_not_finite_hides_no_other(monkeypatch):
+    seen = jnp.array([[jnp.nan, 3.0], [2.0, jnp.inf]])  # [micro-batches, layers]
+    monkeypatch.setattr(calibrate, "map_live", lambda one, batch: (None, {"k": seen}))
+    assert calibrate._observe(None, None, 1.0, None, None)[1]["k"].tolist() == [2.0, 3.0]
 
 
 def test_it_is_forgotten_by_the_step_however_many_batches_a_step_has():

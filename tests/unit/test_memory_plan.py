@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import config
+from bridges.weights import vllm_inplace
+from jaxfp8rl import memory_plan as module
 from jaxfp8rl.memory_plan import _kept_of_layers, memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.toml_config import load_config
@@ -38,3 +40,8 @@ def test_experts_count_by_the_copies_of_a_token_and_their_width():
     cfg = load_config("demo", ["--train.remat", "none"])
     kept = [_kept_of_layers(cfg, ModelConfig.from_hf(hf), 2) for hf in (dense, sparse)]
     assert kept[1] - kept[0] == 4 * cfg.train.rows_per_microbatch * cfg.train.row_tokens * dense["hidden_size"] * 2
+
+
+def test_the_parts_of_a_publish_are_the_transports():
+    """The learner knows of it by this number alone."""
+    assert module.PART == vllm_inplace.PART
