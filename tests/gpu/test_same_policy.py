@@ -24,7 +24,12 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("products", "attention"), [("tensor_core", "xla"), ("pallas", "xla"), ("pallas", "pallas")])
+KERNEL = pytest.mark.xfail(strict=True, reason="5.1% of tokens differ by the attention kernel: docs/attention.md")
+
+
+@pytest.mark.parametrize(
+    ("products", "attention"), [("tensor_core", "xla"), ("pallas", "xla"), pytest.param("pallas", "pallas", marks=KERNEL)]
+)
 def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products, attention):
     """Random weights, drawn wide so that the distributions are far from uniform. What is left is a rounding of BF16 attention or
     logits here and there."""
