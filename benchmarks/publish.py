@@ -43,7 +43,8 @@ from bridges.api import GenRequest, ParamMeta, PublishReceipt, Rows, SamplingPar
 from bridges.rollout.vllm_engine import FP8, VllmEngine
 from bridges.weights.digest import by_rows, stack_digests
 from bridges.weights.dlpack import torch_view
-from bridges.weights.vllm_inplace import PART, VllmInplace
+from bridges.weights.sent import PART
+from bridges.weights.vllm_inplace import VllmInplace
 from bridges.weights.vllm_inprocess import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table

@@ -25,7 +25,7 @@ from jaxfp8rl.losses.objectives import objective_parameters
 from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_amax, head_weight
-from jaxfp8rl.precision.kv_scales import KvScales, remember, scales_from
+from jaxfp8rl.precision.kv_scales import KvScales, finite, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.types import Params, TrainBatch
 
@@ -100,7 +100,7 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
         return token_logprobs(hidden, head, micro.tokens, temperature, logits_dtype=dtype, mask=micro.response_mask)[0], amax
 
     logp, amax = map_live(one, batch)
-    return logp, jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0).max(0), amax)  # a bad micro-batch hides no other
+    return logp, jax.tree.map(lambda x: finite(x).max(0), amax)  # a bad micro-batch hides no other
 
 
 _bounds = jax.jit(calibrated_bounds)

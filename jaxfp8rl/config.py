@@ -6,12 +6,14 @@ overrides and turns a refusal into a line of the file. Checks that span sections
 
 from __future__ import annotations
 
+import datetime
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
+from jaxfp8rl.data.tokenizer import DATE
 from jaxfp8rl.errors import ConfigError
 
 if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
@@ -19,6 +21,11 @@ if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.objectives import ObjectiveConfig
 
 FloatType = Literal["float32", "bfloat16", "float16"]
+
+
+def _day(text: str) -> str:
+    """Raises ValueError, which pydantic reports, for what is none."""
+    return datetime.date.fromisoformat(text).isoformat()
 
 
 class Section(pydantic.BaseModel):
@@ -68,8 +75,8 @@ class Task(Section):
     options: dict[str, Any] = Field({}, description="options of the kind of task, checked by it (docs/tasks.md)")
     system_prompt: str = Field("", description="put before a prompt that is rendered with the chat template")
     chat: bool = Field(False, description="render prompts with the tokenizer's chat template")
-    date: str = Field(
-        "2024-07-26", pattern=r"^\d{4}-\d\d-\d\d$",
+    date: Annotated[str, pydantic.AfterValidator(_day)] = Field(
+        DATE,
         description="the day that a chat template prints, whatever day it is: a resumed run has the prompts it began with",
     )
     scorer: str = Field(

@@ -24,6 +24,7 @@ from rich.table import Table
 from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
+from jaxfp8rl.monitors.evaluations import read_evaluations
 from jaxfp8rl.toml_config import parse_overrides
 from jaxfp8rl.trained import Trained, load_trained
 
@@ -154,12 +155,10 @@ def recorded(path: Path) -> list[dict[str, Any]]:
         why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError(f"--out {path}: {why}", "name a file in a folder that is there")
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        found = read_evaluations(path) if path.exists() else []
     except ValueError as e:
-        raise DataError(f"{path} is damaged: {e}", "take it away, or name another with --out") from e
-    found = found if isinstance(found, list) else [found]  # before there were lists there was one
-    if not all(isinstance(record, dict) and isinstance(record.get("pass_at_k"), dict) for record in found):
-        raise DataError(f"{path} is no list of evaluations: what stands there is not overwritten", "name another file with --out")
+        raise DataError(f"{path} is no list of evaluations, and is not overwritten: {e}",
+                        "take it away, or name another with --out") from e  # fmt: skip
     check_writable(path.parent)
     return found
 

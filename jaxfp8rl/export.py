@@ -25,7 +25,7 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX, load_tokenizer
 from jaxfp8rl.errors import ConfigError, ModelError, check_writable
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.loading import TOKENIZER_FILES
+from jaxfp8rl.models.loading import TOKENIZER_FILES, check_empty
 from jaxfp8rl.precision.recipe import LayerRun, plain_runs
 from jaxfp8rl.publish import LearnerWeights, high_precision_modules
 from jaxfp8rl.registry import write_weights
@@ -42,8 +42,7 @@ def export(run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", ste
     out = Path(out)
     if not Path(run).is_dir():  # `load_trained` takes a config for the weights that it starts from, which are nobody's to serve
         raise ConfigError(f"{run} is no run directory", "give what run.dir was, for example runs/demo")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} exists and is not empty", "choose another folder or remove it first")
+    check_empty(out)
     if taken := next((p for p in out.parents if p.is_file()), None):
         raise ModelError(f"{out}: {taken} is a file", "choose another folder")
     check_writable(out)

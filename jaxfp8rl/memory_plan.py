@@ -28,7 +28,7 @@ from pallas_kernels.quantize import BLOCK
 Plan = list[tuple[str, int]]
 F32 = 4
 LINK_SLOTS = 2 * 2**28  # of bridges.weights.links
-PART = 256 * 2**20  # of bridges.weights.vllm_inplace
+PART = 256 * 2**20  # of bridges.weights.sent
 RESIDENT = 3  # the first so many rows are there all the time: masters, moments, policy
 
 

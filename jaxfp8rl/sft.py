@@ -20,12 +20,12 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.errors import ConfigError, ModelError, NonFiniteStep, check_writable
+from jaxfp8rl.errors import ConfigError, NonFiniteStep, check_writable
 from jaxfp8rl.exact import exact_jit, keep_compiled
 from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.loading import save_params
+from jaxfp8rl.models.loading import check_empty, save_params
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
 from jaxfp8rl.policy import gradients_like, outer, policy_of
 from jaxfp8rl.precision.hardware import attention_of
@@ -42,8 +42,7 @@ def run_sft(cfg: Config) -> None:
         raise ConfigError("sft.steps = 0: nothing to train", "set sft.steps, sft.lr and sft.examples_per_step")
     cfg.check()
     folder = Path(cfg.run.dir) / "sft"
-    if folder.exists() and any(folder.iterdir()):
-        raise ModelError(f"{folder} exists and is not empty", "choose another --run.dir, or move it away")
+    check_empty(folder)
     check_writable(folder)
     keep_compiled(cfg.train.compilation_cache)
     model = with_options(model_config(cfg), cfg)

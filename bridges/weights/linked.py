@@ -59,14 +59,14 @@ class _SentFromGpu:
     """The same where the source's buffers are on a GPU, and its digests made there."""
 
     def __init__(self, metas: Sequence[ParamMeta]):
-        from bridges.weights.vllm_inplace import Sent
+        from bridges.weights.sent import Sent
 
         self._metas, self._sent = metas, Sent({m.name: i for i, m in enumerate(metas)})
 
     def read(self, source: WeightSource) -> Iterator[torch.Tensor]:
         import torch
 
-        from bridges.weights.vllm_inplace import layers
+        from bridges.weights.sent import layers
 
         metas = iter(self._metas)
         for part in layers(source, self._metas):

@@ -67,6 +67,12 @@ def load_params(
     return cfg, params
 
 
+def check_empty(folder: Path) -> None:
+    """Raise ModelError unless `folder` may be written: it is not there, or has nothing in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} exists and is not empty", "choose another folder or remove it first")
+
+
 def save_params(
     folder: str | Path, cfg: ModelConfig, params: dict[str, Any], dtype: str = "bfloat16",
     max_shard_bytes: float = 5e9, tokenizer_from: str | Path | None = None,
@@ -77,8 +83,7 @@ def save_params(
     the disk does not take it.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} exists and is not empty", "choose another folder or remove it first")
+    check_empty(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

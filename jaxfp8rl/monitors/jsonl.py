@@ -43,8 +43,19 @@ class JsonlMonitor:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float | int | str]]:
-    """The records of metrics.jsonl, non-finite floats restored; a last line cut short by a crash is left out."""
-    return [{k: _restored(v) for k, v in json.loads(line).items()} for line in whole_lines(Path(path))]
+    """The records of metrics.jsonl, non-finite floats restored; a last line cut short by a crash is left out. Raises ValueError,
+    which names the line, for what is no record of a step."""
+    return [_record(n, line) for n, line in enumerate(whole_lines(Path(path)), 1)]
+
+
+def _record(n: int, line: str) -> dict[str, float | int | str]:
+    try:
+        record = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"line {n}: {e}") from e
+    if not (isinstance(record, dict) and type(record.get("step")) is int):
+        raise ValueError(f"line {n} is no record of a step: {line[:80].rstrip()}")
+    return {k: _restored(v) for k, v in record.items()}
 
 
 def whole_lines(path: Path) -> Iterator[str]:

@@ -37,9 +37,13 @@ def scales_from(amax: KvScales) -> KvScales:
     return jax.tree.map(one, amax)
 
 
+def finite(amax: Array) -> Array:
+    """0, which says nothing, in place of what is not finite."""
+    return jnp.where(jnp.isfinite(amax), amax, 0)
+
+
 def remember(before: KvScales | None, now: KvScales, decay: float) -> KvScales:
     """The largest element to expect: what was just seen, or what was seen before, `decay` a step, if that is more. One that is
     not finite says nothing, and would never be forgotten."""
-    finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
     before = jax.tree.map(jnp.zeros_like, now) if before is None else before
     return jax.tree.map(lambda b, n: jnp.maximum(finite(n), decay * finite(b)), before, now)

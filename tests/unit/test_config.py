@@ -344,6 +344,7 @@ IDLE = {  # words of the command line -> (what is refused, what is proposed)
     "--loss.kl k1": ("loss.kl: no effect with loss.kl_coef = 0", "set loss.kl_coef"),
     "--monitor.precision_every 5": ('monitor.precision_every: no effect with precision.recipe = "bf16"', "FP8 recipe or cache"),
     "--task.reward_workers 2": ("task.reward_workers: no effect with a scorer that runs in the learner", "set task.scorer"),
+    "--task.chat true --task.date 2026-13-01": ("task.date: ", "month must be in 1..12"),
     "--task.date 2026-01-31": ("task.date: no effect with task.chat = false", "set task.chat"),
     "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2": (
         "of a group of one no rewards differ", "set it to 1"),

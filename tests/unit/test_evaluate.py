@@ -146,7 +146,8 @@ def test_another_question_is_added_and_the_same_one_answered_anew(tmp_path, monk
     monkeypatch.setattr(evaluate, "build", lambda cfg: parts)
     counts = iter((1, 2, 3, 4))
     monkeypatch.setattr(evaluate, "sample", lambda *_: (np.array([next(counts)] * 2), FACTS))
-    (tmp_path / "eval.json").write_text(json.dumps({"step": 1, "pass_at_k": {"1": {}}}))
+    old = {"step": 1, "problems": 2, "samples": 4, "pass_at_k": {"1": {"estimate": 0.5, "low": 0.1, "high": 0.9}}}
+    (tmp_path / "eval.json").write_text(json.dumps(old))
     for words in ([], ["--k", "2"], ["--rollout.temperature", "0.5"], []):
         assert main(["eval", str(tmp_path), "--samples", "4", *words]) == 0
     records = json.loads((tmp_path / "eval.json").read_text())

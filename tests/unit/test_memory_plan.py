@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import config
-from bridges.weights import vllm_inplace
+from bridges.weights import sent
 from jaxfp8rl import memory_plan as module
 from jaxfp8rl.memory_plan import _kept_of_layers, memory_plan
 from jaxfp8rl.models.config import ModelConfig
@@ -44,4 +44,4 @@ def test_experts_count_by_the_copies_of_a_token_and_their_width():
 
 def test_the_parts_of_a_publish_are_the_transports():
     """The learner knows of it by this number alone."""
-    assert module.PART == vllm_inplace.PART
+    assert module.PART == sent.PART

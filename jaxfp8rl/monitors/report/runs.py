@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxfp8rl.errors import UserError
-from jaxfp8rl.monitors.jsonl import read_metrics, whole_lines
+from jaxfp8rl.monitors.evaluations import read_evaluations
+from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.report.completions import pick
 from jaxfp8rl.monitors.summary import series
 
@@ -50,42 +50,14 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def _load(path: Path, name: str) -> Run:
-    records = _read(_metrics, path / "metrics.jsonl", [])
+    records = _read(read_metrics, path / "metrics.jsonl", [])
     if not records:
         raise UserError(f"{path / 'metrics.jsonl'}: no metrics to report", "give the directory of a run that took a step")
     samples, sampled = _read(pick, path / "samples.jsonl", ([], 0))
     config = _read(lambda p: tomllib.loads(p.read_text(encoding="utf-8")), path / "config.toml", {})
     notes = _read(lambda p: p.read_text(encoding="utf-8").splitlines(), path / "notes.txt", [])
-    evaluations = _read(_evaluations, path / "eval.json", [])
+    evaluations = _read(read_evaluations, path / "eval.json", [])
     return Run(name, records, samples, sampled, dict(_flat(config)), notes, evaluations)
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    """Raises ValueError, which names the line."""
-    for n, line in enumerate(whole_lines(path), 1):
-        try:
-            record = json.loads(line)
-        except ValueError as e:
-            raise ValueError(f"line {n}: {e}") from e
-        if not (isinstance(record, dict) and type(record.get("step")) is int):
-            raise ValueError(f"line {n} is no record of a step: {line[:80].rstrip()}")
-    return read_metrics(path)
-
-
-def _evaluations(path: Path) -> list[dict[str, Any]]:
-    """Raises ValueError for what `jaxfp8rl eval` has not written."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    found = found if isinstance(found, list) else [found]  # as older versions wrote it
-    for n, record in enumerate(found, 1):
-        if not (isinstance(record, dict) and {"step", "problems", "samples"} <= record.keys() and _estimates(record)):
-            raise ValueError(f"record {n} is not of `jaxfp8rl eval`")
-    return found
-
-
-def _estimates(record: Mapping[str, Any]) -> bool:
-    found = record.get("pass_at_k")
-    whole = lambda x: isinstance(x, dict) and {"estimate", "low", "high"} <= x.keys()
-    return isinstance(found, dict) and all(map(whole, found.values()))
 
 
 def _read(read, path: Path, missing):

@@ -1,0 +1,131 @@
+"""What a source gives in a publish, in parts: torch views of it, and the digests that prove it. Of the process that has the
+source, whether the engine is there (`vllm_inplace`) or behind a link (`linked`)."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from bridges import manifest
+from bridges.api import ParamMeta, Rows, StackRow, StackSource, WeightSource
+from bridges.rollout.vllm_stacks import layer_of
+from bridges.weights.digest import by_rows, joined, stack_digests, tensor_digests, torch_words
+from bridges.weights.dlpack import torch_view
+
+if TYPE_CHECKING:
+    import torch
+
+PART = 256 * 2**20  # bytes of what a source makes on the way
+
+
+class Sent:
+    """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they are asked for.
+
+    A stack is exported once, its rows are digested in one program; one that is not held is let go with its part.
+
+    place: HF name -> row of the table of digests. places: the same of all names of a stack; kept from publish to publish, for of
+    experts there are tens of thousands.
+    """
+
+    def __init__(self, place: dict[str, int], places: dict[tuple[str, ...], np.ndarray] | None = None):
+        self._place, self._places = place, {} if places is None else places
+        self._stacks: dict[int, tuple[jax.Array, torch.Tensor, int | None]] = {}  # by id: stack, its view, its table if held
+        self._tables: list[jax.Array] = []  # of digests, of several tensors each
+        self._rows: list[tuple[np.ndarray, int, int]] = []  # places, their table, the first's row there
+
+    def views(self, part: list[Rows]) -> list[torch.Tensor]:
+        """[len(names), ...] of each."""
+        return [self._view(rows) for rows in part]
+
+    def _view(self, rows: Rows) -> torch.Tensor:
+        if rows.first is None:
+            return torch_view(rows.stack)[None]
+        if (key := id(rows.stack)) not in self._stacks:
+            table = self._table(stack_digests(rows.stack)) if rows.held else None
+            self._stacks[key] = rows.stack, by_rows(torch_view(rows.stack)), table
+        return self._stacks[key][1][rows.first : rows.first + len(rows.names)]
+
+    def digest(self, part: list[Rows], views: list[torch.Tensor]) -> None:
+        alone = [(rows, view) for rows, view in zip(part, views) if rows.first is None]
+        stacked = [rows for rows in part if rows.first is not None]
+        made = {id(rows.stack): rows.stack for rows in stacked if not rows.held}
+        if alone:
+            arrays = [r.stack if isinstance(r.stack, jax.Array) else torch_words(view[0].contiguous()) for r, view in alone]
+            self._add([rows for rows, _ in alone], self._table(tensor_digests(arrays)), range(len(alone)))
+        table = self._table(stack_digests(*made.values())) if made else None
+        starts = dict(zip(made, itertools.accumulate(map(_count, made.values()), initial=0)))
+        for rows in stacked:
+            key = id(rows.stack)
+            self._add([rows], table if key in made else self._stacks[key][2], [starts.get(key, 0) + rows.first])
+        for key in made:
+            del self._stacks[key]
+
+    def _table(self, digests: jax.Array) -> int:
+        self._tables.append(digests)
+        return len(self._tables) - 1
+
+    def _add(self, part: Sequence[Rows], table: int, firsts: Sequence[int]) -> None:
+        for rows, first in zip(part, firsts):
+            if rows.names not in self._places:
+                self._places[rows.names] = np.array([self._place[name] for name in rows.names])
+            self._rows.append((self._places[rows.names], table, first))
+
+    def digests(self) -> np.ndarray:
+        """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not give."""
+        starts = list(itertools.accumulate(map(len, self._tables), initial=0))
+        table, found = np.asarray(joined(self._tables)), np.zeros((len(self._place), 2), np.uint32)
+        given = np.zeros(len(found), bool)
+        for places, of, first in self._rows:
+            at = starts[of] + first
+            found[places], given[places] = table[at : at + len(places)], True
+        if not given.all():
+            missing = next(name for name, here in zip(self._place, given) if not here)
+            raise ValueError(f"the source did not give {missing}, which its manifest lists")
+        return found
+
+
+def _count(stack: jax.Array) -> int:
+    """Of its tensors: layers, or layers and experts."""
+    return math.prod(stack.shape[: max(stack.ndim - 2, 1)])
+
+
+def parts(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
+    """The source in parts, each when the next one has been asked for: that is in the making then."""
+    return _ahead(source.stacks(PART)) if isinstance(source, StackSource) else layers(source, metas)
+
+
+def _ahead(iterator: Iterator[list[Rows]]) -> Iterator[list[Rows]]:
+    part = next(iterator, None)
+    while part is not None:
+        following = next(iterator, None)
+        yield part
+        part = following
+
+
+def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
+    """The source in the order of its manifest, in lists of a layer. A list ends when the first tensor of the next one shows:
+    asking for that has set the next layer going."""
+    rows = (_alone(meta, name, buffer) for meta, (name, buffer) in zip(metas, source, strict=True))
+    return (_bounded(list(group)) for _, group in itertools.groupby(rows, key=lambda r: layer_of(r.names[0])))
+
+
+def _bounded(part: list[Rows]) -> list[Rows]:
+    """A stack all of whose rows are in this layer, the layer's experts say, may have been made for it: it is not held."""
+    given = collections.Counter(id(rows.stack) for rows in part if rows.held)
+    whole = {id(rows.stack) for rows in part if rows.held and given[id(rows.stack)] == _count(rows.stack)}
+    return [rows._replace(held=False) if id(rows.stack) in whole else rows for rows in part]
+
+
+def _alone(meta: ParamMeta, name: str, buffer: Any) -> Rows:
+    if name != meta.name:
+        manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)
+    if isinstance(buffer, StackRow) and isinstance(buffer.stack, jax.Array):
+        at = np.atleast_1d(buffer.index)
+        return Rows((name,), buffer.stack, int(np.ravel_multi_index(at, buffer.stack.shape[: len(at)])), True)
+    return Rows((name,), buffer, None, False)
