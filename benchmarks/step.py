@@ -104,7 +104,7 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     rows = rows_of(args, model)
     policy, batch = make_policy(precision, layout=layout)(state.params), batch_of(rows, args)
     times: dict[str, list[float]] = {"score": [], "update": []}
-    losses = []
+    losses, clipped = [], []
     for _ in range(args.rounds + 1):
         start = time.perf_counter()
         old = jax.block_until_ready(score(policy, batch))
@@ -114,13 +114,14 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
         times["score"].append(scored - start)
         times["update"].append(time.perf_counter() - scored)
         losses.append(float(metrics["loss"]))
+        clipped.append(float(metrics["clip/fraction"]))
     if not np.isfinite(losses).all():
         raise SystemExit(f"{size}, {recipe}: the loss is not finite")
     ms = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}
     peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
     return ms | {
         "peak memory": peak / 1e9, "MFU": mfu(update_flops(model, sum(rows, [])), ms["update"] / 1e3, devices),
-        "first score, s": times["score"][0], "first update, s": times["update"][0], "losses": losses,
+        "first score, s": times["score"][0], "first update, s": times["update"][0], "losses": losses, "clipped": clipped,
     }  # fmt: skip
 
 

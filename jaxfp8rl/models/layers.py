@@ -29,8 +29,11 @@ def rms_norm(x: Array, weight: Array, eps: float, dtype: DTypeLike | None = None
 
 
 def inverse_rms(x: Array, eps: float) -> Array:
-    """[..., 1] float32 of x [..., D] float32. The mean, of which the derivative is made, is little enough to be kept for it."""
-    return jax.lax.rsqrt(checkpoint_name(jnp.mean(jnp.square(x), axis=-1, keepdims=True), "statistics") + eps)
+    """[..., 1] float32 of x [..., D] float32. The sum of squares, which the derivative needs, is little enough to be kept for it.
+    It is a kernel's result in every program: where nothing keeps it, XLA for GPUs would fuse it with what follows, and add up in
+    another order."""
+    squares = jax.lax.optimization_barrier(jnp.sum(jnp.square(x), axis=-1, keepdims=True))
+    return jax.lax.rsqrt(checkpoint_name(squares, "statistics") / x.shape[-1] + eps)
 
 
 class Stream(NamedTuple):

@@ -163,8 +163,11 @@ def _dot(x: Array, w: Array, dtype: jnp.dtype | None = None) -> Array:
 @jax.custom_vjp
 def _high_linear(x: Array, w: Array) -> Array:
     """`_dot`, with a backward in the operands' type. Autodiff's would multiply the cotangent of the float32 sum, which a GPU does
-    at less than half the rate of bfloat16, by operands that are no more exact."""
-    return _dot(x, w)
+    at less than half the rate of bfloat16, by operands that are no more exact.
+
+    It is rounded before anything is added to it, in every program: XLA for GPUs would let cuBLAS add what follows, a residual, to
+    the float32 sum, unless the result is kept for a backward pass."""
+    return jax.lax.optimization_barrier(_dot(x, w))
 
 
 def _high_linear_bwd(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
@@ -172,7 +175,7 @@ def _high_linear_bwd(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Arra
     return _dot(dy, w.T), _dot(flat(dy).T, flat(x).T)
 
 
-_high_linear.defvjp(lambda x, w: (_dot(x, w), (x, w)), _high_linear_bwd)
+_high_linear.defvjp(lambda x, w: (_high_linear(x, w), (x, w)), _high_linear_bwd)
 
 
 def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
