@@ -28,7 +28,7 @@ CASES = [
 @pytest.mark.parametrize(("size", "recipe", "remat"), CASES)
 def test_an_update_has_the_log_probabilities_that_were_scored(size, recipe, remat):
     model = ModelConfig.from_hf(config(size, layers=2))
-    precision, optimizer = precision_of(model, recipe), make_optimizer(Optim(lr=0.0), 10)
+    precision, optimizer = precision_of(model, recipe), make_optimizer(Optim(lr=1e-6), 10)
     logprobs = make_logprobs(model, precision, 1.0, remat)
     # any ratio but 1 is clipped on one side, whatever the sign of the advantage
     train = make_train_step(logprobs, precision, Loss(clip_low=1e-9, clip_high=1e-9), Correction().resolve(), optimizer)
