@@ -18,22 +18,32 @@ from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.quantize.reference import E4M3_MAX
 
 
-def rms_norm(x: Array, weight: Array, eps: float, dtype: DTypeLike | None = None, once: bool = False) -> Array:
+def rms_norm(x: Array | Stream, weight: Array, eps: float, dtype: DTypeLike | None = None, once: bool = False) -> Array:
     """x [..., D] / rms(x) * weight [D] in `dtype`, x's own by default. Rounded to it before and after the weight, as Hugging
     Face does, or `once`, after it, as compilers do that fuse the two."""
-    x32, dtype = x.astype(jnp.float32), dtype or x.dtype
-    normed = x32 * inverse_rms(x32, eps)
+    x32 = total(x).astype(jnp.float32)
+    normed, dtype = x32 * inverse_rms(x32, x, eps), dtype or x.dtype
     if once:
         return (normed * weight.astype(dtype).astype(jnp.float32)).astype(dtype)
     return normed.astype(dtype) * weight.astype(dtype)
 
 
-def inverse_rms(x: Array, eps: float) -> Array:
-    """[..., 1] float32 of x [..., D] float32. The sum of squares, which the derivative needs, is little enough to be kept for it.
-    It is a kernel's result in every program: where nothing keeps it, XLA for GPUs would fuse it with what follows, and add up in
-    another order."""
-    squares = jax.lax.optimization_barrier(jnp.sum(jnp.square(x), axis=-1, keepdims=True))
-    return jax.lax.rsqrt(checkpoint_name(squares, "statistics") / x.shape[-1] + eps)
+def inverse_rms(x32: Array, x: Array | Stream, eps: float) -> Array:
+    """[..., 1] float32 of x32 [..., D], which is `x` in float32. The sum of squares, which the derivative needs, is little enough
+    to be kept for it."""
+    return jax.lax.rsqrt(checkpoint_name(_sum_of_squares(x32, x), "statistics") / x32.shape[-1] + eps)
+
+
+@jax.custom_vjp
+@jax.named_scope("sum_of_squares")
+def _sum_of_squares(x32: Array, x: Array | Stream) -> Array:
+    """In every program a kernel of its own, which reads x and writes this: fused with what else is made of x, or of the sum, as
+    suits the program, XLA for GPUs adds up in another order. Score and update would differ, in FP8 by whole roundings."""
+    x32 = total(jax.lax.optimization_barrier(x)).astype(jnp.float32)
+    return jax.lax.optimization_barrier(jnp.sum(jnp.square(x32), axis=-1, keepdims=True))
+
+
+_sum_of_squares.defvjp(lambda x32, x: (_sum_of_squares(x32, x), x32), lambda x32, g: (2 * g * x32, None))
 
 
 class Stream(NamedTuple):
@@ -94,7 +104,7 @@ def apply_rope(x_BTHd: Array, cos: Array, sin: Array, norm: Array | None = None,
     x32 = x_BTHd.astype(jnp.float32)
     a, b = jnp.split(x32, 2, axis=-1)
     if norm is not None:
-        inverse = inverse_rms(x32, eps)
+        inverse = inverse_rms(x32, x_BTHd, eps)
         a, b = (half * inverse * weight for half, weight in zip((a, b), jnp.split(norm.astype(jnp.float32), 2)))
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHd.dtype)
 

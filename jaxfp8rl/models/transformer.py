@@ -210,8 +210,7 @@ def embed(params: Params, tokens_BT: Array, precision: Precision, layout: Layout
 
 def final_norm(x_BTD: Array | nn.Stream, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
     """The norm after the last layer, [B, T, D] in `precision.compute_dtype`."""
-    x, weight = nn.total(x_BTD), params["norm"]["weight"]
-    return nn.rms_norm(x, weight, cfg.rms_norm_eps, precision.compute_dtype, once=precision.fused)
+    return nn.rms_norm(x_BTD, params["norm"]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once=precision.fused)
 
 
 def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
@@ -252,7 +251,7 @@ def decoder_layer(
 
     def normed(x: Array | nn.Stream, name: str, reader: str) -> Array:
         once = precision.fused and reader not in quantizes
-        return nn.rms_norm(nn.total(x), w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
+        return nn.rms_norm(x, w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
 
     def rotated(heads: Array, norm: str) -> Array:
         weight = layout.enter(w["self_attn"][norm]["weight"]) if cfg.qk_norm else None
