@@ -3,7 +3,7 @@
 #   make demo       train the arithmetic demo with the embedded engine     make test    lint and the CPU suite
 #   make demo-vllm  the same with vLLM as the engine                       make lint    ruff alone
 #   make bench      the benchmarks, each beside its yardstick              make lock    pin what requirements/*.in asks
-#   make docs       the documentation as a site in build/site              make sm90a   compile the kernels for Hopper, no GPU
+#   make docs       the documentation as a site in build/site              make sm90a   compile for Hopper, without a GPU
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -40,9 +40,11 @@ test: lint $(VENV)/.vllm
 test-thorough: $(VENV)/.vllm
 	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
-# Registers, spills and machine code of every kernel that a test lowers for CUDA. Needs a C compiler; downloads 270 MB.
+# Registers, spills and machine code of every kernel that a test lowers for CUDA, and what XLA makes of a step's programs. Needs a C
+# compiler; downloads 270 MB.
 sm90a: $(VENV)/.base $(VENV)-sm90a/.done
 	SM90A=$(VENV)-sm90a JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -k lower tests/kernels
+	SM90A=$(VENV)-sm90a JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q tests/sm90a
 
 $(VENV)-sm90a/.done: requirements/sm90a.txt | $(UV)
 	@echo "installing requirements/sm90a.txt into $(VENV)-sm90a"
