@@ -145,7 +145,8 @@ def _forward(static: Static, x: Array, w: Array, targets: Array, rows: Rows | No
     if rows:
         found = jnp.where(jnp.arange(x.shape[0]) < rows.count, found, 1.0)  # finite, whatever other rows hold
         found = jnp.zeros_like(found).at[:, rows.order].set(found, unique_indices=True)
-    highest, total, weighted, at_target = found
+    # all four, and nothing else, in every program: without the entropy XLA for GPUs adds `total` up in another order
+    highest, total, weighted, at_target = lax.optimization_barrier(found)
     log_total = jnp.log(total)
     entropy, lse = log_total - weighted / total, highest + log_total
     return (at_target - highest - log_total, entropy, lse), (x, w, targets, lse, entropy)
@@ -168,6 +169,7 @@ def _statistics(static: Static, x: Array, w: Array, targets: Array, rows: Rows |
     return _loop(most, turns, one, jnp.ones_like(x, jnp.float32, shape=(4, x.shape[0])))
 
 
+@jax.named_scope("merged_statistics")
 def _merged(parts: Array) -> Array:
     """Statistics [4, P, M] of P parts of the words -> [4, M] of all."""
     highest, total, weighted, at_target = parts

@@ -1,14 +1,15 @@
 """What XLA makes of a step's two programs, scoring and update, for an H200.
 
-They compute one forward. Where XLA may fuse a sum of squares with what the program makes of it, or let cuBLAS add a residual to a
-product before it is rounded, they do it in two ways, and the ratio of an update at equal weights is not 1 (in FP8 20% of an 8B
-model's tokens were clipped for it).
+They compute one forward. Where XLA may fuse a sum with what the program makes of it, or let cuBLAS add a residual to a product
+before it is rounded, they do it in two ways, and the ratio of an update at equal weights is not 1 (in FP8 20% of an 8B model's
+tokens were clipped for it).
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -21,6 +22,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.policy import parted
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
+from pallas_kernels.logprob import api as logprob
 
 # of these sizes each had a difference of its own
 CASES = [("8b", "fp8_unified", 2048), ("8b", "bf16", 16384), ("30b-a3b", "fp8_unified", 2048)]
@@ -29,7 +31,12 @@ Computations = dict[str, list[str]]
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def programs(request, compile_for_h200) -> dict[str, Computations]:
-    size, recipe, tokens = request.param
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return compiled(*request.param, compile_for_h200, monkeypatch)
+
+
+def compiled(size: str, recipe: str, tokens: int, compile: Callable, monkeypatch: pytest.MonkeyPatch) -> dict[str, Computations]:
+    monkeypatch.setattr(logprob, "use_kernel", lambda backend: True)  # there is no Hopper GPU for "auto" to find
     model = ModelConfig.from_hf(config(size, layers=2))
     precision, optimizer = precision_of(model, recipe), make_optimizer(Optim(**OPTIMIZERS["low"]), 10)
     logprobs = make_logprobs(model, precision, 1.0, "mlp")
@@ -39,8 +46,8 @@ def programs(request, compile_for_h200) -> dict[str, Computations]:
     state = jax.eval_shape(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"), jax.random.key(0))
     policy, batch = jax.eval_shape(make_policy(precision), state.params), batch_of(rows_of(args, model), args)
     old = jax.eval_shape(score, policy, batch)
-    compiled = {"score": (score, policy, batch), "update": (update, state, *parted(policy), batch, old)}
-    return {name: computations(compile_for_h200(*arguments).as_text()) for name, arguments in compiled.items()}
+    calls = {"score": (score, policy, batch), "update": (update, state, *parted(policy), batch, old)}
+    return {name: computations(compile(*call).as_text()) for name, call in calls.items()}
 
 
 def computations(text: str) -> Computations:
@@ -54,10 +61,10 @@ def computations(text: str) -> Computations:
     return found
 
 
-def sums_of_squares(program: Computations) -> list[tuple[str, list[str]]]:
-    """Computations in which a forward's are added up. (Backwards none are: they are kept.)"""
-    of_norms = lambda line: " reduce(" in line and "/sum_of_squares/" in line and "/transpose(" not in line
-    return [(name, lines) for name, lines in program.items() if any(map(of_norms, lines))]
+def sums(program: Computations, scope: str) -> list[tuple[str, list[str]]]:
+    """Computations in which what the forward has under that name is added up."""
+    added = lambda line: " reduce(" in line and scope in line and "/transpose(" not in line
+    return [(name, lines) for name, lines in program.items() if any(map(added, lines))]
 
 
 def arithmetic(lines: list[str]) -> list[str]:
@@ -71,7 +78,7 @@ def arithmetic(lines: list[str]) -> list[str]:
 def test_a_sum_of_squares_is_a_kernel_of_its_own_and_the_same_in_both(programs):
     kinds = {}
     for name, program in programs.items():
-        found = sums_of_squares(program)
+        found = sums(program, "sum_of_squares")
         assert len(found) >= 4  # two norms of the stream, of queries and of keys
         for _, lines in found:
             assert re.search(r"ROOT %\S+ = f32\[[\d,]*\]\S* reduce\(", lines[-1]), "\n".join(lines)
@@ -83,7 +90,15 @@ def test_a_sum_of_squares_is_a_kernel_of_its_own_and_the_same_in_both(programs):
     assert kinds["score"] == kinds["update"]
 
 
+def test_logits_are_added_up_alike_with_and_without_their_entropy(programs):
+    """The scoring pass does not ask for it."""
+    found = [{"\n".join(arithmetic(lines)) for _, lines in sums(p, "merged_statistics")} for p in programs.values()]
+    assert found[0] and found[0] == found[1]
+
+
 def test_a_product_is_rounded_before_anything_is_added_to_it(programs):
-    """In the scoring pass, which is all forward."""
-    products = [line for lines in programs["score"].values() for line in lines if "__cublas$lt$matmul" in line]
-    assert products and all('"beta":0' in line and '"epilogue":"DEFAULT"' in line for line in products)
+    """In the scoring pass, which is all forward. (FP8's are kernels.)"""
+    lines = [line for lines in programs["score"].values() for line in lines]
+    products = [line for line in lines if "__cublas$lt$matmul" in line]
+    assert products or any("f8e4m3fn" in line for line in lines)
+    assert all('"beta":0' in line and '"epilogue":"DEFAULT"' in line for line in products)
