@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--remat", default="mlp", help="train.remat: %(default)s")
     parser.add_argument("--fp8-kernel", default="deep_gemm", help="rollout.fp8_kernel of the FP8 run: %(default)s")
     parser.add_argument("--wgrad-inputs", choices=["1x128", "128x128"], default="1x128", help="of the FP8 run: %(default)s")
+    parser.add_argument("--old-policy", choices=["recomputed", "current"], default="recomputed", help="loss.old_policy")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of a run")
     parser.add_argument("--gpus", nargs="+", help="of each run, as CUDA_VISIBLE_DEVICES has them")
     args = parser.parse_args()
@@ -88,7 +89,7 @@ def config_of(recipe: str, args, folder: Path) -> Config:
             "kv_cache_gib": round(1.05 * token * length * PROMPTS * SAMPLES / 2**30, 2),
         },
         "precision": {"recipe": weights, "wgrad_inputs": args.wgrad_inputs if recipe == "fp8" else "1x128"},
-        "loss": {"overlong_buffer": args.new_tokens},
+        "loss": {"overlong_buffer": args.new_tokens, "old_policy": args.old_policy},
         "optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"},
         "train": {"row_tokens": 4 * length, "rows_per_microbatch": 1, "remat": args.remat},
         "gate": {"completions": 4, "max_mean_gap": 1.0, "max_gap": 10.0},  # random weights: roundings grow from layer to layer

@@ -187,8 +187,10 @@ class Loss(Section):
         "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
     ] = Field("token_mean", description="see jaxfp8rl/losses/aggregation.py")
     horizon: int | None = Field(None, ge=1, description="seq_mean_token_sum_norm: tokens to divide by")
-    old_policy: Literal["recomputed", "rollout"] = Field(
-        "recomputed", description='"rollout": the engine\'s log-probabilities stand for pi_old (two policies, no scoring pass)'
+    old_policy: Literal["recomputed", "current", "rollout"] = Field(
+        "recomputed",
+        description="pi_old: scored before a step's updates; or, with no scoring pass, what its one update has itself, or the "
+        "engine's word (two policies)",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the policy that the run began with")
     kl: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = Field(

@@ -106,8 +106,9 @@ def _check_kv_scales(cfg: Config) -> None:
         problem = f'rollout.kv_cache = "{cfg.rollout.kv_cache}" has none', 'set rollout.kv_cache = "fp8"'
     elif cfg.rollout.engine == "remote":
         problem = 'rollout.engine "remote" is not given any yet', 'set rollout.kv_scales = "one"'
-    elif cfg.loss.old_policy == "rollout":
-        problem = 'with loss.old_policy = "rollout" no scoring pass sees keys', 'set loss.old_policy = "recomputed"'
+    elif cfg.loss.old_policy != "recomputed":
+        old = cfg.loss.old_policy
+        problem = f'with loss.old_policy = "{old}" no scoring pass sees keys', 'set loss.old_policy = "recomputed"'
     if problem:
         raise ConfigError(f'rollout.kv_scales = "calibrated": {problem[0]}', problem[1])
 
@@ -250,8 +251,8 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
         _refuse_given(cfg, "task", ("date",), "task.chat = false", "task.chat")
     if not cfg.run.samples_per_step:
         _refuse_given(cfg, "run", ("samples_top_k",), "run.samples_per_step = 0", "run.samples_per_step")
-    if loss.old_policy == "rollout":
-        _refuse_given(cfg, "moe", ("measure_every",), 'loss.old_policy = "rollout"', 'loss.old_policy = "recomputed"')
+    if loss.old_policy != "recomputed":
+        _refuse_given(cfg, "moe", ("measure_every",), f'loss.old_policy = "{loss.old_policy}"', 'loss.old_policy = "recomputed"')
 
 
 def _refuse_given(cfg: Config, section: str, keys: tuple[str, ...], where: str, instead: str) -> None:
@@ -318,11 +319,17 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
             "collapse that way",
             'set correction.preset = "token_tis"',
         )
-    if loss.old_policy == "recomputed" and (two_policy_only(name) or loss.objective == "prime_rl"):
+    if loss.old_policy != "rollout" and (two_policy_only(name) or loss.objective == "prime_rl"):
         which = f'correction.preset "{name}"' if two_policy_only(name) else 'loss.objective "prime_rl"'
         raise ConfigError(f"{which} is made for two policies", 'set loss.old_policy = "rollout"')
-    if loss.old_policy == "rollout":
-        _check_two_policies(loss, correction, name, carries_ratio)
+    if loss.old_policy == "current" and cfg.train.updates_per_step > 1:
+        raise ConfigError(
+            f'loss.old_policy = "current" with train.updates_per_step = {cfg.train.updates_per_step}: an update would be '
+            "measured by itself, not by the policy before the step, and nothing clipped",
+            'set loss.old_policy = "recomputed", or train.updates_per_step = 1',
+        )
+    if loss.old_policy != "recomputed":
+        _check_unscored(loss, correction, name, carries_ratio)
     if loss.calibrate_clip_every:
         _check_calibration(cfg, recipe)
     if loss.overlong_buffer > cfg.rollout.max_new_tokens:
@@ -339,8 +346,8 @@ def _check_calibration(cfg: Config, recipe: Recipe) -> None:
         problem = f'precision.recipe "{recipe.name}" has no FP8 forward to compare with'
     elif cfg.train.updates_per_step == 1:
         problem = "with train.updates_per_step = 1 every ratio is 1"
-    elif cfg.loss.old_policy == "rollout":
-        problem = 'it compares ratios to the recomputed pi_old, not loss.old_policy = "rollout"'
+    elif cfg.loss.old_policy != "recomputed":
+        problem = f'it compares ratios to the recomputed pi_old, not loss.old_policy = "{cfg.loss.old_policy}"'
     if problem:
         raise ConfigError(f"loss.calibrate_clip_every: nothing to calibrate, {problem}", "set it to 0")
 
@@ -354,7 +361,7 @@ def _about(key: str):
         raise ConfigError(f"{key}: {e.message}", e.next_step) from e
 
 
-def _check_two_policies(loss: Loss, correction: CorrectionConfig, name: str, carries_ratio: bool) -> None:
+def _check_unscored(loss: Loss, correction: CorrectionConfig, name: str, carries_ratio: bool) -> None:
     """Without a scoring pass the correction is worked out a micro-batch at a time, from the policy as it is now."""
     if carries_ratio and correction.weight != "none":
         raise ConfigError(
@@ -365,11 +372,11 @@ def _check_two_policies(loss: Loss, correction: CorrectionConfig, name: str, car
     if correction.needs_batch:
         raise ConfigError(
             f'correction.preset "{name}" looks at the whole batch (normalisation, M2PO or adaptive mixing), which '
-            'loss.old_policy = "rollout" never sees at once',
+            f'loss.old_policy = "{loss.old_policy}" never sees at once',
             'set loss.old_policy = "recomputed"',
         )
     if correction.rejections and correction.denominator == "kept":
         raise ConfigError(
-            'loss.old_policy = "rollout": what is rejected is known only after the denominators are',
+            f'loss.old_policy = "{loss.old_policy}": what is rejected is known only after the denominators are',
             'set correction.denominator = "all"',
         )

@@ -41,8 +41,9 @@ def check_moe(cfg: Config, model: ModelConfig) -> None:
         raise ConfigError("rollout.one_copy is not for mixtures of experts", "rollout.one_copy = false")
     if cfg.monitor.precision_every:
         raise ConfigError("monitor.precision_every: there are no probes of experts' roundings", "monitor.precision_every = 0")
-    if cfg.moe.replay == "R2" and cfg.loss.old_policy == "rollout":
-        raise ConfigError('moe.replay = "R2" records in the scoring pass, loss.old_policy = "rollout" has none', 'use "R3"')
+    if cfg.moe.replay == "R2" and cfg.loss.old_policy != "recomputed":
+        old = f'loss.old_policy = "{cfg.loss.old_policy}"'
+        raise ConfigError(f'moe.replay = "R2" records in the scoring pass, {old} has none', 'use "R3"')
     if cfg.moe.replay != "none" and cfg.rollout.kv_scales == "calibrated":
         raise ConfigError(f'moe.replay = "{cfg.moe.replay}" and rollout.kv_scales = "calibrated" each make the scoring pass',
                           'rollout.kv_scales = "one"')  # fmt: skip

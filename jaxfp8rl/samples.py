@@ -34,12 +34,12 @@ def sample_rows(
     likeliest: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The first completion of run.samples_per_step groups. One that was learned from comes with `old_logp` and `weights`, the
-    correction's, 0 where the token is left out; with two policies (loss.old_policy = "rollout") these are of the update alone.
+    correction's, 0 where the token is left out; without a scoring pass (loss.old_policy) these are of the update alone.
     `likeliest`: what `top_tokens` said of these completions, for `top_ids` and `top_logp` [tokens, k].
     """
     groups = batch.groups[: parts.cfg.run.samples_per_step]
     learned = {}
-    if groups and parts.cfg.loss.old_policy != "rollout":
+    if groups and parts.cfg.loss.old_policy == "recomputed":
         for members, rows, (old, _) in zip(samples, packed, scored):
             facts = fetch((old, _weights(old, rows, parts.cfg.correction.resolve())))
             learned |= {id(s.completion): pair for s, *pair in zip(members, *(unpack(x, members) for x in facts))}

@@ -2,8 +2,8 @@
 
     mu (engine)  --rho = pi_old / mu, corrected once a batch-->  pi_old  --r = pi / pi_old, clipped-->  pi (now)
 
-With two policies (loss.old_policy = "rollout") mu stands for pi_old: there is no scoring pass, the objective's ratio is
-pi / mu, and what the correction rejects is worked out a micro-batch at a time from pi.
+Without a scoring pass what the correction weighs and rejects is worked out a micro-batch at a time from pi. pi_old is then pi
+itself, the ratio 1 (loss.old_policy = "current", for one update a step), or with two policies ("rollout") mu, the ratio pi / mu.
 
 Micro-batches are a `lax.scan`; every denominator is counted over the whole batch before it, so no result depends on how
 the batch was split, padded or packed. (An FP8 backward is the exception: the blocks of its wgrad run along the tokens of a
@@ -84,13 +84,15 @@ def make_train_step(
     old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under loss.kl_coef;
     clip: two scalars in place of the objective's clip distances.
     """
-    two_policies = loss.old_policy == "rollout"
+    scored = loss.old_policy == "recomputed"
 
     def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
         batch, old_logp, ref_logp, importance, mask, scale = micro
         logp, entropy, routing = logprobs(policy | weights | {"sums": sums}, batch)
-        if two_policies:
+        if not scored:
             importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
+        if loss.old_policy == "current":
+            old_logp = jax.lax.stop_gradient(logp)
         surrogate, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
         total = jnp.where(importance != 0, importance * surrogate, 0.0)  # what is rejected says nothing, not 0 x infinity
         if loss.kl_coef:
@@ -113,14 +115,14 @@ def make_train_step(
         policy, in_engine = rejoined(own, lent), bool(jax.tree.leaves(lent))
         sampled = batch.response_mask
         fix = rollout_correction(old_logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
-        mask = sampled if two_policies else fix.mask
+        mask = fix.mask if scored else sampled
         scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon)
         grads_specs = layout.specs(jax.eval_shape(gradients_like, policy))
         run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL, ALL, ALL), (ALL, ROWS, grads_specs))
-        rows = batch, batch.rollout_logp if two_policies else old_logp, ref_logp, fix.weights, mask, scale
+        rows = batch, old_logp if scored else batch.rollout_logp, ref_logp, fix.weights, mask, scale
         value, seen, grads = run(policy, rows, mask.any((1, 2)), state.loss_scale, clip)
         logp = seen.pop("logp")
-        if two_policies:
+        if not scored:
             old_logp = logp
             fix = rollout_correction(logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
         tokens = jnp.sum(fix.mask)

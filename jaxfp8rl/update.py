@@ -19,10 +19,10 @@ from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
 def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
-    """(old_logp, reference_logp or None), [M, R, T]. old_logp is recomputed by the learner, or with two policies the engine's
-    own word."""
+    """(old_logp, reference_logp or None), [M, R, T]. old_logp is recomputed by the learner, or the engine's own word where the
+    update needs no scoring pass."""
     recompute = (parts.kv_scales or parts.replay or parts).score
-    old = batch.rollout_logp if parts.cfg.loss.old_policy == "rollout" else recompute(policy, batch)
+    old = recompute(policy, batch) if parts.cfg.loss.old_policy == "recomputed" else batch.rollout_logp
     return old, None if parts.reference is None else parts.score(parts.reference, batch._replace(routes=None))
 
 

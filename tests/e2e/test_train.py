@@ -337,6 +337,17 @@ def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
     assert_same_run(parted, whole)
 
 
+def test_a_run_whose_updates_are_their_own_old_policy_is_the_same_run_without_a_scoring_pass(tmp_path):
+    runs = {}
+    for old_policy in ("recomputed", "current"):
+        loop.train(config(tmp_path / old_policy, run__steps=2, train__updates_per_step=1, loss__old_policy=old_policy))
+        runs[old_policy] = metrics(tmp_path / old_policy)[1:]
+    for scored, own in zip(*runs.values(), strict=True):
+        for key in ("loss", "grad_norm", "reward/mean", "mismatch/k3", "correction/ess", "clip/fraction"):
+            np.testing.assert_allclose(own[key], scored[key], rtol=1e-6, atol=1e-9, err_msg=key)
+    assert runs["current"][1]["time/score_s"] < runs["recomputed"][1]["time/score_s"]
+
+
 @pytest.mark.slow
 def test_two_policies_need_no_scoring_pass_and_the_probes_join_the_metrics(tmp_path):
     options = {"loss__old_policy": "rollout", "loss__objective": "prime_rl", "correction__preset": "prime_rl/default"}

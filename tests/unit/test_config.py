@@ -303,6 +303,8 @@ CORRECTIONS = {
     "two policies only": ('preset = "verl/bypass_pg_is"', 'set loss.old_policy = "rollout"'),
     "batch": ('batch_normalize = true\n[loss]\nold_policy = "rollout"\nobjective = "reinforce"', "looks at the whole batch"),
     "twice": ('[loss]\nold_policy = "rollout"', "would weigh by it again"),
+    "whole batch, unscored": ('batch_normalize = true\n[loss]\nold_policy = "current"', "looks at the whole batch"),
+    "two policies, not one": ('preset = "verl/bypass_pg_is"\n[loss]\nold_policy = "current"', 'set loss.old_policy = "rollout"'),
     "denominator": (
         'preset = "geometric_mask"\n[loss]\nold_policy = "rollout"', 'set correction.denominator = "all"',
     ),
@@ -315,6 +317,13 @@ CORRECTIONS = {
 def test_a_correction_or_objective_that_cannot_be_is_refused(kind, write):
     text, says = CORRECTIONS[kind]
     assert says in (said := refusal(write(GOOD + "\n[correction]\n" + text))), said
+
+
+def test_an_update_is_its_own_old_policy_where_a_step_has_one(write):
+    options = ["--loss.old_policy", "current", "--train.updates_per_step"]
+    assert load_config(write(GOOD), [*options, "1"]).loss.old_policy == "current"
+    with pytest.raises(ConfigError, match="measured by itself.*\n.*train.updates_per_step = 1"):
+        load_config(write(GOOD), [*options, "2"])
 
 
 def test_a_preset_can_be_changed_field_by_field(write):

@@ -195,6 +195,18 @@ def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved(preset,
     assert two[0]["mismatch/k3"] > 1e-3  # not neutral
 
 
+@pytest.mark.parametrize("preset, objective", [("token_tis", "ppo_clip"), ("sequence_tis", "gspo"), ("icepop", "cispo")])
+def test_an_update_that_is_its_own_old_policy_is_the_one_that_was_scored(preset, objective):
+    """At the weights that were scored: the same loss, gradient and metrics, whatever it is told of old log-probabilities."""
+    batch, correction = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36)), get_preset(preset)._replace(denominator="all")
+    own = learn(params(), batch, batch.rollout_logp, step=step_of(Loss(objective=objective, old_policy="current"), correction))
+    scored = learn(params(), batch, np.asarray(score(params(), batch)), step=step_of(Loss(objective=objective), correction))
+    assert distance(own[1], scored[1]) < 1e-6
+    for key, value in scored[0].items():
+        np.testing.assert_allclose(own[0][key], value, rtol=1e-5, atol=1e-7, err_msg=key)
+    assert own[0]["mismatch/k3"] > 1e-3 and own[0]["clip/fraction"] == 0
+
+
 @pytest.mark.parametrize("denominator", ["kept", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
     """Exactly so when it leaves the denominator; when it stays, the gradient shrinks by its share of the tokens."""
