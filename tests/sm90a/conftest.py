@@ -3,18 +3,30 @@ installed (`make sm90a`); skipped without."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
+
+SITE = os.environ.get("SM90A")
+if SITE:
+    sys.path.append(str(Path(SITE).resolve()))  # before JAX looks for plug-ins, and Mosaic for CUDA
 
 import jax
 import pytest
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import SingleDeviceSharding
 
-SITE = os.environ.get("SM90A")
-if SITE:
-    sys.path.append(str(Path(SITE).resolve()))  # before JAX looks for plug-ins, at the first array
+from benchmarks.common import config
+from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of
+from jaxfp8rl.config import Correction, Loss, Optim
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.policy import parted
+from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
+from pallas_kernels.logprob import api as logprob
+
 OPTIONS = {"xla_gpu_autotune_level": 0}  # there is nothing to measure on
 H200 = """
 platform_name: "CUDA"
@@ -51,15 +63,30 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def compile_for_h200():
-    """compile(jitted, *arguments) -> jax.stages.Compiled; of arguments their shapes and types alone count."""
+def compiled_step():
+    """step(size, recipe, tokens, layers, remat) -> {"score", "update": jax.stages.Compiled} of benchmarks/step.py's learner, two
+    micro-batches of a row of so many tokens, moments in few bits."""
     jax.devices()  # finds the plug-in
     (device,) = get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
     options = OPTIONS | {"xla_gpu_cuda_data_dir": str(Path(SITE, "nvidia/cu13").resolve())}
 
-    def compile(jitted, *arguments):
+    def compiled(jitted, *arguments) -> jax.stages.Compiled:
         traced = jitted.trace(*jax.tree.map(place, arguments))
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
-    return compile
+    def step(size: str, recipe: str, tokens: int, layers: int = 0, remat: str = "mlp") -> dict[str, jax.stages.Compiled]:
+        model = ModelConfig.from_hf(config(size, layers))
+        precision, optimizer = precision_of(model, recipe), make_optimizer(Optim(**OPTIMIZERS["low"]), 10)
+        logprobs = make_logprobs(model, precision, 1.0, remat)
+        score = make_score(logprobs)
+        update = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer).__wrapped__
+        args = argparse.Namespace(row_tokens=tokens, segments=8, microbatches=2, data=1, fsdp=1, tensor=1)
+        state = jax.eval_shape(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"), jax.random.key(0))
+        policy, batch = jax.eval_shape(make_policy(precision), state.params), batch_of(rows_of(args, model), args)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logprob, "use_kernel", lambda backend: True)  # there is no Hopper GPU for "auto" to find
+            old = jax.eval_shape(score, policy, batch)
+            return {"score": compiled(score, policy, batch), "update": compiled(update, state, *parted(policy), batch, old)}
+
+    return step

@@ -7,22 +7,9 @@ tokens were clipped for it).
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Callable
 
-import jax
 import pytest
-
-from benchmarks.common import config
-from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of
-from jaxfp8rl.config import Correction, Loss, Optim
-from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.module import init_params
-from jaxfp8rl.optim import init_state, make_optimizer
-from jaxfp8rl.policy import parted
-from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
-from pallas_kernels.logprob import api as logprob
 
 # of these sizes each had a difference of its own
 CASES = [("8b", "fp8_unified", 2048), ("8b", "bf16", 16384), ("30b-a3b", "fp8_unified", 2048)]
@@ -30,24 +17,9 @@ Computations = dict[str, list[str]]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
-def programs(request, compile_for_h200) -> dict[str, Computations]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return compiled(*request.param, compile_for_h200, monkeypatch)
-
-
-def compiled(size: str, recipe: str, tokens: int, compile: Callable, monkeypatch: pytest.MonkeyPatch) -> dict[str, Computations]:
-    monkeypatch.setattr(logprob, "use_kernel", lambda backend: True)  # there is no Hopper GPU for "auto" to find
-    model = ModelConfig.from_hf(config(size, layers=2))
-    precision, optimizer = precision_of(model, recipe), make_optimizer(Optim(**OPTIMIZERS["low"]), 10)
-    logprobs = make_logprobs(model, precision, 1.0, "mlp")
-    score = make_score(logprobs)
-    update = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer).__wrapped__
-    args = argparse.Namespace(row_tokens=tokens, segments=8, microbatches=2, data=1, fsdp=1, tensor=1)
-    state = jax.eval_shape(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"), jax.random.key(0))
-    policy, batch = jax.eval_shape(make_policy(precision), state.params), batch_of(rows_of(args, model), args)
-    old = jax.eval_shape(score, policy, batch)
-    calls = {"score": (score, policy, batch), "update": (update, state, *parted(policy), batch, old)}
-    return {name: computations(compile(*call).as_text()) for name, call in calls.items()}
+def programs(request, compiled_step) -> dict[str, Computations]:
+    size, recipe, tokens = request.param
+    return {name: computations(program.as_text()) for name, program in compiled_step(size, recipe, tokens, layers=2).items()}
 
 
 def computations(text: str) -> Computations:

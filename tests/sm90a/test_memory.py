@@ -1,0 +1,29 @@
+"""The memory plan beside XLA's own, of an update compiled for an H200."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.common import config
+from benchmarks.step import OPTIMIZERS
+from jaxfp8rl.memory_plan import memory_plan
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.toml_config import load_config
+
+CASES = [("8b", "fp8_unified", "mlp"), ("8b", "bf16", "mlp"), ("8b", "bf16", "layer"), ("1.7b", "fp8_unified", "products")]
+
+
+@pytest.mark.parametrize(("size", "recipe", "remat"), CASES)
+def test_the_plan_is_within_5_percent_of_xlas(size, recipe, remat, compiled_step):
+    """As in tests/unit/test_memory_plan.py, which compares one case with what was measured."""
+    m = compiled_step(size, recipe, 16384, remat=remat)["update"].memory_analysis()
+    needed = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    settings = {
+        "train.remat": remat, "train.row_tokens": 16384, "train.rows_per_microbatch": 1, "precision.recipe": recipe,
+        "precision.compute_dtype": "bfloat16", "precision.weight_dtype": "bfloat16", "precision.attention": "pallas",
+        "rollout.engine": "vllm", "rollout.enforce_eager": str(recipe == "bf16").lower(),
+    } | {f"optim.{key}": value for key, value in OPTIMIZERS["low"].items()}  # fmt: skip
+    cfg = load_config("demo", [word for key, value in settings.items() for word in (f"--{key}", str(value))])
+    plan = sum(size for _, size in memory_plan(cfg, ModelConfig.from_hf(config(size))))
+    print(f"{size}, {recipe}, {remat}: plan {plan / 1e9:.1f} GB, XLA's {needed / 1e9:.1f} GB, {plan / needed:.3f}")
+    assert plan == pytest.approx(needed, rel=0.05)
