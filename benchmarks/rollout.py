@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 ENGINES = {"fp8": ("fp8_e4m3_128x128", "fp8_e4m3"), "bf16": ("bfloat16", "auto")}  # weights, cache
 PROMPT = 128  # tokens
+PAGE = 128  # tokens of a page of the cache, at most: vLLM's on a CPU
 RATE = 4.1e12  # bytes a second: a copy's on an H200
 
 
@@ -104,9 +105,10 @@ def running(name: str, args: argparse.Namespace, length: int) -> Iterator[Runnin
     model = ModelConfig.from_hf(hf)
     runs = fp8_runs_of(model) if fp8 else plain_runs(model.sparse_layers)
     chosen = dict(fp8_kernel=args.fp8_kernel, attention=args.attention) if fp8 else {}
+    whole_pages = -(-length // PAGE) * PAGE
     engine = VllmEngine(
         hf, weights=weights, kv_cache=cache, max_model_len=length, max_num_seqs=args.prompts,
-        kv_cache_bytes=int(1.02 * token_bytes * length * args.prompts),
+        kv_cache_bytes=int(1.02 * token_bytes * whole_pages * args.prompts),
         high_precision_modules=high_precision_modules(model, runs) if fp8 else (), **chosen,
     )  # fmt: skip
     with contextlib.closing(engine):

@@ -277,7 +277,7 @@ class StackSource(WeightSource, Protocol):
     """A WeightSource of a learner that scans over its layers: a tensor of many layers is one array to it.
 
     `stacks` gives every tensor of the manifest once, in any order. What is not held is made while it is asked for, in parts of up
-    to `nbytes` (of one layer at least), and may be dropped once the part after the next has been asked for.
+    to `nbytes` (of one layer at least), and is let go by both before the next is asked for.
     """
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]: ...

@@ -28,7 +28,7 @@ from pallas_kernels.quantize import BLOCK
 Plan = list[tuple[str, int]]
 F32 = 4
 LINK_SLOTS = 2 * 2**28  # of bridges.weights.links
-PART = 256 * 2**20  # of bridges.weights.sent
+PART = 512 * 2**20  # of bridges.weights.sent
 RESIDENT = 3  # the first so many rows are there all the time: masters, moments, policy
 
 
@@ -87,14 +87,14 @@ def _moments(cfg: Config, model: ModelConfig) -> tuple[str, int]:
 
 
 def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:
-    """Everything, where vLLM reloads and for the embedded engine, which keeps copies; written in place, two parts, or two of the
-    largest tensor, of what the policy does not hold as it crosses."""
+    """Everything, where vLLM reloads and for the embedded engine, which keeps copies; written in place, a part, or the largest
+    tensor, of what the policy does not hold as it crosses."""
     if cfg.rollout.engine == "jax" or (cfg.rollout.engine == "vllm" and cfg.rollout.publish == "reload"):
         return manifest.nbytes(metas)
     held = cfg.precision.weight_dtype == cfg.precision.compute_dtype and get_recipe(cfg.precision.recipe).forward_fp8
     if held and not cfg.rollout.one_copy:
         return 0
-    return min(manifest.nbytes(metas), 2 * max(PART, *(manifest.nbytes([meta]) for meta in metas)))
+    return min(manifest.nbytes(metas), max(PART, *(manifest.nbytes([meta]) for meta in metas)))
 
 
 def _gathered(model: ModelConfig, itemsize: int) -> int:

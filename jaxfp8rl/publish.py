@@ -74,9 +74,8 @@ class LearnerWeights:
     """StackSource over a policy (jaxfp8rl.policy), or over masters, of which the same is made. `runs`: which linears the engine
     computes in FP8.
 
-    What the policy holds as it crosses is given out where it lies. The rest is computed when it is asked for and not waited for:
-    whoever asks early for what comes next has both in the making, and no more than what he keeps lives at once. `whole` puts a
-    leaf on one device, where an engine can read it.
+    What the policy holds as it crosses is given out where it lies. The rest is computed when it is asked for and not waited for,
+    and no more of it than what the caller keeps lives at once. `whole` puts a leaf on one device, where an engine can read it.
     """
 
     def __init__(
@@ -120,8 +119,9 @@ class LearnerWeights:
                 yield _rows(span.names, _made(whole, None, 1, dtype, False), None, held=False)
             else:
                 for at, names in _parts(span, leaf.shape, 1 if span.fp8 else jnp.dtype(dtype).itemsize, nbytes):
-                    made = _made(whole, _on_device(at), len(names) // span.experts, dtype, span.fp8)
-                    yield _rows(names, made, 0, held=False)
+                    count = len(names) // span.experts  # no name for what is made: nothing is left of it when the next is
+                    yield _rows(names, _made(whole, _on_device(at), count, dtype, span.fp8), 0, held=False)
+            del whole  # what lay over several devices is gathered one leaf at a time
         if scales := self._policy.get("kv_scales"):
             names = {which: tuple(n for n, w, _ in kv_scale_names(cfg) if w == which) for which in scales}
             yield [Rows(names[which], scale, 0, True) for which, scale in scales.items()]

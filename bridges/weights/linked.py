@@ -73,11 +73,12 @@ class _SentFromGpu:
             views = self._sent.views(part)
             for rows, view in zip(part, views):
                 manifest.check_tensor(next(metas), rows.names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])
-            self._sent.digest(part, views)
+            self._sent.digest(part)
             yield from (view.reshape(-1).view(torch.uint8) for view in views)
             part.clear(), views.clear()  # before the next is asked for
 
     def digests(self) -> np.ndarray:
+        self._sent.join()
         return self._sent.digests()
 
 

@@ -21,7 +21,7 @@ from bridges.weights.dlpack import torch_view
 if TYPE_CHECKING:
     import torch
 
-PART = 256 * 2**20  # bytes of what a source makes on the way
+PART = 512 * 2**20  # bytes of what a source makes on the way; one part is there at a time
 
 
 class Sent:
@@ -35,36 +35,38 @@ class Sent:
 
     def __init__(self, place: dict[str, int], places: dict[tuple[str, ...], np.ndarray] | None = None):
         self._place, self._places = place, {} if places is None else places
-        self._stacks: dict[int, tuple[jax.Array, torch.Tensor, int | None]] = {}  # by id: stack, its view, its table if held
+        self._held: dict[int, tuple[jax.Array, torch.Tensor]] = {}  # by id: a stack that is held, its view
+        self._table_of: dict[int, int] = {}  # by id of one that is held
         self._tables: list[jax.Array] = []  # of digests, of several tensors each
         self._rows: list[tuple[np.ndarray, int, int]] = []  # places, their table, the first's row there
 
     def views(self, part: list[Rows]) -> list[torch.Tensor]:
-        """[len(names), ...] of each."""
-        return [self._view(rows) for rows in part]
+        """[len(names), ...] of each. Waits until the part is there."""
+        made: dict[int, tuple[jax.Array, torch.Tensor]] = {}
+        return [self._view(rows, self._held if rows.held else made) for rows in part]
 
-    def _view(self, rows: Rows) -> torch.Tensor:
+    def _view(self, rows: Rows, seen: dict[int, tuple[jax.Array, torch.Tensor]]) -> torch.Tensor:
         if rows.first is None:
             return torch_view(rows.stack)[None]
-        if (key := id(rows.stack)) not in self._stacks:
-            table = self._table(stack_digests(rows.stack)) if rows.held else None
-            self._stacks[key] = rows.stack, by_rows(torch_view(rows.stack)), table
-        return self._stacks[key][1][rows.first : rows.first + len(rows.names)]
+        if (key := id(rows.stack)) not in seen:
+            seen[key] = rows.stack, by_rows(torch_view(rows.stack))
+        return seen[key][1][rows.first : rows.first + len(rows.names)]
 
-    def digest(self, part: list[Rows], views: list[torch.Tensor]) -> None:
-        alone = [(rows, view) for rows, view in zip(part, views) if rows.first is None]
+    def digest(self, part: list[Rows]) -> None:
+        """Set the digests of a part going. It need not be there yet."""
+        if alone := [rows for rows in part if rows.first is None]:
+            self._add(alone, self._table(tensor_digests([_digestible(rows.stack) for rows in alone])), range(len(alone)))
         stacked = [rows for rows in part if rows.first is not None]
         made = {id(rows.stack): rows.stack for rows in stacked if not rows.held}
-        if alone:
-            arrays = [r.stack if isinstance(r.stack, jax.Array) else torch_words(view[0].contiguous()) for r, view in alone]
-            self._add([rows for rows, _ in alone], self._table(tensor_digests(arrays)), range(len(alone)))
         table = self._table(stack_digests(*made.values())) if made else None
         starts = dict(zip(made, itertools.accumulate(map(_count, made.values()), initial=0)))
         for rows in stacked:
-            key = id(rows.stack)
-            self._add([rows], table if key in made else self._stacks[key][2], [starts.get(key, 0) + rows.first])
-        for key in made:
-            del self._stacks[key]
+            if (key := id(rows.stack)) in made:
+                self._add([rows], table, [starts[key] + rows.first])
+                continue
+            if key not in self._table_of:
+                self._table_of[key] = self._table(stack_digests(rows.stack))
+            self._add([rows], self._table_of[key], [rows.first])
 
     def _table(self, digests: jax.Array) -> int:
         self._tables.append(digests)
@@ -76,18 +78,27 @@ class Sent:
                 self._places[rows.names] = np.array([self._place[name] for name in rows.names])
             self._rows.append((self._places[rows.names], table, first))
 
+    def join(self) -> None:
+        """All parts were given: set going what `digests` waits for."""
+        self._joined = joined(self._tables)
+
     def digests(self) -> np.ndarray:
         """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not give."""
         starts = list(itertools.accumulate(map(len, self._tables), initial=0))
-        table, found = np.asarray(joined(self._tables)), np.zeros((len(self._place), 2), np.uint32)
-        given = np.zeros(len(found), bool)
-        for places, of, first in self._rows:
-            at = starts[of] + first
-            found[places], given[places] = table[at : at + len(places)], True
+        places = np.concatenate([places for places, _, _ in self._rows])
+        rows = np.concatenate([np.arange(len(places)) + (starts[table] + first) for places, table, first in self._rows])
+        given = np.zeros(len(self._place), bool)
+        given[places] = True
         if not given.all():
             missing = next(name for name, here in zip(self._place, given) if not here)
             raise ValueError(f"the source did not give {missing}, which its manifest lists")
+        found = np.empty((len(self._place), 2), np.uint32)
+        found[places] = np.asarray(self._joined)[rows]
         return found
+
+
+def _digestible(tensor: Any) -> jax.Array:
+    return tensor if isinstance(tensor, jax.Array) else torch_words(torch_view(tensor).contiguous())
 
 
 def _count(stack: jax.Array) -> int:
@@ -96,16 +107,8 @@ def _count(stack: jax.Array) -> int:
 
 
 def parts(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
-    """The source in parts, each when the next one has been asked for: that is in the making then."""
-    return _ahead(source.stacks(PART)) if isinstance(source, StackSource) else layers(source, metas)
-
-
-def _ahead(iterator: Iterator[list[Rows]]) -> Iterator[list[Rows]]:
-    part = next(iterator, None)
-    while part is not None:
-        following = next(iterator, None)
-        yield part
-        part = following
+    """The source in parts, each made when it is asked for."""
+    return source.stacks(PART) if isinstance(source, StackSource) else layers(source, metas)
 
 
 def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:

@@ -1,14 +1,15 @@
 """Weights from JAX into a vLLM engine of the same process, written into the tensors that its CUDA graphs read.
 
-    JAX's stream    make part i+1, then the digest of part i as it was sent
-    torch's stream  copy part i to its rows of the engine's tensors
+    JAX's stream    make a part, then its digest as it is sent
+    torch's stream  copy it to its rows of the engine's tensors, while its digest is made
     last            digests of the engine's own tensors, seen by JAX without a copy, must equal those of what was sent
 
-Nothing is staged: of what the source makes on the way two parts are alive at once, and what it only holds is read in place. The
+Nothing is staged: of what the source makes on the way one part is there at a time, and what it only holds is read in place. The
 engine is dirty from the first byte until the digests have been compared.
 
 A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`; `vllm_stacks` in the engine),
-and a layer from any other source. An 8B model in some 70 copies takes the device's time; in 651 it would take the host's.
+and a layer from any other source. Each costs the host up to a millisecond, in which the device moves hundreds of megabytes: so a
+part is as large as memory allows, and none is made beside it.
 
 Of another process's learner the same is written as it comes over a link, and proved by digests that the learner made.
 """
@@ -25,7 +26,7 @@ import jax
 import numpy as np
 
 from bridges import manifest
-from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, WeightSource
+from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, Rows, WeightSource
 from bridges.rollout.vllm_engine import BLOCK, VllmEngine, synchronise
 from bridges.rollout.vllm_kv_scales import check_host, copy_to_host
 from bridges.rollout.vllm_layout import LiveRows, live_rows, packed_copies, scalars
@@ -71,17 +72,17 @@ class VllmInplace:
         """Find every tensor. Raises BridgeError, naming the first, where the engine holds one in a layout not known here."""
         if not isinstance(engine, VllmEngine):
             raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}", "choose its own transport")
-        self._rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
+        rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
+        by_layer = sorted(stacks_of(rows), key=lambda stack: layer_of(stack[0].meta.name))
+        programs = itertools.groupby(by_layer, lambda stack: layer_of(stack[0].meta.name) // LAYERS_A_PROGRAM)
+        self._readers = [_Reader(list(stacks)) for _, stacks in programs]
+        self._rows = [r for reader in self._readers for r in reader.rows]  # digests are read in this order
         self._packed = engine.on_model(packed_copies)
         self._whole = list({r.address: r for r in self._rows}.values())  # one of each parameter
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
         self._places.clear(), self._spans.clear()
         self._names = hashlib.sha256("\n".join(self.targets).encode())
-        by_layer = sorted(stacks_of(self._rows), key=lambda rows: layer_of(rows[0].meta.name))
-        programs = itertools.groupby(by_layer, lambda rows: layer_of(rows[0].meta.name) // LAYERS_A_PROGRAM)
-        self._readers = [_Reader(list(stacks)) for _, stacks in programs]
-        self._order = np.argsort([self._place[name] for reader in self._readers for name in reader.names])
         self._accepted: tuple[ParamMeta, ...] = ()
         self._engine, self._published = engine, None
 
@@ -105,8 +106,9 @@ class VllmInplace:
             digests = self._write(source, metas)
             for module in self._packed:
                 module.quant_method.process_weights_after_loading(module)
-            reading = self._read()  # while the host puts what was sent in order
-            sent = digests()
+            reading = self._read()
+            sent = digests()  # while the device reads: the host puts in order what was sent, and hashes it
+            content = self._content(sent)
             copy_to_host(engine.kv_scale_places)
             self._compare(self._digests_of(reading), sent, f"version {version} did not arrive")
             self._published = sent
@@ -116,7 +118,7 @@ class VllmInplace:
         except Exception as e:  # whatever the source raised, or the engine
             next_step = getattr(e, "next_step", "") or "repair the source and publish again in full"
             raise PublishFailed(f"version {version} broke off: {str(e).partition('\n')[0]}", next_step) from e
-        return PublishReceipt(version, len(metas), self._nbytes, self._digest, seconds, caches, self._content(sent))
+        return PublishReceipt(version, len(metas), self._nbytes, self._digest, seconds, caches, content)
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Read the engine's tensors again. Raises PublishFailed when they are not the receipt's: of another publish, or changed
@@ -174,7 +176,7 @@ class VllmInplace:
         return joined([read() for read in self._readers])
 
     def _digests_of(self, reading: jax.Array) -> np.ndarray:
-        found = np.asarray(reading)[self._order]
+        found = np.asarray(reading)
         if (unsound := np.flatnonzero(found[:, 2])).size:
             name = list(self.targets)[unsound[0]]
             raise PublishFailed(f"{name} holds a scale that is not positive and finite", "look at the learner's weights")
@@ -188,14 +190,17 @@ class VllmInplace:
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
         with stream:
             for part in parts(source, metas):
-                views = sent.views(part)
-                for rows, view in zip(part, views):
-                    self.copy(rows.names, view)
-                sent.digest(part, views)
+                sent.digest(part)
+                self._copy_part(part, sent.views(part))
                 if not all(rows.held for rows in part):
-                    stream.wait()  # the part has been read: JAX may take its memory for the one after the next
-                part.clear(), views.clear()  # before the loop asks for more
+                    stream.wait()  # the part has been read: JAX may take its memory for the next
+                part.clear()  # before the loop asks for that
+        sent.join()
         return sent.digests
+
+    def _copy_part(self, part: list[Rows], views: list[torch.Tensor]) -> None:
+        for rows, view in zip(part, views):
+            self.copy(rows.names, view)
 
     def _receive(self, source: LinkedWeights, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
         """The same of what comes over a link, a piece at a time."""
@@ -218,8 +223,8 @@ class VllmInplace:
             _copy_rows(target, rows)
 
     def _compare(self, have: np.ndarray, want: np.ndarray, problem: str) -> None:
-        differ = have != want
-        if (wrong := np.flatnonzero(differ[:, 0] | differ[:, 1])).size:  # `any` along two numbers takes ten times as long
+        if (words := np.flatnonzero(have != want)).size:
+            wrong = np.unique(words // 2)
             first = list(self.targets)[wrong[0]]
             raise PublishFailed(
                 f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from what was sent, first {first}",
@@ -234,7 +239,7 @@ class VllmInplace:
         return content.hexdigest()
 
     def _check_manifest(self, metas: tuple[ParamMeta, ...]) -> None:
-        if metas != self._accepted:
+        if metas is not self._accepted and metas != self._accepted:  # of experts there are tens of thousands
             manifest.check(metas, self._engine.expected_manifest())
             self._accepted, self._digest, self._nbytes = metas, manifest.digest(metas), manifest.nbytes(metas)
 
@@ -253,7 +258,7 @@ class _Reader:
     """Digests of the engine's tensors of some stacks."""
 
     def __init__(self, stacks: list[list[LiveRows]]):
-        self.names = [r.meta.name for rows in stacks for r in rows]
+        self.rows = [r for rows in stacks for r in rows]
         self._words, self._cuts = [], []
         for rows in stacks:
             first, span = rows[0], _span(rows)
@@ -265,7 +270,7 @@ class _Reader:
             self._cuts.append(((*cut, first.meta.role != "weight"),))
 
     def __call__(self) -> jax.Array:
-        """[len(names), 3] as `checked_row_digests`."""
+        """[len(rows), 3] as `checked_row_digests`."""
         return checked_row_digests(self._words, tuple(self._cuts))
 
 

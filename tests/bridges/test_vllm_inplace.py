@@ -140,7 +140,7 @@ def test_digests_of_rows_are_read_from_the_parameter_itself(found):
     before = np.asarray(reader())
     rows[1].tensor.view(torch.uint8)[1, 3] = 1
     changed = (np.asarray(reader()) != before).any(1)
-    assert dict(zip(reader.names, changed.tolist())) == {r.meta.name: i == 1 for i, r in enumerate(rows)}
+    assert dict(zip([r.meta.name for r in reader.rows], changed.tolist())) == {r.meta.name: i == 1 for i, r in enumerate(rows)}
 
 
 class Made:
@@ -234,7 +234,7 @@ def test_a_source_by_stacks_arrives_as_one_by_layers_does(engine):
         np.testing.assert_array_equal(transport.targets[name].numpy(), want)
     np.testing.assert_array_equal(by_stacks, transport._write(list(source), source.metas)())
     readers = _Reader(stacks_of(transport._rows))
-    read = dict(zip(readers.names, np.asarray(readers())[:, :2].tolist()))
+    read = dict(zip([r.meta.name for r in readers.rows], np.asarray(readers())[:, :2].tolist()))
     assert [read[m.name] for m in source.metas] == by_stacks.tolist()
     gc.collect()
     assert not any(ref() is not None for ref in source.alive)
@@ -315,7 +315,8 @@ def test_experts_arrive_in_the_halves_that_vllm_joins(found, stacked):
     metas = [transport._rows[transport._place[name]].meta for name, _ in one_by_one]
     np.testing.assert_array_equal(by_stacks, transport._write(one_by_one, metas)())
     readers = [_Reader([rows]) for rows in runs]
-    read = dict(zip([n for r in readers for n in r.names], np.concatenate([np.asarray(r())[:, :2] for r in readers]).tolist()))
+    names = [r.meta.name for reader in readers for r in reader.rows]
+    read = dict(zip(names, np.concatenate([np.asarray(r())[:, :2] for r in readers]).tolist()))
     assert [read[name] for name in transport.targets] == by_stacks.tolist()
     assert not any(r.moved() for r in transport._rows)
     module.w2_weight.data = module.w2_weight.data.clone()
