@@ -39,7 +39,7 @@ from jaxfp8rl import loop
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import NAMES
-from jaxfp8rl.run_directory import RunDirectory
+from jaxfp8rl.run_directory import RunDirectory, StopSignals
 from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.train_step import make_logprobs, make_score
 from jaxfp8rl.types import Params
@@ -91,9 +91,12 @@ def run_all(args) -> None:
     problems = [case for case, result in found.items() if not result]
     write(args.out, "kv_scales_h200", rows, problems=problems)
     step = child("", "step") or {}
+    problems += [] if step else ["step"]
     rows += [row("a step of Qwen3-0.6B's shape", f"calibrating, {name}", "s", step[name], step["step"], "the whole step", True)
              for name in ("score", "apply") if step]  # fmt: skip
     write(args.out, "kv_scales_h200", rows, args.plot, step=step, problems=problems)
+    if problems:
+        sys.exit(f"these failed, see above: {problems}")
 
 
 def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -151,8 +154,8 @@ def timed_step() -> dict[str, float]:
     options = [*COMMON, *CACHES["FP8"], *(w for k, v in wide.items() for w in (f"--model.config.{k}", str(v)))]
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config("demo", [*options, "--run.dir", folder + "/run", "--rollout.enforce_eager", "true"])
-        with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, False) as run:
-            state = loop.begin(parts, run)
+        with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, False) as run, StopSignals() as stop:
+            state = loop.begin(parts, run, stop)
             policy, steps = loop.with_scales(parts, parts.policy(state.params)), []
             loop.publish(parts, policy, 0)
             for step in range(1, STEPS + 1):

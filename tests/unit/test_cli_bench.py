@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib
+import inspect
 import json
 import re
 import shutil
@@ -39,6 +43,44 @@ def test_the_list_loads_nothing_heavy():
             "print(sorted({'jax', 'torch', 'vllm', 'matplotlib'} & sys.modules.keys()))")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.endswith("\n[]\n"), done.stdout[-300:] + done.stderr
+
+
+OURS = ("benchmarks", "bridges", "jaxfp8rl", "pallas_kernels")
+
+
+def unbound(module) -> list[str]:
+    """Calls in a module of what is ours, whose arguments do not suit its signature."""
+    found = []
+    for call in (n for n in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(n, ast.Call)):
+        first, *rest = ast.unparse(call.func).split(".")
+        try:
+            called = functools.reduce(getattr, rest, vars(module)[first])
+            signature = inspect.signature(called)
+        except (AttributeError, KeyError, TypeError, ValueError):  # not of the module's namespace, or not of Python
+            continue
+        if not str(getattr(called, "__module__", "")).startswith(OURS):
+            continue
+        open_ended = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
+        bind = signature.bind_partial if open_ended else signature.bind
+        try:
+            bind(*(a for a in call.args if not isinstance(a, ast.Starred)), **{k.arg: k for k in call.keywords if k.arg})
+        except TypeError as e:
+            found.append(f"line {call.lineno}, {ast.unparse(call.func)}: {e}")
+    return found
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(bench.FOLDER.glob("*.py"))])
+def test_what_runs_on_a_gpu_alone_calls_things_as_they_are(name):
+    assert unbound(importlib.import_module(f"benchmarks.{name}")) == []
+
+
+def test_a_call_that_no_longer_suits_is_found():
+    stale = type(sys)("stale")
+    exec("import jaxfp8rl.loop as loop", vars(stale))
+    source = "loop.begin(parts, run)\nloop.begin(parts, run, stop)\nloop.begin(*parts)\nprint(1, 2, 3)"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect, "getsource", lambda _: source)
+        assert unbound(stale) == ["line 1, loop.begin: missing a required argument: 'stop'"]
 
 
 @pytest.mark.parametrize(
