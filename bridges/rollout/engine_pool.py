@@ -111,12 +111,15 @@ class EnginePool:
     def close(self) -> None:
         """Side by side, and at once: a generation in progress fails."""
         self._dirty = "they are closed"
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)  # what waits its turn is not cancelled: it fails, and whoever waits for it is told
         _close(self.members)
 
     def _all(self, call: Callable[[int, Member], Any]) -> list[Any]:
         """`call` on every member at once. Nothing is left running when it raises."""
-        done = [self._threads.submit(call, i, m) for i, m in enumerate(self.members)]
+        try:
+            done = [self._threads.submit(call, i, m) for i, m in enumerate(self.members)]
+        except RuntimeError as e:
+            raise BridgeError("the engines are closed", "build new ones") from e
         concurrent.futures.wait(done)
         return [d.result() for d in done]
 

@@ -17,7 +17,8 @@ from bridges.api import BridgeError
 TOKEN_CHARACTERS = 16
 BODY_BYTES = 2**30  # the largest body that is read
 UNTRUSTED_BYTES = 2**16  # of a body without the token, so that the refusal can be read before the connection is closed
-IDLE_SECONDS = 60.0  # for which a connection may say nothing
+IDLE_SECONDS = 60.0  # for which a connection may say nothing, or take nothing
+PIECE_BYTES = 2**20  # of a reply that is written at once: each has IDLE_SECONDS
 
 
 class HttpServer(ThreadingHTTPServer):
@@ -89,7 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        for at in range(0, len(body), PIECE_BYTES):
+            self.wfile.write(body[at : at + PIECE_BYTES])
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a request line a call would drown what the engine has to say."""

@@ -37,11 +37,14 @@ class SupervisedEngine:
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """See WeightTransport. One that broke off because the engine died is made again, to the next engine."""
-        before, self._published = self._published, None
+        before, restarts, self._published = self._published, self.restarts, None
         try:
             receipt = self._publish(source, version)
-        except ManifestMismatch:  # the engine goes on as it was
-            self._published = before
+        except ManifestMismatch as e:
+            if self.restarts > restarts:
+                message = str(e).partition("\n  next step:")[0]
+                raise PublishFailed(f"the engine was started anew and holds no weights: {message}", e.next_step) from e
+            self._published = before  # the engine goes on as it was
             raise
         self._published = source, version
         return receipt

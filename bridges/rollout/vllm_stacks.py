@@ -80,8 +80,13 @@ def _stack(parameters: Sequence[torch.nn.Parameter]) -> None:
 def stacks_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
     """`rows` by runs, as long as can be, of a tensor in consecutive layers, or of all experts of consecutive layers, whose
     parameters follow one another in memory."""
+    return runs_of(sorted(rows, key=lambda r: (linear_of(r.meta.name), layer_of(r.meta.name), expert_of(r.meta.name))))
+
+
+def runs_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
+    """The same of rows in the order that they have."""
     found: list[list[LiveRows]] = []
-    for r in sorted(rows, key=lambda r: (linear_of(r.meta.name), layer_of(r.meta.name), expert_of(r.meta.name))):
+    for r in rows:
         if found and _follows(r, found[-1][-1]):
             found[-1].append(r)
         else:

@@ -80,21 +80,17 @@ class Sent:
 
     def join(self) -> None:
         """All parts were given: set going what `digests` waits for."""
-        self._joined = joined(self._tables)
+        self._joined = joined(self._tables) if self._tables else None
 
     def digests(self) -> np.ndarray:
         """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not give."""
         starts = list(itertools.accumulate(map(len, self._tables), initial=0))
-        places = np.concatenate([places for places, _, _ in self._rows])
-        rows = np.concatenate([np.arange(len(places)) + (starts[table] + first) for places, table, first in self._rows])
-        given = np.zeros(len(self._place), bool)
-        given[places] = True
-        if not given.all():
-            missing = next(name for name, here in zip(self._place, given) if not here)
-            raise ValueError(f"the source did not give {missing}, which its manifest lists")
-        found = np.empty((len(self._place), 2), np.uint32)
-        found[places] = np.asarray(self._joined)[rows]
-        return found
+        at = np.full(len(self._place), -1)  # in what was joined
+        for places, table, first in self._rows:
+            at[places] = np.arange(len(places)) + (starts[table] + first)
+        if (missing := np.flatnonzero(at < 0)).size:
+            raise ValueError(f"the source did not give {list(self._place)[missing[0]]}, which its manifest lists")
+        return np.asarray(self._joined)[at]
 
 
 def _digestible(tensor: Any) -> jax.Array:

@@ -30,7 +30,7 @@ from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, R
 from bridges.rollout.vllm_engine import BLOCK, VllmEngine, synchronise
 from bridges.rollout.vllm_kv_scales import check_host, copy_to_host
 from bridges.rollout.vllm_layout import LiveRows, live_rows, packed_copies, scalars
-from bridges.rollout.vllm_stacks import layer_of, stack_of, stacks_of
+from bridges.rollout.vllm_stacks import layer_of, runs_of, stack_of, stacks_of
 from bridges.weights.digest import checked_row_digests, joined, torch_words
 from bridges.weights.linked import LinkedWeights
 from bridges.weights.links import GPU_LINKS, HOST_LINKS, Buffer
@@ -82,7 +82,8 @@ class VllmInplace:
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
         self._places.clear(), self._spans.clear()
-        self._names = hashlib.sha256("\n".join(self.targets).encode())
+        self._by_name = np.argsort(list(self.targets))  # content is of bytes alone, wherever they lie
+        self._names = hashlib.sha256("\n".join(sorted(self.targets)).encode())
         self._accepted: tuple[ParamMeta, ...] = ()
         self._engine, self._published = engine, None
 
@@ -190,6 +191,8 @@ class VllmInplace:
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
         with stream:
             for part in parts(source, metas):
+                for rows in part:
+                    self._check_rows(rows)
                 sent.digest(part)
                 self._copy_part(part, sent.views(part))
                 if not all(rows.held for rows in part):
@@ -197,6 +200,13 @@ class VllmInplace:
                 part.clear()  # before the loop asks for that
         sent.join()
         return sent.digests
+
+    def _check_rows(self, rows: Rows) -> None:
+        if unknown := [name for name in rows.names if name not in self._place]:
+            raise ValueError(f"the source gives {unknown[0]}, which its manifest does not list")
+        meta, shape = self._rows[self._place[rows.names[0]]].meta, tuple(rows.stack.shape)
+        of_one = shape if rows.first is None else shape[len(shape) - len(meta.shape) :]
+        manifest.check_tensor(meta, rows.names[0], str(rows.stack.dtype).removeprefix("torch."), of_one)
 
     def _copy_part(self, part: list[Rows], views: list[torch.Tensor]) -> None:
         for rows, view in zip(part, views):
@@ -211,7 +221,7 @@ class VllmInplace:
     def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
         """Write view [len(names), ...] to the engine's tensors of these names, proving nothing."""
         if names not in self._spans:
-            self._spans[names] = [_span(rows) for rows in stacks_of([self._rows[self._place[name]] for name in names])]
+            self._spans[names] = [_span(rows) for rows in runs_of([self._rows[self._place[name]] for name in names])]
         if len(view) != len(names):  # torch would write one row to all
             raise ValueError(f"{len(view)} rows for {len(names)} tensors, first {names[0]}")
         at = 0
@@ -235,7 +245,7 @@ class VllmInplace:
         if digests is None:
             return ""
         content = self._names.copy()
-        content.update(digests.tobytes())
+        content.update(digests[self._by_name].tobytes())
         return content.hexdigest()
 
     def _check_manifest(self, metas: tuple[ParamMeta, ...]) -> None:

@@ -176,6 +176,42 @@ def test_closing_does_not_wait_for_a_generation():
     assert time.monotonic() - begun < 0.8
     thread.join(5)
     assert len(failed) == 1
+    with pytest.raises(BridgeError, match="the engines are closed"):
+        e.engine.pause()
+
+
+def test_who_waits_for_his_turn_is_told_that_they_were_closed():
+    class Slow(FakeEngine):
+        began, closed = threading.Event(), threading.Event()
+
+        def pause(self):
+            self.began.set()
+            assert self.closed.wait(10)
+
+        def resume(self):
+            raise EngineUnhealthy("it is closed")
+
+        def close(self):
+            self.closed.set()
+
+    pool, said = of(Member(Slow(), FakeTransport())).engine, []
+
+    def queued():
+        try:
+            pool.resume()
+        except BridgeError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=pool.pause), threading.Thread(target=queued)]
+    threads[0].start()
+    assert Slow.began.wait(5)
+    threads[1].start()
+    while pool._threads._work_queue.qsize() < 1:
+        time.sleep(0.01)
+    pool.close()
+    for thread in threads:
+        thread.join(5)
+    assert said == ["it is closed"]
 
 
 def test_engines_of_a_run_have_seeds_of_their_own(monkeypatch):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import socket
 import subprocess
+import threading
+import time
 
 import pytest
 
@@ -13,6 +17,7 @@ from bridges import wire
 from bridges.api import (
     BridgeError, EngineUnhealthy,
 )
+from bridges.rollout import http_server
 from bridges.rollout.engine_server import HttpServer
 from bridges.rollout.fake_engine import FakeEngine
 from bridges.rollout.remote_engine import RemoteEngine, spawn
@@ -52,6 +57,25 @@ def test_a_malformed_call_is_answered_and_the_engine_goes_on(served, body):
     response = connection.getresponse()
     assert response.status in (400, 500) and json.loads(response.read())["error"]["message"]
     e.sample()
+
+
+def test_a_long_reply_may_take_longer_than_a_connection_may_be_idle(monkeypatch):
+    """As through a tunnel: whoever reads on is written to."""
+    monkeypatch.setattr(http_server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(http_server, "PIECE_BYTES", 2**16)
+    server = HttpServer(TOKEN)
+    server.answer = lambda method, arguments, seconds: "x" * 2**23
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with contextlib.closing(socket.create_connection(server.server_address)) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        s.sendall(f"POST /v1/x HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        begun, got = time.monotonic(), 0
+        while data := s.recv(2**18):
+            got += len(data)
+            time.sleep(0.03 if time.monotonic() - begun < 1.5 else 0)
+    server.shutdown()
+    server.server_close()
+    assert got > 2**23 and time.monotonic() - begun > 1
 
 
 def test_only_this_machine_unless_asked_for_in_words():

@@ -367,8 +367,12 @@ def test_experts_a_layer_at_a_time_arrive_and_those_that_were_made_are_let_go(fo
 
 @pytest.fixture
 def engine(found):
+    return scripted_engine(found)
+
+
+def scripted_engine(found, stacked: bool = True) -> VllmEngine:
     """A VllmEngine whose vLLM is the experts' model and nothing else."""
-    model, places = experts()
+    model, places = experts(stacked=stacked)
     found(model, places)
     scripted = object.__new__(VllmEngine)
     scripted._state, scripted._sick, scripted._broken, scripted._asleep, scripted._cache_asleep = WeightState(), "", *[False] * 3
@@ -464,6 +468,59 @@ def test_a_source_by_stacks_that_leaves_a_tensor_out_is_refused():
     source.names[0].pop(3)
     with pytest.raises(ValueError, match="did not give layers.3.a.weight"):
         bare_transport(source.metas)._write(source, source.metas)()
+
+
+def test_content_is_of_the_bytes_wherever_the_engine_holds_them(found):
+    source, contents = ArraySource(expert_metas(), dict(OfExperts())), []
+    for stacked in (True, False):
+        transport = VllmInplace()
+        transport.open(scripted_engine(found, stacked))
+        contents.append(transport.publish(source, 1).content)
+    assert contents[0] == contents[1] != ""
+
+
+def test_a_stack_may_have_its_tensors_in_any_order(engine):
+    """Experts before layers: the engine's rows are found by name."""
+
+    class ExpertsFirst(OfExperts):
+        def manifest(self):
+            return expert_metas()
+
+        def stacks(self, nbytes):
+            for which, stack in self.stacks_of.items():
+                names = tuple(f"model.layers.{i}.mlp.experts.{e}.{which}.weight" for e in range(E) for i in range(LAYERS))
+                yield [Rows(names, jnp.swapaxes(stack, 0, 1), 0, False)]
+
+    transport = VllmInplace()
+    transport.open(engine)
+    transport.publish(ExpertsFirst(), 1)
+    for name, array in OfExperts():
+        np.testing.assert_array_equal(transport.targets[name].numpy(), array, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "bool", "int8", "float16"])
+def test_a_type_that_the_manifest_does_not_say_is_named(engine, dtype):
+    transport, metas = VllmInplace(), expert_metas()
+    transport.open(engine)
+    arrays = dict(OfExperts()) | {metas[3].name: jnp.zeros(metas[3].shape, dtype)}
+    with pytest.raises(PublishFailed, match=f"{metas[3].name}', '{dtype}', .*where its manifest says .*'float32'"):
+        transport.publish(ArraySource(metas, arrays), 1)
+    assert engine.weight_version() is None
+
+
+@pytest.mark.parametrize("names, says", [((), "did not give"), (("x",), "gives x, which its manifest does not list")])
+def test_stacks_that_are_not_the_manifests_are_named(engine, names, says):
+    class Other(OfExperts):
+        def manifest(self):
+            return expert_metas()
+
+        def stacks(self, nbytes):
+            return iter([[Rows((n,), jnp.zeros((F, D)), None, False)] for n in names])
+
+    transport = VllmInplace()
+    transport.open(engine)
+    with pytest.raises(PublishFailed, match=says):
+        transport.publish(Other(), 1)
 
 
 def test_one_row_under_many_names_is_refused():

@@ -194,6 +194,22 @@ def failed(cause: Exception | None) -> PublishFailed:
     return unpack_error(pack_error(error))  # of an engine in another process
 
 
+def test_a_refused_manifest_of_an_engine_started_anew_is_a_failed_publish():
+    """The one before went on as it was; this one holds nothing, and must not be asked."""
+    s = Scripted()
+    s.engine.publish(s.source(0), 1)
+    other = random_source(s.metas[:1], 0)
+    with pytest.raises(ManifestMismatch):
+        s.engine.publish(other, 2)
+    assert s.version() == 1 and s.engine.restarts == 0
+    s.fail = EngineUnhealthy("no answer")
+    with pytest.raises(PublishFailed, match="started anew and holds no weights: the weights on offer") as e:
+        s.engine.publish(other, 2)
+    assert "build both sides from the same config" in e.value.next_step and s.engine.weight_version() is None
+    s.engine.publish(s.source(0), 3)
+    assert s.version() == 3
+
+
 @pytest.mark.parametrize("cause, restarts", [(EngineUnhealthy("it hangs"), 1), (ValueError("the source"), 0), (None, 0)])
 def test_the_cause_of_a_failed_publish_decides_and_not_what_was_sampled_before(cause, restarts):
     s = Scripted()

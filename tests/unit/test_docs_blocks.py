@@ -110,7 +110,8 @@ def test_a_command_is_understood(line, tmp_path, monkeypatch):
     words = shlex.split(line, comments=True)
     while re.match(r"[A-Z_]+=", words[0]):  # JAX_PLATFORMS=cuda python ...
         words.pop(0)
-    {"jaxfp8rl": jaxfp8rl, "make": make, "pip": pip, "python": python, "hf": hf, "export": lambda _: None}[words[0]](words[1:])
+    shells = dict.fromkeys(("export", "source"), lambda _: None)
+    {"jaxfp8rl": jaxfp8rl, "make": make, "pip": pip, "python": python, "hf": hf, **shells}[words[0]](words[1:])
 
 
 def jaxfp8rl(words: list[str]) -> None:
