@@ -136,6 +136,9 @@ def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
     share_gpu(cfg)  # before anything asks JAX for its devices
     model = with_options(model_config(cfg), cfg)
     check_moe(cfg, model)
+    if cfg.run.samples_top_k > model.vocab_size:
+        raise ConfigError(f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} words",
+                          "the likeliest few of them say what there is to see")  # fmt: skip
     runs = engine_runs(cfg, model)
     layout = make_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)

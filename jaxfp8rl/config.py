@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
@@ -35,9 +36,9 @@ class Section(pydantic.BaseModel):
 class Run(Section):
     """The run as a whole."""
 
-    dir: str = Field(description="run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/")
+    dir: str = Field(min_length=1, description="run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/")
     steps: int = Field(ge=1, description="GRPO steps; one step is one rollout batch")
-    seed: int = Field(0, description="seed of initialisation, data order and sampling")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of initialisation, data order and sampling")
     eval_every: int = Field(20, ge=0, description="steps between evaluations on held-out problems; 0: only first and last")
     eval_problems: int = Field(200, ge=1, description="held-out problems an evaluation scores, once each")
     save_every: int = Field(
@@ -55,6 +56,12 @@ class Run(Section):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         (), strict=False, description='metric sinks besides console and JSONL, for example ["wandb"]'
     )
+
+    @pydantic.field_validator("dir")
+    @classmethod
+    def _at_home(cls, path: str) -> str:
+        """~/runs, which a shell would have put in, and a file has not."""
+        return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 class Model(Section):

@@ -87,11 +87,7 @@ def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: floa
 
 
 def hand_over(parts: Parts, trained: Trained) -> dict[str, float]:
-    """Publish the checkpoint and pass the gate as a run does -> the gate's numbers.
-
-    The gate alone samples without top_k and top_p: they are this evaluation's, and a learner's log-probabilities are those of the
-    whole distribution.
-    """
+    """Publish the checkpoint and pass the gate as a run does -> the gate's numbers."""
     trained = dataclasses.replace(trained, params=parts.layout.place(trained.params))
     if parts.kv_scales:
         if not trained.loop.get("kv_amax"):
@@ -99,7 +95,7 @@ def hand_over(parts: Parts, trained: Trained) -> dict[str, float]:
         parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in trained.loop["kv_amax"].items()}
     policy = loop.with_scales(parts, parts.policy(trained.params))
     _, policy = loop.hand_over(parts, trained, policy, trained.step)
-    return loop.gate(parts, policy, trained.step, top_k=0, top_p=1.0)
+    return loop.gate(parts, policy, trained.step)
 
 
 def summary(parts: Parts, trained: Trained, passed: np.ndarray, n: int, ks: Sequence[int]) -> dict[str, Any]:

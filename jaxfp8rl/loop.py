@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -185,12 +184,14 @@ def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
     return receipt
 
 
-def gate(parts: Parts, policy: Params, version: int, **other: Any) -> dict[str, float]:
-    """Sample a few completions and score them with the learner; `other`: fields of SamplingParams in place of the run's. Raises
-    GateFailed when the two disagree."""
+def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
+    """Sample a few completions and score them with the learner. Raises GateFailed when the two disagree.
+
+    It samples without top_k and top_p: a learner's log-probabilities are those of the whole distribution.
+    """
     prompts = (parts.held_out or parts.train)[: parts.cfg.gate.completions]
     length = min(parts.cfg.gate.max_new_tokens, parts.sampling.max_tokens)
-    sampling = dataclasses.replace(parts.sampling, max_tokens=length, **other)
+    sampling = dataclasses.replace(parts.sampling, max_tokens=length, top_k=0, top_p=1.0)
     requests = rollouts.make_requests(prompts, sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
     kept, _ = rollouts.generate(parts.engine, prompts, requests, version)
     batch = pack_samples(parts, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])

@@ -11,6 +11,7 @@ import jax
 from bridges import manifest
 from jaxfp8rl.build import engine_runs, model_config
 from jaxfp8rl.config import Config
+from jaxfp8rl.config_changes import MAY_CHANGE, changes
 from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.memory_plan import F32, RESIDENT, memory_plan
 from jaxfp8rl.models.config import ModelConfig
@@ -77,12 +78,13 @@ def explained(cfg: Config) -> Iterator[None]:
         raise OutOfMemory(
             f"the device's memory of {total / 2**30:.1f} GiB ran out ({phase}); planned were {plan}\n"
             f"  {str(e).splitlines()[0]}",
-            _advice(cfg, model, total, max(moments, key=moments.get)) + "; then --resume",
+            _advice(cfg, model, total, max(moments, key=moments.get), resumed=True) + "; then --resume",
         ) from e
 
 
-def _advice(cfg: Config, model: ModelConfig, total: int, moment: str) -> str:
-    found = sorted(_savings(cfg, lambda changed: needs(changed, model, total)[moment]), reverse=True)[:KNOBS]
+def _advice(cfg: Config, model: ModelConfig, total: int, moment: str, resumed: bool = False) -> str:
+    """`resumed`: of settings with which a run may go on alone."""
+    found = sorted(_savings(cfg, lambda changed: needs(changed, model, total)[moment], resumed), reverse=True)[:KNOBS]
     said = "; ".join(f"{what} ({saved / 2**30:.1f} GiB less)" for saved, what in found)
     return f"what would give most: {said or 'a smaller model'}"
 
@@ -95,11 +97,13 @@ def format_needs(cfg: Config, model: ModelConfig) -> str:
     return "\nwith vLLM\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  during {moment}" for moment, size in moments.items())
 
 
-def _savings(cfg: Config, need: Callable[[Config], int]) -> list[tuple[int, str]]:
+def _savings(cfg: Config, need: Callable[[Config], int], resumed: bool) -> list[tuple[int, str]]:
     """(bytes saved, setting) of each single change that saves any and is allowed beside the rest."""
     before, found = need(cfg), []
     for change in _changes(cfg):
         changed = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys) for name, keys in change.items()})
+        if resumed and any(key not in MAY_CHANGE.get(section, ()) for section, key in changes(cfg, changed)):
+            continue
         try:
             changed.check()
         except ConfigError:

@@ -16,6 +16,7 @@ from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes, described
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.errors import CheckpointError, ConfigError, NonFiniteStep
+from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.precision.checks import bad_tensors, check_finite
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.toml_config import load_config
@@ -95,7 +96,8 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
         if (reference := name / "reference").is_dir():
             parts.group.together(lambda: shutil.copytree(reference, run.path / "reference"), alone=True)
         else:
-            run.save_reference(parts.model, state.params, parts.cfg.precision.weight_dtype)
+            params = jax.tree.map(decode, state.params, is_leaf=is_scaled)
+            run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
         parts.hold_reference(run.load_reference(parts.model))
     save(parts, run, state, loop["step"])
     return state, loop["step"]

@@ -160,14 +160,14 @@ def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list
     """The completions of each group with their advantages, ready to pack. Groups may differ in size.
 
     Rewards are shaped for length first; a completion that was cut is left out under loss.mask_cut, but was part of the
-    baseline.
+    baseline. One without a score is left out, too, and was not: nothing is known of it.
     """
     shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
     return [
         [
             Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts)
-            for c, a in zip(g.completions, group)
-            if not (loss.mask_cut and c.finish_reason == "length")
+            for c, a, reward in zip(g.completions, group, g.rewards)
+            if not (np.isnan(reward) or (loss.mask_cut and c.finish_reason == "length"))
         ]
         for g, group in zip(groups, advantages(shaped, loss.advantage, loss.pass_at_k))
     ]

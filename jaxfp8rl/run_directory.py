@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes, check_resumable, described
-from jaxfp8rl.errors import CheckpointError, ConfigError
+from jaxfp8rl.errors import CheckpointError, ConfigError, UserError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
@@ -214,8 +214,16 @@ class RunDirectory:
         """What another start left, which failed before its first line, is none of this run's."""
         if left := self._checkpoints.set_aside(-1, "left"):
             self.note(f"of a start that failed: checkpoint {', '.join(map(str, left))}, set aside as checkpoints/left-STEP")
-        shutil.rmtree(self.path / "reference", ignore_errors=True)
+        if self._was_ours():
+            shutil.rmtree(self.path / "reference", ignore_errors=True)
         self._write_config()
+
+    def _was_ours(self) -> bool:
+        """Whether a start left its config here. A folder of anyone else's is not looked into, whatever its things are called."""
+        try:
+            return bool(load_config(str(self.path / "config.toml")))
+        except UserError:
+            return False
 
     def _write_config(self) -> None:
         """Whole, whatever stops it: without it there is no resuming."""

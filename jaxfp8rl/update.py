@@ -23,7 +23,9 @@ def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, j
     update needs no scoring pass."""
     recompute = (parts.kv_scales or parts.replay or parts).score
     old = recompute(policy, batch) if parts.cfg.loss.old_policy == "recomputed" else batch.rollout_logp
-    return old, None if parts.reference is None else parts.score(parts.reference, batch._replace(routes=None))
+    if parts.reference is None:
+        return old, None
+    return old, parts.score(parts.reference | scales_in(policy), batch._replace(routes=None))  # in the same attention
 
 
 def learn(

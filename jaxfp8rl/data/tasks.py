@@ -68,8 +68,10 @@ class Task(Protocol):
 
 
 class _ReferenceDemonstrations:
+    """The reference answer, as `extract` finds it."""
+
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
-        return problem.answer
+        return f"<answer>{problem.answer}</answer>" if self.extract == "tag" else problem.answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +268,11 @@ class FileTask(_ReferenceDemonstrations):
 
     def score(self, problem: Problem, text: str) -> float | None:
         answer = verifiers.extract(text, self.extract)
-        return 0.0 if answer is None else self._scorer(problem, answer)
+        if answer is None:
+            return 0.0
+        if self.extract == "last_number" and (number := verifiers.whole_number(problem.answer)):
+            problem = dataclasses.replace(problem, answer=number)  # written as what is extracted: 1000 for 1,000
+        return self._scorer(problem, answer)
 
     def load_scorer(self) -> None:
         self._scorer  # noqa: B018

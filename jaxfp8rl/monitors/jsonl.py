@@ -16,13 +16,16 @@ from typing import Any
 _NON_FINITE = {"nan", "inf", "-inf"}
 
 
+LONE = "backslashreplace"  # half of a surrogate pair, which no encoding has, as JSON writes it: \\ud83d
+
+
 class JsonlMonitor:
     """Appends records to `path`, whose folder is made. A record of a sample may hold nested JSON values and text."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8", errors=LONE)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one line. numpy and JAX values are taken as their Python values."""
@@ -34,9 +37,9 @@ class JsonlMonitor:
         self._file.close()
         kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] <= step]
         draft = self.path.with_name(self.path.name + ".tmp")
-        draft.write_text("".join(kept), encoding="utf-8")
+        draft.write_text("".join(kept), encoding="utf-8", errors=LONE)
         os.replace(draft, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8", errors=LONE)
 
     def close(self) -> None:
         self._file.close()

@@ -29,13 +29,18 @@ class Score:
 
 
 def score_one(task: Task, problem: Problem, text: str) -> Score:
-    """Score one completion; an exception of the scorer, None, NaN or infinity make the score undefined."""
+    """Score one completion; an exception of the scorer, None, NaN or infinity make the score undefined.
+
+    Raises MemoryError: a process whose memory is full is not asked again.
+    """
     try:
         value = task.score(problem, text)
         if value is not None and math.isfinite(value):
             return Score(float(value), "ok")
         return Score(None, f"error: the scorer returned {value}")
-    except Exception as e:  # whatever a scorer raises, its score is undefined
+    except MemoryError:
+        raise
+    except Exception as e:  # whatever else a scorer raises, its score is undefined
         return Score(None, f"error: {type(e).__name__}: {e}")
 
 

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0  # importing a scorer's libraries on a busy machine takes many seconds
 _PEACE = float("inf")
 MOST_WORKERS = 8
+STDERR_BYTES = 2**20  # of what a scorer wrote, from which its last words are read
 
 
 class RewardRunner:
@@ -168,6 +169,9 @@ class _Child:
 
     def send(self, job: int, problem: Problem, text: str) -> None:
         """Give it an item. Raises OSError when it is dead or does not read."""
+        if os.fstat(self._stderr.fileno()).st_size > STDERR_BYTES:  # what a scorer prints at each call is kept of the last ones
+            self._stderr.seek(0)  # of both: the place is the file's, which it inherited
+            self._stderr.truncate()
         line = json.dumps({"problem": dataclasses.asdict(problem), "text": text}) + "\n"
         self.sock.sendall(line.encode())
         self.job, self.deadline = job, time.monotonic() + self._timeout_s

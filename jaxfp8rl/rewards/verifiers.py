@@ -20,8 +20,9 @@ from jaxfp8rl.errors import ConfigError, nearest
 
 Extract = Literal["all", "tag", "last_line", "last_number"]
 SCORERS = ("exact", "math_verify")
+MINUS = "\u2212"  # the sign of typography
 # A minus directly after a digit is a subtraction, not a sign; commas count as thousands separators.
-_NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"(?<!\d)(?<!\w\.)(?:(?<!\d)-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?")
 _SHORT = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.\d+)")  # 1e3, -.5
 
 
@@ -38,9 +39,15 @@ def extract(text: str, how: Extract) -> str | None:
     if how == "last_line":
         return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), None)
     if how == "last_number":
-        numbers = _NUMBER.findall(text)
+        numbers = _NUMBER.findall(text.replace(MINUS, "-"))
         return numbers[-1].replace(",", "") if numbers else None
     return text.strip()
+
+
+def whole_number(text: str) -> str | None:
+    """A text that is one number and nothing else as `extract` by "last_number" would give it; else None."""
+    found = _NUMBER.fullmatch(text.strip().replace(MINUS, "-"))
+    return found[0].replace(",", "") if found else None
 
 
 def normalise(text: str) -> str:

@@ -10,6 +10,7 @@ from bridges.api import EngineDirty, EngineUnhealthy, SamplingParams, VersionSpa
 from bridges.rollout.fake_engine import FakeEngine, FakeTransport, Faults
 from bridges.weights.array_source import random_source
 from jaxfp8rl import rollouts
+from jaxfp8rl.config import Loss
 from jaxfp8rl.data.dataset import prepare
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
@@ -76,6 +77,16 @@ def test_one_bad_completion_costs_its_group_and_no_other(kind):
     metrics = Rollouts(groups, rejected, groups).metrics()
     assert metrics["rollout/groups_rejected"] == 1 and metrics["reward/undefined"] == 3 and metrics["reward/mean"] == 0.5
     assert metrics["tokens/rollout"] == 3 * 3 * 6
+
+
+def test_a_completion_without_a_score_is_not_learned_from():
+    """Not with an advantage of 0: it would count as tokens of the update, in its KL and its entropy."""
+    kept, _ = rollouts.generate(published(), PROMPTS, REQUESTS, version=5)
+    groups = [rollouts.Group(p, c, ("",) * 3, np.array([0.0, 1.0, np.nan])) for p, c in kept]
+    alone = [rollouts.Group(p, c[:2], ("",) * 2, np.array([0.0, 1.0])) for p, c in kept]
+    said = [[(s.advantage, *s.completion) for s in group] for group in rollouts.to_samples(groups, Loss(), 8)]
+    assert said == [[(s.advantage, *s.completion) for s in group] for group in rollouts.to_samples(alone, Loss(), 8)]
+    assert all(len(group) == 2 for group in said)
 
 
 def test_a_group_of_the_wrong_size_is_rejected():

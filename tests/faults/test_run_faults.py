@@ -118,6 +118,26 @@ def test_row_8_what_a_failed_gate_left_is_none_of_the_next_runs(straight, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, arrays(tmp_path, 2), arrays(straight, 2))
 
 
+def test_row_8_what_is_not_a_runs_own_is_left_alone(tmp_path):
+    """A folder may have been somebody's before it is named as a run's."""
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "work.txt").write_text("years of it")
+    (tmp_path / "config.toml").write_text("[tool]\nother = 1\n")
+    loop.train(config(tmp_path, run__steps=1, run__save_every=0))
+    assert (tmp_path / "reference" / "work.txt").read_text() == "years of it"
+
+
+def test_a_run_directory_has_a_name_and_home_is_home():
+    with pytest.raises(ConfigError, match="run.dir"):
+        load_config("demo", ["--run.dir", ""])
+    assert load_config("demo", ["--run.dir", "~/runs/a"]).run.dir == str(Path.home() / "runs" / "a")
+
+
+def test_what_does_not_go_with_the_vocabulary_is_said_before_anything_loads(tmp_path):
+    with pytest.raises(ConfigError, match="run.samples_top_k = 999999: the vocabulary has"):
+        loop.train(config(tmp_path, run__samples_top_k=999999))
+
+
 # 25: the engine dies in generate
 
 
@@ -290,6 +310,10 @@ def test_row_35_a_fork_may_differ_in_what_its_state_does_not_hold(straight, tmp_
     loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=7), fork_of=str(straight))
     assert metrics(other)[-1]["step"] == 7 and metrics(other)[-1]["kl"] >= 0 and (other / "reference").is_dir()
     assert "run.seed: 0 -> 1" in capsys.readouterr().out
+    few = tmp_path / "few"
+    loop.train(config(few, run__steps=2, optim__master="float16"))
+    loop.train(config(tmp_path / "its fork", run__steps=3, optim__master="float16", loss__kl_coef=0.1), fork_of=str(few))
+    assert metrics(tmp_path / "its fork")[-1]["step"] == 3
     loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=8), resume=True)
 
 

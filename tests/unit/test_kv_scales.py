@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl import calibrate, loop
+from jaxfp8rl import calibrate, loop, update
 from jaxfp8rl.build import build
 from jaxfp8rl.calibrate import KvCalibration
 from jaxfp8rl.errors import ConfigError
@@ -118,6 +119,18 @@ def test_the_forward_reports_what_each_layer_holds_and_rounds_over_the_scales():
     exact = outputs(params, None, Precision.uniform(2))[0]
     calibrated = outputs(louder, scales_from(seen))[0]
     assert jnp.abs(calibrated - exact).mean() < 2 * jnp.abs(hidden - exact).mean()
+
+
+def test_a_reference_is_scored_in_the_policys_attention():
+    """By scales of its own, 1, keys above 448 would be cut off, and the KL would pull towards that."""
+    seen = []
+    parts = types.SimpleNamespace(
+        kv_scales=None, replay=None, reference={"layers": "reference's"}, score=lambda policy, batch: seen.append(policy),
+        cfg=types.SimpleNamespace(loss=types.SimpleNamespace(old_policy="recomputed")),
+    )  # fmt: skip
+    scales = {name: jnp.full(2, 8.0) for name in "qkv"}
+    update.score(parts, {"layers": "policy's", "kv_scales": scales}, types.SimpleNamespace(_replace=lambda routes: None))
+    assert seen[1] == {"layers": "reference's", "kv_scales": scales}
 
 
 OPTIONS = ["--rollout.kv_scales", "calibrated", "--run.dir", "unused", "--gate.completions", "16"]

@@ -78,7 +78,7 @@ def test_no_change_is_advised_that_would_be_refused():
     several = config(train={"fsdp": 2, "rows_per_microbatch": 6, "remat": "none"}, optim=full)
     float32 = config(precision={"recipe": "bf16", "weight_dtype": "float32", "compute_dtype": "float32"}, optim=full)
     need = lambda changed: needs(changed, MODEL, H200)["an update"]
-    advised = [[knob for _, knob in _savings(cfg.check(), need)] for cfg in (several, float32)]
+    advised = [[knob for _, knob in _savings(cfg.check(), need, False)] for cfg in (several, float32)]
     assert [[knob.partition(" = ")[0] for knob in knobs] for knobs in advised] == [
         ["optim.master", "train.remat", "train.rows_per_microbatch", "train.fsdp"], ["optim.offload", "train.fsdp"],
     ]  # fmt: skip
@@ -100,5 +100,9 @@ def test_memory_that_runs_out_is_explained_by_phase():
         raise error
     said = str(caught.value)
     assert "(phase: update)" in said and "for a rollout" in said and "what would give most: " in said
+    full = config(optim={"master": "float32", "first_moment": "float32", "second_moment": "float32"})
+    with pytest.raises(OutOfMemory) as caught, explained(full), clock("update"):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+    assert "optim.offload = true" in str(caught.value) and "optim.master" not in str(caught.value), "a run does not go on with it"
     with pytest.raises(jax.errors.JaxRuntimeError), explained(config()):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -54,6 +54,14 @@ def test_jsonl_takes_array_scalars_and_nested_samples(tmp_path):
     monitor.close()
 
 
+def test_half_a_surrogate_pair_is_written_as_json_writes_it(tmp_path):
+    monitor = JsonlMonitor(tmp_path / "samples.jsonl")
+    monitor.log({"step": 1, "text": "a\ud83d"})
+    monitor.truncate_after(1)
+    monitor.close()
+    assert json.loads((tmp_path / "samples.jsonl").read_text(encoding="utf-8"))["text"] == "a\ud83d"
+
+
 def test_truncate_after_drops_later_steps_and_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     monitor = JsonlMonitor(path)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jaxfp8rl import build
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.rewards import runner
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rewards.verifiers import exact_match, extract, math_verify, normalise
 from jaxfp8rl.toml_config import load_config
@@ -55,6 +56,9 @@ def score(problem, text):
         raise KeyError("no such thing")
     elif act in ("none", "nan"):
         return {"none": None, "nan": float("nan")}[act]
+    elif act == "complain":
+        print(text, file=sys.stderr, flush=True)
+        return 1.0
     elif act == "length":
         return float(len(text))
     else:
@@ -92,9 +96,19 @@ def test_answers_errors_and_undefined_values(task):
         assert scores[:2] == [Score(1.0, "ok"), Score(0.0, "ok")]
         assert scores[2] == Score(None, "error: KeyError: 'no such thing'")
         assert [s.why for s in scores[3:5]] == ["error: the scorer returned None", "error: the scorer returned nan"]
-        assert scores[5] == Score(0.25, "ok") and scores[6] == Score(None, "error: MemoryError: ")
-        assert runner.counts == {"ok": 3, "error": 4}
+        assert scores[5] == Score(0.25, "ok") and scores[6] == Score(None, "crash"), "its process is replaced"
+        assert runner.counts == {"ok": 3, "error": 3, "crash": 1}
         assert runner.score([]) == []
+
+
+def test_what_a_scorer_prints_at_each_call_does_not_pile_up(task, monkeypatch):
+    monkeypatch.setattr(runner, "STDERR_BYTES", 4096)
+    with RewardRunner(task) as r:
+        sizes = []
+        for _ in range(6):
+            assert all(s.value == 1.0 for s in r.score([(problem("complain"), "x" * 400)] * 5))
+            sizes.append(os.fstat(r._children[0]._stderr.fileno()).st_size)
+    assert max(sizes) <= 4096 + 500 and min(sizes) > 0
 
 
 def test_what_a_scorer_raises_most_often_is_said_once_a_batch(task, caplog):
@@ -265,7 +279,8 @@ def test_math_verify_runs_in_the_child_and_an_unreadable_reference_is_undefined(
     ("last_number", "about 3.50", "3.50"), ("last_number", "none", None),
     ("last_number", "of 12 the share is .25.", ".25"), ("last_number", "-.5", "-.5"), ("last_number", "1-.5", ".5"),
     ("last_number", "about 1e-5", "1e-5"), ("last_number", "2.5e3 m", "2.5e3"), ("last_number", "3 eggs", "3"),
-    ("last_number", "4 in section.7 of 1.2.3", "1.2"),
+    ("last_number", "4 in section.7 of 1.2.3", "1.2"), ("last_number", "4 in section.7", "4"),
+    ("last_number", "So the answer is...42", "42"), ("last_number", "x = \u22125", "-5"),
 ])
 def test_extract(how, text, answer):
     assert extract(text, how) == answer

@@ -121,6 +121,8 @@ def test_reasoning_gym_generators_score_their_own_answers(name, options, extract
     right = [task.score(p, wrap.format(p.answer)) for p in train]
     wrong = [task.score(p, wrap.format("??")) for p in train]
     assert right == [1.0] * 12 and max(wrong) < 0.3
+    shown = [task.score(p, task.demonstrate(p, np.random.default_rng(0))) for p in train]
+    assert shown == [1.0] * 12, "a warm start imitates these"
     assert task.score(train[0], "") == 0.0
     assert json.loads(json.dumps(train[0].meta)) == train[0].meta
 
@@ -153,6 +155,17 @@ BAD = [
     ({"prompt": [*MESSAGES, {"role": "user"}], "answer": "1"}, "message 1 must be {role, content}"),
     ({"prompt": [{"role": "user", "content": 1}], "answer": "1"}, "message 0 must be {role, content}"),
 ]
+
+
+@pytest.mark.parametrize("extract", ["all", "tag", "last_line", "last_number"])
+def test_a_files_answer_scores_as_it_is_demonstrated(tmp_path, extract):
+    path = tmp_path / "rows.jsonl"
+    answers = "1,234", "-5", "\u22126", ".5"
+    path.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": a}) + "\n" for i, a in enumerate(answers)))
+    task = make_task("file", path=str(path), extract=extract, held_out_fraction=0.0)
+    for p in task.problems():
+        assert task.score(p, task.demonstrate(p, np.random.default_rng(0))) == 1.0, p.answer
+        assert extract != "last_number" or task.score(p, f"It is {p.answer}.") == 1.0
 
 
 @pytest.mark.parametrize(("row", "words"), BAD)
