@@ -298,6 +298,7 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
         check_aggregation(loss.aggregation, loss.horizon)
     with _about("loss.objective"):
         objective_parameters(loss.objective_config)
+    _check_filtered(cfg.rollout, correction, name)
     if cfg.rollout.samples_per_prompt == 1 and loss.advantage != "reinforce_pp":
         raise ConfigError(
             f'rollout.samples_per_prompt = 1: a group of one has loss.advantage "{loss.advantage}" 0 and nothing is learned',
@@ -335,6 +336,21 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
     if loss.overlong_buffer > cfg.rollout.max_new_tokens:
         raise ConfigError(
             f"loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = {cfg.rollout.max_new_tokens}"
+        )
+
+
+def _check_filtered(r: Rollout, correction: CorrectionConfig, name: str) -> None:
+    """Of a token the ratio to a filtered engine is the share that the filter leaves, near 1; over a sequence these multiply."""
+    given = [f"rollout.top_p = {r.top_p:g}"] * (r.top_p < 1) + [f"rollout.top_k = {r.top_k}"] * (r.top_k > 0)
+    judged = [x.name() for x in correction.rejections  # a minimum or maximum is of one token
+              if x.level == "sequence" and x.statistic in ("ratio", "k1", "k2", "k3") and x.aggregation in ("sum", "mean")]
+    if given and (correction.weight in ("sequence", "geometric") or judged):
+        what = f'weight "{correction.weight}"' if correction.weight in ("sequence", "geometric") else f"rejection {judged[0]}"
+        raise ConfigError(
+            f'{" and ".join(given)} with the {what} of correction.preset "{name}": the engine\'s log-probabilities are of the '
+            "filtered distribution, the learner's of the whole, and their ratio over a sequence vanishes "
+            "(2e-9, the clamp, at top_p = 0.95 over 1,024 tokens)",
+            'set rollout.top_p = 1 and rollout.top_k = 0, or a correction of tokens: correction.preset = "token_tis"',
         )
 
 

@@ -23,7 +23,7 @@ from jax import Array
 from jaxfp8rl.config import Loss
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.losses.aggregation import token_scale
-from jaxfp8rl.losses.correction import CorrectionConfig, rollout_correction
+from jaxfp8rl.losses.correction import Correction, CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
 from jaxfp8rl.losses.objectives import kl_penalty, policy_loss
@@ -83,8 +83,18 @@ def make_train_step(
 
     old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under loss.kl_coef;
     clip: two scalars in place of the objective's clip distances.
+
+    An update in which no token can have a gradient (all weights or advantages 0, and no term of the loss that is free of them) is
+    not applied and counts no token.
     """
     scored = loss.old_policy == "recomputed"
+
+    def taught(fix: Correction, advantages: Array) -> Array:
+        """Tokens that can have a gradient [M, R, T] bool: without any it is exactly 0, and only Adam's momentum would move."""
+        if loss.kl_coef or loss.entropy_coef or balance_coef:
+            return fix.mask  # these terms know neither weight nor advantage
+        penalised = loss.objective == "prime_rl"  # its squared log-ratio has no advantage, either
+        return fix.mask & (fix.weights != 0) & (penalised | (advantages != 0))  # of a NaN both hold, so that the guard sees it
 
     def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
         batch, old_logp, ref_logp, importance, mask, scale = micro
@@ -125,9 +135,10 @@ def make_train_step(
         if not scored:
             old_logp = logp
             fix = rollout_correction(logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
-        tokens = jnp.sum(fix.mask)
-        state, update = guarded_update(optimizer, state, value, grads, live=tokens > 0)
-        metrics = {"loss": value, "tokens/update": tokens, "staleness/k1": mean_over(mask, old_logp - logp)}
+        live = jnp.any(taught(fix, batch.advantages))
+        state, update = guarded_update(optimizer, state, value, grads, live)
+        before = batch.rollout_logp if loss.old_policy == "rollout" else old_logp
+        metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask & live), "staleness/k1": mean_over(mask, before - logp)}
         metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
         state = layout.keep(state)

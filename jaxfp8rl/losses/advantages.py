@@ -35,7 +35,9 @@ def advantages(groups: Sequence[np.ndarray], kind: str = "grpo", k: int | None =
     A group whose rewards are all equal gets exactly 0 from all but reinforce_pp. Raises ConfigError for an unknown kind, a
     missing, needless or too large k; DataError for an infinite reward, and for one that is neither 0 nor 1 with pass_at_k.
     """
-    check_advantage(kind, k, max(map(len, groups), default=None))
+    check_advantage(kind, k)
+    if kind == "pass_at_k" and groups and k > (largest := max(map(len, groups))):
+        raise ConfigError(f"k = {k} is impossible for groups of at most {largest}", f"choose k from 1 to {largest}")
     rewards = [np.asarray(g, np.float64) for g in groups]
     defined = [r[~np.isnan(r)] for r in rewards]
     for i, r in enumerate(defined):
@@ -51,14 +53,15 @@ def advantages(groups: Sequence[np.ndarray], kind: str = "grpo", k: int | None =
 
 
 def check_advantage(kind: str, k: int | None = None, n: int | None = None) -> None:
-    """Raises ConfigError unless `advantages` takes this kind and k, with n completions a prompt where n is known."""
+    """Raises ConfigError unless `advantages` takes this kind and k, and learns by it from n completions a prompt where n is
+    known: all n are one set, which is compared with no other."""
     if kind not in ADVANTAGES:
         raise ConfigError(f'advantage "{kind}" is unknown{nearest(kind, ADVANTAGES)}')
     if kind != "pass_at_k":
         if k is not None:
             raise ConfigError(f'k = {k} means nothing to the advantage "{kind}"', 'leave it out, or choose "pass_at_k"')
-    elif k is None or k < 1 or (n is not None and k > n):
-        of = "the completions a prompt" if n is None else f"{n}, the completions a prompt"
+    elif k is None or k < 1 or (n is not None and k >= max(n, 2)):
+        of = "one less than the completions a prompt" if n is None else f"{max(n - 1, 1)}, below the {n} completions a prompt"
         raise ConfigError(f'k = {k} is impossible for the advantage "pass_at_k"', f"choose k from 1 to {of}")
 
 
@@ -112,7 +115,8 @@ def _pass_at_k(r: np.ndarray, k: int) -> np.ndarray:
 
     Of n completions w are wrong. A set succeeds with p = 1 - C(w, k)/C(n, k); its reward has mean p, std sqrt(p (1 - p)). A
     right one is only in sets that succeed: (1 - p)/std. A wrong one is in a failing set with q = C(w-1, k-1)/C(n-1, k-1):
-    (1 - p - q)/std. The sum over the group is 0; k = 1 gives grpo. With fewer than k defined rewards there is no set: 0.
+    (1 - p - q)/std. The sum over the group is 0; k = 1 gives grpo. With fewer than k defined rewards there is no set, with k of
+    them one, compared with no other: 0.
     """
     if not np.isin(r, (0, 1)).all():
         raise DataError(

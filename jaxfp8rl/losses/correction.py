@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfp8rl.errors import nearest
-from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND, mean_over, mismatch_metrics, spread
+from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND, kish, mean_over, mismatch_metrics, relative_spread, spread
 from jaxfp8rl.losses.segments import first_live, segment_total
 
 INF = math.inf
@@ -106,7 +106,8 @@ class CorrectionConfig(NamedTuple):
         return self.batch_normalize or self.adaptive is not None or self.m2_limit is not None
 
     def check(self) -> CorrectionConfig:
-        """Raises ValueError for a word that is no choice, bounds that are reversed, negative or not a number; returns self."""
+        """Raises ValueError for a word that is no choice, for bounds that are reversed, negative, missing or not a number, and
+        for what has no effect; returns self."""
         for record in (self, *self.rejections):
             _check_words(record)
         _check_bounds("weight", self.lower, self.upper, positive=True)
@@ -121,6 +122,16 @@ class CorrectionConfig(NamedTuple):
             raise ValueError(f"two rejections by {', '.join(sorted(twice))}: join their bounds in one")
         for r in self.rejections:
             _check_bounds(f"rejection {r.name()}", r.lower, r.upper, positive=r.statistic != "k1")
+            least = {"k1": -INF, "mult_error": 1.0}.get(r.statistic, 0.0)
+            if r.upper < least:
+                raise ValueError(f"rejection {r.name()}: upper = {r.upper} rejects all, the statistic never is below {least:g}")
+            if r.lower <= least and r.upper == INF:
+                raise ValueError(f"rejection {r.name()} has no bounds and rejects nothing: set upper, or lower above {least:g}")
+            if r.level == "token" and r.aggregation != "mean":
+                raise ValueError(
+                    f'rejection {r.name()}: aggregation "{r.aggregation}" has no effect at level "token": leave it out, or set '
+                    'level = "sequence"'
+                )
         if self.m2_limit is not None and not 0 < self.m2_limit < INF:
             raise ValueError(f"m2_limit = {self.m2_limit} must be positive and finite; M2PO uses 0.04")
         if self.adaptive and not all(0 < x < INF for x in self.adaptive[:1] + self.adaptive[2:]):
@@ -145,8 +156,9 @@ def rollout_correction(
     old_logp, rollout_logp [..., T] of any float type, mask [..., T] bool, segment_ids [..., T] int in runs along a row (a row
     that is one sequence: all ones). Metrics, whatever the config: `mismatch/*` as in `mismatch_metrics`; `correction/ess`
     and `correction/weight_{mean,std,max,min}` of the weights applied, `correction/raw_*` of those before the action (of
-    exp(D_t) where the weight is "none"); `correction/truncated_fraction` and `correction/below_fraction`, the share of tokens
-    whose weight lay above `upper` and below `lower`; `correction/rejected_fraction`, of tokens, and for each rejection
+    exp(D_t) where the weight is "none"), `correction/raw_ess` also before clamp and overflow;
+    `correction/truncated_fraction` and `correction/below_fraction`, the share of tokens whose weight lay above `upper` and below
+    `lower`; `correction/rejected_fraction`, of tokens, and for each rejection
     `correction/rejected/NAME`.
 
     Laws: equal policies give weight 1 and neutral metrics; whatever stands where mask is False, NaN and Inf included,
@@ -160,7 +172,8 @@ def rollout_correction(
     diff = old_logp.astype(jnp.float32) - rollout_logp.astype(jnp.float32)
     diff = jax.lax.stop_gradient(jnp.where(mask, diff, 0.0))
 
-    raw = _raw_weights(diff, mask, config, segment_ids)
+    log_weight = _log_weights(diff, mask, config, segment_ids)
+    raw = _raw_weights(log_weight, mask, config)
     weights, facts = _act(raw, mask, config, segment_ids)
     keep, rejected = _rejections(diff, mask, config, segment_ids)
     applied = weights if config.weight != "none" else jnp.ones_like(raw)
@@ -172,23 +185,28 @@ def rollout_correction(
     kept = mask & keep
     metrics = mismatch_metrics(diff, old_logp, rollout_logp, mask, segment_ids) | facts | rejected
     metrics |= _weight_metrics("correction/raw_", raw, mask) | _weight_metrics("correction/", applied, kept)
+    metrics["correction/raw_ess"] = _unclamped_ess(log_weight, mask)
     metrics["correction/rejected_fraction"] = mean_over(mask, ~keep)
     return Correction(applied, kept if config.denominator == "kept" else mask, metrics)
 
 
 def mixing_share(diff: Array, weights: Array, mask: Array, mix: AdaptiveMix) -> Array:
     """a of AdaptiveMix, a scalar in [0, 1]. diff: D_t [..., T]; weights [..., T]."""
-    mean, std = spread(weights, mask)
+    _, mean, std = relative_spread(weights, mask)
     cv = std / jnp.maximum(mean, 1e-8)
     want = jax.nn.sigmoid((mean_over(mask, jnp.abs(diff)) - mix.onset) / mix.slope)
     return (1 + cv**2) ** -mix.power * want / (1 + cv / mix.cv_scale)  # ESS = 1 / (1 + CV^2)
 
 
-def _raw_weights(diff: Array, mask: Array, config: CorrectionConfig, segment_ids: Array | None) -> Array:
-    """[..., T] float32, 1 off the mask."""
-    log_weight = diff
+def _log_weights(diff: Array, mask: Array, config: CorrectionConfig, segment_ids: Array | None) -> Array:
+    """[..., T] float32, of any size."""
     if config.weight in ("sequence", "geometric"):
-        log_weight = _per_sequence(diff, mask, segment_ids, "sum" if config.weight == "sequence" else "mean")
+        return _per_sequence(diff, mask, segment_ids, "sum" if config.weight == "sequence" else "mean")
+    return diff
+
+
+def _raw_weights(log_weight: Array, mask: Array, config: CorrectionConfig) -> Array:
+    """[..., T] float32, 1 off the mask."""
     if config.overflow == "cap":
         raw = jnp.exp(jnp.clip(log_weight, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     else:
@@ -287,14 +305,21 @@ def _m2_cut(squares: Array, mask: Array, limit: float) -> Array:
 
 
 def _weight_metrics(prefix: str, weights: Array, mask: Array) -> dict[str, Array]:
-    mean, std = spread(weights, mask, 1.0)
+    unit, mean, std = relative_spread(weights, mask, 1.0)
     return {
-        prefix + "weight_mean": mean,
-        prefix + "weight_std": std,
+        prefix + "weight_mean": unit * mean,
+        prefix + "weight_std": unit * std,
         prefix + "weight_max": _extreme(jnp.max, weights, mask, -INF),
         prefix + "weight_min": _extreme(jnp.min, weights, mask, INF),
-        prefix + "ess": mean**2 / jnp.maximum(mean**2 + std**2, 1e-30),
+        prefix + "ess": kish(mean, std),
     }
+
+
+def _unclamped_ess(log_weight: Array, mask: Array) -> Array:
+    """Of exp(log_weight) over the largest: weights that all lie beyond the clamp are equal after it, and may have collapsed."""
+    log_weight = jnp.clip(log_weight, -1e30, 1e30)  # infinities are as far from the others, and not from each other
+    largest = jnp.max(jnp.where(mask, log_weight, -1e30), initial=-1e30)
+    return kish(*spread(jnp.exp(log_weight - largest), mask, 1.0))
 
 
 def _extreme(reduce, x: Array, mask: Array, neutral: float) -> Array:

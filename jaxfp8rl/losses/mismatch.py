@@ -28,6 +28,19 @@ def spread(x: Array, mask: Array, neutral: float = 0.0) -> tuple[Array, Array]:
     return mean, jnp.sqrt(mean_over(mask, (x - mean) ** 2))
 
 
+def relative_spread(x: Array, mask: Array, neutral: float = 0.0) -> tuple[Array, Array, Array]:
+    """(unit, mean / unit, standard deviation / unit) of x [..., T] >= 0 where mask, scalars: no square overflows in units of
+    about the largest x, 1 where nothing is above 0."""
+    peak = jnp.max(jnp.where(mask, x, 0.0), initial=0.0)
+    unit = jnp.where(peak > 0, jnp.clip(peak, 1e-30, 1e30), 1.0)  # XLA multiplies by 1 / unit, which must not underflow
+    return unit, *spread(x / unit, mask, neutral)
+
+
+def kish(mean: Array, std: Array) -> Array:
+    """Effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965), from mean and standard deviation in any unit."""
+    return mean**2 / jnp.maximum(mean**2 + std**2, 1e-30)
+
+
 def mismatch_metrics(
     diff: Array, old_logp: Array, rollout_logp: Array, mask: Array, segment_ids: Array | None = None
 ) -> dict[str, Array]:

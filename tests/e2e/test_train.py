@@ -162,8 +162,8 @@ def test_a_run_leaves_what_was_promised(straight):
     assert [r["step"] for r in rows] == list(range(11))
     for row in rows[1:]:
         assert KEYS <= row.keys() and all(np.isfinite(row[k]) for k in KEYS)
-        assert row["update/applied"] == 1 and row["rollout/groups_rejected"] == 0
-        assert row["tokens/update"] == row["tokens/rollout"]  # of both updates
+        assert row["rollout/groups_rejected"] == 0
+        assert (row["tokens/update"] == row["tokens/rollout"]) == (row["update/applied"] == 1)  # both had something to learn
     assert sum(row["grad_norm"] > 0 for row in rows[1:]) >= 5  # there was something to learn, so the weights did move
     assert [r["step"] for r in rows if "eval/reward_mean" in r] == [0, 5, 10]
     assert rows[0]["eval/problems"] == 16 and rows[0]["gate/max_gap"] < 0.5
@@ -377,15 +377,16 @@ def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_pat
     assert "3 updates in a row were not finite" in (said := capsys.readouterr().err) and "bad_batch.safetensors" in said
     assert "advantages" in said  # what was wrong, not only that something was
     state, _, step = saved(tmp_path)
-    assert step == 3 and int(state.step) == 4 and int(state.bad_steps) == 2  # two good steps of two updates each
+    assert step == 3 and int(state.bad_steps) == 2
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     rows = metrics(tmp_path)
-    assert [r["update/applied"] for r in rows[1:]] == [1, 1, 0] and np.isnan(rows[3]["loss"])
+    applied = [r["update/applied"] for r in rows[1:]]  # of two updates each; one of equal rewards alone teaches nothing
+    assert int(state.step) == 2 * sum(applied) and min(applied[:2]) > 0 and applied[2] == 0 and np.isnan(rows[3]["loss"])
     bad = load_file(tmp_path / "bad_batch.safetensors")
     assert np.isnan(bad["advantages"][bad["response_mask"]]).all() and bad["old_logp"].shape == bad["tokens"].shape
     monkeypatch.setattr(rollouts, "to_samples", to_samples)
     loop.train(config(tmp_path, run__steps=4), resume=True)
-    assert metrics(tmp_path)[-1]["update/applied"] == 1 and int(saved(tmp_path)[0].bad_steps) == 0
+    assert metrics(tmp_path)[-1]["update/applied"] > 0 and int(saved(tmp_path)[0].bad_steps) == 0
 
 
 def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, capsys):
@@ -424,7 +425,7 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
     monkeypatch.setattr(rollouts, "generate", spoilt)
     loop.train(config(tmp_path, run__steps=2, sft__steps=0))
     for row in metrics(tmp_path)[1:]:
-        assert row["rollout/groups_rejected"] == 1 and row["update/applied"] == 1 and np.isfinite(row["loss"])
+        assert row["rollout/groups_rejected"] == 1 and np.isfinite(row["loss"])
 
 
 def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp_path, monkeypatch):

@@ -104,6 +104,8 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_k(right, wrong, k):
     np.testing.assert_allclose(got.sum(), 0, atol=2e-6)
     if k == 1:
         np.testing.assert_allclose(got, advantages([r])[0], atol=1e-6)
+    if k == len(r):
+        assert not got.any()
 
 
 def test_pass_at_k_leaves_out_what_is_undefined():
@@ -181,8 +183,9 @@ def test_overlong_penalty_refuses(length, buffer, factor):
         ("median", None, None, "known: dr_grpo, grpo"),
         ("drgrpo", None, None, 'did you mean "dr_grpo"'),
         ("grpo", 4, None, 'or choose "pass_at_k"'),
-        ("pass_at_k", None, 8, "choose k from 1 to 8"),
-        ("pass_at_k", 9, 8, "choose k from 1 to 8"),
+        ("pass_at_k", None, 8, "choose k from 1 to 7"),
+        ("pass_at_k", 9, 8, "choose k from 1 to 7"),
+        ("pass_at_k", 8, 8, "choose k from 1 to 7"),  # all 8 are one set: every advantage is 0
         ("pass_at_k", 0, None, "k = 0 is impossible"),
     ],
 )

@@ -178,9 +178,9 @@ def test_not_readable(tmp_path, monkeypatch):
         (["--optim.lr=2e-3"], "optim", "lr", 2e-3),
         (["--run.dir", "runs/a b"], "run", "dir", "runs/a b"),
         (["--run.dir", "2026-01-01"], "run", "dir", "2026-01-01"),
-        (["--run.dir="], "run", "dir", ""),
+        (["--model.path="], "model", "path", ""),
         (["--rollout.kv_cache_gib", "3", "--rollout.kv_cache_gib="], "rollout", "kv_cache_gib", None),
-        (["--run.seed", "-1"], "run", "seed", -1),
+        (["--optim.lr", "1e-9"], "optim", "lr", 1e-9),
         (["--run.keep-checkpoints", "5"], "run", "keep_checkpoints", 5),
         (["--run.trackers", '["tensorboard"]'], "run", "trackers", ("tensorboard",)),
         (["--model.config.hidden_size", "256"], "model", "config", {"hidden_size": 256, "eos_token_id": [1, 2]}),
@@ -308,6 +308,11 @@ CORRECTIONS = {
     "denominator": (
         'preset = "geometric_mask"\n[loss]\nold_policy = "rollout"', 'set correction.denominator = "all"',
     ),
+    "rejection without bounds": ('rejections = [{level = "sequence", statistic = "k1"}]', "sequence_mean_k1 has no bounds"),
+    "rejects all": ('rejections = [{level = "token", statistic = "mult_error", upper = 0.5}]', "upper = 0.5 rejects all"),
+    "idle aggregation": (
+        'rejections = [{level = "token", statistic = "k2", aggregation = "max", upper = 1.0}]', 'no effect at level "token"',
+    ),
     "foreign parameter": ("[loss]\ntau_positive = 1.0", 'loss.objective: tau_positive = 1.0 means nothing to the objective "ppo'),
     "nothing to calibrate": ("[loss]\ncalibrate_clip_every = 5", "has no FP8 forward to compare with"),
 }  # fmt: skip
@@ -317,6 +322,31 @@ CORRECTIONS = {
 def test_a_correction_or_objective_that_cannot_be_is_refused(kind, write):
     text, says = CORRECTIONS[kind]
     assert says in (said := refusal(write(GOOD + "\n[correction]\n" + text))), said
+
+
+@pytest.mark.parametrize("filtered", ["--rollout.top_p 0.95", "--rollout.top_k 20"])
+def test_a_filtered_engine_has_no_ratio_of_a_sequence(filtered, write):
+    """Its log-probabilities are of the filtered distribution: over a sequence the shares that are left multiply to nothing."""
+    wide = '[{level = "sequence", statistic = "mult_error", upper = 2.0}, {level = "token", statistic = "k2", upper = 1.0}]'
+    for preset in ("token_tis", "icepop", "ais", "nemo/seq_logprob_error", "areal/token_k3"):
+        load_config(write(GOOD), [*filtered.split(), "--correction.preset", preset])
+    load_config(write(GOOD), [*filtered.split(), "--correction.rejections", wide])
+    refused = {
+        "sequence_tis": 'weight "sequence"', "areal/sequence_clamp": 'weight "geometric"', "nemo/gspo": 'weight "sequence"',
+        "geometric_mask": "rejection sequence_mean_ratio", "vexact": "rejection sequence_mean_k3",
+        "verl/decoupled_geo_rs_token_tis": "sequence_mean_k1_inverse", "areal/sequence_k2": "rejection sequence_mean_k2",
+    }  # fmt: skip
+    for preset, what in refused.items():
+        load_config(write(GOOD), ["--correction.preset", preset])
+        said = refusal(write(GOOD), *filtered.split(), "--correction.preset", preset)
+        assert what in said and filtered.split()[0][2:] in said and "vanishes" in said
+        assert "set rollout.top_p = 1 and rollout.top_k = 0" in said and '"token_tis"' in said
+
+
+def test_pass_at_k_of_all_samples_teaches_nothing(write):
+    words = ["--rollout.samples_per_prompt", "4", "--loss.advantage", "pass_at_k", "--loss.pass_at_k"]
+    assert load_config(write(GOOD), [*words, "3"]).loss.pass_at_k == 3
+    assert "choose k from 1 to 3" in refusal(write(GOOD), *words, "4")
 
 
 def test_an_update_is_its_own_old_policy_where_a_step_has_one(write):
@@ -357,7 +387,7 @@ IDLE = {  # words of the command line -> (what is refused, what is proposed)
     "--task.date 2026-01-31": ("task.date: no effect with task.chat = false", "set task.chat"),
     "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2": (
         "of a group of one no rewards differ", "set it to 1"),
-    "--loss.advantage pass_at_k --loss.pass_at_k 2 --loss.overlong_buffer 1": (
+    "--loss.advantage pass_at_k --loss.pass_at_k 1 --loss.overlong_buffer 1": (
         "are 0 or 1, not shaped for length", "set it to 0"),
     "--precision.embedded_activations high": ("no effect with precision.recipe", "an FP8 recipe"),
     "--rollout.engine vllm --precision.recipe fp8_unified --precision.embedded_activations high": (

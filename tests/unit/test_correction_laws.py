@@ -280,10 +280,39 @@ def test_ess_is_kish_and_follows_from_the_coefficient_of_variation(batch: Data, 
     w, m = np.asarray(fix.weights, np.float64)[np.asarray(fix.mask)], {k: float(v) for k, v in fix.metrics.items()}
     if w.any():
         assert m["correction/ess"] == pytest.approx(np.sum(w) ** 2 / (w.size * np.sum(w**2)), rel=1e-4)
-    for prefix in ("correction/", "correction/raw_"):
+    clamped = np.abs(np.where(batch.mask, batch.old - batch.rollout, 0)).sum() > 20  # raw_ess is that before the clamp
+    for prefix in ("correction/", *(["correction/raw_"] if not clamped else [])):
         if m[f"{prefix}weight_mean"] > 1e-6:
             cv = m[f"{prefix}weight_std"] / m[f"{prefix}weight_mean"]
             assert m[f"{prefix}ess"] == pytest.approx(1 / (1 + cv**2), rel=1e-4)
+
+
+@pytest.mark.parametrize("apart", [20.0, 45.0, 60.0, 88.0, 100.0])
+@pytest.mark.parametrize("name", ["token_tis", "nemo/is", "nemo/gspo", "areal/token_k2"])
+def test_large_weights_overflow_no_metric(name: str, apart: float):
+    """One token of 1,000 in ten sequences is `apart` nats likelier to the learner: its mean square is past float32's range."""
+    old, mask = jnp.full((10, 100), -1.0), jnp.ones((10, 100), bool)
+    rollout = old.at[3, 7].add(-apart)
+    m = rollout_correction(old, rollout, mask, PRESETS[name], jnp.ones((10, 100), int)).metrics
+    assert all(np.isfinite(float(value)) for value in m.values())
+    share = 0.1 if PRESETS[name].weight == "sequence" else 0.001  # what weighs anything
+    assert float(m["correction/raw_ess"]) == pytest.approx(share, rel=1e-2)
+    if name == "nemo/is":  # past 88.7 the weight is 0
+        assert float(m["correction/ess"]) == pytest.approx(share if apart < 88.7 else 1 - share, rel=1e-2)
+
+
+def test_the_raw_sample_size_sees_a_collapse_beyond_the_clamp():
+    """Sequences of 1,024 tokens, each token a little less likely to the learner (top_p): every weight is clamped to e^-20."""
+    d = -np.random.default_rng(0).exponential(0.05, (64, 1024)).astype(np.float32)
+    mask, old = jnp.ones(d.shape, bool), jnp.full(d.shape, -1.0)
+    m = rollout_correction(old, old - d, mask, PRESETS["sequence_mis"], jnp.ones(d.shape, int)).metrics
+    total = d.sum(1, dtype=np.float64)
+    w = np.exp(total - total.max())
+    assert total.max() < -40 and w.sum() ** 2 / (64 * (w**2).sum()) < 0.3
+    assert float(m["correction/raw_ess"]) == pytest.approx(w.sum() ** 2 / (64 * (w**2).sum()), rel=1e-3)
+    assert float(m["correction/weight_mean"]) == pytest.approx(math.exp(-20), rel=1e-4)  # weights are as they were
+    infinite = rollout_correction(old, (old - d).at[0, 0].set(-jnp.inf), mask, PRESETS["token_tis"]).metrics
+    assert float(infinite["correction/raw_ess"]) == pytest.approx(1 / d.size, rel=1e-5)
 
 
 def rejection(level: str, aggregation: str, statistic: str, width: float) -> Rejection:
@@ -410,6 +439,12 @@ def rejects(**fields) -> CorrectionConfig:
         (rejects(lower=2.0, upper=0.5), "reversed.*write"),
         (rejects(lower=-0.5, upper=0.5), "positive"),
         (rejects(upper=math.nan), "must be numbers"),
+        (rejects(), "token_ratio has no bounds"),
+        (rejects(lower=0.0), "token_ratio has no bounds"),
+        (rejects(level="sequence", statistic="k1"), "sequence_mean_k1 has no bounds"),
+        (rejects(statistic="mult_error", lower=1.0), "token_mult_error has no bounds"),
+        (rejects(statistic="mult_error", upper=0.5), "upper = 0.5 rejects all"),
+        (rejects(aggregation="max", upper=2.0), 'aggregation "max" has no effect at level "token"'),
         (rejects(statistic="k3", upper=-0.01), "positive|reversed"),
         (rejects(level="sequence", statistic="k1", lower=0.5, upper=-0.5), "sequence_mean_k1.*reversed"),
         (CorrectionConfig(m2_limit=0.0), "m2_limit"),

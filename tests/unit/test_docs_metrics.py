@@ -51,7 +51,7 @@ def in_code() -> set[str]:
 def of_corrections() -> set[str]:
     """Of one that does all there is."""
     everything = CorrectionConfig(
-        batch_normalize=True, m2_limit=0.04, adaptive=AdaptiveMix(), rejections=(Rejection("sequence", "k3"),)
+        batch_normalize=True, m2_limit=0.04, adaptive=AdaptiveMix(), rejections=(Rejection("sequence", "k3", upper=1.0),)
     )
     row = jax.ShapeDtypeStruct((2, 8), jnp.float32)
     mask, ids = jax.ShapeDtypeStruct(row.shape, bool), jax.ShapeDtypeStruct(row.shape, jnp.int32)

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfp8rl.config import Loss
+from jaxfp8rl.config import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
 from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
-from jaxfp8rl.optim import init_state
+from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.sft import make_sft_step
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
@@ -38,6 +38,7 @@ LOGPROBS = make_logprobs(MODEL, FLOAT32, 0.7, remat="none")
 KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients, exact, in opt_state
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
 )
+ADAM = make_optimizer(Optim(lr=1e-3), 10)  # whose momentum moves weights by itself
 policy, score_policy = make_policy(FLOAT32), make_score(LOGPROBS)
 train_step = make_train_step(LOGPROBS, FLOAT32, Loss(), CorrectionConfig(), KEEP)
 # [M, R, T]: one sequence a row and a micro-batch, padded; packed, split, with room for more than there is
@@ -286,6 +287,75 @@ def test_a_batch_without_a_token_to_learn_from_changes_nothing():
     after, _, metrics = train_step(state, policy(params()), empty, old_logps(params(), batch), None)
     assert metrics["tokens/update"] == 0 and metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 0
     assert_bit_equal(before, jax.tree.map(np.asarray, after))
+
+
+@functools.cache
+def adam_step(loss: Loss, correction: CorrectionConfig, balance_coef: float = 0.0):
+    return make_train_step(LOGPROBS, FLOAT32, loss, correction, ADAM, balance_coef=balance_coef)
+
+
+ICEPOP_NONE = CorrectionConfig(action="mask", lower=0.999, upper=1.001, denominator="all")
+REINFORCE_PAIR = Loss(objective="reinforce", old_policy="rollout")
+NOTHING = {  # loss, correction, what the engine's log-probabilities are above the learner's, factor of the advantages
+    "all sequences rejected, counted": (Loss(), get_preset("skyrl/geo_mask"), 0.5, 1),
+    "all tokens masked": (Loss(), ICEPOP_NONE, 0.5, 1),
+    "all advantages 0": (Loss(), CorrectionConfig(), 0.0, 0),
+    "all rejected, two policies": (REINFORCE_PAIR, get_preset("verl/bypass_pg_geo_rs"), 0.5, 1),
+    "all advantages 0, its own old policy": (Loss(old_policy="current"), CorrectionConfig(), 0.0, 0),
+}
+
+
+@pytest.mark.parametrize("layout", [(1, 4, 36), (2, 2, 36)])
+@pytest.mark.parametrize("case", NOTHING)
+def test_an_update_whose_gradient_is_0_by_construction_moves_nothing(case, layout):
+    """After an update that left momentum behind: neither weights, states nor counters."""
+    loss, correction, above, factor = NOTHING[case]
+    batch = laid_out(samples_of([(3, 5), (2, 6), (4, 4), (1, 7)]), layout)
+    step, old = adam_step(loss, correction), score(params(), batch)
+    good = batch._replace(rollout_logp=np.where(batch.response_mask, old, 0).astype(np.float32))
+    state, now, metrics = step(init_state(jax.tree.map(jnp.copy, params()), ADAM), policy(params()), good, old)
+    assert metrics["update/applied"] == 1 and metrics["tokens/update"] == 22 and metrics["grad_norm"] > 1e-3
+    before = jax.tree.map(np.array, state)
+    old = score(before.params, batch)
+    engine = np.where(batch.response_mask, old + above, 0).astype(np.float32)
+    bad = batch._replace(rollout_logp=engine, advantages=factor * batch.advantages)
+    after, _, metrics = step(state, now, bad, old)
+    assert metrics["grad_norm"] == 0 and metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 0
+    assert metrics["tokens/update"] == 0
+    assert_bit_equal(before, jax.tree.map(np.asarray, after))
+
+
+@pytest.mark.parametrize("coefs", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"objective": "prime_rl", "old_policy": "rollout"}])
+def test_a_term_without_an_advantage_is_learned_without_one(coefs):
+    batch = laid_out(samples_of([(3, 5), (2, 6)]), (2, 2, 36))
+    old = old_logps(params(), batch)
+    preset = get_preset("prime_rl/default") if "objective" in coefs else CorrectionConfig()
+    step = adam_step(Loss(**coefs), preset)
+    state = init_state(jax.tree.map(jnp.copy, params()), ADAM)
+    ref = old - 0.1 if "kl_coef" in coefs else None
+    _, _, metrics = step(state, policy(params()), batch._replace(advantages=0 * batch.advantages), old, ref)
+    assert metrics["grad_norm"] > 1e-6 and metrics["update/applied"] == 1 and metrics["tokens/update"] == 11
+
+
+def test_one_token_with_an_advantage_is_enough_in_whichever_microbatch():
+    batch = laid_out(samples_of([(3, 5), (2, 6), (4, 4), (1, 7)] * 2), (2, 2, 36))
+    old, at = score(params(), batch), tuple(np.argwhere(batch.response_mask)[-1])
+    assert batch.response_mask.any((1, 2)).all() or at[0] == 0
+    advantages = np.zeros_like(batch.advantages)
+    advantages[at] = 1
+    near = batch._replace(rollout_logp=np.where(batch.response_mask, old, 0).astype(np.float32), advantages=advantages)
+    _, _, metrics = adam_step(Loss(), CorrectionConfig())(
+        init_state(jax.tree.map(jnp.copy, params()), ADAM), policy(params()), near, old
+    )
+    assert metrics["update/applied"] == 1 and metrics["grad_norm"] > 0 and metrics["tokens/update"] == 44
+
+
+def test_staleness_of_two_policies_is_to_the_engine():
+    batch = laid_out(samples_of([(2, 3), (3, 4)]), (2, 2, 36))
+    now = np.asarray(score(params(), batch))
+    metrics, _ = learn(params(), batch, now, step=step_of(REINFORCE_PAIR, get_preset("verl/bypass_pg_is")))
+    want = (batch.rollout_logp - now)[batch.response_mask].mean()
+    assert abs(want) > 0.1 and metrics["staleness/k1"] == pytest.approx(want, rel=1e-5)
 
 
 def test_on_policy_ratios_are_one_and_the_correction_is_neutral():
