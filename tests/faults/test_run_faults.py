@@ -118,7 +118,7 @@ def test_row_8_what_a_failed_gate_left_is_none_of_the_next_runs(straight, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, arrays(tmp_path, 2), arrays(straight, 2))
 
 
-def test_row_8_what_is_not_a_runs_own_is_left_alone(tmp_path):
+def test_what_is_not_a_runs_own_is_left_alone(tmp_path):
     """A folder may have been somebody's before it is named as a run's."""
     (tmp_path / "reference").mkdir()
     (tmp_path / "reference" / "work.txt").write_text("years of it")
