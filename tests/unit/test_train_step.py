@@ -305,8 +305,11 @@ NOTHING = {  # loss, correction, what the engine's log-probabilities are above t
 }
 
 
-@pytest.mark.parametrize("layout", [(1, 4, 36), (2, 2, 36)])
-@pytest.mark.parametrize("case", NOTHING)
+@pytest.mark.parametrize(
+    "case, layout",
+    [("all advantages 0", (2, 2, 36)), ("all sequences rejected, counted", (1, 4, 36))]
+    + [pytest.param(case, layout, marks=pytest.mark.slow) for case in NOTHING for layout in ((1, 4, 36), (2, 2, 36))],
+)
 def test_an_update_whose_gradient_is_0_by_construction_moves_nothing(case, layout):
     """After an update that left momentum behind: neither weights, states nor counters."""
     loss, correction, above, factor = NOTHING[case]
@@ -325,7 +328,8 @@ def test_an_update_whose_gradient_is_0_by_construction_moves_nothing(case, layou
     assert_bit_equal(before, jax.tree.map(np.asarray, after))
 
 
-@pytest.mark.parametrize("coefs", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"objective": "prime_rl", "old_policy": "rollout"}])
+@pytest.mark.parametrize("coefs", [{"kl_coef": 0.1}, *(pytest.param(more, marks=pytest.mark.slow) for more in (
+    {"entropy_coef": 0.1}, {"objective": "prime_rl", "old_policy": "rollout"}))])  # fmt: skip
 def test_a_term_without_an_advantage_is_learned_without_one(coefs):
     batch = laid_out(samples_of([(3, 5), (2, 6)]), (2, 2, 36))
     old = old_logps(params(), batch)
