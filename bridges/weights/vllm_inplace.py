@@ -191,8 +191,7 @@ class VllmInplace:
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
         with stream:
             for part in parts(source, metas):
-                for rows in part:
-                    self._check_rows(rows)
+                self._check_part(part)
                 sent.digest(part)
                 self._copy_part(part, sent.views(part))
                 if not all(rows.held for rows in part):
@@ -201,12 +200,14 @@ class VllmInplace:
         sent.join()
         return sent.digests
 
-    def _check_rows(self, rows: Rows) -> None:
-        if unknown := [name for name in rows.names if name not in self._place]:
-            raise ValueError(f"the source gives {unknown[0]}, which its manifest does not list")
-        meta, shape = self._rows[self._place[rows.names[0]]].meta, tuple(rows.stack.shape)
-        of_one = shape if rows.first is None else shape[len(shape) - len(meta.shape) :]
-        manifest.check_tensor(meta, rows.names[0], str(rows.stack.dtype).removeprefix("torch."), of_one)
+    # Loops over a part are in calls of their own: the last round's names would keep it until the next is there.
+    def _check_part(self, part: list[Rows]) -> None:
+        for rows in part:
+            if unknown := [name for name in rows.names if name not in self._place]:
+                raise ValueError(f"the source gives {unknown[0]}, which its manifest does not list")
+            meta, shape = self._rows[self._place[rows.names[0]]].meta, tuple(rows.stack.shape)
+            of_one = shape if rows.first is None else shape[len(shape) - len(meta.shape) :]
+            manifest.check_tensor(meta, rows.names[0], str(rows.stack.dtype).removeprefix("torch."), of_one)
 
     def _copy_part(self, part: list[Rows], views: list[torch.Tensor]) -> None:
         for rows, view in zip(part, views):

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _NON_FINITE = {"nan", "inf", "-inf"}
-
-
-LONE = "backslashreplace"  # half of a surrogate pair, which no encoding has, as JSON writes it: \\ud83d
+_LONE = "backslashreplace"  # half of a surrogate pair, which no encoding has, becomes JSON's escape of it
 
 
 class JsonlMonitor:
@@ -25,7 +23,7 @@ class JsonlMonitor:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8", errors=LONE)
+        self._file = self.path.open("a", encoding="utf-8", errors=_LONE)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one line. numpy and JAX values are taken as their Python values."""
@@ -37,9 +35,9 @@ class JsonlMonitor:
         self._file.close()
         kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] <= step]
         draft = self.path.with_name(self.path.name + ".tmp")
-        draft.write_text("".join(kept), encoding="utf-8", errors=LONE)
+        draft.write_text("".join(kept), encoding="utf-8", errors=_LONE)
         os.replace(draft, self.path)
-        self._file = self.path.open("a", encoding="utf-8", errors=LONE)
+        self._file = self.path.open("a", encoding="utf-8", errors=_LONE)
 
     def close(self) -> None:
         self._file.close()

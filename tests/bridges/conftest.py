@@ -7,4 +7,18 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest  # noqa: E402
 from remote_servers import own, remote, served  # noqa: E402, F401  fixtures
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """live_rows of a module, its places given."""
+
+    from bridges.rollout import vllm_layout
+
+    def find(module, places):
+        monkeypatch.setattr(vllm_layout, "places", lambda model, block: places)
+        return vllm_layout.live_rows(module, (128, 128))
+
+    return find

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ import pytest
 from jaxfp8rl.build import Parts, model_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.loop import pack_samples, train
-from jaxfp8rl.rewards.runner import RewardRunner, Score
+from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.toml_config import load_config
+from micro_run import rewarded
 
 MOE = [word for key, value in {
     "model.config.architectures": '["Qwen3MoeForCausalLM"]', "model.config.model_type": "qwen3_moe",
@@ -34,8 +34,7 @@ MOE = [word for key, value in {
 )
 def test_a_small_mixture_trains(recipe, replay, more, tmp_path, monkeypatch):
     """By rewards that differ: untrained it would earn none, and not be updated."""
-    scored = lambda self, items: [Score(zlib.crc32(f"{p.id} {text}".encode()) % 7 / 6, "ok") for p, text in items]
-    monkeypatch.setattr(RewardRunner, "score", scored)
+    monkeypatch.setattr(RewardRunner, "score", rewarded)
     run = tmp_path / "run"
     train(load_config("demo", ["--run.dir", str(run), *MOE, "--precision.recipe", recipe, "--moe.replay", replay, *more]))
     steps = [m for m in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if m["step"]]

@@ -29,6 +29,7 @@ from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.sft import run_sft
 from jaxfp8rl.toml_config import load_config
 
@@ -423,9 +424,10 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
             monkeypatch.setattr(engine, "generate", real)
 
     monkeypatch.setattr(rollouts, "generate", spoilt)
+    monkeypatch.setattr(RewardRunner, "score", lambda self, items: [Score(i % 2, "ok") for i in range(len(items))])
     loop.train(config(tmp_path, run__steps=2, sft__steps=0))
     for row in metrics(tmp_path)[1:]:
-        assert row["rollout/groups_rejected"] == 1 and np.isfinite(row["loss"])
+        assert row["rollout/groups_rejected"] == 1 and row["update/applied"] == 1 and np.isfinite(row["loss"])
 
 
 def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp_path, monkeypatch):

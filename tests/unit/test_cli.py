@@ -169,10 +169,10 @@ def test_a_run_directory_may_have_a_name_that_is_no_word_of_toml(name, config, t
 
 
 def test_config_prints_what_loads_back(config, capsys, tmp_path):
-    assert cli.main(["config", config, "--run.seed", "7"]) == 0
+    assert cli.main(["config", config, "--model.config.seed", "-7"]) == 0
     again = tmp_path / "again.toml"
     again.write_text(capsys.readouterr().out)
-    assert load_config(str(again)) == load_config(config, ["--run.seed", "7"])
+    assert load_config(str(again)) == load_config(config, ["--model.config.seed", "-7"])
 
 
 def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, capsys):

@@ -179,6 +179,7 @@ def test_not_readable(tmp_path, monkeypatch):
         (["--run.dir", "runs/a b"], "run", "dir", "runs/a b"),
         (["--run.dir", "2026-01-01"], "run", "dir", "2026-01-01"),
         (["--model.path="], "model", "path", ""),
+        (["--model.config.hidden_size", "-1"], "model", "config", {"hidden_size": -1, "eos_token_id": [1, 2]}),
         (["--rollout.kv_cache_gib", "3", "--rollout.kv_cache_gib="], "rollout", "kv_cache_gib", None),
         (["--optim.lr", "1e-9"], "optim", "lr", 1e-9),
         (["--run.keep-checkpoints", "5"], "run", "keep_checkpoints", 5),

@@ -1,5 +1,8 @@
 """What crosses the seam is what the learner computes with: names, order, and every byte."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +175,24 @@ def test_what_is_made_comes_in_parts_as_equal_as_can_be_by_two_programs(params):
     assert publish._made._cache_size() <= before + 7
     held = [rows for part in parts for rows in part if rows.held]
     assert all(any(rows.stack is leaf for leaf in jax.tree.leaves(plain)) for rows in held)
+
+
+def test_nothing_is_left_of_a_part_when_the_next_is_made(params, monkeypatch):
+    """Whoever lets go of each has one in memory at a time."""
+    made, left, make = [], [], publish._made
+
+    def counted(*args):
+        gc.collect()
+        left.append(sum(ref() is not None for ref in made))
+        stack = make(*args)
+        made.append(weakref.ref(jax.tree.leaves(stack)[0]))
+        return stack
+
+    monkeypatch.setattr(publish, "_made", counted)
+    plain = policy_of(params, Precision.uniform(4, "bfloat16"))
+    for part in LearnerWeights(model(False), plain, (LayerRun(0, 4, ALL),), "bfloat16").stacks(256 * 128):
+        part.clear()
+    assert len(left) > 8 and not any(left)
 
 
 def test_a_layer_is_made_when_its_first_tensor_is_asked_for(params, monkeypatch):
