@@ -31,6 +31,7 @@ SHOWN = 25  # kernels
 def main() -> None:
     parser = arguments(__doc__, "decode_step")
     parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--prompts", type=int, default=64)
     args, found = measured(parser, measure, __file__)
     case = f"Qwen3-{size_of(args)}, {args.prompts} sequences of {args.context} tokens"
     write(args.out, "decode_step", rows_of(case, found), args.plot, each=found)
@@ -38,7 +39,7 @@ def main() -> None:
 
 def measure(name: str, args: argparse.Namespace) -> dict:
     """ms of a step, of its kernels, of the bytes that bound it; and the longest kernels: name, ms and calls of a step."""
-    with running(name, args, args.context + tokens_of(args)) as r:
+    with running(name, args, args.prompts, args.context + tokens_of(args)) as r:
         run = decoding(r.engine, args)
         run()  # compiles what is left to compile
         began = time.perf_counter()

@@ -68,8 +68,8 @@ LOGPROB = functools.partial(value, "logprob", "4096, kernel, forward and backwar
 GRPO = functools.partial(value, "grpo", "64 completions of up to 4096 tokens, fp8")
 UPDATE = functools.partial(value, "step_8b", "fp8_unified", "update")
 LONG = functools.partial(value, "rollout", "64 completions of 8192 tokens", "rollout")
-UNIFIED = functools.partial(value, "publish_moe", "Qwen3-8B fp8_unified", "publish + proof")
-ROLLOUT = functools.partial(value, "publish_moe", "Qwen3-8B fp8_rollout", "quantise + publish + proof")
+UNIFIED = functools.partial(value, "publish", "Qwen3-8B fp8_unified", "publish + proof")
+ROLLOUT = functools.partial(value, "publish", "Qwen3-8B fp8_rollout", "quantise + publish + proof")
 EXPERTS = functools.partial(value, "publish_moe", "30B-A3B fp8_unified", "publish + proof")
 N = r"([\d.]+(?:e-\d+)?)"
 # (what the README says, N where a number stands; what gives the numbers)
