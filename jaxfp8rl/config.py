@@ -203,7 +203,14 @@ class Loss(Section):
     kl: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = Field(
         "k3+", description="its estimator; one with a + has the gradient of k2"
     )
+    unbiased_kl: bool = Field(
+        False, description="weigh a token's KL by pi/mu, as if pi had sampled it (DeepSeek-V3.2); of an estimator with a +"
+    )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    opsm_delta: float | None = Field(
+        None, ge=0, description="off-policy sequence masking (DeepSeek-V3.2): where its advantage is negative, a sequence whose "
+        "mean log mu/pi exceeds this, in nats, is not learned from; absent: off"
+    )  # fmt: skip
     calibrate_clip_every: int = Field(
         0, ge=0, description="steps between calibrations of the clip bounds by a shadow learner without FP8; 0: never"
     )

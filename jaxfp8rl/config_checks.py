@@ -239,7 +239,7 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
     if not loss.overlong_buffer:
         _refuse_given(cfg, "loss", ("overlong_penalty",), "loss.overlong_buffer = 0", "loss.overlong_buffer")
     if not loss.kl_coef:
-        _refuse_given(cfg, "loss", ("kl",), "loss.kl_coef = 0", "loss.kl_coef")
+        _refuse_given(cfg, "loss", ("kl", "unbiased_kl"), "loss.kl_coef = 0", "loss.kl_coef")
     if moe.replay != "R3":
         _refuse_given(cfg, "moe", ("measure_every",), f'moe.replay = "{moe.replay}"', 'moe.replay = "R3"')
     if not (recipe.engine_fp8 or r.kv_cache == "fp8"):
@@ -298,7 +298,12 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
         check_aggregation(loss.aggregation, loss.horizon)
     with _about("loss.objective"):
         objective_parameters(loss.objective_config)
-    _check_filtered(cfg.rollout, correction, name)
+    _check_filtered(cfg.rollout, loss, correction, name)
+    if loss.unbiased_kl and not loss.kl.endswith("+"):
+        raise ConfigError(
+            f'loss.unbiased_kl with loss.kl = "{loss.kl}": its gradient is not the KL\'s, whatever it is weighed by',
+            f'set loss.kl = "{loss.kl}+", the same value with the gradient of k2',
+        )
     if cfg.rollout.samples_per_prompt == 1 and loss.advantage != "reinforce_pp":
         raise ConfigError(
             f'rollout.samples_per_prompt = 1: a group of one has loss.advantage "{loss.advantage}" 0 and nothing is learned',
@@ -339,7 +344,7 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
         )
 
 
-def _check_filtered(r: Rollout, correction: CorrectionConfig, name: str) -> None:
+def _check_filtered(r: Rollout, loss: Loss, correction: CorrectionConfig, name: str) -> None:
     """Of a token the ratio to a filtered engine is the share that the filter leaves, near 1; over a sequence these multiply."""
     given = [f"rollout.top_p = {r.top_p:g}"] * (r.top_p < 1) + [f"rollout.top_k = {r.top_k}"] * (r.top_k > 0)
     judged = [x.name() for x in correction.rejections  # a minimum or maximum is of one token
@@ -351,6 +356,12 @@ def _check_filtered(r: Rollout, correction: CorrectionConfig, name: str) -> None
             "filtered distribution, the learner's of the whole, and their ratio over a sequence vanishes "
             "(2e-9, the clamp, at top_p = 0.95 over 1,024 tokens)",
             'set rollout.top_p = 1 and rollout.top_k = 0, or a correction of tokens: correction.preset = "token_tis"',
+        )
+    if given and loss.opsm_delta is not None:
+        raise ConfigError(
+            f"{' and '.join(given)} with loss.opsm_delta = {loss.opsm_delta:g}: the engine's log-probabilities are of the "
+            "filtered distribution and above the learner's in every sequence: most with a negative advantage would be masked",
+            "set rollout.top_p = 1 and rollout.top_k = 0, or leave loss.opsm_delta out",
         )
 
 

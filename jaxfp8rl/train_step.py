@@ -26,7 +26,7 @@ from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import Correction, CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
-from jaxfp8rl.losses.objectives import kl_penalty, policy_loss
+from jaxfp8rl.losses.objectives import kl_penalty, off_policy, policy_loss
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.moe import Routing
@@ -89,12 +89,13 @@ def make_train_step(
     """
     scored = loss.old_policy == "recomputed"
 
-    def taught(fix: Correction, advantages: Array) -> Array:
+    def taught(fix: Correction, advantages: Array, masked: Array | bool) -> Array:
         """Tokens that can have a gradient [M, R, T] bool: without any it is exactly 0, and only Adam's momentum would move."""
         if loss.kl_coef or loss.entropy_coef or balance_coef:
             return fix.mask  # these terms know neither weight nor advantage
         penalised = loss.objective == "prime_rl"  # its squared log-ratio has no advantage, either
-        return fix.mask & (fix.weights != 0) & (penalised | (advantages != 0))  # of a NaN both hold, so that the guard sees it
+        weighed = (fix.weights != 0) & (penalised | (advantages != 0))  # of a NaN both hold, so that the guard sees it
+        return fix.mask & weighed & jnp.logical_not(masked)
 
     def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
         batch, old_logp, ref_logp, importance, mask, scale = micro
@@ -104,9 +105,14 @@ def make_train_step(
         if loss.old_policy == "current":
             old_logp = jax.lax.stop_gradient(logp)
         surrogate, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
+        if loss.opsm_delta is not None:
+            sequences = batch.advantages, mask, batch.segment_ids
+            cut["opsm/fraction"] = off_policy(logp, batch.rollout_logp, *sequences, loss.opsm_delta)
+            surrogate = jnp.where(cut["opsm/fraction"], 0.0, surrogate)
         total = jnp.where(importance != 0, importance * surrogate, 0.0)  # what is rejected says nothing, not 0 x infinity
         if loss.kl_coef:
-            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl))
+            sampled = batch.rollout_logp if loss.unbiased_kl else None
+            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, sampled))
             cut["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
@@ -135,7 +141,7 @@ def make_train_step(
         if not scored:
             old_logp = logp
             fix = rollout_correction(logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
-        live = jnp.any(taught(fix, batch.advantages))
+        live = jnp.any(taught(fix, batch.advantages, seen.get("opsm/fraction", False)))
         state, update = guarded_update(optimizer, state, value, grads, live)
         before = batch.rollout_logp if loss.old_policy == "rollout" else old_logp
         metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask & live), "staleness/k1": mean_over(mask, before - logp)}

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
+import tempfile
 import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax; tests/gpu is run with JAX_PLATFORMS=cuda
 os.environ["HF_HUB_OFFLINE"] = "1"
+if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # What a module or a process has compiled no other compiles again: pytest's workers and the tests' children inherit this.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxfp8rl-compiled-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import pytest
 from hypothesis import HealthCheck, settings

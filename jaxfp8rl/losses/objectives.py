@@ -229,13 +229,30 @@ def objective_parameters(config: ObjectiveConfig) -> dict[str, float | None]:
     return known | given
 
 
-def kl_penalty(logp: Array, ref_logp: Array, mask: Array, kind: str) -> Array:
+def off_policy(
+    logp: Array, sampled_logp: Array, advantages: Array, mask: Array, segment_ids: Array, delta: float
+) -> Array:  # fmt: skip
+    """Off-policy sequence masking, OPSM (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): the live tokens, bool [..., T], whose
+    advantage is negative and in whose sequence mean_t (sampled_logp - logp) > delta, in nats.
+
+    sampled_logp [..., T]: the engine's own log-probabilities, so that staleness and the engine's mismatch both count. slime's
+    delta is 1e-4. A sequence with a NaN stays, for the finite guard to see it.
+    """
+    gone = jnp.where(mask, jnp.asarray(sampled_logp, jnp.float32) - jax.lax.stop_gradient(logp), 0.0)
+    return mask & (advantages < 0) & (sequence_mean(gone, mask, segment_ids) > delta)
+
+
+def kl_penalty(logp: Array, ref_logp: Array, mask: Array, kind: str, sampled_logp: Array | None = None) -> Array:
     """Estimate of KL(now || reference) from a sampled token [..., T], float32, 0 off the mask; gradients reach `logp` alone.
 
     With d = logp - ref_logp (Schulman 2020, "Approximating KL divergence"): k1 = d; abs = |d|; k2 = d^2/2; k3 = e^-d + d - 1
     with d held to +-20 and the estimate to 10, as in verl and NeMo RL: beyond that it gives no gradient. A "+" keeps the
     value of the one named and takes the gradient of k2, d dlogp. Sampled from the policy now, that one's expectation is the
     gradient of the KL; k1's is 0, and k3's is the gradient of KL(reference || now). Raises ConfigError for another kind.
+
+    With sampled_logp [..., T] of the policy that sampled, each token is weighed by the constant exp(logp - sampled_logp), held to
+    e^+-20: value and, of a kind with "+", gradient are then unbiased whatever policy sampled. "k3+" is DeepSeek-V3.2's unbiased
+    estimate (arXiv 2512.02556, section 3.1), r k3 with the gradient through r as well: r (k3 + 1 - e^-d) dlogp = r d dlogp.
     """
     base = kind.removesuffix("+")
     if base not in _KL:
@@ -245,6 +262,9 @@ def kl_penalty(logp: Array, ref_logp: Array, mask: Array, kind: str) -> Array:
     if kind.endswith("+"):
         k2 = _KL["k2"](d)
         value = k2 - jax.lax.stop_gradient(k2) + jax.lax.stop_gradient(value)
+    if sampled_logp is not None:
+        moved = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(logp, jnp.float32)) - sampled_logp, 0.0)
+        value = jnp.exp(jnp.clip(moved, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)) * value
     return jnp.where(mask, value, 0.0)
 
 

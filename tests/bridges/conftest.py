@@ -1,5 +1,6 @@
 """One torch thread: the models are tiny, and two thread pools on two cores wait for each other. Before torch is imported."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest  # noqa: E402
 from remote_servers import own, remote, served  # noqa: E402, F401  fixtures
+
+
+@pytest.fixture(scope="module")
+def quick_collections():
+    """What other modules keep alive is not searched again at each of the collections of this one."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

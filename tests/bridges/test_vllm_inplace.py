@@ -25,15 +25,8 @@ from jaxfp8rl.errors import ConfigError  # noqa: E402
 from jaxfp8rl.registry import build_engine  # noqa: E402
 from jaxfp8rl.toml_config import load_config  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 LAYERS, ROWS, COLUMNS = 6, 4, 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    """What other modules keep alive is not searched again at each of the collections below."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Fp8LinearMethod:

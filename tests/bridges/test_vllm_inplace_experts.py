@@ -25,6 +25,7 @@ from bridges.weights.array_source import ArraySource  # noqa: E402
 from bridges.weights.linked import LinkedWeights, _SentFromGpu, send  # noqa: E402
 from bridges.weights.vllm_inplace import VllmInplace, _Reader  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 LAYERS = 6
 
 

@@ -20,14 +20,8 @@ PROGRAM, DEVICES = Path(__file__).parent / "one_of_several.py", 4
 MESH = {"train.data": 2, "train.fsdp": 2, "train.rows_per_microbatch": 4, "run.steps": 4}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, str]:
-    return {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # fmt: skip
-
-
 @contextlib.contextmanager
-def started(settings: dict, folder: Path, count: int, *more: str, happens: dict[int, tuple[str, int]] | None = None, **changes):
+def started(folder: Path, count: int, *more: str, happens: dict[int, tuple[str, int]] | None = None, **changes):
     """The `count` processes of a run; `happens`: to which what in which step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -37,8 +31,9 @@ def started(settings: dict, folder: Path, count: int, *more: str, happens: dict[
     patience = "--xla_cpu_collective_timeout_seconds=300 --xla_cpu_collective_call_terminate_timeout_seconds=300"
     one_order = "--xla_cpu_multi_thread_eigen=false"  # of sums
     flags = f"--xla_force_host_platform_device_count={DEVICES // count} {one_order} {patience}"
-    environment = os.environ | settings | {
+    environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         processes = []
@@ -59,10 +54,10 @@ def ended(processes: list[subprocess.Popen], code: int = 0) -> list[str]:
     return said
 
 
-def test_two_are_one_until_the_second_is_told_to_stop(tmp_path, compiled):
+def test_two_are_one_until_the_second_is_told_to_stop(tmp_path):
     """What is written the first has written, and says."""
-    stopped = started(compiled, tmp_path / "two", 2, happens={1: ("SIGTERM", 2)})
-    with started(compiled, tmp_path / "one", 1) as one, stopped as two:
+    stopped = started(tmp_path / "two", 2, happens={1: ("SIGTERM", 2)})
+    with started(tmp_path / "one", 1) as one, stopped as two:
         first, second = ended(two, 143)
         ended(one)
     assert "on CPUs: JAX's reduce-scatter there may return wrong sums" in first  # of these small ones it does not
@@ -75,24 +70,24 @@ def test_two_are_one_until_the_second_is_told_to_stop(tmp_path, compiled):
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_ends_both_with_its_message_and_both_go_on_or_one_alone(tmp_path, compiled):
-    failing = started(compiled, tmp_path / "two", 2, happens={0: ("engine", 3)})
-    with started(compiled, tmp_path / "one", 1) as one, failing as two:
+def test_an_engine_that_fails_ends_both_with_its_message_and_both_go_on_or_one_alone(tmp_path):
+    failing = started(tmp_path / "two", 2, happens={0: ("engine", 3)})
+    with started(tmp_path / "one", 1) as one, failing as two:
         first, second = ended(two, 5)
         ended(one)
     assert "jaxfp8rl: the engine has died" in first
     assert "jaxfp8rl: the first process has ended: the engine has died\n  next step: start another" in second
     assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2]
-    with started(compiled, tmp_path / "two", 2, "--resume") as two:
+    with started(tmp_path / "two", 2, "--resume") as two:
         ended(two)
     assert_same_run(tmp_path / "two", tmp_path / "one", step=4)
-    with started(compiled, tmp_path / "two", 1, "--resume", **{"run.steps": 5}) as one:
+    with started(tmp_path / "two", 1, "--resume", **{"run.steps": 5}) as one:
         ended(one)
     assert [m["step"] for m in metrics(tmp_path / "two")] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
-def test_what_else_a_run_may_do(tmp_path, compiled):
+def test_what_else_a_run_may_do(tmp_path):
     """Both begin with a warm start and hold on to its policy, in FP8, and say what else was likely; then each is forked from.
 
     Along "tensor": gloo's reduce-scatter, which "fsdp" takes, is wrong for weights of this size now and then (jax-ml/jax#40830).
@@ -105,9 +100,9 @@ def test_what_else_a_run_may_do(tmp_path, compiled):
         "model.config.num_key_value_heads": 4, "model.config.head_dim": 64, "precision.exclude": "",
     }  # fmt: skip
     for name, count in {"one": 1, "two": 2}.items():
-        with started(compiled, tmp_path / name, count, **both) as processes:
+        with started(tmp_path / name, count, **both) as processes:
             ended(processes)
-        with started(compiled, tmp_path / f"{name}-forked", count, "--fork", f"{tmp_path / name}@1",
+        with started(tmp_path / f"{name}-forked", count, "--fork", f"{tmp_path / name}@1",
                      **both | {"optim.lr": 1e-3}) as processes:  # fmt: skip
             ended(processes)
     assert_same_run(tmp_path / "two", tmp_path / "one", step=2)

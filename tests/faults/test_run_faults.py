@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import micro_run
 from bridges.api import EngineUnhealthy
@@ -29,26 +28,16 @@ from jaxfp8rl.rewards.runner import RewardRunner, _child_environment
 from jaxfp8rl.toml_config import SECTIONS, dump_config, load_config
 from micro_run import arrays, assert_same_run, config, metrics, words
 
-pytestmark = pytest.mark.usefixtures("quick_compile", "compiled_once")
+pytestmark = pytest.mark.usefixtures("quick_compile", "children")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory, quick_compile):
-    """The runs of this file share their compiled programs, those in child processes too; and their rewards are micro_run's."""
-    settings = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-                "jax_persistent_cache_min_compile_time_secs": 0.0}  # fmt: skip
-    before = {k: getattr(jax.config, k) for k in settings}
+def children(quick_compile):
+    """Compile as quickly, and the rewards are micro_run's."""
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in settings.items():
-            jax.config.update(key, value)
-            patch.setenv(key.upper(), str(value))
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         patch.setattr(RewardRunner, "score", micro_run.rewarded)
-        compilation_cache.reset_cache()
         yield
-    for key, value in before.items():
-        jax.config.update(key, value)
-    compilation_cache.reset_cache()
 
 
 READ: set[tuple[str, str]] = set()  # (section, key) of every setting that the undisturbed run asked for
@@ -335,7 +324,7 @@ def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):
 # 37: a setting that nobody reads
 
 NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
-    ("loss", "kl"): "loss.kl_coef", ("loss", "overlong_penalty"): "loss.overlong_buffer",
+    ("loss", "kl"): "loss.kl_coef", ("loss", "unbiased_kl"): "loss.kl_coef", ("loss", "overlong_penalty"): "loss.overlong_buffer",
     ("optim", "max_bad_steps"): "an update that is not finite", ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps", ("sft", "warmup_steps"): "sft.steps",
 }  # fmt: skip

@@ -12,6 +12,8 @@ from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.numerics import cosine, relative_l2, tile_distinct
 from pallas_kernels.quantize import reference as q
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 blockwise_matmul = jax.jit(matmul.blockwise_matmul, static_argnames="short_accumulator")
 wgrad = jax.jit(matmul.wgrad, static_argnames="short_accumulator")
 short_dot = jax.jit(matmul.short_dot)

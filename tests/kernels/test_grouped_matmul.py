@@ -17,6 +17,8 @@ from pallas_kernels.numerics import tile_distinct, worst_tile
 from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.quantize import reference as q
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 UNEVEN, HUGE = [130, 0, 5], [0, 150, 0]
 ROWS, N, K = 150, 192, 256
 SIMULATED = {  # name: (group sizes, wgrad, tiles): every walk, empty groups, rows of no group, more than one tile a block

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from pallas_kernels.numerics import spacing, tile_distinct, worst_tile
 from pallas_kernels.quantize import reference as q
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SHAPES = [(1, 1), (3, 130), (130, 64), (128, 256), (200, 300)]  # few: each is compiled
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 ROWS, BLOCKS = (1, 128), (128, 128)

@@ -25,6 +25,8 @@ from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.toml_config import dump_config, load_config
 from jaxfp8rl.trained import Trained
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SMALL = ["--run.eval_problems", "12", "--rollout.kv_cache", "auto", "--precision.recipe", "bf16"]
 
 

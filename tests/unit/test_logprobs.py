@@ -20,6 +20,8 @@ from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.logprob import api
 from pallas_kernels.numerics import relative_l2
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -25,6 +25,8 @@ from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
 from jaxfp8rl.publish import LearnerWeights, assemble, is_fp8
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 T, K, N, E = 40, 256, 128, 4
 FORMATS = {
     "W8A8": Precision(()),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.aggregation import AGGREGATIONS, token_scale
-from jaxfp8rl.losses.objectives import OBJECTIVES, ObjectiveConfig, kl_penalty, objective_parameters, policy_loss
+from jaxfp8rl.losses.objectives import OBJECTIVES, ObjectiveConfig, kl_penalty, objective_parameters, off_policy, policy_loss
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 seeds = st.integers(0, 2**32 - 1)
@@ -396,6 +396,16 @@ def test_expected_gradients_of_the_kl_estimators():
         np.testing.assert_allclose(jax.grad(expected)(theta), gradient, atol=1e-6, err_msg=kind)
     assert np.abs(forward - reverse).max() > 0.05
 
+    sampled = jax.nn.log_softmax(jnp.asarray(rng.normal(size=5)))  # by another policy: each outcome weighed by now / sampled
+    weighed = lambda t, kind: kl_penalty(log(t), ref, jnp.ones(5, bool), kind, sampled)
+    for kind in (k for k in KL_KINDS if k.endswith("+")):
+        gradient = jax.grad(lambda t: jnp.sum(jnp.exp(sampled) * weighed(t, kind)))(theta)  # noqa: B023
+        np.testing.assert_allclose(gradient, forward, atol=1e-6, err_msg=kind)
+    kl = jnp.sum(jnp.exp(log(theta)) * (log(theta) - ref))
+    np.testing.assert_allclose(jnp.sum(jnp.exp(sampled) * weighed(theta, "k3+")), kl, rtol=1e-5)
+    theirs = lambda t: jnp.sum(jnp.exp(log(t) - sampled) * (jnp.expm1(ref - log(t)) - (ref - log(t))))  # as the paper writes it
+    np.testing.assert_allclose(jax.grad(lambda t: jnp.sum(weighed(t, "k3+")))(theta), jax.grad(theirs)(theta), atol=1e-5)
+
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -407,6 +417,23 @@ def test_kl_under_the_mask_and_at_a_live_nan(kind, poison):
     for spoilt in (logp.copy(), ref.copy()):
         spoilt[at] = np.nan
         assert np.isnan(run_kl(spoilt, ref, mask, kind)[0][at])
+
+
+@given(seeds, st.floats(0.01, 3), st.sampled_from([0.0, 1e-4, 0.1, 1.0]))
+def test_off_policy_masking_is_of_whole_sequences_with_a_negative_advantage(seed, gap, delta):
+    logp, sampled, advantages, mask, segment_ids = batch(seed, gap)
+    gone = np.where(mask, sampled.astype(np.float64) - logp, 0).sum(1) / np.maximum(mask.sum(1), 1)
+    assume((np.abs(gone - delta) > 1e-5).all())
+    want = mask & (advantages < 0) & (gone > delta)[:, None]
+    chex.assert_trees_all_equal(np.asarray(off_policy(logp, sampled, advantages, mask, segment_ids, delta)), want)
+    dirty = [np.where(mask, x, np.float32(np.nan)) for x in (logp, sampled, advantages)]
+    chex.assert_trees_all_equal(np.asarray(off_policy(*dirty, mask, segment_ids, delta)), want)
+    equal = off_policy(logp, logp, advantages, mask, segment_ids, delta)
+    assert not np.asarray(equal).any(), "equal policies mask nothing"
+    at = tuple(np.argwhere(mask)[0])
+    spoilt = logp.copy()
+    spoilt[at] = np.nan
+    assert not np.asarray(off_policy(spoilt, sampled, advantages, mask, segment_ids, delta))[at[0]].any(), "the guard sees it"
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from jaxfp8rl.low_bit import CODES, DTYPES, Scaled, decode, encode, nbytes, rand
 from jaxfp8rl.optim import Formats, adamw, guarded_update, init_state, make_schedule
 from pallas_kernels.numerics import tile_distinct
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 NARROW = ("bfloat16", "float16", "float8")
 LARGEST = {"float16": 65504.0, "float8": 448.0}
 LEAST = {"float16": 2.0**-24, "float8": 2.0**-9}  # spacing below the least normal number

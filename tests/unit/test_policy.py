@@ -8,6 +8,8 @@ import pytest
 from jaxfp8rl.precision.linear import QuantizedWeight
 from pallas_kernels.quantize import reference
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 @pytest.mark.parametrize("shape", [(256, 128), (200, 96), (3, 256, 128), (3, 200, 128), (2, 2, 128, 320), (3, 8, 40)])
 def test_layers_share_no_block(shape):

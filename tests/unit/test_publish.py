@@ -1,6 +1,5 @@
 """What crosses the seam is what the learner computes with: names, order, and every byte."""
 
-import gc
 import weakref
 
 import jax
@@ -19,6 +18,8 @@ from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.publish import LearnerWeights, assemble, is_fp8, wire_manifest
 from jaxfp8rl.policy import policy_of
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ALL = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 RUNS = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, ALL), LayerRun(3, 4, ALL - {"o_proj"}))
@@ -182,7 +183,6 @@ def test_nothing_is_left_of_a_part_when_the_next_is_made(params, monkeypatch):
     made, left, make = [], [], publish._made
 
     def counted(*args):
-        gc.collect()
         left.append(sum(ref() is not None for ref in made))
         stack = make(*args)
         made.append(weakref.ref(jax.tree.leaves(stack)[0]))

@@ -145,10 +145,11 @@ MIXED = samples_of([(2, 1), (3, 7), (1, 2), (5, 5), (2, 6), (4, 4)], seed=1)
 KINDS = {
     "GSPO with sequence TIS": (Loss(objective="gspo", aggregation="seq_mean_token_mean"), "sequence_tis"),
     "GMPO, KL and entropy": (
-        Loss(objective="gmpo", aggregation="seq_mean_token_sum_norm", horizon=8, kl_coef=0.1, entropy_coef=0.05), "icepop",
+        Loss(objective="gmpo", aggregation="seq_mean_token_sum_norm", horizon=8, kl_coef=0.1, unbiased_kl=True,
+             entropy_coef=0.05), "icepop",
     ),
     "MIS, normalised": (Loss(aggregation="seq_mean_token_sum"), "slime/mis_sequence"),
-    "REINFORCE, two policies": (Loss(objective="reinforce", old_policy="rollout"), "verl/bypass_pg_is"),
+    "REINFORCE, two policies, OPSM": (Loss(objective="reinforce", old_policy="rollout", opsm_delta=0.005), "verl/bypass_pg_is"),
     "prime-rl": (Loss(objective="prime_rl", old_policy="rollout"), "prime_rl/default"),
 }  # fmt: skip
 # Each objective in other layouts is in test_objectives.py, each correction in test_correction_laws.py.
@@ -167,6 +168,7 @@ def test_every_kind_of_loss_is_as_independent_of_the_layout(kind):
     assert distance(grads, other_grads) < 2e-6 and metrics["grad_norm"] > 1e-3
     for key, value in metrics.items():
         np.testing.assert_allclose(other[key], value, rtol=2e-5, atol=2e-6, err_msg=key)
+    assert loss.opsm_delta is None or 0.1 < metrics["opsm/fraction"] < 0.9
 
 
 def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sample]:
@@ -176,7 +178,7 @@ def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sam
     for s in samples:
         m, r, t = (x[0] for x in np.nonzero(batch.rollout_logp == s.logprobs[0]))
         span = slice(t, t + len(s.completion))
-        noise = 0.2 * np.sin(np.arange(len(s.completion)) + 5 * s.advantage).astype(np.float32)
+        noise = 0.2 * np.sin(np.arange(len(s.completion)) + 2.5 * s.advantage).astype(np.float32)
         out.append(s._replace(logprobs=scores[m, r, span] + noise))
     return out
 
@@ -196,7 +198,8 @@ def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved(preset,
     assert two[0]["mismatch/k3"] > 1e-3  # not neutral
 
 
-@pytest.mark.parametrize("preset, objective", [("token_tis", "ppo_clip"), ("sequence_tis", "gspo"), ("icepop", "cispo")])
+@pytest.mark.parametrize("preset, objective", [("token_tis", "ppo_clip"), *(
+    pytest.param(*more, marks=pytest.mark.slow) for more in (("sequence_tis", "gspo"), ("icepop", "cispo")))])  # fmt: skip
 def test_an_update_that_is_its_own_old_policy_is_the_one_that_was_scored(preset, objective):
     """At the weights that were scored: the same loss, gradient and metrics, whatever it is told of old log-probabilities."""
     batch, correction = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36)), get_preset(preset)._replace(denominator="all")
@@ -223,6 +226,22 @@ def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
     share = 1 if denominator == "kept" else 18 / 25
     assert distance(grads, jax.tree.map(lambda g: share * g, without)) < 1e-6
     assert metrics["correction/rejected_fraction"] == pytest.approx(7 / 25)
+
+
+def test_a_sequence_masked_for_being_off_policy_stays_in_the_denominator_and_teaches_nothing():
+    """As with an advantage of 0; those that were good are learned from, however far they are."""
+    samples = near_policy(MIXED, (2, 2, 36))
+    far = [s._replace(logprobs=s.logprobs + (0.5 if i % 3 else -0.5), advantage=0.5 - i % 2) for i, s in enumerate(samples)]
+    masked = [i % 3 != 0 and i % 2 == 1 for i in range(len(far))]
+    left = [s._replace(advantage=0.0) if gone else s for s, gone in zip(far, masked)]
+    batch, zeroed = (laid_out(x, (2, 2, 36)) for x in (far, left))
+    old = np.asarray(score(params(), batch))
+    metrics, grads = learn(params(), batch, old, step=step_of(Loss(opsm_delta=0.3), CorrectionConfig()))
+    other, wanted = learn(params(), zeroed, old, step=step_of(Loss(), CorrectionConfig()))
+    assert distance(grads, wanted) < 1e-6 and metrics["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    lengths = [len(s.completion) for s in far]
+    assert metrics["opsm/fraction"] == pytest.approx(sum(n for n, gone in zip(lengths, masked) if gone) / sum(lengths))
+    assert 0.1 < metrics["opsm/fraction"] < 0.9
 
 
 def test_a_policy_that_has_not_left_its_reference_pays_nothing():
@@ -296,23 +315,24 @@ def adam_step(loss: Loss, correction: CorrectionConfig, balance_coef: float = 0.
 
 ICEPOP_NONE = CorrectionConfig(action="mask", lower=0.999, upper=1.001, denominator="all")
 REINFORCE_PAIR = Loss(objective="reinforce", old_policy="rollout")
-NOTHING = {  # loss, correction, what the engine's log-probabilities are above the learner's, factor of the advantages
-    "all sequences rejected, counted": (Loss(), get_preset("skyrl/geo_mask"), 0.5, 1),
-    "all tokens masked": (Loss(), ICEPOP_NONE, 0.5, 1),
-    "all advantages 0": (Loss(), CorrectionConfig(), 0.0, 0),
-    "all rejected, two policies": (REINFORCE_PAIR, get_preset("verl/bypass_pg_geo_rs"), 0.5, 1),
-    "all advantages 0, its own old policy": (Loss(old_policy="current"), CorrectionConfig(), 0.0, 0),
+NOTHING = {  # loss, correction, what the engine's log-probabilities are above the learner's, what becomes of the advantages
+    "all sequences rejected, counted": (Loss(), get_preset("skyrl/geo_mask"), 0.5, np.copy),
+    "all tokens masked": (Loss(), ICEPOP_NONE, 0.5, np.copy),
+    "all sequences masked for being off-policy": (Loss(opsm_delta=0.1), CorrectionConfig(), 0.5, lambda a: -np.abs(a)),
+    "all advantages 0": (Loss(), CorrectionConfig(), 0.0, np.zeros_like),
+    "all rejected, two policies": (REINFORCE_PAIR, get_preset("verl/bypass_pg_geo_rs"), 0.5, np.copy),
+    "all advantages 0, its own old policy": (Loss(old_policy="current"), CorrectionConfig(), 0.0, np.zeros_like),
 }
 
 
 @pytest.mark.parametrize(
     "case, layout",
-    [("all advantages 0", (2, 2, 36)), ("all sequences rejected, counted", (1, 4, 36))]
+    [("all sequences rejected, counted", (1, 4, 36))]
     + [pytest.param(case, layout, marks=pytest.mark.slow) for case in NOTHING for layout in ((1, 4, 36), (2, 2, 36))],
 )
 def test_an_update_whose_gradient_is_0_by_construction_moves_nothing(case, layout):
     """After an update that left momentum behind: neither weights, states nor counters."""
-    loss, correction, above, factor = NOTHING[case]
+    loss, correction, above, made = NOTHING[case]
     batch = laid_out(samples_of([(3, 5), (2, 6), (4, 4), (1, 7)]), layout)
     step, old = adam_step(loss, correction), score(params(), batch)
     good = batch._replace(rollout_logp=np.where(batch.response_mask, old, 0).astype(np.float32))
@@ -321,7 +341,7 @@ def test_an_update_whose_gradient_is_0_by_construction_moves_nothing(case, layou
     before = jax.tree.map(np.array, state)
     old = score(before.params, batch)
     engine = np.where(batch.response_mask, old + above, 0).astype(np.float32)
-    bad = batch._replace(rollout_logp=engine, advantages=factor * batch.advantages)
+    bad = batch._replace(rollout_logp=engine, advantages=made(batch.advantages))
     after, _, metrics = step(state, now, bad, old)
     assert metrics["grad_norm"] == 0 and metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 0
     assert metrics["tokens/update"] == 0
