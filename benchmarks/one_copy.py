@@ -55,22 +55,14 @@ SAME_SUMS = "--xla_gpu_autotune_level=0"
 
 def main() -> None:
     parser = arguments(__doc__, "one_copy")
-    parser.add_argument("--child", nargs=2, metavar=("ONE_COPY", "OUT"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("OF", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        wide = [w for k, v in SHAPE.items() for w in (f"--model.config.{k}", str(v))]
-        Path(args.child[1]).write_text(json.dumps(two_updates(args.child[0] == "true", wide)))
+        Path(args.child[1]).write_text(json.dumps(two_updates(*json.loads(args.child[0]))))
         return
-    folder = Path(tempfile.mkdtemp())
-
-    def child(one_copy: str, number: int) -> dict:
-        out, flags = folder / str(number), f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"
-        command = [sys.executable, __file__, "--child", one_copy, str(out)]
-        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": flags})
-        return json.loads(out.read_text())
-
+    wide = [w for k, v in SHAPE.items() for w in (f"--model.config.{k}", str(v))]
     with ThreadPoolExecutor() as pool:  # at once: what is measured is each process's own memory, and its bits
-        one, two, again = pool.map(child, ("true", "false", "false"), range(3))
+        one, two, again = pool.map(lambda one_copy: apart(one_copy, wide), (True, False, False))
     rows = [row("Qwen3-0.6B", f"{what} memory of the learner", "GB", one[key] / 1e9, two[key] / 1e9, "two copies", True)
             for what, key in (("resting", "in_use"), ("peak", "peak"))]  # fmt: skip
     saved, apart = two["in_use"] - one["in_use"], "between processes, two copies and"
@@ -78,6 +70,15 @@ def main() -> None:
             f"{apart} two": equal(two, again)}  # fmt: skip
     write(args.out, "one_copy", rows, args.plot, codes_bytes=one["codes"], saved=saved, equal_to_the_bit=bits)
     print(f"codes {one['codes']:,} bytes, saved {saved:,}; equal to the bit: {bits}")
+
+
+def apart(one_copy: bool, options: list[str]) -> dict:
+    """`two_updates` in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, flags = Path(folder) / "found.json", f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"
+        command = [sys.executable, __file__, "--child", json.dumps([one_copy, options]), str(out)]
+        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": flags})
+        return json.loads(out.read_text())
 
 
 def equal(a: dict, b: dict) -> dict[str, str]:

@@ -299,7 +299,7 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
     with _about("loss.objective"):
         objective_parameters(loss.objective_config)
     _check_filtered(cfg.rollout, loss, correction, name)
-    if loss.unbiased_kl and not loss.kl.endswith("+"):
+    if loss.kl_coef and loss.unbiased_kl and not loss.kl.endswith("+"):
         raise ConfigError(
             f'loss.unbiased_kl with loss.kl = "{loss.kl}": its gradient is not the KL\'s, whatever it is weighed by',
             f'set loss.kl = "{loss.kl}+", the same value with the gradient of k2',

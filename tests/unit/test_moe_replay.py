@@ -28,6 +28,8 @@ from jaxfp8rl.sharding import ONE
 from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.train_step import make_logprobs
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 MODEL = ModelConfig.from_hf({
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32,
     "intermediate_size": 48, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
