@@ -113,6 +113,10 @@ class Checkpoints:
             if not (problem := damage(self._folder / str(step))):
                 return step
             self.damaged[step] = problem
+        if len(steps) == 1 < len(kept := self.steps()):  # it was asked for, and there are others
+            others = " or ".join(str(s) for s in kept if s != steps[0])
+            what = f"{self._folder}: checkpoint {steps[0]} is damaged: {self.damaged[steps[0]]}"
+            raise CheckpointError(what, f"take that of step {others}")
         raise self.none_to_go_on_from()
 
     def none_to_go_on_from(self) -> CheckpointError:

@@ -167,9 +167,20 @@ def init_state(
 ) -> TrainState:
     """A fresh TrainState around float32 parameters, which become its masters; under float16 with a loss scale."""
     steps, bad, good = (jnp.zeros((), jnp.int32) for _ in range(3))  # three buffers: each is donated
-    scale = FIRST_LOSS_SCALE if compute_dtype == "float16" else 1.0
     masters, opt_state = _ours(optimizer).init(params)
-    return TrainState(steps, masters, opt_state, bad, jnp.float32(scale), good)
+    return TrainState(steps, masters, opt_state, bad, jnp.float32(first_loss_scale(compute_dtype)), good)
+
+
+def first_loss_scale(compute_dtype: str) -> float:
+    return FIRST_LOSS_SCALE if compute_dtype == "float16" else 1.0
+
+
+def rescaled(state: TrainState, compute_dtype: str) -> TrainState:
+    """A state of another run: with a loss scale exactly where `compute_dtype` asks for one, in the memory that it was in."""
+    if bool(state.loss_scale > 1) == (compute_dtype == "float16"):
+        return state
+    scale = 0 * state.loss_scale + first_loss_scale(compute_dtype)
+    return state._replace(loss_scale=scale, good_steps=0 * state.good_steps)
 
 
 def _ours(optimizer: Optimizer | optax.GradientTransformation) -> Optimizer:
@@ -184,14 +195,15 @@ def guarded_update(
     delay, not a guard.) Every byte is also kept where nothing is `live`: Adam's momentum is no reason to move by itself.
 
     With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is halved; it doubles
-    after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+    after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). At 2
+    it is halved no more, since 1 is none at all: gradients that overflow then are a bad step.
     """
     finite = jnp.isfinite(loss)
     scale = 1 / state.loss_scale  # a power of two
     params, opt_state, norm = _ours(optimizer).update(grads, scale, state.opt_state, state.params, finite & live)
     sound = finite & jnp.isfinite(norm)
     ok, scaling = sound & live, state.loss_scale > 1
-    overflow = scaling & finite & ~sound
+    overflow = (state.loss_scale > 2) & finite & ~sound
     grow = ok & scaling & (state.good_steps + 1 >= LOSS_SCALE_PATIENCE) & (state.loss_scale < LARGEST_LOSS_SCALE)
     new = TrainState(
         step=state.step + ok,

@@ -75,6 +75,7 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[R
     formats = _embedded_formats(cfg)
     precision = Precision(
         runs, activations_fp8=formats.activations == FP8_ACTIVATION, kv_fp8=formats.kv_cache == FP8_KV,
+        rope_dtype=formats.compute, router_dtype=formats.compute,
         compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),

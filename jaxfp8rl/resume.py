@@ -17,6 +17,7 @@ from jaxfp8rl.config_changes import changes, described
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.errors import CheckpointError, ConfigError, NonFiniteStep
 from jaxfp8rl.low_bit import decode, is_scaled
+from jaxfp8rl.optim import rescaled
 from jaxfp8rl.precision.checks import bad_tensors, check_finite
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.toml_config import load_config
@@ -85,6 +86,7 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
     name, step = _source(source)
     other = Checkpoints(name / "checkpoints", 1, parts.group)
     state, loop = other.restore(_like(parts), step)
+    state = rescaled(state, parts.precision.compute_dtype)
     mine, theirs = parts.stream.state(), loop["stream"]
     if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
         parts.stream = PromptStream.from_state(parts.train, theirs)

@@ -106,8 +106,8 @@ def make_train_step(
             old_logp = jax.lax.stop_gradient(logp)
         surrogate, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
         if loss.opsm_delta is not None:
-            sequences = batch.advantages, mask, batch.segment_ids
-            cut["opsm/fraction"] = off_policy(logp, batch.rollout_logp, *sequences, loss.opsm_delta)
+            sequences = batch.advantages, batch.response_mask, batch.segment_ids  # whole, with what was rejected
+            cut["opsm/fraction"] = off_policy(logp, batch.rollout_logp, *sequences, loss.opsm_delta) & mask
             surrogate = jnp.where(cut["opsm/fraction"], 0.0, surrogate)
         total = jnp.where(importance != 0, importance * surrogate, 0.0)  # what is rejected says nothing, not 0 x infinity
         if loss.kl_coef:

@@ -77,6 +77,9 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
         with context:
             saved = ocp.load_checkpointables(folder.absolute(), {"state": {"params": like}, "loop": None})
     except Exception as e:  # Orbax's are of many kinds
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} was there, and is not any more: the run keeps fewer checkpoints",
+                                  "try again, or set run.keep_checkpoints higher") from e  # fmt: skip
         raise CheckpointError(f"{folder} cannot be read as the run's config.toml says: {unlike(folder, {'params': like}, e)}",
                               "restore the run's own config.toml") from e  # fmt: skip
     numbers = lambda p: decode(p) if is_scaled(p) else p

@@ -198,10 +198,12 @@ def _next_step(key: str) -> str:
 
 
 def _integers(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str, int]:
-    """The sizes. Llama may leave out head_dim and num_key_value_heads; Qwen3's own defaults fit no real model."""
+    """The sizes. Llama may leave out head_dim and num_key_value_heads, Qwen3-MoE the first; Qwen3's own defaults fit no real
+    model."""
     values = {key: raw.get(key) for key in _INTEGERS}
-    if architecture == "LlamaForCausalLM" and values["num_attention_heads"] and values["hidden_size"]:
-        values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
+    if architecture != "Qwen3ForCausalLM" and values["num_attention_heads"] and values["hidden_size"]:
+        if architecture == "LlamaForCausalLM":
+            values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
     _positive(values, where)
     if values["num_attention_heads"] % values["num_key_value_heads"]:

@@ -92,7 +92,9 @@ def save_params(
         for name in TOKENIZER_FILES if tokenizer_from else ():
             if (Path(tokenizer_from) / name).is_file():
                 shutil.copyfile(Path(tokenizer_from) / name, partial / name)
-        partial.chmod(0o755)  # mkdtemp's folders are private
+        for path in partial.iterdir():
+            path.chmod(0o644)  # safetensors' files are private, as are
+        partial.chmod(0o755)  # mkdtemp's folders
         os.rename(partial, folder)
     except BaseException as e:
         shutil.rmtree(partial, ignore_errors=True)

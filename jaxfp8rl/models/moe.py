@@ -17,6 +17,7 @@ from jax import Array
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear
+from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.sharding import ONE, Layout
 
@@ -51,7 +52,7 @@ def mixture(
     devices along "tensor" each computes its own experts, of all tokens.
     """
     x = x_BTD.reshape(-1, x_BTD.shape[-1])
-    logits = _router_logits(x, w["gate"]["weight"], experts)
+    logits = _router_logits(x, w["gate"]["weight"], experts, precision.router_dtype)
     own = jnp.sort(jax.lax.top_k(logits, experts.num_experts_per_tok)[1], -1)
     ids = own if routes_BTk is None else _replayed(routes_BTk.reshape(own.shape), own)
     gates, x = layout.enter(_gates(logits, ids, experts)), layout.enter(x)
@@ -68,9 +69,11 @@ def mixture(
     return y_TD.reshape(x_BTD.shape), Routing(kept, _balance(logits, layout.join(d.groups.sizes), live))
 
 
-def _router_logits(x_TD: Array, weight_ED: Array, experts: Experts) -> Array:
+def _router_logits(x_TD: Array, weight_ED: Array, experts: Experts, dtype: str) -> Array:
+    """[T, E] float32, summed in float32 and rounded to `dtype` as the engine's are, which breaks ties; the gradient is not."""
     weight = jax.lax.stop_gradient(weight_ED) if experts.frozen_router else weight_ED
-    return jnp.einsum("td,ed->te", x_TD.astype(jnp.float32), weight.astype(jnp.float32), precision=HIGHEST)
+    logits = jnp.einsum("td,ed->te", x_TD.astype(jnp.float32), weight.astype(jnp.float32), precision=HIGHEST)
+    return logits if dtype == "float32" else logits + jax.lax.stop_gradient(round_to(logits, dtype) - logits)
 
 
 def _replayed(routes_Tk: Array, own_Tk: Array) -> Array:

@@ -119,7 +119,11 @@ def trainable(weights: dict, handles: dict) -> dict:
 def round_to(x: Array, dtype: str) -> Array:
     """x rounded to a narrower float type, in its own dtype. Not a pair of casts: XLA may drop those as excess precision."""
     to = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, to.nexp, to.nmant)
+    rounded = jax.lax.reduce_precision(x, to.nexp, to.nmant)  # which has no subnormal numbers
+    if dtype != "float16":  # whose smallest normal one is 6e-5, where weights are; of the others they are nothing
+        return rounded
+    step = 2.0 ** (to.minexp - to.nmant)
+    return jnp.where(jnp.abs(x) < 2.0**to.minexp, jnp.round(x / step) * step, rounded)
 
 
 Weight = Array | QuantizedWeight | SharedWeight | TrainableWeight

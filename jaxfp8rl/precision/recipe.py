@@ -105,6 +105,7 @@ class Precision:
     kv_truncated: towards zero, in the learner's forward (see EngineFormats); the embedded engine's cache never is.
     attention_fp8: queries and probabilities are rounded to E4M3 likewise, each before its product.
     rope_dtype: the float type of the engine's table of cosines and sines.
+    router_dtype: the float type the logits of the engine's routers are rounded to.
     logits_dtype: the float type the engine's logits are rounded to.
     fused, fused_quantizer: where a compiled engine does not round, or quantises in a fused kernel: see EngineFormats. With
         `fused` norms see the residual stream's last sum unrounded.
@@ -122,6 +123,7 @@ class Precision:
     kv_truncated: bool = False
     attention_fp8: bool = False
     rope_dtype: str = "float32"
+    router_dtype: str = "float32"
     logits_dtype: str = "float32"
     fused: bool = False
     fused_quantizer: bool = False
@@ -173,7 +175,7 @@ def fp8_runs(
     sets = [fp8_modules(i) for i in range(num_layers)]
     for kind in set(sparse):
         used = frozenset().union(*(names for names, is_sparse in zip(sets, sparse) if is_sparse == kind))
-        _check_shapes(_in_layer(shapes, kind), used)
+        _check_shapes(_in_layer(shapes, kind), used, _FUSED_SPARSE if kind else _FUSED)
     _check_fused(sets, sparse)
     return _runs(sets, sparse)
 
@@ -187,7 +189,7 @@ _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 _FUSED_SPARSE = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj", "down_proj"})  # a layer's experts are of one format
 
 
-def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str]) -> None:
+def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str], together: tuple[set[str], ...]) -> None:
     odd = []
     for module, (n, k) in shapes.items():
         short = module.split(".")[-1]
@@ -197,7 +199,7 @@ def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str]) -> N
     if odd:
         listing = ", ".join(f"{s} [{n}, {k}]" for s, n, k in odd)
         names = {s for s, _, _ in odd}
-        whole = sorted(names.union(*(group for group in _FUSED if group & names)))  # the engine fuses them: all or none
+        whole = sorted(names.union(*(group for group in together if group & names)))  # the engine fuses them: all or none
         raise ConfigError(
             f"precision: FP8 blocks are {BLOCK}x{BLOCK} and these linears of every layer do not divide: {listing}",
             f'leave them in high precision: precision.exclude = "{"|".join(whole)}"',
@@ -242,6 +244,7 @@ def resolve(
         kv_truncated=recipe.forward_fp8 and formats.kv_truncated,
         attention_fp8=recipe.forward_fp8 and formats.attention == FP8_KV,
         rope_dtype=formats.compute,
+        router_dtype=formats.compute,
         logits_dtype=formats.logits,
         fused=formats.fused,
         fused_quantizer=recipe.forward_fp8 and formats.fused_quantizer,

@@ -152,6 +152,13 @@ def test_row_30_when_all_are_damaged_each_is_named_and_what_is_too_much_is_damag
         saved.restore(LIKE)
 
 
+def test_row_30_one_that_was_asked_for_and_is_damaged_names_the_others(saved, tmp_path):
+    files(tmp_path / "checkpoints" / "4")[0].write_text("garbage")
+    with pytest.raises(CheckpointError, match="checkpoint 4 is damaged: ") as error:
+        saved.restore(LIKE, 4)
+    assert error.value.next_step == "take that of step 2"
+
+
 def test_row_30_a_damaged_checkpoint_is_set_aside_when_the_run_goes_on_before_it(saved, tmp_path):
     files(tmp_path / "checkpoints" / "4")[0].write_text("garbage")
     _, loop = saved.restore(LIKE)

@@ -293,6 +293,9 @@ def test_row_35_a_fork_is_the_run_it_left(straight, tmp_path, capsys):
         jax.tree.map(np.testing.assert_array_equal, arrays(tmp_path, step), arrays(straight, step))
 
 
+HALF = {"precision__compute_dtype": "float16", "precision__weight_dtype": "float16"}
+
+
 @pytest.mark.slow
 def test_row_35_a_fork_may_differ_in_what_its_state_does_not_hold(straight, tmp_path, capsys):
     other = tmp_path / "other"
@@ -304,6 +307,8 @@ def test_row_35_a_fork_may_differ_in_what_its_state_does_not_hold(straight, tmp_
     loop.train(config(tmp_path / "its fork", run__steps=3, optim__master="float16", loss__kl_coef=0.1), fork_of=str(few))
     assert metrics(tmp_path / "its fork")[-1]["step"] == 3
     loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=8), resume=True)
+    loop.train(config(tmp_path / "half", run__steps=7, precision__recipe="fp16", **HALF), fork_of=str(straight))
+    assert metrics(tmp_path / "half")[-1]["update/loss_scale"] > 1, "a format that wants a loss scale has one"
 
 
 def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):

@@ -66,6 +66,7 @@ def test_save_load_round_trip(cfg, tmp_path):
     chex.assert_trees_all_equal(got, rounded(params))
     in_bf16 = load_params(tmp_path / "out", dtype="bfloat16")[1]
     assert {a.dtype for a in jax.tree.leaves(in_bf16)} == {np.dtype(bfloat16)}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}, "another account may read it"
 
 
 @pytest.mark.parametrize("cfg", [QWEN3, TIED, LLAMA], ids=["qwen3", "tied", "llama3"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -12,15 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxfp8rl.errors import ModelError
+from jaxfp8rl.errors import ConfigError, ModelError
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import Experts, ModelConfig
-from jaxfp8rl.models.hf_names import empty_params, get_param, param_table, set_param
+from jaxfp8rl.models.hf_names import empty_params, get_param, linear_shapes, param_table, set_param
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, forward_and_seen, forward_cached, head_weight, init_cache, split_layers
 from jaxfp8rl.policy import as_params
-from jaxfp8rl.precision.recipe import Precision, plain_runs
+from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HF = {
@@ -180,6 +181,21 @@ def test_a_frozen_router_gets_no_gradient_and_its_input_does():
     chex.assert_trees_all_close((free[0]["experts"], free[1]), (frozen[0]["experts"], frozen[1]), rtol=1e-6)
 
 
+def test_router_logits_are_rounded_as_an_engines_are_and_their_gradient_is_not():
+    experts, rng = Experts(64, 8, 16, True), np.random.default_rng(0)
+    w, x = layer_of(experts), jnp.asarray(rng.standard_normal((1, 300, 24), np.float32))
+    engines = dataclasses.replace(Precision.uniform(1), router_dtype="bfloat16")
+    chosen = {p.router_dtype: np.asarray(moe.mixture(x, w, experts, p, False)[1].ids[0]) for p in (engines, Precision.uniform(1))}
+    logits = np.asarray(jnp.asarray(x[0] @ w["gate"]["weight"].T, jnp.bfloat16), np.float32)
+    want = np.sort(np.argsort(-logits, axis=-1, kind="stable")[:, :8], -1)  # of equal ones the first
+    assert np.mean((chosen["bfloat16"] == want).all(-1)) > 0.99  # sums are of another order, and may round another way
+    assert 0.01 < np.mean((chosen["bfloat16"] != chosen["float32"]).any(-1)) < 0.5
+    slopes = [jax.grad(lambda g, d=d: jnp.sum(jnp.sin(moe._router_logits(x[0], g, experts, d))))(w["gate"]["weight"])
+              for d in ("float32", "bfloat16")]  # fmt: skip
+    np.testing.assert_allclose(slopes[1], slopes[0], atol=0.02 * float(jnp.abs(slopes[0]).max()))
+    assert len(np.unique(np.asarray(slopes[1]))) > 0.9 * slopes[1].size, "not of bfloat16's few numbers"
+
+
 def test_the_balance_is_one_where_all_experts_have_as_much_to_do():
     experts = Experts(4, 1, 16, True)
     x = 20 * jnp.eye(4)[None]  # token i is expert i's
@@ -236,6 +252,17 @@ def test_config_round_trip():
     assert cfg.experts == Experts(5, 2, 32, True, 2, (0, 2)) and cfg.qk_norm
     assert ModelConfig.from_hf(cfg.to_hf()) == cfg
     assert cfg.to_hf()["router_aux_loss_coef"] == 0.001  # kept, though ours is in the run's own config
+    without = ModelConfig.from_hf({k: v for k, v in HF.items() if k != "head_dim"})  # as transformers' own config may be
+    assert without.head_dim == HF["hidden_size"] // HF["num_attention_heads"]
+
+
+def test_what_is_advised_for_widths_without_blocks_is_accepted():
+    cfg = ModelConfig.from_hf(HF | {"hidden_size": 192, "moe_intermediate_size": 128, "head_dim": 32})
+    runs = functools.partial(fp8_runs, linear_shapes(cfg), cfg.num_hidden_layers, sparse_layers=cfg.sparse_layers)
+    with pytest.raises(ConfigError, match="do not divide") as refused:
+        runs()
+    advice = re.search('exclude = "(.*)"', refused.value.next_step)[1]
+    assert "down_proj" in advice and not any("gate_proj" in run.fp8 for run in runs(exclude=advice))
 
 
 @pytest.mark.parametrize(

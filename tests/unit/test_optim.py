@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxfp8rl.config import Optim
-from jaxfp8rl.optim import LOSS_SCALE_PATIENCE, guarded_update, init_state, make_optimizer, make_schedule
+from jaxfp8rl.optim import LOSS_SCALE_PATIENCE, guarded_update, init_state, make_optimizer, make_schedule, rescaled
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PARAMS = {
@@ -122,3 +122,13 @@ def test_gradients_that_overflow_float16_halve_the_loss_scale_and_are_no_bad_ste
     patient = state._replace(good_steps=jnp.int32(LOSS_SCALE_PATIENCE - 1))
     state, metrics = update(patient, jnp.float32(1.0), GRADS)
     assert float(state.loss_scale) == before and int(state.good_steps) == 0 and metrics["update/applied"] == 1
+    state, metrics = update(state._replace(loss_scale=jnp.float32(2)), jnp.float32(1.0), infinite)  # at 1 it could not grow again
+    assert float(state.loss_scale) == 2 and int(state.bad_steps) == 1 and metrics["update/overflow"] == 0
+
+
+def test_a_state_of_another_run_has_a_loss_scale_where_its_format_wants_one():
+    plain, scaled = (init_state(PARAMS, OPTIMIZER, dtype) for dtype in ("bfloat16", "float16"))
+    halved = scaled._replace(loss_scale=scaled.loss_scale / 4, good_steps=jnp.int32(7))
+    assert rescaled(halved, "float16") is halved and rescaled(plain, "bfloat16") is plain
+    for state, dtype, like in ((plain, "float16", scaled), (halved, "bfloat16", plain)):
+        assert as_bytes(rescaled(state, dtype)) == as_bytes(like)

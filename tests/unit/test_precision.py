@@ -188,6 +188,10 @@ def test_round_to_survives_jit_and_is_the_cast():
     x = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
     want = np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(jax.jit(round_to, static_argnums=1)(x, "bfloat16"), want)
+    small = x * jnp.float32(2) ** -jnp.arange(1000.0) ** 0.5  # to below the least that float16 has
+    want = np.asarray(small).astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(round_to, static_argnums=1)(small, "float16"), want)
+    assert 0.1 < np.mean((want != 0) & (np.abs(want) < 2.0**-14)) < 0.9 and (want == 0).any(), "with numbers that are not normal"
 
 
 # --- recipes

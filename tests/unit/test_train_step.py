@@ -229,17 +229,20 @@ def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
 
 
 def test_a_sequence_masked_for_being_off_policy_stays_in_the_denominator_and_teaches_nothing():
-    """As with an advantage of 0; those that were good are learned from, however far they are."""
+    """As with an advantage of 0; those that were good are learned from, however far they are. What a rejection takes out still
+    says how far its sequence is: the second is by one token."""
     samples = near_policy(MIXED, (2, 2, 36))
     far = [s._replace(logprobs=s.logprobs + (0.5 if i % 3 else -0.5), advantage=0.5 - i % 2) for i, s in enumerate(samples)]
+    far[1] = samples[1]._replace(logprobs=samples[1].logprobs + np.float32([8, 0, 0, 0, 0, 0, 0]), advantage=-0.5)
     masked = [i % 3 != 0 and i % 2 == 1 for i in range(len(far))]
+    reject = CorrectionConfig(rejections=(Rejection("token", "k1", "mean", -2.0, 2.0),))
     left = [s._replace(advantage=0.0) if gone else s for s, gone in zip(far, masked)]
     batch, zeroed = (laid_out(x, (2, 2, 36)) for x in (far, left))
     old = np.asarray(score(params(), batch))
-    metrics, grads = learn(params(), batch, old, step=step_of(Loss(opsm_delta=0.3), CorrectionConfig()))
-    other, wanted = learn(params(), zeroed, old, step=step_of(Loss(), CorrectionConfig()))
+    metrics, grads = learn(params(), batch, old, step=step_of(Loss(opsm_delta=0.3), reject))
+    other, wanted = learn(params(), zeroed, old, step=step_of(Loss(), reject))
     assert distance(grads, wanted) < 1e-6 and metrics["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    lengths = [len(s.completion) for s in far]
+    lengths = [len(s.completion) - (i == 1) for i, s in enumerate(far)]
     assert metrics["opsm/fraction"] == pytest.approx(sum(n for n, gone in zip(lengths, masked) if gone) / sum(lengths))
     assert 0.1 < metrics["opsm/fraction"] < 0.9
 
