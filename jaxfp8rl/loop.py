@@ -199,15 +199,16 @@ def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
 
 
 def evaluate(parts: Parts, version: int) -> dict[str, float]:
-    """Mean reward of one greedy completion for each held-out problem; an undefined score counts as 0. Nothing when the task
-    holds none out."""
+    """Mean reward of one greedy completion for each held-out problem, of which those without a score, and those that cannot be
+    scored, count as 0, and how many these are. Nothing when the task holds none out."""
     if not parts.held_out:
         return {}
     requests = rollouts.make_requests(parts.held_out, parts.greedy, 1, parts.cfg.run.seed, EVAL_STEP + version)
     kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version)
-    rewards = np.concatenate([g.rewards for g in rollouts.score(kept, parts.tokenizer, parts.rewards)])
-    total = np.nan_to_num(rewards).sum() / (len(kept) + len(rejected))
-    return {"eval/reward_mean": float(total), "eval/problems": len(kept) + len(rejected)}
+    rewards = np.concatenate([[], *(g.rewards for g in rollouts.score(kept, parts.tokenizer, parts.rewards))])
+    problems, undefined = len(kept) + len(rejected), int(np.isnan(rewards).sum()) + len(rejected)
+    return {"eval/reward_mean": float(np.nan_to_num(rewards).sum() / problems), "eval/problems": problems,
+            "eval/undefined": undefined}  # fmt: skip
 
 
 def split(batch: rollouts.Rollouts, parts: Parts) -> list[list[Sample]]:

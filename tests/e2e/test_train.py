@@ -150,7 +150,7 @@ def test_a_run_leaves_what_was_promised(straight):
         assert (row["tokens/update"] == row["tokens/rollout"]) == (row["update/applied"] == 1)  # both had something to learn
     assert sum(row["grad_norm"] > 0 for row in rows[1:]) >= 5  # there was something to learn, so the weights did move
     assert [r["step"] for r in rows if "eval/reward_mean" in r] == [0, 5, 10]
-    assert rows[0]["eval/problems"] == 16 and rows[0]["gate/max_gap"] < 0.5
+    assert rows[0]["eval/problems"] == 16 and rows[0]["eval/undefined"] == 0 and rows[0]["gate/max_gap"] < 0.5
     assert saved(straight)[2] == 10 and sorted(p.name for p in (straight / "checkpoints").iterdir()) == ["10", "8"]
     samples = [json.loads(line) for line in (straight / "samples.jsonl").read_text().splitlines()]
     assert [s["step"] for s in samples] == [s for s in range(1, 11) for _ in range(4)]

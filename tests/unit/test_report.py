@@ -334,9 +334,10 @@ def test_events_are_found(tmp_path):
     monitor = JsonlMonitor(tmp_path / "metrics.jsonl")
     monitor.log({"step": 1, "update/applied": 1.0, "loss": 0.1, "rollout/groups_rejected": 0, "reward/undefined": 0})
     monitor.log({"step": 2, "update/applied": 0.5, "loss": math.nan, "rollout/groups_rejected": 2, "reward/undefined": 1})
+    monitor.log({"step": 3, "eval/undefined": 4})
     (run,) = load_runs([tmp_path])
-    assert [step for step, _ in events(run)] == [2, 2, 2, 2]
-    assert {"2 groups", "1 comple"} <= {what[:8] for _, what in events(run)}
+    assert [step for step, _ in events(run)] == [2, 2, 2, 2, 3]
+    assert {"2 groups", "1 comple", "4 held-o"} <= {what[:8] for _, what in events(run)}
 
 
 def test_the_worst_token_of_the_run_is_shown(tmp_path):

@@ -88,5 +88,6 @@ _WRONG = (
     ("engine/healthy", lambda x: x < 1, lambda _: "the engine reported that it is not healthy"),
     ("rollout/groups_rejected", lambda x: x > 0, lambda x: f"{x:.0f} groups of completions could not be learned from"),
     ("reward/undefined", lambda x: x > 0, lambda x: f"{x:.0f} completions have no score: the scorer failed or overran"),
+    ("eval/undefined", lambda x: x > 0, lambda x: f"{x:.0f} held-out problems have no score, and count as failed"),
     ("loss", lambda x: not math.isfinite(x), lambda x: f"the loss was {x}"),
 )
