@@ -321,6 +321,21 @@ def test_the_comparison_says_all_of_it(comparison):
     assert "Band: the range of the seeds." in text
 
 
+def test_runs_are_compared_as_far_as_all_have_come_and_a_seed_given_twice_counts_once(tmp_path):
+    """Both learn alike, step/100, but one seed of the second variant is its second run's and 0.2 better."""
+    for name, lr, seed, steps, more in (("a0", 1, 0, 100, 0), ("a1", 1, 1, 100, 0), ("b0", 2, 0, 40, 0), ("b1", 2, 1, 60, 0),
+                                        ("b1 again", 2, 1, 60, 0.2)):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f"[run]\nseed = {seed}\n[optim]\nlr = {lr}\n")
+        monitor = JsonlMonitor(tmp_path / name / "metrics.jsonl")
+        for step in range(0, steps + 1, 20):
+            monitor.log({"step": step, "eval/reward_mean": step / 100 + more})
+    runs = load_runs([tmp_path / n for n in ("a0", "a1", "b0", "b1", "b1 again")])
+    (test,) = compare.paired_tests(compare.variants(runs), [("eval/reward_mean", "held-out")])
+    assert test.measure == "held-out, up to step 40" and test.seeds == (0, 1)
+    assert test.means == pytest.approx((0.4, 0.45)) and (test.least, test.largest) == pytest.approx((0, 0.1))
+
+
 def test_one_pair_is_no_test(folder):
     groups = compare.variants(load_runs([folder / "a0", folder / "b0"]))
     assert [t.p for t in compare.paired_tests(groups, [("reward/mean", "reward")])] == [None]

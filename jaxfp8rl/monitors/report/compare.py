@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,17 +67,18 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {k: values for k, values in found.items() if any(v != values[0] for v in values)}
 
 
-def final(run: Run, key: str) -> float | None:
-    """The last value of an evaluation; of what is logged each step the mean over the last quarter, which one step's luck cannot
-    move far."""
-    _, values = run.series(key)
+def final(run: Run, key: str, until: float = math.inf) -> float | None:
+    """The last value of an evaluation up to the step `until`; of what is logged each step the mean over the last quarter, which
+    one step's luck cannot move far."""
+    values = [value for step, value in zip(*run.series(key)) if step <= until]
     if not values:
         return None
     return values[-1] if key.startswith("eval/") else statistics.fmean(values[-max(1, len(values) // 4) :])
 
 
 def paired_tests(groups: Sequence[Variant], measures: Sequence[tuple[str, str]]) -> list[Paired]:
-    """Every pair of variants, by each (metric, name) that both have for a common seed."""
+    """Every pair of variants, by each (metric, name) that both have for a common seed, up to the last step that all have come to,
+    which is said where they have not come equally far."""
     return [
         test
         for key, name in measures
@@ -86,16 +88,31 @@ def paired_tests(groups: Sequence[Variant], measures: Sequence[tuple[str, str]])
 
 
 def _paired(name: str, key: str, first: Variant, second: Variant) -> Paired | None:
-    a, b = ({run.seed: final(run, key) for run in v.runs if final(run, key) is not None} for v in (first, second))
-    seeds = tuple(s for s in a if s in b)
+    have = [{run.seed for run in v.runs if final(run, key) is not None} for v in (first, second)]
+    if not (common := have[0] & have[1]):
+        return None
+    ends = {run.series(key)[0][-1] for v in (first, second) for run in v.runs if run.seed in common and run.series(key)[0]}
+    a, b = (_by_seed(v, key, min(ends)) for v in (first, second))
+    if not (seeds := tuple(s for s in a if a[s] and b.get(s))):
+        return None
     if not seeds:
         return None
+    name += f", up to step {min(ends)}" if len(ends) > 1 else ""
+    a, b = ({s: statistics.fmean(values[s]) for s in seeds} for values in (a, b))  # of one seed given twice the mean
     differences = [b[s] - a[s] for s in seeds]
     means = statistics.fmean(a[s] for s in seeds), statistics.fmean(b[s] for s in seeds)
     p = sign_flip_p(differences) if len(seeds) > 1 else None
     return Paired(
         name, first.name, second.name, seeds, means, statistics.fmean(differences), min(differences), max(differences), p
     )
+
+
+def _by_seed(variant: Variant, key: str, until: float) -> dict[Any, list[float]]:
+    found: dict[Any, list[float]] = {run.seed: [] for run in variant.runs}
+    for run in variant.runs:
+        if (value := final(run, key, until)) is not None:
+            found[run.seed].append(value)
+    return found
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
