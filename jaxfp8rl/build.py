@@ -120,7 +120,9 @@ class Parts:
         return fresh_state(params, self.optimizer, self.precision.compute_dtype, self.layout)
 
     def hold_reference(self, params: Params) -> None:
-        """With codes of its own, whatever the policy does: the engine's are of newer versions."""
+        """With codes of its own, whatever the policy does: the engine's are of newer versions. Over several devices each gets its
+        part of `params` alone."""
+        params = params if self.layout.mesh else jax.tree.map(jnp.asarray, params)
         self.reference = make_policy(self.precision, layout=self.layout)(self.layout.place(params))
 
     def close(self) -> None:

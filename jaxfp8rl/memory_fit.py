@@ -33,14 +33,17 @@ def needs(cfg: Config, model: ModelConfig, total: int) -> dict[str, int]:
     if cfg.rollout.engine != "vllm":
         return {"an update": sum(plan)}
     whole = sum(math.prod(e.shape) for e in param_table(model)) * F32
+    resident = RESIDENT + bool(cfg.loss.kl_coef)
     start = sum(plan[:MASTERS]) + (whole if cfg.sft.steps else whole // cfg.train.over_weights)
+    if cfg.loss.kl_coef:  # in float32, too, while it is made
+        start += plan[RESIDENT] + whole // cfg.train.over_weights
     weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
     share = int(cfg.rollout.gpu_memory_utilization * total)
     awake = share if cfg.rollout.kv_cache_gib is None else weights + int(cfg.rollout.kv_cache_gib * 2**30)
     asleep = 0 if cfg.rollout.sleep != "off" else awake
     return {
         "the start": start + awake + ENGINE_REST, "an update": sum(plan) + asleep + ENGINE_REST,
-        "a rollout": sum(plan[:RESIDENT]) + awake + ENGINE_REST,
+        "a rollout": sum(plan[:resident]) + awake + ENGINE_REST,
     }  # fmt: skip
 
 

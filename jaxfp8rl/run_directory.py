@@ -241,7 +241,8 @@ class RunDirectory:
         self.group.together(lambda: save_params(self.path / "reference", model, params, dtype=dtype), alone=True)
 
     def load_reference(self, model: ModelConfig) -> Params:
-        return jax.tree.map(jax.numpy.asarray, load_params(self.path / "reference", model)[1])
+        """On the host, in float32."""
+        return load_params(self.path / "reference", model)[1]
 
     def save_bad_batch(self, batch: TrainBatch, old_logp: jax.Array) -> Path:
         """Keep the newest batch whose update was not finite, to be looked at."""

@@ -57,6 +57,13 @@ def test_the_start_has_the_weights_in_float32_too_each_device_its_part():
     assert warm - two == pytest.approx(weights / 2, abs=1)
 
 
+def test_the_reference_of_a_kl_is_there_all_the_time_and_in_float32_too_when_it_is_made():
+    plain, held = (needs(config(loss=loss), MODEL, H200) for loss in ({}, {"kl_coef": 0.01}))
+    masters, _, policy = (size for _, size in memory_plan(config(), MODEL)[:3])
+    for moment, more in {"the start": 2 * masters + policy, "an update": policy, "a rollout": policy}.items():
+        assert held[moment] - plain[moment] == more
+
+
 def test_what_is_said_to_help_helps_by_as_much():
     cfg = config(optim={"master": "float32", "first_moment": "float32", "second_moment": "float32"}, train={"remat": "none"})
     with pytest.raises(ConfigError) as caught:
