@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,8 @@ def run_eval(
         what = "of greedy completions there is one" if greedy else f"--samples {n} is less than --k {max(ks)}"
         raise ConfigError(f"pass@{max(ks)} cannot be estimated: {what}", "--k 1 with --greedy, else --samples of at least k")
     path = Path(out) if out else Path(source) / "eval.json" if Path(source).is_dir() else None
-    before = recorded(path) if path else []
+    if path:
+        recorded(path)  # what is no list of evaluations is refused before anything is sampled
     trained = load_trained(source, step, overrides)
     with contextlib.closing(build(trained.cfg)) as parts:
         passed, facts = sample(parts, trained, n, greedy, threshold)
@@ -67,23 +69,27 @@ def run_eval(
     print(f"gate: learner and engine {found['gate/mean_gap']:.3g} nats apart on average, {found['gate/max_gap']:.3g} at most")
     Console(highlight=False).print(table(found))
     if path:
-        _write(path, [record for record in before if _question(record) != _question(found)] + [found])
+        with _locked(path):  # read anew: another evaluation may have ended meanwhile
+            _write(path, [record for record in recorded(path) if _question(record) != _question(found)] + [found])
         print(f"wrote {path}")
 
 
 def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: float) -> tuple[np.ndarray, dict[str, float]]:
-    """(how many of `n` completions passed [P], for each held-out problem; the gate's numbers and their mean reward). Those of a
-    group that is unfit have failed. Raises DataError when none is held out."""
+    """(how many of `n` completions passed [P], for each held-out problem; the gate's numbers, their mean reward, how many had no
+    score, and how many groups were unfit). Those without a score, and those of an unfit group, have failed. Raises DataError when
+    none is held out."""
     if not parts.held_out:
         raise DataError("the task holds no problems out", "task.held_out_path, or task.options.held_out_fraction")
     facts = hand_over(parts, trained)
     sampling = parts.greedy if greedy else parts.sampling
     requests = rollouts.make_requests(parts.held_out, sampling, n, parts.cfg.run.seed, loop.EVAL_STEP + trained.step)
-    kept, _ = rollouts.generate(parts.engine, parts.held_out, requests, version=trained.step)
+    kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version=trained.step)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
     for group in rollouts.score(kept, parts.tokenizer, parts.rewards):
         rewards[place[group.completions[0].request_id]] = group.rewards
-    return (rewards >= threshold).sum(1), facts | {"reward_mean": float(np.nan_to_num(rewards).mean())}
+    undefined = int(np.isnan(rewards).sum()) - len(rejected) * n
+    counts = {"reward_mean": float(np.nan_to_num(rewards).mean()), "undefined": undefined, "groups_rejected": len(rejected)}
+    return (rewards >= threshold).sum(1), facts | counts
 
 
 def hand_over(parts: Parts, trained: Trained) -> dict[str, float]:
@@ -141,6 +147,9 @@ def table(found: dict[str, Any]) -> Table:
     shown.add_row("mean reward", f"{found['reward_mean']:.3f}", "", "")
     for k, x in found["pass_at_k"].items():
         shown.add_row(f"pass@{k}", f"{x['estimate']:.3f}", f"{x['low']:.3f} to {x['high']:.3f}", x["method"])
+    for key, what in (("undefined", "completions without a score: failed"), ("groups_rejected", "problems given up: failed")):
+        if found[key]:
+            shown.add_row(what, str(found[key]), "", "")
     return shown
 
 
@@ -163,6 +172,15 @@ def _question(record: dict[str, Any]) -> tuple[Any, ...]:
     """What was asked; a record that answers the same is an older one."""
     asked = ("run", "step", "samples", "greedy", "threshold", "overrides")
     return *(record.get(key) for key in asked), *record["pass_at_k"]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The file for this process alone, where the disk has locks."""
+    with path.with_name(path.name + ".lock").open("a") as file:
+        with contextlib.suppress(OSError):  # some network file systems have none
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:

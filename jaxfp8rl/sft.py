@@ -108,6 +108,6 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.Gra
 
 
 def _example(prompt: Sequence[int], answer: str, tokenizer: Tokenizer, longest: int) -> Sample:
-    """Prompt, answer, stop token; the answer cut to `longest` tokens, the stop token included."""
-    completion = tokenizer.encode(answer, add_special_tokens=False)[: longest - 1] + [tokenizer.eos_token_ids[0]]
+    """Prompt, answer, stop token, the last two cut to `longest` tokens: what was cut must not teach to stop there."""
+    completion = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_ids[0]][:longest]
     return Sample(prompt, completion, np.zeros(len(completion), np.float32), 0.0)

@@ -228,7 +228,9 @@ class FileTask(_ReferenceDemonstrations):
     """Rows of a `.jsonl` or `.parquet` file: a prompt (a string or a list of {role, content}) and an answer (a string).
 
     Held-out rows come from `held_out_path`, or else are the share `held_out_fraction` of `path` chosen by a hash of the
-    prompt, which keeps equal prompts together. `scorer`: "exact", "math_verify" or "package.module:function".
+    prompt, which keeps equal prompts together. They come in the order of a hash of the prompt alone: the first of them, which a
+    run evaluates on, depend neither on the file's order (by subject, say) nor, for a `held_out_path`, on the run.
+    `scorer`: "exact", "math_verify" or "package.module:function".
     """
 
     kind: ClassVar[str] = "file"
@@ -272,7 +274,15 @@ class FileTask(_ReferenceDemonstrations):
             return 0.0
         if self.extract == "last_number" and (number := verifiers.whole_number(problem.answer)):
             problem = dataclasses.replace(problem, answer=number)  # written as what is extracted: 1000 for 1,000
+        if self.scorer == "math_verify" and self.extract == "tag":  # cut out of its tag, an answer has no delimiters left
+            return self._scorer(problem, verifiers.as_latex(answer)) or self._scorer(problem, answer)
         return self._scorer(problem, answer)
+
+    def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
+        """The reference answer, so written that it scores 1: math_verify reads plain numbers, and LaTeX between delimiters."""
+        if self.scorer == "math_verify" and self.extract != "tag":
+            return verifiers.whole_number(problem.answer) or verifiers.as_latex(problem.answer.strip())
+        return super().demonstrate(problem, rng)
 
     def load_scorer(self) -> None:
         self._scorer  # noqa: B018
@@ -283,10 +293,10 @@ class FileTask(_ReferenceDemonstrations):
 
     @functools.cached_property
     def _split(self) -> tuple[list[Problem], list[Problem], FileReport]:
-        rows, bad = read_rows(self.path, self.prompt_field, self.answer_field)
+        rows, bad = self._read(self.path)
         total = len(rows) + len(bad)
         if self.held_out_path:
-            held_out, held_out_bad = read_rows(self.held_out_path, self.prompt_field, self.answer_field)
+            held_out, held_out_bad = self._read(self.held_out_path)
             total += len(held_out) + len(held_out_bad)
             rows, shared = _without(rows, held_out, self.path, self.prompt_field)
             bad += held_out_bad + shared
@@ -299,8 +309,19 @@ class FileTask(_ReferenceDemonstrations):
             raise DataError(f"{self.path}: no usable row is left to train on ({total} read, {len(bad)} bad)",
                             "check prompt_field, answer_field and held_out_fraction of task.options")
         held_out_path = self.held_out_path or self.path
+        held_out.sort(key=lambda r: _unit_hash(r.prompt))  # no seed in it: runs of other seeds are compared on the same
         return ([self._problem(self.path, r) for r in rows], [self._problem(held_out_path, r) for r in held_out],
                 FileReport(total, tuple(bad)))
+
+    def _read(self, path: str) -> tuple[list[Row], list[BadRow]]:
+        """`read_rows`; an answer that no completion can match is unusable too."""
+        rows, bad = read_rows(path, self.prompt_field, self.answer_field)
+        if self.extract == "last_number" and self.scorer == "exact":
+            why = 'is no number, which extract = "last_number" gives: write the number alone'
+            lost = {r.line: BadRow(path, r.line, self.answer_field, why) for r in rows
+                    if not self.score(self._problem(path, r), r.answer)}  # fmt: skip
+            rows, bad = [r for r in rows if r.line not in lost], sorted([*bad, *lost.values()], key=lambda b: b.line)
+        return rows, bad
 
     def _problem(self, path: str, row: Row) -> Problem:
         prompt = _prompt(row.prompt, self.chat, self.system_prompt)

@@ -140,10 +140,12 @@ def _from_folder(folder: str, date: str) -> Tokenizer:
 
 
 def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tuple[int, ...]:
-    """What ends a completion: generation_config.json first (chat models list several), the tokenizer's own, config.json."""
-    ids = _as_list(_read_json(folder, "generation_config.json").get("eos_token_id"))
-    if config.get("eos_token"):
-        ids += _as_list(backend.token_to_id(_token_text(config["eos_token"])))
+    """What ends a completion: the tokenizer's own, generation_config.json (chat models list several), else config.json.
+
+    The tokenizer's own ends a turn. The list need not begin with it: Llama 3.1's begins with what ends a text.
+    """
+    ids = _as_list(backend.token_to_id(_token_text(config["eos_token"]))) if config.get("eos_token") else []
+    ids += _as_list(_read_json(folder, "generation_config.json").get("eos_token_id"))
     ids += _as_list(_read_json(folder, "config.json").get("eos_token_id")) if not ids else []
     if not ids:
         raise ModelError(f"{folder}: no end-of-sequence token in generation_config.json, tokenizer_config.json or "

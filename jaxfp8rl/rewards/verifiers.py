@@ -23,6 +23,7 @@ SCORERS = ("exact", "math_verify")
 MINUS = "\u2212"  # the sign of typography
 # A minus directly after a digit is a subtraction, not a sign; commas count as thousands separators.
 _NUMBER = re.compile(r"(?<!\d)(?<!\w\.)(?:(?<!\d)-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?")
+_DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # an escaped dollar is a sum of money
 _SHORT = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.\d+)")  # 1e3, -.5
 
 
@@ -74,6 +75,11 @@ def _plain(text: str) -> str:
     return f"{Decimal(repr(float(text))):f}" if _SHORT.fullmatch(text) else text
 
 
+def as_latex(text: str) -> str:
+    """Text that is one mathematical expression, in dollars where nothing delimits it: math_verify reads no bare LaTeX."""
+    return text if _DELIMITED.search(text) else f"${text}$"
+
+
 def math_verify(answer: str, candidate: str) -> float:
     """1.0 when the candidate's last mathematical expression equals the answer's (package math-verify), else 0.0.
 
@@ -81,8 +87,7 @@ def math_verify(answer: str, candidate: str) -> float:
     """
     lib, answer, candidate = _math_verify(), _plain(answer.strip()), _plain(candidate)
     # Bare text is searched for numbers ("2x+3" would read as 3), so a reference without delimiters is given as LaTeX.
-    latex = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
-    gold = lib.parse(latex, fallback_mode="no_fallback", parsing_timeout=None)
+    gold = lib.parse(as_latex(answer), fallback_mode="no_fallback", parsing_timeout=None)
     if not gold:
         raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
     return float(lib.verify(gold, lib.parse(candidate, parsing_timeout=None), timeout_seconds=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import math
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from bridges.api import EngineFormats
 from bridges.rollout.jax_engine import JaxEngine
-from jaxfp8rl import evaluate, loop
+from jaxfp8rl import evaluate, loop, rollouts
 from jaxfp8rl.build import model_config, starting_params
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.cli import main
@@ -135,17 +136,22 @@ def test_the_gate_has_limits_of_its_own_and_takes_no_notice_of_top_k(run, tmp_pa
     assert [r["overrides"] for r in json.loads((tmp_path / "found.json").read_text())] == [{"rollout.top_k": 1}]
 
 
-FACTS = {"reward_mean": 0.5, "gate/mean_gap": 0.01, "gate/max_gap": 0.1}
+FACTS = {"reward_mean": 0.5, "gate/mean_gap": 0.01, "gate/max_gap": 0.1, "undefined": 0, "groups_rejected": 0}
 
 
-def test_another_question_is_added_and_the_same_one_answered_anew(tmp_path, monkeypatch):
-    """As asked of a run, whose file an older version may have written; the sampling is stood in for."""
+@pytest.fixture
+def stood_in(tmp_path, monkeypatch):
+    """A run whose checkpoints and engine are stood in for; a test stands in for `sample`."""
     cfg = load_config("demo", ["--run.dir", str(tmp_path)])
     engine = SimpleNamespace(engine="jax", engine_version="1", formats=EngineFormats(*["bfloat16"] * 4))
     held_out = [SimpleNamespace(problem=SimpleNamespace(id=name)) for name in "ab"]
     parts = SimpleNamespace(held_out=held_out, engine=SimpleNamespace(capabilities=lambda: engine), close=lambda: None)
-    monkeypatch.setattr(evaluate, "load_trained", lambda *_: Trained(cfg, None, {}, {}, 3))
+    monkeypatch.setattr(evaluate, "load_trained", lambda source, step, overrides: Trained(cfg, None, {}, {}, step or 3))
     monkeypatch.setattr(evaluate, "build", lambda cfg: parts)
+
+
+def test_another_question_is_added_and_the_same_one_answered_anew(stood_in, tmp_path, monkeypatch):
+    """As asked of a run, whose file an older version may have written."""
     counts = iter((1, 2, 3, 4))
     monkeypatch.setattr(evaluate, "sample", lambda *_: (np.array([next(counts)] * 2), FACTS))
     old = {"step": 1, "problems": 2, "samples": 4, "pass_at_k": {"1": {"estimate": 0.5, "low": 0.1, "high": 0.9}}}
@@ -156,6 +162,53 @@ def test_another_question_is_added_and_the_same_one_answered_anew(tmp_path, monk
     assert [(r.get("overrides"), [*r["pass_at_k"]], r.get("passed", [[0, 0]])[0][1]) for r in records] == [
         (None, ["1"], 0), ({}, ["2"], 2), ({"rollout.temperature": 0.5}, ["1"], 3), ({}, ["1"], 4),
     ]  # fmt: skip
+
+
+def test_two_evaluations_side_by_side_keep_both_records(stood_in, tmp_path, monkeypatch):
+    """The second begins and ends while the first samples; the file is locked where it is read and written."""
+    write, locked = evaluate._write, []
+
+    def sample(parts, trained, *_):
+        if trained.step == 50:
+            assert main(["eval", str(tmp_path), "--step", "75"]) == 0
+        return np.array([1, 1]), FACTS
+
+    def watched(path, records):
+        with (tmp_path / "eval.json.lock").open("a") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked.append(path)
+        write(path, records)
+
+    monkeypatch.setattr(evaluate, "sample", sample)
+    monkeypatch.setattr(evaluate, "_write", watched)
+    assert main(["eval", str(tmp_path), "--step", "50"]) == 0
+    assert [r["step"] for r in json.loads((tmp_path / "eval.json").read_text())] == [75, 50] and len(locked) == 2
+
+
+def test_what_has_no_score_and_what_the_engine_gave_up_is_said(run, tmp_path, monkeypatch, capsys):
+    """Both count as failures; without them every completion passes a threshold of 0."""
+    generate, score = rollouts.generate, rollouts.score
+
+    def gives_one_up(*words, **options):
+        kept, _ = generate(*words, **options)
+        return kept[1:], ("request 0: the engine gave it up",)
+
+    def without_three(*words):
+        groups = score(*words)
+        groups[0].rewards[:2] = groups[4].rewards[0] = np.nan
+        return groups
+
+    words = ["eval", str(run), "--samples", "2", "--threshold", "0", "--out", str(tmp_path / "found.json")]
+    assert main(words) == 0
+    assert "without a score" not in (said := capsys.readouterr().out) and "given up" not in said
+    monkeypatch.setattr(rollouts, "generate", gives_one_up)
+    monkeypatch.setattr(rollouts, "score", without_three)
+    assert main(words) == 0
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    assert (found["undefined"], found["groups_rejected"], sum(count for _, count in found["passed"])) == (3, 1, 24 - 2 - 3)
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["completions", "without", "a", "score:", "failed", "3"] in rows
+    assert ["problems", "given", "up:", "failed", "1"] in rows
 
 
 @pytest.mark.slow

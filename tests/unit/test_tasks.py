@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.config import Task as TaskSection
 import numpy as np
-from jaxfp8rl.data.tasks import OF_SECTION, TASKS, make_task, spec
+from jaxfp8rl.data.tasks import OF_SECTION, TASKS, Problem, make_task, spec
 from jaxfp8rl.errors import ConfigError, DataError
 
 
@@ -168,6 +168,40 @@ def test_a_files_answer_scores_as_it_is_demonstrated(tmp_path, extract):
         assert extract != "last_number" or task.score(p, f"It is {p.answer}.") == 1.0
 
 
+EXPRESSIONS = ["\\sqrt{2}", "x^2+1", "(1,2)", "C", "\\{1,2,3\\}", "\\frac{1}{2}", "$\\pi$", "\\boxed{7}", "\\$18.90", "1,000",
+               "1e3", "\u22125", "10%", "5 apples"]  # fmt: skip
+
+
+@pytest.mark.parametrize("extract", ["all", "tag", "last_line"])
+@pytest.mark.parametrize("answer", EXPRESSIONS)
+def test_an_expression_scores_as_it_is_demonstrated(answer, extract):
+    task = make_task("file", path="unused.jsonl", scorer="math_verify", extract=extract)
+    problem = Problem("p", "?", answer)
+    assert task.score(problem, task.demonstrate(problem, np.random.default_rng(0))) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "text", "value"), [
+    ("1000", "1e3", 1.0), ("1000", "1,000", 1.0), ("5", "5 apples", 1.0), ("10", "10%", 1.0), ("18", "\\$18", 1.0),
+    ("\\sqrt{2}", "$\\sqrt{2}$", 1.0), ("\\$18.90", "18.90", 1.0), ("2", "\\sqrt{2}", 0.0), ("3", "2x+3", 0.0), ("C", "D", 0.0),
+])  # fmt: skip
+def test_what_a_tag_holds_is_read_as_latex_and_else_as_text(answer, text, value):
+    task = make_task("file", path="unused.jsonl", scorer="math_verify", extract="tag")
+    assert task.score(Problem("p", "?", answer), f"So <answer>{text}</answer>") == value
+
+
+@pytest.mark.parametrize("answer", ["72 apples", "$1,000", "3/4", "9*2 = 18\n#### 18", "five"])
+def test_an_answer_that_no_last_number_can_match_is_a_bad_row(tmp_path, answer):
+    rows = [{"prompt": "x", "answer": answer}, "", {"prompt": "y", "answer": "1,000"}, {"prompt": "z", "answer": "18."}]
+    bad, good = write_jsonl(tmp_path / "bad.jsonl", rows), write_jsonl(tmp_path / "good.jsonl", GOOD)
+    says = re.escape(f'{bad}:1: field "answer": is no number, which extract = "last_number" gives: write the number alone')
+    for options in ({"path": bad, "held_out_fraction": 0.0}, {"path": good, "held_out_path": bad}):
+        with pytest.raises(DataError, match=says):
+            make_task("file", extract="last_number", **options).problems()
+        task = make_task("file", extract="last_number", skip_bad_rows=True, **options)
+        assert [b.line for b in task.report.bad] == [1, 2] and len(task.problems()) + len(task.held_out()) == task.report.rows - 2
+    make_task("file", path=write_jsonl(tmp_path / "text.jsonl", rows[:1]), held_out_fraction=0.0).problems()
+
+
 @pytest.mark.parametrize(("row", "words"), BAD)
 def test_a_bad_row_is_named_by_file_line_field_and_reason(tmp_path, row, words):
     path = write_jsonl(tmp_path / "d.jsonl", [GOOD[0], row, GOOD[1]])
@@ -208,6 +242,19 @@ def test_a_held_out_file_takes_its_prompts_out_of_training(tmp_path):
         make_task("file", path=train, held_out_path=test).problems()
     task = make_task("file", path=train, held_out_path=test, skip_bad_rows=True)
     assert (len(task.problems()), len(task.held_out()), len(task.report.bad)) == (197, 3, 3)
+
+
+def test_the_first_held_out_problems_do_not_follow_the_file(tmp_path):
+    """A file sorted by subject, as benchmarks are: of 100 of 400, each of two subjects has about 50, whatever the seed."""
+    rows = [{"prompt": f"{subject} {i}", "answer": "1"} for subject in ("algebra", "geometry") for i in range(200)]
+    train = write_jsonl(tmp_path / "train.jsonl", GOOD)
+    tests = [write_jsonl(tmp_path / f"{n}.jsonl", order) for n, order in enumerate((rows, rows[::-1]))]
+    files = [make_task("file", path=train, held_out_path=test, seed=s) for test in tests for s in (0, 1)]
+    first = [[p.prompt for p in task.held_out()[:100]] for task in files]
+    assert all(prompts == first[0] for prompts in first)
+    assert 30 < sum(prompt.startswith("algebra") for prompt in first[0]) < 70
+    shares = [make_task("file", path=test, held_out_fraction=0.5).held_out() for test in tests]
+    assert [p.prompt for p in shares[0]] == [p.prompt for p in shares[1]] != sorted(p.prompt for p in shares[0])
 
 
 def test_parquet_messages_and_field_names(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.data.tokenizer import check_fits, load_tokenizer
 from jaxfp8rl.errors import DataError, ModelError
+from jaxfp8rl.sft import _example
 
 CHARS = "0123456789+-*= "
 MESSAGES = [{"role": "system", "content": "S <é>"}, {"role": "user", "content": "1+1?"},
@@ -69,8 +70,16 @@ def test_byte_level_round_trip_without_truncation_or_padding(folder, text):
 def test_special_ids(folder):
     chars, bpe = load_tokenizer("chars:01"), load_tokenizer(str(folder))
     assert (chars.eos_token_ids, chars.pad_token_id, chars.vocab_size) == ((1,), 0, 4)
-    assert (bpe.eos_token_ids, bpe.pad_token_id) == ((2, 1), 2)
+    assert (bpe.eos_token_ids, bpe.pad_token_id) == ((1, 2), 1)  # its own first, though generation_config.json says 2, 1
     assert bpe.vocab_size == 3 + 256 + len(bpe._backend.get_vocab()) - 259
+
+
+def test_the_warm_start_ends_a_turn_as_the_tokenizer_does_and_never_in_mid_sentence(folder):
+    tokenizer = load_tokenizer(str(folder))
+    answer = tokenizer.encode("one plus one is two", add_special_tokens=False)
+    assert len(answer) > 2
+    for longest, completion in ((len(answer) + 1, [*answer, 1]), (len(answer), answer), (2, answer[:2])):
+        assert list(_example([0], "one plus one is two", tokenizer, longest).completion) == completion
 
 
 def test_decode_shows_what_it_cannot_decode():
