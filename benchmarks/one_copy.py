@@ -62,7 +62,7 @@ def main() -> None:
         return
     wide = [w for k, v in SHAPE.items() for w in (f"--model.config.{k}", str(v))]
     with ThreadPoolExecutor() as pool:  # at once: what is measured is each process's own memory, and its bits
-        one, two, again = pool.map(lambda one_copy: apart(one_copy, wide), (True, False, False))
+        one, two, again = pool.map(lambda one_copy: in_child(one_copy, wide), (True, False, False))
     rows = [row("Qwen3-0.6B", f"{what} memory of the learner", "GB", one[key] / 1e9, two[key] / 1e9, "two copies", True)
             for what, key in (("resting", "in_use"), ("peak", "peak"))]  # fmt: skip
     saved, apart = two["in_use"] - one["in_use"], "between processes, two copies and"
@@ -72,7 +72,7 @@ def main() -> None:
     print(f"codes {one['codes']:,} bytes, saved {saved:,}; equal to the bit: {bits}")
 
 
-def apart(one_copy: bool, options: list[str]) -> dict:
+def in_child(one_copy: bool, options: list[str]) -> dict:
     """`two_updates` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out, flags = Path(folder) / "found.json", f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"

@@ -30,7 +30,6 @@ F32 = 4
 LINK_SLOTS = 2 * 2**28  # of bridges.weights.links
 PART = 512 * 2**20  # of bridges.weights.sent
 RESIDENT = 3  # the first so many rows are there all the time: masters, moments, policy; and a KL's reference after them
-REFERENCE = "reference of loss.kl_coef, as the policy"
 
 
 def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
@@ -54,7 +53,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
         (f"master weights, {cfg.optim.master}, {params / 1e6:,.1f} M parameters", shared(_kept(model, cfg.optim.master))),
         (moments, shared(size)),
         (f"policy in {cfg.precision.compute_dtype}, codes and scales where it is FP8", shared(_policy(cfg, model, compute))),
-        *([(REFERENCE, shared(_policy(cfg, model, compute)))] if cfg.loss.kl_coef else []),
+        *([("reference of loss.kl_coef, as the policy", shared(_policy(cfg, model, compute)))] if cfg.loss.kl_coef else []),
         *update,
     ]
     if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):

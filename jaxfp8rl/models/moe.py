@@ -70,7 +70,7 @@ def mixture(
 
 
 def _router_logits(x_TD: Array, weight_ED: Array, experts: Experts, dtype: str) -> Array:
-    """[T, E] float32, summed in float32 and rounded to `dtype` as the engine's are, which breaks ties; the gradient is not."""
+    """[T, E] float32, summed in float32 and rounded to `dtype` as the engine's are, which makes ties; the gradient is not."""
     weight = jax.lax.stop_gradient(weight_ED) if experts.frozen_router else weight_ED
     logits = jnp.einsum("td,ed->te", x_TD.astype(jnp.float32), weight.astype(jnp.float32), precision=HIGHEST)
     return logits if dtype == "float32" else logits + jax.lax.stop_gradient(round_to(logits, dtype) - logits)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from benchmarks.one_copy import apart
+from benchmarks.one_copy import in_child
 
 SMALL = [w for k, v in {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6}.items()
          for w in (f"--model.config.{k}", str(v))]  # fmt: skip
@@ -14,7 +14,7 @@ SMALL = [w for k, v in {"hidden_size": 1024, "intermediate_size": 2048, "num_hid
 
 def test_scores_are_as_by_codes_of_its_own_and_their_bytes_are_saved():
     """Two updates in two builds differ by the order of sums in scattered gradients; at equal weights nothing may differ."""
-    one, two = apart(True, SMALL), apart(False, SMALL)
+    one, two = in_child(True, SMALL), in_child(False, SMALL)
     assert one["as_own"] and one["digests"]["scores"][0] == two["digests"]["scores"][0]
     assert len(set(one["digests"]["scores"])) == 3
     saved = two["in_use"] - one["in_use"]
