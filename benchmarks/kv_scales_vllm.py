@@ -56,13 +56,13 @@ COMMON = [
 LOUD = 1024.0
 STEPS = 4
 # Qwen3-0.6B's shape but for its words. The reward is for ending early, which random weights do now and then, so that there is
-# something to learn and every update is made.
+# something to learn and every update is made, at a rate at which they stay random: two updates of the demo's have learned it.
 STEP = {
     "model.config.hidden_size": 1024, "model.config.intermediate_size": 3072, "model.config.num_hidden_layers": 28,
     "model.config.num_attention_heads": 16, "model.config.num_key_value_heads": 8, "model.config.head_dim": 128,
     "model.config.max_position_embeddings": 1024, "rollout.prompts_per_step": 16, "rollout.max_new_tokens": 512,
     "loss.overlong_buffer": 512, "precision.attention": "auto", "train.row_tokens": 4096, "train.rows_per_microbatch": 2,
-    "train.remat": "mlp",
+    "train.remat": "mlp", "optim.lr": 1e-7,
 }  # fmt: skip
 
 

@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--wgrad-inputs", choices=["1x128", "128x128"], default="1x128", help="of fp8_unified: %(default)s")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="float32")
     parser.add_argument("--remat", choices=get_args(Remat), default="mlp")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="one more update of each recipe, by JAX's profiler")
     parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -115,6 +116,9 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
         times["update"].append(time.perf_counter() - scored)
         losses.append(float(metrics["loss"]))
         clipped.append(float(metrics["clip/fraction"]))
+    if args.trace:
+        with jax.profiler.trace(args.trace / f"{size}-{recipe}"):
+            jax.block_until_ready(train(state, policy, batch, old)[:2])
     if not np.isfinite(losses).all():
         raise SystemExit(f"{size}, {recipe}: the loss is not finite")
     ms = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}

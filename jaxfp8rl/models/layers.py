@@ -81,13 +81,19 @@ def add_residual(x: Array | Stream, y: Array) -> Array | Stream:
 
 
 def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
-    """Radians a position for each rotated pair, [Hd/2] float32, with Llama 3.1's scaling when the config asks for it."""
-    freq = cfg.rope_theta ** -(np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
+    """Radians a position for each rotated pair, [Hd/2] float32, with Llama 3.1's scaling when the config asks for it.
+
+    Every step is rounded to float32, as in transformers and vLLM: positions multiply what differs."""
+    exponents = np.arange(0, cfg.head_dim, 2, dtype=np.float32) / np.float32(cfg.head_dim)
+    freq = 1 / (cfg.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     if s := cfg.rope_scaling:
-        turns = s.original_max_position_embeddings * freq / (2 * math.pi)  # full turns within the original context
-        keep = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
-        freq = freq * (keep + (1.0 - keep) / s.factor)
-    return freq.astype(np.float32)
+        length = s.original_max_position_embeddings
+        wave = 1 / freq * np.float32(2 * math.pi)  # positions a turn, as torch divides a number by a tensor
+        smooth = (1 / wave * np.float32(length) - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        between = (1 - smooth) * freq / s.factor + smooth * freq
+        slower = np.where(wave > length / s.low_freq_factor, freq / s.factor, between)
+        freq = np.where(wave < length / s.high_freq_factor, freq, slower)
+    return freq
 
 
 def rope_tables(positions_BT: Array, cfg: ModelConfig, dtype: str = "float32") -> tuple[Array, Array]:

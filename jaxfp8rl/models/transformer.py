@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
-from jaxfp8rl.precision.linear import handles_of, linear, trainable
+from jaxfp8rl.precision.linear import handles_of, linear, linears, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
 from jaxfp8rl.sharding import ONE, Layout
@@ -237,17 +237,20 @@ def decoder_layer(
     normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for who wants to look on; `mixture(x,
     weights, ...)` a mixture of experts, for who wants to hear what its router said or to say otherwise. Of several devices along
     "tensor" (`layout`) each has some of the heads and of the MLP's width."""
-    fused_mlp, product = product is None and fuses(precision, run.fp8), product or (lambda name, *args: linear(*args))
     # the products whose input is quantised as it is made: all but o_proj's, which attention makes, and the experts'
     unfused = {"o_proj"}.union(MLP_MODULES if run.sparse else ())
     quantizes = run.fp8 - unfused if precision.fused_quantizer else frozenset()
 
-    def project(x: Array, block: str, name: str) -> Array:
-        floor = FUSED_AMAX_FLOOR if name in quantizes else AMAX_FLOOR
-        return product(name, x, w[block][name]["weight"], precision, name in run.fp8, floor)
+    def project(x: Array, block: str, *names: str) -> Sequence[Array]:
+        weights, fp8 = [w[block][name]["weight"] for name in names], [name in run.fp8 for name in names]
+        floors = [FUSED_AMAX_FLOOR if name in quantizes else AMAX_FLOOR for name in names]
+        if product is None and all(fp8):
+            return linears(x, weights, precision, floors[0])
+        compute = product or (lambda name, *args: linear(*args))
+        return [compute(name, x, weight, precision, *how) for name, weight, *how in zip(names, weights, fp8, floors)]
 
-    def projection(x: Array, name: str, joined: Callable = lambda y: y) -> Array:
-        return checkpoint_name(joined(project(x, "self_attn", name)), "projections")
+    def saved(y: Array) -> Array:
+        return checkpoint_name(y, "projections")
 
     def normed(x: Array | nn.Stream, name: str, reader: str) -> Array:
         once = precision.fused and reader not in quantizes
@@ -257,25 +260,27 @@ def decoder_layer(
         weight = layout.enter(w["self_attn"][norm]["weight"]) if cfg.qk_norm else None
         return nn.apply_rope(heads, *rope, weight, cfg.rms_norm_eps)
 
-    def heads(x: Array, name: str) -> Array:
-        return projection(x, name).reshape(*x.shape[:2], -1, cfg.head_dim)
+    def heads(y: Array) -> Array:
+        return y.reshape(*y.shape[:2], -1, cfg.head_dim)
 
     h = layout.enter(normed(x_BTD, "input_layernorm", "q_proj"))
-    q, k, v = (heads(h, name) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (heads(saved(y)) for y in project(h, "self_attn", "q_proj", "k_proj", "v_proj"))
     o_BTHd, left = attend(rotated(q, "q_norm"), rotated(k, "k_norm"), v)
-    x_BTD = nn.add_residual(x_BTD, projection(o_BTHd.reshape(*h.shape[:2], -1), "o_proj", layout.leave))
+    (o_BTD,) = project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj")
+    x_BTD = nn.add_residual(x_BTD, saved(layout.leave(o_BTD)))
     h = normed(x_BTD, "post_attention_layernorm", "gate_proj")
     if run.sparse:
         mixture = mixture or _mixture(cfg, [])
         return nn.add_residual(x_BTD, mixture(h, w["moe"], precision, "gate_proj" in run.fp8)), left
     h = layout.enter(h)
-    if fused_mlp:
+    if product is None and fuses(precision, run.fp8):
         y = swiglu_mlp(h, *(w["mlp"][name]["weight"] for name in MLP_MODULES), precision)
         return nn.add_residual(x_BTD, layout.leave(y)), left
-    h_BTF = nn.swiglu(project(h, "mlp", "gate_proj"), project(h, "mlp", "up_proj"), precision.fused)
+    h_BTF = nn.swiglu(*project(h, "mlp", "gate_proj", "up_proj"), precision.fused)
     if "down_proj" not in quantizes:
         h_BTF = h_BTF.astype(h.dtype)
-    return nn.add_residual(x_BTD, layout.leave(project(h_BTF, "mlp", "down_proj"))), left
+    (y,) = project(h_BTF, "mlp", "down_proj")
+    return nn.add_residual(x_BTD, layout.leave(y)), left
 
 
 def _attend_cached(

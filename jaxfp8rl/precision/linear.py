@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,10 +141,24 @@ def linear(x: Array, weight: Weight, precision: Precision, fp8: bool, amax_floor
     if not (fp8 or isinstance(weight, QuantizedWeight | SharedWeight | TrainableWeight)):
         dtype = jnp.dtype(precision.compute_dtype)
         return _high_linear(x.astype(dtype), weight.astype(dtype))
-    quantized, handle = in_codes(weight)
-    if handle is None:
-        return _fp8_forward(precision, amax_floor, x, quantized)[0]
-    return _fp8_linear(precision, amax_floor, x, quantized, handle)
+    return linears(x, [weight], precision, amax_floor)[0]
+
+
+def linears(x: Array, weights: Sequence[Weight], precision: Precision, amax_floor: float = q.AMAX_FLOOR) -> tuple[Array, ...]:
+    """FP8 `linear` of x by each of `weights`, [N_i, K] -> [..., N_i]. Backwards they are one, unless blocks of scales would reach
+    over the end of a weight: x's gradient is one sum, rounded once, and the weights' are one product of many rows."""
+    quantized, handles = zip(*map(in_codes, weights))
+    if handles[0] is None:
+        return tuple(_fp8_forward(precision, amax_floor, x, w)[0] for w in quantized)
+    if any(len(w.codes) % BLOCK for w in quantized[:-1]):
+        each = zip(quantized, handles)
+        return tuple(_fp8_linears(precision, amax_floor, x, (w,), (handle,))[0] for w, handle in each)
+    return _fp8_linears(precision, amax_floor, x, quantized, handles)
+
+
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """[N_i, K] each -> [sum of N_i, K]. Where layers are a stack, to lay them side by side is no more than to take them out."""
+    return QuantizedWeight(*map(jnp.concatenate, zip(*weights))) if len(weights) > 1 else weights[0]
 
 
 def in_codes(weight: Weight) -> tuple[QuantizedWeight, Array | None]:
@@ -219,49 +235,52 @@ def flat(x: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fp8_linear(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight, handle: Array) -> Array:
-    return _fp8_forward(precision, amax_floor, x, weight)[0]
+def _fp8_linears(
+    precision: Precision, amax_floor: float, x: Array, weights: tuple[QuantizedWeight, ...], handles: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    return tuple(_fp8_forward(precision, amax_floor, x, w)[0] for w in weights)
 
 
-def _fp8_linear_fwd(precision: Precision, amax_floor: float, x: Array, weight: QuantizedWeight, handle: Array):
-    y, quantized = _fp8_forward(precision, amax_floor, x, weight)
+def _fp8_linears_fwd(precision: Precision, amax_floor: float, x: Array, weights: tuple, handles: tuple):
+    ys, (quantized, *_) = zip(*(_fp8_forward(precision, amax_floor, x, w) for w in weights))
     high = x.astype(precision.compute_dtype)  # unrounded where the engine's quantiser is fused: not worth twice the memory
-    like = jnp.zeros((), x.dtype), handle[:0, :0]
-    return y, (quantized if precision.saved_activations == "fp8" else high, weight, like)
+    like = jnp.zeros((), x.dtype), handles[0][:0, :0]
+    return ys, (quantized if precision.saved_activations == "fp8" else high, weights, like)
 
 
-def _fp8_linear_bwd(precision: Precision, amax_floor: float, saved, dy: Array):
-    kept, weight, (like_x, like_w) = saved
+def _fp8_linears_bwd(precision: Precision, amax_floor: float, saved, dys: tuple[Array, ...]):
+    kept, weights, (like_x, like_w) = saved
     x = q.dequantize_rows(*kept) if precision.saved_activations == "fp8" else kept
     if precision.gradients == "high":
         backward = _high_backward
     else:
         backward = _pallas_backward if precision.products == "pallas" else _float32_backward
-    dx, dw = backward(precision, flat(dy), flat(x), weight, like_x.dtype, like_w.dtype)
-    return dx.reshape(x.shape), None, dw
+    dx, dw = backward(precision, [*map(flat, dys)], flat(x), joined(weights), like_x.dtype, like_w.dtype)
+    ends = list(itertools.accumulate(len(w.codes) for w in weights))
+    return dx.reshape(x.shape), None, tuple(jnp.split(dw, ends[:-1]))
 
 
-_fp8_linear.defvjp(_fp8_linear_fwd, _fp8_linear_bwd)
+_fp8_linears.defvjp(_fp8_linears_fwd, _fp8_linears_bwd)
 
 
-def _high_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
-    """dy [T, N], x [T, K] -> dx [T, K], dw [N, K] in `dtypes`: operands in `compute_dtype`, the weight the forward's."""
-    dy, x, w = (a.astype(precision.compute_dtype) for a in (dy, x, q.dequantize_blocks(*weight)))
+def _high_backward(precision: Precision, dys: list[Array], x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
+    """dys [T, N_i], x [T, K], weight [sum of N_i, K] -> dx [T, K], dw in `dtypes`: operands in `compute_dtype`."""
+    dy, x, w = (a.astype(precision.compute_dtype) for a in (jnp.concatenate(dys, -1), x, q.dequantize_blocks(*weight)))
     return _dot(dy, w.T, dtypes[0]), _dot(dy.T, x.T, dtypes[1])
 
 
-def _float32_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
+def _float32_backward(precision: Precision, dys: list[Array], x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
     """As `_high_backward`, with FP8 operands, dequantised and multiplied in float32."""
-    fp8 = GRADIENT_DTYPES[precision.gradients]
+    fp8, dy = GRADIENT_DTYPES[precision.gradients], jnp.concatenate(dys, -1)
     dx = _dot(_round_rows(dy, fp8), q.dequantize_blocks(*weight).T, dtypes[0])
     by_tokens, square = x.T.astype(jnp.float32), precision.wgrad_inputs == "128x128"
     rounded = q.dequantize_blocks(*q.quantize_blocks(by_tokens)) if square else _round_rows(by_tokens)
     return dx, _dot(_round_rows(dy.T, fp8), rounded, dtypes[1])
 
 
-def _pallas_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
+def _pallas_backward(precision: Precision, dys: list[Array], x: Array, weight: QuantizedWeight, *dtypes) -> tuple[Array, Array]:
     """As `_float32_backward` by the Hopper kernels."""
-    by_rows, by_tokens = quantize_both(dy, GRADIENT_DTYPES[precision.gradients], backend="pallas")
+    by_rows, by_tokens = quantize_both(dys[0], GRADIENT_DTYPES[precision.gradients], beside=tuple(dys[1:]), backend="pallas")
     dx = dgrad(by_rows, weight, dtypes[0], "pallas")
     square = precision.wgrad_inputs == "128x128"
     return dx, wgrad(by_tokens, quantize_tokens(x, square=square, backend="pallas"), dtypes[1], "pallas")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfp8rl.precision.linear import (
-    GRADIENT_DTYPES, QuantizedWeight, Weight, backend_of, dgrad, flat, in_codes, quantize_both, quantize_rows,
+    GRADIENT_DTYPES, QuantizedWeight, Weight, backend_of, dgrad, flat, in_codes, joined, quantize_both, quantize_rows,
     quantize_tokens, scaled_product, wgrad,
 )  # fmt: skip
 from jaxfp8rl.precision.recipe import Precision
@@ -47,17 +47,12 @@ def swiglu_mlp(x: Array, gate: Weight, up: Weight, down: Weight, precision: Prec
     return _mlp(precision, x, weights, handles)
 
 
-def _joint(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
-    """[2F, D]. Where layers are a stack, to lay the two side by side is no more than to take them out of it."""
-    return QuantizedWeight(*map(jnp.concatenate, zip(gate, up)))
-
-
 def _forward(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...]) -> tuple[Array, Array]:
     """(y [..., D], gate and up [T, 2F])"""
     gate, up, down = weights
     backend = backend_of(precision)
     rows = quantize_rows(flat(x), amax_floor=FUSED_AMAX_FLOOR, backend=backend)
-    gate_up = scaled_product(precision, *rows, _joint(gate, up))
+    gate_up = scaled_product(precision, *rows, joined((gate, up)))
     y = scaled_product(precision, *swiglu_quantize(gate_up, backend=backend).rows, down)
     return y.reshape(x.shape), gate_up
 
@@ -80,7 +75,7 @@ def _mlp_bwd(precision: Precision, saved, dy: Array):
     square = precision.wgrad_inputs == "128x128"
     h = swiglu_quantize(gate_up, rows=False, tokens=True, square=square, backend=backend)
     d_gate_up = swiglu_grad_quantize(d_h, gate_up, dtype, backend=backend)
-    dx = dgrad(d_gate_up.rows, _joint(gate, up), x.dtype, backend)
+    dx = dgrad(d_gate_up.rows, joined((gate, up)), x.dtype, backend)
     x_by_tokens = quantize_tokens(flat(x), square=square, backend=backend)
     d_joint = wgrad(d_gate_up.tokens, x_by_tokens, like.dtype, backend)
     d_down = wgrad(by_tokens, h.tokens, like.dtype, backend)

@@ -13,6 +13,8 @@ vanish.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -37,7 +39,7 @@ def quantize_rows(
     lead, k = x.shape[:-1], x.shape[-1]
     flat = x.reshape(-1, k)
     fmt = sm90.Format(dtype, power_of_two, amax_floor)
-    (codes, scale), _ = sm90.quantize(pad_to(flat, 8, BLOCK), fmt, interpret=interpret)
+    (codes, scale), _ = sm90.quantize(pad_to(flat, 8, BLOCK), fmt=fmt, interpret=interpret)
     t = flat.shape[0]
     return codes[:t, :k].reshape(*lead, k), scale[:, :t].T.reshape(*lead, -1)
 
@@ -59,23 +61,30 @@ def quantize_tokens(
 
 
 def quantize_both(
-    x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, backend: Backend = "auto", interpret=None
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """`quantize_rows(x)` and `quantize_tokens(x)` of x [T, K], which is read once."""
-    _check(x, dtype, ndim=2)
+    x: Array, dtype: jnp.dtype = E4M3, *, beside: Sequence[Array] = (), power_of_two: bool = False, backend: Backend = "auto",
+    interpret=None,
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:  # fmt: skip
+    """`quantize_rows(x)` and `quantize_tokens(x)` of x [T, K], which is read once.
+
+    `beside`: more columns, [T, K_i] each, as if they had been concatenated to x; widths are multiples of 128 then, but for the
+    last. Raises ValueError for other shapes and dtypes."""
+    for part in (x, *beside):
+        _check(part, dtype, ndim=2)
+    if beside:
+        _check_beside(x, *beside)
     if not use_kernel(backend):
+        x = jnp.concatenate((x, *beside), -1)
         return tuple(f(x, dtype, power_of_two=power_of_two) for f in (reference.quantize_rows, reference.quantize_tokens))
-    return _both(x, sm90.Format(dtype, power_of_two, AMAX_FLOOR), rows=True, interpret=interpret)
+    return _both(x, sm90.Format(dtype, power_of_two, AMAX_FLOOR), beside, rows=True, interpret=interpret)
 
 
 def _both(
-    x: Array, fmt: sm90.Format, *, rows: bool, square: bool = False, interpret
+    x: Array, fmt: sm90.Format, beside: Sequence[Array] = (), *, rows: bool, square: bool = False, interpret
 ) -> tuple[tuple[Array, Array] | None, tuple[Array, Array]]:
     """A padded token is a zero in every group it lies in, which changes none."""
-    t, k = x.shape
-    by_rows, (codes, scale) = sm90.quantize(
-        pad_to(x, BLOCK, BLOCK), fmt, rows=rows, tokens=True, square=square, interpret=interpret
-    )
+    t, k = len(x), sum(part.shape[1] for part in (x, *beside))
+    parts = [pad_to(part, BLOCK, BLOCK) for part in (x, *beside)]
+    by_rows, (codes, scale) = sm90.quantize(*parts, fmt=fmt, rows=rows, tokens=True, square=square, interpret=interpret)
     tokens = codes[:k, :t], scale[:, :k].T
     return (by_rows[0][:t, :k], by_rows[1][:, :t].T) if rows else None, tokens
 
@@ -101,6 +110,13 @@ def quantize_blocks(
     fmt = sm90.Format(E4M3, power_of_two, AMAX_FLOOR)
     codes, scale, *more = sm90.quantize_blocks(padded, fmt, first, rows, transposed=transposed, interpret=interpret)
     return codes[:n, :k], scale, *(c[:k, :n] for c in more)
+
+
+def _check_beside(*parts: Array) -> None:
+    shapes = [part.shape for part in parts]
+    if len({(t, part.dtype) for (t, _), part in zip(shapes, parts)}) > 1 or any(k % BLOCK for _, k in shapes[:-1]):
+        raise ValueError(f"{', '.join(map(str, shapes))} side by side: as many tokens each, of one dtype, and widths that are "
+                         f"multiples of {BLOCK}, but for the last")  # fmt: skip
 
 
 def _check(x: Array, dtype: jnp.dtype, ndim: int | None = None) -> None:

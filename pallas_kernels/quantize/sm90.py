@@ -47,15 +47,18 @@ class Format(NamedTuple):
 
 
 def quantize(
-    x: Array, fmt: Format, *, rows: bool = True, tokens: bool = False, square: bool = False, interpret=None
+    *parts: Array, fmt: Format, rows: bool = True, tokens: bool = False, square: bool = False, interpret=None
 ) -> tuple[tuple[Array, Array] | None, tuple[Array, Array] | None]:
-    """x [T, K] bfloat16 or float32 -> for `rows` codes [T, K], scales [K/128, T]; for `tokens` codes [K, T], scales [T/128, K],
-    of which 128 in a row are one if `square`.
+    """x [T, K] bfloat16 or float32, in parts [T, K_i] -> for `rows` codes [T, K], scales [K/128, T]; for `tokens` codes [K, T],
+    scales [T/128, K], of which 128 in a row are one if `square`.
 
-    The copy engine moves boxes of 8 rows by 128 bytes: K is a multiple of 128 and T of 8, for tokens of 128. `api.py` pads.
+    The copy engine moves boxes of 8 rows by 128 bytes: K_i are multiples of 128 and T of 8, for tokens of 128. `api.py` pads.
     """
-    plan = Plan(*x.shape, fmt if rows else None, fmt if tokens else None, fused_multiply_add(interpret), square=square)
-    return quantize_made(plan, (x,), interpret=interpret)[:2]
+    widths = [part.shape[1] for part in parts]
+    formats, fused = (fmt if rows else None, fmt if tokens else None), fused_multiply_add(interpret)
+    ends = tuple(itertools.accumulate(widths)) if len(parts) > 1 else ()
+    plan = Plan(len(parts[0]), sum(widths), *formats, fused, square=square, beside=ends)
+    return quantize_made(plan, parts, interpret=interpret)[:2]
 
 
 class Plan(NamedTuple):
@@ -80,6 +83,7 @@ class Plan(NamedTuple):
     keep: tuple[int, ...] = ()  # which of what is made is written in bfloat16
     buffers: int = 2  # for waves of codes on their way out
     square: bool = False  # along the tokens one scale is a whole tile's
+    beside: tuple[int, ...] = ()  # the one tile is of arrays that lie side by side, where each ends
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -163,7 +167,9 @@ def _quantize_kernel(plan: Plan, arrays, vectors, outs, shared: Shared) -> None:
     ti, ki = _raster(lax.axis_index("tile"), plan.grid)
     work = Work(plan, shared, ti, ki, dict(zip(plan.formats, zip(outs[::2], outs[1::2]))), itertools.count())
     at = pl.ds(ti * BLOCK, BLOCK), pl.ds(ki * BLOCK, BLOCK)
-    for tile, (array, first) in zip(shared.tiles, plan.reads):
+    if plan.beside:
+        _read_beside(plan, arrays, at[0], ki, shared)
+    for tile, (array, first) in zip(shared.tiles, () if plan.beside else plan.reads):
         plgpu.copy_gmem_to_smem(arrays[array].at[at[0], pl.ds(first + ki * BLOCK, BLOCK)], tile, shared.arrived)
     for vector, array, axis in zip(shared.vectors, vectors, plan.vectors):
         plgpu.copy_gmem_to_smem(array.at[at[axis]], vector, shared.arrived)
@@ -179,6 +185,16 @@ def _quantize_kernel(plan: Plan, arrays, vectors, outs, shared: Shared) -> None:
         for start in columns:
             _send(work, "tokens", part, start, read(start), amax)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _read_beside(plan: Plan, arrays, rows, ki: Array, shared: Shared) -> None:
+    """The tile, from the one of `arrays` that has its columns."""
+    for array, start, end in zip(arrays, (0, *plan.beside), plan.beside):
+
+        @pl.when((start <= ki * BLOCK) & (ki * BLOCK < end))
+        def _(array=array, start=start):
+            columns = pl.ds(ki * BLOCK - start, BLOCK)
+            plgpu.copy_gmem_to_smem(array.at[rows, columns], shared.tiles[0], shared.arrived)
 
 
 def _by_rows(work: Work) -> dict[int, jax.Ref]:

@@ -23,7 +23,7 @@ from jaxfp8rl.precision.hardware import products_of
 from jaxfp8rl.precision.linear import linear
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
-from layer_program import BATCH, KERNELS, MODEL, PRECISION, WEIGHTS, gradients, kernels, shapes  # noqa: E402
+from layer_program import BATCH, KERNELS, MODEL, PRECISION, TURNED, gradients, kernels, shapes  # noqa: E402
 
 FP8 = r"f8e4m3fn\[([\d,]+)\]"
 
@@ -66,7 +66,7 @@ def test_of_codes_only_a_layers_weights_are_moved_and_turned_once(text):
     tokens, layers = int(np.prod(BATCH)), MODEL.num_hidden_layers
     assert not [key for key in found if tokens in key[1]], "codes of activations are moved"
     turned = {key: n for key, n in found.items() if key[0] in ("transpose", "copy")}
-    assert sum(turned.values()) == len(WEIGHTS) and all(layers not in shape for _, shape in turned), turned
+    assert sum(turned.values()) == len(TURNED) and all(layers not in shape for _, shape in turned), turned
 
 
 @pytest.fixture(scope="module")

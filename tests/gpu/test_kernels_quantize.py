@@ -74,6 +74,13 @@ def test_quantisers_equal_the_reference_bit_for_bit(shape, dtype, name):
     same(kernel(quantize.quantize_both, **options)(x), (rows, tokens))
 
 
+@pytest.mark.parametrize("shape", [(2688, 6144), (1001, 648)])
+def test_arrays_side_by_side_are_quantised_as_one(shape):
+    x = hard_cases(shape, jnp.bfloat16)
+    first, *beside = jnp.split(x, (shape[1] // 3 // 128 * 128, shape[1] // 2 // 128 * 128), axis=1)
+    same(kernel(quantize.quantize_both, beside=beside)(first), kernel(quantize.quantize_both)(x))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("shape", [(2688, 4096), (1001, 576)])
 def test_square_blocks_along_the_tokens_equal_the_reference_bit_for_bit(shape, dtype):

@@ -50,6 +50,24 @@ def test_simulated_both_directions_equal_the_reference_bit_for_bit():
     same(tokens, quantize_rows(x.T))
 
 
+def test_simulated_arrays_side_by_side_equal_the_reference_of_one():
+    x, parts = hard((136, 520), jnp.bfloat16), ((0, 256), (256, 384), (384, 520))
+    first, *beside = (x[:, start:end] for start, end in parts)
+    for options in (SIMULATED(), {"backend": "reference"}):
+        rows, tokens = api.quantize_both(first, beside=beside, **options)
+        same(rows, quantize_rows(x))
+        same(tokens, quantize_rows(x.T))
+
+
+@pytest.mark.parametrize("shapes", [((8, 128), (9, 128)), ((8, 100), (8, 128)), ((8, 128), (2, 8, 64))])
+def test_what_cannot_lie_side_by_side_is_refused(shapes):
+    x, *beside = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
+    with pytest.raises(ValueError, match="side by side|has 3 axes"):
+        api.quantize_both(x, beside=beside)
+    with pytest.raises(ValueError, match="side by side"):
+        api.quantize_both(jnp.ones((8, 128)), beside=[jnp.ones((8, 128), jnp.bfloat16)])
+
+
 def test_simulated_rows_of_any_rank_in_e5m2_by_powers_of_two_with_the_fused_floor():
     x = hard((6, 136), jnp.float32).reshape(2, 3, 136) * 2.0**-16
     options = dict(dtype=q.E5M2, power_of_two=True, amax_floor=q.FUSED_AMAX_FLOOR)
@@ -100,6 +118,7 @@ LOWERED = {
     "tokens": (api.quantize_tokens, {}),
     "tokens, square": (api.quantize_tokens, dict(square=True)),
     "both": (api.quantize_both, {}),
+    "both, side by side": (lambda x, **options: api.quantize_both(x, beside=(x[:, :1024], x[:, 1024:1280]), **options), {}),
     "blocks": (api.quantize_blocks, {}),
     "blocks, transposed": (api.quantize_blocks, dict(transposed=True)),
     "blocks of a window": (lambda w, **options: api.quantize_blocks(w, first=jnp.int32(3), rows=1024, **options), {}),

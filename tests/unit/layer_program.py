@@ -19,12 +19,13 @@ MODEL = ModelConfig.from_hf(
 )  # fmt: skip
 LINEARS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 WEIGHTS = [(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (256, 384)]  # [N, K], gate and up being one
+TURNED = [(512, 256), (256, 256), (768, 256), (256, 384)]  # what comes back goes by q, k and v as one, too
 BATCH = 2, 512  # 1024 tokens: no axis of a weight
 PRECISION = Precision((LayerRun(0, 2, LINEARS),), products="pallas", gradients="e4m3", fused=True, fused_quantizer=True)
 # Kernels that run, by loop. An input is quantised once for all who read it, by rows and along the tokens, and down's where it is
 # made. The backward makes its layer's forward again, up to SwiGLU; it quantises gradients of results, SwiGLU's where it makes it.
 INPUTS, PRODUCTS = 4, len(WEIGHTS)
-KERNELS = (INPUTS + PRODUCTS) + (INPUTS + PRODUCTS - 2) + (INPUTS + 3 * PRODUCTS)
+KERNELS = (INPUTS + PRODUCTS) + (INPUTS + PRODUCTS - 2) + (INPUTS + 3 * len(TURNED))
 
 
 def gradients(policy, leaves, tokens, positions, segments, precision=PRECISION, remat="layer"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models import layers
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.config import Llama3Rope, ModelConfig
 
 
 def test_round_e4m3_equals_the_cast_for_every_bfloat16():
@@ -82,6 +82,24 @@ def test_rope_tables_are_rounded_to_the_engines_type():
     for exact, rounded in zip(*(layers.rope_tables(jnp.arange(64)[None], cfg, dtype) for dtype in ("float32", "bfloat16"))):
         np.testing.assert_array_equal(rounded, np.asarray(exact).astype(ml_dtypes.bfloat16).astype(np.float32))
         assert (rounded != exact).mean() > 0.5
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("theta, head_dim", [(1e4, 64), (5e5, 128), (1e6, 128)])
+def test_rope_frequencies_are_those_of_transformers(theta, head_dim, scaled):
+    """To the bit, but where torch's vectorised power is a last place off."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    kind = {"rope_type": "llama3", **scaling} if scaled else {"rope_type": "default"}
+    sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
+    hf = llama.LlamaConfig(**sizes, rope_parameters={"rope_theta": theta, **kind})
+    want = llama.LlamaRotaryEmbedding(hf).inv_freq.numpy()
+    cfg = ModelConfig("LlamaForCausalLM", 8, 16, 16, 1, 1, 1, head_dim, 64, rope_theta=theta,
+                      rope_scaling=Llama3Rope(**scaling) if scaled else None)  # fmt: skip
+    got = layers.rope_frequencies(cfg)
+    assert got.dtype == want.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=3e-7)
+    assert (got != want).sum() <= 1
 
 
 def test_rope_scores_depend_on_distance_alone():

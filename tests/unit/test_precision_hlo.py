@@ -17,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from jaxlib.cpu import _lapack  # noqa: E402
-from layer_program import KERNELS, PRECISION, WEIGHTS, gradients, kernels, shapes  # noqa: E402
+from layer_program import KERNELS, PRECISION, TURNED, WEIGHTS, gradients, kernels, shapes  # noqa: E402
 
 KERNEL_CALLS = "forward", "blockwise_matmul", "quantize_rows"  # what is called once a kernel
 
@@ -64,7 +64,7 @@ def test_codes_are_turned_for_dgrad_alone(text):
     """Both operands of a product lie along its contraction: dgrad's weight is turned. Activations and gradients are quantised
     both ways."""
     turned = re.findall(r"stablehlo\.transpose .*\(tensor<(\d+)x(\d+)xf8", text)
-    assert Counter((int(n), int(k)) for n, k in turned) == Counter(WEIGHTS)
+    assert Counter((int(n), int(k)) for n, k in turned) == Counter(TURNED)
 
 
 def test_an_input_is_quantised_once_for_all_who_read_it(lowered):
@@ -77,4 +77,4 @@ def test_scales_of_activations_go_from_quantiser_to_product_as_they_are(lowered)
     """The transposes that the quantiser's and the product's interfaces show meet and vanish; those of weights' scales stay."""
     text = lowered.compile().as_text()
     turned = re.findall(r" = f32\[(\d+),(\d+)\]\S* (?:transpose|copy)\(", text)
-    assert {(int(a), int(b)) for a, b in turned} <= {(k // 128, n // 128) for n, k in WEIGHTS}
+    assert {(int(a), int(b)) for a, b in turned} <= {(k // 128, n // 128) for n, k in TURNED}
