@@ -21,7 +21,7 @@ from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep, check_writable
-from jaxfp8rl.exact import exact_jit, keep_compiled
+from jaxfp8rl.exact import gradient_jit, keep_compiled
 from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
@@ -95,7 +95,7 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.Gra
         logp, *_ = logprobs(policy | weights | {"sums": sums}, batch)
         return -jnp.sum(jnp.where(batch.response_mask, logp, 0.0)) / tokens, {}
 
-    @functools.partial(exact_jit, donate_argnums=0)
+    @functools.partial(gradient_jit, donate_argnums=0)
     def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
         tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
         policy = policy_of(state.params, precision)  # nothing in it is quantised

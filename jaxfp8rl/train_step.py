@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfp8rl.config import Loss
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.exact import exact_jit, gradient_jit
 from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import Correction, CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.logprobs import token_logprobs
@@ -126,7 +126,7 @@ def make_train_step(
         value, seen, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live, loss_scale)
         return layout.sum(value), seen, layout.sum_gradients(grads)
 
-    @functools.partial(exact_jit, donate_argnums=(0, 1))
+    @functools.partial(gradient_jit, donate_argnums=(0, 1))
     def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
         policy, in_engine = rejoined(own, lent), bool(jax.tree.leaves(lent))
         sampled = batch.response_mask
