@@ -205,7 +205,7 @@ def _connected(count: int) -> ProcessGroup:
 
 def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:
     """All processes run the same, else they would wait for each other for ever, or learn apart."""
-    own, way = json.loads(json.dumps([cfg.model_dump(), how]))
+    own, way = json.loads(json.dumps([cfg.model_dump(mode="json"), how]))
     theirs, their_way = group.told(lambda: (own, way))
     differ = {(s, k): (theirs[s][k], value) for s in own for k, value in own[s].items() if theirs[s][k] != value}
     said = "; ".join(described(differ)) or "--resume or --fork"

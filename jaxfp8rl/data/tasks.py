@@ -1,6 +1,6 @@
 """Tasks: where problems come from and how an answer is scored.
 
-A task is a frozen dataclass whose fields are its options, so that `spec()` can rebuild it in the scoring process. Three
+A task is a frozen dataclass whose fields are its options, so that `as_json()` can rebuild it in the scoring process. Three
 kinds: "arithmetic" (built in), "reasoning_gym" (any generator of that package) and "file" (your rows). `make_task` checks
 the options of a task; problems are made or read on first use.
 """
@@ -14,6 +14,7 @@ import hashlib
 import json
 import operator
 import os
+import tomllib
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Protocol
@@ -330,6 +331,7 @@ class FileTask(_ReferenceDemonstrations):
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
 OF_SECTION = ("name", "path", "held_out_path", "system_prompt", "chat", "scorer", "skip_bad_rows")  # keys of [task] itself
+TOML = "as TOML"  # marks in JSON what only TOML can write
 
 
 def make_task(task: Any, **options: Any) -> Task:
@@ -358,9 +360,13 @@ def make_task(task: Any, **options: Any) -> Task:
     return cls(**{k: _checked(k, v, hints[k]) for k, v in options.items()})
 
 
-def spec(task: Task) -> dict[str, Any]:
-    """JSON-able arguments with which `make_task(**spec(task))` builds the same task."""
-    return {"task": task.kind, **dataclasses.asdict(task)}
+def as_json(task: Task) -> str:
+    """What `from_json` makes the same task of, in another process: JSON has neither dates nor times, TOML and generators have."""
+    return json.dumps({"task": task.kind, **dataclasses.asdict(task)}, default=lambda date: {TOML: date.isoformat()})
+
+
+def from_json(text: str) -> Task:
+    return make_task(**json.loads(text, object_hook=lambda x: tomllib.loads(f"x = {x[TOML]}")["x"] if x.keys() == {TOML} else x))
 
 
 def _section_options(section: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-from jaxfp8rl.data.tasks import Problem, Task, make_task
+from jaxfp8rl.data.tasks import Problem, Task, from_json
 from jaxfp8rl.errors import UserError
 
 # A scorer that runs away with memory gets a MemoryError instead of taking the learner's machine down.
@@ -46,7 +46,7 @@ def score_one(task: Task, problem: Problem, text: str) -> Score:
 
 def _load(task_json: str) -> tuple[Task | None, dict]:
     try:
-        task = make_task(**json.loads(task_json))
+        task = from_json(task_json)
         task.load_scorer()
         return task, {"ready": True}
     except UserError as e:

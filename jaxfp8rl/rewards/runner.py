@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Self
 
-from jaxfp8rl.data.tasks import Problem, Task, spec
+from jaxfp8rl.data.tasks import Problem, Task, as_json
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rewards.child import Score, score_one
 
@@ -91,7 +91,7 @@ class RewardRunner:
         self.close()
 
     def _start(self) -> _Child:
-        return _Child(json.dumps(spec(self._task)), self._timeout_s)
+        return _Child(as_json(self._task), self._timeout_s)
 
     def _replace(self, child: _Child) -> None:
         child.kill()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.config import Task as TaskSection
 import numpy as np
-from jaxfp8rl.data.tasks import OF_SECTION, TASKS, Problem, make_task, spec
+from jaxfp8rl.data.tasks import OF_SECTION, TASKS, Problem, as_json, from_json, make_task
 from jaxfp8rl.errors import ConfigError, DataError
 
 
@@ -37,7 +37,7 @@ def test_arithmetic_is_right_distinct_and_split_by_pair(max_operand, operations,
     for p in everything:
         assert eval(p.prompt.rstrip("=")) == int(p.answer)
         assert task.score(p, p.answer) == 1.0 and task.score(p, p.answer + "0") == task.score(p, "") == 0.0
-    again = make_task(**json.loads(json.dumps(spec(task))))
+    again = from_json(as_json(task))
     assert again == task and list(again.problems()) == list(train)
     rng = np.random.default_rng(0)
     assert [task.demonstrate(p, rng) for p in train] == [p.answer for p in train]
