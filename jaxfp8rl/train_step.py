@@ -104,12 +104,13 @@ def make_train_step(
             importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
         if loss.old_policy == "current":
             old_logp = jax.lax.stop_gradient(logp)
-        surrogate, cut = policy_loss(logp, old_logp, batch.advantages, mask, batch.segment_ids, loss.objective_config, clip)
+        heard = mask & (importance != 0)  # what is rejected says nothing: its ratio is in no mean over its sequence, either
+        surrogate, cut = policy_loss(logp, old_logp, batch.advantages, heard, batch.segment_ids, loss.objective_config, clip)
         if loss.opsm_delta is not None:
             sequences = batch.advantages, batch.response_mask, batch.segment_ids  # whole, with what was rejected
             cut["opsm/fraction"] = off_policy(logp, batch.rollout_logp, *sequences, loss.opsm_delta) & mask
             surrogate = jnp.where(cut["opsm/fraction"], 0.0, surrogate)
-        total = jnp.where(importance != 0, importance * surrogate, 0.0)  # what is rejected says nothing, not 0 x infinity
+        total = importance * surrogate
         if loss.kl_coef:
             sampled = batch.rollout_logp if loss.unbiased_kl else None
             total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, sampled))

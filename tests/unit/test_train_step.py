@@ -228,6 +228,27 @@ def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
     assert metrics["correction/rejected_fraction"] == pytest.approx(7 / 25)
 
 
+@pytest.mark.parametrize("correction, objective", [("token_k1", "gspo"), ("icepop", "gmpo"), *(
+    pytest.param(*more, marks=pytest.mark.slow) for more in (("token_k1", "gmpo"), ("icepop", "gspo"), ("icepop", "gspo_token"))
+)])  # fmt: skip
+def test_the_ratio_of_a_rejected_token_is_in_no_mean_of_its_sequence(correction, objective):
+    """Though it stays in the denominator: what it would say of its sequence changes no gradient."""
+    reject = CorrectionConfig(denominator="all", rejections=(Rejection("token", "k1", "mean", -2.0, 2.0),))
+    config = reject if correction == "token_k1" else get_preset(correction)
+    samples = near_policy(MIXED, (2, 2, 36))
+    samples[1].logprobs[[0, 3]] -= 8
+    batch = laid_out(samples, (2, 2, 36))
+    old = old_logps(params(), batch)
+    gone = batch.response_mask & (old - batch.rollout_logp > 4)
+    loss = Loss(objective=objective, clip_low=0.9, clip_high=0.9)
+    results = [learn(params(), batch, np.where(gone, old + more, old), step=step_of(loss, config)) for more in (0, 2)]
+    assert gone.sum() == 2 and distance(results[0][1], results[1][1]) == 0 < results[0][0]["grad_norm"]
+    if correction == "token_k1":
+        _, kept = learn(params(), batch, old, step=step_of(loss, config._replace(denominator="kept")))
+        share = 1 - gone.sum() / batch.response_mask.sum()
+        assert distance(results[0][1], jax.tree.map(lambda g: share * g, kept)) < 1e-6
+
+
 def test_a_sequence_masked_for_being_off_policy_stays_in_the_denominator_and_teaches_nothing():
     """As with an advantage of 0; those that were good are learned from, however far they are. What a rejection takes out still
     says how far its sequence is: the second is by one token."""
