@@ -218,7 +218,7 @@ def _finished(cfg: Config) -> bool:
 def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
     cfg = load_config(args.config, overrides)
     if args.dry_run:
-        return _dry_run(cfg)
+        return _dry_run(cfg, warm_start_alone=True)
     from jaxfp8rl.sft import run_sft
 
     run_sft(cfg)
@@ -262,15 +262,19 @@ def _of_run(path: str) -> str:
     return own if os.path.isfile(own := f"{path}/config.toml") else path
 
 
-def _dry_run(cfg: Config) -> None:
+def _dry_run(cfg: Config, warm_start_alone: bool = False) -> None:
     from jaxfp8rl.data.tasks import make_task
     from jaxfp8rl.memory_fit import format_needs
-    from jaxfp8rl.memory_plan import format_plan, memory_plan
+    from jaxfp8rl.memory_plan import format_plan, memory_plan, warm_start_plan
     from jaxfp8rl.models.config import ModelConfig
 
     model = ModelConfig.from_hf(cfg.model.path or cfg.model.config)
     make_task(cfg.task, seed=cfg.run.seed)  # it knows its options, and reads no data yet
     print(dump_config(cfg))
+    if cfg.sft.steps or warm_start_alone:
+        print(format_plan(warm_start_plan(cfg, model), "memory of the warm start, on one device, without an engine"))
+    if warm_start_alone:
+        return
     print(format_plan(memory_plan(cfg, model)) + (needs := format_needs(cfg, model)))
     if cfg.rollout.engine == "vllm" and not needs:
         print("vLLM beside it takes rollout.gpu_memory_utilization of the GPU; with rollout.kv_cache_gib it is in the plan")

@@ -55,8 +55,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(cfg, resume, fork_of))
         stack.enter_context(claimed(cfg, resume, group))
-        check_memory(cfg)
-        stack.enter_context(explained(cfg))
+        check_memory(cfg, fresh := not (resume or fork_of))
+        stack.enter_context(explained(cfg, fresh))
         watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s, f"{cfg.run.dir}/stacks{group.suffix}.txt"))
         parts = stack.enter_context(contextlib.closing(build(cfg, group)))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group))
@@ -116,6 +116,8 @@ def begin(parts: Parts, run: RunDirectory, stop: StopSignals) -> TrainState:
     params = parts.initial_params()
     check_finite(params, parts.model)
     if parts.cfg.sft.steps:
+        if parts.cfg.rollout.sleep != "off":
+            parts.engine.sleep()  # until the first publish
         warmed = lambda: warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note, warming)
         params = parts.group.made_by_first(warmed, params)
     state = parts.fresh_state(params)

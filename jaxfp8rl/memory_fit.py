@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 
 from bridges import manifest
 from jaxfp8rl.build import engine_runs, model_config
+from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import MAY_CHANGE, changes
 from jaxfp8rl.errors import ConfigError, OutOfMemory
-from jaxfp8rl.memory_plan import F32, RESIDENT, memory_plan
+from jaxfp8rl.memory_plan import F32, RESIDENT, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.publish import wire_manifest
@@ -23,15 +25,17 @@ from jaxfp8rl.run_directory import PHASE
 ENGINE_REST = 5 * 2**29  # CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
 MASTERS = 2  # of the plan's first rows those that the start has: masters and moments
 KNOBS = 3
+WARM = "the warm start"
 Change = dict[str, dict[str, object]]  # section -> key -> value
 
 
-def needs(cfg: Config, model: ModelConfig, total: int) -> dict[str, int]:
-    """Bytes on a device of `total` bytes at the start, when the weights are there in float32, too, while the learner updates and
-    while the engine samples. Engines of other processes are left out."""
+def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> dict[str, int]:
+    """Bytes on a device of `total` bytes at the start, when the weights are there in float32, too, in the warm start of a `fresh`
+    run, while the learner updates and while the engine samples. Engines of other processes are left out."""
     plan = [size for _, size in memory_plan(cfg, model)]
-    if cfg.rollout.engine != "vllm":
-        return {"an update": sum(plan)}
+    warm = sum(size for _, size in warm_start_plan(cfg, model)) if fresh and cfg.sft.steps else 0
+    if cfg.rollout.engine != "vllm":  # the embedded one holds nothing before a publish
+        return {"an update": sum(plan)} | ({WARM: warm} if warm else {})
     whole = sum(math.prod(e.shape) for e in param_table(model)) * F32
     resident = RESIDENT + bool(cfg.loss.kl_coef)
     start = sum(plan[:MASTERS]) + (whole if cfg.sft.steps else whole // cfg.train.over_weights)
@@ -42,33 +46,45 @@ def needs(cfg: Config, model: ModelConfig, total: int) -> dict[str, int]:
     awake = share if cfg.rollout.kv_cache_gib is None else weights + int(cfg.rollout.kv_cache_gib * 2**30)
     asleep = 0 if cfg.rollout.sleep != "off" else awake
     return {
-        "the start": start + awake + ENGINE_REST, "an update": sum(plan) + asleep + ENGINE_REST,
-        "a rollout": sum(plan[:resident]) + awake + ENGINE_REST,
+        "the start": start + awake + ENGINE_REST, **({WARM: warm + asleep + ENGINE_REST} if warm else {}),
+        "an update": sum(plan) + asleep + ENGINE_REST, "a rollout": sum(plan[:resident]) + awake + ENGINE_REST,
     }  # fmt: skip
 
 
-def check_memory(cfg: Config) -> None:
+def check_memory(cfg: Config, fresh: bool) -> None:
     """`check_fits` on this machine; on a CPU nothing is checked."""
     share_gpu(cfg)
     if total := device_memory():
-        check_fits(cfg, model_config(cfg), total)
+        check_fits(cfg, model_config(cfg), total, fresh)
 
 
-def check_fits(cfg: Config, model: ModelConfig, total: int) -> None:
+def check_fits(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> None:
     """Raise ConfigError, with the settings that would give most, where a moment of the run needs more than `total` bytes."""
-    needed = needs(cfg, model, total)
+    _check(cfg, total, lambda changed: needs(changed, model, total, fresh))
+
+
+def check_warm_start(cfg: Config, model: ModelConfig, total: int | None) -> None:
+    """The same of a warm start alone, `jaxfp8rl sft`; None: a CPU's memory."""
+    if total:
+        _check(cfg, total, lambda changed: {WARM: sum(size for _, size in warm_start_plan(changed, model))})
+
+
+def _check(cfg: Config, total: int, needs_of: Callable[[Config], dict[str, int]]) -> None:
+    needed = needs_of(cfg)
     moment = max(needed, key=needed.get)
     if needed[moment] <= total:
         return
+    apart = "; or make it apart, as it fits: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(needed) > 1 else ""
     raise ConfigError(
         f"{moment} needs {needed[moment] / 2**30:.1f} GiB, the device has {total / 2**30:.1f} (`--dry-run` prints the plan)",
-        _advice(cfg, model, total, moment),
+        _advice(cfg, lambda changed: needs_of(changed)[moment]) + apart,
     )
 
 
 @contextlib.contextmanager
-def explained(cfg: Config) -> Iterator[None]:
-    """Say of memory that ran out all the same in which phase, what the plan was, and what would give most."""
+def explained(cfg: Config, fresh: bool = True) -> Iterator[None]:
+    """Say of memory that ran out all the same in which phase, what the plan was, and what would give most: of settings with which
+    a run may go on alone, where it has saved something to go on from."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
@@ -76,18 +92,21 @@ def explained(cfg: Config) -> Iterator[None]:
             raise
         model, total = model_config(cfg), device_memory() or 0
         phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
-        moments = needs(cfg, model, total)
+        moments = needs(cfg, model, total, fresh)
+        most = max(moments, key=moments.get)
         plan = ", ".join(f"{size / 2**30:.1f} GiB for {moment}" for moment, size in moments.items())
+        saved = Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).latest() is not None
+        way_on = "; then --resume" if saved else "; then begin anew: nothing is saved yet"
         raise OutOfMemory(
             f"the device's memory of {total / 2**30:.1f} GiB ran out ({phase}); planned were {plan}\n"
             f"  {str(e).splitlines()[0]}",
-            _advice(cfg, model, total, max(moments, key=moments.get), resumed=True) + "; then --resume",
+            _advice(cfg, lambda changed: needs(changed, model, total, fresh)[most], resumed=saved) + way_on,
         ) from e
 
 
-def _advice(cfg: Config, model: ModelConfig, total: int, moment: str, resumed: bool = False) -> str:
+def _advice(cfg: Config, need: Callable[[Config], int], resumed: bool = False) -> str:
     """`resumed`: of settings with which a run may go on alone."""
-    found = sorted(_savings(cfg, lambda changed: needs(changed, model, total)[moment], resumed), reverse=True)[:KNOBS]
+    found = sorted(_savings(cfg, need, resumed), reverse=True)[:KNOBS]
     said = "; ".join(f"{what} ({saved / 2**30:.1f} GiB less)" for saved, what in found)
     return f"what would give most: {said or 'a smaller model'}"
 

@@ -35,40 +35,67 @@ RESIDENT = 3  # the first so many rows are there all the time: masters, moments,
 def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     """(what, bytes) on one device, the first if there are several: the learner's, then the embedded engine's. Raises ConfigError
     for shapes that FP8 cannot take."""
-    params = sum(math.prod(e.shape) for e in param_table(model))
-    compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
     metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
-    wire = manifest.nbytes(metas)
-    shared = lambda size: -(-size // cfg.train.over_weights)
-    update = [
-        ("gradients: a float32 sum, and a micro-batch's own outside the layers", shared(params * F32 + _outer(model) * compute)),
-        (f'what is kept of a micro-batch, train.remat = "{cfg.train.remat}"', _kept_of_layers(cfg, model, compute)),
-        ("the backward of a layer, or of the head (estimate)", max(_layer(cfg, model, compute), _logits(cfg, model, compute))),
-    ]
-    if cfg.train.fsdp > 1:
-        gathered = _gathered(model, compute) // cfg.train.tensor
-        update.append(("weights gathered of all devices: a layer's, the embedding, the head", gathered))
-    moments, size = _moments(cfg, model)
-    learner = [
-        (f"master weights, {cfg.optim.master}, {params / 1e6:,.1f} M parameters", shared(_kept(model, cfg.optim.master))),
-        (moments, shared(size)),
-        (f"policy in {cfg.precision.compute_dtype}, codes and scales where it is FP8", shared(_policy(cfg, model, compute))),
-        *([("reference of loss.kl_coef, as the policy", shared(_policy(cfg, model, compute)))] if cfg.loss.kl_coef else []),
-        *update,
-    ]
+    resident, update = _resident(cfg, model), _update(cfg, model)
+    learner = [*resident, *update]
     if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):
         learner.append(("weights on their way to the engine, beyond what an update takes", crossing - taken))
     if cfg.rollout.link in ("cuda_ipc", "nccl"):
         learner.append(("two slots of rollout.link to each engine", LINK_SLOTS * cfg.rollout.engines))
     if cfg.rollout.engine != "jax":  # takes its share of a GPU, whatever it needs
         return learner
-    return [*learner, ("engine: weights", wire), ("engine: keys and values", _kv_cache(cfg, model, compute))]
+    cache = _kv_cache(cfg, model, _compute(cfg))
+    return [*learner, ("engine: weights", manifest.nbytes(metas)), ("engine: keys and values", cache)]
 
 
-def format_plan(plan: Plan) -> str:
+def warm_start_plan(cfg: Config, model: ModelConfig) -> Plan:
+    """The same of the warm start (jaxfp8rl.sft), without the engine. One device makes it by itself, and computes without FP8; the
+    weights that it begins with are there until it ends."""
+    alone = {
+        "train": {"data": 1, "fsdp": 1, "tensor": 1}, "precision": {"recipe": "bf16"}, "loss": {"kl_coef": 0.0},
+        "rollout": {"engine": "jax", "one_copy": False},
+    }  # fmt: skip
+    cfg = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys) for name, keys in alone.items()})
+    return [("the weights that it begins with, float32", _kept(model, "float32")), *_resident(cfg, model), *_update(cfg, model)]
+
+
+def _resident(cfg: Config, model: ModelConfig) -> Plan:
+    """What stays from update to update."""
+    moments, size = _moments(cfg, model)
+    shared = lambda size: -(-size // cfg.train.over_weights)
+    params, policy = sum(math.prod(e.shape) for e in param_table(model)), shared(_policy(cfg, model, _compute(cfg)))
+    return [
+        (f"master weights, {cfg.optim.master}, {params / 1e6:,.1f} M parameters", shared(_kept(model, cfg.optim.master))),
+        (moments, shared(size)),
+        (f"policy in {cfg.precision.compute_dtype}, codes and scales where it is FP8", policy),
+        *([("reference of loss.kl_coef, as the policy", policy)] if cfg.loss.kl_coef else []),
+    ]  # fmt: skip
+
+
+def _update(cfg: Config, model: ModelConfig) -> Plan:
+    """What an update takes besides."""
+    compute, params = _compute(cfg), sum(math.prod(e.shape) for e in param_table(model))
+    gradients = -(-(params * F32 + _outer(model) * compute) // cfg.train.over_weights)
+    update = [
+        ("gradients: a float32 sum, and a micro-batch's own outside the layers", gradients),
+        (f'what is kept of a micro-batch, train.remat = "{cfg.train.remat}"', _kept_of_layers(cfg, model, compute)),
+        ("the backward of a layer, or of the head (estimate)", max(_layer(cfg, model, compute), _logits(cfg, model, compute))),
+    ]
+    if cfg.train.fsdp > 1:
+        gathered = _gathered(model, compute) // cfg.train.tensor
+        update.append(("weights gathered of all devices: a layer's, the embedding, the head", gathered))
+    return update
+
+
+def _compute(cfg: Config) -> int:
+    """Bytes of a number that is computed with."""
+    return jnp.dtype(cfg.precision.compute_dtype).itemsize
+
+
+def format_plan(plan: Plan, of: str = "memory on the device") -> str:
     """The plan as an aligned table, in MiB."""
     rows = [*plan, ("total", sum(size for _, size in plan))]
-    return "memory on the device\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  {what}" for what, size in rows)
+    return f"{of}\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  {what}" for what, size in rows)
 
 
 def _kept(model: ModelConfig, *formats: Format) -> int:

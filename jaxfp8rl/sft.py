@@ -23,6 +23,7 @@ from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep, check_writable
 from jaxfp8rl.exact import gradient_jit, keep_compiled
 from jaxfp8rl.low_bit import decode, is_scaled
+from jaxfp8rl.memory_fit import check_warm_start
 from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, save_params
@@ -30,6 +31,7 @@ from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
 from jaxfp8rl.policy import gradients_like, outer, policy_of
 from jaxfp8rl.precision.hardware import attention_of
 from jaxfp8rl.precision.recipe import Precision, plain_runs
+from jaxfp8rl.registry import device_memory
 from jaxfp8rl.rollouts import Prompt
 from jaxfp8rl.routing import with_options
 from jaxfp8rl.train_step import make_logprobs
@@ -46,6 +48,7 @@ def run_sft(cfg: Config) -> None:
     check_writable(folder)
     keep_compiled(cfg.train.compilation_cache)
     model = with_options(model_config(cfg), cfg)
+    check_warm_start(cfg, model, device_memory())
     data = load_data(cfg, model)
     params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)

@@ -424,13 +424,14 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **k: (calls.append(name), original(*a, **k))[1])
 
-    for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"), (loop, "learn")):
+    for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"), (loop, "learn"),
+                        (loop, "warm_start")):  # fmt: skip
         recorded(owner, name)
     recorded(JaxInprocess, "publish")
     monkeypatch.setattr(config_checks, "_check_server", lambda cfg: None)
-    loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=0, rollout__sleep="drop_weights"))
+    loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=1, rollout__sleep="drop_weights"))
     step = ["generate", "sleep", "score", "score", "learn", "wake", "publish"]
-    assert calls == ["wake", "publish", "generate", "generate", *step, *step, "generate"]
+    assert calls == ["sleep", "warm_start", "wake", "publish", "generate", "generate", *step, *step, "generate"]
 
 
 # --- the warm start as a command

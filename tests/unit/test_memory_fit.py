@@ -8,10 +8,11 @@ import jax
 import pytest
 
 from benchmarks.common import config as shape
+from jaxfp8rl.checkpoint import DIGESTS
 from jaxfp8rl.config import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
-from jaxfp8rl.memory_fit import _savings, check_fits, explained, format_needs, needs
-from jaxfp8rl.memory_plan import memory_plan
+from jaxfp8rl.memory_fit import ENGINE_REST, WARM, _savings, check_fits, check_warm_start, explained, format_needs, needs
+from jaxfp8rl.memory_plan import memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.run_directory import Clock
 
@@ -57,6 +58,27 @@ def test_the_start_has_the_weights_in_float32_too_each_device_its_part():
     assert warm - two == pytest.approx(weights / 2, abs=1)
 
 
+def test_a_warm_start_that_cannot_fit_is_refused_where_there_will_be_one():
+    """One device makes it whole, however many share what comes after; where the engine may sleep it does. It is no part of a run
+    that goes on, and alone there is no engine beside it."""
+    four = {"train": {"fsdp": 4, "rows_per_microbatch": 4}}
+    cfg, awake = (config(**four, sft={"steps": 1}, rollout={"sleep": sleep}) for sleep in ("drop_weights", "off"))
+    plan = sum(size for _, size in warm_start_plan(cfg, MODEL))
+    needed, engine = needs(cfg, MODEL, H200), needs(awake, MODEL, H200)[WARM] - needs(cfg, MODEL, H200)[WARM]
+    assert plan == sum(size for _, size in warm_start_plan(config(train={"rows_per_microbatch": 4}), MODEL))
+    assert needed[WARM] == max(needed.values()) == plan + ENGINE_REST and 28e9 < engine < 31e9
+    check_fits(cfg, MODEL, needed[WARM])
+    with pytest.raises(ConfigError, match="^the warm start needs .*\n.*; or make it apart, .*jaxfp8rl sft"):
+        check_fits(cfg, MODEL, needed[WARM] - 1)
+    check_fits(cfg, MODEL, needed[WARM] - 1, fresh=False)
+    check_fits(config(**four), MODEL, needed[WARM] - 1)
+    alone = config(sft={"steps": 1}, rollout={"sleep": "off"}, train={"rows_per_microbatch": 4, "remat": "mlp"})
+    with pytest.raises(ConfigError, match="^the warm start needs ") as caught:
+        check_warm_start(alone, MODEL, plan)
+    assert "train.r" in str(caught.value) and not re.search("rollout|sft", str(caught.value))
+    check_warm_start(config(), MODEL, plan)
+
+
 def test_the_reference_of_a_kl_is_there_all_the_time_and_in_float32_too_when_it_is_made():
     plain, held = (needs(config(loss=loss), MODEL, H200) for loss in ({}, {"kl_coef": 0.01}))
     masters, _, policy = (size for _, size in memory_plan(config(), MODEL)[:3])
@@ -99,17 +121,35 @@ def test_what_the_utilisation_leaves_to_the_engine_counts():
     check_fits(config(rollout={"engine": "remote", "kv_cache_gib": None}), MODEL, H200)
 
 
-def test_memory_that_runs_out_is_explained_by_phase():
+@pytest.fixture
+def saved(tmp_path):
+    """A run directory with a checkpoint in it."""
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "2" / DIGESTS).touch()
+    return {"dir": str(tmp_path)}
+
+
+def test_memory_that_runs_out_is_explained_by_phase(saved):
     clock = Clock()
-    with pytest.raises(OutOfMemory) as caught, explained(config()), clock("update"):
+    with pytest.raises(OutOfMemory) as caught, explained(config(run=saved)), clock("update"):
         error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
         error.add_note("JAX has removed its internal frames")  # as it says of what leaves a jitted function
         raise error
     said = str(caught.value)
     assert "(phase: update)" in said and "for a rollout" in said and "what would give most: " in said
-    full = config(optim={"master": "float32", "first_moment": "float32", "second_moment": "float32"})
-    with pytest.raises(OutOfMemory) as caught, explained(full), clock("update"):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
-    assert "optim.offload = true" in str(caught.value) and "optim.master" not in str(caught.value), "a run does not go on with it"
     with pytest.raises(jax.errors.JaxRuntimeError), explained(config()):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_what_to_change_and_the_way_on_are_those_of_a_run_that_has_saved_something_or_nothing(saved, tmp_path):
+    full = {"master": "float32", "first_moment": "float32", "second_moment": "float32"}
+
+    def said(run):
+        with pytest.raises(OutOfMemory) as caught, explained(config(run=run, optim=full)):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+        return str(caught.value)
+
+    going_on, anew = said(saved), said({"dir": str(tmp_path / "new")})
+    assert "optim.offload = true" in going_on and going_on.endswith("; then --resume")
+    assert "optim.master" not in going_on, "a run does not go on with it"
+    assert 'optim.master = "bfloat16"' in anew and anew.endswith("; then begin anew: nothing is saved yet")
