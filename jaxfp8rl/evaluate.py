@@ -176,7 +176,8 @@ def _question(record: dict[str, Any]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The file for this process alone, where the disk has locks."""
+    """The file for this process alone, where the disk has locks. Its .lock stays: were it removed, who waits for it would get the
+    removed one's lock, and who comes later that of a new one."""
     with path.with_name(path.name + ".lock").open("a") as file:
         with contextlib.suppress(OSError):  # some network file systems have none
             fcntl.flock(file, fcntl.LOCK_EX)
