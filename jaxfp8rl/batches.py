@@ -7,6 +7,7 @@ With a lag the batch of step s was sampled at the weights of step s - 2, one ver
 older: a publish waits for what is being sampled, and so for each completion there is one version (Completion.version_spans).
 pi_old is scored by the learner as it is when it learns, so the correction's pi_old / mu is of both, numbers and age. A checkpoint
 holds the answers of the engine that are waiting, because the weights they are of are gone: a resumed run takes them from there.
+The last step has none: a finished run that is given more steps begins them as it began the first, at the newest weights.
 """
 
 from __future__ import annotations

@@ -225,6 +225,8 @@ def test_a_lagging_run_samples_one_version_behind_and_resumes_bit_for_bit(tmp_pa
     assert saved(parted)[1]["ahead"]["version"] == 1 and saved(parted)[2] == 2
     loop.train(config(parted, **options), resume=True)
     assert_same_run(parted, whole)
+    loop.train(config(parted, **options | {"run__steps": 5}), resume=True)
+    assert metrics(parted)[-1]["weights/version"] == 4, "beside a run's last step nothing is sampled"
 
 
 def test_ctrl_c_saves_leaves_with_130_and_resumes(straight, tmp_path):
