@@ -52,10 +52,11 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there", "give one of them")
     if fork_of:
         check_forkable(cfg, fork_of)
+    fresh = not (resume or fork_of)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(cfg, resume, fork_of))
         stack.enter_context(claimed(cfg, resume, group))
-        check_memory(cfg, fresh := not (resume or fork_of))
+        check_memory(cfg, fresh)
         stack.enter_context(explained(cfg, fresh))
         watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s, f"{cfg.run.dir}/stacks{group.suffix}.txt"))
         parts = stack.enter_context(contextlib.closing(build(cfg, group)))

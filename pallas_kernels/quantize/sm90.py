@@ -169,8 +169,9 @@ def _quantize_kernel(plan: Plan, arrays, vectors, outs, shared: Shared) -> None:
     at = pl.ds(ti * BLOCK, BLOCK), pl.ds(ki * BLOCK, BLOCK)
     if plan.beside:
         _read_beside(plan, arrays, at[0], ki, shared)
-    for tile, (array, first) in zip(shared.tiles, () if plan.beside else plan.reads):
-        plgpu.copy_gmem_to_smem(arrays[array].at[at[0], pl.ds(first + ki * BLOCK, BLOCK)], tile, shared.arrived)
+    else:
+        for tile, (array, first) in zip(shared.tiles, plan.reads):
+            plgpu.copy_gmem_to_smem(arrays[array].at[at[0], pl.ds(first + ki * BLOCK, BLOCK)], tile, shared.arrived)
     for vector, array, axis in zip(shared.vectors, vectors, plan.vectors):
         plgpu.copy_gmem_to_smem(array.at[at[axis]], vector, shared.arrived)
     plgpu.barrier_wait(shared.arrived)

@@ -202,7 +202,7 @@ def test_children_end_when_the_learner_is_killed(task, tmp_path):
     script = textwrap.dedent(f"""
         import os, sys, threading
         sys.path.insert(0, {str(tmp_path)!r})
-        from jaxfp8rl.data.tasks import Problem, as_json, from_json, make_task
+        from jaxfp8rl.data.tasks import Problem, make_task
         from jaxfp8rl.rewards.runner import RewardRunner
         runner = RewardRunner(make_task("file", path="x", scorer="misbehaving:score"), timeout_s=0.5)
         runner.score([(Problem("p", "?", "a"), "a")])
@@ -243,14 +243,15 @@ def test_cheap_tasks_need_no_process():
         assert runner.score([(p, p.answer), (p, "no")]) == [Score(1.0, "ok"), Score(0.0, "ok")]
 
 
-@pytest.mark.parametrize(("name", "options"), [
-    ("chain_sum", ""), ("time_intervals", "min_date = 2020-01-01\nmax_time = 18:30:00"),
+@pytest.mark.parametrize(("name", "extract", "right", "options"), [
+    ("chain_sum", "last_number", "It is {}.", ""),
+    ("time_intervals", "last_line", "{}", "min_date = 2020-01-01\nmax_time = 18:30:00"),
 ])
-def test_reasoning_gym_is_scored_in_the_child(name, options):
+def test_reasoning_gym_is_scored_in_the_child(name, extract, right, options):
     """Dates and times, as a config has them, are no less the generator's there."""
-    task = make_task("reasoning_gym", name=name, size=5, held_out_size=0, extract="last_line", **tomllib.loads(options))
+    task = make_task("reasoning_gym", name=name, size=5, held_out_size=0, extract=extract, **tomllib.loads(options))
     assert from_json(as_json(task)) == task
-    items = [(p, text) for p in task.problems() for text in (p.answer, "I do not know", p.answer + "1")]
+    items = [(p, text) for p in task.problems() for text in (right.format(p.answer), "I do not know", p.answer + "1")]
     with RewardRunner(task) as runner:
         scores = runner.score(items)
         assert {s.why for s in scores} == {"ok"}
