@@ -3,9 +3,10 @@
     jaxfp8rl bench gemm [--tokens 4096 16384] [--tune]
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
-times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together; medians
-over rounds. --tune times every one of CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen
-and writes nothing: `choose` is made from it.
+times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together, a program
+of JAX's or a CUDA graph of torch's for all inputs where a product is short; medians over rounds. --tune times every one of
+CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is made from
+it.
 All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
@@ -38,6 +39,7 @@ QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "d
 SQUARES = [(8192, 8192, 8192), (8192, 4096, 4096)]
 MILLISECONDS = 10  # of queued work a measurement
 DECODE = 64  # tokens up to which reading the weights is what takes the time
+SHORT = 2.5e-4  # seconds of a product below which the host's time for a call of its own would be seen
 
 
 class Product(NamedTuple):
@@ -58,9 +60,13 @@ class Product(NamedTuple):
         return self.m <= DECODE
 
     @property
+    def short(self) -> bool:
+        return self.floor < SHORT
+
+    @property
     def sets(self) -> int:
         """Of operands, used in turn: what one product leaves in the cache is no use to the next."""
-        return 8 if self.decode else 2
+        return 8 if self.short else 2
 
     @property
     def floor(self) -> float:
@@ -129,8 +135,8 @@ def operands(product: Product, seed: int) -> tuple:
 
 
 def compiling(product: Product, tiles: dict[str, Tiles | None], threads: Executor) -> dict[str, Future]:
-    """By name, our program of a product, or of several in a row: a call of its own takes the host longer than a small product the
-    GPU. Scales come in the layout that the quantisers write and the kernel reads: what a model's jit passes on."""
+    """By name, our program of a product for every set of operands in turn: a call of its own takes the host longer than a short
+    product the GPU. Scales come in the layout that the quantisers write and the kernel reads: what a model's jit passes on."""
     struct, blocks = jax.ShapeDtypeStruct, product.k // 128
     b_scale = (blocks, product.n) if product.wgrad else (product.n // 128, blocks)
     codes = (struct((rows, product.k), jnp.float8_e4m3fn) for rows in (product.m, product.n))
@@ -143,8 +149,7 @@ def compiling(product: Product, tiles: dict[str, Tiles | None], threads: Executo
 
     def program(tiles):
         f = jax.jit(functools.partial(run, tiles=tiles))
-        calls = product.sets if product.decode else 1
-        return jax.jit(lambda sets: [f(*operands) for operands in sets]).lower([(a, sa, b, sb)] * calls)
+        return jax.jit(lambda sets: [f(*operands) for operands in sets]).lower([(a, sa, b, sb)] * product.sets)
 
     return {name: threads.submit(program(t).compile) for name, t in tiles.items()}
 
@@ -154,19 +159,17 @@ def ours(product: Product, made: list, compiled: dict[str, Future]) -> dict[str,
     stored = [(a, sa.T, b, sb.T if product.wgrad else sb) for _, (a, sa, b, sb) in made]
     runs = {}
     for name, future in compiled.items():
-        runs[name] = in_turn(future.result(), stored, product.decode)
-        check(product, runs[name](0), made[0 if not product.decode else -1][1])
+        runs[name] = in_turn(future.result(), stored)
+        check(product, runs[name](0), made[-1][1])
     return runs
 
 
-def in_turn(program: Callable, stored: list, at_once: bool) -> Callable[[int], object]:
-    """Call number -> result, of a program of all sets of operands or of one."""
+def in_turn(program: Callable, stored: list) -> Callable[[int], object]:
+    """Call number -> the last result, of a program of all sets of operands."""
     last = None
 
     def run(i: int):
         nonlocal last
-        if not at_once:
-            return program([stored[i % len(stored)]])[0]
         if i % len(stored) == 0:
             last = program(stored)[-1]
         return last
@@ -218,14 +221,13 @@ def yardsticks(product: Product, made: list) -> dict[str, Callable[[int], object
     dtype = jnp.float32 if product.wgrad else jnp.bfloat16
     dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype))
     plain = [operands for operands, _ in made]
-    calls = product.sets if product.decode else 1
-    program = jax.jit(lambda sets: [dot(*operands) for operands in sets]).lower(plain[:calls]).compile()
-    found = {"XLA bf16": in_turn(program, plain, product.decode)}
+    program = jax.jit(lambda sets: [dot(*operands) for operands in sets]).lower(plain).compile()
+    found = {"XLA bf16": in_turn(program, plain)}
     for name, of in (("cuBLASLt FP8 blockwise", cublaslt), ("DeepGEMM", deep_gemm)):
         try:
             found[name] = of(product, [torch_operands(codes) for _, codes in made])
             found[name](0)
-            if product.decode:
+            if product.short:
                 found[name] = as_graph(found[name], product.sets)
         except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError) as e:
             found.pop(name, None)

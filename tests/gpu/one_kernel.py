@@ -1,22 +1,30 @@
 """One kernel, once, on small operands, to be watched by compute-sanitizer (`python -P`, so that nothing beside it is imported):
 
-    compute-sanitizer --tool racecheck --kernel-regex kns=mosaic python -P tests/gpu/one_kernel.py NAME
+    compute-sanitizer --tool racecheck --kernel-name kns=mosaic python -P tests/gpu/one_kernel.py NAME
 
-Without NAME: prints the names.
+Without NAME: prints the names. `test_races.py` runs all.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # XLA's trials of its own kernels end in the sanitizer's error
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import api as attention
 from pallas_kernels.blockwise_matmul import api as dense
+from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FOR_WGRAD
+from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.grouped_matmul import api as grouped
 from pallas_kernels.logprob import api as logprob
+from pallas_kernels.plgpu_compat import plgpu
+from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as q
 
 
@@ -24,12 +32,14 @@ def normal(*shape: int, dtype=jnp.bfloat16) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), dtype)
 
 
-def product(m: int, n: int = 512, k: int = 512) -> jax.Array:
-    return dense.blockwise_matmul(*q.quantize_rows(normal(m, k)), *q.quantize_blocks(normal(n, k)), backend="pallas")
+def product(m: int, tiles: str | None = None, n: int = 512, k: int = 512) -> jax.Array:
+    operands = *q.quantize_rows(normal(m, k)), *q.quantize_blocks(normal(n, k))
+    return dense.blockwise_matmul(*operands, backend="pallas", tiles=CANDIDATES[tiles] if tiles else None)
 
 
-def wgrad() -> jax.Array:
-    return dense.wgrad(*q.quantize_rows(normal(512, 512)), *q.quantize_rows(normal(384, 512)), backend="pallas")
+def wgrad(tiles: str | None = None) -> jax.Array:
+    operands = *q.quantize_rows(normal(512, 512)), *q.quantize_rows(normal(384, 512))
+    return dense.wgrad(*operands, backend="pallas", tiles=FOR_WGRAD[tiles] if tiles else None)
 
 
 def groups_of(rows: int) -> grouped.Groups:
@@ -58,17 +68,48 @@ def of_words(x: jax.Array, w: jax.Array) -> jax.Array:
     return (logp + entropy).sum()
 
 
+def race() -> jax.Array:
+    """What racecheck has to find: one warpgroup reads what another writes, and does not wait for it."""
+
+    def kernel(out, shared):
+        wg = jax.lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            shared[...] = plgpu.layout_cast(jnp.ones(128, jnp.float32), plgpu.Layout.WG_STRIDED((128,), 1))
+
+        @pl.when(wg == 1)
+        def _():
+            out[...] = plgpu.load(shared, layout=plgpu.Layout.WG_STRIDED((128,), 1))
+
+    return plgpu.kernel(
+        kernel, out_type=jax.ShapeDtypeStruct((128,), jnp.float32), scratch_types=[plgpu.SMEM((128,), jnp.float32)],
+        num_threads=2, thread_name="wg", compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )()  # fmt: skip
+
+
 HEADS = normal(1, 512, 4, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
 KERNELS = {
+    "quantiser of rows and tokens": lambda: quantize.quantize_both(normal(512, 384), backend="pallas"),
+    "quantiser of blocks": lambda: quantize.quantize_blocks(normal(512, 384), transposed=True, backend="pallas"),
+    "RMSNorm": lambda: fused.rms_norm_quantize(normal(512, 384), normal(384), 1e-6, tokens=True, backend="pallas"),
+    "SwiGLU": lambda: fused.swiglu_quantize(normal(512, 768), tokens=True, keep=True, backend="pallas"),
+    "SwiGLU's gradient": lambda: fused.swiglu_grad_quantize(normal(512, 384), normal(512, 768), backend="pallas"),
     "product of 16 rows": lambda: product(16), "product of 64 rows": lambda: product(64), "product": lambda: product(512),
-    "wgrad": wgrad, "grouped product": grouped_product, "grouped wgrad": grouped_wgrad,
+    "product in pairs": lambda: product(512, "3x1x128 pairs along N"),
+    "product of twice 64 rows": lambda: product(512, "2x1x128, twice 64 rows"),
+    "product of twice 64 rows in pairs": lambda: product(512, "2x1x128, twice 64 rows, pairs along N"),
+    "wgrad": wgrad, "wgrad, 2 in flight": lambda: wgrad("2x1x128, 2 in flight"),
+    "grouped product": grouped_product, "grouped wgrad": grouped_wgrad,
     "attention": lambda: jax.jit(attend)(*HEADS), "attention's gradients": lambda: jax.jit(jax.grad(attend, (0, 1, 2)))(*HEADS),
+    "a race": race,
     "log-probabilities": lambda: jax.jit(jax.grad(of_words, (0, 1)))(normal(512, 256), normal(1024, 256)),
 }  # fmt: skip
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("\n".join(KERNELS))
+        print(*KERNELS, sep="\n")
+        sys.exit()
     jax.block_until_ready(KERNELS[sys.argv[1]]())
     print(sys.argv[1], "ran")
