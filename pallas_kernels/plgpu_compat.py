@@ -18,7 +18,8 @@ Backend = Literal["auto", "pallas", "reference"]
 HOPPER = "9.0"  # the compute capability whose tensor cores and copy engine the kernels use
 SMS = 132  # streaming multiprocessors of an H100 SXM or H200: what is lowered for where there is no GPU to ask
 WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-INTERPRET = plgpu.InterpretGPUParams()  # runs a kernel on a CPU: threads, barriers, copies and clusters are simulated
+# Runs a kernel on a CPU: threads, barriers, copies and clusters are simulated, and it says where two of them race.
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def swizzled(dtype: jnp.dtype) -> tuple:

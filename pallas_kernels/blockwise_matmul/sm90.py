@@ -193,6 +193,10 @@ class Consumer(NamedTuple):
         plgpu.barrier_wait(self.shared.full.at[self.slot(i)])
 
     def release(self, i: Array) -> None:
+        """Of what has been read. The simulator wants the scales' reads fenced from the copy that will write over them; on the
+        device those that have arrived in registers are done."""
+        if self.plan.simulated:
+            plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.empty.at[self.slot(i)])
 
     def promote(self, total: tuple[Array, ...], partial: Array, scales: tuple[Array, ...], i: Array) -> tuple[Array, ...]:

@@ -1,4 +1,7 @@
-"""No kernel races on shared memory: compute-sanitizer's racecheck over those of `one_kernel.py`, all at once."""
+"""compute-sanitizer's racecheck over the kernels of `one_kernel.py`, all at once, one of which has a race for it to find.
+
+On an H200 it finds none in any, and so its word is no evidence. The simulator's is (tests/kernels).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,24 @@ pytestmark = [
 ]
 
 
-def test_racecheck_finds_none_but_the_one_that_is_there():
+@pytest.fixture(scope="module")
+def hazards() -> dict[str, int]:
+    """Found in each kernel, all of which ran to their end."""
     names = run(sys.executable, "-P", SCRIPT)[0].splitlines()
     with ThreadPoolExecutor(8) as pool:
-        hazards = dict(zip(names, pool.map(racecheck, names)))
-    assert hazards.pop("a race") > 0
-    assert hazards == dict.fromkeys(hazards, 0)
+        return dict(zip(names, pool.map(racecheck, names)))
+
+
+@pytest.mark.xfail(strict=True, reason="racecheck sees nothing of kernels that Mosaic compiles; why is not known")
+def test_racecheck_finds_the_race_that_is_there(hazards):
+    assert hazards["a race"] > 0
+
+
+def test_racecheck_finds_no_other(hazards):
+    assert not {name: count for name, count in hazards.items() if count and name != "a race"}
 
 
 def racecheck(name: str) -> int:
-    """Hazards found in a kernel that ran to its end."""
     tool = "compute-sanitizer", "--tool", "racecheck", "--kernel-name", "kns=mosaic"
     said = "".join(run(*tool, sys.executable, "-P", SCRIPT, name))
     assert f"{name} ran" in said, said[-4000:]

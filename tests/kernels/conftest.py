@@ -1,5 +1,5 @@
 """The GPU simulator keeps a thread of JAX's CPU client for each simulated thread that waits at a barrier. Where the client has
-fewer, two on a machine of two cores, a simulated kernel can wait for ever: seen once in a dozen runs of one.
+fewer, two on a machine of two cores, a simulated kernel can wait for ever: seen once in a dozen runs of one. It prints races.
 
 With SM90A, where requirements/sm90a.txt is installed (`make sm90a`), kernels that a test lowers for CUDA are compiled, too.
 """
@@ -18,6 +18,13 @@ SM90A = os.environ.get("SM90A")
 # Bytes, at the most: dk and dv in float16, the logits' products, wgrad by three consumers.
 SPILLED = {"test_sm90_attention": 24, "test_sm90_logprob": 144, "test_sm90_matmul": 20}
 found: dict[str, list] = {}  # of each test, its kernels
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd):
+    """None in what a test has simulated."""
+    yield
+    assert "RACE" not in "".join(capfd.readouterr())
 
 
 @pytest.fixture(autouse=bool(SM90A))

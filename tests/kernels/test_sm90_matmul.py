@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.blockwise_matmul import api, reference
+from pallas_kernels.blockwise_matmul import api, reference, sm90
 from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, FOR_WGRAD, Tiles, choose
 from pallas_kernels.numerics import worst_tile
 from pallas_kernels.plgpu_compat import INTERPRET
@@ -68,6 +68,15 @@ def test_simulated_it_equals_float64(name):
     assert worst_tile(got, float64(*args[:2]) @ float64(*args[2:]).T, (16, 16)) < 1e-5
     if name == "K of one block":
         np.testing.assert_array_equal(f(*args, out_dtype=jnp.bfloat16), got.astype(jnp.bfloat16))
+
+
+def test_simulated_a_stage_that_is_freed_before_it_is_read_is_a_race(monkeypatch, capfd):
+    """Which the other tests here would fail for (`no_races`)."""
+    arrived, release = sm90.Consumer.arrived, sm90.Consumer.release
+    monkeypatch.setattr(sm90.Consumer, "arrived", lambda self, i: (arrived(self, i), release(self, i))[0])
+    monkeypatch.setattr(sm90.Consumer, "release", lambda self, i: None)
+    api.blockwise_matmul(*operands(72, 72, 600, False), backend="pallas", tiles=Tiles(2, stages=2), interpret=INTERPRET)
+    assert "RACE DETECTED" in capfd.readouterr().out
 
 
 def shapes(m, n, k, wgrad, a_dtype=q.E4M3, b_dtype=q.E4M3):
