@@ -5,7 +5,8 @@
 128 experts share 131,072 rows by a log-normal law. TFLOP/s count those rows alone: what is computed for padding is ours to pay,
 and so are the tables made from the sizes on the device. Yardsticks: `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu`
 (bfloat16, rows unpadded, the fastest of a few of their own configurations), DeepGEMM's contiguous grouped product (padded as
-ours is), and our dense product of as many operations, which a grouped one can hardly pass. Timed as in benchmarks/gemm.py.
+ours is), and our dense product of as many operations, which a grouped one can hardly pass. Of wgrad, whose result is float32, one
+in bfloat16, too, as the shipped kernel's is. Timed as in benchmarks/gemm.py.
 --tune times all of `sm90.FORWARD` and `sm90.WEIGHTS` beside that last one and writes nothing.
 
 Needs a GPU; vLLM for DeepGEMM.
@@ -39,7 +40,8 @@ SPREAD = 1.0  # the standard deviation of the logarithm of an expert's share
 FORWARD_TILES = [(128, 128, 64, 4, 8), (128, 128, 64, 5, 4), (64, 256, 64, 4, 4)]  # of ragged_dot_mgpu
 WEIGHT_TILES = [(128, 128, 64, 4, 1), (128, 128, 64, 5, 4), (64, 256, 64, 4, 1)]  # of transposed_ragged_dot_mgpu
 CALLS = 8  # queued together; operands are larger than the L2 cache, so one set will do
-DENSE = "our dense FP8"
+DENSE, OURS = "our dense FP8", "ours"
+ROUNDED = f"{OURS}, result in bfloat16"
 Runs = dict[str, Callable[[int], object]]
 
 
@@ -75,8 +77,9 @@ def main() -> None:
         if args.tune:
             print(case, *(f"| {name} {value:.0f}" for name, value in speed.items()), flush=True)
         else:
-            own = speed.pop("ours")
-            rows += [row(str(case), "grouped product", "TFLOP/s", own, value, name) for name, value in speed.items()]
+            own = {name: speed.pop(name) for name in (OURS, ROUNDED) if name in speed}
+            rows += [row(str(case), f"grouped product{made.removeprefix(OURS)}", "TFLOP/s", own[made], value, name)
+                     for made in own for name, value in speed.items()]  # fmt: skip
             write(args.out, "grouped", rows, args.plot, group_sizes=sizes)
 
 
@@ -86,7 +89,10 @@ def time_case(case: Case, tune: bool, rounds: int) -> dict[str, float]:
     groups = jax.jit(api.plan_groups, static_argnums=1)(jnp.asarray(group_sizes(case.seed)), ROWS)
     plain = draw(case, case.seed)
     codes = quantised(case, groups, *plain)
-    runs = ours(case, groups, codes, tiles if tune else {"ours": None})
+    options = {name: {"tiles": choice} for name, choice in tiles.items()} if tune else {OURS: {}}
+    if case.wgrad and not tune:
+        options[ROUNDED] = {"out_dtype": jnp.bfloat16}
+    runs = ours(case, groups, codes, options)
     runs |= {DENSE: dense_product(case, codes)} | ({} if tune else yardsticks(case, groups, plain, codes))
     return {name: case.flops / time / 1e12 for name, time in measure(runs, rounds).items()}
 
@@ -125,17 +131,18 @@ def quantised(case: Case, groups: api.Groups, x, other) -> tuple:
     return tuple(a for codes, scale in map(of_tokens, (api.pad_rows(other, groups), x)) for a in (codes, scale.T))
 
 
-def ours(case: Case, groups: api.Groups, codes: tuple, tiles: dict) -> Runs:
-    """By name, the compiled product: call number -> result. Checked against the reference, every expert by its own norm."""
+def ours(case: Case, groups: api.Groups, codes: tuple, options: dict[str, dict]) -> Runs:
+    """By name, the product compiled with those options: call number -> result. Checked against the reference, every expert by its
+    own norm."""
 
     def product(f, groups, a, sa, b, sb, **options):
         return f(a, sa.T, b, sb.T if case.wgrad else sb, groups, **options)
 
     name = "grouped_wgrad" if case.wgrad else "grouped_matmul"
     want = jax.jit(functools.partial(product, getattr(reference, name)))(groups, *codes)
-    programs = [functools.partial(product, getattr(api, name), backend="pallas", tiles=choice) for choice in tiles.values()]
+    programs = [functools.partial(product, getattr(api, name), backend="pallas", **chosen) for chosen in options.values()]
     runs = {}
-    for label, f in zip(tiles, compiled([jax.jit(f).lower(groups, *codes) for f in programs])):
+    for label, f in zip(options, compiled([jax.jit(f).lower(groups, *codes) for f in programs])):
         if not (error := float(worst_expert(case, groups, f(groups, *codes), want))) < 3e-3:
             raise SystemExit(f"{case}, {label}: relative error {error:.2e} against the reference")
         runs[label] = lambda i, f=f: f(groups, *codes)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.layers import swiglu
-from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
+from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, linears
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.numerics import relative_l2, tile_distinct
@@ -56,6 +56,27 @@ def test_the_kernels_compute_what_the_reference_does(tokens, dtype, options):
     for got, want in zip(ours[1:], exact[1:]):
         assert got.dtype == want.dtype and got.shape == want.shape
         assert relative_l2(got, want) < 4e-3
+
+
+def all_passes(p: Precision, x, weights, dys):
+    """(y of each weight, dx, dw of each)"""
+    handles = [jnp.zeros(w.codes.shape, p.compute_dtype) for w in weights]
+    ys, pull = jax.vjp(lambda x, hs: linears(x, [*map(TrainableWeight, weights, hs)], p), x, handles)
+    return ys, *pull(dys)
+
+
+@pytest.mark.parametrize("options", [{}, {"wgrad_inputs": "128x128"}], ids=str)
+def test_of_several_weights_the_backward_is_one_product_and_computes_what_the_reference_does(options):
+    """As above; x's gradient is one sum over all columns, quantised where they lie, side by side."""
+    x, w, dy = data((512,))
+    weights = [QuantizedWeight(w.codes, w.scale * s) for s in (1, 2, 3)]
+    run = exact_jit(all_passes, static_argnums=0)
+    args = x, weights, tuple(jnp.roll(dy, s) for s in range(3))
+    ours, engine, exact = (run(precision(name, **options), *args) for name in ("pallas", "tensor_core", "float32"))
+    for got, want in zip(ours[0], engine[0]):
+        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+    for got, want in zip(jax.tree.leaves(ours[1:]), jax.tree.leaves(exact[1:])):
+        assert got.dtype == want.dtype and relative_l2(got, want) < 4e-3
 
 
 def test_what_is_shared_is_quantised_once_and_no_weight_is_made_of_its_codes():
