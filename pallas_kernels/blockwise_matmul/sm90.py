@@ -9,7 +9,8 @@ One persistent kernel serves all three passes. A block of threads computes tiles
 
 That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the
 tensor cores rest; three warpgroups lose less by it than two. Where b has a scale a column (wgrad), those are read from shared
-memory a few columns at a time, or three warpgroups would not have the registers. Two of twice 64 rows have them only because each
+memory a few columns at a time, or three warpgroups would not have the registers; or the tensor cores multiply the scales, too
+(`sum_outer`). Two of twice 64 rows have them only because each
 product is written over the last (`tensor_cores.py`).
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
@@ -36,6 +37,8 @@ from pallas_kernels.plgpu_compat import COLUMN, ROW, WGMMA, multiprocessors, plg
 from pallas_kernels.quantize import BLOCK
 
 F32 = jnp.float32
+PIECES = 16  # of two scales, as operands of one tensor-core instruction of bfloat16, which contracts over so many; nine are used
+NARROW = plgpu.TilingTransform((8, PIECES)), plgpu.SwizzleTransform(2 * PIECES)  # how such operands lie in shared memory
 SLAB = 32  # columns, each with its own scale, whose scales a consumer of a 1x128 by 1x128 product holds at once
 
 
@@ -63,7 +66,10 @@ class Plan:
 
     @property
     def slab(self) -> int:
-        """Columns promoted together: those that surely share a scale of b, or few enough for their scales to fit in registers."""
+        """Columns promoted together: those that surely share a scale of b, or few enough for their scales to fit in registers;
+        all, where products of scales are there for all."""
+        if self.tiles.outer:
+            return self.tiles.width
         return math.gcd(self.tiles.width, BLOCK if self.b_blocks else SLAB)
 
     @property
@@ -105,7 +111,9 @@ def matmul(
     (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
-    check_tiles(tiles, plan.store_width, pairs=b_blocks)
+    check_tiles(tiles, plan.store_width, b_blocks=b_blocks, dense=True)
+    if tiles.outer:
+        a_scale, b_scale = outer_operands(a_scale, b_scale)
     scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
@@ -115,15 +123,35 @@ def matmul(
     )(a, a_scale, b, b_scale)  # fmt: skip
 
 
+def outer_operands(a_scale: Array, b_scale: Array) -> tuple[Array, Array]:
+    """[B, M] and [B, N] float32 -> [B, M, PIECES] and [B, N, PIECES] bfloat16, whose products by block are those of all scales:
+    a number is the sum of three of bfloat16, and each piece of the one stands beside each piece of the other."""
+    fill = ((0, 0), (0, 0), (0, PIECES - 9))
+    first, second = jnp.repeat(_three(a_scale), 3, -1), jnp.tile(_three(b_scale), 3)
+    return jnp.pad(first, fill), jnp.pad(second, fill)
+
+
+def _three(x: Array) -> Array:
+    """[...] float32 -> [..., 3] bfloat16, whose sum it is. (XLA may leave out a rounding that is a mere conversion.)"""
+    pieces, left = [], x
+    for _ in range(3):
+        pieces.append(lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7))
+        left = left - pieces[-1]
+    return jnp.stack(pieces, -1).astype(jnp.bfloat16)
+
+
 def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
     t, store = plan.tiles, (ROWS, plan.store_width)
     store_layout = plgpu.TilingTransform((8, store[1])), plgpu.SwizzleTransform(store[1] * plan.out_dtype.itemsize)
     barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
+    vector = lambda rows: plgpu.SMEM((t.stages, rows), F32)
+    if t.outer:
+        vector = lambda rows: plgpu.SMEM((t.stages, rows, PIECES), jnp.bfloat16, transforms=NARROW)
     return Shared(
         a=plgpu.SMEM((t.stages, t.m, BLOCK), a_dtype, transforms=swizzled(a_dtype)),
         b=plgpu.SMEM((t.stages, t.n, BLOCK), b_dtype, transforms=swizzled(b_dtype)),
-        a_scale=plgpu.SMEM((t.stages, t.m), F32),
-        b_scale=plgpu.SMEM((t.stages, t.n) if not plan.b_blocks else (8,), F32),  # blocks' scales are read as scalars
+        a_scale=vector(t.m),
+        b_scale=plgpu.SMEM((8,), F32) if plan.b_blocks else vector(t.n),  # blocks' scales are read as scalars
         out=plgpu.SMEM((t.consumers, t.buffers, *store), plan.out_dtype, transforms=store_layout),
         full=plgpu.Barrier(num_arrivals=3 + (not plan.b_blocks) - plan.one_row, num_barriers=t.stages),
         empty=barrier(num_arrivals=t.consumers, num_barriers=t.stages),
@@ -186,6 +214,10 @@ class Consumer(NamedTuple):
         slot, columns = self.slot(i), pl.ds(self.column, self.plan.tiles.width)
         return self.shared.a.at[slot, self.rows], self.shared.b.at[slot, columns]
 
+    def scale_operands(self, i: Array) -> tuple[jax.Ref, jax.Ref]:
+        slot, columns = self.slot(i), pl.ds(self.column, self.plan.tiles.width)
+        return self.shared.a_scale.at[slot, self.rows], self.shared.b_scale.at[slot, columns]
+
     def row_scales(self, i: Array) -> Array:
         return plgpu.load(self.shared.a_scale.at[self.slot(i), self.rows], layout=ROW, optimized=False)
 
@@ -230,7 +262,12 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
             return tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
 
         parts = Consumer(plan, shared, row, column, before).parts()
-        totals = sum_in_flight(*parts, plan.k_blocks, scales) if t.flight > 1 else sum_of(parts, plan.k_blocks, scales)[0]
+        if t.outer:
+            totals = sum_outer(*parts, plan.k_blocks)[0]
+        elif t.flight > 1:
+            totals = sum_in_flight(*parts, plan.k_blocks, scales)
+        else:
+            totals = sum_of(parts, plan.k_blocks, scales)[0]
         places = [out.at[pl.ds(mi * t.m + p.row, ROWS), pl.ds(ni * t.n + p.column, t.width)] for p in parts]
         store_tile(plan, zip(totals, places), shared.out.at[wg])
 
@@ -271,6 +308,29 @@ def sum_of(
     state = lax.fori_loop(0, blocks - 1, lambda i, state: block(i, state, lambda: last.arrived(i + 1))[0], start)
     (totals, _), result = block(blocks - 1, state, at_end)
     return totals, result
+
+
+def sum_outer(
+    part: Consumer, blocks: int | Array, at_end: Callable[[], object] = lambda: ()
+) -> tuple[tuple[tuple[Array, ...]], object]:  # fmt: skip
+    """As `sum_of` of one part, but for the last bits: the tensor cores make the products of all scales, too, of exact pieces
+    summed in float32. What is left is one multiply-add an element, as by 128x128 blocks, and no scale is read to registers."""
+
+    def block(i, total, meanwhile):
+        def body(take):
+            result = meanwhile()
+            scales, partial = take(), take()
+            part.release(i)
+            return total + partial * scales, result
+
+        operands = ((a, b.transpose((1, 0))) for a, b in (part.scale_operands(i), part.operands(i)))
+        return multiply(part.plan.simulated, body, *((None, a, b) for a, b in operands))
+
+    part.arrived(0)
+    (total,) = zeros(part.plan)
+    total = lax.fori_loop(0, blocks - 1, lambda i, total: block(i, total, lambda: part.arrived(i + 1))[0], total)
+    total, result = block(blocks - 1, total, at_end)
+    return ((total,),), result
 
 
 def sum_in_flight(

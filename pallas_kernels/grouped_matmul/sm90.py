@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blockwise_matmul.sm90 import (
-    F32, Consumer, Plan, Shared, shared_memory, store_tile, sum_of, zeros,
+    F32, Consumer, Plan, Shared, outer_operands, shared_memory, store_tile, sum_of, sum_outer, zeros,
 )  # fmt: skip
 from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -72,13 +72,15 @@ def grouped_wgrad(
     order = jnp.argsort(-groups.sizes).astype(jnp.int32)
     table = jnp.stack([order, groups.starts[order] // BLOCK, pl.cdiv(groups.sizes[order], BLOCK)])
     count = jnp.full(1, experts, jnp.int32)
+    if tiles.outer:
+        dy_scale, x_scale = outer_operands(dy_scale, x_scale)
     return _call(plan, (experts, plan.m, plan.n), (table, count, dy, dy_scale, x, x_scale), interpret)
 
 
 def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.dtype, interpret) -> Plan:
     blocks = 2 if interpret else multiprocessors()
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
-    check_tiles(tiles, plan.store_width, pairs=False)
+    check_tiles(tiles, plan.store_width, b_blocks=b_blocks, dense=False)
     if tiles.high > 1:
         raise ValueError(f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
     if tiles.flight > 1:
@@ -230,7 +232,8 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
             store_tile(plan, [(total, at)], shared.out.at[wg])
 
         def compute():
-            (total,), following = sum_of((me,), work.blocks, scales, read_next)  # the compiler waits for that entry there
+            summed = sum_outer(me, work.blocks, read_next) if t.outer else sum_of((me,), work.blocks, scales, read_next)
+            (total,), following = summed  # the compiler waits for that entry there
             store(total)
             return following
 
@@ -254,5 +257,6 @@ FORWARD = {  # what benchmarks/grouped.py --tune compares; names are down x acro
 WEIGHTS = {
     "3x1x128": Tiles(buffers=2),
     "3x1x128 bands of 2": Tiles(buffers=2, band=2),
+    "2x1x128 bands of 2, scales by tensor cores": Tiles(2, buffers=4, band=2, outer=True),
     "2x1x192": Tiles(2, width=192),
 }
