@@ -10,8 +10,7 @@ One persistent kernel serves all three passes. A block of threads computes tiles
 That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the
 tensor cores rest; three warpgroups lose less by it than two. Where b has a scale a column (wgrad), those are read from shared
 memory a few columns at a time, or three warpgroups would not have the registers; or the tensor cores multiply the scales, too
-(`sum_outer`). Two of twice 64 rows have them only because each
-product is written over the last (`tensor_cores.py`).
+(`sum_outer`). Two of twice 64 rows have them only because each product is written over the last (`tensor_cores.py`).
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
 """
