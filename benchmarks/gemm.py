@@ -3,11 +3,10 @@
     jaxfp8rl bench gemm [--tokens 4096 16384] [--tune]
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
-times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together, a program
-of JAX's or a CUDA graph of torch's for all inputs where a product is short; medians over rounds. --tune times every one of
+times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together: of JAX's a
+program of all inputs, of torch's a CUDA graph of them where a product is short; medians over rounds. --tune times every one of
 CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is made from
-it.
-All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
+it. All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
 """

@@ -19,7 +19,7 @@ def multiply(simulated: bool, body, *of: tuple[Array | None, Array | jax.Ref, ja
     """
     if simulated:  # the simulator has no accumulator that begins with a value, and no operand in registers
         made = iter([(0.0 if acc is None else acc) + dot(a[...], b[...]) for acc, a, b in of])
-        plgpu.commit_smem()  # loads, unlike tensor cores, read by another way than a copy writes over what was read
+        plgpu.commit_smem()  # loads stand where tensor cores read, and unlike theirs want a fence before a copy writes there
         return body(lambda: plgpu.layout_cast(next(made), WGMMA))
 
     def run(*refs):

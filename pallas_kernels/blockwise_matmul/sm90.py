@@ -10,7 +10,7 @@ One persistent kernel serves all three passes. A block of threads computes tiles
 That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the
 tensor cores rest; three warpgroups lose less by it than two. Where b has a scale a column (wgrad), those are read from shared
 memory a few columns at a time, or three warpgroups would not have the registers; or the tensor cores multiply the scales, too
-(`sum_outer`). Two of twice 64 rows have them only because each product is written over the last (`tensor_cores.py`).
+(`_sum_outer`). Two of twice 64 rows have them only because each product is written over the last (`tensor_cores.py`).
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
 """
@@ -261,12 +261,7 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
             return tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
 
         parts = Consumer(plan, shared, row, column, before).parts()
-        if t.outer:
-            totals = sum_outer(*parts, plan.k_blocks)[0]
-        elif t.flight > 1:
-            totals = sum_in_flight(*parts, plan.k_blocks, scales)
-        else:
-            totals = sum_of(parts, plan.k_blocks, scales)[0]
+        totals, _ = sum_tile(parts, plan.k_blocks, scales)
         places = [out.at[pl.ds(mi * t.m + p.row, ROWS), pl.ds(ni * t.n + p.column, t.width)] for p in parts]
         store_tile(plan, zip(totals, places), shared.out.at[wg])
 
@@ -282,12 +277,21 @@ def _registers(shape: tuple[int, int]) -> Array:
     return plgpu.layout_cast(jnp.zeros(shape, F32), WGMMA)
 
 
-def sum_of(
+def sum_tile(
     parts: tuple[Consumer, ...], blocks: int | Array, scales: Callable[[Consumer, Array], tuple[Array, ...]],
     at_end: Callable[[], object] = lambda: (),
 ) -> tuple[tuple[tuple[Array, ...], ...], object]:  # fmt: skip
-    """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns. The wait for the next
-    block's operands hides behind the last product of this one, and `at_end` behind the last of all."""
+    """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns."""
+    tiles = parts[0].plan.tiles
+    if tiles.outer:
+        return _sum_outer(*parts, blocks, at_end)
+    if tiles.flight > 1:
+        return _sum_in_flight(*parts, blocks, scales), at_end()
+    return _sum_one_by_one(parts, blocks, scales, at_end)
+
+
+def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, at_end) -> tuple[tuple, object]:
+    """The wait for the next block's operands hides behind the last product of this one, and `at_end` behind the last of all."""
     plan, last = parts[0].plan, parts[-1]
 
     def block(i, state, meanwhile):
@@ -309,11 +313,9 @@ def sum_of(
     return totals, result
 
 
-def sum_outer(
-    part: Consumer, blocks: int | Array, at_end: Callable[[], object] = lambda: ()
-) -> tuple[tuple[tuple[Array, ...]], object]:  # fmt: skip
-    """As `sum_of` of one part, but for the last bits: the tensor cores make the products of all scales, too, of exact pieces
-    summed in float32. What is left is one multiply-add an element, as by 128x128 blocks, and no scale is read to registers."""
+def _sum_outer(part: Consumer, blocks: int | Array, at_end) -> tuple[tuple, object]:
+    """The same of one part, but for the last bits: the tensor cores make the products of all scales, too, of exact pieces summed
+    in float32. What is left is one multiply-add an element, as by 128x128 blocks, and no scale is read to registers."""
 
     def block(i, total, meanwhile):
         def body(take):
@@ -332,10 +334,8 @@ def sum_outer(
     return ((total,),), result
 
 
-def sum_in_flight(
-    part: Consumer, blocks: int, scales: Callable[[Consumer, Array], tuple[Array, ...]]
-) -> tuple[tuple[Array, ...]]:  # fmt: skip
-    """As `sum_of` of one part, in the same order: some products at a time, each promoted while the next is computed."""
+def _sum_in_flight(part: Consumer, blocks: int, scales) -> tuple[tuple[Array, ...]]:
+    """The same of one part, in the same order: some products at a time, each promoted while the next is computed."""
 
     def some(first: Array | int, count: int, total: tuple[Array, ...]) -> tuple[Array, ...]:
         numbers = [first + n for n in range(count)]

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blockwise_matmul.sm90 import (
-    F32, Consumer, Plan, Shared, outer_operands, shared_memory, store_tile, sum_of, sum_outer, zeros,
+    F32, Consumer, Plan, Shared, outer_operands, shared_memory, store_tile, sum_tile, zeros,
 )  # fmt: skip
 from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -232,8 +232,7 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
             store_tile(plan, [(total, at)], shared.out.at[wg])
 
         def compute():
-            summed = sum_outer(me, work.blocks, read_next) if t.outer else sum_of((me,), work.blocks, scales, read_next)
-            (total,), following = summed  # the compiler waits for that entry there
+            (total,), following = sum_tile((me,), work.blocks, scales, read_next)  # the compiler waits for that entry there
             store(total)
             return following
 

@@ -102,8 +102,8 @@ KERNELS = {
     "wgrad": wgrad, "wgrad, 2 in flight": lambda: wgrad("2x1x128, 2 in flight"),
     "grouped product": grouped_product, "grouped wgrad": grouped_wgrad,
     "attention": lambda: jax.jit(attend)(*HEADS), "attention's gradients": lambda: jax.jit(jax.grad(attend, (0, 1, 2)))(*HEADS),
-    "a race": race,
     "log-probabilities": lambda: jax.jit(jax.grad(of_words, (0, 1)))(normal(512, 256), normal(1024, 256)),
+    "a race": race,
 }  # fmt: skip
 
 

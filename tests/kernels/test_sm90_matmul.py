@@ -110,7 +110,7 @@ def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
 
 @given(st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1, max_size=9))
 def test_pieces_of_scales_multiply_to_their_products(numbers):
-    """To a last place of float32 or two: nine products, each exact, summed."""
+    """Exactly: nothing is lost in three pieces of bfloat16, and their products' sum fits in float64."""
     x = jnp.asarray(numbers, jnp.float32)
     a, b = (np.asarray(p[0], np.float64) for p in sm90.outer_operands(x[None], x[None, ::-1]))
     assert a.shape == b.shape == (len(numbers), sm90.PIECES)
