@@ -3,10 +3,11 @@
     jaxfp8rl bench gemm [--tokens 4096 16384] [--tune]
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
-times all of them, in turning order and on rotating inputs, by the host's clock around calls that are queued together: of JAX's a
-program of all inputs, of torch's a CUDA graph of them where a product is short; medians over rounds. --tune times every one of
-CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is made from
-it. All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
+times all of them, in turning order, by the host's clock around calls that are queued together: of JAX's a program of all inputs,
+of torch's a CUDA graph of them where a product is short; medians over rounds. Inputs and results rotate, or the cache would hold
+them; results are of one type, bfloat16, of wgrad float32. --tune times every one of CANDIDATES, FOR_WGRAD or FEW_ROWS of
+`blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is made from it.
+All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
 """
@@ -64,7 +65,7 @@ class Product(NamedTuple):
 
     @property
     def sets(self) -> int:
-        """Of operands, used in turn: what one product leaves in the cache is no use to the next."""
+        """Of operands and results, used in turn: what one product leaves in the cache is no use to the next."""
         return 8 if self.short else 2
 
     @property
@@ -194,9 +195,8 @@ def as_graph(run: Callable[[int], object], count: int) -> Callable[[int], object
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(count):
-            run(i)
-    return lambda i: graph.replay() if i % count == 0 else None
+        results = [run(i) for i in range(count)]  # kept, or all would be put in one place, which stays in the cache
+    return lambda i: (graph.replay(), results[-1])[1] if i % count == 0 else None
 
 
 def copy_bandwidth() -> float:
@@ -250,13 +250,15 @@ def cublaslt(product: Product, made: list) -> Callable[[int], object]:
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
     plain, kind = SwizzleType.NO_SWIZZLE, ScalingType.BlockWise1x128 if product.wgrad else ScalingType.BlockWise128x128
+    dtype, results = torch.float32 if product.wgrad else torch.bfloat16, [None] * product.sets
 
     def run(i: int, turned: bool):
         a, b, sa, sb = ready[i % product.sets]
-        return scaled_mm(
+        results[i % product.sets] = y = scaled_mm(
             a, b.t(), sa, ScalingType.BlockWise1x128, sb.t() if turned else sb, kind, swizzle_a=plain, swizzle_b=plain,
-            output_dtype=torch.bfloat16, use_fast_accum=False,
+            output_dtype=dtype, use_fast_accum=False,
         )  # fmt: skip
+        return y
 
     ready = [(a, b, by_column(sa), by_column(sb) if product.wgrad else sb) for a, sa, b, sb in made]
     try:  # versions of torch differ in which way round they take b's scales
@@ -272,11 +274,11 @@ def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
 
     if product.wgrad:
         raise NotImplementedError("its 1x128 by 1x128 product wants other scales")
-    out = torch.empty(product.m, product.n, dtype=torch.bfloat16, device="cuda")
-    ready = [(a, by_column(sa), b, sb) for a, sa, b, sb in made]
+    empty = lambda: torch.empty(product.m, product.n, dtype=torch.bfloat16, device="cuda")
+    ready = [(a, by_column(sa), b, sb, empty()) for a, sa, b, sb in made]
 
     def run(i: int):
-        a, sa, b, sb = ready[i % product.sets]
+        a, sa, b, sb, out = ready[i % product.sets]
         library.fp8_gemm_nt((a, sa), (b, sb), out, disable_ue8m0_cast=True)
         return out
 

@@ -1,8 +1,10 @@
-"""A tensor-core product written over registers that hold an older one: what Pallas's own `wgmma` has no way to say.
+"""Tensor-core products that leave nothing to be done between the end of one and the start of the next.
 
-Pallas's accumulators begin as zeros, new values each, and so the compiler of machine code may start a product in registers of
-its own while the last one is still being read. A kernel that needs nearly all registers then spills. Here the old product's
-registers are operands of the first instruction, which is told to ignore what they hold.
+Pallas's own `wgmma` computes where its operands lie right before the first instruction, some 30 clocks in which the tensor cores
+have nothing to do; here that is a value, found ahead and carried through a loop. And its accumulators begin as zeros, new values
+each, so that the compiler of machine code may start a product in registers of its own while the last one is still being read,
+and a kernel that needs nearly all registers spills. Here the old product's registers are operands of the first instruction,
+which is told to ignore what they hold.
 
 Made of parts of JAX that are not public, as they are in 0.11.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,26 +27,51 @@ from pallas_kernels.plgpu_compat import WGMMA, plgpu, swizzled
 library = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")  # the package has a function of that name
 
 ROWS, DEPTH, BLOCK = 64, 32, 128  # of one instruction; the contraction here
+UNIT = 16  # bytes that a descriptor counts by
 TYPES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
+SCALAR = plgpu.Layout.WG_SPLAT
 
 
-def multiply_over(old: Array, a, b) -> Array:
-    """Starts a b^T of FP8 codes in shared memory, a [64, 128] and b [N, 128], in the registers of `old` [64, N] float32.
+class Descriptor(NamedTuple):
+    """A matrix of FP8 codes in shared memory, rows of 128, as tensor cores are told of it: two words of 32 bits (PTX ISA,
+    "matrix descriptor format")."""
+
+    low: Array  # int32; its lowest bits say where it begins
+    high: Array  # how it lies
+
+    def moved(self, rows: Array | int) -> Descriptor:
+        return self._replace(low=self.low + rows * (BLOCK // UNIT))
+
+
+def describe(a, b) -> tuple[Descriptor, Descriptor]:
+    """Of a [64, 128] and b [N, 128]."""
+    codes = tuple(plgpu.RefType(swizzled(x.dtype)) for x in (a, b))
+    word = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=codes, return_type=(word,) * 4)
+    def words(ctx, a_memory, b_memory):
+        del ctx
+        return [_splat(half) for x in _descriptors(a_memory, b_memory, b.shape[0]) for half in _halves(x)]
+
+    found = words(a, b)
+    return Descriptor(*found[:2]), Descriptor(*found[2:])
+
+
+def multiply_over(old: Array, a: Descriptor, b: Descriptor, dtypes: tuple[jnp.dtype, jnp.dtype]) -> Array:
+    """Starts a b^T, a [64, 128] and b [N, 128] of FP8 `dtypes`, in the registers of `old` [64, N] float32.
 
     Returns those registers, which may be read only after `plgpu.wgmma_wait(0)`.
     """
-    width = old.shape[1]
-    codes = plgpu.RefType(swizzled(a.dtype))
+    width, kind = old.shape[1], ".".join(TYPES[jnp.dtype(t)] for t in dtypes)
     result = plgpu.ShapeDtypeStruct((ROWS, width), jnp.float32, layout=WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA, codes, codes), return_type=result)
-    def issue(ctx, old, a_memory, b_memory):
+    @plgpu.inline_mgpu(arg_types=(WGMMA, *[SCALAR] * 4), return_type=result)
+    def issue(ctx, old, *words):
         del ctx
         registers = library.WGMMAAccumulator.from_registers(old)._value  # fenced
-        descriptors = _descriptors(a_memory, b_memory, width)
-        values, kind = list(registers.registers.flat), (TYPES[a.dtype], TYPES[b.dtype])
+        values, words = list(registers.registers.flat), [word.registers.item() for word in words]
         for step in range(BLOCK // DEPTH):
-            values = _instruct(values, *(_advance(d, step * stride) for d, stride in descriptors), kind, width, add=step > 0)
+            values = _instruct(values, words, f"m{ROWS}n{width}k{DEPTH}.f32.{kind}", step)
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)
         shape = registers.registers.shape
         new = fragmented_array.FragmentedArray(
@@ -51,34 +79,46 @@ def multiply_over(old: Array, a, b) -> Array:
         )
         return new.to_layout(old.layout)
 
-    return issue(old, a, b)
+    return issue(old, *a, *b)
 
 
-def _descriptors(a, b, width: int) -> list[tuple[ir.Value, int]]:
-    """Of a and b: where they begin in shared memory and how they lie, and 16-byte units to the next 32 of the contraction."""
+def _descriptors(a, b, width: int) -> list[ir.Value]:
+    """Of 64 bits each."""
     b = utils.memref_transpose(b, (1, 0, 3, 2))
     describe = functools.partial(mma_utils.create_descriptor, swizzle=128)
-    (a, a_strides), *_ = describe(a, large_tile=(ROWS, BLOCK), group_size=(ROWS, BLOCK), logical_k_major=False)
-    (b, b_strides), *_ = describe(b, large_tile=(BLOCK, BLOCK), group_size=(BLOCK, width), logical_k_major=True)
-    return [(a, a_strides[1][0] >> 4), (b, b_strides[1][0] >> 4)]
+    (of_a, a_strides), *_ = describe(a, large_tile=(ROWS, BLOCK), group_size=(ROWS, BLOCK), logical_k_major=False)
+    (of_b, b_strides), *_ = describe(b, large_tile=(BLOCK, BLOCK), group_size=(BLOCK, width), logical_k_major=True)
+    if {a_strides[1][0], b_strides[1][0]} != {DEPTH}:
+        raise NotImplementedError(f"the next {DEPTH} of the contraction are {a_strides[1][0]} and {b_strides[1][0]} bytes away")
+    return [of_a, of_b]
 
 
-def _advance(descriptor: ir.Value, units: int) -> ir.Value:
-    i64 = ir.IntegerType.get_signless(64)
-    return llvm.add(descriptor, llvm.ConstantOp(i64, ir.IntegerAttr.get(i64, units)).result, llvm.IntegerOverflowFlags.none)
+def _halves(value: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Low and high 32 bits of 64."""
+    i32, i64 = map(ir.IntegerType.get_signless, (32, 64))
+    cut = lambda x: llvm.trunc(i32, x, llvm.IntegerOverflowFlags.none)
+    return cut(value), cut(llvm.lshr(value, llvm.ConstantOp(i64, ir.IntegerAttr.get(i64, 32)).result))
 
 
-def _instruct(values: list, a: ir.Value, b: ir.Value, kind: tuple[str, str], width: int, add: bool) -> list:
-    """One instruction of depth 32; its sums in `values`, which are added to or ignored, are tied to the same registers."""
+def _splat(value: ir.Value) -> fragmented_array.FragmentedArray:
+    return fragmented_array.FragmentedArray.splat(value, (), is_signed=True)
+
+
+def _instruct(values: list, words: list[ir.Value], shape: str, step: int) -> list:
+    """The instruction for 32 of the contraction; its sums in `values`, which are added to or ignored, are tied to the same
+    registers. `words`: two of either descriptor."""
     count, of = len(values), values[0].type
     sums = ",".join(f"${i}" for i in range(count))
-    shape = f"m{ROWS}n{width}k{DEPTH}.f32.{kind[0]}.{kind[1]}"
+    low_a, high_a, low_b, high_b = (f"${2 * count + i}" for i in range(4))
+    ahead = step * DEPTH // UNIT
     text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, {int(add)}, 0; "
-        f"wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, ${2 * count}, ${2 * count + 1}, p, 1, 1; }}"
+        "{ .reg .pred p; .reg .b32 x, y; .reg .b64 a, b; "
+        f"setp.ne.b32 p, {int(step > 0)}, 0; add.s32 x, {low_a}, {ahead}; add.s32 y, {low_b}, {ahead}; "
+        f"mov.b64 a, {{x, {high_a}}}; mov.b64 b, {{y, {high_b}}}; "
+        f"wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, a, b, p, 1, 1; }}"
     )
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["l", "l"]
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4
     packed = llvm.inline_asm(
-        llvm.StructType.get_literal([of] * count), [*values, a, b], text, ",".join(constraints), has_side_effects=True
+        llvm.StructType.get_literal([of] * count), [*values, *words], text, ",".join(constraints), has_side_effects=True
     )
     return [llvm.extractvalue(of, packed, [i]) for i in range(count)]

@@ -8,9 +8,10 @@ One persistent kernel serves all three passes. A block of threads computes tiles
   products in registers; then that partial times its scales is added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2).
 
 That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the
-tensor cores rest; three warpgroups lose less by it than two. Where b has a scale a column (wgrad), those are read from shared
-memory a few columns at a time, or three warpgroups would not have the registers; or the tensor cores multiply the scales, too
-(`_sum_outer`). Two of twice 64 rows have them only because each product is written over the last (`tensor_cores.py`).
+tensor cores rest; three warpgroups lose less by it than two. Between the wait for one product and the start of the next nothing
+else should stand, so where the next operands lie is found while the last product is computed, and each is written over the
+registers of the last (`tensor_cores.py`). Where b has a scale a column (wgrad), those are read from shared memory a few columns
+at a time, or three warpgroups would not have the registers.
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
 """
@@ -36,8 +37,6 @@ from pallas_kernels.plgpu_compat import COLUMN, ROW, WGMMA, multiprocessors, plg
 from pallas_kernels.quantize import BLOCK
 
 F32 = jnp.float32
-PIECES = 16  # of two scales, as operands of one tensor-core instruction of bfloat16, which contracts over so many; nine are used
-NARROW = plgpu.TilingTransform((8, PIECES)), plgpu.SwizzleTransform(2 * PIECES)  # how such operands lie in shared memory
 SLAB = 32  # columns, each with its own scale, whose scales a consumer of a 1x128 by 1x128 product holds at once
 
 
@@ -65,10 +64,7 @@ class Plan:
 
     @property
     def slab(self) -> int:
-        """Columns promoted together: those that surely share a scale of b, or few enough for their scales to fit in registers;
-        all, where products of scales are there for all."""
-        if self.tiles.outer:
-            return self.tiles.width
+        """Columns promoted together: those that surely share a scale of b, or few enough for their scales to fit in registers."""
         return math.gcd(self.tiles.width, BLOCK if self.b_blocks else SLAB)
 
     @property
@@ -111,8 +107,6 @@ def matmul(
     blocks = (2 * csize if interpret else multiprocessors()) // csize
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
     check_tiles(tiles, plan.store_width, b_blocks=b_blocks, dense=True)
-    if tiles.outer:
-        a_scale, b_scale = outer_operands(a_scale, b_scale)
     scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
@@ -122,30 +116,11 @@ def matmul(
     )(a, a_scale, b, b_scale)  # fmt: skip
 
 
-def outer_operands(a_scale: Array, b_scale: Array) -> tuple[Array, Array]:
-    """[B, M] and [B, N] float32 -> [B, M, PIECES] and [B, N, PIECES] bfloat16, whose products by block are those of all scales:
-    a number is the sum of three of bfloat16, and each piece of the one stands beside each piece of the other."""
-    fill = ((0, 0), (0, 0), (0, PIECES - 9))
-    first, second = jnp.repeat(_three(a_scale), 3, -1), jnp.tile(_three(b_scale), 3)
-    return jnp.pad(first, fill), jnp.pad(second, fill)
-
-
-def _three(x: Array) -> Array:
-    """[...] float32 -> [..., 3] bfloat16, whose sum it is. (XLA may leave out a rounding that is a mere conversion.)"""
-    pieces, left = [], x
-    for _ in range(3):
-        pieces.append(lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7))
-        left = left - pieces[-1]
-    return jnp.stack(pieces, -1).astype(jnp.bfloat16)
-
-
 def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
     t, store = plan.tiles, (ROWS, plan.store_width)
     store_layout = plgpu.TilingTransform((8, store[1])), plgpu.SwizzleTransform(store[1] * plan.out_dtype.itemsize)
     barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
     vector = lambda rows: plgpu.SMEM((t.stages, rows), F32)
-    if t.outer:
-        vector = lambda rows: plgpu.SMEM((t.stages, rows, PIECES), jnp.bfloat16, transforms=NARROW)
     return Shared(
         a=plgpu.SMEM((t.stages, t.m, BLOCK), a_dtype, transforms=swizzled(a_dtype)),
         b=plgpu.SMEM((t.stages, t.n, BLOCK), b_dtype, transforms=swizzled(b_dtype)),
@@ -210,12 +185,11 @@ class Consumer(NamedTuple):
         return tuple(self._replace(row=self.row + h * ROWS) for h in range(self.plan.tiles.high))
 
     def operands(self, i: Array) -> tuple[jax.Ref, jax.Ref]:
-        slot, columns = self.slot(i), pl.ds(self.column, self.plan.tiles.width)
-        return self.shared.a.at[slot, self.rows], self.shared.b.at[slot, columns]
+        return self.of_stage(self.slot(i))
 
-    def scale_operands(self, i: Array) -> tuple[jax.Ref, jax.Ref]:
-        slot, columns = self.slot(i), pl.ds(self.column, self.plan.tiles.width)
-        return self.shared.a_scale.at[slot, self.rows], self.shared.b_scale.at[slot, columns]
+    def of_stage(self, slot: Array | int) -> tuple[jax.Ref, jax.Ref]:
+        columns = pl.ds(self.column, self.plan.tiles.width)
+        return self.shared.a.at[slot, self.rows], self.shared.b.at[slot, columns]
 
     def row_scales(self, i: Array) -> Array:
         return plgpu.load(self.shared.a_scale.at[self.slot(i), self.rows], layout=ROW, optimized=False)
@@ -282,56 +256,46 @@ def sum_tile(
     at_end: Callable[[], object] = lambda: (),
 ) -> tuple[tuple[tuple[Array, ...], ...], object]:  # fmt: skip
     """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns."""
-    tiles = parts[0].plan.tiles
-    if tiles.outer:
-        return _sum_outer(*parts, blocks, at_end)
-    if tiles.flight > 1:
+    if parts[0].plan.tiles.flight > 1:
         return _sum_in_flight(*parts, blocks, scales), at_end()
     return _sum_one_by_one(parts, blocks, scales, at_end)
 
 
 def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, at_end) -> tuple[tuple, object]:
-    """The wait for the next block's operands hides behind the last product of this one, and `at_end` behind the last of all."""
-    plan, last = parts[0].plan, parts[-1]
+    """Nothing but promotion stands between two products: behind one, the next one's operands are waited for and found, and where
+    a consumer makes several of a stage, its scales are read; the scales of a single one are read behind itself."""
+    plan, last, alone = parts[0].plan, parts[-1], len(parts) == 1
+    find, old = (lambda i: ()), ()
+    if not plan.simulated:
+        from pallas_kernels import tensor_cores  # parts of JAX that are not public: who does not multiply here does not need them
+
+        origin, old = tensor_cores.describe(*parts[0].of_stage(0)), _registers((ROWS, plan.tiles.width))
+        find = lambda i: tuple(at.moved(last.slot(i) * rows) for at, rows in zip(origin, (plan.tiles.m, plan.tiles.n)))
+
+    def ready(i):
+        last.arrived(i)
+        return find(i), () if alone else scales(parts[0], i)
 
     def block(i, state, meanwhile):
-        totals, old = list(state[0]), state[1]
+        totals, old, (operands, loaded) = list(state[0]), *state[1:]
         for n, part in enumerate(parts):
-            partial, loaded, result = _product(part, i, old, scales, meanwhile if part is last else lambda: ())
+            behind = meanwhile if part is last else functools.partial(scales, parts[n + 1], i)
+            both = lambda: (scales(last, i), meanwhile())
+            partial, following = _product(part, n, i, old, operands, both if alone else behind)
+            if alone:
+                loaded, following = following
             if part is last and plan.b_blocks:
                 last.release(i)
             totals[n] = part.promote(totals[n], partial, loaded, i)
-            old = partial if _over(plan) else ()
+            old, loaded = old if plan.simulated else partial, following
         if not plan.b_blocks:  # promotion reads b's scales
             last.release(i)
-        return (tuple(totals), old), result
+        return tuple(totals), old, following
 
-    last.arrived(0)
-    start = tuple(zeros(plan) for _ in parts), _registers((ROWS, plan.tiles.width)) if _over(plan) else ()
-    state = lax.fori_loop(0, blocks - 1, lambda i, state: block(i, state, lambda: last.arrived(i + 1))[0], start)
-    (totals, _), result = block(blocks - 1, state, at_end)
+    start = tuple(zeros(plan) for _ in parts), old, ready(0)
+    state = lax.fori_loop(0, blocks - 1, lambda i, state: block(i, state, lambda: ready(i + 1)), start)
+    totals, _, result = block(blocks - 1, state, at_end)
     return totals, result
-
-
-def _sum_outer(part: Consumer, blocks: int | Array, at_end) -> tuple[tuple, object]:
-    """The same of one part, but for the last bits: the tensor cores make the products of all scales, too, of exact pieces summed
-    in float32. What is left is one multiply-add an element, as by 128x128 blocks, and no scale is read to registers."""
-
-    def block(i, total, meanwhile):
-        def body(take):
-            result = meanwhile()
-            scales, partial = take(), take()
-            part.release(i)
-            return total + partial * scales, result
-
-        operands = ((a, b.transpose((1, 0))) for a, b in (part.scale_operands(i), part.operands(i)))
-        return multiply(part.plan.simulated, body, *((None, a, b) for a, b in operands))
-
-    part.arrived(0)
-    (total,) = zeros(part.plan)
-    total = lax.fori_loop(0, blocks - 1, lambda i, total: block(i, total, lambda: part.arrived(i + 1))[0], total)
-    total, result = block(blocks - 1, total, at_end)
-    return ((total,),), result
 
 
 def _sum_in_flight(part: Consumer, blocks: int, scales) -> tuple[tuple[Array, ...]]:
@@ -362,27 +326,27 @@ def _sum_in_flight(part: Consumer, blocks: int, scales) -> tuple[tuple[Array, ..
     return (some(times * flight, left, total) if left else total,)
 
 
-def _over(plan: Plan) -> bool:
-    """Whether each product is written over the last, without which two a consumer would not have the registers."""
-    return plan.tiles.high > 1 and not plan.simulated
+def _product(part: Consumer, n: int, i: Array, old, operands, behind: Callable[[], object]) -> tuple[Array, object]:
+    """The partial of the n-th part and block i, and what `behind`, run while the tensor cores compute it, returns.
 
-
-def _product(part: Consumer, i: Array, old, scales, meanwhile: Callable[[], object]) -> tuple[Array, object, object]:
-    """The partial of block i, and what `scales` and `meanwhile`, run while the tensor cores compute it, return."""
+    It is written over `old`; `operands` is where those of the first part lie.
+    """
     a, b = part.operands(i)
-    if _over(part.plan):
-        from pallas_kernels.tensor_cores import multiply_over  # which names what is JAX's own: no other tile depends on it
+    if part.plan.simulated:
 
-        partial, loaded, result = multiply_over(old, a, b), scales(part, i), meanwhile()
-        plgpu.wgmma_wait(0)
-        return partial, loaded, result
+        def run(partial):
+            plgpu.wgmma(partial, a, b.transpose((1, 0)))
+            result = behind()
+            return partial[...], result
 
-    def run(partial):
-        plgpu.wgmma(partial, a, b.transpose((1, 0)))
-        loaded, result = scales(part, i), meanwhile()
-        return partial[...], loaded, result
+        return pl.run_scoped(run, plgpu.ACC((ROWS, part.plan.tiles.width), F32))
+    from pallas_kernels.tensor_cores import multiply_over
 
-    return pl.run_scoped(run, plgpu.ACC((ROWS, part.plan.tiles.width), F32))
+    at_a, at_b = operands
+    partial = multiply_over(old, at_a.moved(n * ROWS), at_b, (a.dtype, b.dtype))
+    result = behind()
+    plgpu.wgmma_wait(0)
+    return partial, result
 
 
 def store_tile(plan: Plan, parts: Iterable[tuple[tuple[Array, ...], jax.Ref]], buffers: jax.Ref) -> None:

@@ -25,7 +25,6 @@ class Tiles(NamedTuple):
     buffers: int = 1  # of a consumer's results on their way to memory
     high: int = 1  # times 64 rows of a consumer, one product after the other of every stage
     flight: int = 1  # products of a consumer that are computed together, of as many stages
-    outer: bool = False  # of wgrad: the tensor cores multiply the scales of rows and columns, too
 
     @property
     def m(self) -> int:
@@ -43,21 +42,16 @@ class Tiles(NamedTuple):
 def check_tiles(tiles: Tiles, store_width: int, *, b_blocks: bool, dense: bool) -> None:
     """What registers allow, and the kind of product; shared memory is counted by Pallas, which raises a ValueError with the
     bytes."""
-    if tiles.cluster not in (("", "n") if dense and (b_blocks or tiles.outer) else ("",)):
+    if tiles.cluster not in (("", "n") if dense and b_blocks else ("",)):
         raise ValueError(
-            f"{tiles}: pairs of blocks are along N, in dense products, in wgrad where the tensor cores multiply scales. One warp "
-            "of a consumer tells both of a pair that a stage is read, and does not wait for the others: these may be reading "
-            "scales of 1x128"
+            f"{tiles}: pairs of blocks are along N, and in dense products by 128x128 blocks alone. One warp of a consumer tells "
+            "both of a pair that a stage is read, and does not wait for the others: these may be reading scales of 1x128"
         )
-    if tiles.outer and b_blocks:
-        raise ValueError(f"{tiles}: the tensor cores multiply scales of rows by scales of columns: in wgrad alone")
     if tiles.consumers not in REGISTERS:
         raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 1, 2 or 3 share the registers")
-    if tiles.outer and (tiles.high > 1 or tiles.flight > 1):
-        raise ValueError(f"{tiles}: where the tensor cores multiply scales, a consumer has 64 rows and one product at a time")
     if tiles.high not in (1, 2) or tiles.high * tiles.consumers > 4:
         raise ValueError(f"{tiles}: two consumers have the registers for 64 rows or twice 64 (high), three for 64")
-    widest = {1: 128, 2: 128, 3: 96} if tiles.high == 2 or tiles.outer else {1: 192, 2: 192, 3: 128}
+    widest = {1: 128, 2: 128, 3: 96} if tiles.high == 2 else {1: 192, 2: 192, 3: 128}
     if tiles.width % 32 or not 0 < tiles.width <= widest[tiles.consumers]:
         raise ValueError(f"{tiles}: the width is a multiple of 32, {widest[tiles.consumers]} at most with so many consumers")
     together = (192 if tiles.consumers == 3 else 256) // tiles.width
@@ -79,12 +73,7 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
     "2x1x128, twice 64 rows": Tiles(2, high=2),
     "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, stages=3, cluster="n", buffers=4),
 }
-FOR_WGRAD = {name: tiles for name, tiles in CANDIDATES.items() if not tiles.cluster} | {
-    "2x1x128, scales by tensor cores": Tiles(2, buffers=4, outer=True),
-    "2x1x128, scales by tensor cores, 5 stages": Tiles(2, stages=5, outer=True),
-    "2x1x128, scales by tensor cores, pairs along N": Tiles(2, buffers=4, outer=True, cluster="n"),
-    "3x1x96, scales by tensor cores": Tiles(width=96, outer=True),
-}
+FOR_WGRAD = {name: tiles for name, tiles in CANDIDATES.items() if not tiles.cluster}
 FEW_ROWS = {  # the same of up to 64 rows
     "1x3x64": Tiles(1, 3, 64, stages=6),
     "1x3x32": Tiles(1, 3, 32, stages=9),
@@ -93,9 +82,9 @@ FEW_ROWS = {  # the same of up to 64 rows
 }
 
 
-RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_tune.json, gemm_tiles.json, gemm_in_flight.json)
-    True: {"3x1x128 pairs along N": 1.0, "2x1x128, twice 64 rows": 0.94, "2x1x128": 0.91},
-    False: {"3x1x128": 1.0, "2x1x128, 2 in flight": 0.98},
+RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_studied.json)
+    True: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.96, "2x1x128": 0.93},
+    False: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.95},
 }
 FOR_FEW_ROWS = "1x3x64", "1x3x32", "1x1x64, 2 in flight"
 

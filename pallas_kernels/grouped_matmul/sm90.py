@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blockwise_matmul.sm90 import (
-    F32, Consumer, Plan, Shared, outer_operands, shared_memory, store_tile, sum_tile, zeros,
+    F32, Consumer, Plan, Shared, shared_memory, store_tile, sum_tile, zeros,
 )  # fmt: skip
 from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -72,8 +72,6 @@ def grouped_wgrad(
     order = jnp.argsort(-groups.sizes).astype(jnp.int32)
     table = jnp.stack([order, groups.starts[order] // BLOCK, pl.cdiv(groups.sizes[order], BLOCK)])
     count = jnp.full(1, experts, jnp.int32)
-    if tiles.outer:
-        dy_scale, x_scale = outer_operands(dy_scale, x_scale)
     return _call(plan, (experts, plan.m, plan.n), (table, count, dy, dy_scale, x, x_scale), interpret)
 
 
@@ -256,6 +254,6 @@ FORWARD = {  # what benchmarks/grouped.py --tune compares; names are down x acro
 WEIGHTS = {
     "3x1x128": Tiles(buffers=2),
     "3x1x128 bands of 2": Tiles(buffers=2, band=2),
-    "2x1x128 bands of 2, scales by tensor cores": Tiles(2, buffers=4, band=2, outer=True),
+    "2x1x128 bands of 2": Tiles(2, buffers=4, band=2),
     "2x1x192": Tiles(2, width=192),
 }

@@ -1,6 +1,6 @@
 """One kernel, once, on small operands, to be watched by compute-sanitizer (`python -P`, so that nothing beside it is imported):
 
-    compute-sanitizer --tool racecheck --kernel-name kns=mosaic python -P tests/gpu/one_kernel.py NAME
+    compute-sanitizer --tool racecheck --racecheck-report all --kernel-name kns=mosaic python -P tests/gpu/one_kernel.py NAME
 
 Without NAME: prints the names. `test_races.py` runs all.
 """
@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import api as attention
 from pallas_kernels.blockwise_matmul import api as dense
-from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FOR_WGRAD
+from pallas_kernels.blockwise_matmul.sm90 import Consumer
+from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FOR_WGRAD, Tiles
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.grouped_matmul import api as grouped
 from pallas_kernels.logprob import api as logprob
@@ -37,9 +38,9 @@ def product(m: int, tiles: str | None = None, n: int = 512, k: int = 512) -> jax
     return dense.blockwise_matmul(*operands, backend="pallas", tiles=CANDIDATES[tiles] if tiles else None)
 
 
-def wgrad(tiles: str | None = None) -> jax.Array:
+def wgrad(tiles: str | Tiles) -> jax.Array:
     operands = *q.quantize_rows(normal(512, 512)), *q.quantize_rows(normal(384, 512))
-    return dense.wgrad(*operands, backend="pallas", tiles=FOR_WGRAD[tiles] if tiles else None)
+    return dense.wgrad(*operands, backend="pallas", tiles=FOR_WGRAD[tiles] if isinstance(tiles, str) else tiles)
 
 
 def groups_of(rows: int) -> grouped.Groups:
@@ -88,6 +89,14 @@ def race() -> jax.Array:
     )()  # fmt: skip
 
 
+def freed_early() -> jax.Array:
+    """The same with all that these kernels have, copies that report to barriers: a stage is freed before it is read."""
+    arrived, release = Consumer.arrived, Consumer.release
+    Consumer.arrived = lambda self, i: (arrived(self, i), release(self, i))[0]
+    Consumer.release = lambda self, i: None
+    return wgrad(Tiles(2, stages=2))
+
+
 HEADS = normal(1, 512, 4, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
 KERNELS = {
     "quantiser of rows and tokens": lambda: quantize.quantize_both(normal(512, 384), backend="pallas"),
@@ -99,11 +108,12 @@ KERNELS = {
     "product in pairs": lambda: product(512, "3x1x128 pairs along N"),
     "product of twice 64 rows": lambda: product(512, "2x1x128, twice 64 rows"),
     "product of twice 64 rows in pairs": lambda: product(512, "2x1x128, twice 64 rows, pairs along N"),
-    "wgrad": wgrad, "wgrad, 2 in flight": lambda: wgrad("2x1x128, 2 in flight"),
+    "wgrad": lambda: wgrad("3x1x128"), "wgrad, 2 in flight": lambda: wgrad("2x1x128, 2 in flight"),
+    "wgrad of twice 64 rows": lambda: wgrad("2x1x128, twice 64 rows"),
     "grouped product": grouped_product, "grouped wgrad": grouped_wgrad,
     "attention": lambda: jax.jit(attend)(*HEADS), "attention's gradients": lambda: jax.jit(jax.grad(attend, (0, 1, 2)))(*HEADS),
     "log-probabilities": lambda: jax.jit(jax.grad(of_words, (0, 1)))(normal(512, 256), normal(1024, 256)),
-    "a race": race,
+    "a race": race, "a stage freed early": freed_early,
 }  # fmt: skip
 
 

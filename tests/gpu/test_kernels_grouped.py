@@ -80,11 +80,7 @@ def test_every_candidate_gives_the_same_bits(wgrad, name):
     args, (ours, theirs) = operands("uneven", 1536, 2048, wgrad), product(wgrad)
     got = np.asarray(kernel(ours, out_dtype=jnp.float32, tiles=tiles)(*args))
     assert worst_tile(flat(got), flat(jax.jit(theirs)(*args)), TILE) < 2e-3
-    chosen = kernel(ours, out_dtype=jnp.float32)(*args)
-    if tiles.outer:
-        assert worst_tile(flat(got), flat(chosen), TILE) < 1e-6
-    else:
-        np.testing.assert_array_equal(got, chosen)
+    np.testing.assert_array_equal(got, kernel(ours, out_dtype=jnp.float32)(*args))
 
 
 @pytest.mark.parametrize("wgrad", [False, True])

@@ -25,7 +25,6 @@ SIMULATED = {  # name: (group sizes, wgrad, tiles): every walk, empty groups, ro
     "uneven": (UNEVEN, False, Tiles(buffers=2)),
     "wgrad, uneven": (UNEVEN, True, Tiles(2)),
     "wgrad, one huge": (HUGE, True, Tiles(width=96)),
-    "wgrad, scales by tensor cores": (UNEVEN, True, Tiles(2, outer=True)),
 }
 
 

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pallas_kernels.blockwise_matmul import api, reference, sm90
 from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, FOR_WGRAD, Tiles, choose
@@ -34,11 +32,9 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "wgrad, two products in flight": (264, 136, 700, True, Tiles(2, stages=3, flight=2)),
     "wgrad, twice 64 rows a consumer": (264, 136, 400, True, Tiles(2, high=2)),
     "wgrad, three consumers by 96": (200, 200, 400, True, Tiles(width=96)),
-    "wgrad, scales by tensor cores": (264, 136, 700, True, Tiles(2, stages=3, buffers=2, outer=True)),
-    "wgrad, scales by tensor cores, a cluster": (200, 200, 400, True, Tiles(2, buffers=4, outer=True, cluster="n")),
 }
 SOME = (
-    "K of five blocks, fewer stages", "a cluster", "twice 64 rows a consumer", "wgrad", "wgrad, scales by tensor cores",
+    "K of five blocks, fewer stages", "a cluster", "twice 64 rows a consumer", "wgrad",
     "one consumer, four products in flight, one left", "one row", "five rows",
 )  # fmt: skip
 VARIANTS = [(False, tiles) for tiles in CANDIDATES.values()] + [(True, tiles) for tiles in FOR_WGRAD.values()]
@@ -106,15 +102,6 @@ def test_every_candidate_lowers_for_cuda(wgrad, tiles):
 )
 def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
     assert "mosaic_gpu" in lower(shapes(*shape, wgrad), wgrad)
-
-
-@given(st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1, max_size=9))
-def test_pieces_of_scales_multiply_to_their_products(numbers):
-    """Exactly: nothing is lost in three pieces of bfloat16, and their products' sum fits in float64."""
-    x = jnp.asarray(numbers, jnp.float32)
-    a, b = (np.asarray(p[0], np.float64) for p in sm90.outer_operands(x[None], x[None, ::-1]))
-    assert a.shape == b.shape == (len(numbers), sm90.PIECES)
-    np.testing.assert_array_equal(a @ b.T, np.outer(np.asarray(x, np.float64), np.asarray(x[::-1], np.float64)))
 
 
 def test_few_rows_are_shared_by_many_multiprocessors():
@@ -194,14 +181,5 @@ def test_tiles_that_do_not_fit_are_errors():
     }.items():
         with pytest.raises(ValueError, match=message):
             lower(args, tiles=tiles)
-    with pytest.raises(ValueError, match="scales of rows by scales of columns: in wgrad alone"):
-        lower(args, tiles=Tiles(2, outer=True))
-    for tiles, message in {
-        Tiles(width=128, outer=True): "multiple of 32, 96 at most",
-        Tiles(2, width=192, outer=True): "multiple of 32, 128 at most",
-        Tiles(2, outer=True, flight=2): "64 rows and one product at a time",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            lower(shapes(256, 384, 512, True), wgrad=True, tiles=tiles)
     with pytest.raises(ValueError, match="these may be reading scales of 1x128"):
         lower(shapes(256, 384, 512, True), wgrad=True, tiles=Tiles(cluster="n"))
