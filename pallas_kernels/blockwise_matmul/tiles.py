@@ -71,7 +71,7 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
     "2x1x192": Tiles(2, width=192),
     "2x1x128, 2 in flight": Tiles(2, buffers=2, flight=2),
     "2x1x128, twice 64 rows": Tiles(2, high=2),
-    "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, stages=3, cluster="n", buffers=4),
+    "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, cluster="n"),
 }
 FOR_WGRAD = {name: tiles for name, tiles in CANDIDATES.items() if not tiles.cluster}
 FEW_ROWS = {  # the same of up to 64 rows
