@@ -279,14 +279,15 @@ def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, at
     def block(i, state, meanwhile):
         totals, old, (operands, loaded) = list(state[0]), *state[1:]
         for n, part in enumerate(parts):
-            behind = meanwhile if part is last else functools.partial(scales, parts[n + 1], i)
-            both = lambda: (scales(last, i), meanwhile())
-            partial, following = _product(part, n, i, old, operands, both if alone else behind)
-            if alone:
-                loaded, following = following
+
+            def behind(part=part, rest=parts[n + 1 :], loaded=loaded):
+                own = scales(part, i) if alone else loaded
+                return own, scales(rest[0], i) if rest else meanwhile()
+
+            partial, (own, following) = _product(part, n, i, old, operands, behind)
             if part is last and plan.b_blocks:
                 last.release(i)
-            totals[n] = part.promote(totals[n], partial, loaded, i)
+            totals[n] = part.promote(totals[n], partial, own, i)
             old, loaded = old if plan.simulated else partial, following
         if not plan.b_blocks:  # promotion reads b's scales
             last.release(i)
