@@ -40,11 +40,12 @@ class Descriptor(NamedTuple):
     high: Array  # how it lies
 
     def moved(self, rows: Array | int) -> Descriptor:
+        """Of what lies so many rows further on."""
         return self._replace(low=self.low + rows * (BLOCK // UNIT))
 
 
 def describe(a, b) -> tuple[Descriptor, Descriptor]:
-    """Of a [64, 128] and b [N, 128]."""
+    """Of a [64, 128] and b [N, 128], FP8 codes as `swizzled` in shared memory."""
     codes = tuple(plgpu.RefType(swizzled(x.dtype)) for x in (a, b))
     word = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
@@ -85,9 +86,9 @@ def multiply_over(old: Array, a: Descriptor, b: Descriptor, dtypes: tuple[jnp.dt
 def _descriptors(a, b, width: int) -> list[ir.Value]:
     """Of 64 bits each."""
     b = utils.memref_transpose(b, (1, 0, 3, 2))
-    describe = functools.partial(mma_utils.create_descriptor, swizzle=128)
-    (of_a, a_strides), *_ = describe(a, large_tile=(ROWS, BLOCK), group_size=(ROWS, BLOCK), logical_k_major=False)
-    (of_b, b_strides), *_ = describe(b, large_tile=(BLOCK, BLOCK), group_size=(BLOCK, width), logical_k_major=True)
+    create = functools.partial(mma_utils.create_descriptor, swizzle=128)
+    (of_a, a_strides), *_ = create(a, large_tile=(ROWS, BLOCK), group_size=(ROWS, BLOCK), logical_k_major=False)
+    (of_b, b_strides), *_ = create(b, large_tile=(BLOCK, BLOCK), group_size=(BLOCK, width), logical_k_major=True)
     if {a_strides[1][0], b_strides[1][0]} != {DEPTH}:
         raise NotImplementedError(f"the next {DEPTH} of the contraction are {a_strides[1][0]} and {b_strides[1][0]} bytes away")
     return [of_a, of_b]

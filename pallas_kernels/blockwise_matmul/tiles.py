@@ -51,9 +51,9 @@ def check_tiles(tiles: Tiles, store_width: int, *, b_blocks: bool, dense: bool) 
         raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 1, 2 or 3 share the registers")
     if tiles.high not in (1, 2) or tiles.high * tiles.consumers > 4:
         raise ValueError(f"{tiles}: two consumers have the registers for 64 rows or twice 64 (high), three for 64")
-    widest = {1: 128, 2: 128, 3: 96} if tiles.high == 2 else {1: 192, 2: 192, 3: 128}
-    if tiles.width % 32 or not 0 < tiles.width <= widest[tiles.consumers]:
-        raise ValueError(f"{tiles}: the width is a multiple of 32, {widest[tiles.consumers]} at most with so many consumers")
+    widest = 128 if tiles.high == 2 else {1: 192, 2: 192, 3: 128}[tiles.consumers]
+    if tiles.width % 32 or not 0 < tiles.width <= widest:
+        raise ValueError(f"{tiles}: the width is a multiple of 32, {widest} at most with so many consumers")
     together = (192 if tiles.consumers == 3 else 256) // tiles.width
     if tiles.flight > 1 and (tiles.high > 1 or tiles.flight > min(tiles.stages, together)):
         raise ValueError(f"{tiles}: products in flight are of 64 rows each, and of {min(tiles.stages, together)} stages or fewer")
@@ -82,7 +82,7 @@ FEW_ROWS = {  # the same of up to 64 rows
 }
 
 
-RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_studied.json)
+RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_ahead.json)
     True: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.96, "2x1x128": 0.93},
     False: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.95},
 }
