@@ -106,7 +106,7 @@ def matmul(
     (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
-    check_tiles(tiles, plan.store_width, b_blocks=b_blocks, dense=True)
+    check_tiles(tiles, plan.store_width, pairs=b_blocks)
     scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
@@ -120,12 +120,11 @@ def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
     t, store = plan.tiles, (ROWS, plan.store_width)
     store_layout = plgpu.TilingTransform((8, store[1])), plgpu.SwizzleTransform(store[1] * plan.out_dtype.itemsize)
     barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
-    vector = lambda rows: plgpu.SMEM((t.stages, rows), F32)
     return Shared(
         a=plgpu.SMEM((t.stages, t.m, BLOCK), a_dtype, transforms=swizzled(a_dtype)),
         b=plgpu.SMEM((t.stages, t.n, BLOCK), b_dtype, transforms=swizzled(b_dtype)),
-        a_scale=vector(t.m),
-        b_scale=plgpu.SMEM((8,), F32) if plan.b_blocks else vector(t.n),  # blocks' scales are read as scalars
+        a_scale=plgpu.SMEM((t.stages, t.m), F32),
+        b_scale=plgpu.SMEM((t.stages, t.n) if not plan.b_blocks else (8,), F32),  # blocks' scales are read as scalars
         out=plgpu.SMEM((t.consumers, t.buffers, *store), plan.out_dtype, transforms=store_layout),
         full=plgpu.Barrier(num_arrivals=3 + (not plan.b_blocks) - plan.one_row, num_barriers=t.stages),
         empty=barrier(num_arrivals=t.consumers, num_barriers=t.stages),

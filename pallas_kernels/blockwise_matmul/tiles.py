@@ -39,10 +39,10 @@ class Tiles(NamedTuple):
         return self.down * self.across
 
 
-def check_tiles(tiles: Tiles, store_width: int, *, b_blocks: bool, dense: bool) -> None:
-    """What registers allow, and the kind of product; shared memory is counted by Pallas, which raises a ValueError with the
-    bytes."""
-    if tiles.cluster not in (("", "n") if dense and b_blocks else ("",)):
+def check_tiles(tiles: Tiles, store_width: int, pairs: bool) -> None:
+    """What registers allow, and whether there may be `pairs`; shared memory is counted by Pallas, which raises a ValueError with
+    the bytes."""
+    if tiles.cluster not in (("", "n") if pairs else ("",)):
         raise ValueError(
             f"{tiles}: pairs of blocks are along N, and in dense products by 128x128 blocks alone. One warp of a consumer tells "
             "both of a pair that a stage is read, and does not wait for the others: these may be reading scales of 1x128"

@@ -78,7 +78,7 @@ def grouped_wgrad(
 def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.dtype, interpret) -> Plan:
     blocks = 2 if interpret else multiprocessors()
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
-    check_tiles(tiles, plan.store_width, b_blocks=b_blocks, dense=False)
+    check_tiles(tiles, plan.store_width, pairs=False)
     if tiles.high > 1:
         raise ValueError(f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
     if tiles.flight > 1:
@@ -254,6 +254,5 @@ FORWARD = {  # what benchmarks/grouped.py --tune compares; names are down x acro
 WEIGHTS = {
     "3x1x128": Tiles(buffers=2),
     "3x1x128 bands of 2": Tiles(buffers=2, band=2),
-    "2x1x128 bands of 2": Tiles(2, buffers=4, band=2),
     "2x1x192": Tiles(2, width=192),
 }
