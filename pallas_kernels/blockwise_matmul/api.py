@@ -57,7 +57,7 @@ def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: Tiles | No
     columns = 128 // jnp.dtype(out_dtype).itemsize
     if n <= columns:  # Mosaic drops an axis of one box from a copy, and with it the check that columns beyond are not written
         columns *= 2
-    tiles = tiles or choose(m, n, b_blocks=b_blocks)
+    tiles = tiles or choose(m, n, a.shape[1], b_blocks=b_blocks)
     rows = min(m, 8)  # a copy of fewer than 8 is one box, too
     b_scale = b_scale if b_blocks else pad_to(b_scale.T, 1, columns)
     a_scale = a_scale.T if sm90.reads_scalars(m, b_blocks) else pad_to(a_scale.T, 1, 8)

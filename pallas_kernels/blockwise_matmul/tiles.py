@@ -86,17 +86,26 @@ RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_ahe
     True: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.96, "2x1x128": 0.93},
     False: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.95},
 }
+L2 = 50 * 2**20  # bytes of the cache that all multiprocessors share
 FOR_FEW_ROWS = "1x3x64", "1x3x32", "1x1x64, 2 in flight"
 
 
-def choose(m: int, n: int, *, b_blocks: bool) -> Tiles:
+def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
     """The tiles for a product, from what was measured on an H200 (docs/kernels.md): big ones, unless they would leave many
-    multiprocessors without work in the last turn; for few rows, which take as long as reading b, those with which no
-    multiprocessor reads much of it."""
+    multiprocessors without work in the last turn, and in pairs, which read less, where the cache does not hold what is in
+    flight; for few rows, which take as long as reading b, those with which no multiprocessor reads much of it."""
     if m <= ROWS:
         return min((FEW_ROWS[name] for name in FOR_FEW_ROWS), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
     rates = RATES[b_blocks]
-    return CANDIDATES[max(rates, key=lambda name: rates[name] * _busy(CANDIDATES[name], m, n))]
+    tiles = CANDIDATES[max(rates, key=lambda name: rates[name] * _busy(CANDIDATES[name], m, n))]
+    return tiles._replace(cluster="n") if b_blocks and _in_flight(tiles, m, n, k) > L2 else tiles
+
+
+def _in_flight(tiles: Tiles, m: int, n: int, k: int) -> int:
+    """Bytes of the operands of tiles that are computed at once, the whole contraction: blocks of threads drift apart along it."""
+    band, others = tiles.band, pl.cdiv(SMS, tiles.band)
+    rows, columns = (band, others) if tiles.band_axis == 0 else (others, band)
+    return (min(m, rows * tiles.m) + min(n, columns * tiles.n)) * k
 
 
 def _busy(tiles: Tiles, m: int, n: int) -> float:

@@ -17,7 +17,7 @@ from pallas_kernels.quantize import reference as q
 
 SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one tile a block, ragged edges
     "K of one block": (136, 136, 100, False, Tiles(2, buffers=2)),
-    "K of five blocks, fewer stages": (72, 72, 600, False, Tiles(2, stages=2)),
+    "K of six blocks, fewer stages": (72, 72, 700, False, Tiles(2, stages=2)),
     "a cluster": (264, 136, 200, False, Tiles(2, cluster="n", buffers=2)),
     "three consumers, a cluster": (200, 136, 200, False, Tiles(cluster="n", band=2, band_axis=1)),
     "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
@@ -34,7 +34,7 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "wgrad, three consumers by 96": (200, 200, 400, True, Tiles(width=96)),
 }
 SOME = (
-    "K of five blocks, fewer stages", "a cluster", "twice 64 rows a consumer", "wgrad",
+    "K of six blocks, fewer stages", "a cluster", "twice 64 rows a consumer", "wgrad",
     "one consumer, four products in flight, one left", "one row", "five rows",
 )  # fmt: skip
 VARIANTS = [(False, tiles) for tiles in CANDIDATES.values()] + [(True, tiles) for tiles in FOR_WGRAD.values()]
@@ -106,8 +106,14 @@ def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
 
 def test_few_rows_are_shared_by_many_multiprocessors():
     for n in (4096, 6144, 24576):
-        tiles = choose(8, n, b_blocks=True)
+        tiles = choose(8, n, 4096, b_blocks=True)
         assert tiles.m == 64 and 40 < -(-n // tiles.n) <= 132
+
+
+@pytest.mark.parametrize("m", [4096, 65536])
+def test_blocks_read_in_pairs_what_the_cache_does_not_hold(m):
+    assert choose(m, 4096, 24576, b_blocks=True).cluster == "n"
+    assert not choose(m, 4096, 12288, b_blocks=True).cluster and not choose(m, 4096, 24576, b_blocks=False).cluster
 
 
 @pytest.mark.parametrize(("rows", "pads"), [(1, 0), (5, 1), (8, 0), (9, 2)])
