@@ -25,6 +25,7 @@ class Tiles(NamedTuple):
     buffers: int = 1  # of a consumer's results on their way to memory
     high: int = 1  # times 64 rows of a consumer, one product after the other of every stage
     flight: int = 1  # products of a consumer that are computed together, of as many stages
+    unroll: int = 1  # stages read in a turn of the loop, where their number is known
 
     @property
     def m(self) -> int:
@@ -57,6 +58,8 @@ def check_tiles(tiles: Tiles, store_width: int, pairs: bool) -> None:
     together = (192 if tiles.consumers == 3 else 256) // tiles.width
     if tiles.flight > 1 and (tiles.high > 1 or tiles.flight > min(tiles.stages, together)):
         raise ValueError(f"{tiles}: products in flight are of 64 rows each, and of {min(tiles.stages, together)} stages or fewer")
+    if tiles.unroll < 1:
+        raise ValueError(f"{tiles}: a turn of the loop reads 1 stage or more (unroll)")
     if tiles.stages < 2:
         raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
     columns = tiles.width // store_width * tiles.high
@@ -70,13 +73,13 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
     "2x1x128": Tiles(2, buffers=2),
     "2x1x192": Tiles(2, width=192),
     "2x1x128, 2 in flight": Tiles(2, buffers=2, flight=2),
-    "2x1x128, twice 64 rows": Tiles(2, high=2),
-    "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, cluster="n"),
+    "2x1x128, twice 64 rows": Tiles(2, high=2, unroll=2),
+    "2x1x128, twice 64 rows, pairs along N": Tiles(2, high=2, cluster="n", unroll=2),
 }
-FOR_WGRAD = {name: tiles for name, tiles in CANDIDATES.items() if not tiles.cluster}
+FOR_WGRAD = {name: tiles._replace(unroll=1) for name, tiles in CANDIDATES.items() if not tiles.cluster}
 FEW_ROWS = {  # the same of up to 64 rows
-    "1x3x64": Tiles(1, 3, 64, stages=6),
-    "1x3x32": Tiles(1, 3, 32, stages=9),
+    "1x3x64": Tiles(1, 3, 64, stages=6, unroll=2),
+    "1x3x32": Tiles(1, 3, 32, stages=9, unroll=2),
     "1x1x64": Tiles(1, 1, 64, stages=12),
     "1x1x64, 2 in flight": Tiles(1, 1, 64, stages=12, flight=2),
 }
@@ -96,8 +99,8 @@ def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
     flight; for few rows, which take as long as reading b, those with which no multiprocessor reads much of it."""
     if m <= ROWS:
         return min((FEW_ROWS[name] for name in FOR_FEW_ROWS), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
-    rates = RATES[b_blocks]
-    tiles = CANDIDATES[max(rates, key=lambda name: rates[name] * _busy(CANDIDATES[name], m, n))]
+    rates, candidates = RATES[b_blocks], CANDIDATES if b_blocks else FOR_WGRAD
+    tiles = candidates[max(rates, key=lambda name: rates[name] * _busy(candidates[name], m, n))]
     return tiles._replace(cluster="n") if b_blocks and _in_flight(tiles, m, n, k) > L2 else tiles
 
 

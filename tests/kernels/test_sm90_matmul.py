@@ -17,7 +17,7 @@ from pallas_kernels.quantize import reference as q
 
 SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one tile a block, ragged edges
     "K of one block": (136, 136, 100, False, Tiles(2, buffers=2)),
-    "K of six blocks, fewer stages": (72, 72, 700, False, Tiles(2, stages=2)),
+    "K of six blocks, fewer stages, two a turn": (72, 72, 700, False, Tiles(2, stages=2, unroll=2)),
     "a cluster": (264, 136, 200, False, Tiles(2, cluster="n", buffers=2)),
     "three consumers, a cluster": (200, 136, 200, False, Tiles(cluster="n", band=2, band_axis=1)),
     "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
@@ -34,7 +34,7 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "wgrad, three consumers by 96": (200, 200, 400, True, Tiles(width=96)),
 }
 SOME = (
-    "K of six blocks, fewer stages", "a cluster", "twice 64 rows a consumer", "wgrad",
+    "K of six blocks, fewer stages, two a turn", "a cluster", "twice 64 rows a consumer", "wgrad",
     "one consumer, four products in flight, one left", "one row", "five rows",
 )  # fmt: skip
 VARIANTS = [(False, tiles) for tiles in CANDIDATES.values()] + [(True, tiles) for tiles in FOR_WGRAD.values()]
@@ -182,6 +182,7 @@ def test_tiles_that_do_not_fit_are_errors():
         Tiles(3, high=2): r"64 rows or twice 64 \(high\), three for 64",
         Tiles(2, width=192, high=2): "multiple of 32, 128 at most",
         Tiles(1, 3, 64, flight=4): "of 64 rows each, and of 3 stages or fewer",
+        Tiles(unroll=0): "a turn of the loop reads 1 stage or more",
         Tiles(1, 3, 32, stages=3, flight=4): "of 64 rows each, and of 3 stages or fewer",
         Tiles(cluster="m"): "pairs of blocks are along N",
     }.items():

@@ -56,9 +56,9 @@ def quantiser(variant: str) -> float:
     return next(r["ratio"] for r in reversed(result("quantize")["rows"]) if r["metric"] == variant)
 
 
-def gemm(beside: str) -> list[float]:
+def gemm(beside: str, run: str = "gemm") -> list[float]:
     """The ratios of all shapes, wgrad apart."""
-    return [r["ratio"] for r in result("gemm")["rows"] if r["yardstick_name"] == beside and "wgrad" not in r["case"]]
+    return [r["ratio"] for r in result(run)["rows"] if r["yardstick_name"] == beside and "wgrad" not in r["case"]]
 
 
 CUBLAS = "cuBLASLt FP8 blockwise"
@@ -94,6 +94,8 @@ CLAIMS = [
     (rf"and an FP8 cache it is {N}, where BF16 with a BF16 cache has {N} ", lambda: [grpo_k3("fp8"), grpo_k3("bf16")]),
     (rf"\| cuBLASLt blockwise; DeepGEMM \| {N}; {N} \(geometric means; {N} to {N}\) \| \[gemm\]",
      lambda: [*(statistics.geometric_mean(gemm(y)) for y in (CUBLAS, "DeepGEMM")), *span(gemm(CUBLAS) + gemm("DeepGEMM"))]),
+    (rf"another run {N}; {N}: \[gemm_unrolled\]",
+     lambda: [statistics.geometric_mean(gemm(y, "gemm_unrolled")) for y in (CUBLAS, "DeepGEMM")]),
     (rf"products of wgrad, the same \| Pallas \| cuBLASLt blockwise \| {N} to {N} \|", lambda: span(wgrad())),
     (rf"\| quantisers, 16,384 x 12,288 \| Pallas \| a copy's bandwidth \| {N} to {N} \|",
      lambda: span([quantiser(m) for m in ("rows", "both", "blocks transposed")])),
