@@ -89,7 +89,7 @@ RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_ahe
     True: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.96, "2x1x128": 0.93},
     False: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.95},
 }
-L2 = 50 * 2**20  # bytes of the cache that all multiprocessors share
+L2 = 50 * 2**20  # bytes of the cache that all multiprocessors share, an H100's; an H200 has 60
 FOR_FEW_ROWS = "1x3x64", "1x3x32", "1x1x64, 2 in flight"
 
 

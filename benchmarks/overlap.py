@@ -1,0 +1,165 @@
+"""What overlaps with the tensor cores: clocks of FP8 products and of the arithmetic that promotes them, nothing else in the way.
+
+    jaxfp8rl bench overlap
+
+One, two or three warpgroups on every multiprocessor, each in a loop: a product of 64 x 128 x 128, 256 clocks of the tensor cores,
+and after it a promotion, or a part of one; some of that beside it. Nothing is copied, stored or waited for meanwhile. The ratio
+is the share of the clocks in which the tensor cores compute, at best, in a kernel of such consumers. docs/kernels.md says what
+follows; benchmarks/gemm.py times the kernels.
+
+Needs a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from benchmarks.common import arguments, row, write
+from pallas_kernels import tensor_cores
+from pallas_kernels.plgpu_compat import COLUMN, ROW, SMS, WGMMA, plgpu, spread, swizzled
+
+F32, FP8 = jnp.float32, jnp.float8_e4m3fn
+ROWS, COLUMNS, SLAB = 64, 128, 32
+PRODUCT = 256  # clocks of 64 x 128 x 128
+TURNS = 256
+THREADS = plgpu.Layout.WG_STRIDED((128,), 1)  # a number a thread
+After = Literal["nothing", "multiply-adds", "multiplications and multiply-adds", "reads and multiply-adds", "all of wgrad's"]
+Beside = Literal["nothing", "64 multiply-adds", "128 multiply-adds", "wgrad's reads"]
+
+
+class Case(NamedTuple):
+    """What each warpgroup does, a thread: 64 multiply-adds are what promotes a product of fprop; wgrad's has 64 multiplications
+    more, of scales, and 16 reads of two of them from shared memory."""
+
+    warpgroups: int
+    after: After = "nothing"
+    beside: Beside = "nothing"
+    apart: int = 0  # nanoseconds between the beginnings of two of them
+
+    def __str__(self) -> str:
+        begin = f", begun {self.apart} ns apart" if self.apart else ""
+        return f"{self.warpgroups} of them{begin}, after a product: {self.after}, beside it: {self.beside}"
+
+
+CASES = [
+    *(Case(n, beside=b) for b in ("64 multiply-adds", "128 multiply-adds") for n in (1, 2, 3)),
+    *(Case(n, after=a) for a in After.__args__[1:] for n in (1, 2, 3)),
+    *(Case(2, "multiply-adds", apart=ns) for ns in (100, 200, 300)),
+    *(Case(n, "all of wgrad's", apart=200) for n in (2, 3)),
+    *(Case(n, "all of wgrad's", "wgrad's reads") for n in (1, 2)),
+]
+
+
+def main() -> None:
+    args = arguments(__doc__, "overlap").parse_args()
+    with ThreadPoolExecutor() as threads:
+        programs = dict(zip(CASES, threads.map(lambda case: lowered(case).compile(), CASES)))
+    rows = []
+    for case, program in programs.items():
+        jax.block_until_ready(program())
+        slowest = np.asarray(program()[0])[..., 0].max(axis=1) / TURNS  # warpgroup, of every multiprocessor
+        for metric, clocks in zip(("a turn", "of it from a product's issue to its end"), np.median(slowest, axis=0)):
+            rows.append(row(str(case), metric, "clocks", float(clocks), PRODUCT * case.warpgroups, "the tensor cores' own", True))
+    write(args.out, "overlap", rows, args.plot)
+
+
+def lowered(case: Case) -> jax.stages.Lowered:
+    """For CUDA, whatever there is here: a program without arguments, whose first result is of every multiprocessor, warpgroup and
+    thread the clocks of all turns, and those from a product's issue to its end."""
+    each = SMS, case.warpgroups
+    memory = dict(
+        a=plgpu.SMEM((case.warpgroups, ROWS, 128), FP8, transforms=swizzled(FP8)),
+        b=plgpu.SMEM((COLUMNS, 128), FP8, transforms=swizzled(FP8)),
+        row_scales=plgpu.SMEM((ROWS,), F32), column_scales=plgpu.SMEM((COLUMNS,), F32),
+    )  # fmt: skip
+    program = plgpu.kernel(
+        functools.partial(_kernel, case), grid=(SMS,), grid_names=("block",), num_threads=case.warpgroups, thread_name="wg",
+        out_type=(jax.ShapeDtypeStruct((*each, 2, 128), jnp.int32), jax.ShapeDtypeStruct((*each, ROWS), F32)),
+        scratch_types=memory,
+    )  # fmt: skip
+    return jax.jit(program).trace().lower(lowering_platforms=("cuda",))
+
+
+def _kernel(case: Case, clocks, kept, *, a, b, row_scales, column_scales) -> None:
+    block, wg = lax.axis_index("block"), lax.axis_index("wg")
+    find = lambda s: plgpu.load(column_scales.at[pl.ds(s * SLAB, SLAB)], layout=COLUMN, optimized=False)
+    matrix = lambda width: plgpu.layout_cast(jnp.zeros((ROWS, width), F32), WGMMA)
+    slabs = range(COLUMNS // SLAB)
+    by_row, first = plgpu.load(row_scales, layout=ROW, optimized=False), find(0)
+    of_rows, of_columns = (functools.partial(spread, shape=(ROWS, SLAB), axis=axis) for axis in (0, 1))
+    at_a, at_b = tensor_cores.describe(a.at[wg], b)
+
+    def promoted(s: int, part: Array, read: list[Array]) -> Array:
+        """What is added of this slab."""
+        if case.after == "multiply-adds":
+            return part * of_rows(by_row)
+        if case.after == "multiplications and multiply-adds":
+            return (part * of_rows(by_row)) * of_columns(first)
+        by_column = of_columns(read[s] if read else find(s))
+        return part * (by_column if case.after == "reads and multiply-adds" else of_rows(by_row) * by_column)
+
+    def turn(_, state):
+        old, total, waited = state
+        partial = tensor_cores.multiply_over(old, at_a, at_b, (FP8, FP8))
+        issued = _clock()  # ptxas puts nothing that follows between the product's instructions
+        for times in range({"64 multiply-adds": 1, "128 multiply-adds": 2}.get(case.beside, 0)):
+            total = [t * of_rows(by_row) + (0.25 + times) for t in total]
+        read = [find(s) for s in slabs] if case.beside == "wgrad's reads" else []
+        plgpu.wgmma_wait(0)
+        waited += _clock() - issued
+        if case.after != "nothing":
+            total = [t + promoted(s, partial[:, s * SLAB : (s + 1) * SLAB], read) for s, t in zip(slabs, total)]
+        return partial, tuple(total), waited
+
+    if case.apart:
+        _sleep(wg * case.apart)
+    start = _clock()
+    begin = matrix(COLUMNS), tuple(matrix(SLAB) for _ in slabs), plgpu.layout_cast(jnp.zeros(128, jnp.int32), THREADS)
+    partial, total, waited = lax.fori_loop(0, TURNS, turn, begin)
+    clocks[block, wg, 0], clocks[block, wg, 1] = _clock() - start, waited
+    kept[block, wg] = sum(jnp.sum(x, axis=1) for x in (*total, partial))
+
+
+def _clock() -> Array:
+    """Of the multiprocessor, as each thread reads it."""
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=THREADS))
+    def read(ctx):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        now = llvm.inline_asm(i32, [], "mov.u32 $0, %clock;", "=r", has_side_effects=True)
+        vector = llvm.UndefOp(ir.VectorType.get((1,), i32)).result
+        vector = llvm.insertelement(vector, now, llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result)
+        layout = fragmented_array.WGStridedFragLayout((128,), 1)
+        return fragmented_array.FragmentedArray(_registers=np.array([vector], object), _layout=layout, _is_signed=True)
+
+    return read()
+
+
+def _sleep(nanoseconds: Array) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def sleep(ctx, time):
+        del ctx
+        word = time.registers.item()
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [word], "nanosleep.u32 $0;", "r", has_side_effects=True)
+
+    sleep(nanoseconds)
+
+
+if __name__ == "__main__":
+    main()
