@@ -16,7 +16,7 @@ import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 CASES = [
     *(Case(n, beside=b) for b in ("64 multiply-adds", "128 multiply-adds") for n in (1, 2, 3)),
-    *(Case(n, after=a) for a in After.__args__[1:] for n in (1, 2, 3)),
+    *(Case(n, after=a) for a in get_args(After)[1:] for n in (1, 2, 3)),
     *(Case(2, "multiply-adds", apart=ns) for ns in (100, 200, 300)),
     *(Case(n, "all of wgrad's", apart=200) for n in (2, 3)),
     *(Case(n, "all of wgrad's", "wgrad's reads") for n in (1, 2)),
@@ -145,8 +145,8 @@ def _clock() -> Array:
         now = llvm.inline_asm(i32, [], "mov.u32 $0, %clock;", "=r", has_side_effects=True)
         vector = llvm.UndefOp(ir.VectorType.get((1,), i32)).result
         vector = llvm.insertelement(vector, now, llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result)
-        layout = fragmented_array.WGStridedFragLayout((128,), 1)
-        return fragmented_array.FragmentedArray(_registers=np.array([vector], object), _layout=layout, _is_signed=True)
+        registers = np.array([vector], object)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=THREADS.to_mgpu(), _is_signed=True)
 
     return read()
 

@@ -296,8 +296,8 @@ def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, at
 
     start = tuple(zeros(plan) for _ in parts), old, ready(0)
     following = lambda i, state: block(i, state, lambda: ready(i + 1))
-    unroll = plan.tiles.unroll if isinstance(blocks, int) else None
-    rest = (blocks - 1) % unroll if unroll else 0
+    unroll = plan.tiles.unroll
+    rest = (blocks - 1) % unroll if unroll > 1 else 0  # of one, blocks may be an array
     state = lax.fori_loop(0, blocks - 1 - rest, following, start, unroll=unroll)
     for i in range(rest):
         state = following(blocks - 1 - rest + i, state)

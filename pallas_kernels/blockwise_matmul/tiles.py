@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
     buffers: int = 1  # of a consumer's results on their way to memory
     high: int = 1  # times 64 rows of a consumer, one product after the other of every stage
     flight: int = 1  # products of a consumer that are computed together, of as many stages
-    unroll: int = 1  # stages read in a turn of the loop, where their number is known
+    unroll: int = 1  # stages read in a turn of the loop
 
     @property
     def m(self) -> int:
@@ -58,8 +58,8 @@ def check_tiles(tiles: Tiles, store_width: int, pairs: bool) -> None:
     together = (192 if tiles.consumers == 3 else 256) // tiles.width
     if tiles.flight > 1 and (tiles.high > 1 or tiles.flight > min(tiles.stages, together)):
         raise ValueError(f"{tiles}: products in flight are of 64 rows each, and of {min(tiles.stages, together)} stages or fewer")
-    if tiles.unroll < 1:
-        raise ValueError(f"{tiles}: a turn of the loop reads 1 stage or more (unroll)")
+    if tiles.unroll < 1 or tiles.unroll > 1 and tiles.flight > 1:
+        raise ValueError(f"{tiles}: a turn of the loop reads 1 stage or more (unroll), and those in flight alone where some are")
     if tiles.stages < 2:
         raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
     columns = tiles.width // store_width * tiles.high

@@ -83,6 +83,8 @@ def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.d
         raise ValueError(f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
     if tiles.flight > 1:
         raise ValueError(f"{tiles}: experts differ in how many products they have, computed here one by one, and flight is 1")
+    if tiles.unroll > 1:
+        raise ValueError(f"{tiles}: how many stages a tile has is known on the device alone, so unroll is 1")
     return plan
 
 

@@ -175,6 +175,7 @@ def test_bad_gradients_sizes_results_and_tiles_are_errors():
         Tiles(cluster="n"): "in dense products",
         Tiles(2, high=2): "so high is 1",
         Tiles(2, flight=2): "and flight is 1",
+        Tiles(2, unroll=2): "so unroll is 1",
     }.items():
         with pytest.raises(ValueError, match=message):
             lower(args, False, tiles=tiles)

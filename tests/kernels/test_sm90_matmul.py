@@ -183,6 +183,7 @@ def test_tiles_that_do_not_fit_are_errors():
         Tiles(2, width=192, high=2): "multiple of 32, 128 at most",
         Tiles(1, 3, 64, flight=4): "of 64 rows each, and of 3 stages or fewer",
         Tiles(unroll=0): "a turn of the loop reads 1 stage or more",
+        Tiles(2, flight=2, unroll=2): "those in flight alone where some are",
         Tiles(1, 3, 32, stages=3, flight=4): "of 64 rows each, and of 3 stages or fewer",
         Tiles(cluster="m"): "pairs of blocks are along N",
     }.items():
