@@ -42,17 +42,20 @@ def slot_of(step: Array | int, slots: int) -> Array:
     return lax.rem(jnp.int32(step), jnp.int32(slots))
 
 
-def for_each_tile(plan, body: Callable[[Array, Array, Array], None]) -> None:
-    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of threads."""
+def for_each_tile(plan, body: Callable[..., tuple | None], state: tuple | None = None) -> tuple | None:
+    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of threads. Where there is a
+    `state`, body takes that, too, part by part, and returns the next one; the last is returned."""
 
-    @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block")
-    def _(loop):
+    @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block", init_carry=state)
+    def last(loop, carry=()):
         mi, ni = plgpu.planar_snake(loop.index[0], plan.grid, plan.tiles.band_axis, plan.tiles.band)
         if plan.tiles.cluster == "m":
             mi = 2 * mi + lax.axis_index("cluster")
         if plan.tiles.cluster == "n":
             ni = 2 * ni + lax.axis_index("cluster")
-        body(mi, ni, loop.local_index * plan.k_blocks)
+        return body(mi, ni, loop.local_index * plan.k_blocks, *carry)
+
+    return last
 
 
 def drain(plan, empty: jax.Ref) -> None:

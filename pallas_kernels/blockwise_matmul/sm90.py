@@ -7,11 +7,12 @@ One persistent kernel serves all three passes. A block of threads computes tiles
 - one to three warpgroups are the *consumers*, each with 64 rows of the tile, twice 64, or some columns. The tensor cores sum 128
   products in registers; then that partial times its scales is added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2).
 
-That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the
-tensor cores rest; three warpgroups lose less by it than two. Between the wait for one product and the start of the next nothing
-else should stand, so where the next operands lie is found while the last product is computed, and each is written over the
-registers of the last (`tensor_cores.py`). Where b has a scale a column (wgrad), those are read from shared memory a few columns
-at a time, or three warpgroups would not have the registers.
+That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the tensor
+cores rest; three warpgroups lose less by it than two, and at a tile's end, too: one stores while two compute. Where there are
+two, of twice 64 rows, the results of a tile leave behind the first products of the next. Between the wait for one product and the
+start of the next nothing else should stand, so where the next operands lie is found while the last product is computed, and each
+is written over the registers of the last (`tensor_cores.py`). Where b has a scale a column (wgrad), those are read from shared
+memory a few columns at a time, or three warpgroups would not have the registers.
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
 """
@@ -22,7 +23,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -224,7 +225,7 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
     t = plan.tiles
     row, column = lax.div(wg, t.across) * t.high * ROWS, lax.rem(wg, t.across) * t.width
 
-    def tile(mi, ni, before):
+    def tile(mi, ni, before, *tile_before):
         def scales(part, ki):
             by_row = plgpu.layout_cast(jnp.full(ROWS, a_scale[ki, 0]), ROW) if plan.one_row else part.row_scales(ki)
             if not plan.b_blocks:
@@ -234,11 +235,27 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
             return tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
 
         parts = Consumer(plan, shared, row, column, before).parts()
-        totals, _ = sum_tile(parts, plan.k_blocks, scales)
-        places = [out.at[pl.ds(mi * t.m + p.row, ROWS), pl.ds(ni * t.n + p.column, t.width)] for p in parts]
-        store_tile(plan, zip(totals, places), shared.out.at[wg])
+        begin = (lambda n: store(n, *tile_before)) if later else None
+        totals, _ = sum_tile(parts, plan.k_blocks, scales, begin)
+        if later:
+            return totals, mi, ni
+        store(0, totals, mi, ni)
 
-    for_each_tile(plan, tile)
+    def store(n, totals, mi, ni):
+        """The n-th part of a tile."""
+        at = out.at[pl.ds(mi * t.m + row + n * ROWS, ROWS), pl.ds(ni * t.n + column, t.width)]
+        store_sums(plan, totals[n], at, shared.out.at[wg])
+
+    if later := t.high > 1:
+        # Before the first, a tile below the result, a block's own, of which the copy engine writes nothing. By a condition
+        # instead, the compiler would promote the product behind which this is after the start of the next, and spill.
+        nothing = tuple(zeros(plan) for _ in range(t.high))
+        nowhere = plan.grid[0] + lax.axis_index("block"), lax.axis_index("cluster") if t.cluster else jnp.int32(0)
+        last = for_each_tile(plan, tile, (nothing, *nowhere))
+        for n in range(t.high):
+            store(n, *last)
+    else:
+        for_each_tile(plan, tile)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -252,15 +269,18 @@ def _registers(shape: tuple[int, int]) -> Array:
 
 def sum_tile(
     parts: tuple[Consumer, ...], blocks: int | Array, scales: Callable[[Consumer, Array], tuple[Array, ...]],
-    at_end: Callable[[], object] = lambda: (),
+    begin: Callable[[int], None] | None = None, at_end: Callable[[], object] = lambda: (),
 ) -> tuple[tuple[tuple[Array, ...], ...], object]:  # fmt: skip
-    """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns."""
+    """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns.
+
+    `begin`, of a part's number, is run behind the first product of that part; where there is one, `blocks` is an int.
+    """
     if parts[0].plan.tiles.flight > 1:
         return _sum_in_flight(*parts, blocks, scales), at_end()
-    return _sum_one_by_one(parts, blocks, scales, at_end)
+    return _sum_one_by_one(parts, blocks, scales, begin, at_end)
 
 
-def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, at_end) -> tuple[tuple, object]:
+def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, begin, at_end) -> tuple[tuple, object]:
     """Nothing but promotion stands between two products: behind one, the next one's operands are waited for and found, and where
     a consumer makes several of a stage, its scales are read. The scales of a single one are read behind itself, but not in a
     pair: one warp tells both blocks that a stage is read when the product is done, and others may not have read theirs."""
@@ -277,11 +297,13 @@ def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, at
         last.arrived(i)
         return find(i), () if alone else scales(parts[0], i)
 
-    def block(i, state, meanwhile):
+    def block(i, state, meanwhile, begin=None):
         totals, old, (operands, loaded) = list(state[0]), *state[1:]
         for n, part in enumerate(parts):
 
-            def behind(part=part, rest=parts[n + 1 :], loaded=loaded):
+            def behind(part=part, n=n, rest=parts[n + 1 :], loaded=loaded):
+                if begin:
+                    begin(n)
                 own = scales(part, i) if alone else loaded
                 return own, scales(rest[0], i) if rest else meanwhile()
 
@@ -294,14 +316,16 @@ def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, at
             last.release(i)
         return tuple(totals), old, following
 
-    start = tuple(zeros(plan) for _ in parts), old, ready(0)
-    following = lambda i, state: block(i, state, lambda: ready(i + 1))
+    state, first = (tuple(zeros(plan) for _ in parts), old, ready(0)), 0
+    following = lambda i, state, begin=None: block(i, state, lambda: ready(i + 1), begin)
+    if begin and blocks > 1:
+        state, first, begin = following(0, state, begin), 1, None
     unroll = plan.tiles.unroll
-    rest = (blocks - 1) % unroll if unroll > 1 else 0  # of one, blocks may be an array
-    state = lax.fori_loop(0, blocks - 1 - rest, following, start, unroll=unroll)
+    rest = (blocks - 1 - first) % unroll if unroll > 1 else 0  # of one, blocks may be an array
+    state = lax.fori_loop(first, blocks - 1 - rest, following, state, unroll=unroll)
     for i in range(rest):
         state = following(blocks - 1 - rest + i, state)
-    totals, _, result = block(blocks - 1, state, at_end)
+    totals, _, result = block(blocks - 1, state, at_end, begin)
     return totals, result
 
 
@@ -356,16 +380,15 @@ def _product(part: Consumer, n: int, i: Array, old, operands, behind: Callable[[
     return partial, result
 
 
-def store_tile(plan: Plan, parts: Iterable[tuple[tuple[Array, ...], jax.Ref]], buffers: jax.Ref) -> None:
-    """Sums to their places in the result through shared memory, a swizzled 128-byte column a buffer, as many at once as there are
-    buffers; the copies run while the next tile is computed."""
+def store_sums(plan: Plan, total: tuple[Array, ...], at: jax.Ref, buffers: jax.Ref) -> None:
+    """Sums [64, width] to their place in the result through shared memory, a swizzled 128-byte column a buffer, as many at once
+    as there are buffers; the copies run while the next tile is computed."""
     width = plan.store_width
-    columns = [(total, at, c) for total, at in parts for c in range(0, plan.tiles.width, width)]
-    for some in itertools.batched(columns, plan.tiles.buffers):
+    for some in itertools.batched(range(0, plan.tiles.width, width), plan.tiles.buffers):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for n, (total, _, c) in enumerate(some):
+        for n, c in enumerate(some):
             slab, first = divmod(c, plan.slab)
             buffers.at[n][...] = total[slab][:, first : first + width].astype(plan.out_dtype)
         plgpu.commit_smem()
-        for n, (_, at, c) in enumerate(some):
+        for n, c in enumerate(some):
             plgpu.copy_smem_to_gmem(buffers.at[n], at.at[:, pl.ds(c, width)])

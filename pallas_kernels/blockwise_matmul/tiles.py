@@ -62,9 +62,9 @@ def check_tiles(tiles: Tiles, store_width: int, pairs: bool) -> None:
         raise ValueError(f"{tiles}: a turn of the loop reads 1 stage or more (unroll), and those in flight alone where some are")
     if tiles.stages < 2:
         raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
-    columns = tiles.width // store_width * tiles.high
+    columns = tiles.width // store_width
     if tiles.buffers < 1 or columns % tiles.buffers:
-        raise ValueError(f"{tiles}: results leave in {columns} parts, which buffers must divide")
+        raise ValueError(f"{tiles}: results of 64 rows leave in {columns} parts, which buffers must divide")
 
 
 CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x across x width

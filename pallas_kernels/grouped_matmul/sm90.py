@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blockwise_matmul.sm90 import (
-    F32, Consumer, Plan, Shared, shared_memory, store_tile, sum_tile, zeros,
+    F32, Consumer, Plan, Shared, shared_memory, store_sums, sum_tile, zeros,
 )  # fmt: skip
 from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -229,10 +229,11 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
 
         def store(total):
             at = (out if plan.b_blocks else out.at[work.expert]).at[pl.ds(part * ROWS, ROWS), pl.ds(first_column, t.width)]
-            store_tile(plan, [(total, at)], shared.out.at[wg])
+            store_sums(plan, total, at, shared.out.at[wg])
 
         def compute():
-            (total,), following = sum_tile((me,), work.blocks, scales, read_next)  # the compiler waits for that entry there
+            # the compiler waits for the next entry at the end, too
+            (total,), following = sum_tile((me,), work.blocks, scales, at_end=read_next)
             store(total)
             return following
 

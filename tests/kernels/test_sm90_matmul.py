@@ -26,8 +26,10 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "five rows": (5, 136, 300, False, Tiles(1, 1, 64, flight=2)),
     "products in flight over two tiles": (40, 264, 900, False, Tiles(1, 3, 64, stages=3, flight=2)),
     "a consumer over two blocks": (72, 384, 136, False, Tiles(2, width=192)),
-    "twice 64 rows a consumer": (264, 136, 200, False, Tiles(2, high=2, stages=3, buffers=4)),
+    "twice 64 rows a consumer": (264, 136, 200, False, Tiles(2, high=2, stages=3, buffers=2)),
     "twice 64 rows a consumer, a cluster": (264, 264, 200, False, Tiles(2, high=2, cluster="n")),
+    "twice 64 rows a consumer, K of one block": (520, 136, 100, False, Tiles(2, high=2)),
+    "twice 64 rows a consumer, K of seven blocks, two a turn": (520, 72, 800, False, Tiles(2, high=2, stages=2, unroll=2)),
     "wgrad": (72, 136, 400, True, Tiles(2)),
     "wgrad, two products in flight": (264, 136, 700, True, Tiles(2, stages=3, flight=2)),
     "wgrad, twice 64 rows a consumer": (264, 136, 400, True, Tiles(2, high=2)),
@@ -35,6 +37,7 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
 }
 SOME = (
     "K of six blocks, fewer stages, two a turn", "a cluster", "twice 64 rows a consumer", "wgrad",
+    "twice 64 rows a consumer, K of one block",
     "one consumer, four products in flight, one left", "one row", "five rows",
 )  # fmt: skip
 VARIANTS = [(False, tiles) for tiles in CANDIDATES.values()] + [(True, tiles) for tiles in FOR_WGRAD.values()]
@@ -178,7 +181,7 @@ def test_tiles_that_do_not_fit_are_errors():
         Tiles(3, width=160): "multiple of 32, 128 at most",
         Tiles(2, width=80): "multiple of 32, 192 at most",
         Tiles(stages=1): "2 or more",
-        Tiles(2, width=192, buffers=2): "in 3 parts, which buffers must divide",
+        Tiles(2, width=192, buffers=2): "of 64 rows leave in 3 parts, which buffers must divide",
         Tiles(3, high=2): r"64 rows or twice 64 \(high\), three for 64",
         Tiles(2, width=192, high=2): "multiple of 32, 128 at most",
         Tiles(1, 3, 64, flight=4): "of 64 rows each, and of 3 stages or fewer",
