@@ -224,6 +224,7 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
     """Compute this warpgroup's part of every tile."""
     t = plan.tiles
     row, column = lax.div(wg, t.across) * t.high * ROWS, lax.rem(wg, t.across) * t.width
+    later = t.high > 1  # whether a tile's results leave behind the next one's first products
 
     def tile(mi, ni, before, *tile_before):
         def scales(part, ki):
@@ -246,7 +247,7 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
         at = out.at[pl.ds(mi * t.m + row + n * ROWS, ROWS), pl.ds(ni * t.n + column, t.width)]
         store_sums(plan, totals[n], at, shared.out.at[wg])
 
-    if later := t.high > 1:
+    if later:
         # Before the first, a tile below the result, a block's own, of which the copy engine writes nothing. By a condition
         # instead, the compiler would promote the product behind which this is after the start of the next, and spill.
         nothing = tuple(zeros(plan) for _ in range(t.high))
