@@ -29,7 +29,7 @@ from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.models.layers import swiglu
-from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
+from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, linears
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
@@ -51,7 +51,12 @@ def precision(products: str, **options) -> Precision:
     return Precision.uniform(1, "bfloat16", **{"products": products, "gradients": "e4m3"} | options)
 
 
-def linears(p: Precision, fp8: bool = True, own: Callable = lambda x, w: x) -> Callable:
+def together(p: Precision) -> Callable:
+    """As a decoder layer has q, k and v: backwards the products of one input are one."""
+    return lambda xs, weights: [y for x, ws in zip(xs, weights) for y in linears(x, ws, p)]
+
+
+def one_by_one(p: Precision, fp8: bool = True, own: Callable = lambda x, w: x) -> Callable:
     return lambda xs, weights: [linear(own(x, w), w, p, fp8) for x, ws in zip(xs, weights) for w in ws]
 
 
@@ -76,12 +81,13 @@ FUSED = precision("pallas", fused=True, fused_quantizer=True)  # as compiled vLL
 SQUARE = dataclasses.replace(FUSED, wgrad_inputs="128x128")
 PARTS = {
     "linears": [
-        Case("fp8_unified", True, linears(UNIFIED)),
-        Case("fp8_unified, an input quantised for each product", True, linears(UNIFIED, own=unlike), False),
-        Case("fp8_unified, wgrad's inputs in 128x128", True, linears(precision("pallas", wgrad_inputs="128x128")), False),
-        Case("fp8_unified, saved in FP8", True, linears(precision("pallas", saved_activations="fp8")), False),
-        Case("fp8_forward", True, linears(precision("pallas", gradients="high")), False),
-        Case("bf16", False, linears(HIGH, fp8=False)),
+        Case("fp8_unified", True, one_by_one(UNIFIED)),
+        Case("fp8_unified, products of one input together", True, together(UNIFIED), False),
+        Case("fp8_unified, an input quantised for each product", True, one_by_one(UNIFIED, own=unlike), False),
+        Case("fp8_unified, wgrad's inputs in 128x128", True, one_by_one(precision("pallas", wgrad_inputs="128x128")), False),
+        Case("fp8_unified, saved in FP8", True, one_by_one(precision("pallas", saved_activations="fp8")), False),
+        Case("fp8_forward", True, one_by_one(precision("pallas", gradients="high")), False),
+        Case("bf16", False, one_by_one(HIGH, fp8=False)),
     ],
     "MLP": [
         Case("fp8_unified", True, lambda xs, weights: [swiglu_mlp(*xs, *weights[0], FUSED)]),
