@@ -248,8 +248,9 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
         store_sums(plan, totals[n], at, shared.out.at[wg])
 
     if later:
-        # Before the first, a tile below the result, a block's own, of which the copy engine writes nothing. By a condition
-        # instead, the compiler would promote the product behind which this is after the start of the next, and spill.
+        # Before the first, a tile below the result, of which the copy engine writes nothing; every block has its own, or the
+        # simulator would see a race. By a condition instead, the compiler would promote the product behind which results leave
+        # after the start of the next, and spill.
         nothing = tuple(zeros(plan) for _ in range(t.high))
         nowhere = plan.grid[0] + lax.axis_index("block"), lax.axis_index("cluster") if t.cluster else jnp.int32(0)
         last = for_each_tile(plan, tile, (nothing, *nowhere))

@@ -232,7 +232,7 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
             store_sums(plan, total, at, shared.out.at[wg])
 
         def compute():
-            # the compiler waits for the next entry at the end, too
+            # behind the last product, where the compiler waits for that entry
             (total,), following = sum_tile((me,), work.blocks, scales, at_end=read_next)
             store(total)
             return following

@@ -108,7 +108,7 @@ CLAIMS = [
               *span([quantiser(m) for m in ("grad loop", "grad 2 wgs")])]),
     (rf"every quantisation included \| {N} ms \| XLA's bfloat16, {N} ms \| {N} \|",
      lambda: [LINEAR(), LINEAR("yardstick"), LINEAR("ratio")]),
-    (rf"today's products {N}, {N}: \[linear_again\]", lambda: [again("run 1"), again("run 2")]),
+    (rf"the products of c1d524b {N}, {N}: \[linear_again\]", lambda: [again("run 1"), again("run 2")]),
     (rf"16,384 tokens, forward and backward \| {N} ms, {N} GB \| the four bare products \| {N} of",
      lambda: [LOGPROB("time", beside="four products"), LOGPROB("extra memory") * 1.073741824,
               1 / LOGPROB("time", "ratio", beside="four products")]),
