@@ -4,9 +4,10 @@
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
 times all of them, in turning order, by the host's clock around calls that are queued together: of JAX's a program of all inputs,
-of torch's a CUDA graph of them where a product is short; medians over rounds. Inputs and results rotate, or the cache would hold
-them; results are of one type, bfloat16, of wgrad float32. --tune times every one of CANDIDATES, FOR_WGRAD or FEW_ROWS of
-`blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is made from it.
+of torch's a CUDA graph of them where a product is short, and JAX's program then takes them in turn for 2 ms; medians over rounds.
+Inputs and results rotate, or the cache would hold them; results are of one type, bfloat16, of wgrad float32. --tune times every
+one of CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is
+made from it.
 All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
@@ -40,6 +41,7 @@ SQUARES = [(8192, 8192, 8192), (8192, 4096, 4096)]
 MILLISECONDS = 10  # of queued work a measurement
 DECODE = 64  # tokens up to which reading the weights is what takes the time
 SHORT = 2.5e-4  # seconds of a product below which the host's time for a call of its own would be seen
+PROGRAM = 2e-3  # seconds of short products in one program: XLA takes 150 us to begin one of eight sets of operands
 
 
 class Product(NamedTuple):
@@ -67,6 +69,11 @@ class Product(NamedTuple):
     def sets(self) -> int:
         """Of operands and results, used in turn: what one product leaves in the cache is no use to the next."""
         return 8 if self.short else 2
+
+    @property
+    def turns(self) -> int:
+        """Through the sets in one program of JAX's."""
+        return max(1, round(PROGRAM / (self.sets * self.floor))) if self.short else 1
 
     @property
     def floor(self) -> float:
@@ -148,8 +155,7 @@ def compiling(product: Product, tiles: dict[str, Tiles | None], threads: Executo
         return f(a, sa.T, b, sb.T if product.wgrad else sb, backend="pallas", tiles=tiles)
 
     def program(tiles):
-        f = jax.jit(functools.partial(run, tiles=tiles))
-        return jax.jit(lambda sets: [f(*operands) for operands in sets]).lower([(a, sa, b, sb)] * product.sets)
+        return in_turns(product, jax.jit(functools.partial(run, tiles=tiles))).lower([(a, sa, b, sb)] * product.sets)
 
     return {name: threads.submit(program(t).compile) for name, t in tiles.items()}
 
@@ -159,18 +165,33 @@ def ours(product: Product, made: list, compiled: dict[str, Future]) -> dict[str,
     stored = [(a, sa.T, b, sb.T if product.wgrad else sb) for _, (a, sa, b, sb) in made]
     runs = {}
     for name, future in compiled.items():
-        runs[name] = in_turn(future.result(), stored)
+        runs[name] = by_call(product, future.result(), stored)
         check(product, runs[name](0), made[-1][1])
     return runs
 
 
-def in_turn(program: Callable, stored: list) -> Callable[[int], object]:
-    """Call number -> the last result, of a program of all sets of operands."""
+def in_turns(product: Product, f: Callable) -> Callable:
+    """The program of all sets of operands, `product.turns` times; the last results."""
+    once = lambda sets: [f(*operands) for operands in sets]
+
+    def loop(sets):
+        def turn(_, results):
+            same, _ = jax.lax.optimization_barrier((sets, results))  # or XLA would compute each once
+            return once(same)
+
+        nothing = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(once, sets))
+        return jax.lax.fori_loop(0, product.turns, turn, nothing)
+
+    return jax.jit(loop if product.turns > 1 else once)
+
+
+def by_call(product: Product, program: Callable, stored: list) -> Callable[[int], object]:
+    """Call number -> the last result, of a program of `in_turns`."""
     last = None
 
     def run(i: int):
         nonlocal last
-        if i % len(stored) == 0:
+        if i % (product.sets * product.turns) == 0:
             last = program(stored)[-1]
         return last
 
@@ -190,14 +211,14 @@ def warm(product: Product) -> None:
 
 
 def as_graph(run: Callable[[int], object], count: int) -> Callable[[int], object]:
-    """`count` calls of a library of torch's as one CUDA graph, for the same reason."""
+    """`count` calls of a library of torch's as one CUDA graph, for the same reason. It keeps `run`, whose arrays it reads."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(count):
             run(i)
-    return lambda i: graph.replay() if i % count == 0 else None
+    return lambda i, run=run: graph.replay() if i % count == 0 else None
 
 
 def copy_bandwidth() -> float:
@@ -221,8 +242,8 @@ def yardsticks(product: Product, made: list) -> dict[str, Callable[[int], object
     dtype = jnp.float32 if product.wgrad else jnp.bfloat16
     dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype))
     plain = [operands for operands, _ in made]
-    program = jax.jit(lambda sets: [dot(*operands) for operands in sets]).lower(plain).compile()
-    found = {"XLA bf16": in_turn(program, plain)}
+    program = in_turns(product, dot).lower(plain).compile()
+    found = {"XLA bf16": by_call(product, program, plain)}
     for name, of in (("cuBLASLt FP8 blockwise", cublaslt), ("DeepGEMM", deep_gemm)):
         try:
             found[name] = of(product, [torch_operands(codes) for _, codes in made])
@@ -289,7 +310,8 @@ def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
 
 def measure(runs: dict[str, Callable[[int], object]], product: Product, rounds: int) -> dict[str, float]:
     """Median seconds a call."""
-    calls = -(-max(4, round(MILLISECONDS * 1e-3 / product.floor)) // product.sets) * product.sets
+    together = product.sets * product.turns
+    calls = -(-max(4, round(MILLISECONDS * 1e-3 / product.floor)) // together) * together
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:

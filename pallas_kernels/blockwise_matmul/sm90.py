@@ -59,6 +59,13 @@ class Plan:
         return reads_scalars(self.m, self.b_blocks)
 
     @property
+    def box(self) -> int:
+        """Rows of a that are copied for a tile: all of it, or, where a has fewer, those, in whole boxes of 8 a block. What lies
+        where the others would makes rows of the sum that are stored nowhere."""
+        boxes = 8 * (1 + bool(self.tiles.cluster))
+        return min(self.tiles.m, boxes * pl.cdiv(self.m, boxes))
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Tiles along M, and tiles, or pairs of them, along N."""
         return pl.cdiv(self.m, self.tiles.m), pl.cdiv(self.n, self.tiles.n * (1 + bool(self.tiles.cluster)))
@@ -145,7 +152,7 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
     share = dict(collective_axes="cluster") if t.cluster else {}
 
     def tile(mi, ni, before):
-        rows, columns = pl.ds(mi * t.m, t.m), pl.ds(ni * t.n, t.n)
+        rows, columns, box = pl.ds(mi * t.m, plan.box), pl.ds(ni * t.n, t.n), pl.ds(0, plan.box)
 
         @pl.loop(0, plan.k_blocks)
         def _(ki):
@@ -153,10 +160,10 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
             pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             copy, full = plgpu.copy_gmem_to_smem, shared.full.at[slot]
             ks = pl.ds(ki * BLOCK, BLOCK)
-            copy(a.at[rows, ks], shared.a.at[slot], full, **share)
+            copy(a.at[rows, ks], shared.a.at[slot, box], full, **share)
             copy(b.at[columns, ks], shared.b.at[slot], full)
             if not plan.one_row:
-                copy(a_scale.at[ki, rows], shared.a_scale.at[slot], full)
+                copy(a_scale.at[ki, rows], shared.a_scale.at[slot, box], full)
             if not plan.b_blocks:
                 copy(b_scale.at[ki, columns], shared.b_scale.at[slot], full)
 
@@ -227,17 +234,24 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
     later = t.high > 1  # whether a tile's results leave behind the next one's first products
 
     def tile(mi, ni, before, *tile_before):
-        def scales(part, ki):
-            by_row = plgpu.layout_cast(jnp.full(ROWS, a_scale[ki, 0]), ROW) if plan.one_row else part.row_scales(ki)
+        def scalars(ki):
+            """Scales that are not in shared memory: of b's blocks, and before them a single row's."""
             if not plan.b_blocks:
-                return (by_row,)
-            at = (ni * t.n + part.column + s for s in range(0, t.width, plan.slab))
+                return ()
+            at = (ni * t.n + column + s for s in range(0, t.width, plan.slab))
             last = b_scale.shape[0] - 1  # a consumer that lies beyond N multiplies zeros, by any scale
-            return tuple(by_row * b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
+            by_block = (b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
+            return (a_scale[ki, 0], *by_block) if plan.one_row else tuple(by_block)
+
+        def scales(part, ki, read=None):
+            near = () if plan.one_row else (part.row_scales(ki),)
+            by_row, *by_block = *near, *(scalars(ki) if read is None else read)
+            by_row = plgpu.layout_cast(jnp.full(ROWS, by_row), ROW) if plan.one_row else by_row
+            return tuple(by_row * b for b in by_block) or (by_row,)
 
         parts = Consumer(plan, shared, row, column, before).parts()
         begin = (lambda n: store(n, *tile_before)) if later else None
-        totals, _ = sum_tile(parts, plan.k_blocks, scales, begin)
+        totals, _ = sum_tile(parts, plan.k_blocks, scales, begin, scalars=scalars)
         if later:
             return totals, mi, ni
         store(0, totals, mi, ni)
@@ -271,14 +285,15 @@ def _registers(shape: tuple[int, int]) -> Array:
 
 def sum_tile(
     parts: tuple[Consumer, ...], blocks: int | Array, scales: Callable[[Consumer, Array], tuple[Array, ...]],
-    begin: Callable[[int], None] | None = None, at_end: Callable[[], object] = lambda: (),
+    begin: Callable[[int], None] | None = None, at_end: Callable[[], object] = lambda: (), scalars: Callable | None = None,
 ) -> tuple[tuple[tuple[Array, ...], ...], object]:  # fmt: skip
     """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns.
 
-    `begin`, of a part's number, is run behind the first product of that part; where there is one, `blocks` is an int.
+    `begin`, of a part's number, is run behind the first product of that part; where there is one, `blocks` is an int. `scalars`,
+    of a block, is what `scales` takes as its last argument, where it can be read earlier.
     """
     if parts[0].plan.tiles.flight > 1:
-        return _sum_in_flight(*parts, blocks, scales), at_end()
+        return _sum_in_flight(*parts, blocks, scales, scalars), at_end()
     return _sum_one_by_one(parts, blocks, scales, begin, at_end)
 
 
@@ -331,16 +346,17 @@ def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, be
     return totals, result
 
 
-def _sum_in_flight(part: Consumer, blocks: int, scales) -> tuple[tuple[Array, ...]]:
-    """The same of one part, in the same order: some products at a time, each promoted while the next is computed."""
+def _sum_in_flight(part: Consumer, blocks: int, scales, scalars) -> tuple[tuple[Array, ...]]:
+    """The same of one part, in the same order: some products at a time, each promoted while the next is computed. What memory
+    has of the next ones' scales is read before these are waited for."""
 
-    def some(first: Array | int, count: int, total: tuple[Array, ...]) -> tuple[Array, ...]:
+    def some(first: Array | int, count: int, total: tuple[Array, ...], read: tuple) -> tuple[Array, ...]:
         numbers = [first + n for n in range(count)]
         for i in numbers:
             part.arrived(i)
 
         def body(take):
-            loaded, sums = [scales(part, i) for i in numbers], total
+            loaded, sums = [scales(part, i, r) for i, r in zip(numbers, read)], total
             for i, scale in zip(numbers, loaded):
                 partial = take()
                 if part.plan.b_blocks:
@@ -355,8 +371,15 @@ def _sum_in_flight(part: Consumer, blocks: int, scales) -> tuple[tuple[Array, ..
 
     flight = part.plan.tiles.flight
     times, left = divmod(blocks, flight)
-    total = lax.fori_loop(0, times, lambda n, total: some(n * flight, flight, total), zeros(part.plan))
-    return (some(times * flight, left, total) if left else total,)
+    ahead = lambda first: tuple(scalars(lax.min(first + n, jnp.int32(blocks - 1))) for n in range(flight))
+
+    def turn(n, state):
+        total, read = state
+        following = ahead((n + 1) * flight)
+        return some(n * flight, flight, total, read), following
+
+    total, read = lax.fori_loop(0, times, turn, (zeros(part.plan), ahead(jnp.int32(0))))
+    return (some(times * flight, left, total, read) if left else total,)
 
 
 def _product(part: Consumer, n: int, i: Array, old, operands, behind: Callable[[], object]) -> tuple[Array, object]:

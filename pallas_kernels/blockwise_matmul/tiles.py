@@ -78,10 +78,8 @@ CANDIDATES = {  # what benchmarks/gemm.py --tune compares; names are down x acro
 }
 FOR_WGRAD = {name: tiles._replace(unroll=1) for name, tiles in CANDIDATES.items() if not tiles.cluster}
 FEW_ROWS = {  # the same of up to 64 rows
-    "1x3x64": Tiles(1, 3, 64, stages=6, unroll=2),
-    "1x3x32": Tiles(1, 3, 32, stages=9, unroll=2),
-    "1x1x64": Tiles(1, 1, 64, stages=12),
-    "1x1x64, 2 in flight": Tiles(1, 1, 64, stages=12, flight=2),
+    "1x1x64, 4 in flight": Tiles(1, 1, 64, stages=12, flight=4),
+    "1x1x32, 4 in flight": Tiles(1, 1, 32, stages=16, flight=4),
 }
 
 
@@ -90,7 +88,6 @@ RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_ahe
     False: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.95},
 }
 L2 = 50 * 2**20  # bytes of the cache that all multiprocessors share, an H100's; an H200 has 60
-FOR_FEW_ROWS = "1x3x64", "1x3x32", "1x1x64, 2 in flight"
 
 
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
@@ -98,7 +95,7 @@ def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
     multiprocessors without work in the last turn, and in pairs, which read less, where the cache does not hold what is in
     flight; for few rows, which take as long as reading b, those with which no multiprocessor reads much of it."""
     if m <= ROWS:
-        return min((FEW_ROWS[name] for name in FOR_FEW_ROWS), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
+        return min(FEW_ROWS.values(), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
     rates, candidates = RATES[b_blocks], CANDIDATES if b_blocks else FOR_WGRAD
     tiles = candidates[max(rates, key=lambda name: rates[name] * _busy(candidates[name], m, n))]
     return tiles._replace(cluster="n") if b_blocks and _in_flight(tiles, m, n, k) > L2 else tiles

@@ -76,7 +76,7 @@ def test_every_candidate_gives_the_same_bits(name, wgrad):
 def test_every_candidate_for_few_rows_gives_the_same_bits(name):
     run = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32, tiles=FEW_ROWS[name])
     many = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32, tiles=CANDIDATES["2x1x128"])
-    for m, k in ((1, 1100), (40, 4096), (64, 600)):
+    for m, k in ((1, 1100), (5, 3000), (8, 4096), (40, 4096), (64, 600)):
         args = operands(m, 1032, k, False)
         np.testing.assert_array_equal(run(*args), many(*args))
 

@@ -23,7 +23,9 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
     "one consumer, four products in flight, one left": (40, 136, 600, False, Tiles(1, 1, 32, stages=5, flight=4)),
     "one row": (1, 264, 300, False, Tiles(1, 3, 64)),
+    "one row, four products in flight": (1, 264, 900, False, Tiles(1, 1, 64, stages=5, flight=4)),
     "five rows": (5, 136, 300, False, Tiles(1, 1, 64, flight=2)),
+    "twenty rows, a cluster": (20, 264, 300, False, Tiles(1, 1, 64, cluster="n", stages=3)),
     "products in flight over two tiles": (40, 264, 900, False, Tiles(1, 3, 64, stages=3, flight=2)),
     "a consumer over two blocks": (72, 384, 136, False, Tiles(2, width=192)),
     "twice 64 rows a consumer": (264, 136, 200, False, Tiles(2, high=2, stages=3, buffers=2)),
@@ -31,6 +33,7 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "twice 64 rows a consumer, K of one block": (520, 136, 100, False, Tiles(2, high=2)),
     "twice 64 rows a consumer, K of seven blocks, two a turn": (520, 72, 800, False, Tiles(2, high=2, stages=2, unroll=2)),
     "wgrad": (72, 136, 400, True, Tiles(2)),
+    "wgrad, few rows": (24, 136, 700, True, Tiles(1, 1, 64, stages=5, flight=4)),
     "wgrad, two products in flight": (264, 136, 700, True, Tiles(2, stages=3, flight=2)),
     "wgrad, twice 64 rows a consumer": (264, 136, 400, True, Tiles(2, high=2)),
     "wgrad, three consumers by 96": (200, 200, 400, True, Tiles(width=96)),
@@ -38,7 +41,8 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
 SOME = (
     "K of six blocks, fewer stages, two a turn", "a cluster", "twice 64 rows a consumer", "wgrad",
     "twice 64 rows a consumer, K of one block",
-    "one consumer, four products in flight, one left", "one row", "five rows",
+    "one consumer, four products in flight, one left", "one row", "one row, four products in flight", "five rows",
+    "twenty rows, a cluster",
 )  # fmt: skip
 VARIANTS = [(False, tiles) for tiles in CANDIDATES.values()] + [(True, tiles) for tiles in FOR_WGRAD.values()]
 VARIANTS += [(False, tiles) for tiles in FEW_ROWS.values()]
@@ -108,9 +112,9 @@ def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
 
 
 def test_few_rows_are_shared_by_many_multiprocessors():
-    for n in (4096, 6144, 24576):
+    for n, used in (4096, 128), (6144, 96), (24576, 3 * 128):
         tiles = choose(8, n, 4096, b_blocks=True)
-        assert tiles.m == 64 and 40 < -(-n // tiles.n) <= 132
+        assert tiles.m == 64 and -(-n // tiles.n) == used
 
 
 @pytest.mark.parametrize("m", [4096, 65536])
