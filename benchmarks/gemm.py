@@ -155,7 +155,7 @@ def compiling(product: Product, tiles: dict[str, Tiles | None], threads: Executo
         return f(a, sa.T, b, sb.T if product.wgrad else sb, backend="pallas", tiles=tiles)
 
     def program(tiles):
-        return in_turns(product, jax.jit(functools.partial(run, tiles=tiles))).lower([(a, sa, b, sb)] * product.sets)
+        return in_turns(jax.jit(functools.partial(run, tiles=tiles)), product.turns).lower([(a, sa, b, sb)] * product.sets)
 
     return {name: threads.submit(program(t).compile) for name, t in tiles.items()}
 
@@ -165,33 +165,30 @@ def ours(product: Product, made: list, compiled: dict[str, Future]) -> dict[str,
     stored = [(a, sa.T, b, sb.T if product.wgrad else sb) for _, (a, sa, b, sb) in made]
     runs = {}
     for name, future in compiled.items():
-        runs[name] = by_call(product, future.result(), stored)
+        runs[name] = by_call(future.result(), stored, product.turns)
         check(product, runs[name](0), made[-1][1])
     return runs
 
 
-def in_turns(product: Product, f: Callable) -> Callable:
-    """The program of all sets of operands, `product.turns` times; the last results."""
-    once = lambda sets: [f(*operands) for operands in sets]
+def in_turns(f: Callable, turns: int) -> Callable:
+    """The program of f of all sets of operands, one after the other, so many times; the last results."""
 
-    def loop(sets):
-        def turn(_, results):
-            same, _ = jax.lax.optimization_barrier((sets, results))  # or XLA would compute each once
-            return once(same)
+    @jax.jit
+    def program(sets):
+        once = lambda sets: [f(*operands) for operands in sets]
+        after = lambda results: jax.lax.optimization_barrier((sets, results))[0]  # or XLA would compute each once
+        return jax.lax.fori_loop(1, turns, lambda _, results: once(after(results)), once(sets))
 
-        nothing = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(once, sets))
-        return jax.lax.fori_loop(0, product.turns, turn, nothing)
-
-    return jax.jit(loop if product.turns > 1 else once)
+    return program
 
 
-def by_call(product: Product, program: Callable, stored: list) -> Callable[[int], object]:
+def by_call(program: Callable, stored: list, turns: int) -> Callable[[int], object]:
     """Call number -> the last result, of a program of `in_turns`."""
     last = None
 
     def run(i: int):
         nonlocal last
-        if i % (product.sets * product.turns) == 0:
+        if i % (len(stored) * turns) == 0:
             last = program(stored)[-1]
         return last
 
@@ -242,8 +239,7 @@ def yardsticks(product: Product, made: list) -> dict[str, Callable[[int], object
     dtype = jnp.float32 if product.wgrad else jnp.bfloat16
     dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype))
     plain = [operands for operands, _ in made]
-    program = in_turns(product, dot).lower(plain).compile()
-    found = {"XLA bf16": by_call(product, program, plain)}
+    found = {"XLA bf16": by_call(in_turns(dot, product.turns).lower(plain).compile(), plain, product.turns)}
     for name, of in (("cuBLASLt FP8 blockwise", cublaslt), ("DeepGEMM", deep_gemm)):
         try:
             found[name] = of(product, [torch_operands(codes) for _, codes in made])
@@ -330,8 +326,8 @@ def seconds(run: Callable[[int], object], calls: int) -> float:
 
 def wait(result) -> None:
     """For a result and what was queued before it."""
-    if isinstance(result, jax.Array):
-        result.block_until_ready()
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(result)):
+        jax.block_until_ready(result)
     else:
         import torch
 

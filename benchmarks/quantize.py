@@ -3,7 +3,8 @@
     jaxfp8rl bench quantize
 
 A kernel is bound by memory: its rate is the bytes it has to read and write, once each, over its time, and the yardstick is the
-rate of a device-to-device copy (torch's where it is installed, else XLA's). Rounds turn the order and the inputs; medians.
+rate of a device-to-device copy (torch's where it is installed, else XLA's). A program takes the inputs in turn, or the host's
+time for a call would be seen; rounds turn the order; medians.
 
 Needs a GPU; torch for the copy.
 """
@@ -24,14 +25,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import arguments, row, write
-from benchmarks.gemm import seconds
+from benchmarks.gemm import as_graph, by_call, in_turns, seconds
 from pallas_kernels.fused_quantize import reference as activations
 from pallas_kernels.fused_quantize import sm90 as fused
 from pallas_kernels.quantize import reference, sm90
 
 SHAPES = [(16384, 12288), (16384, 4096), (4096, 4096)]
 TOKENS, D, F = 16384, 4096, 12288  # Qwen3-8B's
-SETS, CALLS = 2, 20
+SETS, TURNS = 2, 10
+CALLS = SETS * TURNS
 EPS = 1e-6
 E4M3 = sm90.Format(reference.E4M3, False, reference.AMAX_FLOOR)
 FUSED = sm90.Format(reference.E4M3, False, reference.FUSED_AMAX_FLOOR)
@@ -119,8 +121,8 @@ def compare(cases: list[Case], rounds: int) -> list[dict]:
     sets = [draw(i, cases[0].shapes) for i in range(SETS)]
     programs = {("ours", c): c.ours for c in cases} | {("XLA", c): c.xla for c in cases if c.xla}
     with ThreadPoolExecutor() as pool:
-        compiled = dict(zip(programs, pool.map(lambda f: jax.jit(f).lower(*sets[0]).compile(), programs.values())))
-    runs = {key: lambda i, f=f: jax.tree.leaves(f(*sets[i % SETS]))[0] for key, f in compiled.items()}
+        compiled = dict(zip(programs, pool.map(lambda f: in_turns(f, TURNS).lower(sets).compile(), programs.values())))
+    runs = {key: by_call(program, sets, TURNS) for key, program in compiled.items()}
     runs["copy", None] = copy([xs[0] for xs in sets])
     times: dict[tuple, list[float]] = {key: [] for key in runs}
     for turn in range(rounds):
@@ -144,11 +146,11 @@ def copy(xs: list):
     try:
         import torch
     except ImportError:
-        program = jax.jit(lambda x: -x).lower(xs[0]).compile()
-        return lambda i: program(xs[i % SETS])
+        sets = [(x,) for x in xs]
+        return by_call(in_turns(lambda x: -x, TURNS).lower(sets).compile(), sets, TURNS)
     tensors = [torch.from_dlpack(x) for x in xs]
     out = torch.empty_like(tensors[0])
-    return lambda i: out.copy_(tensors[i % SETS])
+    return as_graph(lambda i: out.copy_(tensors[i % SETS]), SETS)
 
 
 if __name__ == "__main__":
