@@ -4,7 +4,7 @@
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
 times all of them, in turning order, by the host's clock around calls that are queued together: of JAX's a program of all inputs,
-of torch's a CUDA graph of them where a product is short, and JAX's program then takes them in turn for 2 ms; medians over rounds.
+of torch's a CUDA graph of them where a product is short, and JAX's program then takes them in turn for 10 ms; medians over rounds.
 Inputs and results rotate, or the cache would hold them; results are of one type, bfloat16, of wgrad float32. --tune times every
 one of CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is
 made from it.
@@ -41,7 +41,7 @@ SQUARES = [(8192, 8192, 8192), (8192, 4096, 4096)]
 MILLISECONDS = 10  # of queued work a measurement
 DECODE = 64  # tokens up to which reading the weights is what takes the time
 SHORT = 2.5e-4  # seconds of a product below which the host's time for a call of its own would be seen
-PROGRAM = 2e-3  # seconds of short products in one program: XLA takes 150 us to begin one of eight sets of operands
+PROGRAM = 1e-2  # seconds of short products in one program: XLA takes 150 us to begin one of eight sets of operands
 
 
 class Product(NamedTuple):
@@ -307,7 +307,7 @@ def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
 def measure(runs: dict[str, Callable[[int], object]], product: Product, rounds: int) -> dict[str, float]:
     """Median seconds a call."""
     together = product.sets * product.turns
-    calls = -(-max(4, round(MILLISECONDS * 1e-3 / product.floor)) // together) * together
+    calls = -(-max(2 * together, round(MILLISECONDS * 1e-3 / product.floor)) // together) * together
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:

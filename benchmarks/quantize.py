@@ -32,8 +32,8 @@ from pallas_kernels.quantize import reference, sm90
 
 SHAPES = [(16384, 12288), (16384, 4096), (4096, 4096)]
 TOKENS, D, F = 16384, 4096, 12288  # Qwen3-8B's
-SETS, TURNS = 2, 10
-CALLS = SETS * TURNS
+SETS = 2
+PROGRAM = 1e-2  # seconds of one program, about; 2 are timed
 EPS = 1e-6
 E4M3 = sm90.Format(reference.E4M3, False, reference.AMAX_FLOOR)
 FUSED = sm90.Format(reference.E4M3, False, reference.FUSED_AMAX_FLOOR)
@@ -47,6 +47,11 @@ class Case(NamedTuple):
     size: int
     ours: Callable
     xla: Callable | None = None
+
+    @property
+    def floor(self) -> float:
+        """Seconds, about."""
+        return self.size / 4e12
 
     def __str__(self) -> str:
         return " and ".join(f"{m} x {n}" for m, n in self.shapes) + " bfloat16"
@@ -119,15 +124,16 @@ def main() -> None:
 def compare(cases: list[Case], rounds: int) -> list[dict]:
     """Of cases on the same arrays."""
     sets = [draw(i, cases[0].shapes) for i in range(SETS)]
+    turns = max(1, round(PROGRAM / (SETS * cases[0].floor)))
     programs = {("ours", c): c.ours for c in cases} | {("XLA", c): c.xla for c in cases if c.xla}
     with ThreadPoolExecutor() as pool:
-        compiled = dict(zip(programs, pool.map(lambda f: in_turns(f, TURNS).lower(sets).compile(), programs.values())))
-    runs = {key: by_call(program, sets, TURNS) for key, program in compiled.items()}
-    runs["copy", None] = copy([xs[0] for xs in sets])
+        compiled = dict(zip(programs, pool.map(lambda f: in_turns(f, turns).lower(sets).compile(), programs.values())))
+    runs = {key: by_call(program, sets, turns) for key, program in compiled.items()}
+    runs["copy", None] = copy([xs[0] for xs in sets], turns)
     times: dict[tuple, list[float]] = {key: [] for key in runs}
     for turn in range(rounds):
         for key in list(runs)[:: 1 if turn % 2 else -1]:
-            times[key].append(seconds(runs[key], CALLS))
+            times[key].append(seconds(runs[key], 2 * SETS * turns))
     sizes = {key: key[1].size if key[1] else 4 * sets[0][0].size for key in runs}
     rate = {key: sizes[key] / statistics.median(t) / 1e12 for key, t in times.items()}
     shown = (f"{who} {case.name if case else ''} {rate[who, case]:.2f}" for who, case in rate)
@@ -142,15 +148,15 @@ def draw(seed: int, shapes: tuple[tuple[int, int], ...]) -> tuple[jax.Array, ...
     return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
 
 
-def copy(xs: list):
+def copy(xs: list, turns: int) -> Callable[[int], object]:
     try:
         import torch
     except ImportError:
         sets = [(x,) for x in xs]
-        return by_call(in_turns(lambda x: -x, TURNS).lower(sets).compile(), sets, TURNS)
+        return by_call(in_turns(lambda x: -x, turns).lower(sets).compile(), sets, turns)
     tensors = [torch.from_dlpack(x) for x in xs]
     out = torch.empty_like(tensors[0])
-    return as_graph(lambda i: out.copy_(tensors[i % SETS]), SETS)
+    return as_graph(lambda i: out.copy_(tensors[i % SETS]), SETS * turns)
 
 
 if __name__ == "__main__":
