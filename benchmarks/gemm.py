@@ -4,7 +4,7 @@
 
 cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
 times all of them, in turning order, by the host's clock around calls that are queued together: of JAX's a program of all inputs,
-of torch's a CUDA graph of them where a product is short, and JAX's program then takes them in turn for 10 ms; medians over rounds.
+of torch's a CUDA graph of them where a product is short, and JAX's then takes them in turn for 10 ms; medians over rounds.
 Inputs and results rotate, or the cache would hold them; results are of one type, bfloat16, of wgrad float32. --tune times every
 one of CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is
 made from it.
