@@ -24,7 +24,9 @@ pytestmark = [
 
 
 def test_racecheck_finds_the_race_of_threads_that_is_there_and_no_other():
-    names = run(sys.executable, "-P", SCRIPT)[0].splitlines()
+    names, said = run(sys.executable, "-P", SCRIPT)
+    names = names.splitlines()
+    assert names, said
     with ThreadPoolExecutor(8) as pool:
         hazards = dict(zip(names, pool.map(racecheck, names)))
     print(hazards)
@@ -41,7 +43,8 @@ def racecheck(name: str) -> int:
 
 
 def run(*command: object) -> tuple[str, str]:
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    path = os.pathsep.join(filter(None, (str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
     done = subprocess.run(list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, text=True,
                           capture_output=True, timeout=300)  # fmt: skip
     return done.stdout, done.stderr

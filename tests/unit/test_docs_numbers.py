@@ -51,9 +51,9 @@ def wgrad() -> list[float]:
     return [r["ratio"] for r in result("gemm")["rows"] if r["yardstick_name"] == CUBLAS and "wgrad" in r["case"]]
 
 
-def quantiser(variant: str) -> float:
-    """The newest figure of it, as a share of a copy's bandwidth."""
-    return next(r["ratio"] for r in reversed(result("quantize")["rows"]) if r["metric"] == variant)
+def quantiser(variant: str, shape: str = "") -> float:
+    """As a share of a copy's bandwidth."""
+    return value("quantize", f"{shape} bfloat16", variant, "ratio", beside="copy")
 
 
 def gemm(beside: str, run: str = "gemm") -> list[float]:
@@ -102,13 +102,16 @@ CLAIMS = [
      lambda: [statistics.geometric_mean(gemm(y, "gemm_unrolled")) for y in (CUBLAS, "DeepGEMM")]),
     (rf"products of wgrad, the same \| Pallas \| cuBLASLt blockwise \| {N} to {N} \|", lambda: span(wgrad())),
     (rf"\| quantisers, 16,384 x 12,288 \| Pallas \| a copy's bandwidth \| {N} to {N} \|",
-     lambda: span([quantiser(m) for m in ("rows", "both", "blocks transposed")])),
-    (rf"versions before today's \| Pallas \| a copy's bandwidth \| {N} to {N}; {N} to {N} \|",
-     lambda: [*span([quantiser(m) for m in ("swiglu rows", "swiglu both")]),
-              *span([quantiser(m) for m in ("grad loop", "grad 2 wgs")])]),
+     lambda: span([quantiser(m, "16384 x 12288") for m in ("rows", "tokens", "rows and tokens", "blocks",
+                                                           "blocks and transposed")])),
+    (rf"with its backward inside \| Pallas \| a copy's bandwidth \| {N} to {N}; {N} \|",
+     lambda: [*span([quantiser(f"SwiGLU, {m}") for m in ("rows", "rows and tokens")]),
+              quantiser("SwiGLU backward, rows and tokens")]),
+    (rf"1 to 64 rows, Qwen3-8B's linears \| Pallas \| XLA's bfloat16; DeepGEMM \| {N} to {N}; {N} to {N} \|",
+     lambda: [*span(gemm("XLA bf16", "gemm_small")), *span(gemm("DeepGEMM", "gemm_small"))]),
     (rf"every quantisation included \| {N} ms \| XLA's bfloat16, {N} ms \| {N} \|",
      lambda: [LINEAR(), LINEAR("yardstick"), LINEAR("ratio")]),
-    (rf"the products of c1d524b {N}, {N}: \[linear_again\]", lambda: [again("run 1"), again("run 2")]),
+    (rf"two runs before {N}, {N}: \[linear_again\]", lambda: [again("run 1"), again("run 2")]),
     (rf"16,384 tokens, forward and backward \| {N} ms, {N} GB \| the four bare products \| {N} of",
      lambda: [LOGPROB("time", beside="four products"), LOGPROB("extra memory") * 1.073741824,
               1 / LOGPROB("time", "ratio", beside="four products")]),
