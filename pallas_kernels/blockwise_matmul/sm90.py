@@ -12,7 +12,8 @@ cores rest; three warpgroups lose less by it than two, and at a tile's end, too:
 two, of twice 64 rows, the results of a tile leave behind the first products of the next. Between the wait for one product and the
 start of the next nothing else should stand, so where the next operands lie is found while the last product is computed, and each
 is written over the registers of the last (`tensor_cores.py`). Where b has a scale a column (wgrad), those are read from shared
-memory a few columns at a time, or three warpgroups would not have the registers.
+memory a few columns at a time, or three warpgroups would not have the registers. Of few rows one consumer has several products in
+flight (`_sum_in_flight`), and as many stages as fit: what takes the time is reading b.
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
 """
