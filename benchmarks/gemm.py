@@ -38,10 +38,9 @@ from pallas_kernels.quantize import api as quantize
 
 QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 SQUARES = [(8192, 8192, 8192), (8192, 4096, 4096)]
-MILLISECONDS = 10  # of queued work a measurement
 DECODE = 64  # tokens up to which reading the weights is what takes the time
 SHORT = 2.5e-4  # seconds of a product below which the host's time for a call of its own would be seen
-PROGRAM = 1e-2  # seconds of short products in one program: XLA takes 150 us to begin one of eight sets of operands
+QUEUED = 1e-2  # seconds of work in a measurement, or a program of short ones: XLA takes 150 us to begin one of eight sets
 
 
 class Product(NamedTuple):
@@ -73,7 +72,7 @@ class Product(NamedTuple):
     @property
     def turns(self) -> int:
         """Through the sets in one program of JAX's."""
-        return max(1, round(PROGRAM / (self.sets * self.floor))) if self.short else 1
+        return max(1, round(QUEUED / (self.sets * self.floor))) if self.short else 1
 
     @property
     def floor(self) -> float:
@@ -307,7 +306,7 @@ def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
 def measure(runs: dict[str, Callable[[int], object]], product: Product, rounds: int) -> dict[str, float]:
     """Median seconds a call."""
     together = product.sets * product.turns
-    calls = -(-max(2 * together, round(MILLISECONDS * 1e-3 / product.floor)) // together) * together
+    calls = -(-max(2 * together, round(QUEUED / product.floor)) // together) * together
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
