@@ -99,7 +99,9 @@ def sapo(x: Tokens, tau_positive: float = 1.0, tau_negative: float = 1.05) -> tu
     and it fades on both sides, the faster the larger tau.
     """
     tau = jnp.where(x.advantages > 0, tau_positive, tau_negative)
-    return -x.advantages * (4 / tau) * jax.nn.sigmoid(tau * (x.ratio - 1)), {}
+    z = tau * (x.ratio - 1)
+    gate = jnp.where(z > 0, 1 - jax.nn.sigmoid(-z), jax.nn.sigmoid(z))  # or s (1 - s) would lose what is left where s is near 1
+    return -x.advantages * (4 / tau) * gate, {}
 
 
 def gmpo(x: Tokens, clip_low: float = 0.4, clip_high: float = 0.4) -> tuple[Array, Cut]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from jaxfp8rl.errors import ConfigError
@@ -142,6 +142,7 @@ def o_prime(c, p, a, clip_low=0.2, clip_high=0.2, penalty=1e-3):
 
 @each_case
 @given(seed=seeds, gap=st.floats(0.001, 30))
+@example(seed=206009, gap=2.375)  # SAPO's gate nearly 1, and a ratio and an advantage that make its slope matter
 def test_values_and_gradients_equal_the_formulas(config, seed, gap):
     logp, old, advantages, mask, segment_ids = batch(seed, gap)
     weights = np.random.default_rng(seed + 1).uniform(0, 2, SHAPE).astype(np.float32)  # differ within a sequence
@@ -154,7 +155,7 @@ def test_values_and_gradients_equal_the_formulas(config, seed, gap):
             assume(all((np.abs(x) > 1e-5).all() for x in near))
             want_grad[i][m] = jacobian.T @ weights[i][m]
     np.testing.assert_allclose(loss, want_loss, rtol=3e-5, atol=1e-6)
-    np.testing.assert_allclose(grad, want_grad, rtol=3e-5, atol=1e-5)  # SAPO: 1 - sigmoid in float32, times a ratio
+    np.testing.assert_allclose(grad, want_grad, rtol=3e-5, atol=1e-5)
     chex.assert_trees_all_equal(cut["clip/fraction"], functools.reduce(np.logical_or, cut.values()))
     assert not (np.asarray(cut["clip/fraction"]) & ~mask).any()
 
