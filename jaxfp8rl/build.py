@@ -251,7 +251,7 @@ class Data:
 
 def load_data(cfg: Config, model: ModelConfig) -> Data:
     """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises UserErrors."""
-    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date)
+    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date, cfg.task.chat_template_kwargs)
     check_fits(tokenizer, model.vocab_size)
     task = make_task(cfg.task, seed=cfg.run.seed)
     train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))

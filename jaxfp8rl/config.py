@@ -86,6 +86,9 @@ class Task(Section):
         DATE,
         description="the day that a chat template prints, whatever day it is: a resumed run has the prompts it began with",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="variables that the chat template reads: enable_thinking, reasoning_effort, tools, ..."
+    )
     scorer: str = Field(
         "", description='of a file task: exact (also when empty), math_verify, or "module:function" of your own (docs/tasks.md)'
     )

@@ -247,8 +247,8 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
     if cfg.task.kind == "arithmetic" or (cfg.task.kind == "file" and cfg.task.scorer in ("", "exact")):
         scorer = "a scorer that runs in the learner's process"
         _refuse_given(cfg, "task", ("reward_workers", "reward_timeout_s"), scorer, "task.scorer")
-    if not cfg.task.chat:
-        _refuse_given(cfg, "task", ("date",), "task.chat = false", "task.chat")
+    if not cfg.task.chat and cfg.task.kind != "file":  # rows may be messages, which are rendered without it
+        _refuse_given(cfg, "task", ("date", "chat_template_kwargs"), "task.chat = false", "task.chat")
     if not cfg.run.samples_per_step:
         _refuse_given(cfg, "run", ("samples_top_k",), "run.samples_per_step = 0", "run.samples_per_step")
     if loss.old_policy != "recomputed":

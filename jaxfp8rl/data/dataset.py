@@ -39,7 +39,7 @@ def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool =
     """SHA-256 over all that is learned from: the `fingerprint`, the prompts as tokens and, if `answers`, the answers."""
     digest = hashlib.sha256(fingerprint(prompts).encode())
     for problem, tokens in prompts:
-        digest.update(json.dumps([len(tokens), problem.answer if answers else ""]).encode())
+        digest.update(json.dumps([len(tokens), *(problem.answers if answers else [""])]).encode())
         digest.update(np.array(tokens, np.int32).tobytes())
     return digest.hexdigest()
 

@@ -35,12 +35,23 @@ ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A prompt (plain text, or chat messages of `role` and `content`) and its reference answer. `meta` is JSON-able."""
+    """A prompt (plain text, or chat messages of `role` and `content`) and its reference answer. `meta` is JSON-able.
+
+    `alternatives`: other answers that are as right. `reference`: the text that the answer was found in (a worked
+    solution, say), where it is more than the answer.
+    """
 
     id: str
     prompt: Prompt
     answer: str
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    alternatives: tuple[str, ...] = ()
+    reference: str = ""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Every accepted answer, the usual one first."""
+        return (self.answer, *self.alternatives)
 
 
 class Task(Protocol):

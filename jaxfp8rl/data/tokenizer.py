@@ -6,6 +6,7 @@ Reads the files that transformers writes, through the `tokenizers` package; tran
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -13,11 +14,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxfp8rl.errors import DataError, ModelError
+from jaxfp8rl.errors import ConfigError, DataError, ModelError, nearest
 
 CHARS_PREFIX = "chars:"
 DATE = "2024-07-26"  # what Llama's templates print where nobody tells them the day
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OURS = {"messages", "add_generation_prompt"}  # what a template is told by us; the rest is the user's to tell
 
 
 class Tokenizer:
@@ -27,12 +29,16 @@ class Tokenizer:
     """
 
     def __init__(self, backend: Any, config: Mapping[str, Any], eos_token_ids: Sequence[int], pad_token_id: int,
-                 chat_template: str | None = None, date: str = DATE):
+                 chat_templates: Mapping[str, str] | None = None, date: str = DATE,
+                 template_kwargs: Mapping[str, Any] | None = None):
         backend.no_truncation()  # a folder may carry the settings of its last use; both would change prompts silently
         backend.no_padding()
-        self._backend, self._config, self._template, self._date = backend, dict(config), chat_template, date
+        self._backend, self._config, self._date = backend, dict(config), date
+        self._templates, self._kwargs = dict(chat_templates or {}), dict(template_kwargs or {})
         self.eos_token_ids, self.pad_token_id = tuple(eos_token_ids), pad_token_id
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        if self._kwargs:
+            self._check_kwargs()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids [T]. `add_special_tokens` puts what the tokenizer starts a text with (a BOS, say) in front.
@@ -52,23 +58,61 @@ class Tokenizer:
         return "".join(self._backend.decode(list(run), skip_special_tokens=skip_special_tokens) if known
                        else "\ufffd" * len(list(run)) for known, run in runs)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Messages (`role`, `content`) as the text the model was trained on.
 
         Raises ModelError when the folder has no chat template, DataError when the template refuses the messages.
         """
-        if self._template is None:
-            raise ModelError("this tokenizer has no chat template (chat_template.jinja, or chat_template in "
-                             "tokenizer_config.json)", "use plain prompts (task.chat = false) or an instruct model")
+        template = self._compiled
+        told = {"tools": None, "documents": None, **self._special, **self._kwargs}
+        try:
+            return template.render(messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **told)
+        except Exception as e:  # a template may do anything with what it is given: None + "text", 1 / 0
+            raise DataError(f"the chat template refused the messages: {e}", "change the roles or the system prompt") from e
+
+    @functools.cached_property
+    def _compiled(self):
+        """The template, compiled once: compiling takes a hundred times longer than rendering."""
         import jinja2
 
-        special = {k: _token_text(self._config[k]) for k in _SPECIAL if self._config.get(k)}
         try:
-            template = _jinja_environment(self._date).from_string(self._template)
-            return template.render(messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt,
-                                   tools=None, documents=None, **special)
+            return _jinja_environment(self._date).from_string(self._template)
         except jinja2.TemplateError as e:
-            raise DataError(f"the chat template refused the messages: {e}", "change the roles or the system prompt") from e
+            raise ModelError(f"the chat template is damaged: {e}", "download the tokenizer's folder again") from e
+
+    @property
+    def _template(self) -> str:
+        """Of several templates transformers takes "tool_use" where there are tools, else "default"."""
+        name = "tool_use" if self._kwargs.get("tools") is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ModelError("this tokenizer has no chat template (chat_template.jinja, or chat_template in "
+                             "tokenizer_config.json)", "use plain prompts (task.chat = false) or an instruct model")
+        return self._templates[name]
+
+    @functools.cached_property
+    def _special(self) -> dict[str, str]:
+        return {k: _token_text(self._config[k]) for k in _SPECIAL if self._config.get(k)}
+
+    def _check_kwargs(self) -> None:
+        """Raise ConfigError for a variable that the template never reads: it would seem to have been tried."""
+        import jinja2.meta
+
+        environment = self._compiled.environment
+        read = jinja2.meta.find_undeclared_variables(environment.parse(self._template)) - environment.globals.keys()
+        known = read - _OURS - set(_SPECIAL)
+        for name in self._kwargs.keys() - (read - _OURS):
+            key = f"task.chat_template_kwargs.{name}"
+            if name in _OURS:
+                raise ConfigError(f"{key}: set by the run itself", "leave it out")
+            day = "; the day that strftime_now tells is task.date" if "date" in name and "strftime_now" in self._template else ""
+            hint = nearest(name, known) if known else " (it reads none)"
+            raise ConfigError(f"{key}: this tokenizer's chat template reads no such variable{hint}{day}",
+                              "leave it out: it would change no prompt")  # fmt: skip
+        for name in self._kwargs.keys() & {"tools", "documents"}:
+            value = self._kwargs[name]
+            if not (isinstance(value, list) and all(isinstance(x, dict) for x in value)):
+                key = f"task.chat_template_kwargs.{name}"
+                raise ConfigError(f"{key}: must be a list of tables", f"[[{key}]]")
 
     def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids [T] of messages, ending where the assistant's reply begins. Raises as `render_chat`."""
@@ -84,19 +128,25 @@ class Tokenizer:
         os.makedirs(folder, exist_ok=True)
         self._backend.save(os.path.join(folder, "tokenizer.json"))
         config = {k: v for k, v in self._config.items() if k != "chat_template"}
-        config |= {"chat_template": self._template} if self._template else {}
+        named = [{"name": name, "template": template} for name, template in self._templates.items()]
+        config |= {"chat_template": named if self._templates.keys() - {"default"} else named[0]["template"]} if named else {}
         _write_json(folder, "tokenizer_config.json", config)
         _write_json(folder, "generation_config.json",
                     {"eos_token_id": list(self.eos_token_ids), "pad_token_id": self.pad_token_id})
 
 
-def load_tokenizer(spec: str, date: str = DATE) -> Tokenizer:
+def load_tokenizer(spec: str, date: str = DATE, template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
     """A tokenizer from an HF folder, or `chars:0123456789+=`: one token for each character, `<pad>` 0 and `<eos>` 1. `date`: the
-    day, YYYY-MM-DD, that a chat template is told when it asks for today.
+    day, YYYY-MM-DD, that a chat template is told when it asks for today. `template_kwargs`: other variables that it reads.
 
-    Raises ModelError when the folder lacks a file, a file is damaged, or no end-of-sequence token is known.
+    Raises ModelError when the folder lacks a file, a file is damaged, or no end-of-sequence token is known; ConfigError for
+    a variable that the template never reads.
     """
-    return _char_tokenizer(spec.removeprefix(CHARS_PREFIX)) if spec.startswith(CHARS_PREFIX) else _from_folder(spec, date)
+    if not spec.startswith(CHARS_PREFIX):
+        return _from_folder(os.path.expanduser(spec), date, template_kwargs)
+    if template_kwargs:
+        raise ConfigError(f'task.chat_template_kwargs: model.tokenizer = "{spec}" has no chat template', "leave them out")
+    return _char_tokenizer(spec.removeprefix(CHARS_PREFIX))
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -122,7 +172,7 @@ def _char_tokenizer(chars: str) -> Tokenizer:
     return Tokenizer(backend, config, eos_token_ids=(1,), pad_token_id=0)
 
 
-def _from_folder(folder: str, date: str) -> Tokenizer:
+def _from_folder(folder: str, date: str, template_kwargs: Mapping[str, Any] | None) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     path = os.path.join(folder, "tokenizer.json")
@@ -136,7 +186,7 @@ def _from_folder(folder: str, date: str) -> Tokenizer:
     config = _read_json(folder, "tokenizer_config.json")
     eos = _eos_token_ids(folder, config, backend)
     pad = backend.token_to_id(_token_text(config["pad_token"])) if config.get("pad_token") else None
-    return Tokenizer(backend, config, eos, eos[0] if pad is None else pad, _chat_template(folder, config), date)
+    return Tokenizer(backend, config, eos, eos[0] if pad is None else pad, _chat_templates(folder, config), date, template_kwargs)
 
 
 def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tuple[int, ...]:
@@ -153,15 +203,18 @@ def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tupl
     return tuple(dict.fromkeys(ids))
 
 
-def _chat_template(folder: str, config: Mapping[str, Any]) -> str | None:
-    path = os.path.join(folder, "chat_template.jinja")
-    if os.path.isfile(path):
-        with open(path, encoding="utf-8") as f:
-            return f.read()
+def _chat_templates(folder: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates by name. Files come before tokenizer_config.json, as in transformers."""
+    files = {"default": os.path.join(folder, "chat_template.jinja")}
+    others = os.path.join(folder, "additional_chat_templates")
+    names = sorted(os.listdir(others)) if os.path.isdir(others) else []
+    files |= {name.removesuffix(".jinja"): os.path.join(others, name) for name in names if name.endswith(".jinja")}
+    if found := {name: _read_text(path) for name, path in files.items() if os.path.isfile(path)}:
+        return found
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        return {t["name"]: t["template"] for t in template}.get("default")
-    return template
+        return {t["name"]: t["template"] for t in template}
+    return {"default": template} if template else {}
 
 
 def _jinja_environment(date: str):
@@ -183,12 +236,12 @@ def _jinja_environment(date: str):
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)  # jinja's own escapes HTML
+    def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = tojson  # jinja's own escapes HTML
     environment.globals |= {"raise_exception": raise_exception,
                             "strftime_now": lambda form: datetime.datetime.fromisoformat(date).strftime(form)}
     return environment
@@ -200,6 +253,11 @@ def _token_text(token: str | Mapping[str, Any]) -> str:
 
 def _as_list(ids: int | list[int] | None) -> list[int]:
     return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
+
+
+def _read_text(path: str) -> str:
+    with open(path, encoding="utf-8") as f:
+        return f.read()
 
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:

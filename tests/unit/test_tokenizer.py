@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 from pathlib import Path
 
+import jinja2
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxfp8rl.data.tokenizer import check_fits, load_tokenizer
-from jaxfp8rl.errors import DataError, ModelError
+from jaxfp8rl.errors import ConfigError, DataError, ModelError
 from jaxfp8rl.sft import _example
 
 CHARS = "0123456789+-*= "
@@ -144,10 +146,100 @@ def test_chat_templates_that_refuse_or_are_missing_or_reach_out(folder):
         load_tokenizer(str(folder)).apply_chat([{"role": "tool", "content": ""}])
     with pytest.raises(ModelError, match="no chat template"):
         load_tokenizer("chars:01").apply_chat(MESSAGES)
+
+
+@pytest.mark.parametrize(("template", "error", "words"), [
+    ("{{ messages.__class__.__mro__[1].__subclasses__() }}", DataError, "unsafe"),
+    ("{{ 'x' + messages[0].name }}", DataError, "refused the messages"),  # UndefinedError
+    ("{{ 'x' + none }}", DataError, "refused the messages"),  # TypeError: a content that is null
+    ("{% for m in messages %}", ModelError, "the chat template is damaged"),
+])  # fmt: skip
+def test_whatever_a_chat_template_raises_is_an_error_of_the_users(folder, tmp_path, template, error, words):
+    folder = shutil.copytree(folder, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(error, match=words):
+        load_tokenizer(str(folder)).apply_chat(MESSAGES)
+
+
+TOOLS = [{"type": "function", "function": {
+    "name": "get_weather", "description": "Weather at a place, in \u00b0C & <now>.",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}]  # fmt: skip
+SAID = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+THINKS = "{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+# (template, variables): written after those of Qwen3, Llama 3.1 and 3.2, gpt-oss, DeepSeek V3.1
+TEMPLATES = [
+    (SAID + THINKS, {"enable_thinking": False}), (SAID + THINKS, {"enable_thinking": True}),
+    ("{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}" + SAID,
+     {"date_string": "01 Jan 2026"}),
+    ("{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
+     "{% endif %}{% endif %}{{ date_string }}{% if not tools_in_user_message is defined %}?{% endif %}" + SAID, {}),
+    ("{%- if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) }}\n"
+     "{{ t | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}{% endif %}" + SAID, {"tools": TOOLS}),
+    ("Reasoning: {{ reasoning_effort }} {{ strftime_now('%Y-%m-%d') }} {{ bos_token }}" + SAID, {"reasoning_effort": "high"}),
+    ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% macro end() %}{{ suffix }}{% endmacro %}" + SAID +
+     "{{ '<think>' if thinking else '</think>' }}{{ end() }}{% for d in documents or [] %}{{ d.title }}{% endfor %}",
+     {"thinking": True, "suffix": "!", "documents": [{"title": "T", "text": "x"}], "bos_token": "<own>"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "variables"), TEMPLATES)
+def test_template_variables_render_as_in_transformers(folder, tmp_path, template, variables):
+    transformers = pytest.importorskip("transformers")
+    folder = shutil.copytree(folder, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text(template + ("{{ bos_token }}" if "bos_token" in variables else ""))
+    ours = load_tokenizer(str(folder), datetime.date.today().isoformat(), variables)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.render_chat(MESSAGES) == theirs.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=True, **variables)  # fmt: skip
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_tools_take_the_template_for_tools_as_in_transformers(folder, tmp_path, files):
+    transformers = pytest.importorskip("transformers")
+    folder = shutil.copytree(folder, tmp_path / "copy")
+    named = {"default": "plain" + SAID, "tool_use": "{{ tools | tojson }}" + SAID}
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    if files:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text(named["default"])
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+    else:
+        (folder / "chat_template.jinja").unlink()
+        config["chat_template"] = [{"name": n, "template": t} for n, t in named.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    load_tokenizer(str(folder)).save(str(tmp_path / "saved"))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for place in (folder, tmp_path / "saved"):
+        for variables in ({}, {"tools": TOOLS}):
+            want = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True, **variables)
+            assert load_tokenizer(str(place), template_kwargs=variables).render_chat(MESSAGES) == want
+
+
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"enable_thinkin": False}, 'chat template reads no such variable (did you mean "enable_thinking"?)'),
+    ({"date_string": "today"}, "the day that strftime_now tells is task.date"),
+    ({"reasoning_effort": "low"}, "(known: enable_thinking, tools)"),
+    ({"add_generation_prompt": False}, "set by the run itself"), ({"messages": []}, "set by the run itself"),
+    ({"tools": "get_weather"}, "tools: must be a list of tables"),
+])  # fmt: skip
+def test_a_variable_that_no_template_reads_is_refused(folder, tmp_path, variables, words):
+    folder = shutil.copytree(folder, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text(
+        "{% set now = strftime_now('%Y') %}{{ now }}{{ tools }}{{ enable_thinking }}{{ bos_token }}" + SAID)  # fmt: skip
+    with pytest.raises(ConfigError) as e:
+        load_tokenizer(str(folder), template_kwargs=variables)
+    assert "task.chat_template_kwargs." in str(e.value) and words in str(e.value)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_tokenizer("chars:01", template_kwargs=variables)
+
+
+def test_a_template_is_compiled_once(folder, monkeypatch):
+    """Rendering N prompts must not compile N times: 14 ms a prompt."""
+    compiled, compile_ = [], jinja2.Environment.compile
+    monkeypatch.setattr(jinja2.Environment, "compile", lambda *args, **kw: compiled.append(1) or compile_(*args, **kw))
     tokenizer = load_tokenizer(str(folder))
-    tokenizer._template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(DataError, match="unsafe"):
-        tokenizer.apply_chat(MESSAGES)
+    assert len({tokenizer.render_chat([{"role": "user", "content": str(i)}]) for i in range(20)}) == 20
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize(("files", "words"), [
