@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.layers import swiglu
-from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear
+from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear, is_expert
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.sharding import ONE, Layout
@@ -48,8 +48,8 @@ def mixture(
     """The MLP of a sparse layer, in x's dtype, and what its router said.
 
     live_BT: tokens that are no padding; others are given to no expert, and get zeros. routes_BTk: the experts to take in place of
-    the router's choice. Their gates are the router's all the same, over those experts, so that it learns. layout: of several
-    devices along "tensor" each computes its own experts, of all tokens.
+    the router's choice; a number of no expert, below 0 or too large, is left out. Their gates are the router's all the same, over
+    those experts, so that it learns. layout: of several devices along "tensor" each computes its own experts, of all tokens.
     """
     x = x_BTD.reshape(-1, x_BTD.shape[-1])
     logits = _router_logits(x, w["gate"]["weight"], experts, precision.router_dtype)
@@ -82,9 +82,13 @@ def _replayed(routes_Tk: Array, own_Tk: Array) -> Array:
 
 
 def _gates(logits_TE: Array, ids_Tk: Array, experts: Experts) -> Array:
-    """[T, k] float32: the softmax of the router's logits over all experts, or if `norm_topk_prob` over those of the token."""
-    chosen = jnp.take_along_axis(logits_TE, ids_Tk, 1)
-    return jax.nn.softmax(chosen) if experts.norm_topk_prob else jnp.exp(chosen - jax.nn.logsumexp(logits_TE, 1, keepdims=True))
+    """[T, k] float32: the softmax of the router's logits over all experts, or if `norm_topk_prob` over those of the token; 0 for
+    a number of no expert."""
+    real = is_expert(ids_Tk, experts.num_experts)
+    chosen = jnp.take_along_axis(logits_TE, jnp.where(real, ids_Tk, 0), 1)
+    chosen = jnp.where(real, chosen, jnp.finfo(jnp.float32).min)
+    total = jax.nn.logsumexp(logits_TE, 1, keepdims=True)
+    return jnp.where(real, jax.nn.softmax(chosen) if experts.norm_topk_prob else jnp.exp(chosen - total), 0)
 
 
 def _balance(logits_TE: Array, sizes_E: Array, live_T1: Array | None) -> Array:

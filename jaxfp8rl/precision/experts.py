@@ -45,9 +45,14 @@ class Dispatch(NamedTuple):
     row: Array
 
 
+def is_expert(ids: Array, experts: int) -> Array:
+    return (ids >= 0) & (ids < experts)
+
+
 def dispatch(ids_Tk: Array, experts: int) -> Dispatch:
-    """ids [T, k] int32, the experts of each token; `experts` or more: none, the copy is not computed."""
-    flat = ids_Tk.reshape(-1)
+    """ids [T, k] int32, the experts of each token. The copy of a number of no expert, below 0 or `experts` and more, is not
+    computed."""
+    flat = jnp.where(is_expert(ids_Tk, experts), ids_Tk, experts).reshape(-1)  # indices below 0 would count from the end
     order = jnp.argsort(flat, stable=True)
     groups = plan_groups(jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop"), flat.size)
     copy = order.astype(jnp.int32).at[groups.source].get(mode="fill", fill_value=flat.size)

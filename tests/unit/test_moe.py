@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from jax.sharding import AbstractMesh
 from safetensors.numpy import load_file
 
 from jaxfp8rl.errors import ConfigError, ModelError
@@ -22,6 +26,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, forward_and_seen, forward_cached, head_weight, init_cache, split_layers
 from jaxfp8rl.policy import as_params
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
+from jaxfp8rl.sharding import AXES, ONE, Layout
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HF = {
@@ -169,6 +174,55 @@ def test_experts_without_tokens_get_no_gradient_and_padding_gets_zeros():
     assert dw["gate"]["weight"].any()  # the router learns of the experts that were replayed
     want = jax.lax.top_k(jnp.einsum("btd,ed->bte", x, w["gate"]["weight"], precision="highest"), 2)[1]
     np.testing.assert_array_equal(routing.ids, jnp.sort(want, -1))  # and says what it would have chosen
+
+
+WILD = Experts(4, 3, 16, True)
+WILD_IDS = st.sampled_from([-(2**31), -5, -4, -1, 0, 1, 2, 3, 4, 5, 8, 2**31 - 2])
+
+
+def by_numpy(x, w, ids, experts: Experts):
+    """Token by token and expert by expert, of those that there are."""
+    weight = {name: np.asarray(node["weight"], np.float64) for name, node in w["experts"].items()}
+    logits, out = x @ np.asarray(w["gate"]["weight"], np.float64).T, np.zeros(x.shape)
+    for t, chosen in enumerate(ids):
+        real = [e for e in chosen if 0 <= e < experts.num_experts]
+        over = real if experts.norm_topk_prob else range(experts.num_experts)
+        for e in real:
+            gate, up = (weight[name][e] @ x[t] for name in ("gate_proj", "up_proj"))
+            share = np.exp(logits[t, e]) / sum(np.exp(logits[t, i]) for i in over)
+            out[t] += share * (weight["down_proj"][e] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def by_routes(x, w, ids, experts: Experts, tensor: int):
+    """The mixture on `tensor` devices, each with its own experts: as `vmap` makes the axis of a mesh."""
+    layout = Layout(AbstractMesh((1, 1, tensor), AXES)) if tensor > 1 else ONE
+    parts = jax.tree.map(lambda a: a.reshape(tensor, -1, *a.shape[1:]), w["experts"])
+
+    def one(part):
+        return moe.mixture(x[None], w | {"experts": part}, experts, Precision.uniform(1), False, None, ids[None], layout)[0][0]
+
+    return jax.vmap(one, axis_name="tensor")(parts)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("norm", [True, False])
+@given(ids=arrays(np.int32, (9, 3), elements=WILD_IDS))
+def test_a_number_of_no_expert_is_left_out_and_moves_no_other_token(norm, tensor, ids):
+    """Negative or too large, on one device and on several, with its share of the gates."""
+    experts, x = dataclasses.replace(WILD, norm_topk_prob=norm), np.random.default_rng(1).standard_normal((9, 24))
+    w = layer_of(experts)
+    got = by_routes(jnp.asarray(x, jnp.float32), w, jnp.asarray(ids), experts, tensor)
+    np.testing.assert_allclose(got, np.broadcast_to(by_numpy(x, w, ids, experts), got.shape), atol=3e-5)
+
+
+def test_no_number_of_an_expert_has_a_gradient_that_is_not_finite():
+    ids = jnp.asarray([[-1, 0, 1], [-1, -1, 7], [2, 3, 4]])
+    x, w = jnp.asarray(np.random.default_rng(1).standard_normal((3, 24)), jnp.float32), layer_of(WILD)
+    grads = jax.grad(lambda x, w: by_routes(x, w, ids, WILD, 1).sum(), (0, 1))(x, w)
+    chex.assert_tree_all_finite(grads)
+    assert not grads[0][1].any() and grads[0][0].all()  # of the second token nothing is computed
 
 
 def test_a_frozen_router_gets_no_gradient_and_its_input_does():
