@@ -22,9 +22,11 @@ from pallas_kernels.attention.schedule import (
     nothing, rows, since, steps_of,
 )  # fmt: skip
 from pallas_kernels.attention.segments import WALK, Tables
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import COLUMN, plgpu, spread, swizzled
+no_derivative = forward_only("pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
 
 
 class Tiles(NamedTuple):
@@ -64,6 +66,7 @@ class Shared(NamedTuple):
     turn: jax.Ref  # of each consumer
 
 
+@no_derivative
 @functools.partial(jax.jit, static_argnames=("scale", "tiles", "interpret"))
 def gradients(
     q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float, tiles: Tiles,

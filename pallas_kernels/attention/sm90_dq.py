@@ -19,11 +19,13 @@ from pallas_kernels.attention import queries
 from pallas_kernels.attention.queries import Plan, Tiles, Walk
 from pallas_kernels.attention.schedule import BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, nothing
 from pallas_kernels.attention.segments import Tables
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, WGMMA, plgpu, spread, swizzled
 
 TILES = Tiles(keys=64, k_stages=3, v_stages=2)
+no_derivative = forward_only("pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
 
 
 class Shared(NamedTuple):
@@ -43,6 +45,7 @@ class Shared(NamedTuple):
     v_empty: jax.Ref
 
 
+@no_derivative
 @functools.partial(jax.jit, static_argnames=("scale", "tiles", "interpret"))
 def gradient(
     q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float, tiles: Tiles,

@@ -20,6 +20,7 @@ from pallas_kernels.attention import queries
 from pallas_kernels.attention.queries import Plan, Tiles, Walk
 from pallas_kernels.attention.schedule import CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, nothing, rows
 from pallas_kernels.attention.segments import Tables
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, plgpu, spread
@@ -27,6 +28,7 @@ from pallas_kernels.plgpu_compat import ROW, plgpu, spread
 TILES = Tiles(keys=128, k_stages=2, v_stages=2)
 E4M3_SHIFT = 8  # log2 of what exponentials are multiplied by before they are rounded to E4M3, as in FlashAttention 3
 LOWEST = -1e30  # the maximum of no scores: finite, so that -inf minus it is no NaN
+no_derivative = forward_only("pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
 
 
 class Shared(NamedTuple):
@@ -43,6 +45,7 @@ class Shared(NamedTuple):
     v_empty: jax.Ref
 
 
+@no_derivative
 @functools.partial(jax.jit, static_argnames=("scale", "fp8", "tiles", "interpret"))
 def forward(
     q: Array, k: Array, v: Array, tables: Tables, *, scale: float, fp8: bool, tiles: Tiles, interpret=None

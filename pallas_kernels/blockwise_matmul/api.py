@@ -15,13 +15,16 @@ from jax import Array
 
 from pallas_kernels.blockwise_matmul import reference, sm90
 from pallas_kernels.blockwise_matmul.tiles import Tiles, choose
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.plgpu_compat import Backend, pad_to, use_kernel
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import E4M3, E5M2
 
 OUTPUTS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
 
 
+@no_derivative
 def blockwise_matmul(
     x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, *, out_dtype: jnp.dtype = jnp.bfloat16,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
@@ -37,6 +40,7 @@ def blockwise_matmul(
     return _kernel(x_codes, x_scale, w_codes, w_scale, True, out_dtype, tiles, interpret)
 
 
+@no_derivative
 def wgrad(
     dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, *, out_dtype: jnp.dtype = jnp.float32,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,

@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import pad_to_blocks
 
 ROWS = 16  # cuBLASLt takes FP8 operands in multiples of it; XLA would multiply others in a wider format
+no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
 
 
+@no_derivative
 def blockwise_matmul(x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array) -> Array:
     """x [..., K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [..., N] float32.
 

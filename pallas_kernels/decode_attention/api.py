@@ -21,12 +21,14 @@ from pallas_kernels.decode_attention import reference, sm90, sm90_join
 from pallas_kernels.decode_attention.deal import KEYS, deal
 from pallas_kernels.decode_attention.sm90 import Plan, Tiles
 from pallas_kernels.decode_attention.sm90_join import F32, ROWS
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 
 LOG2E = math.log2(math.e)
 HEAD_SIZES = 64, 128
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 PARTS = {jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.float16): 3}  # E4M3 numbers that make up a query of that type
+no_derivative = forward_only("differentiate pallas_kernels.attention.api.attention, of whole sequences")
 
 
 def decode_attention(
@@ -51,6 +53,7 @@ def decode_attention(
     )[0]  # fmt: skip
 
 
+@no_derivative
 def attention_and_lse(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array | None = None,
     v_scale: Array | None = None, *, scale: float | None = None, backend: Backend = "auto", tiles: Tiles | None = None,

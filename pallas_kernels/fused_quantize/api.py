@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.fused_quantize import reference, sm90
 from pallas_kernels.fused_quantize.reference import Quantized
 from pallas_kernels.plgpu_compat import Backend, pad_to, use_kernel
@@ -21,8 +22,13 @@ from pallas_kernels.quantize.sm90 import Format
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FUSED, PLAIN = Format(E4M3, False, FUSED_AMAX_FLOOR), Format(E4M3, False, AMAX_FLOOR)
+no_derivative = forward_only(
+    "differentiate jaxfp8rl.models.layers.rms_norm or swiglu and then jaxfp8rl.precision.linear.linear, or "
+    "jaxfp8rl.precision.mlp.swiglu_mlp"
+)
 
 
+@no_derivative
 def rms_norm_quantize(
     x: Array, weight: Array, eps: float, residual: Array | None = None, *, tokens: bool = False, keep: bool = False,
     backend: Backend = "auto", interpret=None,
@@ -49,6 +55,7 @@ def rms_norm_quantize(
     return _cut(t, rows, by_tokens, kept), total
 
 
+@no_derivative
 def swiglu_quantize(
     gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False, square: bool = False,
     backend: Backend = "auto", interpret=None,
@@ -65,6 +72,7 @@ def swiglu_quantize(
     return made._replace(tokens=(made.tokens[0], made.tokens[1][::BLOCK])) if tokens and square else made
 
 
+@no_derivative
 def swiglu_grad_quantize(
     d_h: Array, gate_up: Array, dtype: jnp.dtype = E4M3, *, backend: Backend = "auto", interpret=None
 ) -> Quantized:

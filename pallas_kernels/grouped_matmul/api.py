@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.blockwise_matmul.tiles import Tiles
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.grouped_matmul import reference, sm90
 from pallas_kernels.grouped_matmul.groups import Groups, pad_rows, padded_rows, plan_groups, unpad_rows
 from pallas_kernels.plgpu_compat import Backend, use_kernel
@@ -25,8 +26,10 @@ from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import E4M3, E5M2
 
 __all__ = ["Groups", "grouped_matmul", "grouped_wgrad", "pad_rows", "padded_rows", "plan_groups", "unpad_rows"]
+no_derivative = forward_only("differentiate jaxfp8rl.precision.experts.grouped_linear, which computes its gradients by these")
 
 
+@no_derivative
 def grouped_matmul(
     x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, groups: Groups, *, out_dtype: jnp.dtype = jnp.bfloat16,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
@@ -52,6 +55,7 @@ def grouped_matmul(
     )  # fmt: skip
 
 
+@no_derivative
 def grouped_wgrad(
     dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, groups: Groups, *, out_dtype: jnp.dtype = jnp.float32,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,

@@ -61,18 +61,18 @@ def plan_groups(group_sizes: Array, rows: int) -> Groups:
 
 def pad_rows(x: Array, groups: Groups) -> Array:
     """Sorted rows x [R, ...] -> [P, ...], zeros where there is padding. A gather, as is its inverse."""
-    return x.at[groups.source].get(mode="fill", fill_value=0)
+    return jnp.asarray(x).at[groups.source].get(mode="fill", fill_value=0)
 
 
 def unpad_rows(y: Array, groups: Groups) -> Array:
     """Padded rows y [P, ...] -> sorted rows [R, ...], zeros for a row of no expert."""
-    return y.at[groups.padded].get(mode="fill", fill_value=0)
+    return jnp.asarray(y).at[groups.padded].get(mode="fill", fill_value=0)
 
 
 def by_block(f: Callable[..., Array], rows: tuple[Array, ...], weights: tuple[Array, ...], groups: Groups) -> Array:
     """f(some of `rows` [P, ...], their expert's of `weights` [E, ...]) block of 128 rows by block -> [P, N]; zeros for rows of no
     expert."""
-    experts = groups.sizes.size
+    experts, weights = groups.sizes.size, tuple(map(jnp.asarray, weights))
 
     def one(block: tuple[Array, ...]) -> Array:
         *some, e = block

@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.grouped_matmul.groups import Groups, by_block
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 from pallas_kernels.quantize import BLOCK
 
 TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}  # of the shipped kernels
+no_derivative = forward_only("differentiate jaxfp8rl.precision.experts.grouped_linear, which computes its gradients by these")
 
 
+@no_derivative
 def grouped_matmul(
     x: Array, w: Array, groups: Groups, *, out_dtype: jnp.dtype | None = None, backend: Backend = "auto"
 ) -> Array:  # fmt: skip
@@ -29,6 +32,7 @@ def grouped_matmul(
     return by_block(lambda rows, w: _product(rows, w, 1).astype(out_dtype), (x,), (w,), groups)
 
 
+@no_derivative
 def grouped_wgrad(
     dy: Array, x: Array, groups: Groups, *, out_dtype: jnp.dtype | None = None, backend: Backend = "auto"
 ) -> Array:  # fmt: skip

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread, swizzled
 
@@ -37,6 +38,7 @@ LOG2_E = math.log2(math.e)
 NEVER = -1e30  # the logit of a word beyond the vocabulary: finite, so that 0 times it is 0
 STATISTICS = 4
 BUFFERS = 2  # of a consumer's results on their way to memory
+no_derivative = forward_only("pallas_kernels.logprob.api.linear_logprob has a first derivative, by reverse mode, and no other")
 
 
 class Tiles(NamedTuple):
@@ -83,6 +85,7 @@ class Shared(NamedTuple):
     empty: jax.Ref
 
 
+@no_derivative
 def statistics(
     x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret=None
 ) -> Array:
@@ -96,6 +99,7 @@ def statistics(
     return _call(plan, _Statistics, x, w, (targets,), out, buffer, interpret).reshape(parts, STATISTICS, -1).swapaxes(0, 1)
 
 
+@no_derivative
 def d_logits(
     x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array, temperature: float,
     logits_dtype: jnp.dtype, tiles: Tiles, interpret=None,

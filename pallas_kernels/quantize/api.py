@@ -18,13 +18,16 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.plgpu_compat import Backend, pad_to, use_kernel
 from pallas_kernels.quantize import BLOCK, reference, sm90
 from pallas_kernels.quantize.reference import AMAX_FLOOR, E4M3, E5M2
 
 INPUTS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
 
 
+@no_derivative
 def quantize_rows(
     x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, amax_floor: float = AMAX_FLOOR,
     backend: Backend = "auto", interpret=None,
@@ -44,6 +47,7 @@ def quantize_rows(
     return codes[:t, :k].reshape(*lead, k), scale[:, :t].T.reshape(*lead, -1)
 
 
+@no_derivative
 def quantize_tokens(
     x: Array, dtype: jnp.dtype = E4M3, *, square: bool = False, power_of_two: bool = False, backend: Backend = "auto",
     interpret=None,
@@ -60,6 +64,7 @@ def quantize_tokens(
     return codes, scale[::BLOCK] if square else scale
 
 
+@no_derivative
 def quantize_both(
     x: Array, dtype: jnp.dtype = E4M3, *, beside: Sequence[Array] = (), power_of_two: bool = False, backend: Backend = "auto",
     interpret=None,
@@ -89,6 +94,7 @@ def _both(
     return (by_rows[0][:t, :k], by_rows[1][:, :t].T) if rows else None, tokens
 
 
+@no_derivative
 def quantize_blocks(
     w: Array, *, first: Array | None = None, rows: int | None = None, transposed: bool = False, power_of_two: bool = False,
     backend: Backend = "auto", interpret=None,

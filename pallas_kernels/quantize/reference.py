@@ -23,12 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.quantize import BLOCK
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10  # vLLM's CUDA kernel; its kernels fused with RMSNorm and SiLU, and its torch form, use the next
 FUSED_AMAX_FLOOR = 2.0**-9
+no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
 
 
 def _divide(x: Array, y: Array) -> Array:
@@ -52,6 +54,7 @@ def _codes(x: Array, scale: Array, dtype: jnp.dtype) -> Array:
     return jnp.clip(_divide(x, scale), -_max(dtype), _max(dtype)).astype(dtype)
 
 
+@no_derivative
 def read_codes(codes: Array) -> Array:
     """Codes as float32. The barrier keeps the rounding: XLA for GPUs drops a cast to FP8 and back as "excess precision"."""
     return jax.lax.optimization_barrier(codes).astype(jnp.float32)
@@ -82,6 +85,7 @@ def pad_to_blocks(x: Array, axis: int) -> Array:
     return jnp.pad(x, pads)
 
 
+@no_derivative
 def quantize_rows(
     x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, amax_floor: float = AMAX_FLOOR
 ) -> tuple[Array, Array]:
@@ -117,6 +121,7 @@ def quantize_tokens(
     return quantize_rows(turned, dtype, power_of_two=power_of_two)
 
 
+@no_derivative
 def quantize_blocks(w: Array, *, power_of_two: bool = False) -> tuple[Array, Array]:
     """128x128 blocks: w [..., N, K] -> codes [..., N, K] e4m3, scales [..., ceil(N/128), ceil(K/128)] float32."""
     n, k = w.shape[-2:]

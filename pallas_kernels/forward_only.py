@@ -1,0 +1,75 @@
+"""Functions without a derivative say so where one is asked for.
+
+A code is a step function of the number that it stands for. JAX would differentiate it all the same: the cotangent of a code is
+itself cast to FP8, in which a gradient below 2^-10 is 0 and one above 464 is NaN, and nothing says so. And a kernel in Pallas
+has no derivative at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+F = TypeVar("F", bound=Callable)
+
+
+def forward_only(instead: str) -> Callable[[F], F]:
+    """Of a function of arrays: whoever computes its derivative, of any kind and order, gets a TypeError that ends in `instead`,
+    the way to one. What is not computed is no error: another argument's, that of an auxiliary result, or of one that goes
+    through `stop_gradient` afterwards (but for a `jax.jvp` outside `jit`, which computes all)."""
+
+    def decorate(f: F) -> F:
+        message = f"{f.__module__}.{f.__name__} has no derivative: {instead}"
+
+        @functools.wraps(f)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inputs = [x for x in jax.tree.leaves((args, kwargs)) if _may_have_tangent(x)]
+            if not inputs:
+                return f(*args, **kwargs)
+            stop = lambda x: lax.stop_gradient(x) if _may_have_tangent(x) else x
+            args, kwargs = jax.tree.map(stop, (args, kwargs))
+            return _results(message, f(*args, **kwargs), inputs)
+
+        return run
+
+    return decorate
+
+
+def _may_have_tangent(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _results(message: str, results: Any, inputs: list[Array]) -> Any:
+    """The results, whose tangents, where any of the inputs has one, are not to be computed."""
+    return results
+
+
+@functools.partial(_results.defjvp, symbolic_zeros=True)
+def _(message: str, primals: tuple, tangents: tuple) -> tuple:
+    (results, _), (unknown, of_inputs) = primals, tangents
+    some = [t for t in of_inputs if not isinstance(t, SymbolicZero)]
+    if not some:
+        return results, unknown
+    none = sum(jnp.sum(_no_derivative.bind(t, message=message).astype(jnp.float32)) for t in some)
+    return results, jax.tree.map(lambda y: jnp.full(y.shape, none.astype(y.dtype)), results)
+
+
+def _refuse(*_: Any, message: str) -> None:
+    raise TypeError(message)
+
+
+_no_derivative = Primitive("no_derivative")  # a linear function that is only ever traced
+_no_derivative.def_abstract_eval(lambda t, message: t)
+_no_derivative.def_impl(_refuse)
+ad.deflinear2(_no_derivative, lambda ct, t, message: _refuse(message=message))
+batching.defvectorized(_no_derivative)
+mlir.register_lowering(_no_derivative, lambda ctx, t, message: _refuse(message=message))
