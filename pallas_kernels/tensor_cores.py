@@ -83,6 +83,17 @@ def multiply_over(old: Array, a: Descriptor, b: Descriptor, dtypes: tuple[jnp.dt
     return issue(old, *a, *b)
 
 
+def wait_for_warps() -> None:
+    """A barrier of the warpgroup's four warps: what each has read from shared memory before it, it has."""
+
+    @plgpu.inline_mgpu()
+    def meet(ctx):
+        del ctx
+        utils.warpgroup_barrier()
+
+    meet()
+
+
 def _descriptors(a, b, width: int) -> list[ir.Value]:
     """Of 64 bits each."""
     b = utils.memref_transpose(b, (1, 0, 3, 2))

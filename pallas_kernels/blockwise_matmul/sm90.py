@@ -298,11 +298,24 @@ def sum_tile(
     return _sum_one_by_one(parts, blocks, scales, begin, at_end)
 
 
+def all_have(scales: Callable, part: Consumer, *which) -> tuple[Array, ...]:
+    """Scales of a stage; of a pair, once all four warps have read theirs. There one warp releases a stage for all, a copy may
+    then write over it, and nothing else orders the other warps' reads before that. They wait behind a product, where nothing
+    waits for them."""
+    own = scales(part, *which)
+    if part.plan.tiles.cluster and not part.plan.simulated:  # there `release` fences the reads
+        from pallas_kernels.tensor_cores import wait_for_warps
+
+        wait_for_warps()
+    return own
+
+
 def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, begin, at_end) -> tuple[tuple, object]:
     """Nothing but promotion stands between two products: behind one, the next one's operands are waited for and found, and where
     a consumer makes several of a stage, its scales are read. The scales of a single one are read behind itself, but not in a
-    pair: one warp tells both blocks that a stage is read when the product is done, and others may not have read theirs."""
-    plan, last = parts[0].plan, parts[-1]
+    pair: there one warp tells both blocks that a stage is read, for all four. When a product is done, all warps have started it,
+    so what they read before, and waited for together, they have (`all_have`)."""
+    plan, last, read = parts[0].plan, parts[-1], functools.partial(all_have, scales)
     alone = len(parts) == 1 and not plan.tiles.cluster
     find, old = (lambda i: ()), ()
     if not plan.simulated:
@@ -313,7 +326,7 @@ def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, be
 
     def ready(i):
         last.arrived(i)
-        return find(i), () if alone else scales(parts[0], i)
+        return find(i), () if alone else read(parts[0], i)
 
     def block(i, state, meanwhile, begin=None):
         totals, old, (operands, loaded) = list(state[0]), *state[1:]
@@ -323,7 +336,7 @@ def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, be
                 if begin:
                     begin(n)
                 own = scales(part, i) if alone else loaded
-                return own, scales(rest[0], i) if rest else meanwhile()
+                return own, read(rest[0], i) if rest else meanwhile()
 
             partial, (own, following) = _product(part, n, i, old, operands, behind)
             if part is last and plan.b_blocks:
@@ -357,7 +370,7 @@ def _sum_in_flight(part: Consumer, blocks: int, scales, scalars) -> tuple[tuple[
             part.arrived(i)
 
         def body(take):
-            loaded, sums = [scales(part, i, r) for i, r in zip(numbers, read)], total
+            loaded, sums = [all_have(scales, part, i, r) for i, r in zip(numbers, read)], total
             for i, scale in zip(numbers, loaded):
                 partial = take()
                 if part.plan.b_blocks:

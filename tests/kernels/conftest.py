@@ -29,9 +29,10 @@ def no_races(capfd):
 
 @pytest.fixture(autouse=bool(SM90A))
 def machine_code(request, monkeypatch):
-    """No kernel spills but those of SPILLED, and of none does ptxas make the tensor-core products wait for each other."""
+    """No kernel spills but those of SPILLED, of none does ptxas make the tensor-core products wait for each other, and in none
+    may a copy overtake a read."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
-    from machine_code import kernels_of
+    from machine_code import kernels_of, overtaken_reads
 
     lower, kernels = jax.stages.Traced.lower, found.setdefault(request.node.nodeid, [])
 
@@ -45,6 +46,7 @@ def machine_code(request, monkeypatch):
     yield
     allowed = SPILLED.get(request.path.stem, 0)
     assert not [str(k) for k in kernels if k.spilled > allowed or k.warnings]
+    assert not [read for k in kernels for read in overtaken_reads(k.sass)]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +111,25 @@ def test_every_candidate_lowers_for_cuda(wgrad, tiles):
 )
 def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
     assert "mosaic_gpu" in lower(shapes(*shape, wgrad), wgrad)
+
+
+def test_a_read_that_a_release_may_overtake_is_seen_in_machine_code(monkeypatch):
+    """Of a loop as it was: scales read behind a product, the stage released after it. A barrier between them orders the two."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
+    from machine_code import overtaken_reads
+
+    read, wait, release, meet = (f"        /*{i:04x}*/      {text} ;" for i, text in enumerate((
+        "LDS R213, [R151+UR11]", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P1 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R4+URZ], RZ",
+        "BAR.SYNC.DEFER_BLOCKING R2, 0x80")))  # fmt: skip
+    assert overtaken_reads("\n".join((read, wait, release))) == [read.strip()]
+    assert not overtaken_reads("\n".join((read, meet, wait, release)))
+
+
+@pytest.mark.skipif("SM90A" not in os.environ, reason="needs requirements/sm90a.txt: make sm90a")
+@pytest.mark.parametrize("name", [name for name, tiles in CANDIDATES.items() if tiles.cluster])
+def test_in_the_machine_code_of_a_pair_no_release_overtakes_a_read(name):
+    """`machine_code` looks; this lowers what it looks at."""
+    lower(shapes(4096, 4096, 24576, False), tiles=CANDIDATES[name])
 
 
 def test_few_rows_are_shared_by_many_multiprocessors():

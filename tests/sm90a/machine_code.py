@@ -33,6 +33,23 @@ class Kernel(NamedTuple):
         return f"{self.registers} registers, {self.spilled} bytes spilled" + "".join(f"; {w}" for w in self.warnings)
 
 
+def overtaken_reads(sass: str) -> list[str]:
+    """Reads of shared memory that a release of their stage to a pair of blocks follows with no barrier in between.
+
+    One warp releases for all four of its warpgroup (`SYNCS.ARRIVE...RED`); the others' reads (`LDS`) are ordered before that by
+    a barrier of the warps alone (`BAR.SYNC`). Neither the simulator nor racecheck sees a copy overtake them.
+    """
+    waiting, overtaken = [], []
+    for line in sass.splitlines():
+        if "BAR.SYNC" in line:
+            waiting = []
+        elif re.search(r"SYNCS\.ARRIVE\S*\.RED", line):
+            overtaken += waiting
+        elif re.search(r"\sLDS\S* ", line):
+            waiting.append(line.strip())
+    return overtaken
+
+
 def kernels_of(lowered, site: Path) -> list[Kernel]:
     """Those of a `jax.stages.Lowered`. Raises RuntimeError, with what was said, where one does not compile."""
     modules = []
