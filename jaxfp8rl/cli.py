@@ -300,9 +300,14 @@ def _bench(args: argparse.Namespace, _: list[str]) -> None:
 
 
 def _report_page(args: argparse.Namespace, _: list[str]) -> None:
+    from jaxfp8rl.monitors.health import verdict
+    from jaxfp8rl.monitors.jsonl import read_metrics
     from jaxfp8rl.monitors.report import write_report
 
     print(write_report(args.runs, args.out))
+    for run in args.runs:
+        said = f"verdict: {verdict(read_metrics(Path(run) / 'metrics.jsonl')).line}"
+        print(said if len(args.runs) == 1 else f"{run}: {said}")
 
 
 def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import fcntl
 import functools
@@ -30,6 +29,7 @@ from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
+from jaxfp8rl.monitors.notes import write_note
 from jaxfp8rl.monitors.trackers import check_trackers, make_trackers
 from jaxfp8rl.processes import ALONE, ProcessGroup, check_shared
 from jaxfp8rl.sharding import fetch
@@ -161,8 +161,7 @@ class RunDirectory:
     def note(self, text: str) -> None:
         """Something a reader should know: on the console, and in notes.txt with the time."""
         self._console.note(text)
-        with contextlib.suppress(OSError), (self.path / "notes.txt").open("a", encoding="utf-8") as notes:  # it is said already
-            notes.write(f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC  {text}\n")
+        write_note(self.path, text)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any], last: bool = False) -> None:
         """Write a checkpoint. One that cannot be written (a full disk) is said and to be tried again after the next step, the

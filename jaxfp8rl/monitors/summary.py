@@ -1,10 +1,11 @@
-"""What a run came to: a table on the terminal and `plot.png`, both read from the run directory's metrics.jsonl."""
+"""What a run came to, read from its directory: tables, completions and verdict on the terminal; `plot.png`, `summary.json`."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfp8rl.errors import UserError
+from jaxfp8rl.monitors.extremes import extremes, lines_of
+from jaxfp8rl.monitors.health import Verdict, verdict
 from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.monitors.judges import Level
+from jaxfp8rl.monitors.notes import write_note
 
 Records = Sequence[dict[str, Any]]
 
@@ -26,6 +31,9 @@ _MEASURES = (
     ("tokens/rollout_per_s", "rollout tokens/s", ",.0f"),
     ("tokens/update_per_s", "update tokens/s", ",.0f"),
 )
+STYLES = {Level.HEALTHY: "green", Level.WARNING: "yellow", Level.ILL: "bold red"}
+BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+FLAT = 1e-3  # what varies by no more than this share of its size is drawn level, so that rounding is no course
 
 
 def phases_of(records: Records) -> tuple[str, ...]:
@@ -35,22 +43,68 @@ def phases_of(records: Records) -> tuple[str, ...]:
 
 
 def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
-    """Print the table of `run_dir` and write its plot; returns the plot's path.
+    """Print what the run in `run_dir` came to, its verdict last; write plot.png, whose path it returns, and summary.json.
 
     Raises UserError when the directory holds no metrics.
     """
     from jaxfp8rl.monitors.plot import write_plot  # matplotlib takes a second to import
 
-    path = Path(run_dir) / "metrics.jsonl"
+    run_dir = Path(run_dir)
+    path = run_dir / "metrics.jsonl"
     records = read_metrics(path) if path.is_file() else []
     if not records:
         raise UserError(f"{path}: no metrics to summarise", "give the directory of a run that took at least one step")
-    console = console or Console()
-    console.print(summary_table(records))
+    console, found = console or Console(), verdict(records)
+    plain = lambda text, style=None: console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(summary_table(records, found))
     console.print(phase_table(records))
-    plot = write_plot(records, Path(run_dir) / "plot.png")
-    console.print(f"plot: {plot}", highlight=False)
+    kept = extremes(run_dir / "samples.jsonl")
+    for line in (*history(records), *lines_of(kept)):
+        plain(line)
+    plain(f"plot: {(plot := write_plot(records, run_dir / 'plot.png'))}")
+    write_json(run_dir, records, found, kept)
+    for finding in found.findings:
+        plain(f"  {finding.level}: {finding.text}; {finding.remedy}", STYLES[finding.level])
+    plain(f"verdict: {found.line}", STYLES.get(found.level))
+    write_note(run_dir, f"verdict: {found.line}")
     return plot
+
+
+def write_json(run_dir: Path, records: Records, found: Verdict, kept: Mapping[str, Any]) -> Path:
+    """summary.json: the verdict, each measure, the best and the worst completion, for programs."""
+    measures = {key: reduced(values) for key, *_ in _MEASURES if (values := series(records, key)[1])}
+    findings = [{"metric": f.key, "level": str(f.level), "text": f.text, "remedy": f.remedy} for f in found.findings]
+    whole = {"verdict": found.word, "line": found.line, "steps": records[-1]["step"], "findings": findings,
+             "measures": measures, **kept}  # fmt: skip
+    path = run_dir / "summary.json"
+    path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def history(records: Records) -> list[str]:
+    """Of what a reader watches a line, from its first to its last value: it fits 80 columns, and a file."""
+    found = [(name, form, values) for key, name, form in _MEASURES[:3] if len(values := series(records, key)[1]) > 1]
+    return [f"{name:<18} {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}" for name, form, values in found]
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Means of at most `width` parts, from the least (the lowest bar) to the largest. A constant is level, in the middle."""
+    parts = min(width, len(values))
+    edges = [i * len(values) // parts for i in range(parts + 1)]
+    means = [statistics.fmean(values[a:b]) for a, b in zip(edges, edges[1:])]
+    low, span = min(means), max(means) - min(means)
+    if span <= FLAT * max(map(abs, means)):
+        return BARS[len(BARS) // 2] * parts
+    return "".join(BARS[min(int((m - low) / span * len(BARS)), len(BARS) - 1)] for m in means)
+
+
+def level_style(found: Verdict, key: str) -> str | None:
+    """The colour of a metric; None for a healthy one."""
+    return next((STYLES[f.level] for f in found.findings if f.key == key), None)
+
+
+def reduced(values: Sequence[float]) -> dict[str, float]:
+    return {"first": values[0], "last": values[-1], "median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
@@ -59,16 +113,15 @@ def series(records: Records, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [float(value) for _, value in points]
 
 
-def summary_table(records: Records) -> Table:
-    """First, last, median, smallest and largest of each measure the run logged."""
+def summary_table(records: Records, found: Verdict) -> Table:
+    """First, last, median, smallest and largest of each measure the run logged; coloured where it is not healthy."""
     table = Table("", "first", "last", "median", "min", "max", title=f"{records[-1]['step']} steps", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for key, name, form in _MEASURES:
         _, values = series(records, key)
         if values:
-            shown = values[0], values[-1], statistics.median(values), min(values), max(values)
-            table.add_row(name, *(f"{value:{form}}" for value in shown))
+            table.add_row(name, *(f"{value:{form}}" for value in reduced(values).values()), style=level_style(found, key))
     return table
 
 

@@ -15,6 +15,7 @@ SHOWN = 12  # completions of a run
 TOKENS = 6000  # of all runs' completions together: what makes a page large
 # The learner's probability over the engine's, beyond which a token is coloured; of the inverse likewise.
 STEPS = (1.01, 1.1, 1.5)
+_BLANK = dict.fromkeys(("step", "id", "prompt", "completion", "answer", "reward", "tokens", "finish_reason"), "")
 
 
 class Token(NamedTuple):
@@ -65,12 +66,13 @@ def prepared(rows: Sequence[dict[str, Any]], tokens: int = TOKENS) -> list[Compl
 
 
 def _completion(row: dict[str, Any], room: int) -> Completion:
+    row = _BLANK | row
     tokens = _tokens(row)
     worst = sorted((t for t in zip(map(abs, _log_ratios(row)), range(len(tokens))) if tokens[t[1]].level), reverse=True)[:5]
-    return Completion(row, tokens[:room], max(0, len(tokens) - room), [tokens[i] for _, i in worst], _prompt(row["prompt"]))
+    return Completion(row, tokens[:room], max(0, len(tokens) - room), [tokens[i] for _, i in worst], as_text(row["prompt"]))
 
 
-def _prompt(prompt: Any) -> str:
+def as_text(prompt: Any) -> str:
     """Text, or a chat's messages one under another."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 

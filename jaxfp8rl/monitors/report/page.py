@@ -19,7 +19,7 @@ from jaxfp8rl.monitors.report import compare, completions
 from jaxfp8rl.monitors.report.charts import Line, line_chart, number, stacked_chart, swatch
 from jaxfp8rl.monitors.report.runs import Run, events, load_runs
 from jaxfp8rl.monitors.report.sections import HELD_OUT, MEASURES, REWARD, SECTIONS, Metric, Section
-from jaxfp8rl.monitors.summary import phases_of
+from jaxfp8rl.monitors.summary import phases_of, write_json
 
 TABLE_ROWS = 20
 EVENTS = 50
@@ -48,6 +48,9 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--out {path}: no file in a folder that is there", "make the folder, or name another file")
     path.write_text(render(runs), encoding="utf-8")
+    if not out:
+        for folder, run in zip(map(Path, paths), runs):
+            write_json(folder, run.records, run.verdict, run.extremes)
     return path
 
 
@@ -66,7 +69,9 @@ def render(runs: Sequence[Run]) -> str:
         phases=[_phases(g.runs[0], len(runs) > 1) for g in groups if g.runs[0].series("time/step_s")[0]],
         variant_of={run.name: group.name for group in groups for run in group.runs},
         evaluations=_evaluations(runs), tests=compare.paired_tests(groups, MEASURES), differences=_differences(runs),
-        events=[(run.name, (found := events(run))[:EVENTS], len(found), run.notes) for run in runs],
+        events=[(run.name, run.verdict, (found := events(run))[:EVENTS], len(found), run.notes) for run in runs],
+        extremes=[(run.name, [(name, row, completions.as_text(row.get("prompt"))) for name, row in run.extremes.items()])
+                  for run in runs],
         completions=[(run.name, completions.prepared(run.samples, room), run.sampled) for run in runs],
         steps=completions.STEPS, everything=[(run.name, _everything(run)) for run in runs],
     )  # fmt: skip
@@ -99,7 +104,7 @@ def _asked(record: Mapping[str, Any]) -> str:
 
 def _facts(run: Run) -> dict[str, str]:
     """The few numbers that come first, each by what it is."""
-    facts = {"steps": number(run.records[-1]["step"])}
+    facts = {"verdict": run.verdict.word, "steps": number(run.records[-1]["step"])}
     for metric, what in ((HELD_OUT, "held-out reward"), (REWARD, "training reward")):
         if values := run.series(metric.key)[1]:
             facts[what] = f"{values[0]:.3f} \N{RIGHTWARDS ARROW} {values[-1]:.3f}"
@@ -167,7 +172,7 @@ def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
 def _chart(metric: Metric, lines: Sequence[Line], seeded: set[str]) -> Chart:
     """`seeded`: the names of lines that are of several seeds."""
     bands = [metric.band] * any(line.low for line in lines if line.name not in seeded) + ["the range of the seeds"] * bool(seeded)
-    note = f"{metric.note} Band: {'; of several runs '.join(bands)}." if bands else metric.note
+    note = f"{metric.words} Band: {'; of several runs '.join(bands)}." if bands else metric.words
     legend = [(swatch(line.place), line.name) for line in lines] if len(lines) > 1 else []
     table = _table([line.name or metric.title for line in lines], [dict(zip(line.x, line.y)) for line in lines])
     return Chart(metric.title, note, line_chart(metric.title, lines, metric.log), legend, *table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors.evaluations import read_evaluations
+from jaxfp8rl.monitors.extremes import extremes
+from jaxfp8rl.monitors.health import Verdict, verdict
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.report.completions import pick
 from jaxfp8rl.monitors.summary import series
@@ -19,7 +22,8 @@ from jaxfp8rl.monitors.summary import series
 @dataclasses.dataclass(frozen=True)
 class Run:
     """`records`: metrics.jsonl; `samples`: some rows of samples.jsonl, of `sampled`; `config`: dotted key -> value; `notes`:
-    lines of notes.txt; `evaluations`: the records of eval.json, of `jaxfp8rl eval`, oldest first."""
+    lines of notes.txt; `evaluations`: the records of eval.json, of `jaxfp8rl eval`, oldest first; `extremes`: the best and the
+    worst completion that were kept."""
 
     name: str
     records: Sequence[dict[str, Any]]
@@ -28,10 +32,15 @@ class Run:
     config: Mapping[str, Any]
     notes: Sequence[str]
     evaluations: Sequence[Mapping[str, Any]]
+    extremes: Mapping[str, Mapping[str, Any]]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric, where it was logged and is finite."""
         return series(self.records, key)
+
+    @functools.cached_property
+    def verdict(self) -> Verdict:
+        return verdict(self.records)
 
     @property
     def seed(self) -> Any:
@@ -57,7 +66,8 @@ def _load(path: Path, name: str) -> Run:
     config = _read(lambda p: tomllib.loads(p.read_text(encoding="utf-8")), path / "config.toml", {})
     notes = _read(lambda p: p.read_text(encoding="utf-8").splitlines(), path / "notes.txt", [])
     evaluations = _read(read_evaluations, path / "eval.json", [])
-    return Run(name, records, samples, sampled, dict(_flat(config)), notes, evaluations)
+    kept = _read(extremes, path / "samples.jsonl", {})
+    return Run(name, records, samples, sampled, dict(_flat(config)), notes, evaluations, kept)
 
 
 def _read(read, path: Path, missing):

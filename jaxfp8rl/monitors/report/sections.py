@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jaxfp8rl.monitors.health import ranges
+
 
 class Metric(NamedTuple):
     """A key of metrics.jsonl with a chart of its own. `band`: what the band around a single run's line is, if there is one."""
@@ -13,6 +15,12 @@ class Metric(NamedTuple):
     note: str
     log: bool = False
     band: str = ""
+
+
+    @property
+    def words(self) -> str:
+        """The note, and the healthy range where there is one."""
+        return " ".join([self.note, *([f"Healthy: {found}."] if (found := ranges(self.key)) else [])])
 
 
 class Section(NamedTuple):
@@ -36,18 +44,18 @@ SECTIONS = (
         Metric("reward/groups_solved_in_part", "Groups that teach", "Prompts whose completions differ in reward."),
     )),
     Section("mismatch", "Mismatch of learner and engine", (
-        Metric("mismatch/k1", "KL, k1", "Estimates KL(engine, learner), nats a token. Healthy around 0."),
-        Metric("mismatch/k3", "KL, k3", "The estimate that cannot be negative, nats a token. Healthy below 0.01.", log=True),
+        Metric("mismatch/k1", "KL, k1", "Estimates KL(engine, learner), nats a token."),
+        Metric("mismatch/k3", "KL, k3", "The estimate that cannot be negative, nats a token.", log=True),
         Metric("mismatch/max_logp_diff", "Worst token", "Largest difference of log-probabilities in a batch, nats.", log=True),
-        Metric("mismatch/token_mult_prob_error", "Mean factor", "Mean of exp |difference|. 1 is none; healthy below 1.05."),
+        Metric("mismatch/token_mult_prob_error", "Mean factor", "Mean of exp |difference|. 1 is none."),
     )),
     Section("correction", "Correction", (
-        Metric("correction/ess", "Effective sample size", "As a share of the tokens. Healthy near 1."),
-        Metric("correction/truncated_fraction", "Truncated tokens", "Share whose weight met the cap. Healthy below 0.01."),
-        Metric("correction/rejected_fraction", "Rejected tokens", "Share left out of the loss. Healthy below 0.01."),
+        Metric("correction/ess", "Effective sample size", "As a share of the tokens."),
+        Metric("correction/truncated_fraction", "Truncated tokens", "Share whose weight met the cap."),
+        Metric("correction/rejected_fraction", "Rejected tokens", "Share left out of the loss."),
     )),
     Section("policy", "Policy and update", (
-        Metric("entropy", "Entropy", "Nats a token. A fall to 0 is a collapse."),
+        Metric("entropy", "Entropy", "Nats a token."),
         Metric("response/length_mean", "Length", "Tokens a completion, mean."),
         Metric("response/cut_fraction", "Cut", "Share of completions that met the length limit."),
         Metric("grad_norm", "Gradient norm", "Before clipping.", log=True),
