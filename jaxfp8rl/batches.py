@@ -122,7 +122,7 @@ def collect(parts: Parts, engine: RolloutEngine, step: int, version: int, clock:
             prompts = parts.stream.next(cfg.rollout.prompts_per_step)
             n, seed = cfg.rollout.samples_per_prompt, cfg.run.seed
             requests = rollouts.make_requests(prompts, parts.sampling, n, seed, step, again)
-            kept, rejected = rollouts.generate(engine, prompts, requests, version, parts.unfit)
+            kept, rejected = rollouts.generate(engine, prompts, requests, version, parts.unfit, parts.stops.cut)
         with clock("reward"):
             groups = tuple(rollouts.score(kept, parts.tokenizer, parts.rewards))
         rounds.append(rollouts.Rollouts(groups, rejected, groups))

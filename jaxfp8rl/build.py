@@ -39,6 +39,7 @@ from jaxfp8rl.routing import (
 )  # fmt: skip
 from jaxfp8rl.samples import make_top_k
 from jaxfp8rl.sharding import ONE, Layout, check_divides, make_layout
+from jaxfp8rl.stops import Stops, stops_of
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import Params, TrainState
 from jaxfp8rl.world import World, shared
@@ -53,6 +54,7 @@ class Parts:
     group: ProcessGroup
     model: ModelConfig
     tokenizer: Tokenizer
+    stops: Stops
     task: Task
     train: list[Prompt]
     stream: PromptStream[Prompt]
@@ -84,7 +86,7 @@ class Parts:
     @property
     def sampling(self) -> SamplingParams:
         r = self.cfg.rollout
-        return SamplingParams(r.max_new_tokens, r.temperature, r.top_k, r.top_p, self.tokenizer.eos_token_ids)
+        return SamplingParams(r.max_new_tokens, r.temperature, r.top_k, r.top_p, self.stops.token_ids)
 
     @property
     def microbatches(self) -> int:
@@ -95,7 +97,7 @@ class Parts:
 
     @property
     def greedy(self) -> SamplingParams:
-        return SamplingParams(self.cfg.rollout.max_new_tokens, 0.0, stop_token_ids=self.tokenizer.eos_token_ids)
+        return SamplingParams(self.cfg.rollout.max_new_tokens, 0.0, stop_token_ids=self.stops.token_ids)
 
     def unfit(self, request: GenRequest, completion: Completion) -> str | None:
         """Why a completion cannot be learned from besides what it says itself, or None."""
@@ -159,7 +161,7 @@ def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
     optimizer = make_optimizer(cfg.optim, updates)
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
     return Parts(
-        cfg, group, model, data.tokenizer, data.task, data.train, PromptStream(data.train, cfg.run.seed),
+        cfg, group, model, data.tokenizer, data.stops, data.task, data.train, PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems], digests,
         rewards, engine, transport, runs, precision, layout, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
@@ -235,12 +237,16 @@ def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Tokenizer, task, and its usable prompts."""
+    """Tokenizer, what ends a completion, task, and its usable prompts."""
 
-    tokenizer: Tokenizer
+    stops: Stops
     task: Task
     train: list[Prompt]
     held_out: list[Prompt]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.stops.tokenizer
 
     def contents(self) -> dict[str, str]:
         """Digests of what a resumed run must find again. The options of a generator fix its answers, and some of reasoning_gym's
@@ -259,7 +265,8 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
         print(f"left out {len(bad)} bad rows of {task.report.rows}; the first: {bad[0]}")
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
-    return Data(tokenizer, task, train, held_out)
+    chat = any(not isinstance(prompt.problem.prompt, str) for prompt in [*train, *held_out])
+    return Data(stops_of(cfg.rollout, tokenizer, chat), task, train, held_out)
 
 
 def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout: Layout) -> TrainState:

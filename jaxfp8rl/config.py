@@ -29,6 +29,11 @@ def _day(text: str) -> str:
     return datetime.date.fromisoformat(text).isoformat()
 
 
+def _listed(value: Any) -> Any:
+    """One of a list, given alone."""
+    return (value,) if isinstance(value, int | str) and not isinstance(value, bool) else value
+
+
 class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -110,6 +115,13 @@ class Rollout(Section):
     temperature: float = Field(1.0, gt=0, description="logits are divided by it, in the engine and in the learner")
     top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens that have this probability; 1: off")
+    stop_token_ids: Annotated[tuple[int | str, ...], pydantic.BeforeValidator(_listed)] = Field(
+        (), strict=False, description="tokens that end a completion besides the tokenizer's eos and the chat template's end of "
+        'a turn: ids, or tokens as they are written, ["<|im_end|>"]'
+    )  # fmt: skip
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], pydantic.BeforeValidator(_listed)] = Field(
+        (), strict=False, description="strings that end a completion; the token that completes one is its last (docs/tasks.md)"
+    )
     kv_cache: Literal["auto", "fp8"] = Field("auto", description='"fp8": keys and values cached in E4M3')
     kv_scales: Literal["one", "calibrated"] = Field(
         "one", description='scales of an FP8 cache: 1, or a power of two a layer from what the scoring pass saw'

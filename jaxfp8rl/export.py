@@ -2,7 +2,7 @@
 
     config.json                     with a `quantization_config` in FP8
     model-*.safetensors, its index  HF names; in FP8 E4M3 `weight` and float32 `weight_scale_inv`, 128x128 blocks
-    tokenizer and generation files  the run's own
+    tokenizer and generation files  the run's own; generation_config.json names all tokens that the run's completions stop at
     publish.json                    step, manifest and the SHA-256 of each tensor
 
 FP8 is what the run's engine holds: the bytes are those that a publish of this step hands over, quantised from the same rounded
@@ -57,7 +57,7 @@ def export(run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", ste
         folder = Path(partial) / "model"
         write_weights(source, folder, found.step)
         (folder / "config.json").write_text(json.dumps(hf_config(model, runs, dtype), indent=2, sort_keys=True) + "\n")
-        _write_tokenizer(cfg, folder)
+        _write_tokenizer(cfg, folder, found.loop.get("eos_token_ids"))
         folder.chmod(0o755)  # temporary folders are private, and safetensors makes its files so
         for path in folder.iterdir():
             path.chmod(0o644)
@@ -77,10 +77,13 @@ def hf_config(model: ModelConfig, runs: tuple[LayerRun, ...], dtype: str) -> dic
     return {**raw, "quantization_config": quantization}
 
 
-def _write_tokenizer(cfg: Config, folder: Path) -> None:
-    """The files of the folder it came from, where it did."""
+def _write_tokenizer(cfg: Config, folder: Path, eos_token_ids: list[int] | None) -> None:
+    """The files of the folder it came from, where it did; with the stops of the run, where it was one."""
     spec = cfg.model.tokenizer or cfg.model.path
     load_tokenizer(spec).save(str(folder))
     for name in () if spec.startswith(CHARS_PREFIX) else TOKENIZER_FILES:
         if (Path(spec) / name).is_file():
             shutil.copyfile(Path(spec) / name, folder / name)
+    if eos_token_ids:
+        generation = folder / "generation_config.json"
+        generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": eos_token_ids}, indent=2) + "\n")

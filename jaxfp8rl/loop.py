@@ -65,7 +65,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run.note(computed_by(parts.precision))
         engine, calibrated = parts.engine.capabilities(), parts.kv_scales is not None
         warnings = untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated), gloo_warning(parts.layout)
-        for warning in filter(None, warnings):
+        for warning in filter(None, (*warnings, *parts.stops.notes)):
             run.note(warning)
         if fork_of:
             state, step = fork(parts, run, fork_of)
@@ -207,7 +207,7 @@ def evaluate(parts: Parts, version: int) -> dict[str, float]:
     if not parts.held_out:
         return {}
     requests = rollouts.make_requests(parts.held_out, parts.greedy, 1, parts.cfg.run.seed, EVAL_STEP + version)
-    kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version)
+    kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version, cut=parts.stops.cut)
     rewards = np.concatenate([[], *(g.rewards for g in rollouts.score(kept, parts.tokenizer, parts.rewards))])
     problems, undefined = len(kept) + len(rejected), int(np.isnan(rewards).sum()) + len(rejected)
     return {"eval/reward_mean": float(np.nan_to_num(rewards).sum() / problems), "eval/problems": problems,

@@ -32,7 +32,7 @@ def save(parts: Parts, run: RunDirectory, state: TrainState, step: int, last: bo
     clip = parts.calibration.state() if parts.calibration else {}
     seen = {n: np.asarray(x).tolist() for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
     loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "contents": parts.contents, "kv_amax": seen}
-    loop["spikes"] = parts.spikes.state()
+    loop |= {"spikes": parts.spikes.state(), "eos_token_ids": list(parts.tokenizer.eos_token_ids)}
     run.save(step, state, loop | clip, last)
 
 

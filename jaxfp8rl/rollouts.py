@@ -87,12 +87,13 @@ def make_requests(
 def generate(
     engine: RolloutEngine, prompts: Sequence[Prompt], requests: Sequence[GenRequest], version: int,
     unfit: Callable[[GenRequest, Completion], str | None] = lambda request, completion: None,
+    cut: Callable[[GenRequest, Completion], Completion] = lambda request, completion: completion,
 ):  # fmt: skip
     """The engine's answers in order, with those groups set apart that cannot be learned from -> (kept, rejected).
 
     A group is rejected whole when one of its completions has missing, short or non-finite log-probabilities, was sampled at
-    another weight version than `version`, or is `unfit`, which says why: half a group has another baseline. Raises
-    EngineUnhealthy when none is left.
+    another weight version than `version`, or is `unfit`, which says why: half a group has another baseline. What is kept is
+    `cut` (jaxfp8rl.stops). Raises EngineUnhealthy when none is left.
     """
     kept, rejected = [], []
     for prompt, request, completions in zip(prompts, requests, engine.generate(requests), strict=True):
@@ -100,7 +101,7 @@ def generate(
         if problem:
             rejected.append(f"request {request.request_id}: {problem}")
         else:
-            kept.append((prompt, tuple(completions)))
+            kept.append((prompt, tuple(cut(request, c) for c in completions)))
     if not kept:
         raise EngineUnhealthy(
             f"every group of the step was rejected; the first: {rejected[0]}; engine health: {engine.health().detail or 'ok'}",
@@ -123,18 +124,9 @@ def _problem(request: GenRequest, completions: Sequence[Completion], version: in
 
 
 def score(kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner) -> list[Group]:
-    """Decode every completion and ask the task what it is worth.
-
-    Special tokens stay in the text, save the one that ended it: a sampled <pad> must not vanish from "1<pad>9". Raises DataError
-    where no score is defined: nothing could be learned from it, nor an evaluation be believed.
-    """
-    stops = set(tokenizer.eos_token_ids)
-
-    def text(c: Completion) -> str:
-        ids = c.token_ids.tolist()
-        return tokenizer.decode(ids[:-1] if ids[-1] in stops else ids, skip_special_tokens=False)
-
-    texts = [[text(c) for c in completions] for _, completions in kept]
+    """Decode every completion and ask the task what it is worth. Raises DataError where no score is defined: nothing could be
+    learned from it, nor an evaluation be believed."""
+    texts = [[tokenizer.completion_text(c.token_ids) for c in completions] for _, completions in kept]
     flat = [(prompt.problem, text) for (prompt, _), group in zip(kept, texts) for text in group]
     scores = rewards.score(flat)
     if all(s.value is None for s in scores):

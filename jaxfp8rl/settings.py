@@ -102,6 +102,10 @@ def _type(annotation: Any) -> str:
         return " | ".join(choice or '""' for choice in choices)
     if typing.get_origin(annotation) is tuple:
         return f"list of {_type(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _type(typing.get_args(annotation)[0])
+    if annotation == int | str:
+        return "ids or texts"
     return KINDS.get(_present(annotation), "table")
 
 

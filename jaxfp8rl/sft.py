@@ -50,6 +50,8 @@ def run_sft(cfg: Config) -> None:
     model = with_options(model_config(cfg), cfg)
     check_warm_start(cfg, model, device_memory())
     data = load_data(cfg, model)
+    for note in data.stops.notes:
+        print(note)
     params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(folder)

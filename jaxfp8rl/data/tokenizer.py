@@ -5,6 +5,7 @@ Reads the files that transformers writes, through the `tokenizers` package; tran
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import hashlib
@@ -36,6 +37,7 @@ class Tokenizer:
         self._backend, self._config, self._date = backend, dict(config), date
         self._templates, self._kwargs = dict(chat_templates or {}), dict(template_kwargs or {})
         self.eos_token_ids, self.pad_token_id = tuple(eos_token_ids), pad_token_id
+        self._own_eos, self._spoken = self.eos_token_ids, frozenset()
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         if self._kwargs:
             self._check_kwargs()
@@ -118,10 +120,42 @@ class Tokenizer:
         """Token ids [T] of messages, ending where the assistant's reply begins. Raises as `render_chat`."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)  # the template writes its own BOS
 
+    def added_tokens(self) -> dict[str, int]:
+        """Text -> id of the tokens that were added to the vocabulary, special ones among them."""
+        return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items()}
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that `text` is, or None."""
+        found = self._backend.token_to_id(text)
+        if found is None and len(ids := self._backend.encode(text, add_special_tokens=False).ids) == 1:
+            found = ids[0] if self.decode(ids, skip_special_tokens=False) == text else None
+        return found
+
+    def tokens_with(self, strings: Sequence[str]) -> tuple[int, ...]:
+        """Ids of all tokens in whose own text one of `strings` stands."""
+        ids = sorted(self._backend.get_vocab(with_added_tokens=True).values()) if strings else ()
+        texts = self._backend.decode_batch([[i] for i in ids], skip_special_tokens=False) if strings else ()
+        return tuple(i for i, text in zip(ids, texts) if any(string in text for string in strings))
+
+    def with_stops(self, turn_end: int | None, token_ids: Sequence[int]) -> Tokenizer:
+        """The same with further tokens that end a completion: the one that ends a turn, which comes first, and `token_ids`."""
+        other, ends = copy.copy(self), () if turn_end is None else (turn_end,)
+        other.eos_token_ids = tuple(dict.fromkeys([*ends, *self.eos_token_ids, *token_ids]))
+        special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        other._spoken = frozenset(token_ids) - special - {*ends, *self._own_eos}
+        return other
+
+    def completion_text(self, ids: Sequence[int]) -> str:
+        """Text of a completion [T]. Special tokens stay in it, save the one that ended it: a sampled <pad> must not vanish from
+        "1<pad>9". A stop token that is an ordinary word stays, too."""
+        ids = [int(i) for i in ids]
+        silent = ids and ids[-1] in self.eos_token_ids and ids[-1] not in self._spoken
+        return self.decode(ids[:-1] if silent else ids, skip_special_tokens=False)
+
     def fingerprint(self) -> str:
-        """SHA-256 over the vocabulary and the special ids."""
+        """SHA-256 over the vocabulary and the special ids. Stops that a config adds are no part of it."""
         vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
-        return hashlib.sha256(json.dumps([vocab, self.eos_token_ids, self.pad_token_id]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([vocab, self._own_eos, self.pad_token_id]).encode()).hexdigest()
 
     def save(self, folder: str) -> None:
         """Write a folder that `load_tokenizer`, transformers and vLLM read."""

@@ -76,6 +76,22 @@ def test_bf16_is_the_rounded_checkpoint(run, folders, tmp_path):
     assert_rounded(tmp_path / "out", params_of(cfg, 3))
 
 
+def test_the_stops_of_the_run_are_the_folders_eos_tokens(run, tmp_path):
+    """generation_config.json, which transformers and vLLM stop by, names them; what else it says stays."""
+    from jaxfp8rl.export import _write_tokenizer
+
+    cfg, source = load_trained(str(run)).cfg, tmp_path / "source"
+    load_tokenizer(cfg.model.tokenizer).save(str(source))
+    (source / "generation_config.json").write_text('{"eos_token_id": 1, "top_k": 20}')
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"tokenizer": str(source)})})
+    for stops, want in ((None, (1,)), ([3, 1], (1, 3))):  # a checkpoint of an older run has none
+        out = tmp_path / f"out-{stops is None}"
+        out.mkdir()
+        _write_tokenizer(cfg, out, stops)
+        assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": stops or 1, "top_k": 20}
+        assert load_tokenizer(str(out)).eos_token_ids == want
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("master", ["bfloat16", "float16"])
 def test_masters_in_few_bits_are_what_they_stand_for(master, tmp_path):
