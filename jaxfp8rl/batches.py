@@ -124,7 +124,7 @@ def collect(parts: Parts, engine: RolloutEngine, step: int, version: int, clock:
             requests = rollouts.make_requests(prompts, parts.sampling, n, seed, step, again)
             kept, rejected = rollouts.generate(engine, prompts, requests, version, parts.unfit, parts.stops.cut)
         with clock("reward"):
-            groups = tuple(rollouts.score(kept, parts.tokenizer, parts.rewards))
+            groups = tuple(rollouts.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags))
         rounds.append(rollouts.Rollouts(groups, rejected, groups))
         if len(rollouts.choose(rounds, cfg.rollout.prompts_per_step).chosen) == cfg.rollout.prompts_per_step:
             break

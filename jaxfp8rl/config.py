@@ -16,6 +16,7 @@ from pydantic import Field
 
 from jaxfp8rl.data.tokenizer import DATE
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.rewards.verifiers import THINK_TAGS
 
 if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.correction import CorrectionConfig
@@ -93,6 +94,9 @@ class Task(Section):
     )
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="variables that the chat template reads: enable_thinking, reasoning_effort, tools, ..."
+    )
+    think_tags: tuple[str, ...] = Field(
+        THINK_TAGS, strict=False, description="what a model's thoughts stand between: the answer is looked for behind them; []: anywhere"
     )
     scorer: str = Field(
         "", description='of a file task: exact (also when empty), math_verify, or "module:function" of your own (docs/tasks.md)'

@@ -71,6 +71,9 @@ def _check_task(cfg: Config) -> None:
         raise ConfigError(f'task.scorer: a task of kind "{task.kind}" scores by itself', 'leave it out, or task.kind = "file"')
     if task.scorer:
         check_scorer_name(task.scorer)
+    if task.think_tags and (len(task.think_tags) != 2 or not all(task.think_tags) or len(set(task.think_tags)) != 2):
+        raise ConfigError(f"task.think_tags = {list(task.think_tags)}: what opens a block of thoughts, and what closes it",
+                          'for example ["<think>", "</think>"]; [] where there are none')  # fmt: skip
 
 
 def _check_float_types(cfg: Config, recipe: Recipe) -> None:
@@ -247,6 +250,8 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
     if cfg.task.kind == "arithmetic" or (cfg.task.kind == "file" and cfg.task.scorer in ("", "exact")):
         scorer = "a scorer that runs in the learner's process"
         _refuse_given(cfg, "task", ("reward_workers", "reward_timeout_s"), scorer, "task.scorer")
+    if cfg.task.kind == "arithmetic":
+        _refuse_given(cfg, "task", ("think_tags",), 'task.kind = "arithmetic", whose answer is the whole completion', "task.kind")
     if not cfg.task.chat and cfg.task.kind != "file":  # rows may be messages, which are rendered without it
         _refuse_given(cfg, "task", ("date", "chat_template_kwargs"), "task.chat = false", "task.chat")
     if not cfg.run.samples_per_step:
@@ -266,7 +271,7 @@ def _refuse_given(cfg: Config, section: str, keys: tuple[str, ...], where: str, 
 
 def _word(value: object) -> str:
     """As an override has it; an empty one is an absent value."""
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def _check_fp8_formats(cfg: Config, recipe: Recipe) -> None:

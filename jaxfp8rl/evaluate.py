@@ -86,7 +86,7 @@ def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: floa
     requests = rollouts.make_requests(parts.held_out, sampling, n, parts.cfg.run.seed, loop.EVAL_STEP + trained.step)
     kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version=trained.step, cut=parts.stops.cut)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
-    for group in rollouts.score(kept, parts.tokenizer, parts.rewards):
+    for group in rollouts.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags):
         rewards[place[group.completions[0].request_id]] = group.rewards
     undefined = int(np.isnan(rewards).sum()) - len(rejected) * n
     counts = {"reward_mean": float(np.nan_to_num(rewards).mean()), "undefined": undefined, "groups_rejected": len(rejected)}

@@ -208,7 +208,8 @@ def evaluate(parts: Parts, version: int) -> dict[str, float]:
         return {}
     requests = rollouts.make_requests(parts.held_out, parts.greedy, 1, parts.cfg.run.seed, EVAL_STEP + version)
     kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version, cut=parts.stops.cut)
-    rewards = np.concatenate([[], *(g.rewards for g in rollouts.score(kept, parts.tokenizer, parts.rewards))])
+    groups = rollouts.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags)
+    rewards = np.concatenate([[], *(g.rewards for g in groups)])
     problems, undefined = len(kept) + len(rejected), int(np.isnan(rewards).sum()) + len(rejected)
     return {"eval/reward_mean": float(np.nan_to_num(rewards).sum() / problems), "eval/problems": problems,
             "eval/undefined": undefined}  # fmt: skip

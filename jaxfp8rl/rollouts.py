@@ -17,6 +17,9 @@ from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
 from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.rewards.verifiers import THINK_TAGS, thinks_on
+
+THINK_TOKENS = 32  # more than the tag that a prompt ends with has, blanks included
 
 
 class Prompt(NamedTuple):
@@ -123,11 +126,15 @@ def _problem(request: GenRequest, completions: Sequence[Completion], version: in
     return None
 
 
-def score(kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner) -> list[Group]:
-    """Decode every completion and ask the task what it is worth. Raises DataError where no score is defined: nothing could be
-    learned from it, nor an evaluation be believed."""
+def score(
+    kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner,
+    think_tags: Sequence[str] = THINK_TAGS,
+) -> list[Group]:  # fmt: skip
+    """Decode every completion and ask the task what it is worth; what a prompt opens of the `think_tags` is put before it. Raises
+    DataError where no score is defined: nothing could be learned from it, nor an evaluation be believed."""
     texts = [[tokenizer.completion_text(c.token_ids) for c in completions] for _, completions in kept]
-    flat = [(prompt.problem, text) for (prompt, _), group in zip(kept, texts) for text in group]
+    begun = [thinks_on(tokenizer.decode(p.token_ids[-THINK_TOKENS:], False), think_tags) for p, _ in kept]
+    flat = [(prompt.problem, tag + text) for (prompt, _), tag, group in zip(kept, begun, texts) for text in group]
     scores = rewards.score(flat)
     if all(s.value is None for s in scores):
         why, times = collections.Counter(s.why for s in scores).most_common(1)[0]

@@ -26,10 +26,11 @@ from pydantic import Field
 from jaxfp8rl.data.dataset import permutation
 from jaxfp8rl.data.rows import BadRow, Prompt, Row, read_rows, refuse
 from jaxfp8rl.errors import ConfigError, DataError, nearest
-from jaxfp8rl.rewards import verifiers
+from jaxfp8rl.rewards import numbers, verifiers
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
+ThinkTags = tuple[str, ...]  # what thoughts stand between, or nothing
 ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
 
 
@@ -162,6 +163,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
     held_out_size: Annotated[int, Field(ge=0)] = 200
     extract: verifiers.Extract = "tag"
     instruction: str = ""
+    think_tags: ThinkTags = verifiers.THINK_TAGS
     chat: bool = False
     system_prompt: str = ""
     seed: Seed = 0
@@ -179,7 +181,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
 
     def score(self, problem: Problem, text: str) -> float:
         """The generator's score in [0, 1] of the extracted answer, 0.0 when there is none. Some give partial credit."""
-        answer = verifiers.extract(text, self.extract)
+        answer = verifiers.extract(text, self.extract, self.think_tags)
         if not answer:
             return 0.0
         entry = ast.literal_eval(problem.meta["entry"])
@@ -253,6 +255,7 @@ class FileTask(_ReferenceDemonstrations):
     answer_field: str = "answer"
     scorer: str = "exact"
     extract: verifiers.Extract = "all"
+    think_tags: ThinkTags = verifiers.THINK_TAGS
     chat: bool = False
     system_prompt: str = ""
     skip_bad_rows: bool = False
@@ -281,10 +284,10 @@ class FileTask(_ReferenceDemonstrations):
         return self._split[1]
 
     def score(self, problem: Problem, text: str) -> float | None:
-        answer = verifiers.extract(text, self.extract)
+        answer = verifiers.extract(text, self.extract, self.think_tags)
         if answer is None:
             return 0.0
-        if self.extract == "last_number" and (number := verifiers.whole_number(problem.answer)):
+        if self.extract == "last_number" and (number := numbers.whole_number(problem.answer)):
             problem = dataclasses.replace(problem, answer=number)  # written as what is extracted: 1000 for 1,000
         if self.scorer == "math_verify" and self.extract == "tag":  # cut out of its tag, an answer has no delimiters left
             return self._scorer(problem, verifiers.as_latex(answer)) or self._scorer(problem, answer)
@@ -293,7 +296,7 @@ class FileTask(_ReferenceDemonstrations):
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
         """The reference answer, so written that it scores 1: math_verify reads plain numbers, and LaTeX between delimiters."""
         if self.scorer == "math_verify" and self.extract != "tag":
-            return verifiers.whole_number(problem.answer) or verifiers.as_latex(problem.answer.strip())
+            return numbers.whole_number(problem.answer) or verifiers.as_latex(problem.answer.strip())
         return super().demonstrate(problem, rng)
 
     def load_scorer(self) -> None:
@@ -341,7 +344,7 @@ class FileTask(_ReferenceDemonstrations):
 
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
-OF_SECTION = ("name", "path", "held_out_path", "system_prompt", "chat", "scorer", "skip_bad_rows")  # keys of [task] itself
+OF_SECTION = ("name", "path", "held_out_path", "system_prompt", "chat", "scorer", "think_tags", "skip_bad_rows")  # keys of [task] itself
 TOML = "as TOML"  # marks in JSON what only TOML can write
 
 
@@ -382,7 +385,7 @@ def from_json(text: str) -> Task:
 
 def _section_options(section: Any) -> dict[str, Any]:
     """The fields of `jaxfp8rl.config.Task` that are set and concern a task, and its `options`, side by side."""
-    given = {f: getattr(section, f) for f in OF_SECTION if getattr(section, f)}
+    given = {f: getattr(section, f) for f in OF_SECTION if getattr(section, f) != type(section).model_fields[f].default}
     if section.kind != "file":  # it has no rows, but prompts, which `prepare` skips
         given.pop("skip_bad_rows", None)
     for key in section.options.keys() & OF_SECTION:

@@ -12,43 +12,53 @@ import inspect
 import logging
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, Literal
 
 from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.rewards.numbers import last_number, value
 
-Extract = Literal["all", "tag", "last_line", "last_number"]
+Extract = Literal["all", "tag", "last_line", "last_number", "raw"]
+THINK_TAGS = ("<think>", "</think>")
 SCORERS = ("exact", "math_verify")
-MINUS = "\u2212"  # the sign of typography
-# A minus directly after a digit is a subtraction, not a sign; commas count as thousands separators.
-_NUMBER = re.compile(r"(?<!\d)(?<!\w\.)(?:(?<!\d)-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?")
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # an escaped dollar is a sum of money
 _SHORT = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.\d+)")  # 1e3, -.5
 
 
-def extract(text: str, how: Extract) -> str | None:
+def extract(text: str, how: Extract, think_tags: Sequence[str] = THINK_TAGS) -> str | None:
     """The answer inside a completion, stripped; None when there is none of that form (which scores 0, not undefined).
 
+    It is looked for behind the thoughts (`behind_thoughts`), but for raw: the whole text as it was written, thoughts and all.
     all: the whole text. tag: inside the last `<answer>...</answer>`. last_line: the last line that is not blank.
-    last_number: the last decimal number, .5 and 1e-5 among them, its thousands separators removed.
+    last_number: the last number, in plain notation (jaxfp8rl.rewards.numbers).
     """
+    if how == "raw":
+        return text
+    answer = behind_thoughts(text, think_tags)
+    if answer is None:
+        return None
     if how == "tag":
-        end = text.rfind("</answer>")
-        start = text.rfind("<answer>", 0, max(end, 0))
-        return text[start + len("<answer>"):end].strip() if start >= 0 else None
+        end = answer.rfind("</answer>")
+        start = answer.rfind("<answer>", 0, max(end, 0))
+        return answer[start + len("<answer>"):end].strip() if start >= 0 else None
     if how == "last_line":
-        return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), None)
-    if how == "last_number":
-        numbers = _NUMBER.findall(text.replace(MINUS, "-"))
-        return numbers[-1].replace(",", "") if numbers else None
-    return text.strip()
+        return next((line.strip() for line in reversed(answer.splitlines()) if line.strip()), None)
+    return last_number(answer) if how == "last_number" else answer.strip()
 
 
-def whole_number(text: str) -> str | None:
-    """A text that is one number and nothing else as `extract` by "last_number" would give it; else None."""
-    found = _NUMBER.fullmatch(text.strip().replace(MINUS, "-"))
-    return found[0].replace(",", "") if found else None
+def behind_thoughts(text: str, think_tags: Sequence[str]) -> str | None:
+    """What follows the last closed think block, all of a text without one; None where the last block is still open. No tags: all."""
+    if not think_tags:
+        return text
+    start, end = think_tags
+    answer = text.rpartition(end)[2]
+    return None if start in answer else answer
+
+
+def thinks_on(prompt: str, think_tags: Sequence[str]) -> str:
+    """The tag that a prompt ends with, as templates of thinking models do, so that the completion begins inside a block; else ""."""
+    return think_tags[0] if think_tags and prompt.rstrip().endswith(think_tags[0]) else ""
 
 
 def normalise(text: str) -> str:
@@ -57,8 +67,9 @@ def normalise(text: str) -> str:
 
 
 def exact_match(answer: str, candidate: str) -> float:
-    """1.0 when both normalise to the same text, else 0.0."""
-    return float(normalise(answer) == normalise(candidate))
+    """1.0 when both are the same number, or normalise to the same text, else 0.0."""
+    number = value(answer)
+    return float(normalise(answer) == normalise(candidate) or (number is not None and number == value(candidate)))
 
 
 @functools.cache

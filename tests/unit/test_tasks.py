@@ -189,7 +189,7 @@ def test_what_a_tag_holds_is_read_as_latex_and_else_as_text(answer, text, value)
     assert task.score(Problem("p", "?", answer), f"So <answer>{text}</answer>") == value
 
 
-@pytest.mark.parametrize("answer", ["72 apples", "$1,000", "3/4", "9*2 = 18\n#### 18", "five"])
+@pytest.mark.parametrize("answer", ["72 apples", "9*2 = 18\n#### 18", "five", "?"])
 def test_an_answer_that_no_last_number_can_match_is_a_bad_row(tmp_path, answer):
     rows = [{"prompt": "x", "answer": answer}, "", {"prompt": "y", "answer": "1,000"}, {"prompt": "z", "answer": "18."}]
     bad, good = write_jsonl(tmp_path / "bad.jsonl", rows), write_jsonl(tmp_path / "good.jsonl", GOOD)
