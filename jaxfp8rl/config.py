@@ -96,7 +96,8 @@ class Task(Section):
         {}, description="variables that the chat template reads: enable_thinking, reasoning_effort, tools, ..."
     )
     think_tags: tuple[str, ...] = Field(
-        THINK_TAGS, strict=False, description="what a model's thoughts stand between: the answer is looked for behind them; []: anywhere"
+        THINK_TAGS, strict=False,
+        description="what a model's thoughts stand between: the answer is looked for behind them; []: anywhere",
     )
     scorer: str = Field(
         "", description='of a file task: exact (also when empty), math_verify, or "module:function" of your own (docs/tasks.md)'

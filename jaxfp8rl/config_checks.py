@@ -251,7 +251,7 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
         scorer = "a scorer that runs in the learner's process"
         _refuse_given(cfg, "task", ("reward_workers", "reward_timeout_s"), scorer, "task.scorer")
     if cfg.task.kind == "arithmetic":
-        _refuse_given(cfg, "task", ("think_tags",), 'task.kind = "arithmetic", whose answer is the whole completion', "task.kind")
+        _refuse_given(cfg, "task", ("think_tags",), 'task.kind = "arithmetic"', 'task.kind = "reasoning_gym" or "file"')
     if not cfg.task.chat and cfg.task.kind != "file":  # rows may be messages, which are rendered without it
         _refuse_given(cfg, "task", ("date", "chat_template_kwargs"), "task.chat = false", "task.chat")
     if not cfg.run.samples_per_step:
@@ -271,7 +271,8 @@ def _refuse_given(cfg: Config, section: str, keys: tuple[str, ...], where: str, 
 
 def _word(value: object) -> str:
     """As an override has it; an empty one is an absent value."""
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
+    value = list(value) if isinstance(value, tuple) else value
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_fp8_formats(cfg: Config, recipe: Recipe) -> None:

@@ -344,7 +344,9 @@ class FileTask(_ReferenceDemonstrations):
 
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
-OF_SECTION = ("name", "path", "held_out_path", "system_prompt", "chat", "scorer", "think_tags", "skip_bad_rows")  # keys of [task] itself
+OF_SECTION = (  # keys of [task] itself
+    "name", "path", "held_out_path", "system_prompt", "chat", "think_tags", "scorer", "skip_bad_rows",
+)  # fmt: skip
 TOML = "as TOML"  # marks in JSON what only TOML can write
 
 

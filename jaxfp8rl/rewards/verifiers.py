@@ -48,7 +48,7 @@ def extract(text: str, how: Extract, think_tags: Sequence[str] = THINK_TAGS) -> 
 
 
 def behind_thoughts(text: str, think_tags: Sequence[str]) -> str | None:
-    """What follows the last closed think block, all of a text without one; None where the last block is still open. No tags: all."""
+    """What follows the last closed think block; None where the last block is still open. Without tags, or a block: all."""
     if not think_tags:
         return text
     start, end = think_tags
@@ -57,7 +57,7 @@ def behind_thoughts(text: str, think_tags: Sequence[str]) -> str | None:
 
 
 def thinks_on(prompt: str, think_tags: Sequence[str]) -> str:
-    """The tag that a prompt ends with, as templates of thinking models do, so that the completion begins inside a block; else ""."""
+    """The opening tag where a prompt ends with it, as templates of thinking models do: completions begin in a block. Else ""."""
     return think_tags[0] if think_tags and prompt.rstrip().endswith(think_tags[0]) else ""
 
 

@@ -316,9 +316,10 @@ THOUGHTS = "<think>try <answer>42</answer>? no, wait"  # cut off by its length
 
 
 @pytest.mark.parametrize(("text", "behind"), [
-    (THOUGHTS, None), (THOUGHTS + "</think>\n<answer>43</answer>", "\n<answer>43</answer>"), ("<answer>42</answer>", "<answer>42</answer>"),
+    (THOUGHTS, None), (THOUGHTS + "</think>\n<answer>43</answer>", "\n<answer>43</answer>"),
     ("<think>a</think>b<think>c</think>d", "d"), ("<think>a</think>b<think>c", None), ("no opening</think>d", "d"), ("", ""),
-    ("<think>a<think>b</think>c", "c"), ("<think></think>", ""), ("</think><think>", None),
+    ("<answer>4</answer>", "<answer>4</answer>"), ("<think>a<think>b</think>c", "c"), ("<think></think>", ""),
+    ("</think><think>", None),
 ])  # fmt: skip
 def test_an_answer_is_looked_for_behind_the_last_closed_thoughts(text, behind):
     assert behind_thoughts(text, THINK_TAGS) == behind and behind_thoughts(text, ()) == text
@@ -371,9 +372,10 @@ def test_a_number_is_compared_as_a_number_however_it_is_written(written, number)
 @pytest.mark.parametrize(("how", "reference", "text", "score"), [
     ("last_number", "0.3", "0.30000000000000004", 0.0), ("last_number", "4", "3/4", 0.0), ("last_number", "5", "10-$5", 1.0),
     ("all", "10000000000000000000001", "10000000000000000000000", 0.0), ("last_number", "18", "18 dollars", 1.0),
-    ("all", "1" * 9000, "1" * 9000 + ".0", 1.0), ("all", "1" * 9000, "1" * 8999 + "2", 0.0), ("all", "12345678", "12 345 678", 1.0),
-    ("last_number", "2024", "on 12/25/2024", 1.0), ("last_number", "140", "120 and 130 140", 1.0), ("all", "1e99999999", "10e99999998", 1.0),
-    ("last_number", "1e999999998", "1e999999999", 0.0), ("all", "1", "1e99999999999999999999", 0.0), ("all", "1.2.3", "1.2.30", 0.0),
+    ("all", "1" * 9000, "1" * 9000 + ".0", 1.0), ("all", "1" * 9000, "1" * 8999 + "2", 0.0), ("all", "12345", "12 345", 1.0),
+    ("last_number", "2024", "on 12/25/2024", 1.0), ("last_number", "140", "120 and 130 140", 1.0),
+    ("all", "1e99999999", "10e99999998", 1.0), ("last_number", "1e999999998", "1e999999999", 0.0),
+    ("all", "1", "1e99999999999999999999", 0.0), ("all", "1.2.3", "1.2.30", 0.0),
     ("all", "50%", "0.5", 0.0), ("tag", "A", "<answer>a</answer>", 1.0), ("all", "nan", "NaN", 1.0), ("all", "0", "nan", 0.0),
 ])  # fmt: skip
 def test_numbers_are_compared_exactly(how, reference, text, score):
@@ -384,7 +386,8 @@ def test_numbers_are_compared_exactly(how, reference, text, score):
 def test_a_number_has_its_value_in_every_notation(x):
     assert value(f"{x.numerator}/{x.denominator}") == value(f"\\frac{{{x.numerator}}}{{{x.denominator}}}") == x
     whole = int(x)
-    forms = f"{whole:,}", f"{whole:_}".replace("_", "{,}"), f"{whole:,}".replace(",", "\\,"), f"${whole:,}$", f"{whole}.00", f"{whole}e0"
+    grouped = f"{whole:,}"
+    forms = grouped, grouped.replace(",", "{,}"), grouped.replace(",", "\\,"), f"${grouped}$", f"{whole}.00", f"{whole}e0"
     assert {value(form) for form in forms} == {Fraction(whole)}
     assert all(value(last_number(f"of 7 it is {form}.")) == whole for form in forms)
 
@@ -398,7 +401,7 @@ def test_the_last_number_of_a_text_is_a_number(text):
 
 @pytest.mark.parametrize(("prompt", "text", "reward"), [
     ("a<think>\n", "1</think>2", 1.0), ("a<think>\n", "2", 0.0), ("a<think>", "2</think>", 0.0), ("a", "<think>2", 0.0),
-    ("a", "2", 1.0), ("<think></think>\n\n", "2", 1.0), ("begin with <think> a", "2", 1.0), ("a<think>\n", "<think>1</think>2", 1.0),
+    ("a", "2", 1.0), ("<think></think>\n\n", "2", 1.0), ("begin with <think> a", "2", 1.0), ("<think>", "<think>1</think>2", 1.0),
 ])  # fmt: skip
 def test_a_prompt_may_end_inside_the_thoughts(prompt, text, reward):
     """As templates of thinking models do: their completions close a block that they did not open."""
@@ -412,7 +415,7 @@ def test_a_prompt_may_end_inside_the_thoughts(prompt, text, reward):
 
 
 def test_long_texts_are_read_in_no_time():
-    for text in ("$" * 20_000, " " * 20_000, "1" * 20_000, "1," * 10_000, "1/" * 10_000, "\\frac" * 5_000, "1 000 " * 4_000, "-" * 20_000):
-        before = time.monotonic()
+    for piece in ("$", " ", "1", "1,", "1/", "\\frac", "1 000 ", "-"):
+        text, before = piece * (20_000 // len(piece)), time.monotonic()
         last_number(text), whole_number(text), value(text)
         assert time.monotonic() - before < 3, text[:10]
