@@ -201,7 +201,8 @@ class Loss(Section):
     ] = Field("grpo", description="see jaxfp8rl/losses/advantages.py")
     pass_at_k: int | None = Field(None, ge=1, description='the k of advantage = "pass_at_k"')
     objective: Literal[
-        "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "prime_rl"
+        "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "prime_rl", "clip_cov",
+        "kl_cov",
     ] = Field("ppo_clip", description="see jaxfp8rl/losses/objectives.py")
     clip_low: float | None = Field(None, description="lower clip distance; absent, as below: the objective's own default")
     clip_high: float | None = Field(None, description="upper clip distance")
@@ -210,6 +211,10 @@ class Loss(Section):
     tau_positive: float | None = Field(None, description="sapo: temperature of the gate where the advantage is positive")
     tau_negative: float | None = Field(None, description="sapo: and where it is negative")
     penalty: float | None = Field(None, description="prime_rl: weight of the squared log-ratio")
+    cov_fraction: float | None = Field(None, description="clip_cov, kl_cov: share of the tokens that is selected")
+    cov_low: float | None = Field(None, description="clip_cov: least covariance of a selected token")
+    cov_high: float | None = Field(None, description="clip_cov: its largest covariance")
+    cov_kl_coef: float | None = Field(None, description="kl_cov: weight of a selected token's |log-ratio|")
     aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
     ] = Field("token_mean", description="see jaxfp8rl/losses/aggregation.py")
@@ -220,11 +225,16 @@ class Loss(Section):
         "engine's word (two policies)",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the policy that the run began with")
-    kl: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = Field(
-        "k3+", description="its estimator; one with a + has the gradient of k2"
+    kl: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k1_score", "k2_score", "k3_score"] = Field(
+        "k3+", description="its estimator; with a + it has the gradient of k2, with _score also the score function's (NeMo RL)"
     )
     unbiased_kl: bool = Field(
-        False, description="weigh a token's KL by pi/mu, as if pi had sampled it (DeepSeek-V3.2); of an estimator with a +"
+        False, description="weigh a token's KL by pi/mu, as if pi had sampled it (DeepSeek-V3.2); of an estimator with a + or "
+        "_score"
+    )
+    kl_weight_cap: float = Field(2.0, ge=1, description="unbiased_kl: largest such weight, so that no token owns the update")
+    sampled_by: Literal["rollout", "old"] = Field(
+        "rollout", description="the policy that unbiased_kl and opsm_delta measure pi from: the engine's mu, or pi_old (slime)"
     )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     opsm_delta: float | None = Field(
@@ -284,6 +294,7 @@ class Correction(Section):
     rejections: tuple[RejectionSection, ...] | None = Field(
         None, strict=False, description='[{level = "sequence", statistic = "ratio", lower = 0.99, upper = 1.01}]'
     )
+    in_turn: bool | None = Field(None, description="rejections one after another, each over what those before it left (SkyRL)")
     batch_normalize: bool | None = Field(None, description="divide by the batch's mean weight")
     denominator: Literal["kept", "all"] | None = Field(None, description="whether rejected tokens still count")
     m2_limit: float | None = Field(None, description="M2PO: limit of the mean squared log-ratio")

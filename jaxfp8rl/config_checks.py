@@ -243,6 +243,11 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
         _refuse_given(cfg, "loss", ("overlong_penalty",), "loss.overlong_buffer = 0", "loss.overlong_buffer")
     if not loss.kl_coef:
         _refuse_given(cfg, "loss", ("kl", "unbiased_kl"), "loss.kl_coef = 0", "loss.kl_coef")
+    if not loss.unbiased_kl:
+        _refuse_given(cfg, "loss", ("kl_weight_cap",), "loss.unbiased_kl = false", "loss.unbiased_kl")
+        if loss.opsm_delta is None:
+            nothing = "neither loss.unbiased_kl nor loss.opsm_delta"
+            _refuse_given(cfg, "loss", ("sampled_by",), nothing, "one of them")
     if moe.replay != "R3":
         _refuse_given(cfg, "moe", ("measure_every",), f'moe.replay = "{moe.replay}"', 'moe.replay = "R3"')
     if not (recipe.engine_fp8 or r.kv_cache == "fp8"):
@@ -294,7 +299,7 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
     """Objective, advantage, correction and recipe must go together."""
     from jaxfp8rl.losses.advantages import check_advantage
     from jaxfp8rl.losses.aggregation import check_aggregation
-    from jaxfp8rl.losses.objectives import objective_parameters
+    from jaxfp8rl.losses.objectives import SELECTING, objective_parameters
     from jaxfp8rl.losses.presets import two_policy_only
 
     loss, correction, name = cfg.loss, cfg.correction.resolve(), cfg.correction.preset
@@ -305,10 +310,16 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
     with _about("loss.objective"):
         objective_parameters(loss.objective_config)
     _check_filtered(cfg.rollout, loss, correction, name)
-    if loss.kl_coef and loss.unbiased_kl and not loss.kl.endswith("+"):
+    if loss.kl_coef and loss.unbiased_kl and not loss.kl.endswith(("+", "_score")):
         raise ConfigError(
             f'loss.unbiased_kl with loss.kl = "{loss.kl}": its gradient is not the KL\'s, whatever it is weighed by',
             f'set loss.kl = "{loss.kl}+", the same value with the gradient of k2',
+        )
+    if loss.old_policy == "current" and (loss.objective in SELECTING or loss.sampled_by == "old"):
+        which = f'objective "{loss.objective}"' if loss.objective in SELECTING else 'sampled_by = "old"'
+        raise ConfigError(
+            f'loss.{which} needs pi_old before the update, which loss.old_policy = "current" does not have',
+            'set loss.old_policy = "recomputed"',
         )
     if cfg.rollout.samples_per_prompt == 1 and loss.advantage != "reinforce_pp":
         raise ConfigError(

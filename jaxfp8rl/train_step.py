@@ -24,9 +24,10 @@ from jaxfp8rl.config import Loss
 from jaxfp8rl.exact import exact_jit, gradient_jit
 from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import Correction, CorrectionConfig, rollout_correction
+from jaxfp8rl.losses.covariance import select_tokens
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
-from jaxfp8rl.losses.objectives import kl_penalty, off_policy, policy_loss
+from jaxfp8rl.losses.objectives import SELECTING, kl_penalty, off_policy, policy_loss
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.moe import Routing
@@ -93,27 +94,37 @@ def make_train_step(
         """Tokens that can have a gradient [M, R, T] bool: without any it is exactly 0, and only Adam's momentum would move."""
         if loss.kl_coef or loss.entropy_coef or balance_coef:
             return fix.mask  # these terms know neither weight nor advantage
-        penalised = loss.objective == "prime_rl"  # its squared log-ratio has no advantage, either
+        penalised = loss.objective in ("prime_rl", "kl_cov")  # their penalties have no advantage, either
         weighed = (fix.weights != 0) & (penalised | (advantages != 0))  # of a NaN both hold, so that the guard sees it
         return fix.mask & weighed & jnp.logical_not(masked)
 
+    def selection(batch: TrainBatch, known_logp: Array, heard: Array) -> Array | None:
+        """The tokens that the objective treats apart, chosen from the whole batch."""
+        if loss.objective not in SELECTING:
+            return None
+        heard = heard if scored else batch.response_mask  # its weights are not known yet
+        places = batch.tokens + 262147 * batch.positions  # any number that tells tokens apart
+        return select_tokens(known_logp, batch.advantages, heard, places, loss.objective_config)
+
     def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
-        batch, old_logp, ref_logp, importance, mask, scale = micro
+        batch, old_logp, ref_logp, importance, mask, scale, selected = micro
         logp, entropy, routing = logprobs(policy | weights | {"sums": sums}, batch)
         if not scored:
             importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
         if loss.old_policy == "current":
             old_logp = jax.lax.stop_gradient(logp)
         heard = mask & (importance != 0)  # what is rejected says nothing: its ratio is in no mean over its sequence, either
-        surrogate, cut = policy_loss(logp, old_logp, batch.advantages, heard, batch.segment_ids, loss.objective_config, clip)
+        fields = logp, old_logp, batch.advantages, heard, batch.segment_ids
+        surrogate, cut = policy_loss(*fields, loss.objective_config, clip, selected)
+        sampled = batch.rollout_logp if loss.sampled_by == "rollout" else old_logp
         if loss.opsm_delta is not None:
             sequences = batch.advantages, batch.response_mask, batch.segment_ids  # whole, with what was rejected
-            cut["opsm/fraction"] = off_policy(logp, batch.rollout_logp, *sequences, loss.opsm_delta) & mask
+            cut["opsm/fraction"] = off_policy(logp, sampled, *sequences, loss.opsm_delta) & mask
             surrogate = jnp.where(cut["opsm/fraction"], 0.0, surrogate)
         total = importance * surrogate
         if loss.kl_coef:
-            sampled = batch.rollout_logp if loss.unbiased_kl else None
-            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, sampled))
+            weighed = (sampled, loss.kl_weight_cap) if loss.unbiased_kl else ()
+            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, *weighed))
             cut["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
@@ -131,18 +142,23 @@ def make_train_step(
     def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
         policy, in_engine = rejoined(own, lent), bool(jax.tree.leaves(lent))
         sampled = batch.response_mask
+        if batch.loss_weights is not None:
+            sampled &= batch.loss_weights != 0
         fix = rollout_correction(old_logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
         mask = fix.mask if scored else sampled
-        scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon)
+        scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon, batch.loss_weights)
         grads_specs = layout.specs(jax.eval_shape(gradients_like, policy))
         run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL, ALL, ALL), (ALL, ROWS, grads_specs))
-        rows = batch, old_logp if scored else batch.rollout_logp, ref_logp, fix.weights, mask, scale
+        known_logp = old_logp if scored else batch.rollout_logp  # of pi_old, before the batch is split
+        selected = selection(batch, known_logp, mask & (fix.weights != 0))
+        rows = batch, known_logp, ref_logp, fix.weights, mask, scale, selected
         value, seen, grads = run(policy, rows, mask.any((1, 2)), state.loss_scale, clip)
         logp = seen.pop("logp")
         if not scored:
             old_logp = logp
             fix = rollout_correction(logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
-        live = jnp.any(taught(fix, batch.advantages, seen.get("opsm/fraction", False)))
+        silent = seen.get("opsm/fraction", False) | seen.get("clip/covariance", jnp.zeros_like(sampled))
+        live = jnp.any(taught(fix, batch.advantages, silent))
         state, update = guarded_update(optimizer, state, value, grads, live)
         before = batch.rollout_logp if loss.old_policy == "rollout" else old_logp
         metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask & live), "staleness/k1": mean_over(mask, before - logp)}

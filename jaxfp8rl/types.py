@@ -29,6 +29,7 @@ class TrainBatch(NamedTuple):
     advantages: of the token's completion; 0 elsewhere.
     routes: of models with S sparse layers the experts that are to compute, k a token, instead of their routers' choice; the
         largest number of the type leaves it to the router (jaxfp8rl.models.moe). None: all is left to it.
+    loss_weights: factors of the tokens' losses; a token of weight 0 leaves loss and denominators (prime-rl). None: all are 1.
     """
 
     tokens: Int[Array, "M R T"]
@@ -38,6 +39,7 @@ class TrainBatch(NamedTuple):
     rollout_logp: Float[Array, "M R T"]
     advantages: Float[Array, "M R T"]
     routes: UInt[Array, "M R T S k"] | None = None
+    loss_weights: Float[Array, "M R T"] | None = None
 
 
 class TrainState(NamedTuple):

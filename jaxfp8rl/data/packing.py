@@ -18,13 +18,15 @@ from jaxfp8rl.types import TrainBatch
 
 class Sample(NamedTuple):
     """A prompt with its completion. `logprobs` [len(completion)] float32 are the engine's; `advantage` is one number. `routes`
-    [tokens but the last, ...] unsigned: the experts of each (TrainBatch)."""
+    [tokens but the last, ...] unsigned: the experts of each (TrainBatch). `weights` [len(completion)] float32: factors of the
+    tokens' losses; None: all are 1."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
     logprobs: np.ndarray
     advantage: float
     routes: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 def microbatches_needed(samples: int, longest: int, row_tokens: int, rows: int) -> int:
@@ -68,6 +70,7 @@ def pack(
         raise ValueError(f"{len(rows)} packed rows do not fit {shape[0]}")
     ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
     routes = _no_routes(samples[0].routes if samples else like, shape)
+    weights = np.zeros(shape, np.float32) if any(s.weights is not None for s in samples) else None
     mask, logp, advantages = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for r, members in enumerate(rows):
         at = 0
@@ -82,9 +85,12 @@ def pack(
             advantages[r, start:end] = s.advantage
             if routes is not None:
                 routes[r, at : end - 1] = s.routes
+            if weights is not None:
+                weights[r, start:end] = 1 if s.weights is None else s.weights
             at = end
-    fields = (*ints.values(), mask, logp, advantages, *(() if routes is None else (routes,)))
-    return TrainBatch(*(x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]) for x in fields))
+    fields = (*ints.values(), mask, logp, advantages, routes, weights)
+    split = lambda x: None if x is None else x.reshape(microbatches, rows_per_microbatch, *x.shape[1:])
+    return TrainBatch(*map(split, fields))
 
 
 def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | None:

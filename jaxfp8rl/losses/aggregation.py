@@ -17,7 +17,9 @@ from jaxfp8rl.losses.segments import first_live, segment_total
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean")
 
 
-def token_scale(mask: Array, segment_ids: Array, kind: str, horizon: float | None = None) -> Array:
+def token_scale(
+    mask: Array, segment_ids: Array, kind: str, horizon: float | None = None, weights: Array | None = None
+) -> Array:
     """mask bool [..., T] of the *whole* batch, segment_ids int [..., T] -> scale float32 [..., T], 0 off the mask.
 
     With N live tokens, S sequences that have a live token, n_i live tokens in sequence i, a live token weighs
@@ -29,11 +31,19 @@ def token_scale(mask: Array, segment_ids: Array, kind: str, horizon: float | Non
       (Dr. GRPO, arXiv 2503.20783, section 3)
     - seq_mean_token_mean: 1/(S n_i) (GRPO, arXiv 2402.03300, eq. 3)
 
+    weights float32 [..., T]: factors of the tokens' losses, 0 only where mask is False. They leave N, S and n_i as they are, as
+    in prime-rl, whose denominator counts the tokens of a weight other than 0.
+
     These are verl's five modes; where verl divides by the rows it was given, fully masked ones included, S here counts
     only sequences with a live token. An all-False mask gives zeros. Raises ConfigError for an unknown kind, a horizon that
     is missing or not positive, or a horizon for a kind that has none.
     """
     check_aggregation(kind, horizon)
+    scale = _unweighted(mask, segment_ids, kind, horizon)
+    return scale if weights is None else jnp.where(mask, scale * weights, 0.0)
+
+
+def _unweighted(mask: Array, segment_ids: Array, kind: str, horizon: float | None) -> Array:
     live = mask.astype(jnp.float32)
     if kind == "token_sum":
         return live

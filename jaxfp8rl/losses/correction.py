@@ -75,6 +75,8 @@ class CorrectionConfig(NamedTuple):
 
     overflow: "cap" clamps the log-ratio to +-20 before exp (verl); "zero" does not, and a weight past float32's range is 0
     (NeMo RL). batch_normalize: after the action, divide by the mean weight (of tokens; of sequences' means).
+    in_turn: rejections one after another, each over the tokens that those before it left, and the sequences' weights over
+    what all of them left (SkyRL); else each looks at all tokens.
     denominator: rejected tokens leave the mask ("kept") or stay in it with weight 0 ("all"). m2_limit: drop the tokens of
     largest D^2 until the mean of those left is below this, at least one always staying (M2PO as AReaL has it; the paper,
     arXiv 2510.01161, clips ratios instead). A NaN weight stays NaN, where NeMo RL makes it 0.
@@ -86,6 +88,7 @@ class CorrectionConfig(NamedTuple):
     upper: float = 2.0
     overflow: Literal["cap", "zero"] = "cap"
     rejections: tuple[Rejection, ...] = ()
+    in_turn: bool = False
     batch_normalize: bool = False
     denominator: Literal["kept", "all"] = "kept"
     m2_limit: float | None = None
@@ -115,6 +118,8 @@ class CorrectionConfig(NamedTuple):
             raise ValueError(f'lower = {self.lower} has no effect under action "truncate": use "clip" or "mask"')
         if self.batch_normalize and self.weight == "none":
             raise ValueError('batch_normalize has no effect with weight "none"')
+        if self.in_turn and not self.rejections:
+            raise ValueError("in_turn has no effect without rejections")
         if self.adaptive and self.weight == "none":
             raise ValueError('adaptive has no effect with weight "none": it mixes weights with 1')
         names = [r.name() for r in self.rejections]
@@ -158,8 +163,11 @@ def rollout_correction(
     and `correction/weight_{mean,std,max,min}` of the weights applied, `correction/raw_*` of those before the action (of
     exp(D_t) where the weight is "none"), `correction/raw_ess` also before clamp and overflow;
     `correction/truncated_fraction` and `correction/below_fraction`, the share of tokens whose weight lay above `upper` and below
-    `lower`; `correction/rejected_fraction`, of tokens, and for each rejection
-    `correction/rejected/NAME`.
+    `lower`; `correction/rejected_fraction`, of tokens, and for each rejection `correction/rejected/NAME`. With segment_ids also
+    the shares of sequences with a rejected token, `correction/rejected_sequences` (verl's seq_masked_fraction) and
+    `correction/rejected_sequences/NAME`, and of those that lose all their tokens, `correction/lost_sequences`; and of the
+    sequences' mean weights, over the tokens that are left, `correction/sequence_weight_{mean,std,max,min,max_deviation}`, the
+    last the largest distance from 1 (verl's rollout_is_seq_*).
 
     Laws: equal policies give weight 1 and neutral metrics; whatever stands where mask is False, NaN and Inf included,
     changes nothing; a NaN at a live token comes through to the weights, and so to the finite guard; an empty mask gives
@@ -172,10 +180,10 @@ def rollout_correction(
     diff = old_logp.astype(jnp.float32) - rollout_logp.astype(jnp.float32)
     diff = jax.lax.stop_gradient(jnp.where(mask, diff, 0.0))
 
-    log_weight = _log_weights(diff, mask, config, segment_ids)
+    keep, rejected = _rejections(diff, mask, config, segment_ids)
+    log_weight = _log_weights(diff, mask & keep if config.in_turn else mask, config, segment_ids)
     raw = _raw_weights(log_weight, mask, config)
     weights, facts = _act(raw, mask, config, segment_ids)
-    keep, rejected = _rejections(diff, mask, config, segment_ids)
     applied = weights if config.weight != "none" else jnp.ones_like(raw)
     applied = jnp.where(mask & keep, applied, 0.0)
     if config.adaptive:
@@ -187,6 +195,8 @@ def rollout_correction(
     metrics |= _weight_metrics("correction/raw_", raw, mask) | _weight_metrics("correction/", applied, kept)
     metrics["correction/raw_ess"] = _unclamped_ess(log_weight, mask)
     metrics["correction/rejected_fraction"] = mean_over(mask, ~keep)
+    if segment_ids is not None:
+        metrics |= _of_sequences(applied, mask, kept, segment_ids)
     return Correction(applied, kept if config.denominator == "kept" else mask, metrics)
 
 
@@ -237,22 +247,28 @@ def _act(raw: Array, mask: Array, config: CorrectionConfig, segment_ids: Array |
 def _rejections(
     diff: Array, mask: Array, config: CorrectionConfig, segment_ids: Array | None
 ) -> tuple[Array, dict[str, Array]]:
-    """(keep [..., T] bool, share of tokens that each rejection alone would drop).
+    """(keep [..., T] bool, share of tokens, and of sequences, that each rejection alone would drop, or drops in its turn).
 
     A comparison with NaN is False, hence "outside the bounds" and not "inside": a NaN is kept, to be seen by the guard.
     """
     keep, facts = jnp.ones_like(mask), {}
+
+    def reject(outside: Array, name: str) -> None:
+        nonlocal keep
+        facts[f"correction/rejected/{name}"] = mean_over(mask, outside)
+        if segment_ids is not None:
+            facts[f"correction/rejected_sequences/{name}"] = _share_touched(mask, outside, segment_ids)
+        keep &= ~outside
+
     for r in config.rejections:
+        over = mask & keep if config.in_turn else mask
         value, lower, upper = _statistic(diff, r)
         if r.level == "sequence":
-            value = _per_sequence(value, mask, segment_ids, r.aggregation)
+            value = _per_sequence(value, over, segment_ids, r.aggregation)
         outside = (value < lower) | (value > upper)
-        facts[f"correction/rejected/{r.name()}"] = mean_over(mask, outside)
-        keep &= ~outside
+        reject(outside & over if config.in_turn else outside, r.name())
     if config.m2_limit is not None:
-        outside = diff**2 > _m2_cut(diff**2, mask, config.m2_limit)
-        facts["correction/rejected/m2"] = mean_over(mask, outside)
-        keep &= ~outside
+        reject(diff**2 > _m2_cut(diff**2, mask, config.m2_limit), "m2")
     return keep, facts
 
 
@@ -313,6 +329,30 @@ def _weight_metrics(prefix: str, weights: Array, mask: Array) -> dict[str, Array
         prefix + "weight_min": _extreme(jnp.min, weights, mask, INF),
         prefix + "ess": kish(mean, std),
     }
+
+
+def _of_sequences(applied: Array, mask: Array, kept: Array, segment_ids: Array) -> dict[str, Array]:
+    """Shares of sequences, and statistics of their mean weights."""
+    left, live = segment_total(kept.astype(jnp.float32), segment_ids), first_live(kept, segment_ids)
+    shares = jnp.where(kept, applied / jnp.maximum(left, 1), 0.0)  # divided first: a sum of large weights would overflow
+    means = segment_total(shares, segment_ids)
+    unit, mean, std = relative_spread(means, live, 1.0)
+    highest, lowest = _extreme(jnp.max, means, live, -INF), _extreme(jnp.min, means, live, INF)
+    return {
+        "correction/sequence_weight_mean": unit * mean,
+        "correction/sequence_weight_std": unit * std,
+        "correction/sequence_weight_max": highest,
+        "correction/sequence_weight_min": lowest,
+        "correction/sequence_weight_max_deviation": jnp.maximum(jnp.abs(highest - 1), jnp.abs(lowest - 1)),
+        "correction/rejected_sequences": _share_touched(mask, ~kept, segment_ids),
+        "correction/lost_sequences": mean_over(first_live(mask, segment_ids), left == 0),
+    }
+
+
+def _share_touched(mask: Array, outside: Array, segment_ids: Array) -> Array:
+    """Share of the sequences with a live token that have a live token outside."""
+    touched = segment_total((mask & outside).astype(jnp.int32), segment_ids) > 0
+    return mean_over(first_live(mask, segment_ids), touched)
 
 
 def _unclamped_ess(log_weight: Array, mask: Array) -> Array:

@@ -27,18 +27,21 @@ from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
 from jaxfp8rl.losses.segments import segment_total
 
 SEQUENCE_LOG_RATIO_CAP = 10.0  # of a mean over a sequence, as verl's GSPO
-KL_CAP = 10.0  # of the k3 estimate, as verl and NeMo RL
+KL_CAP = 10.0  # of the k3 estimate, as verl and NeMo RL; NeMo RL caps k1 and k2 as well
+KL_WEIGHT_CAP = 2.0  # of pi / mu on a token's KL, the bound that token TIS has on its weights
 Cut = dict[str, Array]
 
 
 class Tokens(NamedTuple):
-    """float32 [..., T], all 0 off the mask; old_logp and advantages are constants to the gradient."""
+    """float32 [..., T], all 0 off the mask; old_logp and advantages are constants to the gradient. `selected` bool [..., T]: the
+    tokens that jaxfp8rl.losses.covariance chose, False everywhere for an objective that chooses none."""
 
     logp: Array
     old_logp: Array
     advantages: Array
     mask: Array
     segment_ids: Array
+    selected: Array
 
     @property
     def log_ratio(self) -> Array:
@@ -164,9 +167,34 @@ def prime_rl(x: Tokens, clip_low: float = 0.2, clip_high: float = 0.2, penalty: 
     return -x.ratio * x.advantages * ~(high | low) + penalty * x.log_ratio**2, {"clip/high": high, "clip/low": low}
 
 
+def clip_cov(
+    x: Tokens, clip_low: float = 0.2, clip_high: float = 0.2, cov_fraction: float = 2e-4, cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> tuple[Array, Cut]:  # fmt: skip
+    """PPO's clip, and no gradient from the selected tokens: Clip-Cov (arXiv 2505.22617, section 4.2), against entropy collapse.
+
+    Selected is a share cov_fraction of the live tokens, drawn among those whose covariance lies between cov_low and cov_high
+    (`covariance.select_tokens`). As in verl, a selected token stays in the denominator.
+    """
+    loss, cut = _clipped(x.ratio, x.advantages, clip_low, clip_high)
+    return jnp.where(x.selected, 0.0, loss), {name: flags & ~x.selected for name, flags in cut.items()} | {
+        "clip/covariance": x.selected
+    }
+
+
+def kl_cov(x: Tokens, cov_fraction: float = 2e-4, cov_kl_coef: float = 1.0) -> tuple[Array, Cut]:
+    """L = -r A, for the selected tokens + cov_kl_coef |d|: KL-Cov (arXiv 2505.22617, section 4.2). Nothing is clipped.
+
+    Selected is the share cov_fraction of the live tokens with the largest covariance (`covariance.select_tokens`).
+    """
+    return -x.ratio * x.advantages + jnp.where(x.selected, cov_kl_coef * jnp.abs(x.log_ratio), 0.0), {}
+
+
 OBJECTIVES: dict[str, Callable[..., tuple[Array, Cut]]] = {
-    f.__name__: f for f in (ppo_clip, gspo, gspo_token, cispo, sapo, gmpo, dppo_tv, dppo_kl, reinforce, prime_rl)
+    f.__name__: f
+    for f in (ppo_clip, gspo, gspo_token, cispo, sapo, gmpo, dppo_tv, dppo_kl, reinforce, prime_rl, clip_cov, kl_cov)
 }
+SELECTING = ("clip_cov", "kl_cov")  # a token's loss depends on the whole batch, through `selected`
 
 
 # The interface -------------------------------------------------------------------------------------------------------
@@ -187,27 +215,36 @@ class ObjectiveConfig(NamedTuple):
     tau_positive: float | None = None
     tau_negative: float | None = None
     penalty: float | None = None
+    cov_fraction: float | None = None
+    cov_low: float | None = None
+    cov_high: float | None = None
+    cov_kl_coef: float | None = None
 
 
 def policy_loss(
     logp: Array, old_logp: Array, advantages: Array, mask: Array, segment_ids: Array, config: ObjectiveConfig,
-    clip: tuple[Array, Array] | None = None,
+    clip: tuple[Array, Array] | None = None, selected: Array | None = None,
 ) -> tuple[Array, Cut]:  # fmt: skip
     """The loss of each token [..., T] float32, 0 off the mask, and booleans [..., T] to average over the mask.
 
     logp, old_logp, advantages [..., T]; mask bool; segment_ids as in `segments`. `clip` = (clip_low, clip_high), two scalars
-    that replace the config's without compiling anew (`calibration`). The booleans: "clip/fraction", any cut, and the
+    that replace the config's without compiling anew (`calibration`). `selected` bool [..., T]: of clip_cov and kl_cov, the
+    tokens that `covariance.select_tokens` chose from the whole batch. The booleans: "clip/fraction", any cut, and the
     objective's own. Gradients reach `logp` alone. What stands off the mask reaches neither value nor gradient; a NaN on it
-    comes through. Raises ConfigError for an unknown kind or an impossible parameter, when traced.
+    comes through. Raises ConfigError for an unknown kind, an impossible parameter, or `selected` missing, when traced.
     """
     parameters = objective_parameters(config)
+    if (config.kind in SELECTING) != (selected is not None):
+        need = "needs" if selected is None else "takes no"
+        raise ConfigError(f'the objective "{config.kind}" {need} `selected` tokens', "jaxfp8rl.losses.covariance chooses them")
     if clip is not None:
         if "clip_low" not in parameters:
             raise ConfigError(f'the objective "{config.kind}" has no clip bounds to replace', "leave `clip` out")
         parameters |= {"clip_low": clip[0], "clip_high": clip[1]}
     old_logp, advantages = jax.lax.stop_gradient((old_logp, advantages))
     clean = (jnp.where(mask, jnp.asarray(a, jnp.float32), 0.0) for a in (logp, old_logp, advantages))
-    loss, cut = OBJECTIVES[config.kind](Tokens(*clean, mask, segment_ids), **parameters)
+    chosen = jnp.zeros_like(mask) if selected is None else selected & mask
+    loss, cut = OBJECTIVES[config.kind](Tokens(*clean, mask, segment_ids, chosen), **parameters)
     cut["clip/fraction"] = functools.reduce(jnp.logical_or, cut.values(), jnp.zeros_like(mask))
     return jnp.where(mask, loss, 0.0), {name: mask & flags for name, flags in cut.items()}
 
@@ -244,30 +281,53 @@ def off_policy(
     return mask & (advantages < 0) & (sequence_mean(gone, mask, segment_ids) > delta)
 
 
-def kl_penalty(logp: Array, ref_logp: Array, mask: Array, kind: str, sampled_logp: Array | None = None) -> Array:
+def kl_penalty(
+    logp: Array, ref_logp: Array, mask: Array, kind: str, sampled_logp: Array | None = None, weight_cap: float = KL_WEIGHT_CAP
+) -> Array:
     """Estimate of KL(now || reference) from a sampled token [..., T], float32, 0 off the mask; gradients reach `logp` alone.
 
     With d = logp - ref_logp (Schulman 2020, "Approximating KL divergence"): k1 = d; abs = |d|; k2 = d^2/2; k3 = e^-d + d - 1
-    with d held to +-20 and the estimate to 10, as in verl and NeMo RL: beyond that it gives no gradient. A "+" keeps the
-    value of the one named and takes the gradient of k2, d dlogp. Sampled from the policy now, that one's expectation is the
-    gradient of the KL; k1's is 0, and k3's is the gradient of KL(reference || now). Raises ConfigError for another kind.
+    with d held to +-20 and the estimate to 10, as in verl and NeMo RL: beyond that it gives no gradient.
 
-    With sampled_logp [..., T] of the policy that sampled, each token is weighed by the constant exp(logp - sampled_logp), held to
-    e^+-20: value and, of a kind with "+", gradient are then unbiased whatever policy sampled. "k3+" is DeepSeek-V3.2's unbiased
-    estimate (arXiv 2512.02556, section 3.1), r k3 with the gradient through r as well: r (k3 + 1 - e^-d) dlogp = r d dlogp.
+    A suffix keeps the value and changes the gradient. Sampled from the policy now, the gradient of "k1" is 0 in expectation
+    and that of "k3" the gradient of KL(reference || now).
+
+    - "+": the gradient of k2, d dlogp, whose expectation is the gradient of the KL (verl's "+").
+    - "_score", of k1, k2 and k3: the estimate times e^(logp - sg(logp)), as NeMo RL has it: the gradient of the estimate and
+      the score function's, k dlogp. k1: (d + 1) dlogp; k2: (d + d^2/2) dlogp; k3: d dlogp. k1 and k3 are unbiased. As in NeMo
+      RL d is held to +-20 and each estimate to +-10, and beyond both the whole gradient is 0.
+
+    With sampled_logp [..., T] of the policy that sampled, each token is weighed by the constant min(e^(logp - sampled_logp),
+    weight_cap), the exponent held to +-20: up to the cap, value and gradient (of a kind with "+" or "_score") are unbiased
+    whatever policy sampled. The cap keeps one token that the policy now finds likelier by far from owning the update. "k3+" is
+    DeepSeek-V3.2's unbiased estimate (arXiv 2512.02556, section 3.1) with that cap: r k3 with the gradient through r as well,
+    r (k3 + 1 - e^-d) dlogp = r d dlogp. Raises ConfigError for another kind, and a cap that is not at least 1.
     """
-    base = kind.removesuffix("+")
-    if base not in _KL:
-        raise ConfigError(f'KL estimator "{kind}" is unknown{nearest(kind, [k + s for k in _KL for s in ("", "+")])}')
-    d = jnp.where(mask, jnp.asarray(logp, jnp.float32) - jax.lax.stop_gradient(jnp.asarray(ref_logp, jnp.float32)), 0.0)
-    value = _KL[base](d)
+    if kind not in KL_KINDS:
+        raise ConfigError(f'KL estimator "{kind}" is unknown{nearest(kind, KL_KINDS)}')
+    if not weight_cap >= 1:
+        raise ConfigError(f"kl_weight_cap = {weight_cap} would shrink the KL of tokens from the policy itself",
+                          f"choose at least 1; the default is {KL_WEIGHT_CAP:g}")  # fmt: skip
+    sg, now = jax.lax.stop_gradient, jnp.where(mask, jnp.asarray(logp, jnp.float32), 0.0)
+    d = jnp.where(mask, now - sg(jnp.asarray(ref_logp, jnp.float32)), 0.0)
+    value = _with_gradient(kind, d, now)
+    if sampled_logp is not None:
+        moved = jnp.where(mask, sg(now) - sampled_logp, 0.0)
+        value *= jnp.minimum(jnp.exp(jnp.clip(moved, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)), weight_cap)
+    return jnp.where(mask, value, 0.0)
+
+
+def _with_gradient(kind: str, d: Array, logp: Array) -> Array:
+    sg, base = jax.lax.stop_gradient, kind.removesuffix("+").removesuffix("_score")
+    if kind.endswith("_score"):
+        held = jnp.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        estimate = {"k1": held, "k2": held**2 / 2, "k3": _k3(held)}[base]
+        score = jnp.where(held == d, jnp.exp(logp - sg(logp)), 1.0)
+        return jnp.clip(score * estimate, -KL_CAP, KL_CAP)
     if kind.endswith("+"):
         k2 = _KL["k2"](d)
-        value = k2 - jax.lax.stop_gradient(k2) + jax.lax.stop_gradient(value)
-    if sampled_logp is not None:
-        moved = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(logp, jnp.float32)) - sampled_logp, 0.0)
-        value = jnp.exp(jnp.clip(moved, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)) * value
-    return jnp.where(mask, value, 0.0)
+        return k2 - sg(k2) + sg(_KL[base](d))
+    return _KL[base](d)
 
 
 # Parts ---------------------------------------------------------------------------------------------------------------
@@ -313,12 +373,13 @@ _KL: dict[str, Callable[[Array], Array]] = {
     "k3": lambda d: jnp.minimum(_k3(jnp.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)), KL_CAP),
 }
 _k3 = lambda d: jnp.expm1(-d) + d
+KL_KINDS = (*_KL, *(f"{kind}+" for kind in _KL), "k1_score", "k2_score", "k3_score")
 
 _OTHER_NAMES = {
     "grpo": "ppo_clip", "vanilla": "ppo_clip", "dapo": "ppo_clip", "geo_mean": "gmpo", "dppo": "dppo_tv", "pg": "reinforce",
 }  # fmt: skip
 _LEAST = {"dual_clip": 1.0, "ratio_cap": 1.0}  # of the others: 0
-_ABOVE = ("dual_clip", "tau_positive", "tau_negative")  # their least value itself is out
+_ABOVE = ("dual_clip", "tau_positive", "tau_negative", "cov_fraction")  # their least value itself is out
 _MEANING = {
     "clip_low": "how far the measure may fall below no change, not the bound itself",
     "clip_high": "how far the measure may rise above no change, not the bound itself",
@@ -327,6 +388,10 @@ _MEANING = {
     "tau_positive": "the gate's temperature where the advantage is positive",
     "tau_negative": "the gate's temperature elsewhere",
     "penalty": "the factor of the squared log-ratio",
+    "cov_fraction": "the share of the live tokens that is selected",
+    "cov_low": "the least covariance of a selected token",
+    "cov_high": "its largest covariance",
+    "cov_kl_coef": "the factor of a selected token's |log-ratio|",
 }
 
 
@@ -334,7 +399,7 @@ def _check(kind: str, name: str, value: float, default: float | None) -> None:
     """Ratios and probabilities are not negative, so their lower distance ends at 1; so does any change of a probability."""
     probability = kind in ("dppo_tv", "prime_rl") and name in ("clip_low", "clip_high")
     ratio = kind in ("ppo_clip", "gspo", "gspo_token", "cispo") and name == "clip_low"
-    least, most = _LEAST.get(name, 0.0), 1.0 if probability or ratio else math.inf
+    least, most = _LEAST.get(name, 0.0), 1.0 if probability or ratio or name == "cov_fraction" else math.inf
     if not math.isfinite(value) or not least <= value <= most or (name in _ABOVE and value == least):
         allowed = f"{'above' if name in _ABOVE else 'at least'} {least:g}" + (f" and at most {most:g}" if most == 1 else "")
         usual = "left out, it is off" if default is None else f"the default is {default:g}"

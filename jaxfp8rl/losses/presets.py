@@ -30,6 +30,8 @@ SLIME_MIS = CorrectionConfig(
     rejections=(Rejection("token", "ratio", lower=0.5, upper=2.0), SLIME_VETO), batch_normalize=True, denominator="all"
 )
 SKYRL_GEO = Rejection("sequence", "ratio", "mean", 0.99, 1.01, clamp=False)
+SKYRL_OUTLIERS = Rejection("sequence", "ratio", "min", lower=1e-4), Rejection("sequence", "ratio", "max", upper=100.0)
+SKYRL_TOKENS = Rejection("token", "ratio", lower=0.5, upper=2.0)
 AREAL = CorrectionConfig(action="mask", upper=5.0, denominator="all")
 
 
@@ -109,11 +111,12 @@ PRESETS: dict[str, CorrectionConfig] = {
     "areal/sequence_k2": _areal_kl("sequence", "k2"),
     "areal/sequence_k3": _areal_kl("sequence", "k3"),
     "areal/m2po": AREAL._replace(m2_limit=0.04, denominator="kept"),  # tokens it masks by ratio stay counted, M2's do not
-    # SkyRL. The five filters of its guide one after the other, each over the survivors of the last, are not expressed.
+    # SkyRL. "recommended" is the first step of its guide and the third, "guide" all of them: each over the survivors of the last.
     "skyrl/token_tis": CorrectionConfig(denominator="all"),
     "skyrl/seq_tis": CorrectionConfig(weight="sequence", upper=5.0, denominator="all"),
     "skyrl/geo_mask": NONE._replace(rejections=(SKYRL_GEO,), denominator="all"),
     "skyrl/recommended": CorrectionConfig(rejections=(SKYRL_GEO,), denominator="all"),
+    "skyrl/guide": CorrectionConfig(rejections=(*SKYRL_OUTLIERS, SKYRL_TOKENS, SKYRL_GEO), in_turn=True, denominator="all"),
     # FlashRL: C = 2 for 0.5B, 8 for 32B
     "flashrl/tis_2": CorrectionConfig(denominator="all"),
     "flashrl/tis_8": CorrectionConfig(upper=8.0, denominator="all"),

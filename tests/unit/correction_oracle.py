@@ -321,19 +321,25 @@ def areal_m2po(
 
 def skyrl(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, tis: str | None = None, tis_high: float = 2.0,
           sequence_mask: str | None = None, low: float = 0.99, high: float = 1.01,
+          outliers: tuple[float, float] | None = None, tokens: tuple[float, float] | None = None,
           count_all: bool = True) -> Verdict:  # fmt: skip
-    """Without its token and outlier masks, which make what follows them depend on what they left.
+    """Outlier mask, token mask, weights, sequence mask: each over the tokens that those before it left.
 
     Aggregated raw, clamped afterwards. Advantages were divided by the original counts before: rejected tokens stay counted.
     """
     judge, weights, kept = Judge(), [], []
     for d in log_ratios(p, g, mask):
-        w = {None: like(d, 1.0), "token": np.exp(clamp(d)), "sequence": like(d, math.exp(clamp(aggregate(d, "sum"))))}[tis]
         keep = like(d, True)
+        if outliers is not None:
+            keep &= bool(np.all(judge.inside(clamp(d), *map(log, outliers), 1.0 + np.abs(d))))
+        if tokens is not None:
+            keep &= judge.inside(clamp(d), *map(log, tokens), 1.0 + np.abs(d))
+        left = d[keep]
+        w = {None: like(d, 1.0), "token": np.exp(clamp(d)), "sequence": like(d, math.exp(clamp(aggregate(left, "sum"))))}[tis]
         if sequence_mask is not None:
-            how, count = ("mean", max(d.size, 1)) if sequence_mask == "geometric" else ("sum", 1)
-            inside = judge.inside(clamp(aggregate(d, how)), log(low), log(high), scale_of(d) / count)
-            keep = like(d, bool(inside) or d.size == 0)
+            how, count = ("mean", max(left.size, 1)) if sequence_mask == "geometric" else ("sum", 1)
+            inside = judge.inside(clamp(aggregate(left, how)), log(low), log(high), scale_of(left) / count)
+            keep &= bool(inside) or left.size == 0
         weights.append(np.minimum(w, tis_high) if tis else w)
         kept.append(keep)
     return verdict(weights, kept, mask, count_all, judge)
@@ -502,4 +508,5 @@ ORACLES: dict[str, Oracle] = {
     "skyrl/seq_tis": preset(skyrl, tis="sequence", tis_high=5.0),
     "skyrl/geo_mask": preset(skyrl, sequence_mask="geometric"),
     "skyrl/recommended": preset(skyrl, sequence_mask="geometric", tis="token"),
+    "skyrl/guide": preset(skyrl, sequence_mask="geometric", tis="token", outliers=(1e-4, 100.0), tokens=(0.5, 2.0)),
 }

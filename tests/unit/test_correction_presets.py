@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from correction_oracle import ORACLES, mismatch_metrics, sequence_errors, weight_metrics  # noqa: E402
+from correction_oracle import ORACLES, mismatch_metrics, sequence_errors, skyrl, weight_metrics  # noqa: E402
 
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection, rollout_correction  # noqa: E402
 from jaxfp8rl.losses.presets import PRESETS  # noqa: E402
@@ -159,6 +159,22 @@ def test_preset_equals_the_oracle(name: str):
         )
 
 
+def test_weights_of_sequences_are_over_what_the_rejections_left_in_turn():
+    """SkyRL's sequence TIS behind its outlier and token masks: a masked token's ratio is in no product."""
+    config = PRESETS["skyrl/guide"]._replace(weight="sequence", upper=5.0)
+    limits = dict(outliers=(1e-4, 100.0), tokens=(0.5, 2.0))
+    data, (weights, _) = batches(), ours(config)
+    masks_matter = 0
+    for n in range(BATCHES):
+        x = data.p[n], data.g[n], data.mask[n]
+        want = skyrl(*x, tis="sequence", tis_high=5.0, sequence_mask="geometric", **limits)
+        if want.margin > MARGIN:
+            np.testing.assert_allclose(weights[n], want.weights, rtol=1e-4, atol=1e-8)
+            unmasked = skyrl(*x, tis="sequence", tis_high=5.0, sequence_mask="geometric")
+            masks_matter += not np.array_equal(want.weights, unmasked.weights)
+    assert masks_matter > 10
+
+
 def test_the_batches_reach_every_branch():
     """The comparison is worth little if nothing is ever rejected, truncated, or kept."""
     data = batches()
@@ -230,6 +246,19 @@ def test_weights_keep_within_their_bounds(name: str):
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
+def of_sequences(w: np.ndarray, mask: np.ndarray, kept: np.ndarray) -> dict[str, float]:
+    """verl's statistics of sequences, from its definitions: of the sequences with a live token."""
+    some = mask.any(-1)
+    touched = float(np.mean((mask & ~kept).any(-1)[some]))
+    means = [row[k].mean() for row, k in zip(w, kept) if k.any()]
+    named = {"mean": np.mean(means), "std": np.std(means), "max": max(means), "min": min(means),
+             "max_deviation": max(abs(m - 1) for m in means)}  # fmt: skip
+    return {f"correction/sequence_weight_{k}": float(v) for k, v in named.items()} | {
+        "correction/rejected_sequences": touched, "correction/rejected_sequences/token_k2": touched,
+        "correction/lost_sequences": float(np.mean(~kept.any(-1)[some])),
+    }  # fmt: skip
+
+
 def test_metrics_equal_the_oracle():
     """Against the raw formulas where log-ratios stay within +-20, past which ours are clamped. Unpacked and packed.
 
@@ -266,6 +295,7 @@ def test_metrics_equal_the_oracle():
             "correction/rejected_fraction": float(np.mean(~kept[mask])),
             "correction/rejected/token_k2": float(np.mean(~kept[mask])),
         }  # fmt: skip
+        ours_by_key |= of_sequences(w, mask, kept)
         for key, value in ours_by_key.items():
             for where in (n, BATCHES + n):
                 # sums of 8 log-ratios of 20 nats round by 1e-5, and chi2_seq doubles that in its exponent

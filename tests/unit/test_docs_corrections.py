@@ -43,7 +43,7 @@ def keep_cell(c: CorrectionConfig) -> str:
     cells = [rejection_cell(r) for r in c.rejections]
     if c.m2_limit is not None:
         cells.insert(0, f"mean D^2 < {number(c.m2_limit)}")
-    return "; ".join(cells) or "-"
+    return ("in turn: " if c.in_turn else "") + ("; ".join(cells) or "-")
 
 
 def rejection_cell(r: Rejection) -> str:

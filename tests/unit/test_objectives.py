@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.aggregation import AGGREGATIONS, token_scale
-from jaxfp8rl.losses.objectives import OBJECTIVES, ObjectiveConfig, kl_penalty, objective_parameters, off_policy, policy_loss
+from jaxfp8rl.losses.covariance import covariances, select_tokens
+from jaxfp8rl.losses.objectives import (
+    KL_KINDS, OBJECTIVES, SELECTING, ObjectiveConfig, kl_penalty, objective_parameters, off_policy, policy_loss,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 seeds = st.integers(0, 2**32 - 1)
@@ -46,8 +49,10 @@ def batch(seed: int, gap: float = 1.0):
 def run(logp, old, advantages, mask, segment_ids, weights, config):
     """(loss [B, T], cut, d sum(weights * loss) / d logp)."""
 
+    selected = jnp.zeros_like(mask) if config.kind in SELECTING else None  # what they select has tests of its own
+
     def total(logp):
-        loss, cut = policy_loss(logp, old, advantages, mask, segment_ids, config)
+        loss, cut = policy_loss(logp, old, advantages, mask, segment_ids, config, selected=selected)
         return jnp.sum(weights * loss), (loss, cut)
 
     grad, (loss, cut) = jax.grad(total, has_aux=True)(logp)
@@ -61,7 +66,7 @@ def oracle(config: ObjectiveConfig, c, p, a):
     kind, given_ = config.kind, {k: v for k, v in config._asdict().items() if v is not None and k != "kind"}
     return {"ppo_clip": o_ppo, "gspo": o_gspo, "gspo_token": functools.partial(o_gspo, token=True), "cispo": o_cispo,
             "sapo": o_sapo, "gmpo": o_gmpo, "dppo_tv": o_dppo_tv, "dppo_kl": o_dppo_kl, "reinforce": o_reinforce,
-            "prime_rl": o_prime}[kind](c, p, a, **given_)  # fmt: skip
+            "prime_rl": o_prime, "clip_cov": o_ppo, "kl_cov": o_plain}[kind](c, p, a, **given_)  # fmt: skip
 
 
 def bounded(c, p):
@@ -138,6 +143,11 @@ def o_prime(c, p, a, clip_low=0.2, clip_high=0.2, penalty=1e-3):
     keep = np.where(a > 0, moved <= clip_high, moved >= -clip_low)
     slope = -r * a * keep * free + 2 * penalty * (c - p)
     return -r * a * keep + penalty * (c - p) ** 2, np.diag(slope), [moved - clip_high, moved + clip_low]
+
+
+def o_plain(c, p, a):
+    r, free = bounded(c, p)
+    return -r * a, np.diag(-r * a * free), []
 
 
 @each_case
@@ -254,14 +264,17 @@ def test_an_empty_mask_gives_zeros(config):
 def test_gradients_reach_the_current_policy_alone():
     logp, old, advantages, mask, segment_ids = batch(6)
     for config in CASES:
-        total = jax.jit(lambda old, a: policy_loss(logp, old, a, mask, segment_ids, config)[0].sum())  # noqa: B023
+        none = jnp.zeros_like(mask) if config.kind in SELECTING else None
+        of = functools.partial(policy_loss, config=config, selected=none)
+        total = jax.jit(lambda old, a: of(logp, old, a, mask, segment_ids)[0].sum())  # noqa: B023
         assert not any(np.asarray(g).any() for g in jax.grad(total, (0, 1))(jnp.asarray(old), jnp.asarray(advantages)))
 
 
 def test_bounds_may_change_from_step_to_step_without_compiling_anew():
     fields = batch(8)
     for config in (c for c in CASES if "clip_low" in objective_parameters(c)):
-        step = jax.jit(lambda clip: policy_loss(*fields, config, clip))  # noqa: B023
+        none = jnp.zeros_like(fields[3]) if config.kind in SELECTING else None
+        step = jax.jit(lambda clip: policy_loss(*fields, config, clip, none))  # noqa: B023
         own = tuple(np.float32(objective_parameters(config)[name]) for name in ("clip_low", "clip_high"))
         loss, cut, _ = run(*fields, np.ones(SHAPE, np.float32), config)
         chex.assert_trees_all_close(step(own), (loss, cut), rtol=1e-6)
@@ -355,9 +368,98 @@ def test_on_policy_every_objective_follows_the_exact_gradient_of_the_expected_re
     assert np.abs(exact).max() > 0.05
 
 
-# KL to a reference ---------------------------------------------------------------------------------------------------
+# Covariance: Clip-Cov and KL-Cov -------------------------------------------------------------------------------------
 
-KL_KINDS = [k + s for k in ("k1", "abs", "k2", "k3") for s in ("", "+")]
+WIDE = (20, 50)
+
+
+def wide_batch(seed: int):
+    """1,000 tokens, a fifth of them masked with anything under the mask; each has its own place."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random(WIDE) < 0.8
+    old = np.where(mask, -rng.exponential(1.0, WIDE), rng.choice([np.nan, np.inf, -1e30], WIDE)).astype(np.float32)
+    advantages = np.where(mask, rng.normal(size=WIDE), np.nan).astype(np.float32)
+    return old, advantages, mask, np.arange(mask.size).reshape(WIDE)
+
+
+def cov_oracle(old, advantages, mask):
+    """Of the live tokens, float64: the paper's eq. 10, as verl's masked means have it."""
+    a, p = advantages[mask].astype(np.float64), old[mask].astype(np.float64)
+    return (a - a.mean()) * (p - p.mean())
+
+
+def test_a_covariance_by_hand():
+    """A = (1, -1, 0), logp = (-1, -2, -3): means 0 and -2, so 1, 0 and 0; the masked token is in no mean."""
+    got = covariances(jnp.array([-1.0, -2, -3, -50]), jnp.array([1.0, -1, 0, 9]), jnp.array([True, True, True, False]))
+    np.testing.assert_allclose(got, [1, 0, 0, 0], atol=1e-7)
+
+
+@given(seeds, st.floats(1e-4, 1.0))
+def test_kl_cov_selects_the_largest_covariances(seed, fraction):
+    old, advantages, mask, places = wide_batch(seed)
+    want = np.zeros(WIDE, bool)
+    cov = cov_oracle(old, advantages, mask)
+    count = max(1, int(np.floor(np.float32(fraction) * mask.sum())))
+    order = np.sort(cov)[::-1]
+    assume(count == len(cov) or order[count - 1] - order[count] > 1e-6)
+    want[mask] = cov >= order[count - 1]
+    got = select_tokens(old, advantages, mask, places, ObjectiveConfig("kl_cov", cov_fraction=fraction))
+    assert np.asarray(got).sum() == count and np.array_equal(got, want)
+
+
+@given(seeds, st.floats(1e-4, 1.0))
+def test_clip_cov_draws_among_the_covariances_between_its_bounds_however_they_are_packed(seed, fraction):
+    old, advantages, mask, places = wide_batch(seed)
+    config = ObjectiveConfig("clip_cov", cov_fraction=fraction, cov_low=0.2, cov_high=1.5)
+    got = np.asarray(select_tokens(old, advantages, mask, places, config))
+    cov, among = cov_oracle(old, advantages, mask), np.zeros(WIDE, bool)
+    assume((np.abs(cov[:, None] - [0.2, 1.5]) > 1e-5).all())
+    among[mask] = (cov > 0.2) & (cov < 1.5)
+    assert got.sum() == min(among.sum(), max(1, int(np.floor(np.float32(fraction) * mask.sum()))))
+    assert not (got & ~among).any()
+    order = np.random.default_rng(seed).permutation(mask.size)
+    moved = (x.reshape(-1)[order].reshape(WIDE) for x in (old, advantages, mask, places))
+    assert np.array_equal(np.asarray(select_tokens(*moved, config)).reshape(-1), got.reshape(-1)[order])
+
+
+def test_the_draw_of_clip_cov_favours_no_token():
+    """Over 300 batches every candidate is drawn about equally often, be it likely or not."""
+    low_half, drawn = 0, 0
+    for seed in range(300):
+        old, advantages, mask, places = wide_batch(seed)
+        among = mask & (np.asarray(covariances(old, advantages, mask)) > 0)
+        config = ObjectiveConfig("clip_cov", cov_fraction=0.05, cov_low=0.0, cov_high=99.0)
+        got = np.asarray(select_tokens(old, advantages, mask, places, config))
+        low_half += int((got & (old < np.median(old[among]))).sum())
+        drawn += int(got.sum())
+    assert abs(low_half / drawn - 0.5) < 0.02  # 12,000 draws: four standard deviations
+
+
+@pytest.mark.parametrize("kind", SELECTING)
+def test_what_is_selected_is_not_learned_from_or_pays_for_its_change(kind):
+    logp, old, advantages, mask, segment_ids = batch(21)
+    selected = np.random.default_rng(1).random(SHAPE) < 0.4
+    total = lambda logp, chosen: policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig(kind), selected=chosen)
+    slope = jax.grad(lambda logp, chosen: total(logp, chosen)[0].sum())
+    chosen, none = jnp.asarray(selected), jnp.zeros(SHAPE, bool)
+    (loss, cut), grad = total(logp, chosen), slope(logp, chosen)
+    plain, plain_grad = total(logp, none)[0], slope(logp, none)
+    on = selected & mask
+    if kind == "clip_cov":
+        assert not np.asarray(loss)[on].any() and not np.asarray(grad)[on].any()
+        chex.assert_trees_all_equal(np.asarray(cut["clip/covariance"]), on)
+    else:
+        moved = (logp.astype(np.float64) - old)[on]
+        np.testing.assert_allclose(np.asarray(loss - plain)[on], np.abs(moved), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(grad - plain_grad)[on], np.sign(moved), rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_equal(np.asarray(loss)[~on], np.asarray(plain)[~on])
+    with pytest.raises(ConfigError, match="needs `selected`"):
+        policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig(kind))
+    with pytest.raises(ConfigError, match="takes no `selected`"):
+        policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig("gspo"), selected=none)
+
+
+# KL to a reference ---------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames="kind")
@@ -376,12 +478,33 @@ def test_kl_estimators_and_their_gradients(seed, gap):
     free = (k3 < 10) & (np.abs(d) < 20)
     assume((np.abs(k3 - 10) > 1e-3).all())
     value = {"k1": d, "abs": np.abs(d), "k2": d**2 / 2, "k3": np.minimum(k3, 10)}
-    slope = {"k1": 1.0, "abs": np.sign(d), "k2": d, "k3": (1 - np.exp(-bounded)) * free}
+    slope = {"k1": 1.0, "abs": np.sign(d), "k2": d, "k3": (1 - np.exp(-bounded)) * free} | {f"{k}+": d for k in value}
+    value |= {f"{k}+": v for k, v in value.items()}
+    inside = {"k1": bounded, "k2": bounded**2 / 2, "k3": k3}  # NeMo RL: estimates and weight held, with their gradients
+    own = {"k1": d + 1, "k2": d + d**2 / 2, "k3": d}
+    assume(all((np.abs(np.abs(x) - 10) > 1e-3).all() for x in inside.values()))
+    value |= {f"{k}_score": np.clip(x, -10, 10) for k, x in inside.items()}
+    slope |= {f"{k}_score": own[k] * (np.abs(x) < 10) * (np.abs(d) < 20) for k, x in inside.items()}
+    assert set(value) == set(KL_KINDS)
     for kind in KL_KINDS:
         got, grad = run_kl(logp, ref, mask, kind)
-        base = kind.removesuffix("+")
-        np.testing.assert_allclose(got, value[base], rtol=1e-5, atol=2e-6)
-        np.testing.assert_allclose(grad, np.where(mask, slope[base] if base == kind else d, 0), rtol=1e-5, atol=2e-6)
+        np.testing.assert_allclose(got, value[kind], rtol=1e-5, atol=2e-6, err_msg=kind)
+        np.testing.assert_allclose(grad, np.where(mask, slope[kind], 0), rtol=1e-5, atol=3e-6, err_msg=kind)
+
+
+def test_no_token_owns_the_unbiased_kl():
+    """The token of the issue: mu = -14, reference -2.1, pi -2. Uncapped its gradient is e^12 * 0.1 = 16,275; by k3+ alone 0.1."""
+    one = lambda x: jnp.full((1,), x, jnp.float32)
+    slope = lambda cap: float(jax.grad(
+        lambda logp: kl_penalty(logp, one(-2.1), jnp.ones(1, bool), "k3+", one(-14.0), cap).sum())(one(-2.0))[0])  # fmt: skip
+    assert slope(1e6) == pytest.approx(np.exp(12) * 0.1, rel=1e-4)
+    assert slope(2.0) == pytest.approx(0.2, rel=1e-4) and slope(1.0) == pytest.approx(0.1, rel=1e-4)
+    own = jax.grad(lambda logp: kl_penalty(logp, one(-2.1), jnp.ones(1, bool), "k3+", one(-14.0)).sum())(one(-2.0))
+    assert float(own[0]) == pytest.approx(0.2, rel=1e-4), "the default cap is 2"
+    below = kl_penalty(one(-3.0), one(-2.1), jnp.ones(1, bool), "k3+", one(-2.0))  # weight e^-1, which no cap touches
+    np.testing.assert_allclose(below, np.exp(-1.0) * (np.exp(0.9) - 0.9 - 1), rtol=1e-5)
+    with pytest.raises(ConfigError, match="kl_weight_cap = 0.5"):
+        kl_penalty(one(-3.0), one(-2.1), jnp.ones(1, bool), "k3+", one(-2.0), 0.5)
 
 
 def test_expected_gradients_of_the_kl_estimators():
@@ -392,14 +515,15 @@ def test_expected_gradients_of_the_kl_estimators():
     forward = jax.grad(lambda t: jnp.sum(jnp.exp(log(t)) * (log(t) - ref)))(theta)
     reverse = jax.grad(lambda t: jnp.sum(jnp.exp(ref) * (ref - log(t))))(theta)
     want = {k: forward for k in KL_KINDS if k.endswith("+")} | {"k1": 0 * theta, "k2": forward, "k3": reverse}
+    want |= {"k1_score": forward, "k3_score": forward}
     for kind, gradient in want.items():
         expected = lambda t: jnp.sum(jnp.exp(log(theta)) * kl_penalty(log(t), ref, jnp.ones(5, bool), kind))  # noqa: B023
         np.testing.assert_allclose(jax.grad(expected)(theta), gradient, atol=1e-6, err_msg=kind)
     assert np.abs(forward - reverse).max() > 0.05
 
     sampled = jax.nn.log_softmax(jnp.asarray(rng.normal(size=5)))  # by another policy: each outcome weighed by now / sampled
-    weighed = lambda t, kind: kl_penalty(log(t), ref, jnp.ones(5, bool), kind, sampled)
-    for kind in (k for k in KL_KINDS if k.endswith("+")):
+    weighed = lambda t, kind: kl_penalty(log(t), ref, jnp.ones(5, bool), kind, sampled, 1e9)
+    for kind in (k for k in KL_KINDS if k.endswith("+") or k in ("k1_score", "k3_score")):
         gradient = jax.grad(lambda t: jnp.sum(jnp.exp(sampled) * weighed(t, kind)))(theta)  # noqa: B023
         np.testing.assert_allclose(gradient, forward, atol=1e-6, err_msg=kind)
     kl = jnp.sum(jnp.exp(log(theta)) * (log(theta) - ref))
@@ -456,6 +580,8 @@ def test_off_policy_masking_is_of_whole_sequences_with_a_negative_advantage(seed
         (ObjectiveConfig("prime_rl", penalty=-1.0), "penalty = -1"),
         (ObjectiveConfig("sapo", clip_low=0.2), "its parameters: tau_positive, tau_negative"),
         (ObjectiveConfig("gspo", dual_clip=3.0), "dual_clip = 3.0 means nothing"),
+        (ObjectiveConfig("clip_cov", cov_fraction=0.0), "above 0 and at most 1; the default is 0.0002"),
+        (ObjectiveConfig("kl_cov", clip_low=0.2), "its parameters: cov_fraction, cov_kl_coef"),
     ],
 )
 def test_impossible_parameters(config, says):

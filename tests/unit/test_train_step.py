@@ -151,6 +151,10 @@ KINDS = {
     "MIS, normalised": (Loss(aggregation="seq_mean_token_sum"), "slime/mis_sequence"),
     "REINFORCE, two policies, OPSM": (Loss(objective="reinforce", old_policy="rollout", opsm_delta=0.005), "verl/bypass_pg_is"),
     "prime-rl": (Loss(objective="prime_rl", old_policy="rollout"), "prime_rl/default"),
+    "Clip-Cov, NeMo RL's KL, slime's OPSM": (
+        Loss(objective="clip_cov", cov_fraction=0.3, cov_low=0.01, cov_high=9.0, kl_coef=0.1, kl="k3_score", unbiased_kl=True,
+             sampled_by="old", opsm_delta=0.005), "token_tis",
+    ),
 }  # fmt: skip
 # Each objective in other layouts is in test_objectives.py, each correction in test_correction_laws.py.
 SHOWN_IN_PARTS = ("GSPO with sequence TIS", "MIS, normalised", "prime-rl")
@@ -168,7 +172,8 @@ def test_every_kind_of_loss_is_as_independent_of_the_layout(kind):
     assert distance(grads, other_grads) < 2e-6 and metrics["grad_norm"] > 1e-3
     for key, value in metrics.items():
         np.testing.assert_allclose(other[key], value, rtol=2e-5, atol=2e-6, err_msg=key)
-    assert loss.opsm_delta is None or 0.1 < metrics["opsm/fraction"] < 0.9
+    assert loss.opsm_delta is None or loss.sampled_by == "old" or 0.1 < metrics["opsm/fraction"] < 0.9
+    assert loss.objective != "clip_cov" or metrics["clip/covariance"] > 0.1
 
 
 def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sample]:
@@ -266,6 +271,34 @@ def test_a_sequence_masked_for_being_off_policy_stays_in_the_denominator_and_tea
     lengths = [len(s.completion) - (i == 1) for i, s in enumerate(far)]
     assert metrics["opsm/fraction"] == pytest.approx(sum(n for n, gone in zip(lengths, masked) if gone) / sum(lengths))
     assert 0.1 < metrics["opsm/fraction"] < 0.9
+
+
+def test_whose_samples_off_policy_masking_takes_them_for():
+    """An engine half a nat above pi in every token, and pi_old = pi: DeepSeek's mask has all with A < 0, slime's none."""
+    batch = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36))
+    old = np.asarray(score(params(), batch))
+    batch = batch._replace(rollout_logp=np.where(batch.response_mask, old + 0.5, 0).astype(np.float32))
+    bad = (batch.advantages < 0)[batch.response_mask].mean()
+    for sampled_by, share in (("rollout", bad), ("old", 0.0)):
+        step = step_of(Loss(opsm_delta=0.3, sampled_by=sampled_by), CorrectionConfig())
+        assert learn(params(), batch, old, step=step)[0]["opsm/fraction"] == pytest.approx(share), sampled_by
+
+
+def test_a_token_of_weight_0_is_as_if_it_had_not_been_sampled_and_one_of_weight_3_counts_thrice():
+    """prime-rl's streams of weights: a weight scales the loss, and counts once in the denominator unless it is 0."""
+    samples = near_policy(MIXED, (2, 2, 36))
+    weighed = [s._replace(weights=np.full(len(s.completion), 3.0 if i else 0.0, np.float32)) for i, s in enumerate(samples)]
+    weighed[1] = weighed[1]._replace(weights=None)  # all 1
+    step = step_of(Loss(objective="reinforce"), CorrectionConfig())
+    results = []
+    for chosen in (weighed, samples[1:], samples[1:2], samples[2:]):
+        batch = laid_out(chosen, (2, 2, 36))
+        results.append(learn(params(), batch, np.asarray(score(params(), batch)), step=step))
+    (metrics, grads), (without, _), (_, one), (_, rest) = results
+    tokens = [len(s.completion) for s in samples]
+    share = tokens[1] / sum(tokens[1:])  # token_mean's denominators are those of each batch
+    assert distance(grads, jax.tree.map(lambda a, b: share * a + 3 * (1 - share) * b, one, rest)) < 1e-6
+    assert metrics["tokens/update"] == without["tokens/update"] == sum(tokens[1:])
 
 
 def test_a_policy_that_has_not_left_its_reference_pays_nothing():

@@ -1,0 +1,68 @@
+"""Which tokens move the entropy most: the choice of Clip-Cov and KL-Cov (arXiv 2505.22617, section 4.2).
+
+A token's covariance is (A - mean A) (logp - mean logp), both means over the live tokens of the whole batch (its eq. 10): large
+where a likely token is rewarded or an unlikely one punished. Frameworks choose within a micro-batch and by the policy now, so
+that the choice changes with the split. Here it is made once, before a batch is split, by pi_old: in the first update of a step
+the two policies are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxfp8rl.losses.mismatch import mean_over
+from jaxfp8rl.losses.objectives import ObjectiveConfig, objective_parameters
+
+FROM_BITS = 0x9E3779B1  # 2^32 over the golden ratio: Knuth's multiplicative hash
+
+
+def covariances(old_logp: Array, advantages: Array, mask: Array) -> Array:
+    """float32 [..., T], 0 off the mask. All arguments [..., T], of the whole batch."""
+    of = [jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0) for x in (advantages, old_logp)]
+    centred = [x - mean_over(mask, x) for x in of]
+    return jnp.where(mask, jax.lax.stop_gradient(centred[0] * centred[1]), 0.0)
+
+
+def select_tokens(old_logp: Array, advantages: Array, mask: Array, places: Array, config: ObjectiveConfig) -> Array:
+    """The tokens that the objective treats apart, bool [..., T]. All arrays [..., T], of the *whole* batch: mask bool, the tokens
+    that count; places int, a number of a token's own (its id and position say), the same however the batch is packed.
+
+    With N live tokens, n = max(1, floor(cov_fraction N)). "kl_cov" selects the n of largest covariance, and those that
+    equal the last of them. "clip_cov" draws n of those with cov_low < covariance < cov_high, all where there are fewer.
+    verl draws by torch's generator. Here the order is a hash of log-probability and place, which packing, sharding and
+    resuming leave as it is. A NaN is not selected.
+    """
+    p, cov = objective_parameters(config), covariances(old_logp, advantages, mask)
+    count = jnp.maximum(jnp.floor(p["cov_fraction"] * jnp.sum(mask)).astype(jnp.int32), 1)
+    if config.kind == "kl_cov":
+        return _largest(_ordered(cov), mask & ~jnp.isnan(cov), count)
+    among = mask & (cov > p["cov_low"]) & (cov < p["cov_high"])
+    return _largest(_hash(old_logp, places), among, count)
+
+
+def _largest(keys: Array, among: Array, count: Array) -> Array:
+    """The `count` largest of the uint32 keys [..., T] where `among`, ties with the last of them included. By bisection over the
+    bits: a sort would need all tokens on one device."""
+    reaches = lambda bound: jnp.sum(among & (keys >= bound)) >= count
+
+    def halve(i: Array, bound: Array) -> Array:
+        higher = bound | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(reaches(higher), higher, bound)
+
+    return among & (keys >= jax.lax.fori_loop(0, 32, halve, jnp.uint32(0)))
+
+
+def _ordered(x: Array) -> Array:
+    """uint32 in the order of the float32."""
+    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # -0 as 0
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _hash(logp: Array, places: Array) -> Array:
+    mix: Callable[[Array], Array] = lambda x: (x ^ (x >> 16)) * jnp.uint32(FROM_BITS)
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(logp, jnp.float32), jnp.uint32)
+    return mix(mix(mix(bits) + places.astype(jnp.uint32)))
