@@ -29,7 +29,8 @@ def advantages(groups: Sequence[np.ndarray], kind: str = "grpo", k: int | None =
     - leave_one_out: rloo / (sample std of the others + 1e-6), not divided where the others are equal (NeMo RL's GRPO)
     - reinforce_pp: (r - m) / sqrt(v + 1e-8), m and v the batch's mean and sample variance (REINFORCE++, arXiv 2501.03262;
       here over completions, in verl over tokens, where a long completion counts more)
-    - reinforce_pp_baseline: (r - mean) / sqrt(v + 1e-8), v the batch's sample variance of r - mean (same paper)
+    - reinforce_pp_baseline: (r - mean) / sqrt(v + 1e-8), v the batch's sample variance of r - mean (same paper; verl subtracts
+      the tokens' mean here, too, which is not 0 where completions differ in length)
     - pass_at_k: for the chance that one of k completions is right; rewards 0 or 1 (Pass@k Training, arXiv 2508.10751)
 
     A group whose rewards are all equal gets exactly 0 from all but reinforce_pp. Raises ConfigError for an unknown kind, a
