@@ -32,7 +32,7 @@ demo: $(VENV)/.base
 demo-vllm: $(VENV)/.vllm
 	rm -rf runs/make-demo-vllm
 	$(BIN)/jaxfp8rl train configs/demo.toml --rollout.engine vllm --run.dir runs/make-demo-vllm \
-	    $$($(BIN)/python -m bridges.probe --demo-flags)
+	    --precision.compute_dtype bfloat16 $$($(BIN)/python -m bridges.probe --demo-flags)
 
 test: lint $(VENV)/.vllm
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder

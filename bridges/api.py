@@ -149,7 +149,11 @@ class EngineFormats:
     fused: a compiled engine, which keeps float32 between the operations that it fuses. A norm sees the sum with the residual
         before that is rounded and rounds once, after its weight; silu(gate) * up is rounded once, if at all
     fused_quantizer: of such an engine, activations are quantised to FP8 inside RMSNorm and SiLU (all but o_proj's), where the
-        norm is rounded before and after its weight, silu(gate) * up not at all, and amax has a floor of 2^-9, not 1e-10
+        norm is rounded before and after its weight, silu(gate) * up not at all, and amax has a floor of 2^-9
+    unrounded_sums: an engine that is not compiled whose norms add the residual themselves, and see the sum before it is rounded
+        (vLLM's torch form; its CUDA kernel rounds first). Those of a compiled one always do
+    probabilities: the float type in which exp(score - max) enters attention's product with the values; None: the values' own
+    amax_floor: the least amax that activations are quantised by, where their quantiser is not fused
     """
 
     weights: str
@@ -161,6 +165,9 @@ class EngineFormats:
     fused: bool = False
     fused_quantizer: bool = False
     kv_truncated: bool = False
+    unrounded_sums: bool = False
+    probabilities: str | None = None
+    amax_floor: float = 1e-10
 
 
 @dataclasses.dataclass(frozen=True)

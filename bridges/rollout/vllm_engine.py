@@ -149,6 +149,8 @@ class VllmEngine:
             self._weights, activations, self._kv_cache, self._dtype, attention, logits=self._dtype, fused=fused,
             fused_quantizer=fused_quantizer and self._weights == FP8,
             kv_truncated=self._kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
+            unrounded_sums=not fused and self.on_model(vllm_formats.norms_see_unrounded_sums),
+            probabilities=self.on_model(vllm_formats.probabilities), amax_floor=self.on_model(vllm_formats.amax_floor),
         )  # fmt: skip
         return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, True, self._routed_experts)
 

@@ -6,6 +6,10 @@ from typing import Any
 
 from bridges.api import BridgeError
 
+FLOORS = 1e-10, 2.0**-9  # of vLLM's CUDA kernels, and of its torch form and the kernels fused with what comes before
+# By the instructions that vLLM's attention on a CPU is written for: the type of what multiplies values, None for that of queries.
+PROBABILITIES = {"amx": None} | dict.fromkeys(("vec", "vec16", "neon", "rvv", "vsx", "vxe"), "float32")
+
 
 def block_kernels(model: Any) -> set[str]:
     """Class names of the FP8 linear kernels in use, and of those of experts what vLLM calls their backend: "TRITON experts"."""
@@ -32,3 +36,41 @@ def fusion(compilation: Any) -> tuple[bool, bool]:
 def attends_in_fp8(model: Any) -> bool:
     """Whether attention runs on E4M3 queries, as FlashAttention 3 over an FP8 cache does, with scale 1 unless calibrated."""
     return any(getattr(module, "query_quant", None) is not None for module in model.modules())
+
+
+def norms_see_unrounded_sums(model: Any) -> bool:
+    """Whether norms, not compiled, see the sum with the residual before it is rounded: asked of one, with numbers whose sum is
+    rounded, and again with the rounded sum."""
+    import torch
+
+    norm = next((m for m in model.modules() if type(m).__name__ == "RMSNorm"), None)
+    if norm is None:
+        return False
+    draw = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(64, norm.hidden_size, generator=draw).to(norm.weight) for _ in range(2))
+    rounded, _ = norm(x + residual, torch.zeros_like(x))
+    return not torch.equal(norm(x, residual)[0], rounded)
+
+
+def probabilities(model: Any) -> str | None:
+    """The float type in which exp(score - max) enters the product with the values, where it is not that of the queries."""
+    isas = {module.isa for module in model.modules() if hasattr(module, "isa")}
+    if unknown := ", ".join(sorted(isas - PROBABILITIES.keys())):
+        raise BridgeError(
+            f"vLLM's attention on this CPU is written for {unknown}, of which it is not known what it rounds",
+            f"run on a GPU, or on a CPU of which that is known ({', '.join(PROBABILITIES)})",
+        )
+    return PROBABILITIES[isas.pop()] if isas else None
+
+
+def amax_floor(model: Any) -> float:
+    """The least amax by which activations are quantised: a row of zeros is given to the quantiser."""
+    import torch
+
+    quantizers = (getattr(getattr(m, "quant_method", None), "fp8_linear", None) for m in model.modules())
+    quantize = next((q.quant_fp8 for q in quantizers if q is not None), None)
+    if quantize is None:
+        return FLOORS[0]
+    device = next(model.parameters()).device
+    scale = quantize(torch.zeros(1, 128, device=device, dtype=torch.bfloat16))[1].item()
+    return min(FLOORS, key=lambda floor: abs(floor / 448 - scale))

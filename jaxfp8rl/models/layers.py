@@ -25,6 +25,11 @@ def rms_norm(x: Array | Stream, weight: Array, eps: float, dtype: DTypeLike | No
     normed, dtype = x32 * inverse_rms(x32, x, eps), dtype or x.dtype
     if once:
         return (normed * weight.astype(dtype).astype(jnp.float32)).astype(dtype)
+    return _weighted(normed, weight, dtype)
+
+
+def _weighted(normed: Array, weight: Array, dtype: DTypeLike) -> Array:
+    """Their product in `dtype`, to which `normed` is rounded first."""
     return normed.astype(dtype) * weight.astype(dtype)
 
 
@@ -103,15 +108,18 @@ def rope_tables(positions_BT: Array, cfg: ModelConfig, dtype: str = "float32") -
     return round_to(jnp.cos(angles), dtype), round_to(jnp.sin(angles), dtype)
 
 
-def apply_rope(x_BTHd: Array, cos: Array, sin: Array, norm: Array | None = None, eps: float = 0.0) -> Array:
+def apply_rope(
+    x_BTHd: Array, cos: Array, sin: Array, norm: Array | None = None, eps: float = 0.0, fused: bool = False
+) -> Array:
     """Rotate the pairs (i, i + Hd/2), Hugging Face's layout of RoPE (Su et al. 2021); before that RMSNorm over each head where
-    `norm` [Hd] is its weight, with no rounding between the two. The halves are normalised apart: whole, a head would be written
-    in float32 for both to read."""
+    `norm` [Hd] is its weight, rounded as `rms_norm` is; with no rounding between the two if `fused`. The halves are normalised
+    apart: whole, a head would be written in float32 for both to read."""
     x32 = x_BTHd.astype(jnp.float32)
     a, b = jnp.split(x32, 2, axis=-1)
     if norm is not None:
         inverse = inverse_rms(x32, x_BTHd, eps)
-        a, b = (half * inverse * weight for half, weight in zip((a, b), jnp.split(norm.astype(jnp.float32), 2)))
+        halves = [(half * inverse, weight) for half, weight in zip((a, b), jnp.split(norm, 2))]
+        a, b = (h * w.astype(jnp.float32) if fused else _weighted(h, w, x_BTHd.dtype).astype(jnp.float32) for h, w in halves)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHd.dtype)
 
 
@@ -122,18 +130,20 @@ def packed_mask(segment_ids_BT: Array) -> Array:
 
 
 def attention(
-    q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8: bool = False, q_scale: Array | float = 1.0
+    q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8: bool = False, q_scale: Array | float = 1.0,
+    probabilities: DTypeLike | None = None,
 ) -> Array:
     """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K); none is repeated.
 
     Rounded where FlashAttention rounds (Dao et al. 2022, algorithm 1): exp(score - max) enters the product with the values
     in their type and is divided by its float32 sum afterwards. `fp8`: queries and those exponentials enter as E4M3, the
     latter times 2^8, as in FlashAttention 3 (over one block of keys; over several, its maximum is the running one), and queries
-    over `q_scale`, a power of two.
+    over `q_scale`, a power of two. `probabilities`: the type in which exponentials enter the product, if not the values'.
     """
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
-    exact = jax.lax.Precision.HIGHEST if q_BTHd.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
+    v_BSKd = v_BSKd.astype(probabilities or v_BSKd.dtype)
+    exact = jax.lax.Precision.HIGHEST if v_BSKd.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
     product = {"precision": exact, "preferred_element_type": jnp.float32}
     q_BTKGd = (round_scaled(q_BTHd, q_scale) if fp8 else q_BTHd).reshape(B, T, K, H // K, d)
     scores = jnp.einsum("btkgd,bskd->bkgts", q_BTKGd, k_BSKd, **product) * d**-0.5

@@ -33,7 +33,7 @@ from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
 from jaxfp8rl.sharding import ONE, Layout
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
-from pallas_kernels.quantize.reference import AMAX_FLOOR, FUSED_AMAX_FLOOR
+from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
 Remat = Literal["none", "layer", "products", "mlp"]
@@ -142,7 +142,7 @@ def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
         if by_kernel:
             q = nn.round_scaled(q, s["q"]) if precision.attention_fp8 else q
             return packed.attention(q, k, v, tables, fp8=precision.attention_fp8, backend="pallas"), amax
-        return nn.attention(q, k, v, mask_BTS, precision.attention_fp8, s["q"]), amax
+        return nn.attention(q, k, v, mask_BTS, precision.attention_fp8, s["q"], precision.probabilities), amax
 
     return attend
 
@@ -203,9 +203,9 @@ def split_layers(params: Params, precision: Precision) -> Params:
 
 
 def embed(params: Params, tokens_BT: Array, precision: Precision, layout: Layout = ONE) -> Array | nn.Stream:
-    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; a Stream where an engine fuses."""
+    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; a Stream where norms see unrounded sums."""
     x = layout.lookup(params["embed_tokens"]["weight"], tokens_BT).astype(precision.compute_dtype)
-    return nn.Stream(x, jnp.zeros_like(x)) if precision.fused else x
+    return nn.Stream(x, jnp.zeros_like(x)) if precision.fused or precision.unrounded_sums else x
 
 
 def final_norm(x_BTD: Array | nn.Stream, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
@@ -243,7 +243,7 @@ def decoder_layer(
 
     def project(x: Array, block: str, *names: str) -> Sequence[Array]:
         weights, fp8 = [w[block][name]["weight"] for name in names], [name in run.fp8 for name in names]
-        floors = [FUSED_AMAX_FLOOR if name in quantizes else AMAX_FLOOR for name in names]
+        floors = [FUSED_AMAX_FLOOR if name in quantizes else precision.amax_floor for name in names]
         if product is None and all(fp8):
             return linears(x, weights, precision, floors[0])
         compute = product or (lambda name, *args: linear(*args))
@@ -258,7 +258,7 @@ def decoder_layer(
 
     def rotated(heads: Array, norm: str) -> Array:
         weight = layout.enter(w["self_attn"][norm]["weight"]) if cfg.qk_norm else None
-        return nn.apply_rope(heads, *rope, weight, cfg.rms_norm_eps)
+        return nn.apply_rope(heads, *rope, weight, cfg.rms_norm_eps, precision.fused)
 
     def heads(y: Array) -> Array:
         return y.reshape(*y.shape[:2], -1, cfg.head_dim)
@@ -303,7 +303,7 @@ def _attend_cached(
     if precision.attention == "pallas" and q.shape[1] == 1 and not precision.attention_fp8:
         return _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT, q[:, 0])[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
-    return nn.attention(q, keys, values, mask_BTS, precision.attention_fp8, scales["q"]), cache
+    return nn.attention(q, keys, values, mask_BTS, precision.attention_fp8, scales["q"], precision.probabilities), cache
 
 
 def _store(into: Array, layer: Array, positions_BT: Array, x: Array) -> Array:

@@ -58,7 +58,11 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> str:
 def computed_by(precision: Precision) -> str:
     """What a run says when it starts."""
     products = f'FP8 products by "{precision.products}", ' if precision.any_fp8 else ""
-    return f'learner: {products}attention by "{precision.attention}"'
+    said, engine = f'learner: {products}attention by "{precision.attention}"', precision.rope_dtype
+    if precision.compute_dtype == engine:
+        return said
+    return f'{said}, in {precision.compute_dtype} where the engine computes in {engine}, whose roundings are then not mirrored ' \
+           f'(precision.compute_dtype = "{engine}")'  # fmt: skip
 
 
 def _capability() -> str:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
 from pallas_kernels.quantize import BLOCK
+from pallas_kernels.quantize.reference import AMAX_FLOOR
 
 FP8_WEIGHT = "fp8_e4m3_128x128"
 FP8_ACTIVATION = "fp8_e4m3_1x128"
@@ -107,8 +108,10 @@ class Precision:
     rope_dtype: the float type of the engine's table of cosines and sines.
     router_dtype: the float type the logits of the engine's routers are rounded to.
     logits_dtype: the float type the engine's logits are rounded to.
-    fused, fused_quantizer: where a compiled engine does not round, or quantises in a fused kernel: see EngineFormats. With
-        `fused` norms see the residual stream's last sum unrounded.
+    fused, fused_quantizer: where a compiled engine does not round, or quantises in a fused kernel: see EngineFormats.
+    unrounded_sums: norms see the residual stream's last sum unrounded, as they do with `fused`, too.
+    probabilities: the float type in which exp(score - max) enters its product with the values; None: the values' own.
+    amax_floor: of activations whose quantiser is not fused.
     weight_dtype: the float type the published policy is rounded to; the float32 master weights only feed the optimiser.
     """
 
@@ -127,6 +130,9 @@ class Precision:
     logits_dtype: str = "float32"
     fused: bool = False
     fused_quantizer: bool = False
+    unrounded_sums: bool = False
+    probabilities: str | None = None
+    amax_floor: float = AMAX_FLOOR
     compute_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
 
@@ -248,6 +254,9 @@ def resolve(
         logits_dtype=formats.logits,
         fused=formats.fused,
         fused_quantizer=recipe.forward_fp8 and formats.fused_quantizer,
+        unrounded_sums=formats.unrounded_sums,
+        probabilities=formats.probabilities,
+        amax_floor=formats.amax_floor,
         compute_dtype=compute_dtype,
         weight_dtype=weight_dtype,
     )

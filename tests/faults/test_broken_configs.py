@@ -24,11 +24,11 @@ DEMO = presets()["demo"].read_text(encoding="utf-8")
 # (what stands in the demo's file, what is put there, the key or word that the refusal must name)
 IN_FILE = [
     ("[run]", "[runs]", "runs"), ("[run]", "[run", "not valid TOML"), ("[run]", "[[run]]", "run"), ("[task]", "[Task]", "Task"),
-    ("steps = 50", "step = 50", "run.step"),
-    ("steps = 50", "steps = -1", "run.steps"), ("steps = 50", "steps = 1e3", "run.steps"),
-    ("steps = 50", 'steps = "50"', "run.steps"), ("steps = 50", "steps = [50]", "run.steps"), ("steps = 50", "", "run.steps"),
-    ("steps = 50", "steps = true", "run.steps"), ("steps = 50", "steps = 50\nsteps = 51", "overwrite"),
-    ("steps = 50", "steps = 50\nsave_every = -1", "save_every"),
+    ("steps = 100", "step = 50", "run.step"),
+    ("steps = 100", "steps = -1", "run.steps"), ("steps = 100", "steps = 1e3", "run.steps"),
+    ("steps = 100", 'steps = "50"', "run.steps"), ("steps = 100", "steps = [50]", "run.steps"), ("steps = 100", "", "run.steps"),
+    ("steps = 100", "steps = true", "run.steps"), ("steps = 100", "steps = 100\nsteps = 51", "overwrite"),
+    ("steps = 100", "steps = 100\nsave_every = -1", "save_every"),
     ("save_every = 25", "save_evry = 25", 'did you mean "save_every"'),
     ("save_every = 25", "keep_checkpoints = 0", "run.keep_checkpoints"), ("save_every = 25", "seed = 1.5", "run.seed"),
     ("save_every = 25", "watchdog_s = -1", "run.watchdog_s"), ("save_every = 25", "save_patience_s = inf", "run.save_patience_s"),
@@ -93,7 +93,7 @@ def test_row_36_a_broken_config_is_refused_on_one_screen_with_place_and_remedy(w
 
 
 def test_row_36_the_command_line_says_the_same_and_leaves_with_2(write):
-    words = [sys.executable, "-m", "jaxfp8rl.cli", "train", write(DEMO.replace("steps = 50", "stesp = 50", 1))]
+    words = [sys.executable, "-m", "jaxfp8rl.cli", "train", write(DEMO.replace("steps = 100", "stesp = 50", 1))]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and 'run.stesp: unknown key (did you mean "steps"?)' in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 12

@@ -74,6 +74,10 @@ def test_attention_of_either_kind_rounds_as_the_engines_does():
 
 
 def test_a_run_says_what_computes():
-    assert computed_by(Precision.uniform(1, "bfloat16", attention="pallas")) == 'learner: attention by "pallas"'
+    high = Precision.uniform(1, "bfloat16", attention="pallas", rope_dtype="bfloat16")
+    assert computed_by(high) == 'learner: attention by "pallas"'
     fp8 = Precision((LayerRun(0, 1, frozenset({"o_proj"})),), products="tensor_core")
+    fp8 = dataclasses.replace(fp8, rope_dtype="bfloat16")
     assert computed_by(fp8) == 'learner: FP8 products by "tensor_core", attention by "xla"'
+    said = computed_by(dataclasses.replace(fp8, compute_dtype="float32"))
+    assert 'in float32 where the engine computes in bfloat16' in said and 'precision.compute_dtype = "bfloat16"' in said

