@@ -1,10 +1,11 @@
 """What each rounding that the learner mirrors is worth: samples of the engine, scored by learners that do one of them otherwise.
 
-    jaxfp8rl bench mirror [--samples 4096]
+    jaxfp8rl bench mirror [--samples 4096] [--cpu]
 
 The demo's warm start is published to vLLM and sampled, in a process of its own for each case. The same tokens are then scored by
 the learner as it mirrors the engine (`resolve`), and by learners that do one thing otherwise. The yardstick of a row is the full
-mirror: a ratio of 0.5 says that this change doubles the gap.
+mirror: a ratio of 0.5 says that this change doubles the gap. `--cpu`: vLLM's CPU build, not compiled, with the FP8 kernel that
+`make demo-vllm` takes here; the result is mirror_cpu.json.
 
 Needs a GPU and vLLM.
 """
@@ -40,14 +41,16 @@ CASES = {
     "fp8_unified, FP8 KV": "--rollout.kv_cache fp8",
     "fp8_unified, BF16 KV, engine not compiled": "--rollout.kv_cache auto --rollout.enforce_eager true",
 }
+CPU_CASES = {"fp8_unified, BF16 KV": "--rollout.kv_cache auto", "fp8_unified, FP8 KV": ""}
 ENGINE = "--precision.compute_dtype bfloat16 --rollout.engine vllm --rollout.gpu_memory_utilization 0.08 --rollout.kv_cache_gib 4"
 
 
 def main() -> None:
     parser = arguments(__doc__, "mirror")
+    parser.add_argument("--cpu", action="store_true", help="vLLM's CPU build")
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--options", default="", help="more overrides of the config, as `jaxfp8rl train` takes them")
-    parser.add_argument("--jobs", type=int, default=len(CASES), help="cases at once")
+    parser.add_argument("--jobs", type=int, help="cases at once; default: all on a GPU, one on a CPU")
     parser.add_argument("--child", nargs=3, metavar=("CONFIG", "OPTIONS", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -57,6 +60,7 @@ def main() -> None:
 
 
 def run_all(args) -> None:
+    cases, engine, name = (CPU_CASES, cpu_engine(), "mirror_cpu") if args.cpu else (CASES, ENGINE, "mirror")
     folder = Path(tempfile.mkdtemp())
     words = ["sft", "demo", "--precision.compute_dtype", "bfloat16", "--run.dir", str(folder / "sft")]
     subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", *words], check=True)
@@ -65,13 +69,13 @@ def run_all(args) -> None:
     def one(case: tuple[int, str]) -> dict | None:
         index, options = case
         out = folder / f"{index}.json"
-        options = f"{ENGINE} --run.dir {folder / 'unused'} {options} {args.options}"
+        options = f"{engine} --run.dir {folder / 'unused'} {options} {args.options}"
         words = ["--child", str(folder / "demo.toml"), options, str(out), "--samples", str(args.samples)]
         subprocess.run([sys.executable, __file__, *words])
         return json.loads(out.read_text()) if out.exists() else None
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = dict(zip(CASES, pool.map(one, enumerate(CASES.values()))))
+    with ThreadPoolExecutor(args.jobs or (1 if args.cpu else len(cases))) as pool:
+        found = dict(zip(cases, pool.map(one, enumerate(cases.values()))))
     rows = [
         row(f"{case}: {name}", key, "over response tokens", value, result["gaps"]["mirrored"][key], "mirrored in full", True)
         for case, result in found.items() if result
@@ -79,7 +83,14 @@ def run_all(args) -> None:
     ]  # fmt: skip
     formats = {case: result and result["formats"] for case, result in found.items()}
     problems = [case for case, result in found.items() if not result]
-    write(args.out, "mirror", rows, args.plot, samples=args.samples, formats=formats, problems=problems)
+    out = Path(args.out).with_name(f"{name}.json") if args.cpu else args.out
+    write(out, name, rows, args.plot, samples=args.samples, formats=formats, problems=problems)
+
+
+def cpu_engine() -> str:
+    from bridges.probe import vllm_demo_flags
+
+    return shlex.join(["--precision.compute_dtype", "bfloat16", "--rollout.engine", "vllm", *vllm_demo_flags()])
 
 
 def measure(config: str, options: str, out: str, samples: int) -> None:
@@ -99,6 +110,8 @@ def variants(full: Precision) -> dict[str, Precision]:
         "FP8 products summed in float32": {"products": "float32"},
         "norms and SiLU rounded as if not fused": {"fused": False, "fused_quantizer": False},
         "norms and SiLU as if fused": {"fused": True},
+        "norms see the sum rounded": {"unrounded_sums": False},
+        "probabilities in the type of the values": {"probabilities": None},
         "quantiser apart from norms and SiLU": {"fused_quantizer": False},
         "rotary table in float32": {"rope_dtype": "float32"},
         "logits in float32": {"logits_dtype": "float32"},

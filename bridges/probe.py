@@ -56,7 +56,10 @@ def vllm_fp8() -> str | None:
 
 
 def vllm_demo_flags() -> list[str]:
-    """What `jaxfp8rl train` needs on this machine to run an FP8 configuration on vLLM: nothing where vLLM's kernels run."""
+    """What `jaxfp8rl train` needs on this machine to run an FP8 configuration on vLLM: nothing where vLLM's kernels run.
+
+    With AMX the cache is BF16: of an FP8 one AMX takes what is below 2^-6 for 0, sums on their way as well, in an order of its own
+    that no learner mirrors."""
     import torch
 
     if torch.cuda.is_available():
@@ -64,7 +67,7 @@ def vllm_demo_flags() -> list[str]:
     eager = ["--rollout.enforce_eager", "true"]
     amx = torch.cpu._is_amx_tile_supported()
     kernel = [] if amx else ["--rollout.fp8_kernel", "emulated"]
-    cache = [] if amx or torch.cpu._is_avx512_supported() else ["--rollout.kv_cache", "auto"]
+    cache = [] if torch.cpu._is_avx512_supported() and not amx else ["--rollout.kv_cache", "auto"]
     return eager + kernel + cache
 
 
