@@ -58,8 +58,8 @@ def vllm_fp8() -> str | None:
 def vllm_demo_flags() -> list[str]:
     """What `jaxfp8rl train` needs on this machine to run an FP8 configuration on vLLM: nothing where vLLM's kernels run.
 
-    With AMX the cache is BF16: of an FP8 one AMX takes what is below 2^-6 for 0, sums on their way as well, in an order of its own
-    that no learner mirrors."""
+    With AMX the cache is BF16: of an FP8 one AMX takes what is below 2^-6 for 0, sums on their way as well, in an order of its
+    own that no learner mirrors."""
     import torch
 
     if torch.cuda.is_available():
