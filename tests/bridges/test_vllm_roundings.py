@@ -1,5 +1,8 @@
-"""What the learner rounds and what vLLM's own operations round, on a CPU and not compiled, on equal inputs whose rows differ
-in magnitude. Where sums are not in the same order a float32 sum may differ in its last place, and one result in thousands with it."""
+"""What the learner rounds and what vLLM's own operations round, on a CPU and not compiled, on equal inputs.
+
+Their rows differ in magnitude. Where sums are not in the same order a float32 sum may differ in its last place, and one result
+in thousands with it.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,7 @@ def test_swiglu_rounds_silu_first():
 @pytest.mark.parametrize("tokens", [12, 150])  # on one page, and on two
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_attention_without_amx_keeps_probabilities_in_float32(cache, tokens):
-    """And cuts what an FP8 cache holds off towards zero. vLLM's exponential is a polynomial, 1e-7 off: hence a last thousandth."""
+    """And cuts what an FP8 cache holds off towards zero. vLLM's exponential is a polynomial, 1e-7 off: hence 1e-3."""
     if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported():
         pytest.skip("of CPUs with AVX-512 and without AMX")
     q, k, v = (drawn(seed, tokens, HEADS, HEAD, spread=1.0) for seed in (5, 6, 7))
