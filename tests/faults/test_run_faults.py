@@ -329,7 +329,8 @@ def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):
 # 37: a setting that nobody reads
 
 NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
-    ("loss", "kl"): "loss.kl_coef", ("loss", "unbiased_kl"): "loss.kl_coef", ("loss", "overlong_penalty"): "loss.overlong_buffer",
+    ("loss", "kl"): "loss.kl_coef", ("loss", "kl_weight_cap"): "loss.unbiased_kl",
+    ("loss", "overlong_penalty"): "loss.overlong_buffer",
     ("optim", "max_bad_steps"): "an update that is not finite", ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps", ("sft", "warmup_steps"): "sft.steps",
 }  # fmt: skip
