@@ -35,7 +35,7 @@ from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.low_bit import Kept, decode, encode, is_scaled, nbytes, random_words, zeros
 from jaxfp8rl.optim import FAINT, Formats, Optimizer, adamw, from_optax, guarded_update, init_state, make_schedule
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.sft import make_sft_step
+from jaxfp8rl.sft import make_sft_step, optim_of
 from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.train_step import make_logprobs
 from jaxfp8rl.types import Params, TrainBatch, TrainState
@@ -259,7 +259,7 @@ def sft_step(cfg: Config, formats: Formats, to_nearest: bool) -> tuple[Callable,
     """As jaxfp8rl.sft.warm_start makes it, with other formats, or with moments that are rounded to nearest."""
     model = model_config(cfg)
     precision = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype)
-    optim = cfg.optim.model_copy(update={"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear"})
+    optim = optim_of(cfg)
     schedule = make_schedule(optim, cfg.sft.steps)
     optimizer = adamw(optim, schedule, formats)
     if to_nearest:

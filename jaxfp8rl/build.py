@@ -13,12 +13,12 @@ import numpy as np
 import optax
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
-from jaxfp8rl import support
 from jaxfp8rl.batches import Batches
 from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.dataset import PromptStream, contents, prepare
 from jaxfp8rl.data.packing import Sample, microbatches_needed
+from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, read_seen
 from jaxfp8rl.data.tasks import FileTask, Problem, Task, make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
@@ -61,6 +61,7 @@ class Parts:
     stream: PromptStream[Prompt]
     held_out: list[Prompt]
     contents: dict[str, str]
+    questions: Questions
     rewards: RewardRunner
     engine: RolloutEngine
     transport: WeightTransport
@@ -86,14 +87,8 @@ class Parts:
 
     @property
     def sampling(self) -> SamplingParams:
-        r, words = self.cfg.rollout, self.model.vocab_size
-        top_k = 0 if (most := support.bound(r, words)) == words else most
-        return SamplingParams(r.max_new_tokens, r.temperature, top_k, r.top_p, self.stops.token_ids, self.support_width)
-
-    @property
-    def support_width(self) -> int:
-        """Width of the supports of a batch; 0 where draws are not filtered."""
-        return support.width(self.cfg.rollout, self.model.vocab_size)
+        r = self.cfg.rollout
+        return SamplingParams(r.max_new_tokens, r.temperature, r.top_k, r.top_p, self.stops.token_ids)
 
     @property
     def microbatches(self) -> int:
@@ -108,8 +103,6 @@ class Parts:
 
     def unfit(self, request: GenRequest, completion: Completion) -> str | None:
         """Why a completion cannot be learned from besides what it says itself, or None."""
-        if request.sampling.reported and (found := support.problem(completion, request.sampling.reported)):
-            return found
         return route_problem(self.model, request, completion) if self.cfg.moe.replay == "R3" else None
 
     def with_routes(self, samples: list[Sample]) -> list[Sample]:
@@ -158,25 +151,24 @@ def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
     attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     data = load_data(cfg, model)
     check_same(group, digests := data.contents())
+    questions = data.questions(cfg)
     rewards, engine, transport = shared(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
-    support.check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
     precision = resolve(
         get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,
         cfg.precision.gradients, cfg.precision.saved_activations,
         products_of(cfg.precision.products, cfg.precision.compute_dtype), attention, cfg.precision.wgrad_inputs,
     )  # fmt: skip
-    updates = cfg.run.steps * cfg.train.updates_per_step
-    optimizer = make_optimizer(cfg.optim, updates)
+    optimizer = make_optimizer(cfg.optim, cfg.updates)
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
     return Parts(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train, PromptStream(data.train, cfg.run.seed),
-        data.held_out[: cfg.run.eval_problems], digests,
+        data.held_out[: cfg.run.eval_problems], digests, questions,
         rewards, engine, transport, runs, precision, layout, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout, cfg.moe.balance_coef),
-        optimizer, make_schedule(cfg.optim, updates), make_calibration(cfg, model, layout),
+        optimizer, make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout),
         KvCalibration(model, precision, cfg.rollout.temperature, cfg.rollout.kv_scale_decay)
         if cfg.rollout.kv_scales == "calibrated" else None,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
@@ -264,13 +256,22 @@ class Data:
         answers = self.task.kind != "reasoning_gym"
         return {"problems": contents(self.train, answers), "held-out problems": contents(self.held_out, answers)}
 
+    def questions(self, cfg: Config) -> Questions:
+        """Raises DataError where the weights in model.path were trained on what is held out here."""
+        train, held_out = (digests_of([p.problem for p in prompts]) for prompts in (self.train, self.held_out))
+        if not cfg.model.path or (seen := read_seen(cfg.model.path)) is None:
+            return Questions(train, held_out)
+        check_unseen(held_out, seen, f"model.path, {cfg.model.path},")
+        return Questions(np.union1d(train, seen), held_out)
+
 
 def load_data(cfg: Config, model: ModelConfig) -> Data:
     """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises UserErrors."""
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date, cfg.task.chat_template_kwargs)
     check_fits(tokenizer, model.vocab_size)
-    task = make_task(cfg.task, seed=cfg.run.seed)
+    task = make_task(cfg.task)
     train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))
+    held_out = _not_in(train, held_out)
     if isinstance(task, FileTask) and (bad := task.report.bad):
         print(f"left out {len(bad)} bad rows of {task.report.rows}; the first: {bad[0]}")
     if len(train) < cfg.rollout.prompts_per_step:
@@ -291,7 +292,11 @@ def starting_params(cfg: Config, model: ModelConfig, layout: Layout = ONE) -> Pa
     """Float32 masters: the HF folder's weights, or random ones from the run's seed."""
     if not cfg.model.path:
         return init_params(model, jax.random.key(cfg.run.seed))
-    _, params = load_params(cfg.model.path, model)
+    return on_devices(load_params(cfg.model.path, model)[1], layout)
+
+
+def on_devices(params: Params, layout: Layout) -> Params:
+    """From the host to where masters lie."""
     return layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)
 
 
@@ -300,3 +305,12 @@ def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> 
     if report.empty or report.too_long:
         print(f"left out {report.empty} empty and {report.too_long} overlong prompts of {len(problems)}")
     return [Prompt(*p) for p in usable]
+
+
+def _not_in(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
+    """The held-out problems that training has not, put otherwise (another system prompt, say): a split goes by prompts."""
+    asked = {question(p.problem) for p in train}
+    kept = [p for p in held_out if question(p.problem) not in asked]
+    if left_out := len(held_out) - len(kept):
+        print(f"left out {left_out} held-out problems that training has, too, put otherwise")
+    return kept

@@ -21,12 +21,13 @@ from bridges.api import BridgeError
 from jaxfp8rl import __version__
 from jaxfp8rl.completion import SHELLS, completion
 from jaxfp8rl.config import Config
-from jaxfp8rl.config_changes import check_resumable, check_typed
+from jaxfp8rl.config_changes import check_resumable, check_typed, settled
 from jaxfp8rl.errors import ConfigError, ModelError, UserError, check_writable, nearest
 from jaxfp8rl.settings import describe, find, format_differences, format_presets, overview, settings
-from jaxfp8rl.toml_config import dump_config, load_config, to_toml, unknown_key
+from jaxfp8rl.toml_config import dump_config, load_config, parse_overrides, to_toml, unknown_key
 
 BRIDGE_EXIT_CODE = 5
+MOVED = ("model", "path"), ("model", "tokenizer")  # what may lie elsewhere than when a run was begun
 FULL = errno.ENOSPC, errno.EDQUOT
 REFUSED = errno.EACCES, errno.EPERM, errno.EROFS  # these and FULL are the machine's, no bug
 
@@ -90,7 +91,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         hint = f'did you mean "{close[0]}"?' if close else unknown_key((key,)) if a_key else "unexpected argument"
         hint = re.sub(r'did you mean "(?=\w+\.)', 'did you mean "--', hint)  # as it is typed
         raise ConfigError(f"{extra[0]}: {hint}", f"jaxfp8rl {args.command} --help")
-    if overrides and not hasattr(args, "config"):
+    others = [o for o in parse_overrides(overrides) if o.path not in MOVED] if args.command == "export" else overrides
+    if others and not hasattr(args, "config"):
         raise ConfigError(f"{overrides[0]}: `jaxfp8rl {args.command}` reads no config", f"jaxfp8rl {args.command} --help")
     return args, overrides
 
@@ -152,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--greedy", action="store_true", help="the likeliest completion of each, as training evaluates")
     evaluation.add_argument("--threshold", type=float, default=1.0, help="reward from which on a completion passes; default 1")
     evaluation.add_argument("--step", type=int, metavar="N", help="the checkpoint; default: the newest")
+    evaluation.add_argument("--seed", type=int, metavar="N", help="of sampling; default: run.seed. The problems stay the same")
     evaluation.add_argument("--out", metavar="FILE", help="where the JSON goes; default: eval.json of the run")
     export = command("export", _export, "write a checkpoint as an HF folder that transformers and vLLM load", config=False)
     export.add_argument("directory", metavar="RUN", help="a run directory")
@@ -192,8 +195,11 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> None:
     own = _of_run(args.config)
     cfg = load_config(own, overrides if own == args.config else ["--run.dir", to_toml(args.config), *overrides])
     if args.dry_run:
-        return _dry_run(cfg)
+        from jaxfp8rl.base_model import with_base_model
+
+        return _dry_run(with_base_model(cfg, cfg.run.dir) if own != args.config else cfg)
     if args.resume:
+        cfg = settled(cfg, resume=True)
         check_typed(cfg, overrides)
         if not args.fork and _finished(cfg):
             return print(f"nothing to do: step {cfg.run.steps} of {cfg.run.steps}; --run.steps N goes further")
@@ -234,14 +240,14 @@ def _count(text: str) -> int:
 def _eval(args: argparse.Namespace, overrides: list[str]) -> None:
     from jaxfp8rl.evaluate import run_eval
 
-    run_eval(args.config, args.k, args.samples, args.step, args.greedy, args.threshold, args.out, overrides)
+    run_eval(args.config, args.k, args.samples, args.step, args.greedy, args.threshold, args.out, overrides, args.seed)
 
 
-def _export(args: argparse.Namespace, _: list[str]) -> None:
+def _export(args: argparse.Namespace, overrides: list[str]) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it needs no GPU, which the run may still have
     from jaxfp8rl.export import export
 
-    print(f"wrote {export(args.directory, args.out, args.format, args.step)}")
+    print(f"wrote {export(args.directory, args.out, args.format, args.step, overrides)}")
 
 
 def _config(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -269,7 +275,7 @@ def _dry_run(cfg: Config, warm_start_alone: bool = False) -> None:
     from jaxfp8rl.models.config import ModelConfig
 
     model = ModelConfig.from_hf(cfg.model.path or cfg.model.config)
-    make_task(cfg.task, seed=cfg.run.seed)  # it knows its options, and reads no data yet
+    make_task(cfg.task)  # it knows its options, and reads no data yet
     print(dump_config(cfg))
     if cfg.sft.steps or warm_start_alone:
         print(format_plan(warm_start_plan(cfg, model), "memory of the warm start, on one device, without an engine"))

@@ -44,7 +44,7 @@ class Run(Section):
 
     dir: str = Field(min_length=1, description="run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/")
     steps: int = Field(ge=1, description="GRPO steps; one step is one rollout batch")
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of initialisation, data order and sampling")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of initialisation, the order of problems, and sampling")
     eval_every: int = Field(20, ge=0, description="steps between evaluations on held-out problems; 0: only first and last")
     eval_problems: int = Field(200, ge=1, description="held-out problems an evaluation scores, once each")
     save_every: int = Field(
@@ -85,6 +85,7 @@ class Task(Section):
     name: str = Field("", description="generator of reasoning-gym")
     path: str = Field("", description="JSONL or Parquet file of prompts and answers")
     held_out_path: str = Field("", description="file of held-out rows; empty: a seeded fraction of `path`")
+    seed: int = Field(0, ge=0, lt=2**31, description="draws problems and which are held out; run.seed does not")
     options: dict[str, Any] = Field({}, description="options of the kind of task, checked by it (docs/tasks.md)")
     system_prompt: str = Field("", description="put before a prompt that is rendered with the chat template")
     chat: bool = Field(False, description="render prompts with the tokenizer's chat template")
@@ -119,10 +120,7 @@ class Rollout(Section):
     max_new_tokens: int = Field(ge=1, description="longest completion, tokens")
     temperature: float = Field(1.0, gt=0, description="logits are divided by it, in the engine and in the learner")
     top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0: off")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="sample from the likeliest tokens that have this probability, the 128 likeliest at most, or "
-        "top_k, or all of a vocabulary of 1,024; 1: off"
-    )  # fmt: skip
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens that have this probability; 1: off")
     stop_token_ids: Annotated[tuple[int | str, ...], pydantic.BeforeValidator(_listed)] = Field(
         (), strict=False, description="tokens that end a completion besides the tokenizer's eos and the chat template's end of "
         'a turn: ids, or tokens as they are written, ["<|im_end|>"]'
@@ -329,7 +327,12 @@ class Optim(Section):
 
     lr: float = Field(1e-6, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises to lr")
-    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="what follows: all but constant fall to 0")
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="what follows the warm-up")
+    total_steps: int | None = Field(
+        None, ge=1, description="cosine, linear: updates, with the warm-up, after which the learning rate has fallen to lr * "
+        "min_lr_ratio; absent: those of run.steps as the run is begun, which a resumed run keeps"
+    )  # fmt: skip
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="cosine, linear: the share of lr at which the decay ends")
     b1: float = Field(0.9, ge=0, lt=1, description="Adam: what is left of the first moment after an update")
     b2: float = Field(0.95, ge=0, lt=1, description="Adam: and of the second")
     eps: float = Field(1e-8, gt=0, description="Adam: added to the root of the second moment")
@@ -438,6 +441,11 @@ class Config(Section):
     def max_model_len(self) -> int:
         """Longest prompt plus completion, tokens."""
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def updates(self) -> int:
+        """Of the optimiser, in all steps."""
+        return self.run.steps * self.train.updates_per_step
 
     def check(self) -> Config:
         """Refuse combinations that cannot work (jaxfp8rl.config_checks). Raises ConfigError; returns self."""

@@ -11,21 +11,31 @@ from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.toml_config import load_config, parse_overrides
 
 # Where things are, what is watched, how the same numbers are computed; and those that a run in trouble is told to change. The
-# contents of a data set and a tokenizer are compared with the checkpoint's, wherever they lie.
+# contents of a model's config.json, of a data set and of a tokenizer are compared with the run's own, wherever they lie.
 MAY_CHANGE = {
     "run": {"dir", "steps", "eval_every", "eval_problems", "save_every", "keep_checkpoints", "save_patience_s", "watchdog_s",
             "samples_per_step", "samples_top_k", "trackers"},
-    "model": {"tokenizer"},
+    "model": {"path", "tokenizer"},
     "task": {"path", "held_out_path", "reward_timeout_s", "reward_workers"},
     "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep", "link",
                 "engines", "server_gpus", "server_url", "server_token_file", "restarts"},
     "precision": {"products", "attention"},
     "train": {"row_tokens", "rows_per_microbatch", "remat", "compilation_cache", "data", "fsdp", "tensor",
               "processes"},
-    "optim": {"lr", "warmup_steps", "clip_norm", "max_bad_steps", "offload"},
+    "optim": {"lr", "warmup_steps", "total_steps", "min_lr_ratio", "clip_norm", "max_bad_steps", "offload"},
     "gate": {"completions", "max_new_tokens", "max_mean_gap", "max_gap"},
     "monitor": {"profile_step", "precision_every"},
 }  # fmt: skip
+
+
+def settled(cfg: Config, resume: bool = False) -> Config:
+    """With the end of a decaying learning rate: run.steps says it where the run is begun, and what goes on longer keeps it."""
+    if cfg.optim.schedule == "constant" or cfg.optim.total_steps:
+        return cfg
+    own = Path(cfg.run.dir) / "config.toml"
+    begun = load_config(str(own)) if resume and own.is_file() else cfg
+    end = {"total_steps": begun.optim.total_steps or begun.updates}
+    return cfg.model_copy(update={"optim": cfg.optim.model_copy(update=end)}).check()
 
 
 def changes(before: Config, now: Config) -> dict[tuple[str, str], tuple[Any, Any]]:

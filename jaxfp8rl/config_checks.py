@@ -49,6 +49,7 @@ def check(cfg: Config) -> None:
             f"train.updates_per_step = {cfg.train.updates_per_step} does not divide rollout.prompts_per_step = "
             f"{cfg.rollout.prompts_per_step}: a group stays whole"
         )
+    _check_schedules(cfg)
     _check_master(cfg)
     _check_kv_scales(cfg)
     _check_one_copy(cfg, recipe)
@@ -88,6 +89,31 @@ def _check_float_types(cfg: Config, recipe: Recipe) -> None:
     if "float16" in used and not recipe.dtype:
         raise ConfigError(f'precision.compute_dtype, weight_dtype: float16 is not for recipe "{recipe.name}"',
                           'set precision.recipe = "fp16"')  # fmt: skip
+
+
+def _check_schedules(cfg: Config) -> None:
+    """A warm-up ends before the run does, and a decay leaves something to learn with."""
+    optim, updates = cfg.optim, cfg.updates
+    ends = {f"the run has {updates} updates (run.steps * train.updates_per_step)": updates}
+    if optim.total_steps:
+        ends[f"optim.total_steps = {optim.total_steps}"] = optim.total_steps
+    for what, end in ends.items():
+        if optim.warmup_steps >= end:
+            raise ConfigError(f"optim.warmup_steps = {optim.warmup_steps}: {what}, none of them after the warm-up",
+                              f"set optim.warmup_steps to {end - 1} at most")  # fmt: skip
+    if optim.schedule == "constant":
+        _refuse_given(cfg, "optim", ("total_steps", "min_lr_ratio"), 'optim.schedule = "constant"', 'optim.schedule = "cosine"')
+    elif not optim.min_lr_ratio and (optim.total_steps or updates) < updates:
+        raise ConfigError(
+            f"optim.total_steps = {optim.total_steps} with optim.min_lr_ratio = 0: the learning rate is 0 from then to the last "
+            f"update, {updates}",
+            f"set optim.total_steps = {updates}, which changes the rate at once, or optim.min_lr_ratio above 0",
+        )
+    if cfg.sft.steps and cfg.sft.warmup_steps >= cfg.sft.steps:
+        raise ConfigError(
+            f"sft.warmup_steps = {cfg.sft.warmup_steps}: sft.steps = {cfg.sft.steps}, none of them after the warm-up",
+            f"set sft.warmup_steps to {cfg.sft.steps - 1} at most",
+        )
 
 
 def _check_master(cfg: Config) -> None:
@@ -309,6 +335,7 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
         check_aggregation(loss.aggregation, loss.horizon)
     with _about("loss.objective"):
         objective_parameters(loss.objective_config)
+    _check_filtered(cfg.rollout, loss, correction, name)
     if loss.kl_coef and loss.unbiased_kl and not loss.kl.endswith(("+", "_score")):
         raise ConfigError(
             f'loss.unbiased_kl with loss.kl = "{loss.kl}": its gradient is not the KL\'s, whatever it is weighed by',
@@ -357,6 +384,27 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
     if loss.overlong_buffer > cfg.rollout.max_new_tokens:
         raise ConfigError(
             f"loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = {cfg.rollout.max_new_tokens}"
+        )
+
+
+def _check_filtered(r: Rollout, loss: Loss, correction: CorrectionConfig, name: str) -> None:
+    """Of a token the ratio to a filtered engine is the share that the filter leaves, near 1; over a sequence these multiply."""
+    given = [f"rollout.top_p = {r.top_p:g}"] * (r.top_p < 1) + [f"rollout.top_k = {r.top_k}"] * (r.top_k > 0)
+    judged = [x.name() for x in correction.rejections  # a minimum or maximum is of one token
+              if x.level == "sequence" and x.statistic in ("ratio", "k1", "k2", "k3") and x.aggregation in ("sum", "mean")]
+    if given and (correction.weight in ("sequence", "geometric") or judged):
+        what = f'weight "{correction.weight}"' if correction.weight in ("sequence", "geometric") else f"rejection {judged[0]}"
+        raise ConfigError(
+            f'{" and ".join(given)} with the {what} of correction.preset "{name}": the engine\'s log-probabilities are of the '
+            "filtered distribution, the learner's of the whole, and their ratio over a sequence vanishes "
+            "(2e-9, the clamp, at top_p = 0.95 over 1,024 tokens)",
+            'set rollout.top_p = 1 and rollout.top_k = 0, or a correction of tokens: correction.preset = "token_tis"',
+        )
+    if given and loss.opsm_delta is not None:
+        raise ConfigError(
+            f"{' and '.join(given)} with loss.opsm_delta = {loss.opsm_delta:g}: the engine's log-probabilities are of the "
+            "filtered distribution and above the learner's in every sequence: most with a negative advantage would be masked",
+            "set rollout.top_p = 1 and rollout.top_k = 0, or leave loss.opsm_delta out",
         )
 
 

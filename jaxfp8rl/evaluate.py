@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
-import json
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +22,8 @@ from rich.table import Table
 from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
-from jaxfp8rl.monitors.evaluations import read_evaluations
+from jaxfp8rl.monitors.evaluations import locked, read_evaluations, write_evaluations
+from jaxfp8rl.resume import unseen_by
 from jaxfp8rl.toml_config import parse_overrides
 from jaxfp8rl.trained import Trained, load_trained
 
@@ -44,13 +42,14 @@ class Interval(NamedTuple):
 
 def run_eval(
     source: str, ks: Sequence[int] = (1,), samples: int | None = None, step: int | None = None, greedy: bool = False,
-    threshold: float = 1.0, out: str | None = None, overrides: Sequence[str] = (),
+    threshold: float = 1.0, out: str | None = None, overrides: Sequence[str] = (), seed: int | None = None,
 ) -> None:  # fmt: skip
     """Print the table of `source`, a run directory or a config, and add it to the list in the JSON file `out`, for a run its
     eval.json; the answer to the same question is replaced.
 
-    samples: completions a problem, by default the largest k. greedy: one each, the likeliest. Raises UserErrors before anything
-    is sampled, GateFailed and BridgeErrors as training does.
+    samples: completions a problem, by default the largest k. greedy: one each, the likeliest. seed: of sampling alone, by default
+    run.seed. Raises UserErrors before anything is sampled, DataError for problems that the run was trained on among them,
+    GateFailed and BridgeErrors as training does.
     """
     n = samples or (1 if greedy else max(ks))
     if max(ks) > n or (greedy and n > 1):
@@ -61,20 +60,39 @@ def run_eval(
         recorded(path)  # what is no list of evaluations is refused before anything is sampled
     trained = load_trained(source, step, overrides)
     with contextlib.closing(build(trained.cfg)) as parts:
-        passed, facts = sample(parts, trained, n, greedy, threshold)
-        found = summary(parts, trained, passed, n, ks) | {"greedy": greedy, "threshold": threshold, **facts}
+        check_held_out(parts, trained, source)
+        seed = trained.cfg.run.seed if seed is None else seed
+        passed, facts = sample(parts, trained, n, greedy, threshold, seed)
+        found = summary(parts, trained, passed, n, ks) | {"seed": seed, "greedy": greedy, "threshold": threshold, **facts}
     found["overrides"] = {".".join(override.path): override.value for override in parse_overrides(overrides)}
     how = "greedy" if greedy else f"{n} sampled at temperature {found['temperature']:g}"
     print(f"step {found['step']}: {found['problems']} held-out problems, {how}, by {found['engine']}")
     print(f"gate: learner and engine {found['gate/mean_gap']:.3g} nats apart on average, {found['gate/max_gap']:.3g} at most")
     Console(highlight=False).print(table(found))
     if path:
-        with _locked(path):  # read anew: another evaluation may have ended meanwhile
-            _write(path, [record for record in recorded(path) if _question(record) != _question(found)] + [found])
+        with locked(path):  # read anew: another evaluation may have ended meanwhile
+            write_evaluations(path, [record for record in recorded(path) if _question(record) != _question(found)] + [found])
         print(f"wrote {path}")
 
 
-def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: float) -> tuple[np.ndarray, dict[str, float]]:
+def check_held_out(parts: Parts, trained: Trained, source: str) -> None:
+    """Raise DataError where the run was trained on a problem that is held out here; say so where it just never met them."""
+    if not trained.loop:
+        return
+    if "contents" not in trained.loop:
+        return print("an earlier version wrote this checkpoint: it does not say whether these problems were held out")
+    if trained.loop["tokenizer"] != parts.tokenizer.fingerprint():
+        raise CheckpointError("model.tokenizer: the run was trained with another vocabulary", "evaluate it with the same one")
+    if trained.loop["contents"] == parts.contents:
+        return
+    unseen_by(Path(source), trained.loop, parts)
+    if len(parts.questions.held_out):
+        print(f"these are not the run's own held-out problems: of {len(parts.questions.held_out)} it was trained on none")
+
+
+def sample(
+    parts: Parts, trained: Trained, n: int, greedy: bool, threshold: float, seed: int
+) -> tuple[np.ndarray, dict[str, float]]:
     """(how many of `n` completions passed [P], for each held-out problem; the gate's numbers, their mean reward, how many had no
     score, and how many groups were unfit). Those without a score, and those of an unfit group, have failed. Raises DataError when
     none is held out."""
@@ -82,8 +100,8 @@ def sample(parts: Parts, trained: Trained, n: int, greedy: bool, threshold: floa
         raise DataError("the task holds no problems out", "task.held_out_path, or task.options.held_out_fraction")
     print(*parts.stops.notes, sep="\n", end="\n" if parts.stops.notes else "")
     facts = hand_over(parts, trained)
-    sampling = parts.greedy if greedy else dataclasses.replace(parts.sampling, support=0)
-    requests = rollouts.make_requests(parts.held_out, sampling, n, parts.cfg.run.seed, loop.EVAL_STEP + trained.step)
+    sampling = parts.greedy if greedy else parts.sampling
+    requests = rollouts.make_requests(parts.held_out, sampling, n, seed, loop.EVAL_STEP + trained.step)
     kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version=trained.step, cut=parts.stops.cut)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
     for group in rollouts.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags):
@@ -111,7 +129,7 @@ def summary(parts: Parts, trained: Trained, passed: np.ndarray, n: int, ks: Sequ
     return {
         "run": cfg.run.dir, "step": trained.step, "task": cfg.task.kind, "name": cfg.task.name,
         "problems": len(passed), "samples": n,
-        "temperature": cfg.rollout.temperature, "top_k": cfg.rollout.top_k, "top_p": cfg.rollout.top_p, "seed": cfg.run.seed,
+        "temperature": cfg.rollout.temperature, "top_k": cfg.rollout.top_k, "top_p": cfg.rollout.top_p,
         "engine": f"{engine.engine} {engine.engine_version}", "weights": engine.formats.weights,
         "kv_cache": engine.formats.kv_cache,
         "pass_at_k": {str(k): interval(pass_at_k(passed, n, k))._asdict() for k in sorted(set(ks))},
@@ -171,23 +189,5 @@ def recorded(path: Path) -> list[dict[str, Any]]:
 
 def _question(record: dict[str, Any]) -> tuple[Any, ...]:
     """What was asked; a record that answers the same is an older one."""
-    asked = ("run", "step", "samples", "greedy", "threshold", "overrides")
+    asked = ("run", "step", "samples", "seed", "greedy", "threshold", "overrides")
     return *(record.get(key) for key in asked), *record["pass_at_k"]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The file for this process alone, where the disk has locks. Its .lock stays: were it removed, who waits for it would get the
-    removed one's lock, and who comes later that of a new one."""
-    with path.with_name(path.name + ".lock").open("a") as file:
-        with contextlib.suppress(OSError):  # some network file systems have none
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """A key a line; whole or not at all."""
-    draft = path.with_name(path.name + ".tmp")
-    lines = (",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) for record in records)
-    draft.write_text("[\n" + ",\n".join(f"{{\n{record}\n}}" for record in lines) + "\n]\n", encoding="utf-8")
-    os.replace(draft, path)

@@ -3,6 +3,7 @@
     config.json                     with a `quantization_config` in FP8
     model-*.safetensors, its index  HF names; in FP8 E4M3 `weight` and float32 `weight_scale_inv`, 128x128 blocks
     tokenizer and generation files  the run's own; generation_config.json names all tokens that the run's completions stop at
+    trained_on.npy                  which problems, so that no run holds them out (jaxfp8rl.data.seen)
     publish.json                    step, manifest and the SHA-256 of each tensor
 
 FP8 is what the run's engine holds: the bytes are those that a publish of this step hands over, quantised from the same rounded
@@ -17,11 +18,13 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxfp8rl.build import weights_in_fp8
 from jaxfp8rl.config import Config
+from jaxfp8rl.data.seen import read_seen, write_seen
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX, load_tokenizer
 from jaxfp8rl.errors import ConfigError, ModelError, check_writable
 from jaxfp8rl.models.config import ModelConfig
@@ -33,8 +36,11 @@ from jaxfp8rl.trained import load_trained
 from pallas_kernels.quantize import BLOCK
 
 
-def export(run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", step: int | None = None) -> Path:
-    """Write the newest checkpoint of the run directory `run`, or that of `step`, to the folder `out`; returns it.
+def export(
+    run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", step: int | None = None, overrides: Sequence[str] = ()
+) -> Path:
+    """Write the newest checkpoint of the run directory `run`, or that of `step`, to the folder `out`; returns it. `overrides`: of
+    model.path and model.tokenizer, where these are now.
 
     All of it appears at once, by renaming a finished folder. Raises ModelError when `out` is not empty, ConfigError for shapes
     that FP8 cannot take and where `run` is a config, CheckpointError as `load_trained`, BridgeError when the disk is too small.
@@ -46,7 +52,7 @@ def export(run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", ste
     if taken := next((p for p in out.parents if p.is_file()), None):
         raise ModelError(f"{out}: {taken} is a file", "choose another folder")
     check_writable(out)
-    found = load_trained(run, step)
+    found = load_trained(run, step, overrides)
     cfg, model = found.cfg, found.model
     fp8 = form == "fp8"
     dtype = cfg.precision.weight_dtype if fp8 else "bfloat16"
@@ -58,6 +64,8 @@ def export(run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", ste
         write_weights(source, folder, found.step)
         (folder / "config.json").write_text(json.dumps(hf_config(model, runs, dtype), indent=2, sort_keys=True) + "\n")
         _write_tokenizer(cfg, folder, found.loop.get("eos_token_ids"))
+        if (seen := read_seen(run)) is not None:
+            write_seen(folder, seen)
         folder.chmod(0o755)  # temporary folders are private, and safetensors makes its files so
         for path in folder.iterdir():
             path.chmod(0o644)

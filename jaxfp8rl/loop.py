@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 
 from bridges.api import PublishReceipt
-from jaxfp8rl import rollouts, support
+from jaxfp8rl import rollouts
+from jaxfp8rl.base_model import check_base_model, with_base_model
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.config import Config
+from jaxfp8rl.config_changes import settled
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.flops import mfu, update_flops
@@ -31,7 +34,7 @@ from jaxfp8rl.publish import LearnerWeights
 from jaxfp8rl.resume import check_forkable, fork, restore, save
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
 from jaxfp8rl.samples import sample_rows, top_tokens
-from jaxfp8rl.sft import warm_start
+from jaxfp8rl.sft import lost, warm_start
 from jaxfp8rl.sharding import fetch, gloo_warning
 from jaxfp8rl.trained import Trained
 from jaxfp8rl.types import Params, TrainBatch, TrainState
@@ -47,11 +50,14 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     Raises UserError and BridgeError kinds with their next step; leaves with exit code 130 or 143 after SIGINT or SIGTERM, when
     the step in progress has been finished and saved.
     """
-    cfg.check()
+    cfg = settled(cfg.check(), resume)
     if resume and fork_of:
         raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there", "give one of them")
     if fork_of:
         check_forkable(cfg, fork_of)
+    if resume:
+        cfg = with_base_model(cfg, cfg.run.dir)
+        check_base_model(cfg, cfg.run.dir)
     fresh = not (resume or fork_of)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(cfg, resume, fork_of))
@@ -65,7 +71,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run.note(computed_by(parts.precision))
         engine, calibrated = parts.engine.capabilities(), parts.kv_scales is not None
         warnings = untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated), gloo_warning(parts.layout)
-        for warning in filter(None, (*warnings, *parts.stops.notes, support.note(cfg.rollout, parts.model.vocab_size))):
+        for warning in filter(None, (*warnings, *parts.stops.notes)):
             run.note(warning)
         if fork_of:
             state, step = fork(parts, run, fork_of)
@@ -107,13 +113,17 @@ def with_scales(parts: Parts, policy: Params) -> Params:
 
 def begin(parts: Parts, run: RunDirectory, stop: StopSignals) -> TrainState:
     """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one; saved as
-    step 0, so that whatever stops the run later leaves something to resume. A signal in the warm start ends it at once."""
+    step 0, so that whatever stops the run later leaves something to resume. A signal in the warm start ends it at once, with the
+    word that it cannot be resumed."""
+    begun = itertools.count()  # its updates
 
     def warming() -> None:
         run.phase("warm start")
+        done = next(begun)
         if stop.asked:
-            run.leave(stop.asked)
+            run.leave(stop.asked, lost(parts.cfg.sft.steps, done))
 
+    run.keep_seen(parts.questions.seen)
     params = parts.initial_params()
     check_finite(params, parts.model)
     if parts.cfg.sft.steps:
@@ -190,11 +200,11 @@ def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
 def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
     """Sample a few completions and score them with the learner. Raises GateFailed when the two disagree.
 
-    It samples without top_k and top_p, so that the whole distributions are compared.
+    It samples without top_k and top_p: a learner's log-probabilities are those of the whole distribution.
     """
     prompts = (parts.held_out or parts.train)[: parts.cfg.gate.completions]
     length = min(parts.cfg.gate.max_new_tokens, parts.sampling.max_tokens)
-    sampling = dataclasses.replace(parts.sampling, max_tokens=length, top_k=0, top_p=1.0, support=0)
+    sampling = dataclasses.replace(parts.sampling, max_tokens=length, top_k=0, top_p=1.0)
     requests = rollouts.make_requests(prompts, sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
     kept, _ = rollouts.generate(parts.engine, prompts, requests, version)
     batch = pack_samples(parts, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])
@@ -216,15 +226,18 @@ def evaluate(parts: Parts, version: int) -> dict[str, float]:
 
 
 def split(batch: rollouts.Rollouts, parts: Parts) -> list[list[Sample]]:
-    """The samples of each update, groups whole and in order: never more than the configured share, so that the shape holds."""
-    size = parts.cfg.rollout.prompts_per_step // parts.cfg.train.updates_per_step
-    samples = rollouts.to_samples(batch.chosen, parts.cfg.loss, parts.cfg.rollout.max_new_tokens)
-    return [sum(samples[i : i + size], []) for i in range(0, max(len(samples), 1), size)]
+    """The samples of each update: whole groups in order, as many in one update as in another, or one more. A group without a
+    sample is none. There are fewer updates than train.updates_per_step where there are fewer groups, and one of nothing where
+    there is no group. None has more groups than the configured share, so that the shape holds."""
+    groups = [g for g in rollouts.to_samples(batch.chosen, parts.cfg.loss, parts.cfg.rollout.max_new_tokens) if g]
+    updates = max(min(parts.cfg.train.updates_per_step, len(groups)), 1)
+    size, more = divmod(len(groups), updates)
+    ends = [i * size + min(i, more) for i in range(updates + 1)]
+    return [sum(groups[start:end], []) for start, end in zip(ends, ends[1:])]
 
 
 def pack_samples(parts: Parts, samples: list[Sample]) -> TrainBatch:
     """Packed to the shape of an update; to a larger one when there are more samples than that holds (the gate's)."""
     t, samples = parts.cfg.train, parts.with_routes(samples)
     needed = microbatches_needed(len(samples), parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
-    shape = t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches)
-    return pack(samples, *shape, parts.no_routes, parts.support_width)
+    return pack(samples, t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches), parts.no_routes)

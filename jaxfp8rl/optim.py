@@ -49,12 +49,13 @@ class Formats(NamedTuple):
 
 
 def make_schedule(cfg: Optim, updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up to `lr`, then constant, cosine or linear decay to 0 at `updates`."""
-    after = max(updates - cfg.warmup_steps, 1)
+    """Learning rate by update: linear warm-up to `lr`, then constant, or a cosine or linear decay to lr * min_lr_ratio at update
+    `total_steps`, or else `updates`; there it stays."""
+    after = max((cfg.total_steps or updates) - cfg.warmup_steps, 1)
     tail = {
         "constant": lambda: optax.constant_schedule(cfg.lr),
-        "cosine": lambda: optax.cosine_decay_schedule(cfg.lr, after),
-        "linear": lambda: optax.linear_schedule(cfg.lr, 0.0, after),
+        "cosine": lambda: optax.cosine_decay_schedule(cfg.lr, after, cfg.min_lr_ratio),
+        "linear": lambda: optax.linear_schedule(cfg.lr, cfg.lr * cfg.min_lr_ratio, after),
     }[cfg.schedule]()
     warmup = optax.linear_schedule(cfg.lr / max(cfg.warmup_steps, 1), cfg.lr, max(cfg.warmup_steps - 1, 1))
     return optax.join_schedules([warmup, tail], [cfg.warmup_steps]) if cfg.warmup_steps else tail
@@ -192,7 +193,8 @@ def guarded_update(
 ) -> tuple[TrainState, StepMetrics]:
     """Apply `grads`, the gradients times state.loss_scale, unless the loss or their global norm is not finite; then keep every
     byte of params and optimiser state and count up `bad_steps`. (optax.apply_if_finite applies the bad update after N in a row: a
-    delay, not a guard.) Every byte is also kept where nothing is `live`: Adam's momentum is no reason to move by itself.
+    delay, not a guard.) Every byte is also kept where nothing is `live`: Adam's momentum is no reason to move by itself. Such an
+    update is neither good nor bad, unless it is not finite: both counts in a row stay.
 
     With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is halved; it doubles
     after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). At 2
@@ -211,7 +213,7 @@ def guarded_update(
         opt_state=opt_state,
         bad_steps=jnp.where(ok, 0, state.bad_steps + ~(sound | overflow)),
         loss_scale=state.loss_scale * jnp.where(grow, 2.0, jnp.where(overflow, 0.5, 1.0)),
-        good_steps=jnp.where(ok & ~grow, state.good_steps + scaling, 0),
+        good_steps=jnp.where(sound & ~grow, state.good_steps + (ok & scaling), 0),
     )
     return new, {
         "grad_norm": norm, "update/applied": ok.astype(jnp.float32), "update/bad_in_a_row": new.bad_steps,

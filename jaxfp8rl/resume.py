@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8rl.build import Parts
+from jaxfp8rl.build import Parts, on_devices
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes, described
 from jaxfp8rl.data.dataset import PromptStream
-from jaxfp8rl.errors import CheckpointError, ConfigError, NonFiniteStep
+from jaxfp8rl.data.seen import check_unseen, read_seen
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
 from jaxfp8rl.low_bit import decode, is_scaled
-from jaxfp8rl.optim import rescaled
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.optim import make_schedule, rescaled
 from jaxfp8rl.precision.checks import bad_tensors, check_finite
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.toml_config import load_config
@@ -54,6 +58,10 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
     if parts.cfg.loss.kl_coef:
         parts.hold_reference(run.load_reference(parts.model))
     check_finite(state.params, parts.model, "the checkpoint")
+    if read_seen(run.path) is None:  # as an earlier version began it
+        run.keep_seen(parts.questions.seen)
+    for said in rate_notes(load_config(str(run.path / "config.toml")), parts.cfg, int(state.step)):
+        run.note(said)
     run.rewind(step)
     return state, step
 
@@ -86,6 +94,7 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
     name, step = _source(source)
     other = Checkpoints(name / "checkpoints", 1, parts.group)
     state, loop = other.restore(_like(parts), step)
+    run.keep_seen(np.union1d(parts.questions.seen, unseen_by(name, loop, parts)))
     state = rescaled(state, parts.precision.compute_dtype)
     mine, theirs = parts.stream.state(), loop["stream"]
     if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
@@ -94,6 +103,8 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
     for bad, why in other.damaged.items():
         run.note(f"checkpoint {bad} of {name} is damaged: {why}")
     run.note(f"forked from {name} at step {loop['step']}; " + _differences(parts, name))
+    for said in rate_notes(load_config(str(name / "config.toml")), parts.cfg, int(state.step)):
+        run.note(said)
     if parts.cfg.loss.kl_coef:
         if (reference := name / "reference").is_dir():
             parts.group.together(lambda: shutil.copytree(reference, run.path / "reference"), alone=True)
@@ -105,9 +116,39 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
     return state, loop["step"]
 
 
+def unseen_by(run: Path, loop: dict[str, Any], parts: Parts) -> np.ndarray:
+    """What the weights of `run` were trained on, none of which is held out in `parts`. `loop`: of its checkpoint.
+
+    Raises DataError where some is, and where the split is another and an earlier version has not written down what it was."""
+    seen = read_seen(run)
+    if seen is None and loop["contents"]["problems"] == parts.contents["problems"]:
+        seen = parts.questions.seen
+    if seen is None:
+        raise DataError(
+            f"task: other problems are trained on or held out here than by {run}, which does not say what it was trained on: an "
+            "earlier version began it",
+            "leave the problems as they were there: task.seed, task.options, the files",
+        )
+    check_unseen(parts.questions.held_out, seen, str(run))
+    return seen
+
+
+def rate_notes(before: Config, now: Config, update: int) -> Iterator[str]:
+    """What a reader should know of the learning rate from `update` on, a decay that has ended or another rate than before's."""
+    was, rate = (float(make_schedule(cfg.optim, cfg.updates)(update)) for cfg in (before, now))
+    if not math.isclose(was, rate, rel_tol=1e-3):
+        yield f"the learning rate of the next update is {rate:.3g}; with the settings before it would have been {was:.3g}"
+    elif now.optim.schedule != "constant" and (now.optim.total_steps or now.updates) <= update < now.updates:
+        longer = make_schedule(now.optim.model_copy(update={"total_steps": now.updates}), now.updates)
+        yield (f"the learning rate has fallen as far as it does, by update {now.optim.total_steps} (optim.total_steps): it stays "
+               f"{rate:.3g}. With --optim.total_steps {now.updates} it would be {longer(update):.3g} now, and fall from there")
+
+
 def _like(parts: Parts) -> TrainState:
-    """What is restored has its shapes, types and places; its arrays are gone before those that are restored come."""
-    fresh = parts.fresh_state(parts.initial_params())
+    """What is restored has its shapes, types and places; its arrays are gone before those that are restored come. No weights are
+    read: the checkpoint has them, and the folder that they began from may be gone."""
+    like = jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0)))
+    fresh = parts.fresh_state(on_devices(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), like), parts.layout))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
 
 

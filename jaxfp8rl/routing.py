@@ -98,7 +98,7 @@ class RouteReplay:
     def __init__(self, cfg: Config, record: Callable):
         self.mode, self._every, self._record = cfg.moe.replay, cfg.moe.measure_every, record
         self._recorded: list[Array] = []
-        self._seen: list[dict[str, Array]] = []
+        self._seen: list[tuple[dict[str, Array], dict[str, Array]]] = []  # (metrics, the tokens that those of a kind are of)
         self.steps = 0  # so far: which of them are measured goes by it
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
@@ -106,10 +106,12 @@ class RouteReplay:
         old, own = self._record(policy, batch)
         self._recorded.append(own)
         if self.mode == "R3":
-            self._seen.append(disagreement(own, batch.routes, batch.segment_ids))
+            seen = disagreement(own, batch.routes, batch.segment_ids)
             if self._every and self.steps % self._every == 0:
                 unreplayed = self._record(policy, batch._replace(routes=None))[0]
-                self._seen[-1] |= _mismatch(unreplayed, batch.rollout_logp, batch.response_mask)
+                seen |= _mismatch(unreplayed, batch.rollout_logp, batch.response_mask)
+            tokens = {"routing": jnp.sum(_routed(batch.routes, batch.segment_ids)), "mismatch": jnp.sum(batch.response_mask)}
+            self._seen.append((seen, tokens))
         return old
 
     def replayed(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
@@ -120,9 +122,11 @@ class RouteReplay:
         return [batch._replace(routes=own) for batch, own in zip(batches, recorded, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """Of the step, means over its batches."""
+        """Of the step: means over the tokens of its batches."""
         seen, self._seen = jax.device_get(self._seen), []
-        return {name: float(np.mean([s[name] for s in seen])) for name in (seen[0] if seen else ())}
+        tokens = lambda name: [max(float(count[name.partition("/")[0]]), 1e-9) for _, count in seen]  # of none: what is neutral
+        names = seen[0][0] if seen else ()
+        return {name: float(np.average([s[name] for s, _ in seen], weights=tokens(name))) for name in names}
 
 
 def make_record(logprobs: Callable, layout: Layout) -> Callable:
@@ -148,12 +152,17 @@ def disagreement(own: Array, routes: Array, segment_ids: Array) -> dict[str, Arr
     """`routing/disagreement/L`: the share of the experts in `routes` [M, R, T, sparse layers, k] that the learner's routers did
     not choose (`own`), in the L-th sparse layer; `routing/disagreement`: in all; `routing/tokens_differing`: tokens of which any
     was. Over tokens that have routes."""
-    live = (segment_ids > 0) & (routes[..., 0, 0] != no_route(routes.dtype))
+    live = _routed(routes, segment_ids)
     missed = ~(routes[..., :, None] == own[..., None, :]).any(-1)  # [M, R, T, L, k]
     by_layer = [mean_over(live, missed[..., layer, :].mean(-1)) for layer in range(routes.shape[-2])]
     found = {f"routing/disagreement/{layer}": share for layer, share in enumerate(by_layer)}
     differing = mean_over(live, missed.any((-1, -2)))
     return found | {"routing/disagreement": jnp.mean(jnp.stack(by_layer)), "routing/tokens_differing": differing}
+
+
+def _routed(routes: Array, segment_ids: Array) -> Array:
+    """Tokens that have routes [M, R, T]."""
+    return (segment_ids > 0) & (routes[..., 0, 0] != no_route(routes.dtype))
 
 
 @jax.jit

@@ -20,15 +20,18 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxfp8rl.base_model import FOLDER, keep_base_model
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes, check_resumable, described
+from jaxfp8rl.data.seen import write_seen
 from jaxfp8rl.errors import CheckpointError, ConfigError, UserError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
-from jaxfp8rl.monitors.jsonl import JsonlMonitor
+from jaxfp8rl.monitors.evaluations import forget_after
+from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
 from jaxfp8rl.monitors.notes import write_note
 from jaxfp8rl.monitors.trackers import check_trackers, make_trackers
 from jaxfp8rl.processes import ALONE, ProcessGroup, check_shared
@@ -89,7 +92,7 @@ def check_run_directory(cfg: Config, resume: bool) -> None:
     if (newest := checkpoints.latest()) is None:
         if begun:
             raise checkpoints.none_to_go_on_from()
-        raise CheckpointError(f"run.dir: {folder} holds no run to resume", "train without --resume")
+        raise CheckpointError(f"run.dir: {folder} holds no run to resume", "train without --resume (a warm start begins anew)")
     check_resumable(cfg)
     if newest > cfg.run.steps:
         raise ConfigError(f"run.steps = {cfg.run.steps}: the newest checkpoint of {folder} is of step {newest}",
@@ -124,7 +127,8 @@ class RunDirectory:
             if not resume:
                 self._begin()
             self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
-            self._monitors = Monitors([self._metrics, self._console, *make_trackers(self._cfg, self.path, self.note)])
+            self._trackers = make_trackers(self._cfg, self.path, self.note)
+            self._monitors = Monitors([self._metrics, self._console, *self._trackers])
         except BaseException:  # else its live line would go on, and the terminal be without a cursor
             self._console.close()
             raise
@@ -184,10 +188,11 @@ class RunDirectory:
         """Whether it has a line of metrics."""
         return self.group.told(lambda: _size(self._metrics.path) > 0)
 
-    def leave(self, code: int) -> NoReturn:
-        """End the process, as a signal asked for; say what is saved and how to go on."""
+    def leave(self, code: int, lost: str = "") -> NoReturn:
+        """End the process, as a signal asked for; say what is saved and how to go on, or what is `lost`."""
         step, command = self._checkpoints.latest(), f"jaxfp8rl train {shlex.quote(str(self.path))} --resume"
-        self.note("stopped; nothing is saved" if step is None else f"stopped; step {step} is saved, go on with: {command}")
+        saved = "nothing is saved" if step is None else f"step {step} is saved, go on with: {command}"
+        self.note(f"stopped; {lost or saved}")
         raise SystemExit(code)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any], int]:
@@ -199,23 +204,40 @@ class RunDirectory:
 
     @by_first
     def rewind(self, step: int) -> None:
-        """Continue from `step`: forget the lines of metrics and samples after it. What the config has that is other is of the
-        steps that follow: it is kept with the first of them."""
+        """Continue from `step`: forget what is of later ones in metrics, samples, trackers and evaluations. What the config has
+        that is other is of the steps that follow: it is kept with the first of them."""
         other = described(changes(load_config(str(self.path / "config.toml")), self._cfg))
         if other and step < self._cfg.run.steps:
             self.note(f"resumed at step {step} with other settings: {'; '.join(other)}")
             self._config_changed = True
+        records = read_metrics(self._metrics.path)
+        kept = [record for record in records if record["step"] <= step]
+        for tracker in self._trackers if len(kept) < len(records) else ():
+            tracker.rewind(step, kept)
         for lines in (self._metrics, self._samples):
             lines.truncate_after(step)
+        self._forget_evaluations(step)
+        (self.path / "summary.json").unlink(missing_ok=True)  # of an end that is none any more
+        if not (self.path / FOLDER).exists():  # as an earlier version began it
+            keep_base_model(self._cfg, self.path)
         self._checkpoints.set_aside(step)
+
+    def _forget_evaluations(self, step: int) -> None:
+        try:
+            forget_after(self.path / "eval.json", step)
+        except ValueError as e:
+            self.note(f"eval.json is left as it is, it may hold evaluations of steps that were undone: {e}")
 
     def _begin(self) -> None:
         """What another start left, which failed before its first line, is none of this run's."""
         if left := self._checkpoints.set_aside(-1, "left"):
             self.note(f"of a start that failed: checkpoint {', '.join(map(str, left))}, set aside as checkpoints/left-STEP")
         if self._was_ours():
-            shutil.rmtree(self.path / "reference", ignore_errors=True)
+            self._forget_evaluations(-1)
+            for name in ("reference", FOLDER):
+                shutil.rmtree(self.path / name, ignore_errors=True)
         self._write_config()
+        keep_base_model(self._cfg, self.path)
 
     def _was_ours(self) -> bool:
         """Whether a start left its config here. A folder of anyone else's is not looked into, whatever its things are called."""
@@ -233,6 +255,11 @@ class RunDirectory:
             os.fsync(file.fileno())
         os.replace(draft, self.path / "config.toml")
         self._config_changed = False
+
+    @by_first
+    def keep_seen(self, seen: np.ndarray) -> None:
+        """What its weights are trained on."""
+        write_seen(self.path, seen)
 
     def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
         """Keep the policy that the run began with: a Hugging Face folder, `reference`."""

@@ -61,7 +61,7 @@ def find(word: str) -> list[Setting]:
     """Settings whose name, choices or description have `word` in them, those first that are called so. Raises ConfigError, with
     the nearest name, where there is none."""
     word, everything = word.lower().removeprefix("--"), settings()
-    named = [s for s in everything if word in s.name]
+    named = sorted((s for s in everything if word in s.name), key=lambda s: s.key != word)
     about = lambda s: f"{s.kind} {s.description}".lower()
     found = named + [s for s in everything if s not in named and (word in about(s) or word.replace("_", " ") in about(s))]
     if not found:

@@ -16,8 +16,9 @@ import optax
 from jax import Array
 
 from jaxfp8rl.build import load_data, model_config, starting_params
-from jaxfp8rl.config import Config
+from jaxfp8rl.config import Config, Optim
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
+from jaxfp8rl.data.seen import write_seen
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep, check_writable
@@ -52,9 +53,15 @@ def run_sft(cfg: Config) -> None:
     data = load_data(cfg, model)
     for note in data.stops.notes:
         print(note)
-    params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
+    questions = data.questions(cfg)
+    try:
+        params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
+    except KeyboardInterrupt:
+        print(f"stopped; {lost(cfg.sft.steps)}")
+        raise
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(folder)
+    write_seen(folder, questions.seen)
     print(f"wrote {folder}")
 
 
@@ -71,8 +78,7 @@ def warm_start(
         plain_runs(model.sparse_layers), compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
     )  # fmt: skip
-    optim = cfg.optim.model_copy(update={"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear"})
-    optimizer = make_optimizer(optim, cfg.sft.steps)
+    optimizer = make_optimizer(optim_of(cfg), cfg.sft.steps)
     step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
     shape, longest = (cfg.train.row_tokens, cfg.train.rows_per_microbatch), cfg.rollout.max_new_tokens
     microbatches = microbatches_needed(cfg.sft.examples_per_step, cfg.max_model_len, *shape)
@@ -90,6 +96,19 @@ def warm_start(
             if int(state.bad_steps):
                 raise NonFiniteStep("the warm start's loss is not finite", "lower sft.lr")
     return jax.tree.map(decode, state.params, is_leaf=is_scaled)
+
+
+def lost(steps: int, done: int | None = None) -> str:
+    """What to say of a warm start that ends before its last update."""
+    what = "what it had learned is" if done is None else f"{done} of its {steps} updates are"
+    return (f"nothing is saved: a warm start cannot be resumed, and {what} lost. The same command begins it anew; one made by "
+            "`jaxfp8rl sft` is kept, for model.path of as many runs as you like")  # fmt: skip
+
+
+def optim_of(cfg: Config) -> Optim:
+    """The run's optimiser with the learning rate of the warm start."""
+    own = {"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear", "total_steps": None, "min_lr_ratio": 0.0}
+    return cfg.optim.model_copy(update=own)
 
 
 def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.GradientTransformation) -> Callable:

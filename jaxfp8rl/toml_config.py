@@ -12,6 +12,7 @@ import functools
 import importlib.resources
 import json
 import re
+import sys
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +22,12 @@ from typing import Any, Literal, NamedTuple
 
 import pydantic
 
-from jaxfp8rl.config import Config, Section
+from jaxfp8rl.config import Config, Run, Section
 from jaxfp8rl.errors import ConfigError, nearest
 
 KeyPath = tuple[str, ...]
 MAX_PROBLEMS = 10
+RESOLVED = f"# {Run.__doc__}\n[run]\n"  # so `dump_config` begins
 
 
 class Override(NamedTuple):
@@ -47,16 +49,42 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(_syntax_problem(name, text, e)) from e
     given = parse_overrides(overrides)
+    if text.startswith(RESOLVED):
+        _as_it_was_meant(data)
     for override in given:
         _set(data, override)
     where = _Places(name, text, given)
     try:
-        return Config.model_validate(data).check()
+        cfg = Config.model_validate(data)
+        return (cfg if Path(path).is_file() else _fitted(cfg, given)).check()
     except pydantic.ValidationError as e:
         problems = [f"{where.named(tuple(map(str, err['loc'])))}: {_explain(err)}" for err in e.errors()]
         raise _config_error(name, problems) from e
     except ConfigError as e:
         raise _place_cross_check(e, where) from e
+
+
+def _as_it_was_meant(data: dict[str, Any]) -> None:
+    """A resolved config names every key: one without a key of today is of a version that had none, and meant this."""
+    run, task, optim = (data.get(name) for name in ("run", "task", "optim"))
+    if not all(isinstance(section, dict) for section in (run, task, optim, task and task.get("options", {}))):
+        return  # it is refused
+    if "seed" not in task:  # the run's own drew the problems
+        task["seed"] = task.get("options", {}).pop("seed", run.get("seed", 0))
+    if optim.get("schedule", "constant") != "constant":  # to 0
+        optim.setdefault("min_lr_ratio", 0.0)
+
+
+def _fitted(cfg: Config, given: Sequence[Override]) -> Config:
+    """A preset for a run, or a warm start, that `given` makes no longer than the preset's warm-up: that one gives way, and this
+    is said. A warm-up that was asked for is refused instead."""
+    for section, end in (("optim", cfg.updates), ("sft", cfg.sft.steps)):
+        part = getattr(cfg, section)
+        if 0 < end <= part.warmup_steps and (section, "warmup_steps") not in {o.path for o in given}:
+            said = f"{section}.warmup_steps: the preset's {part.warmup_steps} are cut to {end - 1}, of {end} updates in all"
+            print(said, file=sys.stderr)
+            cfg = cfg.model_copy(update={section: part.model_copy(update={"warmup_steps": end - 1})})
+    return cfg
 
 
 def dump_config(cfg: Config) -> str:

@@ -45,8 +45,8 @@ def make_policy(precision: Precision, codes: bool = True, layout: Layout = ONE) 
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat, layout: Layout = ONE) -> Callable:
-    """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first two [R, T] float32,
-    over batch.support, 0 off the response mask. On several devices f is what one of them computes, of its part of both."""
+    """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first two [R, T] float32, 0
+    off the response mask. On several devices f is what one of them computes, of its part of both."""
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
         fields = batch.tokens, batch.positions, batch.segment_ids
@@ -54,7 +54,7 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
         head = layout.gather(head_weight(policy, model))
         return *token_logprobs(
             hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype, mask=batch.response_mask,
-            axis_name=TENSOR if layout.tensor > 1 else None, support=batch.support,
+            axis_name=TENSOR if layout.tensor > 1 else None,
         ), routing  # fmt: skip
 
     return logprobs
@@ -107,7 +107,7 @@ def make_train_step(
         return select_tokens(known_logp, batch.advantages, heard, places, loss.objective_config)
 
     def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
-        batch, old_logp, ref_logp, importance, mask, scale, selected = micro
+        batch, old_logp, ref_logp, importance, mask, scale, selected, share = micro
         logp, entropy, routing = logprobs(policy | weights | {"sums": sums}, batch)
         if not scored:
             importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
@@ -128,9 +128,10 @@ def make_train_step(
             cut["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
-        if balance_coef:
-            total += balance_coef * jnp.mean(routing.balance)  # to each token, so that its weight is theirs
-        return jnp.sum(jnp.where(mask, scale * total, 0.0)), {"logp": logp, "entropy": entropy, **cut}
+        value = jnp.sum(jnp.where(mask, scale * total, 0.0))
+        if balance_coef:  # by the micro-batch's share of the tokens: its weight is one, however their losses are aggregated
+            value += balance_coef * jnp.mean(routing.balance) * jnp.sum(share)
+        return value, {"logp": logp, "entropy": entropy, **cut}
 
     def of_rows(policy: Params, batch: tuple, live: Array, loss_scale: Array, clip: tuple | None) -> tuple:
         """Loss and gradients of all rows, from a device's own."""
@@ -151,7 +152,8 @@ def make_train_step(
         run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL, ALL, ALL), (ALL, ROWS, grads_specs))
         known_logp = old_logp if scored else batch.rollout_logp  # of pi_old, before the batch is split
         selected = selection(batch, known_logp, mask & (fix.weights != 0))
-        rows = batch, known_logp, ref_logp, fix.weights, mask, scale, selected
+        share = token_scale(mask, batch.segment_ids, "token_mean") if balance_coef else None
+        rows = batch, known_logp, ref_logp, fix.weights, mask, scale, selected, share
         value, seen, grads = run(policy, rows, mask.any((1, 2)), state.loss_scale, clip)
         logp = seen.pop("logp")
         if not scored:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from jaxfp8rl.base_model import check_base_model, with_base_model
 from jaxfp8rl.build import model_config, starting_params
 from jaxfp8rl.checkpoint import Checkpoints, damage, unlike
 from jaxfp8rl.config import Config
@@ -48,6 +49,9 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
     if step and not is_run:
         raise ConfigError(f"--step {step}: {source} is a config, which has no checkpoints", "name a run directory")
     cfg = load_config(str(folder / "config.toml") if is_run else source, overrides)
+    if is_run:
+        cfg = with_base_model(cfg, folder)
+        check_base_model(cfg, folder)
     share_gpu(cfg)  # before anything asks JAX for its devices
     model = model_config(cfg)
     if not is_run:

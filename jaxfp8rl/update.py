@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
-import numpy as np
 
 from jaxfp8rl.build import Parts
 from jaxfp8rl.errors import NonFiniteStep
@@ -15,6 +15,7 @@ from jaxfp8rl.precision.probes import precision_report
 from jaxfp8rl.precision.recipe import FP8_KV
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.sharding import fetch
+from jaxfp8rl.step_metrics import counts_of, of_step
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
@@ -31,9 +32,10 @@ def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, j
 def learn(
     parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int, packed: list[TrainBatch], scored: list[tuple]
 ) -> tuple[TrainState, Params, dict[str, float]]:
-    """Apply the step's updates in turn -> (state, its policy, metrics: means over the updates, of tokens the sum). `state` and
-    `policy` are donated. Raises NonFiniteStep after too many bad ones in a row."""
-    rows, calibration = [], parts.calibration
+    """Apply the step's updates in turn -> (state, its policy, the step's metrics). `state` and `policy` are donated. Raises
+    NonFiniteStep after too many bad ones in a row."""
+    rows, counts, calibration = [], [], parts.calibration
+    drops_rejected = parts.cfg.loss.old_policy == "recomputed" and parts.cfg.correction.resolve().denominator == "kept"
     shadow = calibration.begin(step, state.params, packed[-1]) if calibration and len(packed) > 1 else None  # one has no ratios
     for batch, (old, reference) in zip(packed, scored):
         if shadow is not None and batch is packed[-1]:
@@ -43,10 +45,9 @@ def learn(
         rows.append({k: float(v) for k, v in jax.device_get(metrics).items()})
         if clip:
             rows[-1] |= {"clip/bound_low": float(clip[0]), "clip/bound_high": float(clip[1])}
+        counts.append(counts_of(batch, rows[-1], drops_rejected))
         parts.spikes.add(rows[-1]["loss"])
-        if not rows[-1]["tokens/update"]:
-            run.note(f"step {step}: no token was left to learn from, and no update was applied")
-        elif not rows[-1]["update/applied"] and not rows[-1]["update/overflow"]:
+        if is_bad(rows[-1]):
             saved = run.save_bad_batch(batch, old)
             where = find_nonfinite(state.params, batch, parts.model, parts.precision, fetch(old), parts.cfg.rollout.temperature)
             run.note(f"step {step}: an update was not finite and was not applied: {where}")
@@ -55,8 +56,14 @@ def learn(
                     f"{parts.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied: {where}",
                     f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
-    metrics = {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
-    return state, policy, metrics | {"tokens/update": sum(r["tokens/update"] for r in rows)}
+        elif not rows[-1]["tokens/update"]:
+            run.note(f"step {step}: no token was left to learn from, and no update was applied")
+    return state, policy, of_step(rows, counts)
+
+
+def is_bad(update: dict[str, float]) -> bool:
+    """Whether it was not finite, with or without anything to learn from, and not for a loss scale that was too large."""
+    return not (update["update/overflow"] or (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])))
 
 
 def probe(parts: Parts, run: RunDirectory, state: TrainState, policy: Params, batch: TrainBatch) -> dict[str, float]:

@@ -39,7 +39,8 @@ class Problem:
     """A prompt (plain text, or chat messages of `role` and `content`) and its reference answer. `meta` is JSON-able.
 
     `alternatives`: other answers that are as right. `reference`: the text that the answer was found in (a worked
-    solution, say), where it is more than the answer.
+    solution, say), where it is more than the answer. `question`: two problems that have it in common are one to a split, however
+    they are put; by default what stands in the prompt (jaxfp8rl.data.seen).
     """
 
     id: str
@@ -48,6 +49,7 @@ class Problem:
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     alternatives: tuple[str, ...] = ()
     reference: str = ""
+    question: str = ""
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -144,7 +146,8 @@ class ArithmeticTask:
     def _problem(self, numbers: list[int], operation: str) -> Problem:
         apply = {"+": operator.add, "-": operator.sub, "*": operator.mul}[operation]
         expression = operation.join(map(str, numbers))
-        return Problem(expression, f"{expression}=", str(functools.reduce(apply, numbers)))
+        same = " ".join(map(str, sorted(numbers)))
+        return Problem(expression, f"{expression}=", str(functools.reduce(apply, numbers)), question=same)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +229,8 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         instruction = self.instruction or (ANSWER_TAG_INSTRUCTION if self.extract == "tag" else "")
         question = entry["question"] + (f"\n{instruction}" if instruction else "")
         prompt = _prompt(question, self.chat, self.system_prompt)
-        return Problem(f"{self.name}:{self.seed}:{index}", prompt, entry["answer"] or "", {"entry": text})
+        meta, answer = {"entry": text}, entry["answer"] or ""
+        return Problem(f"{self.name}:{self.seed}:{index}", prompt, answer, meta, question=entry["question"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,7 +349,7 @@ class FileTask(_ReferenceDemonstrations):
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
 OF_SECTION = (  # keys of [task] itself
-    "name", "path", "held_out_path", "system_prompt", "chat", "think_tags", "scorer", "skip_bad_rows",
+    "name", "path", "held_out_path", "seed", "system_prompt", "chat", "think_tags", "scorer", "skip_bad_rows",
 )  # fmt: skip
 TOML = "as TOML"  # marks in JSON what only TOML can write
 
@@ -353,9 +357,8 @@ TOML = "as TOML"  # marks in JSON what only TOML can write
 def make_task(task: Any, **options: Any) -> Task:
     """Build a task from its kind ("arithmetic", "reasoning_gym", "file") and options, or from a configuration's `[task]`.
 
-    What the section sets comes before `options`: a run's seed, say, gives way to a seed of the task's own. Options that
-    reasoning_gym does not know go to the generator. Raises ConfigError for an unknown kind, generator or
-    option, an option given twice, and a value of the wrong type or out of range.
+    What the section sets comes before `options`. Options that reasoning_gym does not know go to the generator. Raises
+    ConfigError for an unknown kind, generator or option, an option given twice, and a value of the wrong type or out of range.
     """
     if not isinstance(task, str):
         return make_task(task.kind, **{**options, **_section_options(task)})

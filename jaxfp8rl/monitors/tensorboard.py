@@ -6,6 +6,7 @@ Not by its SummaryWriter: that writes in a thread, which ends at the first error
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from jaxfp8rl.monitors.base import Record
@@ -17,8 +18,10 @@ class TensorboardMonitor:
     def __init__(self, folder: str | Path):
         from tensorboardX.event_file_writer import EventsWriter
 
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(Path(folder) / "events"))
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        number = f".{len(list(folder.iterdir()))}"  # of two files of one second, which would be one
+        self._writer = EventsWriter(str(folder / "events"), number)
 
     def log(self, record: Record) -> None:
         """Raises OSError of the disk."""
@@ -28,6 +31,15 @@ class TensorboardMonitor:
         numbers = {key: float(value) for key, value in record.items() if key != "step" and not isinstance(value, str)}
         values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
         self._writer.write_event(Event(wall_time=time.time(), step=int(record["step"]), summary=Summary(value=values)))
+        self._writer.flush()
+
+    def rewind(self, step: int, records: Iterable[Record]) -> None:
+        """What is logged from here on comes after `step`: TensorBoard shows nothing of the steps after it that was logged before
+        (a session that starts, as tf.summary and torch write it for `purge_step`)."""
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self._writer.write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
         self._writer.flush()
 
     def close(self) -> None:

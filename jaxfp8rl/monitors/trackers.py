@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from jaxfp8rl.config import Config
@@ -21,7 +21,7 @@ def check_trackers(cfg: Config) -> None:
                             'pip install "jaxfp8rl[trackers]", or leave it out of run.trackers')  # fmt: skip
 
 
-def make_trackers(cfg: Config, folder: Path, note: Callable[[str], None]) -> list[Monitor]:
+def make_trackers(cfg: Config, folder: Path, note: Callable[[str], None]) -> list[Tracker]:
     return [Tracker(name, lambda name=name: _make(name, cfg, folder), note) for name in cfg.run.trackers]
 
 
@@ -45,6 +45,11 @@ class Tracker:
     def log(self, record: Record) -> None:
         if self._monitor:
             self._try(lambda: self._monitor.log(record))
+
+    def rewind(self, step: int, records: Iterable[Record]) -> None:
+        """Of what was logged only `records` still hold, those up to `step`."""
+        if self._monitor:
+            self._try(lambda: self._monitor.rewind(step, records))
 
     def close(self) -> None:
         if self._monitor:

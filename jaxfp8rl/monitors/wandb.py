@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,37 @@ from jaxfp8rl.monitors.base import Record
 
 
 class WandbMonitor:
-    """A run of its own for each run directory, which a resumed run goes on with: its name is kept in `folder`/wandb-id.
-
-    Every record is logged whole, over its own "step", so that steps taken again after a resume are shown where they belong.
-    """
+    """A run of its own for each run directory, which a resumed run goes on with: its name is kept in `folder`/wandb-id. Where
+    steps were undone it is another run from there on, with the record until then: nothing can be taken out of one."""
 
     def __init__(self, folder: str | Path, config: Mapping[str, Any]):
+        self._folder, self._config = Path(folder), dict(config)
+        self._begin()
+
+    def _begin(self) -> None:
         import wandb
 
-        folder = Path(folder)
-        kept = folder / "wandb-id"
+        kept = self._folder / "wandb-id"
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:8])
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "jaxfp8rl"), name=os.environ.get("WANDB_NAME", folder.resolve().name),
-            id=kept.read_text(), resume="allow", dir=folder, config=dict(config),
+            project=os.environ.get("WANDB_PROJECT", "jaxfp8rl"),
+            name=os.environ.get("WANDB_NAME", self._folder.resolve().name),
+            id=kept.read_text(), resume="allow", dir=self._folder, config=self._config,
             settings=wandb.Settings(console="off", silent=True),  # the console is the run's own
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
 
     def log(self, record: Record) -> None:
         self._run.log(dict(record))
+
+    def rewind(self, step: int, records: Iterable[Record]) -> None:
+        """`records`: those up to `step`."""
+        self.close()
+        (self._folder / "wandb-id").unlink()
+        self._begin()
+        for record in records:
+            self.log(record)
 
     def close(self) -> None:
         self._run.finish()

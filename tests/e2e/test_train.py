@@ -25,7 +25,7 @@ from jaxfp8rl.cli import main
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteStep
-from jaxfp8rl.models.loading import load_params
+from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.publish import LearnerWeights
@@ -37,7 +37,7 @@ TINY = {
     "run.steps": 10, "run.eval_problems": 16, "run.eval_every": 5, "run.save_every": 4,
     "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
     "train.row_tokens": 40, "train.rows_per_microbatch": 1, "train.updates_per_step": 2,
-    "sft.steps": 80, "sft.examples_per_step": 32,
+    "sft.steps": 80, "sft.examples_per_step": 32, "optim.schedule": "constant",
     "task.options.operands": 2, "task.options.demonstration_error": 0.0, "task.options.held_out_fraction": 0.3,
 }  # fmt: skip
 # The keys of a step that a user is promised, besides those that an evaluation adds.
@@ -395,7 +395,7 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
     """Every step one completion of the second prompt comes back with a NaN; the other three groups are learned from."""
     generate = rollouts.generate
 
-    def spoilt(engine, prompts, requests, version, *more, **named):
+    def spoilt(engine, prompts, requests, version, *more):
         real = engine.generate
 
         def broken(asked):
@@ -407,7 +407,7 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
 
         monkeypatch.setattr(engine, "generate", broken, raising=True)
         try:
-            return generate(engine, prompts, requests, version, *more, **named)
+            return generate(engine, prompts, requests, version, *more)
         finally:
             monkeypatch.setattr(engine, "generate", real)
 
@@ -453,3 +453,23 @@ def test_sft_writes_a_folder_that_train_starts_from_as_if_it_had_warm_started_it
     assert begun == want  # the policy is the rounded one in both: same evaluation, same gate
     for key in ("reward/mean", "response/length_mean", "mismatch/max_logp_diff"):  # before the masters' low bits play a part
         assert first[key] == want_first[key], key
+    assert (folder / "trained_on.npy").read_bytes() == (straight / "trained_on.npy").read_bytes()
+
+
+def test_a_run_whose_model_folder_is_gone_goes_on_is_evaluated_and_exported(tmp_path, capsys):
+    """By what it has kept of it; or where the folder is now, if it is that of the same model."""
+    cfg, run, folder, moved = config(tmp_path), tmp_path / "run", tmp_path / "model", tmp_path / "elsewhere"
+    save_params(folder, model_config(cfg), starting_params(cfg, model_config(cfg)))
+    load_tokenizer("chars:0123456789+-*=").save(str(folder))
+    from_folder = {"model__path": folder, "model__config": "{}", "model__tokenizer": '""', "sft__steps": 0, "run__eval_every": 0}
+    loop.train(config(run, run__steps=1, **from_folder))
+    folder.rename(moved)
+    resumed = ["train", str(run), "--resume", "--run.steps"]
+    assert main([*resumed, "2"]) == 0
+    assert f"model.path: {folder} is gone; {run}/base_model/path has its copies" in capsys.readouterr().out
+    assert main([*resumed, "3", "--model.path", str(moved)]) == 0 and metrics(run)[-1]["step"] == 3
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert load_tokenizer(str(tmp_path / "out")).fingerprint() == load_tokenizer(str(moved)).fingerprint()
+    assert (tmp_path / "out" / "trained_on.npy").is_file()
+    moved.rename(tmp_path / "gone again")
+    assert main(["eval", str(run), "--samples", "1"]) == 0

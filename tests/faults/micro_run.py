@@ -33,6 +33,7 @@ MICRO = {
     "model.config.hidden_size": 32, "model.config.intermediate_size": 32, "model.config.num_hidden_layers": 1,
     "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1, "model.config.head_dim": 32,
     "task.options.operands": 2, "task.options.demonstration_error": 0.0, "optim.lr": 0.01, "optim.warmup_steps": 0,
+    "optim.schedule": "constant",
 }  # fmt: skip
 
 

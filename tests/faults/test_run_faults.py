@@ -23,7 +23,7 @@ from bridges.rollout.jax_engine import JaxEngine
 from bridges.rollout.supervised_engine import SupervisedEngine
 from jaxfp8rl import build, checkpoint, loop, registry, run_directory, watchdog
 from jaxfp8rl.config import Section
-from jaxfp8rl.errors import CheckpointError, ConfigError, GateFailed, NonFiniteStep
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed, NonFiniteStep
 from jaxfp8rl.rewards.runner import RewardRunner, _child_environment
 from jaxfp8rl.toml_config import SECTIONS, dump_config, load_config
 from micro_run import arrays, assert_same_run, config, metrics, words
@@ -168,7 +168,9 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
     warm = {"sft__steps": 5, "sft__examples_per_step": 4, "run__steps": 1}
     with pytest.raises(SystemExit) as e:
         loop.train(config(tmp_path, **warm))
-    assert e.value.code == 143 and phases.count("warm start") == 3 and "stopped; nothing is saved" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert e.value.code == 143 and phases.count("warm start") == 3
+    assert "stopped; nothing is saved: a warm start cannot be resumed, and 2 of its 5 updates are lost. The same command" in said
     with pytest.raises(GateFailed):
         loop.train(config(tmp_path, gate__max_mean_gap=1e-12, **warm))
     assert phases.count("warm start") == 8 and metrics(tmp_path) == []
@@ -326,13 +328,22 @@ def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):
         loop.train(config(tmp_path / "new"), resume=True, fork_of="x")
 
 
+def test_row_35_a_fork_holds_nothing_out_that_was_trained_on(straight, tmp_path):
+    """Nor does a fork of the fork, nor what starts from what another left: the digests of both are with the weights."""
+    with pytest.raises(DataError, match=r"\d+ of \d+ held-out problems are among those that .*straight.* was trained on"):
+        loop.train(config(tmp_path, run__steps=7, task__seed=1), fork_of=str(straight))
+    assert metrics(tmp_path) == [] and not (tmp_path / "checkpoints").exists()
+    loop.train(config(tmp_path, run__steps=7, task__options__operands=3, task__max_prompt_tokens=6), fork_of=str(straight))
+    seen = [np.load(run / "trained_on.npy") for run in (straight, tmp_path)]
+    assert np.isin(seen[0], seen[1]).all() and len(seen[1]) > len(seen[0])
+
+
 # 37: a setting that nobody reads
 
 NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
-    ("loss", "kl"): "loss.kl_coef", ("loss", "kl_weight_cap"): "loss.unbiased_kl",
-    ("loss", "overlong_penalty"): "loss.overlong_buffer",
+    ("loss", "kl"): "loss.kl_coef", ("loss", "unbiased_kl"): "loss.kl_coef", ("loss", "overlong_penalty"): "loss.overlong_buffer",
     ("optim", "max_bad_steps"): "an update that is not finite", ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
-    ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps", ("sft", "warmup_steps"): "sft.steps",
+    ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps",
 }  # fmt: skip
 
 

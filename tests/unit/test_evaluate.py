@@ -17,12 +17,16 @@ from hypothesis import strategies as st
 from bridges.api import EngineFormats
 from bridges.rollout.jax_engine import JaxEngine
 from jaxfp8rl import evaluate, loop, rollouts
-from jaxfp8rl.build import model_config, starting_params
+from jaxfp8rl.build import _not_in, load_data, model_config, starting_params
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.cli import main
-from jaxfp8rl.evaluate import interval, pass_at_k
+from jaxfp8rl.data.seen import digests_of, question, read_seen, write_seen
+from jaxfp8rl.data.tasks import Problem, make_task
+from jaxfp8rl.errors import DataError
+from jaxfp8rl.evaluate import check_held_out, interval, pass_at_k
 from jaxfp8rl.optim import init_state, make_optimizer
 from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.rollouts import Prompt
 from jaxfp8rl.toml_config import dump_config, load_config
 from jaxfp8rl.trained import Trained
 
@@ -75,7 +79,10 @@ def run(tmp_path_factory):
     (folder / "config.toml").write_text(dump_config(cfg))
     params = jax.tree.map(lambda p: 4 * p, starting_params(cfg, model_config(cfg)))
     state = init_state(params, make_optimizer(cfg.optim, 1), cfg.precision.compute_dtype)
-    Checkpoints(folder / "checkpoints", 2).save(3, state, {"stream": {}, "seed": 0, "kv_amax": {}})
+    data = load_data(cfg, model_config(cfg))
+    write_seen(folder, data.questions(cfg).seen)
+    loop_state = {"stream": {}, "kv_amax": {}, "contents": data.contents(), "tokenizer": data.tokenizer.fingerprint()}
+    Checkpoints(folder / "checkpoints", 2).save(3, state, loop_state)
     return folder
 
 
@@ -91,6 +98,104 @@ def test_eval_writes_what_the_completions_were(run, capsys):
     assert found["pass_at_k"]["4"]["low"] < 0.8  # twelve of twelve prove no more
     assert 0 <= found["reward_mean"] < 0.5
     assert 0 < found["gate/mean_gap"] <= found["gate/max_gap"] < 1e-3  # float32 on both sides
+
+
+def split(run, *words):
+    """(the ids of what a config like the run's trains on, those it holds out, what an evaluation by it is checked by)."""
+    cfg = load_config(str(run / "config.toml"), words)
+    data = load_data(cfg, model_config(cfg))
+    ids = ({p.problem.id for p in prompts} for prompts in (data.train, data.held_out))
+    return *ids, SimpleNamespace(contents=data.contents(), questions=data.questions(cfg), tokenizer=data.tokenizer)
+
+
+def trained(run):
+    """The run's checkpoint, as `check_held_out` asks for it."""
+    _, _, parts = split(run)
+    state = {"contents": parts.contents, "tokenizer": parts.tokenizer.fingerprint()}
+    return Trained(None, None, {}, state, 3)
+
+
+@pytest.mark.parametrize("seed", [["--run.seed", "1"], ["--seed", "1"]], ids=["run.seed", "--seed"])
+def test_another_seed_samples_other_completions_of_the_same_problems(seed, run, tmp_path):
+    """None of which was trained on, and 94% were when run.seed drew the split."""
+    train, held_out, _ = split(run)
+    records = []
+    for name, words in (("a", []), ("b", seed)):
+        assert main(["eval", str(run), "--out", str(tmp_path / name), "--threshold", "1e-9", *words]) == 0
+        records += json.loads((tmp_path / name).read_text())
+    ids = [[name for name, _ in record["passed"]] for record in records]
+    assert ids[0] == ids[1] and not set(ids[0]) & train and set(ids[0]) <= held_out
+    assert [record["seed"] for record in records] == [0, 1]
+
+
+RESPLIT = {
+    "another draw": ["--task.seed", "1"], "a larger share": ["--task.options.held_out_fraction", "0.8"],
+    "the same operands, otherwise joined": ["--task.seed", "1", "--task.options.operations", '["*"]'],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", RESPLIT)
+def test_what_a_run_was_trained_on_is_not_held_out(how, run):
+    """However it is put: numbers in another order, or under another operation, are the same problem to a split."""
+    train, _, _ = split(run)
+    numbers = lambda ids: {tuple(sorted(name.replace("*", "+").split("+"))) for name in ids}
+    _, held_out, parts = split(run, *RESPLIT[how])
+    known = numbers(train) & numbers(held_out)
+    assert len(known) / len(numbers(held_out)) > 0.8, "else there is nothing to refuse"
+    with pytest.raises(DataError, match=f"{len(known)} of {len(numbers(held_out))} held-out problems are among those that"):
+        check_held_out(parts, trained(run), str(run))
+
+
+def test_problems_that_a_run_never_met_are_evaluated_and_that_is_said(run, capsys):
+    """A smaller share is a part of its own; other sums are another task."""
+    check_held_out(split(run)[2], trained(run), str(run))
+    assert capsys.readouterr().out == ""
+    for key, value in (("held_out_fraction", "0.02"), ("operands", "2")):
+        _, _, parts = split(run, f"--task.options.{key}", value)
+        check_held_out(parts, trained(run), str(run))
+        said = capsys.readouterr().out
+        assert f"not the run's own held-out problems: of {len(parts.questions.held_out)} it was trained on none" in said
+
+
+def test_a_run_that_does_not_say_what_it_was_trained_on_is_evaluated_on_its_own_split_alone(run, tmp_path):
+    """As an earlier version began it."""
+    check_held_out(split(run)[2], trained(run), str(tmp_path))
+    with pytest.raises(DataError, match="does not say what it was trained on"):
+        check_held_out(split(run, "--task.seed", "1")[2], trained(run), str(tmp_path))
+    (tmp_path / "trained_on.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(DataError, match="trained_on.npy is damaged"):
+        check_held_out(split(run, "--task.seed", "1")[2], trained(run), str(tmp_path))
+
+
+def test_weights_that_a_run_or_a_warm_start_left_are_not_evaluated_on_what_they_know(run, tmp_path):
+    """A shared warm start, or an export, is model.path of another run."""
+    write_seen(tmp_path, read_seen(run))
+    _, _, parts = split(run)
+    cfg = load_config(str(run / "config.toml"))
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(tmp_path)})})
+    shape = model_config(load_config(str(run / "config.toml")))
+    data = load_data(cfg, shape)
+    np.testing.assert_array_equal(data.questions(cfg).seen, parts.questions.seen)
+    other = load_config(str(run / "config.toml"), ["--task.seed", "1"])
+    with pytest.raises(DataError, match="held-out problems are among those that model.path, "):
+        load_data(other, shape).questions(cfg)
+
+
+@given(st.integers(2, 30), st.integers(2, 3), st.lists(st.sampled_from("+-*"), min_size=1, unique=True), st.integers(0, 99))
+def test_no_sum_is_on_both_sides_of_a_split(max_operand, operands, operations, seed):
+    task = make_task("arithmetic", max_operand=max_operand, operands=operands, operations=tuple(operations), seed=seed, size=300)
+    train, held_out = map(digests_of, (task.problems(), task.held_out()))
+    assert np.intersect1d(train, held_out).size == 0 and train.size
+
+
+def test_a_question_is_the_same_however_it_is_put(tmp_path, capsys):
+    """And what training has, too, put otherwise, is left out of what is held out."""
+    chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"})
+    plain, told, other = Problem("a", "What is 2+2?\n", "4"), Problem("b", chat, "4"), Problem("c", "What is 2+3?", "5")
+    assert question(plain) == question(told) != question(other)
+    kept = _not_in([Prompt(plain, (1,))], [Prompt(told, (1,)), Prompt(other, (1,))])
+    assert [p.problem.id for p in kept] == ["c"]
+    assert "left out 1 held-out problems that training has, too" in capsys.readouterr().out
 
 
 def of_other_weights(patch):
@@ -166,7 +271,7 @@ def test_another_question_is_added_and_the_same_one_answered_anew(stood_in, tmp_
 
 def test_two_evaluations_side_by_side_keep_both_records(stood_in, tmp_path, monkeypatch):
     """The second begins and ends while the first samples; the file is locked where it is read and written."""
-    write, locked = evaluate._write, []
+    write, locked = evaluate.write_evaluations, []
 
     def sample(parts, trained, *_):
         if trained.step == 50:
@@ -180,7 +285,7 @@ def test_two_evaluations_side_by_side_keep_both_records(stood_in, tmp_path, monk
         write(path, records)
 
     monkeypatch.setattr(evaluate, "sample", sample)
-    monkeypatch.setattr(evaluate, "_write", watched)
+    monkeypatch.setattr(evaluate, "write_evaluations", watched)
     assert main(["eval", str(tmp_path), "--step", "50"]) == 0
     assert [r["step"] for r in json.loads((tmp_path / "eval.json").read_text())] == [75, 50] and len(locked) == 2
 
@@ -227,6 +332,8 @@ def test_eval_of_a_config_writes_nothing_but_what_is_asked_for(tmp_path, capsys)
         (["demo", "--step", "3"], "demo is a config, which has no checkpoints"),
         (["RUN", "--step", "2"], "no checkpoint of step 2\n  next step: --step 3"),
         (["RUN", "--task.options.held_out_fraction", "0.0"], "the task holds no problems out"),
+        (["RUN", "--task.seed", "1"], " held-out problems are among those that "),
+        (["RUN", "--model.tokenizer", "chars:0123456789+-*=x"], "the run was trained with another vocabulary"),
         (["RUN", "--out", "nowhere/x.json"], "--out nowhere/x.json: there is no folder nowhere"),
     ],
 )

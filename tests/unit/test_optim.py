@@ -7,7 +7,11 @@ import optax
 import pytest
 
 from jaxfp8rl.config import Optim
+from jaxfp8rl.config_changes import check_resumable, settled
+from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.optim import LOSS_SCALE_PATIENCE, guarded_update, init_state, make_optimizer, make_schedule, rescaled
+from jaxfp8rl.resume import rate_notes
+from jaxfp8rl.toml_config import dump_config, load_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PARAMS = {
@@ -91,23 +95,110 @@ def test_weight_decay_spares_the_norms_stacked_ones_included():
         np.testing.assert_allclose(value, 1.0 if "norm" in path else 0.95, rtol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("schedule, last", [("constant", 1.0), ("cosine", 0.0), ("linear", 0.0)])
+@pytest.mark.parametrize("schedule, ratio", [("constant", 0.1), ("cosine", 0.0), ("cosine", 0.1), ("linear", 0.0)])
 @pytest.mark.parametrize("warmup", [0, 1, 4])
-def test_schedules_warm_up_linearly_and_end_where_they_should(schedule, last, warmup):
-    rate = make_schedule(Optim(lr=2.0, warmup_steps=warmup, schedule=schedule), 20)
-    rates = [float(rate(i)) / 2.0 for i in range(21)]
+def test_schedules_warm_up_linearly_and_end_where_they_should(schedule, ratio, warmup):
+    rate = make_schedule(Optim(lr=2.0, warmup_steps=warmup, schedule=schedule, min_lr_ratio=ratio), 20)
+    rates, last = [float(rate(i)) / 2.0 for i in range(24)], 1.0 if schedule == "constant" else ratio
     np.testing.assert_allclose(rates[:warmup], [(i + 1) / warmup for i in range(warmup)], rtol=1e-6)
     assert max(rates) == rates[warmup] == 1.0 and min(rates[:20]) > 0
-    np.testing.assert_allclose(rates[20], last, atol=1e-7)
-    halfway = {"constant": 1.0, "cosine": 0.5, "linear": 0.5}[schedule]
+    np.testing.assert_allclose(rates[20:], last, atol=1e-7)
     if warmup != 1:  # an odd number of updates has no middle one
-        np.testing.assert_allclose(rates[(20 + warmup) // 2], halfway, atol=1e-6)
+        np.testing.assert_allclose(rates[(20 + warmup) // 2], (1 + last) / 2, atol=1e-6)
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
 
 
-def test_a_warmup_longer_than_the_run_stays_finite():
-    rate = make_schedule(Optim(lr=1.0, warmup_steps=30, schedule="cosine"), 20)
-    assert all(np.isfinite(float(rate(i))) and 0 < float(rate(i)) <= 1 for i in range(20))
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_decay_has_an_end_of_its_own(schedule):
+    """However long the run is."""
+    short, long = (make_schedule(Optim(lr=1.0, schedule=schedule, total_steps=20), updates) for updates in (10, 40))
+    assert [float(short(i)) for i in range(40)] == [float(long(i)) for i in range(40)] and float(long(20)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--optim.warmup_steps", "10"], "optim.warmup_steps = 10: the run has 10 updates"),
+        (["--optim.warmup_steps", "30", "--optim.schedule", "cosine"], "optim.warmup_steps = 30: the run has 10 updates"),
+        (["--optim.warmup_steps", "4", "--optim.schedule", "cosine", "--optim.total_steps", "4"], "optim.total_steps = 4"),
+        (["--sft.warmup_steps", "3", "--sft.steps", "3"], "sft.warmup_steps = 3: sft.steps = 3"),
+        (["--optim.total_steps", "10"], 'no effect with optim.schedule = "constant"'),
+        (["--optim.schedule", "linear", "--optim.total_steps", "9", "--optim.min_lr_ratio", "0"], "the learning rate is 0 from"),
+    ],
+)
+def test_a_learning_rate_that_never_comes_is_refused(words, says):
+    five_steps = ["--run.steps", "5", "--train.updates_per_step", "2", "--optim.warmup_steps", "0"]
+    five_steps += ["--optim.schedule", "constant"]
+    load_config("demo", five_steps)
+    with pytest.raises(ConfigError) as e:
+        load_config("demo", [*five_steps, *words])
+    assert says in str(e.value) and e.value.next_step
+
+
+def test_the_warm_up_of_a_preset_gives_way_to_a_shorter_run(capsys):
+    """One that was asked for does not."""
+    cfg = load_config("demo", ["--run.steps", "3", "--sft.steps", "5"])
+    assert (cfg.optim.warmup_steps, cfg.sft.warmup_steps) == (2, 4) and load_config("demo").optim.warmup_steps == 5
+    assert "optim.warmup_steps: the preset's 5 are cut to 2, of 3 updates in all" in capsys.readouterr().err
+
+
+def begun(folder, **changes):
+    """The config of a run of two steps, four updates, whose learning rate falls; its directory has what a start writes."""
+    settings = {"run.dir": folder, "run.steps": 2, "train.updates_per_step": 2, "optim.schedule": "cosine", "optim.lr": 1.0,
+                "optim.warmup_steps": 0}  # fmt: skip
+    words = [word for key, value in (settings | changes).items() for word in (f"--{key}", str(value))]
+    cfg = settled(load_config("demo", words))
+    (folder / "config.toml").write_text(dump_config(cfg))
+    return cfg
+
+
+def longer(folder, *words):
+    """As `train RUN --resume --run.steps 4` takes it up."""
+    return settled(load_config(str(folder / "config.toml"), ["--run.steps", "4", *words]), resume=True)
+
+
+def test_a_run_that_goes_on_longer_keeps_the_end_of_its_decay(tmp_path):
+    cfg = begun(tmp_path)
+    goes_on = longer(tmp_path)
+    was, rate = (make_schedule(c.optim, c.updates) for c in (cfg, goes_on))
+    assert [float(rate(i)) for i in range(8)] == [float(was(i)) for i in range(8)] and float(rate(7)) == pytest.approx(0.1)
+    check_resumable(goes_on)
+    (note,) = rate_notes(cfg, goes_on, 4)  # by hand: half of the way from 1 to 0.1
+    assert "stays 0.1. With --optim.total_steps 8 it would be 0.55 now" in note
+    (note,) = rate_notes(cfg, longer(tmp_path, "--optim.total_steps", "8"), 4)
+    assert note == "the learning rate of the next update is 0.55; with the settings before it would have been 0.1"
+    assert [*rate_notes(cfg, goes_on, 2)] == []
+    assert load_config(str(tmp_path / "config.toml")).optim.total_steps == 4
+
+
+def test_a_run_of_an_earlier_version_keeps_what_its_config_meant(tmp_path):
+    """Its learning rate fell to 0 at the end of run.steps, its problems were drawn by run.seed; no key says so."""
+    begun(tmp_path, **{"run.seed": 3})
+    lines = (tmp_path / "config.toml").read_text().splitlines(keepends=True)
+    section, kept = "", []
+    for line in lines:
+        section = line.strip("[]\n") if line.startswith("[") else section
+        if not (line.startswith(("total_steps", "min_lr_ratio")) or (section == "task" and line.startswith("seed"))):
+            kept.append(line)
+    (tmp_path / "config.toml").write_text("".join(kept))
+    cfg = load_config(str(tmp_path / "config.toml"), ["--run.seed", "4"])
+    assert (cfg.task.seed, cfg.run.seed, cfg.optim.min_lr_ratio) == (3, 4, 0.0)
+    with pytest.raises(ConfigError, match="optim.total_steps = 4 with optim.min_lr_ratio = 0: the learning rate is 0 from then"):
+        longer(tmp_path)
+    old = "".join(kept).replace("[task.options]\n", "[task.options]\nseed = 9\n")
+    (tmp_path / "config.toml").write_text(old)
+    assert load_config(str(tmp_path / "config.toml")).task.seed == 9
+
+
+def test_an_update_with_nothing_to_learn_is_neither_good_nor_bad():
+    """It does not touch the counts that the loss scale and the guard go by, unless it is not finite."""
+    patient = init_state(PARAMS, OPTIMIZER, "float16")._replace(good_steps=jnp.int32(7), bad_steps=jnp.int32(2))
+    dead = jax.jit(lambda state, loss, grads: guarded_update(OPTIMIZER, state, loss, grads, live=jnp.bool_(False)))
+    nothing = jax.tree.map(jnp.zeros_like, GRADS)
+    state, metrics = dead(patient, jnp.float32(0.0), nothing)
+    assert (int(state.good_steps), int(state.bad_steps), float(metrics["update/applied"])) == (7, 2, 0.0)
+    state, _ = dead(patient, jnp.float32(jnp.nan), nothing)
+    assert (int(state.good_steps), int(state.bad_steps)) == (0, 3)
 
 
 def test_gradients_that_overflow_float16_halve_the_loss_scale_and_are_no_bad_step():

@@ -80,23 +80,23 @@ def test_the_page_has_every_option_with_its_default():
         fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in (*OF_SECTION, "options")}
         assert f"`{cls.kind}`" in text.splitlines()[0] and rows.keys() == fields.keys()
         for name, field in fields.items():
-            assert name == "seed" or tomllib.loads(f"x = {rows[name]}".replace("`", ""))["x"] == (
+            assert tomllib.loads(f"x = {rows[name]}".replace("`", ""))["x"] == (
                 list(field.default) if isinstance(field.default, tuple) else field.default)  # fmt: skip
 
 
 def test_a_task_from_the_configuration():
     section = TaskSection(kind="reasoning_gym", name="chain_sum", chat=True, system_prompt="Be brief.", max_prompt_tokens=64,
                           options={"size": 5, "held_out_size": 5, "max_terms": 2, "extract": "last_number"})
-    task = make_task(section, seed=3)
-    assert (task.seed, task.size, task.options) == (3, 5, {"max_terms": 2})
+    task = make_task(section)
+    assert (task.seed, task.size, task.options) == (0, 5, {"max_terms": 2})
     system, user = task.problems()[0].prompt
     assert system == {"role": "system", "content": "Be brief."} and user["role"] == "user"
-    own_seed = TaskSection(kind="arithmetic", max_prompt_tokens=8, options={"seed": 7, "operations": ["+", "-"]})
-    assert make_task(own_seed, seed=3) == make_task("arithmetic", seed=7, operations=("+", "-"))
-    for key in ("path", "scorer"):  # one place for each: what a config runs is to be seen
-        elsewhere = TaskSection(kind="file", max_prompt_tokens=64, options={key: "b.jsonl"})
+    own_seed = TaskSection(kind="arithmetic", max_prompt_tokens=8, seed=7, options={"operations": ["+", "-"]})
+    assert make_task(own_seed) == make_task("arithmetic", seed=7, operations=("+", "-"))
+    for key, value in {"path": "b", "scorer": "b", "seed": 7}.items():  # one place for each: what a config runs is to be seen
+        elsewhere = TaskSection(kind="file", max_prompt_tokens=64, options={key: value})
         with pytest.raises(ConfigError, match=f"task.options.{key}: a key of .task. itself\n  next step: task.{key}"):
-            make_task(elsewhere, seed=3)
+            make_task(elsewhere)
 
 
 # Each with an answer in the form a small instruct model writes, and how the task reads it.

@@ -15,7 +15,9 @@ from jaxfp8rl import loop, run_directory
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors import trackers
 from jaxfp8rl.monitors.console import ConsoleMonitor
+from jaxfp8rl.monitors.evaluations import read_evaluations, write_evaluations
 from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.monitors.wandb import WandbMonitor
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.toml_config import load_config
 
@@ -135,3 +137,80 @@ def test_what_ends_a_run_while_trackers_begin_leaves_no_live_line(tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         RunDirectory(config(tmp_path, "wandb"), resume=False)
     assert not console._progress.live.is_started
+
+
+def events(folder) -> list:
+    """Of all files there, in the order of their names, as TensorBoard reads them."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        while data:  # a TFRecord: length u64, crc u32, payload, crc u32
+            n = int.from_bytes(data[:8], "little")
+            found.append(Event.FromString(data[12 : 12 + n]))
+            data = data[16 + n :]
+    return found
+
+
+def shown(found: list) -> dict[int, float]:
+    """What TensorBoard shows of a series: a session that starts at a step purges what was logged of it and later ones
+    (tensorboard/backend/event_processing/plugin_event_accumulator.py, _CheckForRestartAndMaybePurge)."""
+    points = {}
+    for event in found:
+        if event.HasField("session_log"):
+            assert event.session_log.status == event.session_log.START
+            points = {step: value for step, value in points.items() if step < event.step}
+        points.update((event.step, value.simple_value) for value in event.summary.value if value.tag == "x")
+    return points
+
+
+def test_what_a_rewind_undid_is_in_no_record(tmp_path):
+    """Steps 3 and 4 are undone, and the run then ends at 3."""
+    pytest.importorskip("tensorboardX")
+    cfg = config(tmp_path, "tensorboard")
+    with RunDirectory(cfg, resume=False) as run:
+        for step in range(5):
+            run.log({"step": step, "x": 1.0 + step})
+    record = {"problems": 2, "samples": 1, "pass_at_k": {"1": {"estimate": 0.5, "low": 0.1, "high": 0.9}}}
+    write_evaluations(tmp_path / "eval.json", [record | {"step": step} for step in (2, 4, 0, 3)])
+    (tmp_path / "summary.json").write_text("{}")
+    with RunDirectory(cfg, resume=True) as run:
+        run.rewind(2)
+        run.log({"step": 3, "x": 10.0})
+    assert not (tmp_path / "summary.json").exists()
+    assert shown(events(tmp_path / "events")) == {0: 1.0, 1: 2.0, 2: 3.0, 3: 10.0}
+    assert [(r["step"], r["x"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 10.0)]
+    assert [r["step"] for r in read_evaluations(tmp_path / "eval.json")] == [2, 0]
+    before = len(events(tmp_path / "events"))
+    with RunDirectory(cfg, resume=True) as run:  # nothing is undone: nothing is said
+        run.rewind(3)
+    assert not any(e.HasField("session_log") for e in events(tmp_path / "events")[before:])
+
+
+def test_a_file_of_evaluations_that_cannot_be_read_is_left_and_said(tmp_path):
+    with RunDirectory(config(tmp_path), resume=False) as run:
+        run.log({"step": 1})
+    (tmp_path / "eval.json").write_text("mine")
+    with RunDirectory(config(tmp_path), resume=True) as run:
+        run.rewind(1)
+    assert (tmp_path / "eval.json").read_text() == "mine"
+    assert "eval.json is left as it is" in (tmp_path / "notes.txt").read_text()
+
+
+def test_a_run_of_wandb_of_which_steps_were_undone_is_another_from_there(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with RunDirectory(config(tmp_path, "wandb"), resume=False) as run:
+        for step in range(3):
+            run.log({"step": step, "reward/mean": 0.25 * step})
+    first = (tmp_path / "wandb-id").read_text()
+    with RunDirectory(config(tmp_path, "wandb"), resume=True) as run:
+        run.rewind(1)
+    second, kept = (tmp_path / "wandb-id").read_text(), []
+    assert second != first and not (tmp_path / "notes.txt").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(WandbMonitor, "log", lambda self, record: kept.append(record["step"]))
+        with RunDirectory(config(tmp_path, "wandb"), resume=True) as run:
+            run.rewind(0)
+    assert kept == [0] and (tmp_path / "wandb-id").read_text() not in (first, second)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.config import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.losses.aggregation import AGGREGATIONS
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
 from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.optim import init_state, make_optimizer
@@ -416,6 +418,24 @@ def test_a_term_without_an_advantage_is_learned_without_one(coefs):
     ref = old - 0.1 if "kl_coef" in coefs else None
     _, _, metrics = step(state, policy(params()), batch._replace(advantages=0 * batch.advantages), old, ref)
     assert metrics["grad_norm"] > 1e-6 and metrics["update/applied"] == 1 and metrics["tokens/update"] == 11
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_sum", *(pytest.param(a, marks=pytest.mark.slow) for a in AGGREGATIONS if a != "token_sum")]
+)
+def test_the_balance_loss_weighs_the_same_however_losses_are_aggregated(aggregation):
+    """Routers that say 1.5 in one micro-batch, of 17 of 28 response tokens, and 1.1 in the other: by hand, over tokens. All
+    advantages are 0, and so is the rest of the loss."""
+    halves = samples_of([(3, 5), (2, 7), (4, 5)]), samples_of([(1, 7), (3, 4)])
+    batch = jax.tree.map(lambda *fields: np.concatenate(fields), *(pack(half, 24, 2, 1) for half in halves))
+    assert batch.response_mask.sum((1, 2)).tolist() == [17, 11]
+    balance = lambda micro: jnp.where(jnp.sum(micro.response_mask) == 17, 1.5, 1.1)[None]
+    routed = lambda policy, micro: (*LOGPROBS(policy, micro)[:2], Routing(None, balance(micro)))
+    loss = Loss(aggregation=aggregation, horizon=9 if aggregation.endswith("norm") else None)
+    step = make_train_step(routed, FLOAT32, loss, CorrectionConfig(), KEEP, balance_coef=0.5)
+    still = batch._replace(advantages=0 * batch.advantages)
+    metrics, _ = learn(params(), still, np.where(batch.response_mask, -2.0, 0.0).astype(np.float32), step=step)
+    assert metrics["loss"] == pytest.approx(0.5 * (17 * 1.5 + 11 * 1.1) / 28, rel=1e-5)
 
 
 def test_one_token_with_an_advantage_is_enough_in_whichever_microbatch():
