@@ -1,3 +1,23 @@
-"""FP8 reinforcement learning for language models in JAX, on Hopper GPUs. Loads neither torch nor vllm."""
+"""FP8 reinforcement learning for language models in JAX, on Hopper GPUs. Loads neither torch nor vllm.
+
+`train` and `load_config` are all that a program needs; they are loaded when they are first asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxfp8rl.config import Config
+    from jaxfp8rl.entry import train
+    from jaxfp8rl.toml_config import load_config
 
 __version__ = "0.1.0"
+__all__ = ["Config", "__version__", "load_config", "train"]
+_HOMES = {"Config": "jaxfp8rl.config", "load_config": "jaxfp8rl.toml_config", "train": "jaxfp8rl.entry"}
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxfp8rl' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

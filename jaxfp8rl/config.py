@@ -16,7 +16,7 @@ from pydantic import Field
 
 from jaxfp8rl.data.tokenizer import DATE
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.rewards.verifiers import THINK_TAGS
+from jaxfp8rl.rewards.verifiers import CALLABLE, THINK_TAGS
 
 if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.correction import CorrectionConfig
@@ -78,6 +78,15 @@ class Model(Section):
     tokenizer: str = Field("", description='HF folder with tokenizer.json, or "chars:..." ; empty: `path`')
 
 
+class RewardSection(Section):
+    """One of several rewards; see jaxfp8rl.data.tasks.Reward."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    scorer: str
+    weight: float = 1.0
+    extract: Literal["", "all", "tag", "last_line", "last_number", "raw"] = ""
+
+
 class Task(Section):
     """The problems and their scorer."""
 
@@ -103,12 +112,29 @@ class Task(Section):
     scorer: str = Field(
         "", description='of a file task: exact (also when empty), math_verify, or "module:function" of your own (docs/tasks.md)'
     )
+    scorer_folder: str = Field(
+        "", description="where the module of a scorer of your own is looked for first; empty: the folder of the config file"
+    )
+    rewards: tuple[RewardSection, ...] = Field(
+        (), strict=False,
+        description='several scorers, each in the metrics: [[task.rewards]] with name, scorer, weight and extract (docs/tasks.md)',
+    )
     reward_timeout_s: float = Field(5.0, gt=0, description="a score that takes longer is undefined, its child is killed")
     reward_workers: int = Field(
         0, ge=0, description="processes that score side by side, where the scorer needs one; 0: one a core, at most 8"
     )
     max_prompt_tokens: int = Field(ge=1, description="a longer prompt is an error, or is skipped and counted")
     skip_bad_rows: bool = Field(False, description="count malformed rows and unusable prompts instead of stopping")
+
+    @property
+    def scorers(self) -> list[str]:
+        """The names of all there are."""
+        return [reward.scorer for reward in self.rewards] or [self.scorer or "exact"]
+
+    @property
+    def has_own_scorer(self) -> bool:
+        """Of a module or a file."""
+        return any(":" in scorer and not scorer.startswith(CALLABLE) for scorer in self.scorers)
 
 
 class Rollout(Section):

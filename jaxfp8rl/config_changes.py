@@ -16,7 +16,7 @@ MAY_CHANGE = {
     "run": {"dir", "steps", "eval_every", "eval_problems", "save_every", "keep_checkpoints", "save_patience_s", "watchdog_s",
             "samples_per_step", "samples_top_k", "trackers"},
     "model": {"path", "tokenizer"},
-    "task": {"path", "held_out_path", "reward_timeout_s", "reward_workers"},
+    "task": {"path", "held_out_path", "reward_timeout_s", "reward_workers", "scorer_folder"},
     "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep", "link",
                 "engines", "server_gpus", "server_url", "server_token_file", "restarts"},
     "precision": {"products", "attention"},

@@ -69,9 +69,14 @@ def _check_task(cfg: Config) -> None:
     if task.kind == "file" and not task.path:
         raise ConfigError("task.path: a file task needs a JSONL or Parquet file")
     if task.scorer and task.kind != "file":
-        raise ConfigError(f'task.scorer: a task of kind "{task.kind}" scores by itself', 'leave it out, or task.kind = "file"')
+        raise ConfigError(f'task.scorer: a task of kind "{task.kind}" scores by itself',
+                          'leave it out, or give [[task.rewards]], of which one may be "generator"')  # fmt: skip
+    if task.rewards and task.scorer:
+        raise ConfigError("task.rewards with task.scorer: one of the two", "name the scorer in one of [[task.rewards]]")
     if task.scorer:
         check_scorer_name(task.scorer)
+    if task.scorer_folder and not task.has_own_scorer:
+        raise ConfigError("task.scorer_folder: no scorer of your own is to be looked for", "leave it out, or set task.scorer")
     if task.think_tags and (len(task.think_tags) != 2 or not all(task.think_tags) or len(set(task.think_tags)) != 2):
         raise ConfigError(f"task.think_tags = {list(task.think_tags)}: what opens a block of thoughts, and what closes it",
                           'for example ["<think>", "</think>"]; [] where there are none')  # fmt: skip
@@ -278,7 +283,7 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
         _refuse_given(cfg, "moe", ("measure_every",), f'moe.replay = "{moe.replay}"', 'moe.replay = "R3"')
     if not (recipe.engine_fp8 or r.kv_cache == "fp8"):
         _refuse_given(cfg, "monitor", ("precision_every",), f'precision.recipe = "{recipe.name}"', "an FP8 recipe or cache")
-    if cfg.task.kind == "arithmetic" or (cfg.task.kind == "file" and cfg.task.scorer in ("", "exact")):
+    if set(cfg.task.scorers) == {"exact"} and cfg.task.kind != "reasoning_gym":
         scorer = "a scorer that runs in the learner's process"
         _refuse_given(cfg, "task", ("reward_workers", "reward_timeout_s"), scorer, "task.scorer")
     if cfg.task.kind == "arithmetic":

@@ -104,10 +104,12 @@ def sample(
     requests = rollouts.make_requests(parts.held_out, sampling, n, seed, loop.EVAL_STEP + trained.step)
     kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version=trained.step, cut=parts.stops.cut)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
-    for group in rollouts.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags):
+    groups = rollouts.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags)
+    for group in groups:
         rewards[place[group.completions[0].request_id]] = group.rewards
     undefined = int(np.isnan(rewards).sum()) - len(rejected) * n
     counts = {"reward_mean": float(np.nan_to_num(rewards).mean()), "undefined": undefined, "groups_rejected": len(rejected)}
+    counts |= rollouts.named_means(groups, 0.0)
     return (rewards >= threshold).sum(1), facts | counts
 
 

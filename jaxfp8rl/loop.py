@@ -222,7 +222,7 @@ def evaluate(parts: Parts, version: int) -> dict[str, float]:
     rewards = np.concatenate([[], *(g.rewards for g in groups)])
     problems, undefined = len(kept) + len(rejected), int(np.isnan(rewards).sum()) + len(rejected)
     return {"eval/reward_mean": float(np.nan_to_num(rewards).sum() / problems), "eval/problems": problems,
-            "eval/undefined": undefined}  # fmt: skip
+            "eval/undefined": undefined, **{f"eval/{name}": x for name, x in rollouts.named_means(groups, 0.0).items()}}  # fmt: skip
 
 
 def split(batch: rollouts.Rollouts, parts: Parts) -> list[list[Sample]]:

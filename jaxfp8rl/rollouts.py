@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
-from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rewards.verifiers import THINK_TAGS, thinks_on
 
 THINK_TOKENS = 32  # more than the tag that a prompt ends with has, blanks included
@@ -31,12 +31,15 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The n completions of one prompt with their rewards [n]; NaN where the scorer has no answer."""
+    """The n completions of one prompt with their rewards [n], NaN where the scorer has no answer; each of several by name, which
+    these are the sum of; and of how many the scorer broke on what was written, for a reward of 0."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     texts: tuple[str, ...]
     rewards: np.ndarray
+    named: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    malformed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Rollouts:
             "reward/mean": float(np.mean(rewards[~undefined])) if not undefined.all() else float("nan"),
             "reward/std": float(np.std(rewards[~undefined])) if not undefined.all() else float("nan"),
             "reward/undefined": int(undefined.sum()),
+            "reward/malformed": sum(g.malformed for g in self.groups),
+            **named_means(self.groups),
             "reward/groups_solved_in_part": float(np.mean(informative_groups([g.rewards for g in self.groups]))),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": int(lengths.max()),
@@ -75,6 +80,14 @@ class Rollouts:
             "weights/version": min(span.version for span in spans),
             "staleness/versions_mean": float((ages * tokens).sum() / tokens.sum()), "staleness/versions_max": int(ages.max()),
         }  # fmt: skip
+
+
+def named_means(groups: Sequence[Group], undefined: float = np.nan) -> dict[str, float]:
+    """The mean of each named reward over the completions that it has a value for; those without count as `undefined`."""
+    columns = {name: np.concatenate([g.named[name] for g in groups]) for name in (groups[0].named if groups else ())}
+    filled = {name: np.where(np.isnan(x), undefined, x) for name, x in columns.items()}
+    return {f"reward/{name}/mean": float(np.mean(x[~np.isnan(x)])) if not np.isnan(x).all() else float("nan")
+            for name, x in filled.items()}  # fmt: skip
 
 
 def make_requests(
@@ -140,11 +153,17 @@ def score(
         why, times = collections.Counter(s.why for s in scores).most_common(1)[0]
         raise DataError(f"none of {len(scores)} completions could be scored; {times} times: {why}",
                         "score one by hand (docs/tasks.md); a run goes on with --resume")  # fmt: skip
-    values = iter([float("nan") if s.value is None else s.value for s in scores])
-    return [
-        Group(prompt, completions, tuple(group), np.array([next(values) for _ in group]))
-        for (prompt, completions), group in zip(kept, texts)
-    ]
+    rest = iter(scores)
+    return [Group(*pair, tuple(group), **_rewards([next(rest) for _ in group])) for pair, group in zip(kept, texts)]
+
+
+def _rewards(scores: Sequence[Score]) -> dict[str, Any]:
+    """What a group has of its completions' scores."""
+    column = lambda values: np.array([np.nan if value is None else value for value in values])
+    names = dict.fromkeys(name for s in scores for name in s.parts)
+    malformed = sum(s.why.startswith("malformed") for s in scores)
+    named = {name: column([s.parts.get(name) for s in scores]) for name in names}
+    return {"rewards": column([s.value for s in scores]), "named": named, "malformed": malformed}
 
 
 def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:

@@ -93,6 +93,8 @@ def _row(group: Group, step: int, tokenizer: Tokenizer, learned: Sequence[np.nda
         "reward": float(group.rewards[0]), "tokens": len(c.token_ids), "finish_reason": c.finish_reason,
         "token_lengths": token_lengths(tokenizer, c.token_ids, group.texts[0]), "rollout_logp": _rounded(c.logprobs),
     }  # fmt: skip
+    if group.named:
+        row["rewards"] = {name: None if np.isnan(x[0]) else float(x[0]) for name, x in group.named.items()}
     return row | dict(zip(("old_logp", "weights"), map(_rounded, learned))) if learned else row
 
 

@@ -55,7 +55,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
         _set(data, override)
     where = _Places(name, text, given)
     try:
-        cfg = Config.model_validate(data)
+        cfg = _beside(Config.model_validate(data), Path(path), text)
         return (cfg if Path(path).is_file() else _fitted(cfg, given)).check()
     except pydantic.ValidationError as e:
         problems = [f"{where.named(tuple(map(str, err['loc'])))}: {_explain(err)}" for err in e.errors()]
@@ -85,6 +85,22 @@ def _fitted(cfg: Config, given: Sequence[Override]) -> Config:
             print(said, file=sys.stderr)
             cfg = cfg.model_copy(update={section: part.model_copy(update={"warmup_steps": end - 1})})
     return cfg
+
+
+def of_table(data: Mapping[str, Any]) -> Config:
+    """A config from a table of sections, as Python has it. Raises ConfigError."""
+    try:
+        return Config.model_validate(dict(data)).check()
+    except pydantic.ValidationError as e:
+        raise _config_error("config", [f"{'.'.join(map(str, err['loc']))}: {_explain(err)}" for err in e.errors()]) from e
+
+
+def _beside(cfg: Config, file: Path, text: str) -> Config:
+    """With the folder in which the module of a scorer of one's own is looked for: the config file's. A resolved config has it
+    written down."""
+    if not (cfg.task.has_own_scorer and not cfg.task.scorer_folder and file.is_file()) or text.startswith(RESOLVED):
+        return cfg
+    return cfg.model_copy(update={"task": cfg.task.model_copy(update={"scorer_folder": str(file.absolute().parent)})})
 
 
 def dump_config(cfg: Config) -> str:
@@ -254,9 +270,19 @@ def unknown_key(path: KeyPath) -> str:
         close = nearest(key, [*SECTIONS, *everything.values()])
         full = next((f for f, k in everything.items() if f'"{k}"' in close), None)
         return "unknown section or key" + (f' (did you mean "{full}"?)' if full else nearest(key, SECTIONS))
-    fields, words = SECTIONS[sections[0]].model_fields, key.replace("_", " ")
+    fields, words = _section_at(sections).model_fields, key.replace("_", " ")
     meant = [name for name, field in fields.items() if "_" in key and words in (field.description or "")]
     return f'unknown key (did you mean "{meant[0]}"?)' if meant else f"unknown key{nearest(key, fields)}"
+
+
+def _section_at(path: Sequence[str]) -> type[Section]:
+    """The section of a key's parents; of a table in a list, `task.rewards.0`, what such tables are."""
+    found = SECTIONS[path[0]]
+    for key in path[1:]:
+        annotation = found.model_fields[key].annotation if key in found.model_fields else ()
+        parts = [annotation, *typing.get_args(annotation), *(b for a in typing.get_args(annotation) for b in typing.get_args(a))]
+        found = next((p for p in parts if isinstance(p, type) and issubclass(p, Section)), found)
+    return found
 
 
 def _explain(err: Mapping[str, Any]) -> str:

@@ -12,8 +12,7 @@ from bridges.api import (
 from jaxfp8rl.batches import packed, unpacked
 from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.processes import ProcessGroup
-from jaxfp8rl.rewards.child import Score
-from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.rewards.runner import RewardRunner, Score
 
 World = tuple[RewardRunner, RolloutEngine, WeightTransport]
 

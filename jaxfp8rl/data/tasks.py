@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import fractions
 import functools
 import hashlib
 import json
+import math
 import operator
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Sequence
@@ -26,11 +29,12 @@ from pydantic import Field
 from jaxfp8rl.data.dataset import permutation
 from jaxfp8rl.data.rows import BadRow, Prompt, Row, read_rows, refuse
 from jaxfp8rl.errors import ConfigError, DataError, nearest
-from jaxfp8rl.rewards import numbers, verifiers
+from jaxfp8rl.rewards import numbers, reasoning_gym_faults, verifiers
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 ThinkTags = tuple[str, ...]  # what thoughts stand between, or nothing
+GENERATOR = "generator"  # of several rewards the one that a task gives by itself
 ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
 
 
@@ -55,6 +59,16 @@ class Problem:
     def answers(self) -> tuple[str, ...]:
         """Every accepted answer, the usual one first."""
         return (self.answer, *self.alternatives)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """One of several rewards of a task: what its `scorer` says of what `extract` finds, "" as the task's own does."""
+
+    name: str
+    scorer: str
+    weight: float = 1.0
+    extract: Literal["", "all", "tag", "last_line", "last_number", "raw"] = ""
 
 
 class Task(Protocol):
@@ -108,9 +122,12 @@ class ArithmeticTask:
     size: Annotated[int, Field(ge=1)] = 20_000
     held_out_fraction: Fraction = 0.1
     demonstration_error: Fraction = 0.0
+    rewards: tuple[Reward, ...] = ()
+    scorer_folder: str = ""
     seed: Seed = 0
 
     def __post_init__(self):
+        check_rewards(self.rewards, (GENERATOR, *verifiers.SCORERS))
         if not self.operations or len(set(self.operations)) != len(self.operations):
             raise ConfigError(f"task.options.operations = {list(self.operations)}: name each once", 'for example ["+", "-"]')
         if (possible := (self.max_operand + 1) ** self.operands * len(self.operations)) > 10**7:
@@ -129,6 +146,11 @@ class ArithmeticTask:
     def score(self, problem: Problem, text: str) -> float:
         """1.0 for exactly the answer, no blank around it: what stands before the stop token is the answer or is wrong."""
         return float(text == problem.answer)
+
+    def rewarding(self, reward: Reward) -> Task:
+        if reward.scorer == GENERATOR:
+            return dataclasses.replace(self, rewards=())
+        return FileTask(self.name, scorer=reward.scorer, extract=reward.extract or "all", scorer_folder=self.scorer_folder)
 
     def load_scorer(self) -> None:
         pass
@@ -167,6 +189,8 @@ class ReasoningGymTask(_ReferenceDemonstrations):
     extract: verifiers.Extract = "tag"
     instruction: str = ""
     think_tags: ThinkTags = verifiers.THINK_TAGS
+    rewards: tuple[Reward, ...] = ()
+    scorer_folder: str = ""
     chat: bool = False
     system_prompt: str = ""
     seed: Seed = 0
@@ -174,6 +198,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
 
     def __post_init__(self):
         _check_chat(self.chat, self.system_prompt)
+        check_rewards(self.rewards, (GENERATOR, *verifiers.SCORERS))
         self.load_scorer()
 
     def problems(self) -> Sequence[Problem]:
@@ -183,15 +208,26 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         return self._split[1]
 
     def score(self, problem: Problem, text: str) -> float:
-        """The generator's score in [0, 1] of the extracted answer, 0.0 when there is none. Some give partial credit."""
+        """The generator's score in [0, 1] of the extracted answer, 0.0 when there is none. Some give partial credit. What breaks
+        the scorer, which takes the reference answer, is no answer either; raises where it does not take that."""
         answer = verifiers.extract(text, self.extract, self.think_tags)
-        if not answer:
-            return 0.0
         entry = ast.literal_eval(problem.meta["entry"])
+        if not answer:  # which the generator may ask for, but one that names no answer does not
+            return float(answer is not None and answer == entry["answer"])
         try:
-            return float(self._dataset.score_answer(answer, entry))
-        except ValueError:  # some scorers parse the answer unguarded: int("seven") is a wrong answer, not a broken scorer
+            return reasoning_gym_faults.score(self._dataset, answer, entry)
+        except MemoryError:
+            raise
+        except Exception:
+            if problem.answer:
+                reasoning_gym_faults.score(self._dataset, problem.answer, entry)
             return 0.0
+
+    def rewarding(self, reward: Reward) -> Task:
+        how = reward.extract or self.extract
+        if reward.scorer == GENERATOR:
+            return dataclasses.replace(self, extract=how, rewards=())
+        return FileTask(self.name, scorer=reward.scorer, extract=how, think_tags=self.think_tags, scorer_folder=self.scorer_folder)
 
     def load_scorer(self) -> None:
         self._dataset  # noqa: B018  imports the package and builds the generator
@@ -205,8 +241,12 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         import reasoning_gym
 
         try:
-            total = self.size + self.held_out_size
-            return reasoning_gym.create_dataset(self.name, size=total, seed=self.seed, **self.options)
+            total, options = self.size + self.held_out_size, dict(self.options)
+            if self.name == "composite":
+                from reasoning_gym.composite import DatasetSpec
+
+                options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **d}) for d in options.get("datasets", ())]
+            return reasoning_gym.create_dataset(self.name, size=total, seed=self.seed, **options)
         except (AssertionError, TypeError, ValueError) as e:
             raise ConfigError(f'task.options: generator "{self.name}" refuses {self.options}: {e}') from e
 
@@ -229,7 +269,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         instruction = self.instruction or (ANSWER_TAG_INSTRUCTION if self.extract == "tag" else "")
         question = entry["question"] + (f"\n{instruction}" if instruction else "")
         prompt = _prompt(question, self.chat, self.system_prompt)
-        meta, answer = {"entry": text}, entry["answer"] or ""
+        meta, answer = {"entry": text}, reasoning_gym_faults.reference(entry)
         return Problem(f"{self.name}:{self.seed}:{index}", prompt, answer, meta, question=entry["question"])
 
 
@@ -260,6 +300,8 @@ class FileTask(_ReferenceDemonstrations):
     scorer: str = "exact"
     extract: verifiers.Extract = "all"
     think_tags: ThinkTags = verifiers.THINK_TAGS
+    rewards: tuple[Reward, ...] = ()
+    scorer_folder: str = ""
     chat: bool = False
     system_prompt: str = ""
     skip_bad_rows: bool = False
@@ -268,6 +310,7 @@ class FileTask(_ReferenceDemonstrations):
     def __post_init__(self):
         _check_chat(self.chat, self.system_prompt)
         verifiers.check_scorer_name(self.scorer)
+        check_rewards(self.rewards, verifiers.SCORERS)
 
     @property
     def name(self) -> str:
@@ -275,7 +318,7 @@ class FileTask(_ReferenceDemonstrations):
 
     @property
     def in_child(self) -> bool:
-        return self.scorer != "exact"
+        return self.scorer != "exact" and not self.scorer.startswith(verifiers.CALLABLE)
 
     @property
     def report(self) -> FileReport:
@@ -303,12 +346,15 @@ class FileTask(_ReferenceDemonstrations):
             return numbers.whole_number(problem.answer) or verifiers.as_latex(problem.answer.strip())
         return super().demonstrate(problem, rng)
 
+    def rewarding(self, reward: Reward) -> Task:
+        return dataclasses.replace(self, scorer=reward.scorer, extract=reward.extract or self.extract, rewards=())
+
     def load_scorer(self) -> None:
         self._scorer  # noqa: B018
 
     @functools.cached_property
     def _scorer(self):
-        return verifiers.load_scorer(self.scorer)
+        return verifiers.load_scorer(self.scorer, self.scorer_folder)
 
     @functools.cached_property
     def _split(self) -> tuple[list[Problem], list[Problem], FileReport]:
@@ -347,9 +393,15 @@ class FileTask(_ReferenceDemonstrations):
         return Problem(f"{os.path.basename(path)}:{row.line}", prompt, row.answer)
 
 
+def named(task: Task) -> dict[str, Task]:
+    """A task for each of its named rewards, the same but for the scorer; the task itself, without a name, where it has none."""
+    return {r.name: task.rewarding(r) for r in getattr(task, "rewards", ())} or {"": task}
+
+
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
 OF_SECTION = (  # keys of [task] itself
-    "name", "path", "held_out_path", "seed", "system_prompt", "chat", "think_tags", "scorer", "skip_bad_rows",
+    "name", "path", "held_out_path", "seed", "system_prompt", "chat", "think_tags", "scorer", "scorer_folder", "rewards",
+    "skip_bad_rows",
 )  # fmt: skip
 TOML = "as TOML"  # marks in JSON what only TOML can write
 
@@ -393,6 +445,8 @@ def _section_options(section: Any) -> dict[str, Any]:
     given = {f: getattr(section, f) for f in OF_SECTION if getattr(section, f) != type(section).model_fields[f].default}
     if section.kind != "file":  # it has no rows, but prompts, which `prepare` skips
         given.pop("skip_bad_rows", None)
+    if "rewards" in given:
+        given["rewards"] = [reward.model_dump() for reward in given["rewards"]]
     for key in section.options.keys() & OF_SECTION:
         raise ConfigError(f"task.options.{key}: a key of [task] itself", f"task.{key}")
     return {**given, **section.options}
@@ -406,9 +460,21 @@ def _full(key: str) -> str:
 def _checked(key: str, value: Any, hint: Any) -> Any:
     value = tuple(value) if isinstance(value, list) else value  # TOML and JSON have no tuples
     try:
+        if key == "rewards":
+            return tuple(r if isinstance(r, Reward) else pydantic.TypeAdapter(Reward).validate_python(r) for r in value)
         return pydantic.TypeAdapter(hint).validate_python(value, strict=True)
     except pydantic.ValidationError as e:
         raise ConfigError(f"{_full(key)} = {value!r}: {e.errors()[0]['msg']}", "docs/tasks.md lists them") from e
+
+
+def check_rewards(rewards: Sequence[Any], built_in: Sequence[str]) -> None:
+    """Raise ConfigError for rewards (`Reward`, or the config's) of one name, of a weight that is no number, or of no scorer."""
+    for reward in rewards:
+        if [r.name for r in rewards].count(reward.name) > 1 or not re.fullmatch(r"[a-z][a-z0-9_]*", reward.name):
+            raise ConfigError(f'task.rewards: name "{reward.name}": each has a name of its own, of a-z, 0-9 and _', "rename it")
+        if not math.isfinite(reward.weight):
+            raise ConfigError(f'task.rewards: weight {reward.weight} of "{reward.name}" is no number', "weight = 1.0, say")
+        verifiers.check_scorer_name(reward.scorer, built_in, "task.rewards")
 
 
 def _check_chat(chat: bool, system_prompt: str) -> None:
@@ -447,9 +513,11 @@ def _reasoning_gym_options(name: str) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """numpy scalars as Python ones, inside dicts, lists, tuples and sets."""
+    """numpy scalars and fractions as Python's numbers, inside dicts, lists, tuples and sets."""
     if isinstance(value, dict):
         return {_plain(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set):
         return type(value)(_plain(v) for v in value)
+    if isinstance(value, fractions.Fraction):
+        return int(value) if value.denominator == 1 else float(value)
     return value.item() if isinstance(value, np.generic) else value

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Self
 
-from jaxfp8rl.data.tasks import Problem, Task, as_json
+from jaxfp8rl.data.tasks import FileTask, Problem, Task, as_json, named
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.rewards.child import Score, score_one
+from jaxfp8rl.rewards.scoring import Score, judge, total
 
 __all__ = ["RewardRunner", "Score"]
 
@@ -37,18 +37,24 @@ STDERR_BYTES = 2**20  # of what a scorer wrote, from which its last words are re
 
 
 class RewardRunner:
-    """Scores (problem, text) pairs of one task; cheap scorers run here, the others in `workers` child processes, 0 standing for
-    one a core but at most 8.
+    """Scores (problem, text) pairs of one task, by each of its rewards; cheap scorers and functions of this process run here, the
+    others in `workers` child processes, 0 standing for one a core but at most 8.
 
-    `timeout_s` is wall clock per item, in seconds. `counts` adds up outcomes ("ok", "timeout", "crash", "error") over the
-    runner's life. Use it as a context manager, or call `close`.
+    `timeout_s` is wall clock per item, in seconds. `counts` adds up outcomes (the first word of `Score.why`) over the runner's
+    life. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, task: Task, timeout_s: float = 5.0, workers: int = 1):
         self.counts: collections.Counter[str] = collections.Counter()
         self._task, self._timeout_s, self._lock = task, timeout_s, threading.Lock()
+        tasks, self._weights = named(task), {r.name: r.weight for r in getattr(task, "rewards", ())}
+        self._here = {name: t for name, t in tasks.items() if not t.in_child}
+        self._there = [name for name in tasks if name not in self._here]
+        self._said_malformed = False
+        for t in self._here.values():
+            t.load_scorer()
         workers = workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-        self._children = [self._start() for _ in range(workers)] if task.in_child else []
+        self._children = [self._start() for _ in range(workers)] if self._there else []
         self._closed = False
 
     def wait_until_ready(self) -> None:
@@ -68,12 +74,14 @@ class RewardRunner:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this RewardRunner is closed")
-            scores = self._score_in_children(items) if self._task.in_child else [score_one(self._task, *i) for i in items]
+            found = self._score_in_children(items) if self._there else [{} for _ in items]
+            for item, by_name in zip(items, found):
+                by_name |= {name: self._score_here(task, *item) for name, task in self._here.items()}
+        for name in (*self._here, *self._there):
+            _acquit(items, found, name)
+        scores = [total(by_name, self._weights) for by_name in found]
         self.counts.update(s.why.partition(":")[0] for s in scores)
-        if errors := collections.Counter(s.why for s in scores if s.why.startswith("error")):
-            why = errors.most_common(1)[0][0]  # it may hold what the model wrote: quoted, and not at any length
-            log.warning("the scorer failed at %d of %d completions, whose scores are undefined; most often: %.200r",
-                        errors.total(), len(scores), why)  # fmt: skip
+        self._report(scores)
         return scores
 
     def close(self) -> None:
@@ -90,6 +98,28 @@ class RewardRunner:
     def __exit__(self, *_) -> None:
         self.close()
 
+    def _score_here(self, task: Task, problem: Problem, text: str) -> Score:
+        """A function that was handed over has a thread, in which nothing can stop it: one that overruns is left behind."""
+        if not isinstance(task, FileTask) or task.scorer == "exact":
+            return judge(task, problem, text)
+        found: list[Score] = []
+        thread = threading.Thread(target=lambda: found.append(judge(task, problem, text)), name="scorer", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        return found[0] if found else Score(None, "timeout" if thread.is_alive() else "crash")
+
+    def _report(self, scores: Sequence[Score]) -> None:
+        """What the scorer raised most often; it may hold what the model wrote: quoted, and not at any length."""
+        kinds = ("error", "unreachable")
+        if errors := collections.Counter(s.why for s in scores if s.why.startswith(kinds)):
+            log.warning("the scorer failed at %d of %d completions, whose scores are undefined; most often: %.200r",
+                        errors.total(), len(scores), errors.most_common(1)[0][0])  # fmt: skip
+        malformed = [s.why for s in scores if s.why.startswith("malformed")]
+        if malformed and not self._said_malformed:
+            self._said_malformed = True
+            log.warning("the scorer broke on %d of %d completions, which score 0, as it takes the reference answer; further ones are "
+                        "counted as reward/malformed; the first: %.200r", len(malformed), len(scores), malformed[0])  # fmt: skip
+
     def _start(self) -> _Child:
         return _Child(as_json(self._task), self._timeout_s)
 
@@ -97,8 +127,8 @@ class RewardRunner:
         child.kill()
         self._children[self._children.index(child)] = self._start()
 
-    def _score_in_children(self, items: Sequence[tuple[Problem, str]]) -> list[Score]:
-        scores: list[Score | None] = [None] * len(items)
+    def _score_in_children(self, items: Sequence[tuple[Problem, str]]) -> list[dict[str, Score]]:
+        scores: list[dict[str, Score]] = [{} for _ in items]
         todo = collections.deque(range(len(items)))
         try:
             while todo or any(c.job is not None for c in self._children):
@@ -120,7 +150,7 @@ class RewardRunner:
             except OSError:  # it died while idle, which is no fault of this item
                 self._replace(child)
 
-    def _collect(self, scores: list[Score | None], items: Sequence[tuple[Problem, str]]) -> None:
+    def _collect(self, scores: list[dict[str, Score]], items: Sequence[tuple[Problem, str]]) -> None:
         """Wait for the next answer, death or deadline, and act on all that have come."""
         patience = max(0.0, min(c.deadline for c in self._children) - time.monotonic())
         answered = wait([c.sock for c in self._children], None if patience == _PEACE else patience)
@@ -133,7 +163,7 @@ class RewardRunner:
                     why = "crash"
                 else:
                     if message and job is not None:
-                        scores[job] = Score(**message)
+                        scores[job] = {name: Score(**score) for name, score in message.items()}
             if why is None and time.monotonic() >= child.deadline:
                 why = "timeout"
             if why:
@@ -144,9 +174,19 @@ class RewardRunner:
             raise ConfigError(f"the scoring process did not start ({why}): {child.last_words()}",
                               "run the scorer by hand in a fresh Python")
         if job is not None:
-            scores[job] = Score(None, why)
+            scores[job] = {name: Score(None, why) for name in self._there}
             log.warning("scoring of problem %s: %s; its score is undefined", items[job][0].id, why)
         self._replace(child)
+
+
+def _acquit(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Score]], name: str) -> None:
+    """A scorer that breaks on the reference answer, which need not look like a completion, is not broken where it has scored another
+    completion of the same problem: then the one on which it broke was no answer."""
+    scored = {problem.id for (problem, _), by_name in zip(items, found) if by_name[name].why in ("ok", "none")}
+    for (problem, _), by_name in zip(items, found):
+        kind, _, rest = by_name[name].why.partition(": ")
+        if kind == "error" and problem.id in scored:
+            by_name[name] = Score(0.0, f"malformed: {rest}")
 
 
 class _Child:

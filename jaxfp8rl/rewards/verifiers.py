@@ -7,8 +7,6 @@ call it only inside the child process of `jaxfp8rl.rewards.runner`, whose clock 
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import logging
 import re
 import unicodedata
@@ -17,11 +15,13 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.rewards import own_scorers
 from jaxfp8rl.rewards.numbers import last_number, value
 
 Extract = Literal["all", "tag", "last_line", "last_number", "raw"]
 THINK_TAGS = ("<think>", "</think>")
 SCORERS = ("exact", "math_verify")
+CALLABLE = own_scorers.CALLABLE
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # an escaped dollar is a sum of money
 _SHORT = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.\d+)")  # 1e3, -.5
 
@@ -104,15 +104,16 @@ def math_verify(answer: str, candidate: str) -> float:
     return float(lib.verify(gold, lib.parse(candidate, parsing_timeout=None), timeout_seconds=None))
 
 
-def check_scorer_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a built-in scorer or has the form `package.module:function`."""
-    if name not in SCORERS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        raise ConfigError(f'task.scorer: unknown scorer "{name}"{nearest(name, SCORERS)}',
+def check_scorer_name(name: str, built_in: Sequence[str] = SCORERS, key: str = "task.scorer") -> None:
+    """Raise ConfigError unless `name` is a built-in scorer or has the form `package.module:function` or `file.py:function`."""
+    if name not in built_in and not re.fullmatch(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*", name):
+        raise ConfigError(f'{key}: unknown scorer "{name}"{nearest(name, built_in)}',
                           'for a scorer of your own give "package.module:function", function(problem, text) -> float | None')
 
 
-def load_scorer(name: str) -> Callable[[Any, str], float | None]:
-    """The function (problem, candidate text) -> score behind a name; imports what it needs.
+def load_scorer(name: str, folder: str = "") -> Callable[[Any, str], float | None]:
+    """The function (problem, candidate text) -> score behind a name; imports what it needs. A module of one's own is looked for
+    in `folder`, then where Python looks, and in the working directory.
 
     Raises ConfigError for an unknown name, a module that cannot be imported, or a function it does not have.
     """
@@ -122,15 +123,4 @@ def load_scorer(name: str) -> Callable[[Any, str], float | None]:
     if name == "math_verify":
         _math_verify()
         return lambda problem, text: math_verify(problem.answer, text)
-    module, function = name.split(":")
-    try:
-        found = importlib.import_module(module)
-    except ImportError as e:
-        raise ConfigError(f'task.scorer: cannot load "{name}": {e}',
-                          "install the module, or name its folder in PYTHONPATH: PYTHONPATH=. jaxfp8rl train ...") from e
-    if not hasattr(found, function):
-        has = [n for n, f in vars(found).items() if inspect.isfunction(f)]
-        hint = nearest(function, has) if has else ": it has none"
-        what = f'task.scorer: module "{module}" has no function "{function}"{hint}'
-        raise ConfigError(what, f"--task.scorer {module}:FUNCTION")
-    return getattr(found, function)
+    return own_scorers.find(name, folder)

@@ -27,6 +27,7 @@ COMMANDS = ("jaxfp8rl", "make", "pip", "python", "export", "bash", "cd")
 # (page, language): the test that runs these blocks, because they need more than a moment.
 ELSEWHERE = {
     ("swap_the_learner.md", "python"): "tests/bridges/test_swap_the_learner.py",
+    ("tasks.md", "python"): "tests/unit/test_docs_metrics.py",
     ("corrections.md", "toml"): "tests/unit/test_docs_corrections.py",
 }
 ARRAYS = """

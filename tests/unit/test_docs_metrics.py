@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl import loop, routing
+from jaxfp8rl import routing
 from jaxfp8rl.calibrate import KvCalibration
 from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection, rollout_correction
 from jaxfp8rl.losses.presets import PRESETS
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.precision.kv_scales import NAMES
-from jaxfp8rl.toml_config import load_config
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {name.split("/")[0] for name in PRESETS} | {"tok"}  # tok/s heads a column of the console
@@ -66,9 +65,14 @@ def of_routes() -> set[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, quick_compile) -> set[str]:
-    """By a run of one step, by what that run had not, and what else the code names."""
+    """By a run of one step, which is that of tasks.md with its rewards, by what that run had not, and what else the code names."""
     folder = tmp_path_factory.mktemp("metrics") / "run"
-    loop.train(load_config("demo", ["--run.dir", str(folder), *MICRO]))
+    (program,) = re.findall(r"```python\n(import jaxfp8rl\n.*?)```", (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8"), re.S)
+    short = program.replace('"--run.steps", "2"', repr(["--run.dir", str(folder), *MICRO])[1:-1])
+    assert short != program
+    exec(compile(short, "tasks.md", "exec"), scope := {"__name__": "tasks.md"})
+    assert scope["seen"], "the function kept its state"
+    assert {"reward/brief/mean", "reward/correct/mean"} <= read_metrics(folder / "metrics.jsonl")[-1].keys()
     probes = json.loads((ROOT / "benchmarks" / "results" / "precision_errors.json").read_text(encoding="utf-8"))["probes"]
     scales = KvCalibration.metrics(SimpleNamespace(amax=dict.fromkeys(NAMES, np.ones(2))))
     found = set().union(*read_metrics(folder / "metrics.jsonl"), *(p["metrics"] for p in probes.values()), scales)

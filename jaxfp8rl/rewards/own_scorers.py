@@ -1,0 +1,101 @@
+"""Scorers of one's own: a function by the name of its module or file, or one that a Python program has handed over."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxfp8rl.errors import ConfigError, nearest
+
+CALLABLE = "callable:"  # what a handed-over function's name begins with
+_HANDED_OVER: dict[str, Callable] = {}
+
+
+@contextlib.contextmanager
+def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
+    """Within, `callable:NAME` is the function of that name."""
+    before = dict(_HANDED_OVER)
+    _HANDED_OVER.update(functions)
+    try:
+        yield
+    finally:
+        _HANDED_OVER.clear()
+        _HANDED_OVER.update(before)
+
+
+def find(name: str, folder: str = "") -> Callable[[Any, str], Any]:
+    """The function behind `module:function`, `file.py:function` or `callable:NAME`. Raises ConfigError where there is none."""
+    module, _, function = name.rpartition(":")
+    if name.startswith(CALLABLE):
+        if function not in _HANDED_OVER:
+            raise ConfigError(f'task.scorer: "{name}" is a function that a Python program handed over, and this one has not',
+                              "jaxfp8rl.train(RUN, resume=True, reward=FUNCTION); docs/tasks.md shows it")  # fmt: skip
+        return _HANDED_OVER[function]
+    found = _module(name, module, folder)
+    if not hasattr(found, function):
+        has = [n for n, f in vars(found).items() if inspect.isfunction(f)]
+        hint = nearest(function, has) if has else ": it has none"
+        raise ConfigError(f'task.scorer: module "{module}" has no function "{function}"{hint}', f"--task.scorer {module}:FUNCTION")
+    check_signature(getattr(found, function), name)
+    return getattr(found, function)
+
+
+def check_signature(function: Any, name: str) -> None:
+    """Raise ConfigError unless it can be called as function(problem, text)."""
+    how = "a scorer is function(problem, text) -> float | None"
+    if not callable(function):
+        raise ConfigError(f'task.scorer: "{name}" is no function but {type(function).__name__}', how)
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f'task.scorer: "{name}" is async; it would return a coroutine and no number', how)
+    try:
+        inspect.signature(function).bind(None, "")
+    except TypeError as e:
+        raise ConfigError(f'task.scorer: "{name}" cannot be called with (problem, text): {e}', how) from e
+    except ValueError:  # a built-in without a signature
+        pass
+
+
+def _module(name: str, module: str, folder: str) -> ModuleType:
+    """Imported, its neighbours in reach. What Python has installed does not hide what lies beside the config."""
+    file = _file(name, module, folder) if module.endswith(".py") else None
+    places = [str(file.parent)] if file else [folder] if folder else []
+    sys.path[:0] = [p for p in places if p not in sys.path]
+    sys.path += [p for p in (os.getcwd(),) if p not in sys.path]
+    try:
+        return _of_file(file) if file else importlib.import_module(module)
+    except ImportError as e:
+        looked = ", ".join(filter(None, (folder, "PYTHONPATH", os.getcwd())))
+        raise ConfigError(f'task.scorer: cannot load "{name}": {e} (looked in {looked})',
+                          "put the module beside the config file, install it, name its folder in PYTHONPATH, or set "
+                          "task.scorer_folder") from e  # fmt: skip
+    except Exception as e:
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        raise ConfigError(f'task.scorer: cannot load "{name}": {type(e).__name__}: {e} ({at.filename}:{at.lineno})',
+                          "import it by hand in a fresh Python") from e  # fmt: skip
+
+
+def _file(name: str, path: str, folder: str) -> Path:
+    places = [p for p in (folder, os.getcwd()) if p]
+    found = [file for file in (Path(place, Path(path).expanduser()) for place in places) if file.is_file()]
+    if not found:
+        raise ConfigError(f'task.scorer: cannot load "{name}": no file {path} in {" or ".join(places)}',
+                          "give its path, absolute or from the config file's folder")  # fmt: skip
+    return found[0].absolute()
+
+
+def _of_file(file: Path) -> ModuleType:
+    """The module of a file, under a name that nothing else has: numbers.py is not Python's numbers."""
+    name = f"{file.stem} of {file.parent}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
