@@ -117,7 +117,7 @@ class Task(Section):
     )
     rewards: tuple[RewardSection, ...] = Field(
         (), strict=False,
-        description='several scorers, each in the metrics: [[task.rewards]] with name, scorer, weight and extract (docs/tasks.md)',
+        description='several scorers, each in the metrics: [[task.rewards]] with name, scorer, weight, extract (docs/tasks.md)',
     )
     reward_timeout_s: float = Field(5.0, gt=0, description="a score that takes longer is undefined, its child is killed")
     reward_workers: int = Field(

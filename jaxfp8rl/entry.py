@@ -25,11 +25,11 @@ def train(
 ) -> Path:  # fmt: skip
     """Run a config to its last step -> its run directory, as `jaxfp8rl train` does.
 
-    config: the path of a TOML file, the name of a preset, a run directory (with `resume`), a table, or a Config. overrides: as on
-    the command line, `["--optim.lr", "1e-6"]`. reward: a scorer, `function(problem, text) -> float | None`, or
-    several by name, `weights` of which are 1 where none is given; a string is the name of one, "exact" say, or "generator", the task's own. A function that a
-    module has at its top runs in the scoring processes, under their clock and without secrets; any other, a lambda or a closure,
-    in this one, in a thread that nothing can stop. Raises UserErrors with their next step.
+    config: the path of a TOML file, the name of a preset, a run directory (with `resume`), a table, or a Config. overrides: as
+    on the command line, `["--optim.lr", "1e-6"]`. reward: a scorer, `function(problem, text) -> float | None`, or several by
+    name, of which the `weights` are 1 where none is given; a string names one, "exact" say, or "generator", the task's own. A
+    function that a module has at its top runs in the scoring processes, under their clock and without secrets; any other, a
+    lambda or a closure, in this one, in a thread that nothing can stop. Raises UserErrors with their next step.
     """
     cfg = _config(config, overrides, resume)
     functions: dict[str, Callable] = {}

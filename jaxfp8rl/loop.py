@@ -221,8 +221,9 @@ def evaluate(parts: Parts, version: int) -> dict[str, float]:
     groups = rollouts.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags)
     rewards = np.concatenate([[], *(g.rewards for g in groups)])
     problems, undefined = len(kept) + len(rejected), int(np.isnan(rewards).sum()) + len(rejected)
+    named = {f"eval/{name}": mean for name, mean in rollouts.named_means(groups, 0.0).items()}
     return {"eval/reward_mean": float(np.nan_to_num(rewards).sum() / problems), "eval/problems": problems,
-            "eval/undefined": undefined, **{f"eval/{name}": x for name, x in rollouts.named_means(groups, 0.0).items()}}  # fmt: skip
+            "eval/undefined": undefined, **named}  # fmt: skip
 
 
 def split(batch: rollouts.Rollouts, parts: Parts) -> list[list[Sample]]:

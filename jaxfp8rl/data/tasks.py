@@ -227,7 +227,8 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         how = reward.extract or self.extract
         if reward.scorer == GENERATOR:
             return dataclasses.replace(self, extract=how, rewards=())
-        return FileTask(self.name, scorer=reward.scorer, extract=how, think_tags=self.think_tags, scorer_folder=self.scorer_folder)
+        shared = {"think_tags": self.think_tags, "scorer_folder": self.scorer_folder}
+        return FileTask(self.name, scorer=reward.scorer, extract=how, **shared)
 
     def load_scorer(self) -> None:
         self._dataset  # noqa: B018  imports the package and builds the generator

@@ -44,7 +44,8 @@ def find(name: str, folder: str = "") -> Callable[[Any, str], Any]:
     if not hasattr(found, function):
         has = [n for n, f in vars(found).items() if inspect.isfunction(f)]
         hint = nearest(function, has) if has else ": it has none"
-        raise ConfigError(f'task.scorer: module "{module}" has no function "{function}"{hint}', f"--task.scorer {module}:FUNCTION")
+        what = f'task.scorer: module "{module}" has no function "{function}"{hint}'
+        raise ConfigError(what, f"--task.scorer {module}:FUNCTION")
     check_signature(getattr(found, function), name)
     return getattr(found, function)
 

@@ -1,8 +1,8 @@
 """Where scorers of reasoning-gym reward what is no answer, and what is asked of an answer here before they do.
 
 Two kinds of fault. Credit for form: many give a little to whatever they can parse, or to a text in which the answer stands
-somewhere, "None" for "on". And grades that read too much: NaN, a single digit, half a grid. Some also evaluate what the model wrote
-as Python: it reaches them only where it is a plain literal, or an expression of known functions.
+somewhere, "None" for "on". And grades that read too much: NaN, a single digit, half a grid. Some also evaluate what the model
+wrote as Python: it reaches them only where it is a plain literal, or an expression of known functions.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _powers(node: ast.AST) -> int:
 
 
 def _proposition(answer: str, entry: dict) -> bool:
-    """propositional_logic: a formula. Upstream takes any text for a variable, of which anything follows where premises contradict."""
+    """propositional_logic: a formula. Upstream takes any text for a variable, of which anything follows if premises clash."""
     text, before = re.sub(r"\s", "", answer[:1000]), None
     while text != before:
         before, text = text, re.sub(r"\u00ac[A-Z]|\([A-Z]\)|[A-Z][\u2227\u2228\u2192\u2194][A-Z]", "P", text)

@@ -117,8 +117,8 @@ class RewardRunner:
         malformed = [s.why for s in scores if s.why.startswith("malformed")]
         if malformed and not self._said_malformed:
             self._said_malformed = True
-            log.warning("the scorer broke on %d of %d completions, which score 0, as it takes the reference answer; further ones are "
-                        "counted as reward/malformed; the first: %.200r", len(malformed), len(scores), malformed[0])  # fmt: skip
+            log.warning("the scorer broke on %d of %d completions, which score 0, for it takes the reference answer; the first: "
+                        "%.200r; from now on they are only counted", len(malformed), len(scores), malformed[0])  # fmt: skip
 
     def _start(self) -> _Child:
         return _Child(as_json(self._task), self._timeout_s)
@@ -180,8 +180,8 @@ class RewardRunner:
 
 
 def _acquit(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Score]], name: str) -> None:
-    """A scorer that breaks on the reference answer, which need not look like a completion, is not broken where it has scored another
-    completion of the same problem: then the one on which it broke was no answer."""
+    """A scorer may break on the reference answer, which need not look like a completion, and not be broken: where it has scored
+    another completion of the same problem, the one on which it broke was no answer."""
     scored = {problem.id for (problem, _), by_name in zip(items, found) if by_name[name].why in ("ok", "none")}
     for (problem, _), by_name in zip(items, found):
         kind, _, rest = by_name[name].why.partition(": ")

@@ -1,7 +1,7 @@
 """What a scorer's answer is worth: a number, or, where it has none, why, and whose fault that is.
 
-A scorer that breaks on what the model wrote has said that it is no answer, and the model must not escape with it: it scores 0. But a
-scorer that is broken has said nothing. The reference answer tells them apart, on which only the latter breaks as well.
+A scorer that breaks on what the model wrote has said that it is no answer, and the model must not escape with it: it scores 0.
+But a scorer that is broken has said nothing. The reference answer tells the two apart: only the latter breaks on that as well.
 """
 
 from __future__ import annotations

@@ -65,9 +65,10 @@ def of_routes() -> set[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, quick_compile) -> set[str]:
-    """By a run of one step, which is that of tasks.md with its rewards, by what that run had not, and what else the code names."""
+    """By a run of one step, that of tasks.md with its rewards, by what that run had not, and what else the code names."""
     folder = tmp_path_factory.mktemp("metrics") / "run"
-    (program,) = re.findall(r"```python\n(import jaxfp8rl\n.*?)```", (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8"), re.S)
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(import jaxfp8rl\n.*?)```", page, re.S)
     short = program.replace('"--run.steps", "2"', repr(["--run.dir", str(folder), *MICRO])[1:-1])
     assert short != program
     exec(compile(short, "tasks.md", "exec"), scope := {"__name__": "tasks.md"})

@@ -106,7 +106,7 @@ def test_answers_errors_and_undefined_values(task):
         line = SCORER.splitlines().index('        raise KeyError("no such thing")') + 1
         assert scores[2] == Score(None, f"error: KeyError: 'no such thing' (misbehaving.py:{line})")
         assert [s.why for s in scores[3:5]] == ["none: the scorer returned None", "error: ValueError: the scorer returned nan"]
-        assert scores[5] == Score(0.25, "ok") and scores[6].why.startswith("error: MemoryError"), "it asked for a terabyte at once"
+        assert scores[5] == Score(0.25, "ok") and "error: MemoryError" in scores[6].why, "it asked for a terabyte"
         assert runner.counts == {"ok": 3, "none": 1, "error": 3}
         assert runner.score([]) == []
 
@@ -507,7 +507,8 @@ def test_a_broken_scorer_is_undefined_and_names_its_line(own, caplog):
 
 def test_rewards_with_names_are_summed_by_weight(tmp_path):
     (tmp_path / "own_rewards.py").write_text(OWN)
-    rewards = [{"name": "right", "scorer": "exact", "extract": "tag"}, {"name": "brief", "scorer": "own_rewards:brief", "weight": 0.5},
+    rewards = [{"name": "right", "scorer": "exact", "extract": "tag"},
+               {"name": "brief", "scorer": "own_rewards:brief", "weight": 0.5},
                {"name": "form", "scorer": "own_rewards.py:thoughts", "weight": -0.25, "extract": "raw"}]  # fmt: skip
     task = make_task("file", path="unused.jsonl", rewards=rewards, scorer_folder=str(tmp_path))
     assert from_json(as_json(task)) == task
@@ -536,7 +537,7 @@ def test_a_part_that_fails_leaves_the_whole_undefined():
     ('[[task.rewards]]\nname = "A b"\nscorer = "exact"', "task.rewards.0.name"),
     ('[[task.rewards]]\nname = "a"\nscorer = "exact"\nwieght = 2.0', 'unknown key .did you mean "weight"'),
     ('scorer = "exact"\n[[task.rewards]]\nname = "a"\nscorer = "exact"', "one of the two"),
-    ('[[task.rewards]]\nname = "a"\nscorer = "exact"\n[[task.rewards]]\nname = "a"\nscorer = "exact"', "each has a name of its own"),
+    ('[[task.rewards]]\nname = "a"\nscorer = "exact"\n[[task.rewards]]\nname = "a"\nscorer = "exact"', "a name of its own"),
     ('scorer_folder = "x"', "no scorer of your own"), ('think_tags = ["<a>"]', "what opens a block"),
 ])  # fmt: skip
 def test_rewards_that_cannot_be_are_refused(tmp_path, toml, words):
@@ -551,8 +552,8 @@ def test_rewards_that_cannot_be_are_refused(tmp_path, toml, words):
 
 def test_a_scorers_module_is_found_beside_the_config_and_again_from_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "project").mkdir()
-    for name, file in (("beside_it", tmp_path / "project"), ("in_the_working_directory", tmp_path), ("numbers", tmp_path / "project")):
-        (file / f"{name}.py").write_text("def score(problem, text):\n    return 0.5\n")
+    for name in ("project/beside_it", "in_the_working_directory", "project/numbers"):
+        (tmp_path / f"{name}.py").write_text("def score(problem, text):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     demo = Path(__file__).parents[2] / "configs" / "demo.toml"
     (tmp_path / "project" / "c.toml").write_text(demo.read_text())
@@ -580,7 +581,8 @@ def test_a_scorers_module_is_found_beside_the_config_and_again_from_elsewhere(tm
 @pytest.mark.parametrize(("body", "words"), [
     ("def score(text):\n    return 1.0", "cannot be called with .problem, text.: too many positional"),
     ("async def score(problem, text):\n    return 1.0", "is async"), ("score = 3", "is no function but int"),
-    ("import nothing_of_the_kind", "No module named 'nothing_of_the_kind'"), ("def score(:", "SyntaxError"), ("1 / 0", "broken.py:1"),
+    ("import nothing_of_the_kind", "No module named 'nothing_of_the_kind'"), ("def score(:", "SyntaxError"),
+    ("1 / 0", "broken.py:1"),
 ])  # fmt: skip
 def test_a_module_that_is_no_scorer_says_why(tmp_path, body, words):
     (tmp_path / "broken.py").write_text(body + "\n")
