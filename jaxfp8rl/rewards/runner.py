@@ -7,6 +7,7 @@ costs one undefined score; it is replaced and the rest of the batch goes on.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -103,7 +104,12 @@ class RewardRunner:
         if not isinstance(task, FileTask) or task.scorer == "exact":
             return judge(task, problem, text)
         found: list[Score] = []
-        thread = threading.Thread(target=lambda: found.append(judge(task, problem, text)), name="scorer", daemon=True)
+
+        def work() -> None:
+            with contextlib.suppress(SystemExit):
+                found.append(judge(task, problem, text))
+
+        thread = threading.Thread(target=work, name="scorer", daemon=True)
         thread.start()
         thread.join(self._timeout_s)
         return found[0] if found else Score(None, "timeout" if thread.is_alive() else "crash")
