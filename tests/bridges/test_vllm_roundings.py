@@ -6,6 +6,8 @@ in thousands with it.
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,6 +18,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 
 import torch
 
+from bridges.api import BridgeError
+from bridges.probe import vllm_demo_flags
+from bridges.rollout import vllm_formats
 from bridges.rollout.vllm_formats import PROBABILITIES
 from bridges.weights.dlpack import torch_view
 from jaxfp8rl.exact import exact_jit
@@ -161,3 +166,53 @@ def vllm_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: str
         scheduler_metadata=plan, s_aux=None, **scales,
     )  # fmt: skip
     return out
+
+
+class RoundsFirst(torch.nn.Module):
+    """A norm as vLLM's CUDA kernels are: the sum is rounded to the residual's type, and that is what is normalised."""
+
+    def __init__(self, norm: torch.nn.Module):
+        super().__init__()
+        self.norm, self.weight, self.hidden_size = norm, norm.weight, norm.hidden_size
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor):
+        return self.norm(x + residual), x + residual
+
+
+def test_a_norm_is_asked_whether_it_sees_the_sum_unrounded(vllm_config):
+    norm = vllm_norm(norm_weight(D))
+    other = type("RMSNorm", (RoundsFirst,), {})(norm)
+    assert vllm_formats.norms_see_unrounded_sums(torch.nn.Sequential(norm)) is True
+    assert vllm_formats.norms_see_unrounded_sums(torch.nn.Sequential(other)) is False
+    assert vllm_formats.norms_see_unrounded_sums(torch.nn.Sequential(torch.nn.Linear(2, 2))) is False
+
+
+@pytest.mark.parametrize("floor", vllm_formats.FLOORS)
+def test_a_quantiser_is_asked_for_its_floor(floor):
+    layer = torch.nn.Linear(2, 2)
+    assert vllm_formats.amax_floor(layer) == vllm_formats.FLOORS[0]
+    quantize = lambda x: (x, torch.tensor([[np.float32(floor) / np.float32(448)]]))
+    layer.quant_method = types.SimpleNamespace(fp8_linear=types.SimpleNamespace(quant_fp8=quantize))
+    assert vllm_formats.amax_floor(layer) == floor
+
+
+@pytest.mark.parametrize(("isa", "found"), [("amx", None), ("vec", "float32")])
+def test_attention_names_its_instructions(isa, found):
+    layer = torch.nn.Linear(2, 2)
+    assert vllm_formats.probabilities(layer) is None
+    layer.isa = isa
+    assert vllm_formats.probabilities(layer) == found
+    layer.isa = "amx_fp8"
+    with pytest.raises(BridgeError, match="amx_fp8, of which it is not known what it rounds"):
+        vllm_formats.probabilities(layer)
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx512", "flags"),
+    [(True, True, "--rollout.kv_cache auto"), (False, True, "--rollout.fp8_kernel emulated"),
+     (False, False, "--rollout.fp8_kernel emulated --rollout.kv_cache auto")],
+)  # fmt: skip
+def test_the_demo_asks_of_a_cpu_what_the_learner_mirrors(monkeypatch, amx, avx512, flags):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    assert " ".join(vllm_demo_flags()) == f"--rollout.enforce_eager true {flags}"
