@@ -39,7 +39,7 @@ from bridges.rollout.supervised_engine import SupervisedEngine
 from jaxfp8rl import build, checkpoint, loop, registry, rollouts, update
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.cli import main as command_line
-from jaxfp8rl.rewards.child import Score
+from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rewards.runner import RewardRunner
 from micro_run import arrays, lasting, metrics, words
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.rewards.child import Score
+from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.toml_config import load_config
 

@@ -16,7 +16,7 @@ from jaxfp8rl import processes
 from jaxfp8rl.build import check_same
 from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
 from jaxfp8rl.processes import ALONE, ProcessGroup, check_shared, joined
-from jaxfp8rl.rewards.child import Score
+from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.sharding import make_layout
 from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.world import shared
