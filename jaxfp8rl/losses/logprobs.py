@@ -16,6 +16,7 @@ TOP_K_ROWS = 256  # whose logits are there at a time
 def token_logprobs(
     hidden: Array, head: Array, tokens: Array, temperature: float = 1.0, memory: int = api.MEMORY,
     logits_dtype: str = "float32", mask: Array | None = None, axis_name: str | None = None, backend: Backend = "auto",
+    support: Array | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Log-probability of each token given those before it, and the entropy of the distribution it was drawn from.
 
@@ -23,6 +24,9 @@ def token_logprobs(
     is computed from hidden t - 1; position 0 has no predecessor and is 0. Logits are divided by `temperature`, as the
     engine does before it samples, after the rounding to `logits_dtype` that the engine's head leaves them with (which the
     gradient passes by): a bfloat16 logit of 20 is off by up to 0.06.
+
+    support [B, T, K] int: the tokens that each was drawn among, -1 for none; both numbers are then of the distribution over these
+    alone. None: over the whole vocabulary.
 
     mask [B, T] bool: the tokens to compute; others are 0 and cost little. `axis_name`: head is this device's part of the
     vocabulary, in a `shard_map` over that axis. How, `memory` (bytes) and `backend`: `pallas_kernels.logprob.api`, and
@@ -33,6 +37,7 @@ def token_logprobs(
         hidden[:, :-1].reshape(-1, d), head.astype(hidden.dtype), tokens[:, 1:].reshape(-1),
         None if mask is None else mask[:, 1:].reshape(-1), temperature=temperature, logits_dtype=logits_dtype,
         axis_name=axis_name, memory=memory, backend=backend,
+        support=None if support is None else support[:, 1:].reshape(-1, support.shape[-1]),
     )  # fmt: skip
     first = ((0, 0), (1, 0))
     return jnp.pad(logp.reshape(b, t - 1), first), jnp.pad(entropy.reshape(b, t - 1), first)

@@ -12,6 +12,9 @@ twice. With cotangents g of log p(y) and h of the entropy H, and p = softmax(z):
 
 So four products, where a loss that knows g before the logits are dropped needs three; docs/logprob.md says why it is so.
 Blocks of words suit the backward pass: each has its rows of dw to itself, summed over all rows of x in one product.
+
+A sampler that keeps the likeliest words alone (top-k, top-p) draws from a softmax over these, the `support` of its row. All sums
+are then over it; the logits of other words are made and dropped. The kernel does not know of it: the reference computes it.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class Rows(NamedTuple):
 def linear_logprob(
     x: Array, w: Array, targets: Array, live: Array | None = None, *, temperature: float = 1.0,
     logits_dtype: jnp.dtype = jnp.float32, axis_name: str | None = None, backend: Backend = "auto",
-    memory: int = MEMORY, tiles: sm90.Tiles | None = None, interpret=None,
+    memory: int = MEMORY, tiles: sm90.Tiles | None = None, interpret=None, support: Array | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """x [M, K], w [N, K] of one float type, targets [M] int -> log p(target) [M] and entropy [M] in nats, float32.
 
@@ -70,19 +73,24 @@ def linear_logprob(
     are divided by `temperature`; the gradient passes that by. A target that is no word has a log p of nan. `memory`: bytes that
     blocks of logits may take.
 
+    support [M, S] int: words that the softmax of a row is over, and its target in any case; a number of no word (-1) stands for
+    none. Never by the kernel.
+
     `axis_name`: w is this device's part of the words, in the order of that axis of a `shard_map`; targets count all words; x and
     the results are the same on all devices. To be differentiated inside, with `check_vma=False` (pallas_kernels.shards).
 
     Raises ValueError, with the shapes and the rule, for anything else.
     """
     x, w, targets = map(jnp.asarray, (x, w, targets))
-    _check(x, w, targets, live)
-    kernel = _use_kernel(x, w, backend)
+    _check(x, w, targets, live, support)
+    kernel = _use_kernel(x, w, backend, support)
     block = _block(x.shape[0], FEWEST if kernel else memory // (4 * w.shape[0]), kernel)
     tiles = tiles or sm90.Tiles()
     static = Static(float(temperature), jnp.dtype(logits_dtype), kernel, block, memory, tiles, interpret)
     m, missing = x.shape[0], -x.shape[0] % block
     x, targets = jnp.pad(x, ((0, missing), (0, 0))), jnp.pad(targets.astype(jnp.int32), (0, missing))
+    if support is not None:
+        support = jnp.pad(support.astype(jnp.int32), ((0, missing), (0, 0)), constant_values=-1)
     if live is None:
         rows = None
     elif m <= FEWEST:
@@ -90,15 +98,15 @@ def linear_logprob(
     else:
         rows = Rows.of(jnp.pad(live, (0, missing)))
     if axis_name:
-        logp, entropy = _shared(static, x, w, targets, rows, axis_name)
+        logp, entropy = _shared(static, x, w, targets, support, rows, axis_name)
     else:
-        logp, entropy, _ = _logprob(static, x, w, targets, rows)
+        logp, entropy, _ = _logprob(static, x, w, targets, support, rows)
     words = w.shape[0] * (lax.axis_size(axis_name) if axis_name else 1)
     logp = jnp.where((targets >= 0) & (targets < words), logp, jnp.nan)
     return tuple(a[:m] if live is None else jnp.where(live, a[:m], 0.0) for a in (logp, entropy))
 
 
-def _check(x: Array, w: Array, targets: Array, live: Array | None) -> None:
+def _check(x: Array, w: Array, targets: Array, live: Array | None, support: Array | None) -> None:
     found = f"x is {x.dtype}{list(x.shape)}, w {w.dtype}{list(w.shape)}"
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or not x.size or not w.size:
         raise ValueError(f"{found}: x [M, K] and w [N, K] are wanted, none of M, N and K 0")
@@ -108,25 +116,33 @@ def _check(x: Array, w: Array, targets: Array, live: Array | None) -> None:
         raise ValueError(f"targets is {targets.dtype}{list(targets.shape)}: an integer a row of x, [{x.shape[0]}], is wanted")
     if live is not None and (live.shape != x.shape[:1] or live.dtype != bool):
         raise ValueError(f"live is {live.dtype}{list(live.shape)}: a bool a row of x, [{x.shape[0]}], is wanted")
+    whole = lambda: support.ndim == 2 and support.shape[0] == x.shape[0] and jnp.issubdtype(support.dtype, jnp.integer)
+    if support is not None and not whole():
+        raise ValueError(f"support is {support.dtype}{list(support.shape)}: integers, [{x.shape[0]}, S], are wanted")
 
 
-def _use_kernel(x: Array, w: Array, backend: Backend) -> bool:
+def _use_kernel(x: Array, w: Array, backend: Backend, support: Array | None) -> bool:
     """float32, and sizes that the copy engine cannot cut in boxes of 64, are the reference's; asked for by name, an error."""
     fits = x.dtype != jnp.float32 and x.shape[1] % 64 == 0 and w.shape[0] % 64 == 0 and w.shape[0] > 64
+    if backend == "pallas" and support is not None:
+        raise ValueError('backend = "pallas" does not know of a support: use "auto"')
     if backend == "pallas" and not fits:
         raise ValueError(
             f'backend = "pallas" wants bfloat16 or float16, and K and N in multiples of 64, N of 128 at least; '
             f'x is {x.dtype}{list(x.shape)}, w {list(w.shape)}: use "auto"'
         )
-    return use_kernel(backend) and fits
+    return support is None and use_kernel(backend) and fits
 
 
-def _shared(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None, axis_name: str) -> tuple[Array, Array]:
+def _shared(
+    static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None, axis_name: str
+) -> tuple[Array, Array]:
     """Of words on several devices: with q the share of its words, one's log p is its own and log q, its part of the entropy
     q (its own - log q)."""
     x = enter(x, axis_name)
-    targets -= lax.axis_index(axis_name) * w.shape[0]
-    logp, entropy, lse = _logprob(static, x, w, targets, rows)
+    first = lax.axis_index(axis_name) * w.shape[0]
+    targets, support = jax.tree.map(lambda ids: ids - first, (targets, support))
+    logp, entropy, lse = _logprob(static, x, w, targets, support, rows)
     highest = lax.pmax(lax.stop_gradient(lse), axis_name)
     log_share = lse - highest - jnp.log(lax.psum(jnp.exp(lse - highest), axis_name))
     here = (targets >= 0) & (targets < w.shape[0])
@@ -135,13 +151,15 @@ def _shared(static: Static, x: Array, w: Array, targets: Array, rows: Rows | Non
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprob(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None) -> tuple[Array, Array, Array]:
+def _logprob(
+    static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None
+) -> tuple[Array, Array, Array]:
     """log p(target), entropy and log sum exp z of the words of w alone; of a target elsewhere, the first means nothing."""
-    return _forward(static, x, w, targets, rows)[0]
+    return _forward(static, x, w, targets, support, rows)[0]
 
 
-def _forward(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None):
-    found = _statistics(static, x, w, targets, rows)
+def _forward(static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None):
+    found = _statistics(static, x, w, targets, support, rows)
     if rows:
         found = jnp.where(jnp.arange(x.shape[0]) < rows.count, found, 1.0)  # finite, whatever other rows hold
         found = jnp.zeros_like(found).at[:, rows.order].set(found, unique_indices=True)
@@ -149,20 +167,20 @@ def _forward(static: Static, x: Array, w: Array, targets: Array, rows: Rows | No
     highest, total, weighted, at_target = lax.optimization_barrier(found)
     log_total = jnp.log(total)
     entropy, lse = log_total - weighted / total, highest + log_total
-    return (at_target - highest - log_total, entropy, lse), (x, w, targets, lse, entropy)
+    return (at_target - highest - log_total, entropy, lse), (x, w, targets, support, lse, entropy)
 
 
-def _statistics(static: Static, x: Array, w: Array, targets: Array, rows: Rows | None) -> Array:
+def _statistics(static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None) -> Array:
     """`reference.statistics` of the rows in their order, a block at a time, but for blocks without live ones."""
     block, most = static.block, x.shape[0] // static.block
 
     def one(i: Array, found: Array) -> Array:
-        some_x, some_targets = _rows((x, targets), rows, i * block, block)
+        some_x, some_targets, some_support = _rows((x, targets, support), rows, i * block, block)
         args = some_x, w, some_targets, static.temperature, static.logits_dtype
         if static.kernel:
             part = _merged(sm90.statistics(*args, static.tiles, static.interpret))
         else:
-            part = reference.statistics(*args)
+            part = reference.statistics(*args, some_support)
         return lax.dynamic_update_slice_in_dim(found, part, i * block, 1)
 
     turns = -(-rows.count // block) if rows else most
@@ -180,9 +198,9 @@ def _merged(parts: Array) -> Array:
 
 
 def _backward(static: Static, kept: tuple, cotangents: tuple[Array, Array, Array]):
-    x, w, targets, lse, entropy = kept
+    x, w, targets, support, lse, entropy = kept
     g, h, of_lse = (c / static.temperature for c in cotangents)
-    vectors = targets, lse, g, of_lse - g - h * entropy, -h
+    vectors = support, targets, lse, g, of_lse - g - h * entropy, -h
     sizes = _capacities(x.shape[0])
     if len(sizes) == 1:
         d_x, d_w = _gradients(static, x.shape[0], x, w, vectors, None)
@@ -190,7 +208,7 @@ def _backward(static: Static, kept: tuple, cotangents: tuple[Array, Array, Array
         rows = Rows.of((g != 0) | (h != 0) | (of_lse != 0))
         enough = sum((rows.count > size).astype(jnp.int32) for size in sizes[:-1])
         d_x, d_w = lax.switch(enough, [functools.partial(_gradients, static, s) for s in sizes], x, w, vectors, rows)
-    return d_x.astype(x.dtype), d_w, None, None
+    return d_x.astype(x.dtype), d_w, None, None, None
 
 
 _logprob.defvjp(_forward, _backward)
@@ -206,11 +224,12 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple, ro
     a_word = size * (x.dtype.itemsize + 4 * (not static.kernel)) + 2 * x.shape[1] * x.dtype.itemsize
     block = min(_block(words, static.memory // a_word, static.kernel), words)
     blocks = -(-words // block)
-    picked, targets, *vectors = _rows((x, *vectors), rows, 0, size)
+    picked, support, targets, *vectors = _rows((x, *vectors), rows, 0, size)
     if rows:  # of the others, whatever they hold, nothing comes through
         live = jnp.arange(size) < rows.count
         picked, vectors = jnp.where(live[:, None], picked, jnp.zeros((), x.dtype)), [jnp.where(live, v, 0.0) for v in vectors]
     more = (static.tiles, static.interpret) if static.kernel else ()
+    within = lambda start: () if support is None else (support - start,)
     d_logits = sm90.d_logits if static.kernel else reference.d_logits
 
     def one(step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -219,7 +238,7 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple, ro
         start = jnp.minimum(first, words - block)
         own = jnp.arange(block)[:, None] >= first - start
         part = jnp.where(own, lax.dynamic_slice_in_dim(w, start, block), jnp.zeros((), w.dtype))
-        dz = d_logits(picked, part, targets - start, *vectors, static.temperature, static.logits_dtype, *more)
+        dz = d_logits(picked, part, targets - start, *vectors, static.temperature, static.logits_dtype, *more, *within(start))
         d_w = lax.dynamic_update_slice_in_dim(d_w, reference.d_w(dz, picked), start, 0)
         return d_x + reference.d_x(dz, part), d_w
 
@@ -235,12 +254,12 @@ def _loop(most: int, turns: Array | int, body: Callable[[Array, T], T], state: T
     return body(jnp.int32(0), state) if most == 1 else lax.fori_loop(0, turns, body, state)
 
 
-def _rows(arrays: tuple[Array, ...], rows: Rows | None, start: Array | int, size: int) -> tuple[Array, ...]:
-    """`size` rows from `start` of each in their order."""
+def _rows(arrays: tuple[Array | None, ...], rows: Rows | None, start: Array | int, size: int) -> tuple[Array | None, ...]:
+    """`size` rows from `start` of each that there is, in their order."""
     if rows is None:
-        return tuple(lax.dynamic_slice_in_dim(a, start, size) for a in arrays)
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), arrays)
     at = lax.dynamic_slice_in_dim(rows.order, start, size)
-    return tuple(a.at[at].get(mode="promise_in_bounds", unique_indices=True) for a in arrays)
+    return jax.tree.map(lambda a: a.at[at].get(mode="promise_in_bounds", unique_indices=True), arrays)
 
 
 def _capacities(rows: int) -> list[int]:

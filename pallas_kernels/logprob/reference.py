@@ -8,16 +8,22 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+NOWHERE = -1e30  # the logit of a word outside the support: exp of it is 0, and no difference of two is NaN
+
 
 def logits(x: Array, w: Array) -> Array:
     """x [..., K], w [N, K] of one type -> x w^T [..., N] float32."""
     return _dot(x, w, (x.ndim - 1,), (1,), jnp.float32)
 
 
-def statistics(x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype) -> Array:
+def statistics(
+    x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, support: Array | None = None
+) -> Array:
     """x [M, K], w [N, K], targets [M] int32 -> [4, M] float32: max z, sum exp(z - max), sum exp(z - max) (z - max), and z at
-    the target, 0 where that is none of the N words."""
+    the target, 0 where that is none of the N words. support [M, S]: words that all four are of, the target one of them."""
     z = _logits(x, w, temperature, logits_dtype)
+    if support is not None:
+        z = jnp.where(_members(support, targets, w.shape[0]), z, NOWHERE)
     highest = jnp.max(z, axis=1)
     below = z - highest[:, None]
     exponential = jnp.exp(below)
@@ -29,11 +35,14 @@ def statistics(x: Array, w: Array, targets: Array, temperature: float, logits_dt
 
 def d_logits(
     x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array, temperature: float,
-    logits_dtype: jnp.dtype,
+    logits_dtype: jnp.dtype, support: Array | None = None,
 ) -> Array:  # fmt: skip
-    """[M, N] in the type of x: p (constant + slope log p), and at_target more at the target; log p = z - lse, all else [M]."""
+    """[M, N] in the type of x: p (constant + slope log p), and at_target more at the target; log p = z - lse, all else [M];
+    0 at words that are not in their row's `support`, if it has one."""
     logp = jnp.minimum(_logits(x, w, temperature, logits_dtype) - lse[:, None], 0.0)
     d = jnp.exp(logp) * (constant[:, None] + slope[:, None] * logp)
+    if support is not None:
+        d = jnp.where(_members(support, targets, w.shape[0]), d, 0.0)
     is_target = jnp.arange(w.shape[0]) == targets[:, None]
     return (d + jnp.where(is_target, at_target[:, None], 0.0)).astype(x.dtype)
 
@@ -46,6 +55,14 @@ def d_x(dz: Array, w: Array) -> Array:
 def d_w(dz: Array, x: Array) -> Array:
     """dz [M, N], x [M, K] -> dz^T x [N, K], summed in float32, in the type of x."""
     return _dot(dz, x, (0,), (0,), x.dtype)
+
+
+def _members(support: Array, targets: Array, words: int) -> Array:
+    """[M, N] bool: the words in each row of support [M, S], and the target; numbers of no word are none."""
+    ids = jnp.concatenate([support, targets[:, None]], 1)
+    ids = jnp.where((ids >= 0) & (ids < words), ids, words)
+    rows = jnp.arange(len(ids))[:, None]
+    return jnp.zeros((len(ids), words), bool).at[rows, ids].set(True, mode="drop")
 
 
 def _logits(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype) -> Array:

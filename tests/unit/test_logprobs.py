@@ -31,16 +31,18 @@ def drawn(seed: int, b: int, t: int, d: int, v: int, dtype=np.float32):
     return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(rng.integers(v, size=(b, t)))
 
 
-def float64(hidden, head, tokens, temperature, g, h, mask=None):
-    """(logp, entropy, d_hidden, d_head) for cotangents g and h [B, T]."""
+def float64(hidden, head, tokens, temperature, g, h, mask=None, support=None):
+    """(logp, entropy, d_hidden, d_head) for cotangents g and h [B, T]; `support` [B, T, V] bool: a softmax over these alone."""
     hidden, head, g, h = (np.asarray(a).astype(np.float64) for a in (hidden, head, g, h))
     live = np.ones(tokens.shape, bool) if mask is None else np.array(mask)
     live[:, 0] = False
     live = live[:, 1:]
     z = hidden[:, :-1] @ head.T / temperature
+    within = np.ones(z.shape, bool) if support is None else support[:, 1:]
     logp = z - z.max(-1, keepdims=True)
-    logp -= np.log(np.exp(logp).sum(-1, keepdims=True))
+    logp = np.where(within, logp - np.log(np.where(within, np.exp(logp), 0).sum(-1, keepdims=True)), 0)
     p, chosen = np.exp(logp), np.arange(head.shape[0]) == np.asarray(tokens)[:, 1:, None]
+    p = np.where(within, p, 0)
     entropy = -(p * logp).sum(-1, keepdims=True)
     dz = g[:, 1:, None] * (chosen - p) - h[:, 1:, None] * p * (logp + entropy)
     dz = np.where(live[..., None], dz, 0) / temperature
@@ -50,8 +52,9 @@ def float64(hidden, head, tokens, temperature, g, h, mask=None):
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "memory", "logits_dtype"))
-def run(hidden, head, tokens, g, h, mask=None, **options):
-    found, pull = jax.vjp(lambda hidden, head: token_logprobs(hidden, head, tokens, mask=mask, **options), hidden, head)
+def run(hidden, head, tokens, g, h, mask=None, support=None, **options):
+    f = lambda hidden, head: token_logprobs(hidden, head, tokens, mask=mask, support=support, **options)
+    found, pull = jax.vjp(f, hidden, head)
     return *found, *pull((g, h))
 
 
@@ -70,6 +73,39 @@ def test_values_and_gradients_equal_float64_for_any_chunk(seed, chunk, temperatu
     for a, b in zip(got, float64(hidden, head, tokens, temperature, g, h, mask)):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1, abs(b).max()))
     assert not np.asarray(got[0])[:, 0].any() and not np.asarray(got[1])[:, 0].any()
+
+
+def supports(rng: np.random.Generator, tokens: np.ndarray, v: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Supports of 1 to `width` tokens, the sampled one among them: [B, T, V] bool, and as ids [B, T, width] in any order."""
+    within = rng.random((*tokens.shape, v)).argsort(-1) < rng.integers(0, width, (*tokens.shape, 1))
+    np.put_along_axis(within, np.asarray(tokens)[..., None], True, -1)
+    ids = np.where(within, np.arange(v), -1)
+    return within, rng.permuted(-np.sort(-ids, -1)[..., :width], axis=-1)
+
+
+@given(seeds, st.booleans())
+def test_over_a_support_values_and_gradients_are_of_the_softmax_over_these_tokens_alone(seed, masked):
+    hidden, head, tokens = drawn(seed, 2, 9, 8, 11)
+    g, h = cotangents(seed, tokens.shape)
+    rng = np.random.default_rng(seed + 2)
+    mask = jnp.asarray(rng.random(tokens.shape) < 0.5) if masked else None
+    within, ids = supports(rng, tokens, 11, 5)
+    got = run(hidden, head, tokens, g, h, mask, jnp.asarray(ids), temperature=0.7, memory=60)
+    for a, b in zip(got, float64(hidden, head, tokens, 0.7, g, h, mask, within)):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1, abs(b).max()))
+    alone = jnp.full((*tokens.shape, 5), -1)  # the token itself is always one of them
+    logp, entropy, *gradients = run(hidden, head, tokens, g, h, None, alone, temperature=0.7, memory=60)
+    assert all(np.abs(a).max() < 2e-5 for a in (logp, entropy, *gradients))
+
+
+@pytest.mark.parametrize("live", [0.3, 1.0])
+def test_the_whole_vocabulary_is_a_support_like_any_other(live):
+    """Of rows so many that live ones are sorted out: the numbers are those without one, to the bit."""
+    hidden, head, tokens = drawn(2, 3, 1500, 8, 40)
+    args = hidden, head, tokens, *cotangents(2, tokens.shape), jnp.asarray(np.random.default_rng(3).random(tokens.shape) < live)
+    whole = jnp.broadcast_to(jnp.arange(40), (*tokens.shape, 40))
+    for a, b in zip(run(*args, whole, memory=4 * 40 * 700), run(*args, memory=4 * 40 * 700)):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(jnp.bfloat16, 3e-3), (jnp.float16, 5e-4)])
@@ -183,9 +219,11 @@ def passes(f):
         return found, pull((g, h))
     return jax.jit(both)
 
-for live in (None, mask):
-    one = passes(lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, mask=live))(hidden, head)
-    part = lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, mask=live, axis_name="vocab")
+few = jnp.asarray(rng.integers(-1, 96, size=(2, 33, 5)))  # on most devices none of a row's
+for live, support in ((None, None), (mask, None), (mask, few)):
+    options = dict(mask=live, support=support)
+    one = passes(lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, **options))(hidden, head)
+    part = lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, **options, axis_name="vocab")
     results = (P(), P()), (P(), P("vocab"))
     eight = jax.shard_map(passes(part), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=results, check_vma=False)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight(hidden, head))):
