@@ -49,7 +49,8 @@ class SamplingParams:
     """How a token is drawn from logits [V]: divide by `temperature`, keep the `top_k` largest, then the `top_p` nucleus.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch the filters off. Generation stops after `max_tokens` tokens or
-    after a token of `stop_token_ids`, which is part of the completion.
+    after a token of `stop_token_ids`, which is part of the completion. `support`: of each draw that is filtered report the
+    tokens that the filters left, if they are at most so many; 0: report none.
     """
 
     max_tokens: int
@@ -57,6 +58,12 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    support: int = 0
+
+    @property
+    def reported(self) -> int:
+        """`support` of draws that have one: neither greedy nor from the whole vocabulary."""
+        return self.support if self.temperature > 0 and (self.top_k > 0 or self.top_p < 1) else 0
 
     def __post_init__(self):
         if self.max_tokens < 1:
@@ -67,6 +74,8 @@ class SamplingParams:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+        if self.support < 0:
+            raise ValueError(f"support must be 0 (none) or positive, got {self.support}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +117,10 @@ class Completion:
     it was really drawn from (after temperature and filters). routed_experts [P + T - 1, L, k] unsigned, of MoE models alone: the
     experts of every token that was computed with, those of the prompt [P] first and the last sampled one left out; of all layers,
     whatever stands there for dense ones.
+
+    The support of a token are the tokens that it was drawn among, itself one of them, over which its log-probability is
+    normalised. support_sizes [T] int32: how many, 0 where they are more than was asked for; support_ids [sum of these] int32:
+    which, one token's after the other's, in any order. Both None where none was asked for (SamplingParams.reported).
     """
 
     request_id: str
@@ -117,6 +130,8 @@ class Completion:
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     routed_experts: np.ndarray | None = None
+    support_ids: np.ndarray | None = None
+    support_sizes: np.ndarray | None = None
 
     def problem(self) -> str | None:
         """What makes this completion unfit to learn from, or None. The learner rejects the whole group on a problem."""
@@ -131,7 +146,37 @@ class Completion:
         if (np.asarray(self.logprobs) > 1e-3).any():
             at = int(np.argmax(self.logprobs))
             return f"log-probability {self.logprobs[at]:.4g} above 0 at token {at}"
+        return self._problem_of_support()
+
+    def _problem_of_support(self) -> str | None:
+        ids, sizes = self.support_ids, self.support_sizes
+        if ids is None or sizes is None:
+            return None if ids is sizes else "half of a support"
+        if len(sizes) != len(self.token_ids) or (sizes < 0).any() or sizes.sum() != len(ids):
+            return f"{len(self.token_ids)} tokens with {len(sizes)} supports of {sizes.sum()} tokens in all, {len(ids)} ids"
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        found = np.bincount(owner, self.token_ids[owner] == ids, len(sizes))
+        if (wrong := (sizes > 0) & (found != 1)).any():
+            at = int(np.argmax(wrong))
+            return f"token {at} is {int(found[at])} times in its own support"
         return None
+
+    def first(self, n: int, prompt_tokens: int) -> Completion:
+        """Its first `n` tokens, after a prompt of so many: all that is by token is cut."""
+        spans = (dataclasses.replace(s, stop=min(s.stop, n)) for s in self.version_spans if s.start < n)
+        routes, ids, sizes = self.routed_experts, self.support_ids, self.support_sizes
+        return dataclasses.replace(
+            self, token_ids=self.token_ids[:n], logprobs=self.logprobs[:n], version_spans=tuple(spans),
+            routed_experts=None if routes is None else routes[: prompt_tokens + n - 1],
+            support_ids=None if ids is None else ids[: sizes[:n].sum()], support_sizes=None if sizes is None else sizes[:n],
+        )  # fmt: skip
+
+
+def supports(left: np.ndarray, support: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens left for each draw [T, up to support + 1], -1 for none, as Completion.support_ids and support_sizes."""
+    sizes = (left >= 0).sum(-1)
+    sizes = np.where(sizes > support, 0, sizes).astype(np.int32)
+    return left[(left >= 0) & (sizes[:, None] > 0)], sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +226,7 @@ class Capabilities:
     vocab_size: int
     seeds: bool
     routed_experts: bool = False
+    support: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -160,7 +160,8 @@ def greedy_is_the_mode(e: EngineUnderTest) -> None:
 
 
 def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
-    """They follow temperature and filters: 0 at top_k 1, a sum of 1 at top_k 2, half the gap at temperature 2.
+    """They follow temperature and filters: 0 at top_k 1, a sum of 1 at top_k 2, half the gap at temperature 2. The support that
+    is told, where one is, has the tokens that are drawn.
 
     A filter may keep more than k tokens whose logits tie, as bfloat16 logits do: top_k 1 then gives -log of their number.
     """
@@ -169,8 +170,11 @@ def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
     assert np.abs(kept - kept.round()).max() < 1e-3 and kept.max() < 4, f"top_k 1 leaves one token or a tie, not {kept}"
     gaps = []
     for temperature in (1.0, 2.0):
-        drawn = e.sample(64, max_tokens=1, top_k=2, temperature=temperature)
+        drawn = e.sample(64, max_tokens=1, top_k=2, temperature=temperature, support=8)
         first = {int(c.token_ids[0]): float(c.logprobs[0]) for c in drawn}
+        if e.engine.capabilities().support:
+            told = {frozenset(c.support_ids.tolist()) for c in drawn}
+            assert told == {frozenset(first)}, f"64 draws among {told} gave {sorted(first)}"
         assert 2 <= len(first) < 5, f"64 draws among the two likeliest tokens gave {first}"
         assert abs(sum(np.exp(p) for p in first.values()) - 1) < 1e-3, f"top_k 2: the probabilities do not sum to 1: {first}"
         gaps.append(np.ptp(list(first.values())))
@@ -178,6 +182,19 @@ def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
     nucleus = e.sample(n=8, max_tokens=1, top_p=1e-6)
     assert len({int(c.token_ids[0]) for c in nucleus}) == 1, "a tiny nucleus holds one token"
     assert all(abs(c.logprobs[0]) < 1e-5 for c in nucleus), "a tiny nucleus holds one token, of log-probability 0"
+
+
+def supports_are_told_up_to_a_size(e: EngineUnderTest) -> None:
+    """Where they are claimed: of supports of one token at most those that are larger are not told; a token that was alone is
+    certain. Without filters there is none."""
+    if not e.engine.capabilities().support:
+        return
+    e.publish(0)
+    for c in e.sample(n=4, top_p=0.5, temperature=HOT, support=1):
+        assert c.problem() is None and len(c.support_sizes) == len(c.token_ids), c
+        np.testing.assert_array_equal(c.support_sizes, np.abs(c.logprobs) < 1e-5)
+    for free in (e.sample(support=8), e.sample(temperature=0.0, support=8)):
+        assert free[0].support_ids is None and free[0].support_sizes is None, free
 
 
 def weights_decide(e: EngineUnderTest) -> None:
@@ -245,7 +262,8 @@ def impossible_requests_are_refused(e: EngineUnderTest) -> None:
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     starts_dirty, receipt_tells_what_crossed, verify_refuses_an_old_receipt, content_follows_the_bytes,
     completions_come_in_order, lengths_and_reasons, stop_tokens_are_included, samples_differ, seeds_reproduce,
-    greedy_is_the_mode, logprobs_are_of_the_distribution_sampled, weights_decide, manifest_is_checked_first,
+    greedy_is_the_mode, logprobs_are_of_the_distribution_sampled, supports_are_told_up_to_a_size, weights_decide,
+    manifest_is_checked_first,
     a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone, impossible_requests_are_refused,
 )
 

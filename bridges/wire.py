@@ -17,9 +17,10 @@ from bridges.api import (
     PublishFailed, PublishReceipt, SamplingParams, VersionSpan,
 )
 
-PROTOCOL = 1  # raised whenever one side could misread the other
+PROTOCOL = 2  # raised whenever one side could misread the other
 TOKEN_VARIABLE = "BRIDGES_ENGINE_TOKEN"  # of the environment; a command line can be read by every user of a machine
 ERRORS = {e.__name__: e for e in (BridgeError, EngineDirty, EngineUnhealthy, ManifestMismatch, PublishFailed, ValueError)}
+BY_TOKEN = ("token_ids", "logprobs", "routed_experts", "support_ids", "support_sizes")  # arrays of a completion
 ARRAYS = ("int32", "float32", "uint8", "uint16", "uint32")
 
 
@@ -53,13 +54,13 @@ def unpack_request(d: dict[str, Any]) -> GenRequest:
 
 
 def pack_completion(c: Completion) -> dict[str, Any]:
-    arrays = {name: pack_array(getattr(c, name)) for name in ("token_ids", "logprobs", "routed_experts")}
+    arrays = {name: pack_array(getattr(c, name)) for name in BY_TOKEN}
     spans = [dataclasses.astuple(span) for span in c.version_spans]
     return {"request_id": c.request_id, "index": c.index, "finish_reason": c.finish_reason, "version_spans": spans, **arrays}
 
 
 def unpack_completion(d: dict[str, Any]) -> Completion:
-    arrays = {name: unpack_array(d[name]) for name in ("token_ids", "logprobs", "routed_experts")}
+    arrays = {name: unpack_array(d[name]) for name in BY_TOKEN}
     return Completion(**{**d, "version_spans": tuple(VersionSpan(*span) for span in d["version_spans"]), **arrays})
 
 

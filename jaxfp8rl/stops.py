@@ -40,13 +40,7 @@ class Stops:
         length = self._length(completion.token_ids)
         if length is None:
             return completion
-        spans = (dataclasses.replace(s, stop=min(s.stop, length)) for s in completion.version_spans if s.start < length)
-        routes = completion.routed_experts
-        return dataclasses.replace(
-            completion, token_ids=completion.token_ids[:length], logprobs=completion.logprobs[:length], finish_reason="stop",
-            version_spans=tuple(spans),
-            routed_experts=None if routes is None else routes[: len(request.prompt_token_ids) + length - 1],
-        )  # fmt: skip
+        return dataclasses.replace(completion.first(length, len(request.prompt_token_ids)), finish_reason="stop")
 
     def _length(self, ids: Sequence[int]) -> int | None:
         """The least number of tokens whose text has a stop string, by bisection; None where all of them have none."""

@@ -57,7 +57,7 @@ class FakeEngine:
         self._cache: dict[int, np.ndarray] = {}
         self._sick = ""
         formats = EngineFormats("float32", "float32", "float32", "float32")
-        self._capabilities = Capabilities("fake", "1", formats, max_model_len, vocab_size, seeds=True)
+        self._capabilities = Capabilities("fake", "1", formats, max_model_len, vocab_size, seeds=True, support=True)
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -81,17 +81,19 @@ class FakeEngine:
     def _complete(self, r: GenRequest, index: int) -> Completion:
         rng = self._rng if r.seed is None else np.random.default_rng([r.seed, index])
         reply = self._replies.pop(0) if self._replies else None
-        tokens, logprobs, last, reason = [], [], r.prompt_token_ids[-1], "length"
+        tokens, logprobs, supports, last, reason = [], [], [], r.prompt_token_ids[-1], "length"
         while len(tokens) < (len(reply) if reply else r.sampling.max_tokens):
             logp, reported = self._distributions(last, r.sampling)
             last = reply[len(tokens)] if reply else int(rng.choice(len(logp), p=np.exp(logp)))
             tokens.append(last)
             logprobs.append(reported[last])
+            supports.append(np.flatnonzero(np.isfinite(reported)).astype(np.int32))
             if last in r.sampling.stop_token_ids:
                 reason = "stop"
                 break
         ids, logprobs = np.asarray(tokens, np.int32), self._spoil(np.asarray(logprobs, np.float32))
-        done = Completion(r.request_id, index, ids, logprobs, reason, self.state.span(len(ids)))
+        among = _reported(supports, r.sampling.reported)
+        done = Completion(r.request_id, index, ids, logprobs, reason, self.state.span(len(ids)), None, *among)
         self._sick = done.problem() or self._sick
         return done
 
@@ -193,6 +195,14 @@ class FakeTransport:
 
     def close(self) -> None:
         self._engine = None
+
+
+def _reported(supports: list[np.ndarray], most: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """support_ids and support_sizes of a completion."""
+    if not most:
+        return None, None
+    known = [s if len(s) <= most else s[:0] for s in supports]
+    return np.concatenate(known), np.array([len(s) for s in known], np.int32)
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, Health, ParamMeta, SamplingParams
+from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, Health, ParamMeta, SamplingParams, supports
 from bridges.rollout.weight_state import WeightState
 
 ROW_BUCKET, TOKEN_BUCKET = 8, 16
@@ -53,14 +53,15 @@ class JaxEngine:
         self._params: Any = None
         self.state, self._problem = WeightState(), ""
         self._run = jax.jit(
-            functools.partial(_generate, model), static_argnames=("max_new", "top_k", "nucleus", "greedy"),
+            functools.partial(_generate, model), static_argnames=("max_new", "top_k", "nucleus", "greedy", "support"),
             # keep the roundings that the learner keeps, and multiply as it does: by cuBLAS
             compiler_options={"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
         )  # fmt: skip
 
     def capabilities(self) -> Capabilities:
         m = self._model
-        return Capabilities("jax", jax.__version__, m.formats, self._max_len, m.vocab_size, True, m.routes is not None)
+        routes = m.routes is not None
+        return Capabilities("jax", jax.__version__, m.formats, self._max_len, m.vocab_size, True, routes, support=True)
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         """n completions for each request, in the order asked. Raises EngineDirty, or ValueError for a request that does not
@@ -129,22 +130,23 @@ class JaxEngine:
             seeds[row] = (seed & 0xFFFFFFFF, j) if seed is not None else self._stream.integers(2**32, size=2)
         stops = np.full(_bucket(len(s.stop_token_ids), 4), -1, np.int32)
         stops[: len(s.stop_token_ids)] = s.stop_token_ids
-        out, logp, count, routes = self._run(
+        out, logp, count, support, routes = self._run(
             self._params, tokens, lengths, seeds, stops, np.float32(s.temperature or 1.0), np.float32(s.top_p),
             max_new=_bucket(s.max_tokens, TOKEN_BUCKET), limit=np.int32(s.max_tokens), top_k=s.top_k,
-            nucleus=s.top_p < 1, greedy=s.temperature == 0,
+            nucleus=s.top_p < 1, greedy=s.temperature == 0, support=s.reported,
         )  # fmt: skip
         out, logp, count = np.asarray(out), np.asarray(logp), np.asarray(count)
         for row, (i, j) in enumerate(rows):
             forwarded = len(prompts[row]) + count[row] - 1  # the last token's experts choose nothing
             routed = None if routes is None else np.asarray(routes[row, :forwarded])
-            yield (i, j), self._completion(requests[i], j, out[row, : count[row]], logp[row, : count[row]], routed)
+            among = (None, None) if support is None else supports(np.asarray(support[row, : count[row]]), s.reported)
+            yield (i, j), self._completion(requests[i], j, out[row, : count[row]], logp[row, : count[row]], routed, *among)
 
-    def _completion(self, r: GenRequest, index: int, tokens: np.ndarray, logp: np.ndarray, routed) -> Completion:
+    def _completion(self, r: GenRequest, index: int, tokens: np.ndarray, logp: np.ndarray, *more) -> Completion:
         if not np.isfinite(logp).all():
             self._problem = f"request {r.request_id!r}: non-finite log-probability: the weights or a kernel are broken"
         reason = "stop" if tokens[-1] in r.sampling.stop_token_ids else "length"
-        return Completion(r.request_id, index, tokens, logp, reason, self.state.span(len(tokens)), routed)
+        return Completion(r.request_id, index, tokens, logp, reason, self.state.span(len(tokens)), *more)
 
 
 def _bucket(n: int, smallest: int) -> int:
@@ -177,35 +179,46 @@ def filter_logits(logits: Array, top_k: int, top_p: Array | None) -> Array:
 
 def _generate(
     model: EngineModel, params: Any, prompts: Array, lengths: Array, seeds: Array, stops: Array, temperature: Array,
-    top_p: Array, limit: Array, *, max_new: int, top_k: int, nucleus: bool, greedy: bool,
-) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
-    """prompts [B, P] right-padded, lengths [B] (0: an unused row) -> tokens [B, max_new], logp [B, max_new], count [B], and the
-    routes of all slots where the model has any."""
+    top_p: Array, limit: Array, *, max_new: int, top_k: int, nucleus: bool, greedy: bool, support: int,
+) -> tuple[Array, Array, Array, Array | None, Array | None]:  # fmt: skip
+    """prompts [B, P] right-padded, lengths [B] (0: an unused row) -> tokens [B, max_new], logp [B, max_new], count [B]; of the
+    tokens that were left for each draw one more than `support`, if that is asked for, [B, max_new, support + 1], -1 where they
+    are fewer; and the routes of all slots where the model has any."""
     rows, width = prompts.shape
     keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
     positions = jnp.broadcast_to(jnp.arange(width), prompts.shape)
     hidden, cache = model.step(params, prompts, positions, model.init_cache(rows, width + max_new))
     last = hidden[jnp.arange(rows), jnp.maximum(lengths - 1, 0)]
 
-    def draw(last: Array, t: Array) -> tuple[Array, Array]:
+    def draw(last: Array, t: Array) -> tuple[Array, Array, Array | None]:
         logits = filter_logits(model.logits(params, last) / temperature, top_k, top_p if nucleus else None)
         step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, t)
         token = jnp.argmax(logits, -1) if greedy else jax.vmap(jax.random.categorical)(step_keys, logits)
-        return token.astype(jnp.int32), jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], -1)[:, 0]
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], -1)[:, 0]
+        return token.astype(jnp.int32), logp, _left(logits, support)
 
     def more(carry: tuple) -> Array:
         t, _, _, done, *_ = carry
         return (t < limit) & ~done.all()
 
     def advance(carry: tuple) -> tuple:
-        t, last, cache, done, tokens, logp, count = carry
-        token, token_logp = draw(last, t)
-        tokens, logp = tokens.at[:, t].set(token), logp.at[:, t].set(token_logp)
+        t, last, cache, done, *drawn, count = carry
+        now = token, *_ = draw(last, t)
+        drawn = jax.tree.map(lambda before, new: before.at[:, t].set(new), drawn, list(now))
         count += ~done
         done |= (token[:, None] == stops).any(-1)
         hidden, cache = model.step(params, token[:, None], (lengths + t)[:, None], cache)
-        return t + 1, hidden[:, 0], cache, done, tokens, logp, count
+        return t + 1, hidden[:, 0], cache, done, *drawn, count
 
-    empty = jnp.zeros((rows, max_new), jnp.int32), jnp.zeros((rows, max_new), jnp.float32), jnp.zeros(rows, jnp.int32)
-    _, _, cache, _, *drawn = jax.lax.while_loop(more, advance, (jnp.int32(0), last, cache, lengths == 0, *empty))
-    return *drawn, model.routes(cache) if model.routes else None
+    of_each = jax.tree.map(lambda s: jnp.zeros((rows, max_new, *s.shape[1:]), s.dtype), jax.eval_shape(draw, last, jnp.int32(0)))
+    empty = jnp.int32(0), last, cache, lengths == 0, *of_each, jnp.zeros(rows, jnp.int32)
+    _, _, cache, _, tokens, logp, left, count = jax.lax.while_loop(more, advance, empty)
+    return tokens, logp, count, left, model.routes(cache) if model.routes else None
+
+
+def _left(logits: Array, support: int) -> Array | None:
+    """The likeliest support + 1 tokens of filtered logits [B, V], -1 for those that were filtered out; None if `support` is 0."""
+    if not support:
+        return None
+    values, ids = jax.lax.top_k(logits, min(support + 1, logits.shape[-1]))
+    return jnp.where(values > -jnp.inf, ids, -1).astype(jnp.int32)

@@ -16,6 +16,7 @@ import numpy as np
 
 from bridges.api import (
     BridgeError, Capabilities, Completion, EngineFormats, EngineUnhealthy, GenRequest, Health, ParamMeta, SamplingParams,
+    supports,
 )
 from bridges.rollout import (
     device_pool, vllm_environment, vllm_experts, vllm_formats, vllm_fp8_emulation, vllm_kv_scales, vllm_stacks,
@@ -109,7 +110,7 @@ class VllmEngine:
             skip_tokenizer_init=True, generation_config="vllm",
             kv_cache_dtype=kv_cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
-            enable_prefix_caching=True, enable_sleep_mode=self._sleep_level is not None,
+            max_logprobs=hf_config["vocab_size"], enable_prefix_caching=True, enable_sleep_mode=self._sleep_level is not None,
         )
         if routed_experts:
             build["enable_return_routed_experts"] = True
@@ -152,7 +153,8 @@ class VllmEngine:
             unrounded_sums=not fused and self.on_model(vllm_formats.norms_see_unrounded_sums),
             probabilities=self.on_model(vllm_formats.probabilities), amax_floor=self.on_model(vllm_formats.amax_floor),
         )  # fmt: skip
-        return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, True, self._routed_experts)
+        version, routes = vllm.__version__, self._routed_experts
+        return Capabilities("vllm", version, formats, max_model_len, vocab_size, True, routes, support=True)
 
     def _activations(self) -> str:
         """How activations enter the FP8 products, read off the kernel that vLLM chose."""
@@ -184,7 +186,7 @@ class VllmEngine:
         for r in requests:
             self._check(r)
         prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
-        params = [sampling_params(r.sampling, seed) for r in requests for seed in _seeds(r)]
+        params = [sampling_params(r.sampling, seed, self._likeliest(r.sampling)) for r in requests for seed in _seeds(r)]
         outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
         if len(outputs) != len(prompts):
             raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}", "build a new engine")
@@ -202,12 +204,21 @@ class VllmEngine:
             raise ValueError(f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to {HOTTEST}, "
                              f"not {r.sampling.temperature}")
 
+    def _likeliest(self, s: SamplingParams) -> int:
+        """Tokens whose log-probabilities tell the support of a draw: to all others the filters leave -inf."""
+        return min(s.reported + 1, self._capabilities.vocab_size) if s.reported else 0
+
     def _completion(self, r: GenRequest, index: int, out: Any) -> Completion:
         tokens = np.asarray(out.token_ids, np.int32)
-        logprobs = np.asarray(out.logprobs.logprobs, np.float32)
+        width = 1 + self._likeliest(r.sampling)  # of a position: the sampled token, then the likeliest ones
+        logprobs, among = np.asarray(out.logprobs.logprobs, np.float32).reshape(-1, width), (None, None)
+        if r.sampling.reported:
+            ids = np.asarray(out.logprobs.token_ids, np.int32).reshape(logprobs.shape)
+            among = supports(np.where(logprobs > -np.inf, ids, -1)[:, 1:], r.sampling.reported)
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         routes = out.routed_experts if self._routed_experts else None
-        done = Completion(r.request_id, index, tokens, logprobs, reason, self._state.span(len(tokens)), routes)
+        span = self._state.span(len(tokens))
+        done = Completion(r.request_id, index, tokens, logprobs[:, 0], reason, span, routes, *among)
         if problem := done.problem():
             self._sick = f"request {r.request_id!r}, completion {index}: {problem}"
         return done
@@ -345,13 +356,14 @@ def _seeds(r: GenRequest) -> list[int | None]:
     return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
 
 
-def sampling_params(s: SamplingParams, seed: int | None) -> Any:
-    """Those of vLLM."""
+def sampling_params(s: SamplingParams, seed: int | None, likeliest: int = 0) -> Any:
+    """Those of vLLM, which say the log-probabilities of so many likeliest tokens besides the sampled one's."""
     import vllm
 
     return vllm.SamplingParams(
         max_tokens=s.max_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=seed,
-        stop_token_ids=list(s.stop_token_ids), ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True,
+        stop_token_ids=list(s.stop_token_ids), ignore_eos=True, detokenize=False, flat_logprobs=True,
+        logprobs=likeliest,
     )
 
 
