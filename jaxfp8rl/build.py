@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
+from jaxfp8rl import support
 from jaxfp8rl.batches import Batches
 from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.config import Config
@@ -87,8 +88,14 @@ class Parts:
 
     @property
     def sampling(self) -> SamplingParams:
-        r = self.cfg.rollout
-        return SamplingParams(r.max_new_tokens, r.temperature, r.top_k, r.top_p, self.stops.token_ids)
+        r, words = self.cfg.rollout, self.model.vocab_size
+        top_k = 0 if (most := support.bound(r, words)) == words else most
+        return SamplingParams(r.max_new_tokens, r.temperature, top_k, r.top_p, self.stops.token_ids, self.support_width)
+
+    @property
+    def support_width(self) -> int:
+        """Width of the supports of a batch; 0 where draws are not filtered."""
+        return support.width(self.cfg.rollout, self.model.vocab_size)
 
     @property
     def microbatches(self) -> int:
@@ -103,6 +110,8 @@ class Parts:
 
     def unfit(self, request: GenRequest, completion: Completion) -> str | None:
         """Why a completion cannot be learned from besides what it says itself, or None."""
+        if request.sampling.reported and (found := support.problem(completion, request.sampling.reported)):
+            return found
         return route_problem(self.model, request, completion) if self.cfg.moe.replay == "R3" else None
 
     def with_routes(self, samples: list[Sample]) -> list[Sample]:
@@ -154,6 +163,7 @@ def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
     questions = data.questions(cfg)
     rewards, engine, transport = shared(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
+    support.check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
     precision = resolve(
         get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,

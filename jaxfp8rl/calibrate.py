@@ -96,8 +96,8 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
 
     def one(micro: TrainBatch) -> tuple[Array, KvScales]:
         hidden, amax = forward_and_amax(policy, model, micro.tokens, micro.positions, micro.segment_ids, precision)
-        head, dtype = head_weight(policy, model), precision.logits_dtype
-        return token_logprobs(hidden, head, micro.tokens, temperature, logits_dtype=dtype, mask=micro.response_mask)[0], amax
+        options = dict(logits_dtype=precision.logits_dtype, mask=micro.response_mask, support=micro.support)
+        return token_logprobs(hidden, head_weight(policy, model), micro.tokens, temperature, **options)[0], amax
 
     logp, amax = map_live(one, batch)
     return logp, jax.tree.map(lambda x: finite(x).max(0), amax)  # a bad micro-batch hides no other

@@ -340,7 +340,6 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
         check_aggregation(loss.aggregation, loss.horizon)
     with _about("loss.objective"):
         objective_parameters(loss.objective_config)
-    _check_filtered(cfg.rollout, loss, correction, name)
     if loss.kl_coef and loss.unbiased_kl and not loss.kl.endswith(("+", "_score")):
         raise ConfigError(
             f'loss.unbiased_kl with loss.kl = "{loss.kl}": its gradient is not the KL\'s, whatever it is weighed by',
@@ -389,27 +388,6 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
     if loss.overlong_buffer > cfg.rollout.max_new_tokens:
         raise ConfigError(
             f"loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = {cfg.rollout.max_new_tokens}"
-        )
-
-
-def _check_filtered(r: Rollout, loss: Loss, correction: CorrectionConfig, name: str) -> None:
-    """Of a token the ratio to a filtered engine is the share that the filter leaves, near 1; over a sequence these multiply."""
-    given = [f"rollout.top_p = {r.top_p:g}"] * (r.top_p < 1) + [f"rollout.top_k = {r.top_k}"] * (r.top_k > 0)
-    judged = [x.name() for x in correction.rejections  # a minimum or maximum is of one token
-              if x.level == "sequence" and x.statistic in ("ratio", "k1", "k2", "k3") and x.aggregation in ("sum", "mean")]
-    if given and (correction.weight in ("sequence", "geometric") or judged):
-        what = f'weight "{correction.weight}"' if correction.weight in ("sequence", "geometric") else f"rejection {judged[0]}"
-        raise ConfigError(
-            f'{" and ".join(given)} with the {what} of correction.preset "{name}": the engine\'s log-probabilities are of the '
-            "filtered distribution, the learner's of the whole, and their ratio over a sequence vanishes "
-            "(2e-9, the clamp, at top_p = 0.95 over 1,024 tokens)",
-            'set rollout.top_p = 1 and rollout.top_k = 0, or a correction of tokens: correction.preset = "token_tis"',
-        )
-    if given and loss.opsm_delta is not None:
-        raise ConfigError(
-            f"{' and '.join(given)} with loss.opsm_delta = {loss.opsm_delta:g}: the engine's log-probabilities are of the "
-            "filtered distribution and above the learner's in every sequence: most with a negative advantage would be masked",
-            "set rollout.top_p = 1 and rollout.top_k = 0, or leave loss.opsm_delta out",
         )
 
 

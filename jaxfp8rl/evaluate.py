@@ -100,7 +100,7 @@ def sample(
         raise DataError("the task holds no problems out", "task.held_out_path, or task.options.held_out_fraction")
     print(*parts.stops.notes, sep="\n", end="\n" if parts.stops.notes else "")
     facts = hand_over(parts, trained)
-    sampling = parts.greedy if greedy else parts.sampling
+    sampling = parts.greedy if greedy else dataclasses.replace(parts.sampling, support=0)
     requests = rollouts.make_requests(parts.held_out, sampling, n, seed, loop.EVAL_STEP + trained.step)
     kept, rejected = rollouts.generate(parts.engine, parts.held_out, requests, version=trained.step, cut=parts.stops.cut)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from bridges.api import PublishReceipt
-from jaxfp8rl import rollouts
+from jaxfp8rl import rollouts, support
 from jaxfp8rl.base_model import check_base_model, with_base_model
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.config import Config
@@ -71,7 +71,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run.note(computed_by(parts.precision))
         engine, calibrated = parts.engine.capabilities(), parts.kv_scales is not None
         warnings = untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated), gloo_warning(parts.layout)
-        for warning in filter(None, (*warnings, *parts.stops.notes)):
+        for warning in filter(None, (*warnings, *parts.stops.notes, support.note(cfg.rollout, parts.model.vocab_size))):
             run.note(warning)
         if fork_of:
             state, step = fork(parts, run, fork_of)
@@ -200,11 +200,11 @@ def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
 def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
     """Sample a few completions and score them with the learner. Raises GateFailed when the two disagree.
 
-    It samples without top_k and top_p: a learner's log-probabilities are those of the whole distribution.
+    It samples without top_k and top_p, so that the whole distributions are compared.
     """
     prompts = (parts.held_out or parts.train)[: parts.cfg.gate.completions]
     length = min(parts.cfg.gate.max_new_tokens, parts.sampling.max_tokens)
-    sampling = dataclasses.replace(parts.sampling, max_tokens=length, top_k=0, top_p=1.0)
+    sampling = dataclasses.replace(parts.sampling, max_tokens=length, top_k=0, top_p=1.0, support=0)
     requests = rollouts.make_requests(prompts, sampling, 1, parts.cfg.run.seed, EVAL_STEP - 1)
     kept, _ = rollouts.generate(parts.engine, prompts, requests, version)
     batch = pack_samples(parts, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])
@@ -241,4 +241,5 @@ def pack_samples(parts: Parts, samples: list[Sample]) -> TrainBatch:
     """Packed to the shape of an update; to a larger one when there are more samples than that holds (the gate's)."""
     t, samples = parts.cfg.train, parts.with_routes(samples)
     needed = microbatches_needed(len(samples), parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
-    return pack(samples, t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches), parts.no_routes)
+    shape = t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches)
+    return pack(samples, *shape, parts.no_routes, parts.support_width)

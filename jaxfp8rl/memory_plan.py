@@ -16,11 +16,13 @@ from bridges import manifest
 from bridges.api import ParamMeta
 from jaxfp8rl.build import engine_runs
 from jaxfp8rl.config import Config
+from jaxfp8rl.data.packing import microbatches_needed
 from jaxfp8rl.low_bit import Format, nbytes
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.publish import is_fp8, wire_manifest
+from jaxfp8rl.support import width
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
 from pallas_kernels.logprob.api import MEMORY
 from pallas_kernels.quantize import BLOCK
@@ -81,6 +83,9 @@ def _update(cfg: Config, model: ModelConfig) -> Plan:
         (f'what is kept of a micro-batch, train.remat = "{cfg.train.remat}"', _kept_of_layers(cfg, model, compute)),
         ("the backward of a layer, or of the head (estimate)", max(_layer(cfg, model, compute), _logits(cfg, model, compute))),
     ]
+    if found := width(cfg.rollout, model.vocab_size):
+        supports = _rows(cfg) * cfg.train.row_tokens * found * F32
+        update.append(("the tokens that each was drawn among, of rollout.top_k and top_p", supports))
     if cfg.train.fsdp > 1:
         gathered = _gathered(model, compute) // cfg.train.tensor
         update.append(("weights gathered of all devices: a layer's, the embedding, the head", gathered))
@@ -133,6 +138,14 @@ def _gathered(model: ModelConfig, itemsize: int) -> int:
 def _outer(model: ModelConfig) -> int:
     """Parameters outside the layers."""
     return sum(math.prod(e.shape) for e in param_table(model) if e.layer is None)
+
+
+def _rows(cfg: Config) -> int:
+    """Of an update, on one device."""
+    r, t = cfg.rollout, cfg.train
+    samples = r.prompts_per_step // t.updates_per_step * r.samples_per_prompt
+    needed = microbatches_needed(samples, cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
+    return needed * t.rows_per_microbatch // t.over_rows
 
 
 def _tokens(cfg: Config) -> int:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridges.api import Completion, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
+from jaxfp8rl import support
 from jaxfp8rl.config import Loss
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.tasks import Problem
@@ -68,7 +69,7 @@ class Rollouts:
             "response/cut_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
             "rollout/groups_rejected": len(self.rejected),
             "rollout/groups_chosen": len(self.chosen),
-            "tokens/rollout": int(lengths.sum()),
+            "tokens/rollout": int(lengths.sum()), **support.metrics(completions),
         }
 
     def age(self, version: int) -> dict[str, float]:
@@ -183,12 +184,16 @@ def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list
     shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
     return [
         [
-            Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts)
+            Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts, support=support_of(c))
             for c, a, reward in zip(g.completions, group, g.rewards)
             if not (np.isnan(reward) or (loss.mask_cut and c.finish_reason == "length"))
         ]
         for g, group in zip(groups, advantages(shaped, loss.advantage, loss.pass_at_k))
     ]
+
+
+def support_of(c: Completion) -> tuple[np.ndarray, np.ndarray] | None:
+    return None if c.support_sizes is None else (c.support_ids, c.support_sizes)
 
 
 def overlong(group: Group, loss: Loss, max_new_tokens: int) -> np.ndarray:

@@ -45,8 +45,8 @@ def make_policy(precision: Precision, codes: bool = True, layout: Layout = ONE) 
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat, layout: Layout = ONE) -> Callable:
-    """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first two [R, T] float32, 0
-    off the response mask. On several devices f is what one of them computes, of its part of both."""
+    """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first two [R, T] float32,
+    over batch.support, 0 off the response mask. On several devices f is what one of them computes, of its part of both."""
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
         fields = batch.tokens, batch.positions, batch.segment_ids
@@ -54,7 +54,7 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
         head = layout.gather(head_weight(policy, model))
         return *token_logprobs(
             hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype, mask=batch.response_mask,
-            axis_name=TENSOR if layout.tensor > 1 else None,
+            axis_name=TENSOR if layout.tensor > 1 else None, support=batch.support,
         ), routing  # fmt: skip
 
     return logprobs

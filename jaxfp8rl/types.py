@@ -30,6 +30,7 @@ class TrainBatch(NamedTuple):
     routes: of models with S sparse layers the experts that are to compute, k a token, instead of their routers' choice; the
         largest number of the type leaves it to the router (jaxfp8rl.models.moe). None: all is left to it.
     loss_weights: factors of the tokens' losses; a token of weight 0 leaves loss and denominators (prime-rl). None: all are 1.
+    support: the tokens that each was drawn among, -1 for none (jaxfp8rl.support). None: among the whole vocabulary.
     """
 
     tokens: Int[Array, "M R T"]
@@ -40,6 +41,7 @@ class TrainBatch(NamedTuple):
     advantages: Float[Array, "M R T"]
     routes: UInt[Array, "M R T S k"] | None = None
     loss_weights: Float[Array, "M R T"] | None = None
+    support: Int[Array, "M R T K"] | None = None
 
 
 class TrainState(NamedTuple):

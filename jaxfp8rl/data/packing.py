@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxfp8rl.support import padded
 from jaxfp8rl.types import TrainBatch
 
 
 class Sample(NamedTuple):
     """A prompt with its completion. `logprobs` [len(completion)] float32 are the engine's; `advantage` is one number. `routes`
     [tokens but the last, ...] unsigned: the experts of each (TrainBatch). `weights` [len(completion)] float32: factors of the
-    tokens' losses; None: all are 1."""
+    tokens' losses; None: all are 1. `support`: the engine's ids and sizes (Completion)."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -27,6 +28,7 @@ class Sample(NamedTuple):
     advantage: float
     routes: np.ndarray | None = None
     weights: np.ndarray | None = None
+    support: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def microbatches_needed(samples: int, longest: int, row_tokens: int, rows: int) -> int:
@@ -58,11 +60,13 @@ def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack(
-    samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, microbatches: int, like: np.ndarray | None = None
-) -> TrainBatch:
+    samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, microbatches: int, like: np.ndarray | None = None,
+    support: int = 0,
+) -> TrainBatch:  # fmt: skip
     """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
 
-    like: routes of no tokens, where a batch has routes though there be no sample. Raises ValueError when they do not fit.
+    like: routes of no tokens, where a batch has routes though there be no sample. support: width of its supports, where all
+    samples have one; a token whose own is not known is no response, then. Raises ValueError when they do not fit.
     """
     rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
     shape = (microbatches * rows_per_microbatch, row_tokens)
@@ -71,6 +75,7 @@ def pack(
     ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
     routes = _no_routes(samples[0].routes if samples else like, shape)
     weights = np.zeros(shape, np.float32) if any(s.weights is not None for s in samples) else None
+    among = np.full((*shape, support), -1, np.int32) if support and all(s.support for s in samples) else None
     mask, logp, advantages = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for r, members in enumerate(rows):
         at = 0
@@ -87,8 +92,11 @@ def pack(
                 routes[r, at : end - 1] = s.routes
             if weights is not None:
                 weights[r, start:end] = 1 if s.weights is None else s.weights
+            if among is not None:
+                among[r, start:end] = padded(*s.support, support)
+                mask[r, start:end] = s.support[1] > 0
             at = end
-    fields = (*ints.values(), mask, logp, advantages, routes, weights)
+    fields = (*ints.values(), mask, logp, advantages, routes, weights, among)
     split = lambda x: None if x is None else x.reshape(microbatches, rows_per_microbatch, *x.shape[1:])
     return TrainBatch(*map(split, fields))
 

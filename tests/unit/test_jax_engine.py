@@ -9,6 +9,7 @@ agrees on nearly none.
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,11 @@ import pytest
 
 from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import Parts, build
+from jaxfp8rl.config import Loss
 from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.losses.objectives import policy_loss
 from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.samples import make_top_k
 from jaxfp8rl.toml_config import load_config
 from jaxfp8rl.train_step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import TrainBatch
@@ -36,6 +40,7 @@ CASES = {
     "W8A8, some layers": (*AUTO_KV, *SOME_LAYERS),
     "W8A8, FP8 KV": (),
 }
+OBJECTIVES = get_args(Loss.model_fields["objective"].annotation)
 EXACT = ("bf16", "W8A16, some layers")  # nothing that depends on a sum is rounded to E4M3
 
 
@@ -48,12 +53,15 @@ def case(name: str) -> tuple[Parts, dict, TrainBatch]:
     return parts, params, sample(parts, seed=1)
 
 
-def sample(parts: Parts, seed: int) -> TrainBatch:
+def sample(parts: Parts, seed: int, known: bool = True) -> TrainBatch:
     prompts = parts.train[seed * 8 : seed * 8 + 8]
     requests = rollouts.make_requests(prompts, parts.sampling, 4, seed, 1)
     kept, rejected = rollouts.generate(parts.engine, prompts, requests, 3)
     assert not rejected
-    return loop.pack_samples(parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept for c in cs])
+    among = lambda c: rollouts.support_of(c) if known else None
+    return loop.pack_samples(
+        parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, support=among(c)) for p, cs in kept for c in cs]
+    )
 
 
 def gaps(parts: Parts, params, batch: TrainBatch, precision: Precision | None = None) -> np.ndarray:
@@ -73,6 +81,49 @@ def test_engine_and_learner_agree_on_every_token(name):
         assert found.max() < 1e-5
     else:
         assert np.median(found) < 2e-6 and np.quantile(found, 0.8) < 1e-5 and found.max() < 0.5
+
+
+@functools.cache
+def filtered(**settings) -> tuple[Parts, dict, TrainBatch]:
+    """As `case`, of a run that samples among the likeliest tokens."""
+    parts, params, _ = case("bf16")
+    rollout = parts.cfg.rollout.model_copy(update=settings)
+    parts = dataclasses.replace(parts, cfg=parts.cfg.model_copy(update={"rollout": rollout}))
+    return parts, params, sample(parts, seed=1)
+
+
+FILTERS = {"top_p": 0.6}, {"top_k": 3, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+def test_of_a_filtered_draw_engine_and_learner_normalise_over_the_same_tokens(settings):
+    """Which are those that numpy leaves of the learner's whole distribution."""
+    parts, params, batch = filtered(**settings)
+    live = batch.response_mask
+    assert gaps(parts, params, batch).max() < 1e-5 and (batch.rollout_logp[live] < -1e-3).mean() > 0.3
+    assert np.median(gaps(parts, params, sample(parts, 1, known=False))) > 0.05  # over the whole vocabulary
+    words = parts.model.vocab_size
+    ids, logp = make_top_k(parts.model, parts.precision, 0.8, words)(parts.policy(params), batch)
+    p = np.exp(np.asarray(logp, np.float64)[live][:, : settings.get("top_k", words)])
+    p /= p.sum(-1, keepdims=True)
+    before, border = p.cumsum(-1) - p, settings["top_p"]
+    clear = np.abs(before - border).min(-1) > 1e-4  # elsewhere roundings decide
+    assert clear.mean() > 0.9
+    for kept, order, told in zip((before < border)[clear], np.asarray(ids)[live][clear], batch.support[live][clear]):
+        assert set(order[: kept.sum()]) == set(told[told >= 0])
+
+
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_filter_takes_no_gradient_from_tokens_to_be_avoided(objective, settings):
+    """With two policies the ratio is pi / mu: at zero age it is 1, whatever the filter, and nothing is clipped. Of the tokens
+    with a negative advantage GSPO had kept none, ppo_clip 8%, DPPO 75%."""
+    parts, params, batch = filtered(**settings)
+    logp, config = parts.score(parts.policy(params), batch), Loss(objective=objective).objective_config
+    rows = [jnp.asarray(a[0]) for a in (batch.rollout_logp, batch.response_mask, batch.segment_ids)]
+    loss = lambda logp: jnp.sum(policy_loss(logp, rows[0], -jnp.ones_like(rows[0]), *rows[1:], config)[0])
+    gradient = np.asarray(jax.grad(loss)(logp[0]))[batch.response_mask[0]]
+    assert (np.abs(gradient) > 1e-3 / len(gradient)).all() and len(gradient) > 50
 
 
 @pytest.mark.parametrize("missing", ["kv_fp8", "activations_fp8"])
