@@ -146,7 +146,10 @@ class Rollout(Section):
     max_new_tokens: int = Field(ge=1, description="longest completion, tokens")
     temperature: float = Field(1.0, gt=0, description="logits are divided by it, in the engine and in the learner")
     top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0: off")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens that have this probability; 1: off")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the likeliest tokens that have this probability, the 128 likeliest at most, or "
+        "top_k, or all of a vocabulary of 1,024; 1: off"
+    )  # fmt: skip
     stop_token_ids: Annotated[tuple[int | str, ...], pydantic.BeforeValidator(_listed)] = Field(
         (), strict=False, description="tokens that end a completion besides the tokenizer's eos and the chat template's end of "
         'a turn: ids, or tokens as they are written, ["<|im_end|>"]'

@@ -43,11 +43,12 @@ def test_it_is_the_engine_that_answers(served):
     engine, e = served
     e.publish(3)
     assert e.engine.capabilities() == engine.capabilities() and e.engine.expected_manifest() == engine.expected_manifest()
-    request = GenRequest("r", (1, 2, 3), SamplingParams(9, 0.7, 20, 0.95, (5,)), 3, seed=11)
+    request = GenRequest("r", (1, 2, 3), SamplingParams(9, 0.7, 20, 0.95, (5,), 30), 3, seed=11)
     (here,), (there,) = engine.generate([request]), e.engine.generate([request])
+    arrays = dict.fromkeys(("token_ids", "logprobs", "support_ids", "support_sizes"), 0)
     for a, b in zip(here, there, strict=True):
-        assert a.token_ids.tobytes() == b.token_ids.tobytes() and a.logprobs.tobytes() == b.logprobs.tobytes()
-        assert dataclasses.replace(a, token_ids=0, logprobs=0) == dataclasses.replace(b, token_ids=0, logprobs=0)
+        assert all(getattr(a, name).tobytes() == getattr(b, name).tobytes() for name in arrays)
+        assert dataclasses.replace(a, **arrays) == dataclasses.replace(b, **arrays)
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,8 +61,9 @@ def test_it_is_the_engine_that_answers(served):
 def test_a_completion_crosses_unchanged(logprobs, experts, request_id, reason):
     n = len(logprobs)
     routed = None if experts is None else np.arange(n * 6).reshape(n, 3, 2).astype(experts)
+    among = () if experts is None else (np.arange(n * 2, dtype=np.int32), np.full(n, 2, np.int32))
     sent = Completion(request_id, 2, np.arange(n, dtype=np.int32), np.asarray(logprobs, np.float32), reason,
-                      (VersionSpan(0, n, 4),), routed)  # fmt: skip
+                      (VersionSpan(0, n, 4),), routed, *among)  # fmt: skip
     got = wire.unpack_completion(json.loads(json.dumps(wire.pack_completion(sent))))
     for field in dataclasses.fields(Completion):
         a, b = getattr(sent, field.name), getattr(got, field.name)
@@ -302,7 +304,7 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
 
         (tmp_path / "token").write_text(engine._token)
         served = {"rollout.server_url": engine.url, "rollout.server_token_file": tmp_path / "token"}
-        served |= {"rollout.lag": 1, "run.steps": 2}
+        served |= {"rollout.lag": 1, "run.steps": 2, "rollout.top_p": 0.8, "correction.preset": "sequence_tis"}
         loop.train(config(**served))
         e.publish(0)
         loop.train(config(**served), resume=True)
@@ -310,3 +312,4 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [m["weights/version"] for m in steps] == [0, 0, 0] and steps[1]["mismatch/max_logp_diff"] < 0.1
     assert [m["staleness/versions_max"] for m in steps[1:]] == [0, 1], "the second batch is of the weights of the first"
+    assert all(1 < m["support/tokens_mean"] < 100 and m["support/unknown"] == 0 for m in steps[1:])

@@ -47,3 +47,24 @@ def test_the_static_number_of_microbatches_is_always_enough(lengths, row_tokens,
 def test_a_sequence_longer_than_a_row_is_refused():
     with pytest.raises(ValueError, match="17 tokens, a row holds 16"):
         assign_rows([3, 17], 16)
+
+
+@given(lengths, st.integers(4, 6))
+def test_the_support_of_each_token_lies_beside_it_and_one_that_is_not_known_is_not_learned_from(lengths, width):
+    rng, samples = np.random.default_rng(1), []
+    for s in samples_of(lengths):
+        known = [set(rng.choice(99, rng.integers(0, 4), replace=False)) for _ in s.completion]
+        told = [{int(t), *own} if own else set() for t, own in zip(s.completion, known)]
+        ids = np.array([i for own in told for i in own], np.int32)
+        samples.append(s._replace(support=(ids, np.array([len(own) for own in told], np.int32))))
+    shape = 32, 2, microbatches_needed(len(samples), 16, 32, 2)
+    batch, plain = pack(samples, *shape, support=width), pack(samples, *shape)
+    assert plain.support is None and (batch.tokens == plain.tokens).all() and batch.support.shape == (*plain.tokens.shape, width)
+    sizes = (batch.support >= 0).sum(-1)
+    np.testing.assert_array_equal(batch.response_mask, plain.response_mask & (sizes > 0))
+    assert (batch.support == batch.tokens[..., None]).any(-1)[batch.response_mask].all()
+    told = [tuple(sorted(row[row >= 0])) for row in batch.support[batch.response_mask]]
+    ends = [np.split(ids, np.cumsum(of)[:-1]) for ids, of in (s.support for s in samples)]
+    assert sorted(told) == sorted(tuple(sorted(own)) for s in ends for own in s if len(own))
+    assert pack([], *shape, support=width).support.shape == batch.support.shape  # an update without samples has the same shape
+    assert pack([*samples_of([(1, 1)])], *shape, support=width).support is None  # the gate's draws are not filtered
