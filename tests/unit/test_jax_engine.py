@@ -20,7 +20,7 @@ from jaxfp8rl import loop, rollouts
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.config import Loss
 from jaxfp8rl.data.packing import Sample
-from jaxfp8rl.losses.objectives import policy_loss
+from jaxfp8rl.losses.objectives import SELECTING, policy_loss
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.samples import make_top_k
 from jaxfp8rl.toml_config import load_config
@@ -121,7 +121,8 @@ def test_a_filter_takes_no_gradient_from_tokens_to_be_avoided(objective, setting
     parts, params, batch = filtered(**settings)
     logp, config = parts.score(parts.policy(params), batch), Loss(objective=objective).objective_config
     rows = [jnp.asarray(a[0]) for a in (batch.rollout_logp, batch.response_mask, batch.segment_ids)]
-    loss = lambda logp: jnp.sum(policy_loss(logp, rows[0], -jnp.ones_like(rows[0]), *rows[1:], config)[0])
+    chosen = jnp.zeros_like(rows[1]) if objective in SELECTING else None
+    loss = lambda logp: jnp.sum(policy_loss(logp, rows[0], -jnp.ones_like(logp), *rows[1:], config, None, chosen)[0])
     gradient = np.asarray(jax.grad(loss)(logp[0]))[batch.response_mask[0]]
     assert (np.abs(gradient) > 1e-3 / len(gradient)).all() and len(gradient) > 50
 
