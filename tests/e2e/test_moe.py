@@ -50,5 +50,6 @@ def test_an_update_without_a_sample_has_the_shape_of_others():
     parts.cfg = load_config("demo", [*MOE, "--moe.replay", "R3"])
     parts.model = model_config(parts.cfg)
     one = Sample((3, 4), (5,), np.zeros(1, np.float32), 0.0, np.zeros((2, 1, 2), np.int64))
-    none, some = ([(x.shape, x.dtype) for x in pack_samples(parts, samples)] for samples in ([], [one]))
+    packed = (pack_samples(parts, samples) for samples in ([], [one]))
+    none, some = ([x if x is None else (x.shape, x.dtype) for x in batch] for batch in packed)
     assert none == some

@@ -395,7 +395,7 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
     """Every step one completion of the second prompt comes back with a NaN; the other three groups are learned from."""
     generate = rollouts.generate
 
-    def spoilt(engine, prompts, requests, version, *more):
+    def spoilt(engine, prompts, requests, version, *more, **named):
         real = engine.generate
 
         def broken(asked):
@@ -407,7 +407,7 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
 
         monkeypatch.setattr(engine, "generate", broken, raising=True)
         try:
-            return generate(engine, prompts, requests, version, *more)
+            return generate(engine, prompts, requests, version, *more, **named)
         finally:
             monkeypatch.setattr(engine, "generate", real)
 
