@@ -92,33 +92,31 @@ def filtered(**settings) -> tuple[Parts, dict, TrainBatch]:
     return parts, params, sample(parts, seed=1)
 
 
-FILTERS = {"top_p": 0.6}, {"top_k": 3, "top_p": 0.9}
+FILTER = {"top_k": 8, "top_p": 0.8}
 
 
-@pytest.mark.parametrize("settings", FILTERS, ids=str)
-def test_of_a_filtered_draw_engine_and_learner_normalise_over_the_same_tokens(settings):
+def test_of_a_filtered_draw_engine_and_learner_normalise_over_the_same_tokens():
     """Which are those that numpy leaves of the learner's whole distribution."""
-    parts, params, batch = filtered(**settings)
+    parts, params, batch = filtered(**FILTER)
     live = batch.response_mask
     assert gaps(parts, params, batch).max() < 1e-5 and (batch.rollout_logp[live] < -1e-3).mean() > 0.3
     assert np.median(gaps(parts, params, sample(parts, 1, known=False))) > 0.05  # over the whole vocabulary
     words = parts.model.vocab_size
     ids, logp = make_top_k(parts.model, parts.precision, 0.8, words)(parts.policy(params), batch)
-    p = np.exp(np.asarray(logp, np.float64)[live][:, : settings.get("top_k", words)])
+    p = np.exp(np.asarray(logp, np.float64)[live][:, : FILTER["top_k"]])
     p /= p.sum(-1, keepdims=True)
-    before, border = p.cumsum(-1) - p, settings["top_p"]
+    before, border = p.cumsum(-1) - p, FILTER["top_p"]
     clear = np.abs(before - border).min(-1) > 1e-4  # elsewhere roundings decide
     assert clear.mean() > 0.9
     for kept, order, told in zip((before < border)[clear], np.asarray(ids)[live][clear], batch.support[live][clear]):
         assert set(order[: kept.sum()]) == set(told[told >= 0])
 
 
-@pytest.mark.parametrize("settings", FILTERS, ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_filter_takes_no_gradient_from_tokens_to_be_avoided(objective, settings):
+def test_a_filter_takes_no_gradient_from_tokens_to_be_avoided(objective):
     """With two policies the ratio is pi / mu: at zero age it is 1, whatever the filter, and nothing is clipped. Of the tokens
     with a negative advantage GSPO had kept none, ppo_clip 8%, DPPO 75%."""
-    parts, params, batch = filtered(**settings)
+    parts, params, batch = filtered(**FILTER)
     logp, config = parts.score(parts.policy(params), batch), Loss(objective=objective).objective_config
     rows = [jnp.asarray(a[0]) for a in (batch.rollout_logp, batch.response_mask, batch.segment_ids)]
     chosen = jnp.zeros_like(rows[1]) if objective in SELECTING else None
