@@ -26,6 +26,12 @@ from bridges.weights.dlpack import torch_view
 from bridges.weights.vllm_inplace import VllmInplace
 from bridges.weights.vllm_inprocess import VllmReload
 from bridges.weights.vllm_transports import open_vllm_transport
+from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.hf_names import linear_shapes
+from jaxfp8rl.precision.recipe import Precision, fp8_runs, get_recipe, resolve
+from jaxfp8rl.publish import assemble
+from jaxfp8rl.train_step import make_logprobs, make_score
 
 from machine import packs_bfloat16
 
@@ -165,6 +171,33 @@ def test_capabilities_name_what_is_computed(under_test):
     assert dtypes["model.embed_tokens.weight"] == f"torch.{c.formats.compute}"
     assert (dtypes["weight"] == "torch.float8_e4m3fn") == (c.formats.weights == FP8)
     assert (c.engine, c.vocab_size, c.max_model_len) == ("vllm", 500, 256)
+
+
+def test_most_tokens_have_the_same_probability_in_a_learner_that_mirrors_the_formats(under_test):
+    """Of an engine with every linear in FP8, not compiled. Weights are drawn wide: a sum in another order, which tips a rounding,
+    moves a token by 0.05 nats. Norm weights are not 1, which would hide where they are rounded."""
+    formats = under_test.engine.capabilities().formats
+    if not isinstance(under_test.transport, VllmInplace) or formats.weights != FP8 or torch.cuda.is_available():
+        pytest.skip("of FP8 on a CPU")
+    assert formats.unrounded_sums and formats.amax_floor == 2.0**-9
+    model, good = ModelConfig.from_hf(CONFIG), under_test.source(9)
+    norms = {name: a * jnp.asarray(np.random.default_rng(i).uniform(0.5, 2, a.shape), a.dtype)
+             for i, (name, a) in enumerate(good.arrays.items()) if a.ndim == 1}  # fmt: skip
+    source = dataclasses.replace(good, arrays=good.arrays | norms)
+    under_test.transport.publish(source, next(under_test.versions))
+    requests = [GenRequest(str(i), under_test.prompt(i)[:6], SamplingParams(8), 2, i) for i in range(8)]
+    answers = zip(requests, under_test.engine.generate(requests))
+    batch = pack([Sample(r.prompt_token_ids, c.token_ids, c.logprobs, 0.0) for r, cs in answers for c in cs], 16, 16, 1)
+    runs = fp8_runs(linear_shapes(model), 2)
+    mirror = resolve(get_recipe("fp8_unified"), runs, formats, "bfloat16", "bfloat16")
+    params = assemble(model, runs, source.arrays)
+
+    def apart(precision: Precision) -> float:
+        logp = np.asarray(make_score(make_logprobs(model, precision, 1.0, "none"))(params, batch))
+        return float((np.abs(logp - batch.rollout_logp) > 1e-5)[batch.response_mask].mean())
+
+    assert apart(mirror) < 0.5
+    assert apart(dataclasses.replace(mirror, unrounded_sums=False)) > 0.9
 
 
 def test_every_byte_arrives(under_test):
