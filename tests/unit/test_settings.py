@@ -58,7 +58,7 @@ def test_presets_are_listed_with_what_they_are_for(capsys):
     out = capsys.readouterr().out
     for name in presets():
         assert f"{name}\n  " in out
-    assert "demo\n  About two minutes on two CPU cores" in out and "[run]" not in out and "MiB" not in out
+    assert "demo\n  Some three minutes on two CPU cores" in out and "[run]" not in out and "MiB" not in out
 
 
 def test_a_difference_has_both_values(capsys, tmp_path):
