@@ -155,7 +155,7 @@ def one_step(
         packed, likeliest = parts.replay.replayed(packed) if parts.replay else packed, top_tokens(parts, policy, batch)
     with clock("update"):
         lr = float(parts.schedule(state.step))
-        state, policy, updates = learn(parts, run, state, policy, step, packed, scored)
+        state, policy, updates = learn(parts, run, state, policy, step, batch, packed, scored)
         policy = with_scales(parts, policy)
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
         updates |= probe(parts, run, state, policy, packed[0])

@@ -17,6 +17,7 @@ from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
+from jaxfp8rl.monitors.extremes import told
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rewards.verifiers import THINK_TAGS, thinks_on
 
@@ -152,7 +153,9 @@ def score(
     scores = rewards.score(flat)
     if all(s.value is None for s in scores):
         why, times = collections.Counter(s.why for s in scores).most_common(1)[0]
-        raise DataError(f"none of {len(scores)} completions could be scored; {times} times: {why}",
+        problem, first = flat[0]
+        example = told({"prompt": problem.prompt, "completion": first, "answer": problem.answer}, "  for example:")
+        raise DataError(f"none of {len(scores)} completions could be scored; {times} times: {why}\n{example}",
                         "score one by hand (docs/tasks.md); a run goes on with --resume")  # fmt: skip
     rest = iter(scores)
     return [Group(*pair, tuple(group), **_rewards([next(rest) for _ in group])) for pair, group in zip(kept, texts)]

@@ -114,7 +114,7 @@ class RunDirectory:
 
     def __init__(self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None, group: ProcessGroup = ALONE):
         self.path, self.phase, self.group = Path(cfg.run.dir), phase, group
-        self._cfg, self._config_changed = cfg, False
+        self._cfg, self._config_changed, self._detailed = cfg, False, set()
         self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints, group)
         self._patience, self.unsaved_since = cfg.run.save_patience_s, None
         self._open(resume)
@@ -162,8 +162,12 @@ class RunDirectory:
         return jax.profiler.trace(str(self.path / "profile")) if wanted and self.group.first else contextlib.nullcontext()
 
     @by_first
-    def note(self, text: str) -> None:
-        """Something a reader should know: on the console, and in notes.txt with the time."""
+    def note(self, text: str, detail: str = "", kind: str = "") -> None:
+        """Something a reader should know: on the console, and in notes.txt with the time. `detail` is added the first time that
+        something of the `kind` is noted."""
+        if detail and kind not in self._detailed:
+            self._detailed.add(kind)
+            text += f"\n{detail}"
         self._console.note(text)
         write_note(self.path, text)
 

@@ -33,18 +33,32 @@ def sample_rows(
     parts: Parts, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]], packed: Sequence[TrainBatch], scored: Sequence,
     likeliest: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The first completion of run.samples_per_step groups. One that was learned from comes with `old_logp` and `weights`, the
-    correction's, 0 where the token is left out; without a scoring pass (loss.old_policy) these are of the update alone.
-    `likeliest`: what `top_tokens` said of these completions, for `top_ids` and `top_logp` [tokens, k].
+    """Those that `kept` chooses. One that was learned from comes with `old_logp` and `weights`, the correction's, 0 where the
+    token is left out; without a scoring pass (loss.old_policy) these are of the update alone. `likeliest`: what `top_tokens` said
+    of these completions, for `top_ids` and `top_logp` [tokens, k].
     """
-    groups = batch.groups[: parts.cfg.run.samples_per_step]
+    chosen = kept(batch.groups, parts.cfg.run.samples_per_step)
     learned = {}
-    if groups and parts.cfg.loss.old_policy == "recomputed":
+    if chosen and parts.cfg.loss.old_policy == "recomputed":
         for members, rows, (old, _) in zip(samples, packed, scored):
             facts = fetch((old, _weights(old, rows, parts.cfg.correction.resolve())))
             learned |= {id(s.completion): pair for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
-    rows = [_row(g, step, parts.tokenizer, learned.get(id(g.completions[0].token_ids))) for g in groups]
+    rows = [_row(g, i, step, parts.tokenizer, learned.get(id(g.completions[i].token_ids))) for g, i in chosen]
     return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)} for row, (ids, logp) in zip(rows, likeliest)] or rows
+
+
+def kept(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
+    """`count` completions of a step, each a group and a place in it: the first ones of the first groups; from two on the step's
+    worst and its best by reward are among them."""
+    places = [(g, 0) for g in range(min(count, len(groups)))]
+    reward = lambda place: groups[place[0]].rewards[place[1]]
+    scored = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rewards)) if not np.isnan(reward((g, i)))]
+    if count < 2 or not scored:
+        return [(groups[g], i) for g, i in places]
+    ends = {reward(end): end for end in (min(scored, key=reward), max(scored, key=reward))}
+    ends = {next((p for p in places if reward(p) == r), end) for r, end in ends.items()}
+    rest = [p for p in places if p[0] not in {g for g, _ in ends}]
+    return [(groups[g], i) for g, i in sorted([*ends, *rest[: count - len(ends)]])]
 
 
 def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: int, layout: Layout = ONE) -> Callable:
@@ -71,7 +85,7 @@ def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.n
     unless run.samples_top_k asks for them. The policy is the one that the step scores with."""
     if parts.top_k is None:
         return []
-    first = [(g.prompt.token_ids, g.completions[0]) for g in batch.groups[: parts.cfg.run.samples_per_step]]
+    first = [(g.prompt.token_ids, g.completions[i]) for g, i in kept(batch.groups, parts.cfg.run.samples_per_step)]
     samples = [Sample(prompt, c.token_ids, c.logprobs, 0.0, c.routed_experts) for prompt, c in first]
     t = parts.cfg.train
     needed = microbatches_needed(parts.cfg.run.samples_per_step, parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
@@ -86,12 +100,12 @@ def _weights(old_logp, rows: TrainBatch, correction):
     return rollout_correction(old_logp, rows.rollout_logp, rows.response_mask, correction, rows.segment_ids).weights
 
 
-def _row(group: Group, step: int, tokenizer: Tokenizer, learned: Sequence[np.ndarray] | None) -> dict[str, Any]:
-    c, problem = group.completions[0], group.prompt.problem
+def _row(group: Group, i: int, step: int, tokenizer: Tokenizer, learned: Sequence[np.ndarray] | None) -> dict[str, Any]:
+    c, problem = group.completions[i], group.prompt.problem
     row = {
-        "step": step, "id": problem.id, "prompt": problem.prompt, "completion": group.texts[0], "answer": problem.answer,
-        "reward": float(group.rewards[0]), "tokens": len(c.token_ids), "finish_reason": c.finish_reason,
-        "token_lengths": token_lengths(tokenizer, c.token_ids, group.texts[0]), "rollout_logp": _rounded(c.logprobs),
+        "step": step, "id": problem.id, "prompt": problem.prompt, "completion": group.texts[i], "answer": problem.answer,
+        "reward": float(group.rewards[i]), "tokens": len(c.token_ids), "finish_reason": c.finish_reason,
+        "token_lengths": token_lengths(tokenizer, c.token_ids, group.texts[i]), "rollout_logp": _rounded(c.logprobs),
     }  # fmt: skip
     if group.named:
         row["rewards"] = {name: None if np.isnan(x[0]) else float(x[0]) for name, x in group.named.items()}

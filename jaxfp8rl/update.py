@@ -13,10 +13,12 @@ from jaxfp8rl.policy import scales_in
 from jaxfp8rl.precision.checks import find_nonfinite
 from jaxfp8rl.precision.probes import precision_report
 from jaxfp8rl.precision.recipe import FP8_KV
+from jaxfp8rl.rollouts import Rollouts
 from jaxfp8rl.run_directory import RunDirectory
 from jaxfp8rl.sharding import fetch
 from jaxfp8rl.step_metrics import counts_of, of_step
 from jaxfp8rl.types import Params, TrainBatch, TrainState
+from jaxfp8rl.unlearned import cause, equal_rewards
 
 
 def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
@@ -30,10 +32,11 @@ def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, j
 
 
 def learn(
-    parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int, packed: list[TrainBatch], scored: list[tuple]
+    parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int, sampled: Rollouts, packed: list[TrainBatch],
+    scored: list[tuple],
 ) -> tuple[TrainState, Params, dict[str, float]]:
-    """Apply the step's updates in turn -> (state, its policy, the step's metrics). `state` and `policy` are donated. Raises
-    NonFiniteStep after too many bad ones in a row."""
+    """Apply the step's updates in turn -> (state, its policy, the step's metrics). `state` and `policy` are donated; `sampled`
+    is what `packed` was made of. Raises NonFiniteStep after too many bad ones in a row."""
     rows, counts, calibration = [], [], parts.calibration
     drops_rejected = parts.cfg.loss.old_policy == "recomputed" and parts.cfg.correction.resolve().denominator == "kept"
     shadow = calibration.begin(step, state.params, packed[-1]) if calibration and len(packed) > 1 else None  # one has no ratios
@@ -57,7 +60,10 @@ def learn(
                     f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
         elif not rows[-1]["tokens/update"]:
-            run.note(f"step {step}: no token was left to learn from, and no update was applied")
+            why = cause(sampled, batch, parts.cfg, rows[-1])
+            run.note(f"step {step}: no update: {why.text}", why.detail, why.text)
+    if any(r["tokens/update"] for r in rows) and (why := equal_rewards(sampled, parts.cfg)):
+        run.note(f"step {step}: {why.text}", why.detail, why.text)  # the update was of a penalty alone, or of the groups' levels
     return state, policy, of_step(rows, counts)
 
 

@@ -94,7 +94,7 @@ def events(run: Run) -> list[tuple[int, str]]:
 
 
 _WRONG = (
-    ("update/applied", lambda x: x < 1, lambda _: "an update was not applied: not finite, or nothing left to learn from"),
+    ("update/applied", lambda x: x < 1, lambda _: "an update was not applied; the note of that step says why"),
     ("engine/healthy", lambda x: x < 1, lambda _: "the engine reported that it is not healthy"),
     ("rollout/groups_rejected", lambda x: x > 0, lambda x: f"{x:.0f} groups of completions could not be learned from"),
     ("reward/undefined", lambda x: x > 0, lambda x: f"{x:.0f} completions have no score: the scorer failed or overran"),
