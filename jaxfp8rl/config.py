@@ -57,7 +57,9 @@ class Run(Section):
     watchdog_s: float = Field(
         3600.0, ge=0, description="seconds in one phase of a step after which the run says where it stands, and ends; 0: never"
     )
-    samples_per_step: int = Field(4, ge=0, description="completions written to samples.jsonl each step, the best and the worst among them")
+    samples_per_step: int = Field(
+        4, ge=0, description="completions written to samples.jsonl each step, from two on the best and the worst among them"
+    )
     samples_top_k: int = Field(0, ge=0, description="with the learner's k likeliest tokens in place of each; 0: without")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         (), strict=False, description='metric sinks besides console and JSONL, for example ["wandb"]'

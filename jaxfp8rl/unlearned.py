@@ -60,7 +60,7 @@ def equal_rewards(sampled: Rollouts, cfg: Config) -> Cause | None:
 def _without_reward(sampled: Rollouts, cfg: Config) -> str:
     cut = np.mean([c.finish_reason == "length" for g in sampled.groups for c in g.completions])
     if cut > 0.5:
-        return f"{cut:.0%} of the completions were cut: raise rollout.max_new_tokens = {cfg.rollout.max_new_tokens}"
+        return f"{cut:.0%} of the completions were cut: raise rollout.max_new_tokens (now {cfg.rollout.max_new_tokens})"
     return ("if the completion is right, look at the extraction and the scorer (docs/tasks.md); if it is not, take easier "
             "problems, or a warm start (sft.steps)")  # fmt: skip
 

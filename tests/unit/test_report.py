@@ -22,7 +22,9 @@ from jaxfp8rl.data.packing import Sample, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.monitors.report import compare, write_report
-from jaxfp8rl.monitors.report.charts import HEIGHT, POINTS, WIDTH, Line, line_chart, stacked_chart, ticks
+from jaxfp8rl.monitors.report.charts import (
+    HEIGHT, POINTS, SPAN, WIDTH, Line, labels, line_chart, power, stacked_chart, ticks, value_axis,
+)  # fmt: skip
 from jaxfp8rl.monitors.report.completions import SHOWN, pick, prepared
 from jaxfp8rl.monitors.report.page import wilson
 from jaxfp8rl.monitors.report.runs import events, load_runs
@@ -255,6 +257,54 @@ def test_ticks_enclose_what_they_are_for(low, span):
     step = found[1] - found[0]
     assert 2 <= len(found) <= 9
     assert found[0] <= low + 1e-6 * step + 1e-9 * abs(low) and found[-1] >= low + span - 1e-6 * step - 1e-9 * abs(low)
+
+
+ANY = st.lists(st.floats(-1e300, 1e300) | st.floats(0.999999, 1.0) | st.sampled_from([0.0, math.nan, math.inf]), max_size=40)
+NEAR = st.tuples(st.floats(-1e12, 1e12), st.lists(st.floats(-1e-6, 1e-6), min_size=1, max_size=30))
+SHIFTED = NEAR.map(lambda p: [p[0] * (1 + d) for d in p[1]])  # a constant but for its last digits
+
+
+@given(ANY | SHIFTED, st.booleans(), st.integers(0, 10**9))
+@settings(deadline=None, max_examples=200)
+def test_no_two_ticks_have_the_same_label_and_no_axis_makes_a_course_of_rounding(ys, log, first):
+    chart = line_chart("x", [Line("a", range(first, first + len(ys)), ys)], log, "unit")
+    texts = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(end|middle)">([^<]+)</text>', chart)
+    up = [t for _, anchor, t in texts if anchor == "end" and t != "step"]
+    along = [(float(x), t) for x, anchor, t in texts if anchor == "middle"]
+    assert len(set(up)) == len(up) >= 2 and len({t for _, t in along}) == len(along) >= 1
+    assert not any("." in t for _, t in along) and "nan" not in chart and "inf" not in chart
+    widths = [7 * len(t) for _, t in along]
+    assert all(b - a >= (v + w) / 2 for (a, _), (b, _), v, w in zip(along, along[1:], widths, widths[1:]))
+    shown = [y for y in ys if math.isfinite(y) and (not log or y > 0)]
+    places = [float(p.split()[1]) for p in "L".join(re.findall(r'class="l0" d="M([^"]*)"', chart)).split("L") if p]
+    assert bool(places) == bool(shown)
+    largest = max(map(abs, shown), default=0)
+    if not log and shown and max(shown) - min(shown) < 1e-3 * largest:
+        assert max(places) - min(places) <= HEIGHT * 1e-3 / SPAN
+
+
+@given(SERIES, st.sampled_from([(None, None), (0, 1), (1, None)]))
+def test_an_axis_encloses_its_values_and_ends_where_the_metric_does(ys, bounds):
+    low, high = value_axis(ys, bounds)[0]
+    assert low <= min(ys) + 1e-9 * abs(low) and high >= max(ys) - 1e-9 * abs(high)
+    if bounds == (0, 1) and 0 <= min(ys) and max(ys) <= 1:
+        assert low >= -1e-12 and high <= 1 + 1e-12
+
+
+def test_ticks_by_hand():
+    assert value_axis([0.9999986, 1.0], (0, 1))[0] == pytest.approx((0.95, 1.0))
+    assert labels([0.95, 0.96, 0.97]) == ["0.95", "0.96", "0.97"]
+    assert labels([1.0, 1.00001, 1.00002]) == ["1.00000e0", "1.00001e0", "1.00002e0"]
+    assert labels([0, 5e6, 1e7]) == ["0", "5e6", "1e7"] and labels([0, 500, 1000]) == ["0", "500", "1,000"]
+    assert labels([-0.5, 0.0, 0.5]) == ["-0.5", "0.0", "0.5"]
+    assert [power(10.0**p) for p in (-5, -2, 0, 3, 7)] == ["1e-5", "0.01", "1", "1,000", "1e7"]
+
+
+def test_axes_say_what_they_are_of(page):
+    figures = re.findall(r"<figure>.*?</figure>", page.raw, re.S)
+    assert all('class="unit"' in f and ">step</text>" in f for f in figures)
+    units = set(re.findall(r'class="unit"[^>]*>([^<]+)<', page.raw))
+    assert {"reward", "share of tokens", "nats", "factor", "GiB", "seconds"} <= units
 
 
 def test_a_stack_adds_up_and_a_rare_long_step_does_not_flatten_it():

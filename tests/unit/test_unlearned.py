@@ -38,7 +38,7 @@ def why(batch: Rollouts, metrics=(), **options):
 EQUAL = "take problems that are neither too easy nor too hard"
 CASES = [
     (sampled([0.0, 0.0], [0.0, NAN]), {}, "every reward is 0", "extraction and the scorer"),
-    (sampled([0.0, 0.0], finish="length"), {}, "every reward is 0", "raise rollout.max_new_tokens = 4"),
+    (sampled([0.0, 0.0], finish="length"), {}, "every reward is 0", "raise rollout.max_new_tokens (now 4)"),
     (sampled([1.0, 1.0], [1.0, 1.0]), {}, "every reward is 1", EQUAL),
     (sampled([-0.5, -0.5]), {}, "every reward is -0.5", EQUAL),
     (sampled([1.0, 1.0], [0.0, 0.0]), {}, "the rewards are equal in every group", "raise rollout.samples_per_prompt"),

@@ -14,6 +14,10 @@ from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 10, 12, 26
+CHARACTER = 6.7  # the width of one, of 12 pixels
+SPAN = 0.05  # of its largest value an axis spans at least
+TINY, HUGE = 1e-300, 1e300
+Bounds = tuple[float | None, float | None]
 POINTS = 300  # of a line at most: two a bucket, its least and its largest, so that no spike is lost
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
 
@@ -29,24 +33,27 @@ class Line(NamedTuple):
     place: int = 0
 
 
-def line_chart(title: str, lines: Sequence[Line], log: bool = False) -> Markup:
-    """Lines over the same axes. Under `log` what is not positive is left out."""
+def line_chart(
+    title: str, lines: Sequence[Line], log: bool = False, unit: str = "", bounds: Bounds = (None, None)
+) -> Markup:
+    """Lines over the same axes. What is not finite is left out, and under `log` what is not positive. `unit`: of the values;
+    `bounds`: ends that they cannot pass."""
     lines = [_thin(line, log) for line in lines]
     ys = [v for line in lines for v in (*line.y, *line.low, *line.high) if not log or v > 0]
-    axes = _Axes([x for line in lines for x in line.x], ys, log)
+    axes = _Axes([x for line in lines for x in line.x], ys, log, unit, bounds)
     parts = [axes.frame()]
     parts += [_band(line, axes) for line in lines if line.low]
     parts += [_stroke(line, axes, marks=len(line.x) <= 24) for line in lines]
     return _svg(title, " ".join(_told(line) for line in lines), parts)
 
 
-def stacked_chart(title: str, lines: Sequence[Line]) -> Markup:
+def stacked_chart(title: str, lines: Sequence[Line], unit: str = "") -> Markup:
     """Areas one on another, in order; all have the same x. A rare total above three times the usual one is cut off at the top."""
     lines = [line._replace(x=x, y=y) for line in lines for x, y in [_means(line.x, line.y)]]
     totals = [sum(column) for column in zip(*(line.y for line in lines))]
     usual = sorted(totals)[int(0.9 * (len(totals) - 1))]
     top = min(max(totals), 1.5 * usual) if max(totals) > 3 * usual else max(totals)
-    axes = _Axes(lines[0].x, [0, top], False)
+    axes = _Axes(lines[0].x, [0, top], False, unit)
     parts, below = [axes.frame()], [0.0] * len(totals)
     for line in lines:
         above = [a + b for a, b in zip(below, line.y)]
@@ -83,26 +90,17 @@ def number(x: float) -> str:
 class _Axes:
     """From data to the picture's coordinates."""
 
-    def __init__(self, xs: Sequence[float], ys: Sequence[float], log: bool):
-        self.log = log
-        x_low, x_high = min(xs, default=0), max(xs, default=1)
-        self.x_ticks = [t for t in ticks(x_low, max(x_high, x_low + 1), 6) if x_low <= t <= max(x_high, x_low + 1)]
-        self.x_range = x_low, max(x_high, x_low + 1)
-        if log:
-            low, high = math.floor(math.log10(min(ys, default=1))), math.ceil(math.log10(max(ys, default=1)))
-            high = max(high, low + 1)
-            self.y_ticks = [10.0**p for p in range(low, high + 1, math.ceil((high - low) / 6))]
-            self.y_range = low, high
-        else:
-            low, high = min(ys, default=0), max(ys, default=1)
-            room = 0.5 * (high - low) or 0.05 * max(abs(low), 1e-6)
-            low = 0 if 0 <= low <= room else low  # a scale that nearly reaches 0 shows it
-            self.y_ticks = ticks(low, high if high > low else low + room)
-            self.y_range = self.y_ticks[0], self.y_ticks[-1]
+    def __init__(self, xs: Sequence[float], ys: Sequence[float], log: bool, unit: str = "", bounds: Bounds = (None, None)):
+        self.log, self.unit = log, unit
+        self.y_range, self.y_ticks = _log_axis(ys) if log else value_axis(ys, bounds)
+        self.y_labels = [power(t) for t in self.y_ticks] if log else labels(self.y_ticks)
+        self.left = max(LEFT, 26 + math.ceil(CHARACTER * max(map(len, self.y_labels))))
+        self.x_range = min(xs, default=0), max(max(xs, default=1), min(xs, default=0) + 1)
+        self.x_ticks = self._step_ticks()
 
     def x(self, value: float) -> float:
         low, high = self.x_range
-        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+        return self.left + (value - low) / (high - low) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
         """What lies beyond an end, as 0 does on a logarithmic scale, is drawn at that end."""
@@ -116,23 +114,85 @@ class _Axes:
         return f"{self.x(x):.1f} {self.y(y):.1f}"
 
     def frame(self) -> str:
-        """Grid, numbers, and the word "step"."""
+        """Grid, numbers, the word "step", and the unit of what goes up."""
         parts = []
-        for t in self.y_ticks:
+        for t, label in zip(self.y_ticks, self.y_labels):
             y = self.y(t)
-            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{self._y_label(t)}</text>')
-        for t in self.x_ticks:
-            parts.append(f'<text x="{self.x(t):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{number(t)}</text>')
-        parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 14}" y="{HEIGHT - 8}" text-anchor="end">step</text>')
+            parts.append(f'<path class="grid" d="M{self.left} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        for t, label in zip(self.x_ticks, map(step, self.x_ticks)):
+            parts.append(f'<text x="{self.x(t):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{label}</text>')
+        parts.append(f'<path class="axis" d="M{self.left} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{self.left - 14}" y="{HEIGHT - 8}" text-anchor="end">step</text>')
+        middle = (HEIGHT - BOTTOM + TOP) / 2
+        if self.unit:
+            turned = f'transform="rotate(-90)" x="{-middle:.1f}" y="12" text-anchor="middle"'
+            parts.append(f'<text class="unit" {turned}>{escape(self.unit)}</text>')
         return "".join(parts)
 
-    def _y_label(self, tick: float) -> str:
-        """With the digits that tell one tick from the next."""
-        step = 0 if self.log else self.y_ticks[1] - self.y_ticks[0]
-        digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step else 0
-        return f"{tick:.{digits}f}" if 1 <= digits <= 5 and abs(tick) >= 10**-digits else number(tick)
+    def _step_ticks(self) -> list[float]:
+        """Whole steps, as many as have room beside each other."""
+        low, high = self.x_range
+        for wanted in (6, 4, 3, 2):
+            found = [t for t in ticks(low, high, wanted) if low <= t <= high and t == round(t)]
+            if CHARACTER * sum(len(step(t)) + 3 for t in found) < WIDTH - self.left - RIGHT:
+                return found
+        return found[:1]
+
+
+def value_axis(ys: Sequence[float], bounds: Bounds = (None, None)) -> tuple[tuple[float, float], list[float]]:
+    """((low, high), ticks) of a linear axis. It spans SPAN of the largest value at least, so that a constant stays level however
+    its last digits vary; and nothing past `bounds`, the ends that a metric cannot pass, unless a value is."""
+    ys = [min(max(y, -HUGE), HUGE) for y in ys if math.isfinite(y)]
+    low, high = min(ys, default=0.0), max(ys, default=1.0)
+    least, most = (end if end is None or not ys else f(end, x) for end, f, x in zip(bounds, (min, max), (low, high)))
+    largest = max(abs(low), abs(high))
+    missing = (SPAN * largest if largest > TINY else 1.0) - (high - low)
+    if missing > 0:
+        low, high = low - missing / 2, high + missing / 2
+        moved = max(0.0, least - low) if least is not None else 0.0
+        moved -= max(0.0, high - most) if most is not None else 0.0
+        low, high = low + moved, high + moved
+    low = 0.0 if 0 <= low <= 0.5 * (high - low) else low  # a scale that nearly reaches 0 shows it
+    found = ticks(low, high)
+    return (found[0], found[-1]), found
+
+
+def _log_axis(ys: Sequence[float]) -> tuple[tuple[float, float], list[float]]:
+    ys = [min(max(y, TINY), HUGE) for y in ys if 0 < y < math.inf]
+    low, high = math.floor(math.log10(min(ys, default=1))), math.ceil(math.log10(max(ys, default=1)))
+    high = max(high, low + 1)
+    return (low, high), [10.0**p for p in range(low, high + 1, math.ceil((high - low) / 6))]
+
+
+def labels(found: Sequence[float]) -> list[str]:
+    """Of ticks, each with the digits that tell it from its neighbours, and none more."""
+    largest = max(map(abs, found), default=0)
+    apart = min((b - a for a, b in zip(found, found[1:])), default=largest)
+    scientific = largest >= 1e6 or 0 < largest < 1e-3 or (len(found) > 2 and apart < 1e-4)
+    write = _scientific if scientific else lambda x, digits: f"{x + 0.0:,.{digits}f}"
+    for digits in range(17):
+        texts = [write(x, digits) for x in found]
+        read = [float(t.replace(",", "")) for t in texts]
+        if len(set(texts)) == len(texts) and all(abs(a - b) <= 0.02 * apart for a, b in zip(read, found)):
+            break
+    return texts
+
+
+def power(x: float) -> str:
+    """Of a logarithmic axis."""
+    return f"{x:,g}" if 1e-4 < x < 1e6 else _scientific(x, 0)
+
+
+def step(x: float) -> str:
+    return f"{x:,.0f}"
+
+
+def _scientific(x: float, digits: int) -> str:
+    if not x:
+        return "0"
+    mantissa, exponent = f"{x:.{digits}e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _svg(title: str, description: str, parts: Sequence[str]) -> Markup:
@@ -179,7 +239,7 @@ def _area(x: Sequence[float], low: Sequence[float], high: Sequence[float], axes:
 
 def _thin(line: Line, log: bool) -> Line:
     """At most POINTS points: of each bucket of steps the least and the largest, in their order."""
-    kept = [i for i, y in enumerate(line.y) if not log or y > 0]
+    kept = [i for i, y in enumerate(line.y) if math.isfinite(y) and (not log or y > 0)]
     if len(kept) > POINTS:
         size = math.ceil(2 * len(kept) / POINTS)
         buckets = [kept[i : i + size] for i in range(0, len(kept), size)]

@@ -175,7 +175,7 @@ def _chart(metric: Metric, lines: Sequence[Line], seeded: set[str]) -> Chart:
     note = f"{metric.words} Band: {'; of several runs '.join(bands)}." if bands else metric.words
     legend = [(swatch(line.place), line.name) for line in lines] if len(lines) > 1 else []
     table = _table([line.name or metric.title for line in lines], [dict(zip(line.x, line.y)) for line in lines])
-    return Chart(metric.title, note, line_chart(metric.title, lines, metric.log), legend, *table)
+    return Chart(metric.title, note, line_chart(metric.title, lines, metric.log, metric.unit, metric.bounds), legend, *table)
 
 
 def _phases(run: Run, named: bool) -> Chart:
@@ -190,7 +190,7 @@ def _phases(run: Run, named: bool) -> Chart:
         note += f"The longest, step {steps[whole.index(max(whole))]} with {number(max(whole))} s, is cut off at the top."
     legend = [(swatch(line.place, area=True), f"{line.name} {sum(line.y) / max(sum(whole), 1e-9):.0%}") for line in lines]
     head, rows = _table([line.name for line in lines], [dict(zip(line.x, line.y)) for line in lines])
-    return Chart(title, note, stacked_chart(title, lines), legend, head, rows)
+    return Chart(title, note, stacked_chart(title, lines, "seconds"), legend, head, rows)
 
 
 def _table(names: Sequence[str], columns: Sequence[dict[int, float]]) -> tuple[list[str], list[list[str]]]:
