@@ -61,6 +61,8 @@ def _without_reward(sampled: Rollouts, cfg: Config) -> str:
     cut = np.mean([c.finish_reason == "length" for g in sampled.groups for c in g.completions])
     if cut > 0.5:
         return f"{cut:.0%} of the completions were cut: raise rollout.max_new_tokens (now {cfg.rollout.max_new_tokens})"
+    if broken := sum(g.malformed for g in sampled.groups):
+        return f"{broken} completions broke the scorer, which gives them 0 (reward/malformed): score one by hand (docs/tasks.md)"
     return ("if the completion is right, look at the extraction and the scorer (docs/tasks.md); if it is not, take easier "
             "problems, or a warm start (sft.steps)")  # fmt: skip
 
