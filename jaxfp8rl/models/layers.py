@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.linear import round_to
+from pallas_kernels.attention import masked
 from pallas_kernels.quantize.reference import E4M3_MAX
 
 
@@ -146,11 +147,11 @@ def attention(
     exact = jax.lax.Precision.HIGHEST if v_BSKd.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
     product = {"precision": exact, "preferred_element_type": jnp.float32}
     q_BTKGd = (round_scaled(q_BTHd, q_scale) if fp8 else q_BTHd).reshape(B, T, K, H // K, d)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q_BTKGd, k_BSKd, **product) * d**-0.5
+    scores = masked.scores(q_BTKGd, k_BSKd, mask_BTS, **product) * d**-0.5
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     rounded = round_e4m3(exps * 2**8) * 2**-8 if fp8 else exps
-    out = jnp.einsum("bkgts,bskd->bkgtd", rounded.astype(v_BSKd.dtype), v_BSKd, **product) / exps.sum(-1, keepdims=True)
+    out = masked.weighted_sum(rounded.astype(v_BSKd.dtype), v_BSKd, mask_BTS, **product) / exps.sum(-1, keepdims=True)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, d).astype(q_BTHd.dtype)
 
 

@@ -21,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import queries, reference, sm90_dkv, sm90_dq, sm90_forward
 from pallas_kernels.attention.schedule import LOG2E
-from pallas_kernels.attention.segments import Tables, check_ids, tables_of
+from pallas_kernels.attention.masked import finite
+from pallas_kernels.attention.segments import Tables, check_ids, seen_by, sees, tables_of
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 
 HEAD_SIZES = 64, 128
@@ -53,7 +54,8 @@ def attention(
     """q [T, H, d], k and v [T, K, d], segment ids [T] int32 -> o [T, H, d] in q's dtype; or all with rows [B, T, ...] in front.
 
     `segments`: the ids, or `tables_of` them, the same for all layers of a model. A segment is a run of equal ids above 0
-    in one row; 0 is padding, of which o and gradients are 0 (q, k, v finite there, too).
+    in one row; 0 is padding, of which o and gradients are 0, whatever q, k and v hold there. What is not finite reaches queries
+    that see it, all of whose result is NaN, and no others; and backwards likewise.
     `scale` of the scores: d ** -0.5 if None. The kernels take bfloat16 or float16, one type for all, and d of 64 or 128; the
     reference any. `tiles`: other than the tuned ones. `interpret`: run the kernels on a CPU, for tests.
     `fp8`: exponentials, times 2^8, are rounded to E4M3 before they are multiplied with values, and not in their sum, as
@@ -97,6 +99,11 @@ def _by_kernel(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[
     return o[:tokens].reshape(q.shape), lse if q.ndim == 3 else lse.swapaxes(0, 1)
 
 
+def not_finite(x: Array) -> Array:
+    """[N]: tokens of x [N, K, d]."""
+    return ~jnp.isfinite(x).all((1, 2))
+
+
 def _padded(x: Array, tokens: int) -> Array:
     return x if len(x) == tokens else jnp.pad(x, ((0, tokens - len(x)), (0, 0), (0, 0)))
 
@@ -108,9 +115,12 @@ def _attend(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[Arr
 
 
 def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
-    """(o [N, H, d], lse [H, N]), and what `backward` needs."""
+    """(o [N, H, d], lse [H, N]), and what `backward` needs. The kernel multiplies what a query does not see by 0, so that keys
+    and values have to be finite: of a query that sees one that is not, all is NaN."""
+    bad = sees(not_finite(k) | not_finite(v), tables.first)
+    k, v, marked = finite(k), finite(v), tables._replace(first=jnp.where(bad, queries.BAD, tables.first))
     o, lse = sm90_forward.forward(
-        q, k, v, tables, scale=how.scale, fp8=how.fp8, tiles=how.tiles.forward, interpret=how.interpret
+        q, k, v, marked, scale=how.scale, fp8=how.fp8, tiles=how.tiles.forward, interpret=how.interpret
     )  # fmt: skip
     o, lse = (checkpoint_name(x, "attention") for x in (o, lse))  # for a jax.checkpoint that keeps them
     return (o, lse * (1 / LOG2E)), (q, k, v, tables, o, lse)
@@ -118,14 +128,19 @@ def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
 
 def backward(how: How, saved: tuple, cotangents: tuple[Array, Array]):
     """dq, dk, dv, and nothing for the tables. dS = P (dP - delta + dlse): what comes in for lse is part of delta; at padding,
-    where lse is a constant, nothing does."""
+    where lse is a constant, nothing does. What is summed over is finite here, too: of a key that a query sees whose P or dS is
+    not, the gradients are NaN."""
     q, k, v, tables, o, lse = saved
     do, dlse = cotangents
-    dlse = jnp.where(jnp.isinf(lse), 0, dlse)
-    delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1).T - dlse
-    args, how_both = (q, k, v, do, lse, delta, tables), dict(scale=how.scale, interpret=how.interpret)
-    dq = sm90_dq.gradient(*args, tiles=how.tiles.dq, **how_both)
-    return dq, *sm90_dkv.gradients(*args, tiles=how.tiles.dkv, **how_both), None
+    padding, how_both = jnp.isinf(lse), dict(scale=how.scale, interpret=how.interpret)
+    delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1).T - jnp.where(padding, 0, dlse)
+    dq = sm90_dq.gradient(q, k, v, do, lse, delta, tables, tiles=how.tiles.dq, **how_both)
+    bad = jnp.isnan(lse) | ~jnp.isfinite(delta)
+    summed = finite(q), k, v, finite(do), jnp.where(bad, jnp.inf, lse), jnp.where(bad, 0, delta)
+    grads = sm90_dkv.gradients(*summed, tables, tiles=how.tiles.dkv, **how_both)
+    of_group = (bad & ~padding).reshape(k.shape[1], -1, len(k)).any(1)
+    seen = jax.vmap(seen_by, (0, None), 1)(of_group, tables.first)[..., None]
+    return dq, *(jnp.where(seen, jnp.nan, grad).astype(grad.dtype) for grad in grads), None
 
 
 _attend.defvjp(forward, backward)

@@ -24,6 +24,9 @@ from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import ROW, plgpu, swizzled
 
 
+BAD = 2**30  # for the first key of a query whose result is to be NaN
+
+
 class Tiles(NamedTuple):
     """How such a kernel is cut up."""
 

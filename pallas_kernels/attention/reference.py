@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.attention import masked
 from pallas_kernels.attention.segments import first_and_last
 
 
@@ -17,15 +18,16 @@ def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: f
     """
     (B, T, H, d), K = q.shape, k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    mask = visible(segment_ids)[:, None, None]
+    seen = visible(segment_ids)
+    mask = seen[:, None, None]
     some = mask.any(-1, keepdims=True)
     q5, k, v = q.astype(wide).reshape(B, T, K, H // K, d), k.astype(wide), v.astype(wide)
     exact = dict(precision=jax.lax.Precision.HIGHEST)
-    scores = jnp.where(mask, jnp.einsum("btkgd,bskd->bkgts", q5, k, **exact) * scale, -jnp.inf)
+    scores = jnp.where(mask, masked.scores(q5, k, seen, **exact) * scale, -jnp.inf)
     lse = jax.nn.logsumexp(jnp.where(some, scores, 0), axis=-1, keepdims=True)
     p = jnp.where(mask, jnp.exp(scores - lse), 0)
-    o = jnp.einsum("bkgts,bskd->btkgd", _in_e4m3(p) if fp8 else p, v, **exact)
-    return o.reshape(q.shape).astype(q.dtype), jnp.where(some, lse, jnp.inf).reshape(B, H, T)
+    o = masked.weighted_sum(_in_e4m3(p) if fp8 else p, v, seen, **exact)
+    return o.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype), jnp.where(some, lse, jnp.inf).reshape(B, H, T)
 
 
 def _in_e4m3(p: Array) -> Array:

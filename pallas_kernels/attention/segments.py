@@ -49,12 +49,24 @@ def first_and_last(segment_ids: Array) -> tuple[Array, Array]:
     n, at = len(ids), jnp.arange(len(ids), dtype=jnp.int32)
     begins = (ids != jnp.roll(ids, 1)) | (at % length == 0)
     ends = jnp.roll(begins, -1).at[-1].set(True)
-    first = _running_max(jnp.where(begins, at, 0))
-    last = n - _running_max(jnp.where(ends, n - 1 - at, 0)[::-1])[::-1]
+    first = running_max(jnp.where(begins, at, 0))
+    last = n - running_max(jnp.where(ends, n - 1 - at, 0)[::-1])[::-1]
     return jnp.where(ids > 0, first, n), jnp.where(ids > 0, last, 0)
 
 
-def _running_max(x: Array) -> Array:
+def sees(bad: Array, first: Array) -> Array:
+    """bad, first [N] -> bool [N]: tokens that see a bad one, themselves or before them in their segment."""
+    return running_max(jnp.where(bad, jnp.arange(1, len(bad) + 1), 0)) > first
+
+
+def seen_by(bad: Array, first: Array) -> Array:
+    """Tokens that a bad one sees, itself or behind them in their segment."""
+    n, at = len(bad), jnp.arange(len(bad))
+    following = n - running_max(jnp.where(bad, n - at, 0)[::-1])[::-1]  # n where there is none
+    return first.at[following].get(mode="fill", fill_value=n) <= at
+
+
+def running_max(x: Array) -> Array:
     """The largest so far, of x [N] >= 0: in chunks, then over the chunks. Two passes, where a scan would be many kernels."""
     chunks = x.reshape(-1, CHUNK)
     inside = jnp.where(jnp.tri(CHUNK, dtype=bool), chunks[:, None], 0).max(-1)

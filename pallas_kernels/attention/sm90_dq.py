@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import queries
 from pallas_kernels.attention.queries import Plan, Tiles, Walk
-from pallas_kernels.attention.schedule import BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, nothing
+from pallas_kernels.attention.schedule import BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, nothing, rows
 from pallas_kernels.attention.segments import Tables
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
@@ -86,7 +86,8 @@ def _consume(plan: Plan, wg: Array, work: Work, dq, shared: Shared) -> Array:
     lse, delta = (plgpu.load(x.at[walk.slot], layout=ROW, optimized=False) for x in (shared.lse, shared.delta))
     q = plgpu.load(shared.q.at[walk.slot], layout=WGMMA)  # held: products by 64 keys ask for all that shared memory can give
     total = Consumer(plan, wg, work, walk, q, lse, delta, shared).sum()
-    shared.q[walk.slot] = (total * plan.scale).astype(dq.dtype)
+    real = spread(walk.first <= rows() + walk.row, total.shape, 0)
+    shared.q[walk.slot] = jnp.where(real, total * plan.scale, 0.0).astype(dq.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared.q.at[walk.slot], dq.at[pl.ds(walk.row, ROWS), walk.head])
     return walk.steps

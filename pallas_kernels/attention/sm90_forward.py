@@ -52,7 +52,8 @@ def forward(
 ) -> tuple[Array, Array]:  # fmt: skip
     """q [N, H, d], k and v [N, K, d] -> o [N, H, d], and log2 of the sums of exponentials, [H, N] float32.
 
-    N is a multiple of 128, d 64 or 128. Padding gets o = 0 and +inf. `fp8`: exponentials enter their product as E4M3.
+    N is a multiple of 128, d 64 or 128; k and v are finite. Padding gets o = 0 and +inf, a query whose `first` is BAD NaN.
+    `fp8`: exponentials enter their product as E4M3.
     """
     n, heads, d = q.shape
     tiles = tiles.of(heads // k.shape[1])
@@ -166,14 +167,14 @@ class Consumer(NamedTuple):
     def store(self, state: Softmax, o, lse) -> None:
         walk, shape = self.walk, state.o.shape
         real = walk.first <= rows() + walk.row
-        inverse = jnp.where(real, 1.0 / state.total, 0.0)
-        result = jnp.where(spread(real, shape, 0), state.o * spread(inverse, shape, 0), 0.0)
+        inverse, other = jnp.where(real, 1.0 / state.total, 0.0), jnp.where(walk.first == queries.BAD, jnp.nan, 0.0)
+        result = jnp.where(spread(real, shape, 0), state.o * spread(inverse, shape, 0), spread(other, shape, 0))
         self.shared.q[walk.slot] = result.astype(self.shared.q.dtype)
         plgpu.commit_smem()
         mine = pl.ds(self.plan.row(walk.block, self.wg), ROWS)  # seen to be whole blocks, as walk.row is not
         plgpu.copy_smem_to_gmem(self.shared.q.at[walk.slot], o.at[mine, walk.head])
         shift = E4M3_SHIFT if self.fp8 else 0
-        lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(state.total) * LOG2E, jnp.inf)
+        lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(state.total) * LOG2E, other + jnp.inf)
 
     def step(self, step: Array, carry: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
         """The scores of this step; beside its exponentials, the product of those of the step before with their values."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxfp8rl.models import layers
 from pallas_kernels.attention import api, reference
 from pallas_kernels.attention.segments import STEP, first_and_last, key_walks, query_walks
 
@@ -50,7 +53,7 @@ keys_jit, queries_jit = (jax.jit(f, static_argnums=1) for f in (key_walks, query
 
 @given(packs, st.sampled_from([(4, 2), (3, 1)]))
 def test_packed_equals_every_segment_alone(ids, heads):
-    """And what is packed beside a segment, or NaN-free padding, does not reach it."""
+    """And what is packed beside a segment does not reach it."""
     args = [np.asarray(x) for x in drawn(*heads)]
     got = [np.asarray(x) for x in run_all(ids, *args)]
     for segment in np.unique(ids[ids > 0]):
@@ -60,6 +63,39 @@ def test_packed_equals_every_segment_alone(ids, heads):
             np.testing.assert_allclose(x[:, mine] if i == 1 else x[mine], y[:, mine] if i == 1 else y[mine], atol=3e-6)
     for i in (0, 2, 3, 4):
         assert not got[i][ids == 0].any()
+
+
+places = st.tuples(st.integers(0, 3), st.integers(0, TOKENS - 1), st.integers(0, 3), st.integers(0, 7))
+BY = {
+    "the reference": api.attention_and_lse,
+    "the reference in FP8": functools.partial(api.attention_and_lse, fp8=True),
+    "the model's": lambda q, k, v, ids: (layers.attention(q[None], k[None], v[None], layers.packed_mask(ids[None]))[0],),
+}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def by(name, ids, q, k, v, do):
+    """o, dq, dk, dv."""
+    o, pull = jax.vjp(lambda *qkv: BY[name](*qkv, ids)[0], q, k, v)
+    return o, *pull(do)
+
+
+@pytest.mark.parametrize("name", BY)
+@given(packs, places, st.sampled_from([np.nan, np.inf, -np.inf]))
+def test_what_is_not_finite_reaches_who_sees_it_and_no_one_else(name, ids, place, bad):
+    """One number of q, k, v or do. Other segments, padding, and o and dq of tokens before it are as without it, to the bit."""
+    args, (which, token, head, at) = [np.array(x) for x in drawn(4, 2)], place
+    want = [np.asarray(x) for x in by(name, ids, *args)]
+    args[which][token, head % args[which].shape[1], at] = bad
+    got = [np.asarray(x) for x in by(name, ids, *args)]
+    others, before = (ids != ids[token]) | (ids == 0), np.arange(TOKENS) < token
+    if name == "the model's":  # whose padding sees padding
+        others = ids != ids[token]
+    for i, (x, y) in enumerate(zip(got, want)):
+        np.testing.assert_array_equal(x[others], y[others])
+        if i < 2:
+            np.testing.assert_array_equal(x[before], y[before])
+    assert ids[token] == 0 or not all(np.isfinite(x[~others]).all() for x in got)
 
 
 def test_one_segment_is_causal_attention():

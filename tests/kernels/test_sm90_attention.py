@@ -56,16 +56,39 @@ def test_simulated_it_equals_float64(name):
     lengths, tokens, H, K, d = SIMULATED[name]
     *qkv, do, dlse = operands(tokens, H, K, d)
     ids, scale = ids_of(lengths, tokens), 0.2
+    want = float64(lengths, *qkv, do, dlse, scale)
+    *qkv, do = (x.at[sum(lengths) :].set(bad) for x, bad in zip((*qkv, do), (np.nan, np.inf, np.nan, -np.inf)))  # padding
     attend = functools.partial(api.attention_and_lse, scale=scale, backend="pallas", interpret=INTERPRET)
     (o, lse), pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), *qkv)
     got = o, lse, *pull((do, jnp.where(ids > 0, dlse, jnp.nan)))  # lse is inf at padding, and 0 times that what comes back
-    want = float64(lengths, *qkv, do, dlse, scale)
     real = np.asarray(ids) > 0
     np.testing.assert_allclose(lse[:, real], want[1][:, real], atol=1e-5)
     assert np.isinf(lse[:, ~real]).all()
     for what, x, y in zip(("o", "dq", "dk", "dv"), (got[0], *got[2:]), (want[0], *want[2:])):
         assert x.dtype == jnp.bfloat16 and relative_l2(x, y) < 4e-3, what
         assert not np.asarray(x, np.float32)[~real].any(), what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_simulated_nothing_crosses_a_segment_and_nothing_comes_from_the_future(bad):
+    """Of the third segment something of each operand is not finite. As without it, to the bit, are the others and padding, and
+    what tokens before it have of keys that they see."""
+    *clean, _ = operands(200, 2, 1, 64)
+    ids, at = ids_of([90, 1, 60, 30], 200), (130, 128, 126, 140)
+    spoiled = [x.at[i, 0, 3].set(bad) for x, i in zip(clean, at)]
+
+    def run(*qkv_do):
+        f = functools.partial(api.attention_and_lse, segments=ids, backend="pallas", interpret=INTERPRET)
+        (o, lse), pull = jax.vjp(f, *qkv_do[:3])
+        return [np.asarray(x, np.float32) for x in (o, lse.T, *pull((qkv_do[3], jnp.zeros_like(lse))))]
+
+    others, before = np.asarray(ids) != 3, np.arange(200) < min(at)
+    for what, got, want in zip(("o", "lse", "dq", "dk", "dv"), run(*spoiled), run(*clean)):
+        np.testing.assert_array_equal(got[others], want[others], err_msg=what)
+        if what in ("o", "lse", "dq"):
+            np.testing.assert_array_equal(got[before], want[before], err_msg=what)
+        assert not np.isfinite(got[~others]).all()
 
 
 @pytest.mark.slow
