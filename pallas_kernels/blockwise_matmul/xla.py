@@ -16,6 +16,7 @@ from jax import Array
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import pad_to_blocks
+from pallas_kernels.rounding import fused_multiply_add
 
 ROWS = 16  # cuBLASLt takes FP8 operands in multiples of it; XLA would multiply others in a wider format
 no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
@@ -35,16 +36,8 @@ def blockwise_matmul(x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Ar
     for g in range(x.shape[1] // BLOCK):
         block = slice(g * BLOCK, (g + 1) * BLOCK)
         partial = jax.lax.dot_general(x[:, block], w[:, block], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        total = _fma(partial, x_scale[:, g, None] * w_scale[None, :, g], total)
+        total = fused_multiply_add(partial, x_scale[:, g, None] * w_scale[None, :, g], total)
     return total[: x_codes.size // x_codes.shape[-1], :n].reshape(*lead, n)
-
-
-def _fma(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c rounded once to float32, as the kernels' fused multiply-add. By way of float64, where the product is exact and
-    the sum within 2^-53: XLA fuses the two or not as it likes."""
-    with jax.enable_x64(True):
-        a, b, c = (jax.lax.convert_element_type(x, jnp.float64) for x in (a, b, c))
-        return jax.lax.convert_element_type(jax.lax.reduce_precision(a * b + c, 8, 23), jnp.float32)
 
 
 def _pad_rows(a: Array) -> Array:

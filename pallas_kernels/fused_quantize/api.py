@@ -45,9 +45,9 @@ def rms_norm_quantize(
         raise ValueError(f"residual {residual.shape} {residual.dtype}: {x.shape} bfloat16 is wanted, as x is")
     if not use_kernel(backend):
         return reference.rms_norm_quantize(x, weight, eps, residual, tokens=tokens, keep=keep)
-    t = x.shape[0]
+    t, inverse = x.shape[0], reference.inverse_rms(reference.residual_sum(x, residual), eps)[:, 0]
     x, residual = _padded(x, tokens), None if residual is None else _padded(residual, tokens)
-    inverse = reference.inverse_rms(reference.residual_sum(x, residual), eps)[:, 0]
+    inverse = jnp.pad(inverse, (0, len(x) - t))  # 0 of a padded row: with eps = 0 its own were infinite, and 0 times that NaN
     rows, by_tokens, kept = sm90.rms_norm(
         x, inverse, reference.round_bf16(weight), residual, FUSED, PLAIN if tokens else None, keep, interpret
     )

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import rounding
 from pallas_kernels.plgpu_compat import COLUMN, ROW, WGMMA, plgpu, spread, swizzled
 from pallas_kernels.quantize import BLOCK
 
@@ -314,13 +315,7 @@ def _reciprocal(y: Array, fused) -> Array:
 
 def fused_multiply_add(interpret):
     """a * b + c with one rounding: what the GPU's compiler makes of a product and a sum, and what a CPU needs told."""
-    return _by_float64 if interpret else lambda a, b, c: a * b + c
-
-
-def _by_float64(a: Array, b: Array, c: Array) -> Array:
-    with jax.enable_x64(True):
-        a, b, c = (lax.convert_element_type(v, jnp.float64) for v in (a, b, c))
-        return lax.convert_element_type(a * b + c, jnp.float32)
+    return rounding.fused_multiply_add if interpret else lambda a, b, c: a * b + c
 
 
 def quantize_blocks(
