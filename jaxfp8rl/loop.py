@@ -68,7 +68,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         parts = stack.enter_context(contextlib.closing(build(cfg, group)))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group))
         stop = stack.enter_context(StopSignals(group))
-        run.note(computed_by(parts.precision))
+        run.note(computed_by(parts.precision, parts.model, parts.support_width > 0))
         engine, calibrated = parts.engine.capabilities(), parts.kv_scales is not None
         warnings = untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated), gloo_warning(parts.layout)
         for warning in filter(None, (*warnings, *parts.stops.notes, support.note(cfg.rollout, parts.model.vocab_size))):

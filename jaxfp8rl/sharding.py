@@ -141,6 +141,8 @@ def make_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: int = 
         if processes > 1:
             raise ConfigError(f"{product}: the {processes} processes have {have}", f"{len(here)} together, no fewer")
         raise ConfigError(f"{product}: this process has {have}", f"{len(here)} together, or fewer")
+    if len(kinds := sorted({device.device_kind for device in here[:count]})) > 1:
+        raise ConfigError(f"devices of several kinds: {', '.join(kinds)}: all compute one program", "leave out those of a kind")
     grid = np.array(here[:count]).reshape(data, fsdp, tensor)
     return ONE if count == 1 else Layout(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3))
 

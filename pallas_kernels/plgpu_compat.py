@@ -5,6 +5,7 @@ With it, what every kernel's api asks: where it runs, and which backend that mea
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import warnings
 from typing import Literal
@@ -16,7 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 Backend = Literal["auto", "pallas", "reference"]
 HOPPER = "9.0"  # the compute capability whose tensor cores and copy engine the kernels use
-SMS = 132  # streaming multiprocessors of an H100 SXM or H200: what is lowered for where there is no GPU to ask
+# What is lowered for where there is no GPU to ask:
+SMS = 132  # streaming multiprocessors, of an H100 SXM or H200; an H100 PCIe has 114, an H20 78
+L2 = 50 * 2**20  # bytes of the cache that they share, an H100's; an H200 has 60 MiB
 WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 # Runs a kernel on a CPU: threads, barriers, copies and clusters are simulated, and it says where two of them race.
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -38,10 +41,36 @@ def pad_to(x: Array, rows: int, columns: int) -> Array:
     return jnp.pad(x, [(0, missing[0]), (0, missing[1])]) if any(missing) else x
 
 
+def device() -> jax.Device:
+    """Where what is computed, or traced, here will run: in a `shard_map`, or with a mesh set, on a device of the mesh; else on
+    `jax.default_device`, or on the first device of this process."""
+    mesh, default = jax.sharding.get_abstract_mesh().abstract_device, jax.config.jax_default_device
+    if mesh is not None:
+        return next(d for d in jax.local_devices(backend=mesh.platform) if d.device_kind == mesh.device_kind)
+    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+
+
 def multiprocessors() -> int:
     """Of the GPU here; SMS where there is none."""
-    device = jax.devices()[0]
-    return getattr(device, "core_count", SMS) if device.platform == "gpu" else SMS
+    here = device()
+    return getattr(here, "core_count", SMS) if here.platform == "gpu" else SMS
+
+
+def cache_bytes() -> int:
+    """That all multiprocessors of the GPU here share; L2 where there is none, or where it does not say."""
+    here = device()
+    return _cache_bytes(here.local_hardware_id) if here.platform == "gpu" else L2
+
+
+@functools.cache
+def _cache_bytes(number: int) -> int:
+    """JAX does not tell. The driver does, which JAX has loaded and initialised."""
+    size, attribute = ctypes.c_int(0), 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(size), attribute, number)
+    except OSError:
+        return L2
+    return L2 if failed else size.value or L2
 
 
 def use_kernel(backend: Backend) -> bool:
@@ -51,19 +80,14 @@ def use_kernel(backend: Backend) -> bool:
     """
     if backend not in ("auto", "pallas", "reference"):
         raise ValueError(f'backend = {backend!r}: one of "auto", "pallas", "reference"')
-    other = _other_gpu()
+    here = device()
+    capability = str(getattr(here, "compute_capability", "unknown"))
+    other = f"{here.device_kind} ({capability})" if here.platform == "gpu" and capability != HOPPER else ""
     if backend == "pallas" and other:
         raise RuntimeError(f'backend = "pallas" needs a Hopper GPU (capability {HOPPER}), this is {other}: use "auto"')
     if backend == "auto" and other:
         _warn_once(other)
-    return backend == "pallas" or (backend == "auto" and not other and jax.devices()[0].platform == "gpu")
-
-
-def _other_gpu() -> str | None:
-    """Name and capability of a GPU here that is no Hopper."""
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    return f"{device.device_kind} ({capability})" if device.platform == "gpu" and capability != HOPPER else None
+    return backend == "pallas" or (backend == "auto" and not other and here.platform == "gpu")
 
 
 @functools.cache

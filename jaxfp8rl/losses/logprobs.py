@@ -51,6 +51,7 @@ def token_top_k(
     [B, T, k] float32, of positions in `mask` [B, T] bool; 0 elsewhere, which costs little. Arguments else as of `token_logprobs`;
     not for gradients.
     """
+    api.check_temperature(temperature)
     b, t, d = hidden.shape
     blocks = -(-b * t // TOP_K_ROWS)
     missing = blocks * TOP_K_ROWS - b * t

@@ -18,6 +18,7 @@ from jax import Array
 
 from jaxfp8rl.losses.logprobs import logits_of
 from jaxfp8rl.losses.mismatch import mean_over
+from pallas_kernels.logprob.api import check_temperature
 
 EPSILON = 1e-3  # Keskar et al.'s larger box
 CHUNK_ELEMENTS = 2**25  # logits held at once, in a few forms: 128 MiB each
@@ -32,6 +33,7 @@ def logit_sharpness(
     hidden [B, T, D] (after the final norm), head [V, D], tokens and mask [B, T]: position t is judged from hidden t - 1, its
     logits divided by `temperature`, as in `token_logprobs`; like there, never all logits at once.
     """
+    check_temperature(temperature)
     inputs, targets, live = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1), mask[:, 1:].reshape(-1)
     chunk = max(1, min(len(targets), chunk_elements // head.shape[0]))
     chunks = jax.tree.map(lambda a: _split(a, chunk), (inputs, targets))

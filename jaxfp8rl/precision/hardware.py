@@ -1,4 +1,4 @@
-"""What of `precision` this machine has hardware for."""
+"""What of `precision` this machine has hardware for, and what a run says of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
-from pallas_kernels.plgpu_compat import HOPPER
+from pallas_kernels.grouped_matmul import high
+from pallas_kernels.logprob import api as logprob
+from pallas_kernels.plgpu_compat import HOPPER, device
 
 FP8_TENSOR_CORES = 8.9  # the first compute capability that has them
 
@@ -42,34 +44,72 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> str:
 
     Raises ConfigError for "pallas" where they are not or do not.
     """
-    if compute_dtype not in DTYPES:
-        problem = f'takes {" or ".join(map(str, DTYPES))}, precision.compute_dtype is "{compute_dtype}"'
-    elif model.head_dim not in HEAD_SIZES:
-        problem = f"has heads of {' and '.join(map(str, HEAD_SIZES))}, the model's are of {model.head_dim}"
-    elif _capability() != HOPPER:
-        problem = f"needs a Hopper GPU (capability {HOPPER}), this is {_name()}"
-    else:
-        problem = ""
+    problem = _no_attention(compute_dtype, model) or _no_hopper()
     if choice == "pallas" and problem:
         raise ConfigError(f'precision.attention = "pallas" {problem}', 'set precision.attention = "auto"')
     return choice if choice != "auto" else "xla" if problem else "pallas"
 
 
-def computed_by(precision: Precision) -> str:
-    """What a run says when it starts."""
-    products = f'FP8 products by "{precision.products}", ' if precision.any_fp8 else ""
-    said, engine = f'learner: {products}attention by "{precision.attention}"', precision.rope_dtype
+def _no_attention(compute_dtype: str, model: ModelConfig) -> str:
+    """Why the attention kernels do not take the model on any GPU; "" where they do."""
+    if compute_dtype not in DTYPES:
+        return f'takes {" or ".join(map(str, DTYPES))}, precision.compute_dtype is "{compute_dtype}"'
+    if model.head_dim not in HEAD_SIZES:
+        return f"has heads of {' and '.join(map(str, HEAD_SIZES))}, the model's are of {model.head_dim}"
+    return ""
+
+
+def _no_hopper() -> str:
+    return "" if _capability() == HOPPER else f"needs a Hopper GPU (capability {HOPPER}), this is {_name()}"
+
+
+def computed_by(precision: Precision, model: ModelConfig, support: bool = False) -> str:
+    """What a run says when it starts: by what the learner computes, and where a kernel is left for something slower, why. `support`:
+    log-probabilities are over the tokens that a filter has left."""
+    logprobs = logprob.why_reference(precision.compute_dtype, model.hidden_size, support)  # of any part of a vocabulary: it is padded
+    parts = [
+        _by("attention", precision.attention, _no_attention(precision.compute_dtype, model)),
+        _by("log-probabilities", "xla" if logprobs or _no_hopper() else "pallas", logprobs),
+    ]
+    if precision.any_fp8:
+        why = 'has no results in float16, precision.compute_dtype is "float16"' if precision.compute_dtype == "float16" else ""
+        parts.insert(0, _by("FP8 products", precision.products, why))
+    if model.experts:
+        parts.append(_experts(precision, model))
+    here = f' ("pallas" {_no_hopper()})' if _no_hopper() else ""
+    said, engine = f"learner{here}: {', '.join(parts)}", precision.rope_dtype
     if precision.compute_dtype == engine:
         return said
     return f'{said}, in {precision.compute_dtype} where the engine computes in {engine}, whose roundings are then not mirrored ' \
            f'(precision.compute_dtype = "{engine}")'  # fmt: skip
 
 
+def _by(what: str, chosen: str, why: str) -> str:
+    return f'{what} by "{chosen}"' + (f' ("pallas" {why})' if why and chosen != "pallas" else "")
+
+
+def _experts(precision: Precision, model: ModelConfig) -> str:
+    """Of grouped products those that are not in FP8 have kernels of their own, JAX's."""
+    kernels = precision.products == "pallas"
+    in_high = not precision.any_fp8 or precision.gradients == "high" or not precision.activations_fp8
+    widths = model.hidden_size, model.experts.moe_intermediate_size
+    why = high.why_reference(precision.compute_dtype, *widths) if in_high else ""
+    why = why or ("" if kernels else f'is for precision.products = "pallas", not "{precision.products}"')
+    what = "experts in high precision" if precision.any_fp8 and kernels and why else "experts"
+    return _by(what, "xla, 128 rows at a time" if why or _no_hopper() else "pallas", why)
+
+
 def _capability() -> str:
     """Of the GPU here; "0" where there is none."""
-    device = jax.devices()[0]
-    return str(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else "0"
+    here = device()
+    return str(getattr(here, "compute_capability", 0)) if here.platform == "gpu" else "0"
 
 
 def _name() -> str:
-    return jax.devices()[0].device_kind
+    """Of the device; and why it is that one, where JAX has been given others behind it."""
+    platforms = _platforms()
+    return device().device_kind + (f", the first of JAX_PLATFORMS = {platforms}" if "," in platforms else "")
+
+
+def _platforms() -> str:
+    return jax.config.jax_platforms or ""

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.plgpu_compat import SMS
+from pallas_kernels.plgpu_compat import cache_bytes, multiprocessors
 
 ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 24)}  # a thread of a consumer, of the producer's, by number of consumers
@@ -87,23 +87,22 @@ RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_ahe
     True: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.97, "2x1x128": 0.93},
     False: {"3x1x128": 1.0, "2x1x128, twice 64 rows": 0.95},
 }
-L2 = 50 * 2**20  # bytes of the cache that all multiprocessors share, an H100's; an H200 has 60
 
 
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
-    """The tiles for a product, from what was measured on an H200 (docs/kernels.md): big ones, unless they would leave many
-    multiprocessors without work in the last turn, and in pairs, which read less, where the cache does not hold what is in
-    flight; for few rows, which take as long as reading b, those with which no multiprocessor reads much of it."""
+    """The tiles for a product on the GPU here, by what was measured on an H200 (docs/kernels.md): big ones, unless they would
+    leave many multiprocessors without work in the last turn, and in pairs, which read less, where the cache does not hold what
+    is in flight; for few rows, which take as long as reading b, those with which no multiprocessor reads much of it."""
     if m <= ROWS:
         return min(FEW_ROWS.values(), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
     rates, candidates = RATES[b_blocks], CANDIDATES if b_blocks else FOR_WGRAD
     tiles = candidates[max(rates, key=lambda name: rates[name] * _busy(candidates[name], m, n))]
-    return tiles._replace(cluster="n") if b_blocks and _in_flight(tiles, m, n, k) > L2 else tiles
+    return tiles._replace(cluster="n") if b_blocks and _in_flight(tiles, m, n, k) > cache_bytes() else tiles
 
 
 def _in_flight(tiles: Tiles, m: int, n: int, k: int) -> int:
     """Bytes of the operands of tiles that are computed at once, the whole contraction: blocks of threads drift apart along it."""
-    band, others = tiles.band, pl.cdiv(SMS, tiles.band)
+    band, others = tiles.band, pl.cdiv(multiprocessors(), tiles.band)
     rows, columns = (band, others) if tiles.band_axis == 0 else (others, band)
     return (min(m, rows * tiles.m) + min(n, columns * tiles.n)) * k
 
@@ -111,10 +110,10 @@ def _in_flight(tiles: Tiles, m: int, n: int, k: int) -> int:
 def _busy(tiles: Tiles, m: int, n: int) -> float:
     """Elements of the result over those that all multiprocessors could compute in the turns it takes."""
     pair = 2 if tiles.cluster else 1
-    return m * n / (_turns(tiles, m, n) * (SMS // pair) * pair * tiles.m * tiles.n)
+    return m * n / (_turns(tiles, m, n) * (multiprocessors() // pair) * pair * tiles.m * tiles.n)
 
 
 def _turns(tiles: Tiles, m: int, n: int) -> int:
     """Tiles, or pairs of them, that the busiest multiprocessors compute."""
     pair = 2 if tiles.cluster else 1
-    return pl.cdiv(pl.cdiv(m, tiles.m) * pl.cdiv(n, tiles.n * pair), SMS // pair)
+    return pl.cdiv(pl.cdiv(m, tiles.m) * pl.cdiv(n, tiles.n * pair), multiprocessors() // pair)

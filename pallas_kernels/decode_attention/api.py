@@ -7,7 +7,9 @@ head, which are multiplied into scores and results.
 
 `backend` as in `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last rounding; exponentials enter
 the product with the values in float16 beside an E4M3 cache, else in the cache's type. Pieces of a sequence are computed apart
-(flash-decoding) and joined in a fixed order: the same operands give the same bits.
+(flash-decoding) and joined in a fixed order: the same operands give the same bits on the same kind of GPU. Where a sequence is
+cut depends on the lengths of all sequences in the batch and on the number of multiprocessors, and so do the last bits of its
+result. What is not finite and is seen may reach all heads of its sequence by the kernel, and never another sequence.
 """
 
 from __future__ import annotations

@@ -7,13 +7,12 @@ Hopper GPU where they fit and XLA's else, "pallas" is theirs or a ValueError, "r
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.grouped_matmul.groups import Groups, by_block
-from pallas_kernels.plgpu_compat import Backend, use_kernel
+from pallas_kernels.plgpu_compat import Backend, device, use_kernel
 from pallas_kernels.quantize import BLOCK
 
 TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}  # of the shipped kernels
@@ -51,13 +50,21 @@ def grouped_wgrad(
     return lax.scan(add_block, total, (*blocks, groups.expert))[0].astype(out_dtype)
 
 
+def why_reference(dtype: jnp.dtype, *widths: int) -> str:
+    """Why JAX's kernels do not take operands of that type and those widths on any GPU; "" where they do."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"takes bfloat16, not {jnp.dtype(dtype)}"
+    odd = [str(n) for n in widths if n % BLOCK]
+    return f"takes widths in multiples of {BLOCK}, not {', '.join(odd)}" if odd else ""
+
+
 def _shipped(backend: Backend, a: Array, b: Array) -> bool:
     """Whether JAX's kernels compute it: bfloat16, on Hopper, in whole tiles."""
-    fits = a.dtype == b.dtype == jnp.bfloat16 and not any(n % BLOCK for n in (*a.shape[1:], *b.shape[1:]))
-    if backend == "pallas" and not fits:
+    why = why_reference(a.dtype if a.dtype == b.dtype else jnp.float32, *a.shape[1:], *b.shape[1:])
+    if backend == "pallas" and why:
         found = f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
-        raise ValueError(f'{found}: backend = "pallas" wants bfloat16 and widths in multiples of {BLOCK}: use "auto"')
-    return use_kernel(backend) and fits
+        raise ValueError(f'{found}: backend = "pallas" {why}: use "auto"')
+    return use_kernel(backend) and not why
 
 
 def _whole_sizes(groups: Groups) -> Array:
@@ -74,7 +81,7 @@ def _shipped_matmul(x: Array, w: Array, groups: Groups) -> Array:
 
 
 def _shipped_wgrad(dy: Array, x: Array, groups: Groups) -> Array:
-    if jax.devices()[0].platform != "gpu":
+    if device().platform != "gpu":
         raise ValueError('backend = "pallas": JAX\'s kernel asks a GPU for its size when it is traced, here is none: use "auto"')
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 

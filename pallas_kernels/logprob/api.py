@@ -20,6 +20,7 @@ are then over it; the logits of other words are made and dropped. The kernel doe
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -37,6 +38,7 @@ FEWEST = 2048  # rows, for one of them; fewer are not sorted out, and the kernel
 T = TypeVar("T")
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 GRAIN = 256  # rows of two of the kernel's tiles
+BOX = 64  # rows or columns that its copies move together
 
 
 class Static(NamedTuple):
@@ -45,6 +47,7 @@ class Static(NamedTuple):
     temperature: float
     logits_dtype: jnp.dtype
     kernel: bool
+    words: int  # of w; to the kernels w has rows of padding behind them
     block: int  # rows at a time in the forward pass
     memory: int
     tiles: sm90.Tiles
@@ -83,11 +86,14 @@ def linear_logprob(
     """
     x, w, targets = map(jnp.asarray, (x, w, targets))
     _check(x, w, targets, live, support)
+    check_temperature(temperature)
     kernel = _use_kernel(x, w, backend, support)
-    block = _block(x.shape[0], FEWEST if kernel else memory // (4 * w.shape[0]), kernel)
+    (words, _), m = w.shape, x.shape[0]
+    block = _block(m, FEWEST if kernel else memory // (4 * words), kernel)
     tiles = tiles or sm90.Tiles()
-    static = Static(float(temperature), jnp.dtype(logits_dtype), kernel, block, memory, tiles, interpret)
-    m, missing = x.shape[0], -x.shape[0] % block
+    static = Static(float(temperature), jnp.dtype(logits_dtype), kernel, words, block, memory, tiles, interpret)
+    w = jnp.pad(w, ((0, _padded_words(words) - words), (0, 0))) if kernel else w
+    missing = -m % block
     x, targets = jnp.pad(x, ((0, missing), (0, 0))), jnp.pad(targets.astype(jnp.int32), (0, missing))
     if support is not None:
         support = jnp.pad(support.astype(jnp.int32), ((0, missing), (0, 0)), constant_values=-1)
@@ -101,9 +107,15 @@ def linear_logprob(
         logp, entropy = _shared(static, x, w, targets, support, rows, axis_name)
     else:
         logp, entropy, _ = _logprob(static, x, w, targets, support, rows)
-    words = w.shape[0] * (lax.axis_size(axis_name) if axis_name else 1)
-    logp = jnp.where((targets >= 0) & (targets < words), logp, jnp.nan)
+    all_words = words * (lax.axis_size(axis_name) if axis_name else 1)
+    logp = jnp.where((targets >= 0) & (targets < all_words), logp, jnp.nan)
     return tuple(a[:m] if live is None else jnp.where(live, a[:m], 0.0) for a in (logp, entropy))
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises ValueError: greedy decoding, a temperature of 0, has no log-probabilities."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature = {temperature}: logits are divided by a finite number above 0")
 
 
 def _check(x: Array, w: Array, targets: Array, live: Array | None, support: Array | None) -> None:
@@ -121,17 +133,26 @@ def _check(x: Array, w: Array, targets: Array, live: Array | None, support: Arra
         raise ValueError(f"support is {support.dtype}{list(support.shape)}: integers, [{x.shape[0]}, S], are wanted")
 
 
+def why_reference(dtype: jnp.dtype, width: int, support: bool = False) -> str:
+    """Why the kernels do not take x [M, width] of that type, with a `support` or without, on any GPU; "" where they do."""
+    if support:
+        return "does not know of a support"
+    if jnp.dtype(dtype) == jnp.float32:
+        return "takes bfloat16 or float16, not float32"
+    return f"takes widths in multiples of {BOX}, not {width}" if width % BOX else ""
+
+
 def _use_kernel(x: Array, w: Array, backend: Backend, support: Array | None) -> bool:
-    """float32, and sizes that the copy engine cannot cut in boxes of 64, are the reference's; asked for by name, an error."""
-    fits = x.dtype != jnp.float32 and x.shape[1] % 64 == 0 and w.shape[0] % 64 == 0 and w.shape[0] > 64
-    if backend == "pallas" and support is not None:
-        raise ValueError('backend = "pallas" does not know of a support: use "auto"')
-    if backend == "pallas" and not fits:
-        raise ValueError(
-            f'backend = "pallas" wants bfloat16 or float16, and K and N in multiples of 64, N of 128 at least; '
-            f'x is {x.dtype}{list(x.shape)}, w {list(w.shape)}: use "auto"'
-        )
-    return support is None and use_kernel(backend) and fits
+    """What the kernels do not take is the reference's; asked for by name, an error."""
+    why = why_reference(x.dtype, x.shape[1], support is not None)
+    if backend == "pallas" and why:
+        raise ValueError(f'backend = "pallas" {why}; x is {x.dtype}{list(x.shape)}, w {list(w.shape)}: use "auto"')
+    return use_kernel(backend) and not why
+
+
+def _padded_words(words: int) -> int:
+    """In whole boxes, of which Mosaic drops the index where there is but one."""
+    return max(-(-words // BOX), 2) * BOX
 
 
 def _shared(
@@ -140,12 +161,12 @@ def _shared(
     """Of words on several devices: with q the share of its words, one's log p is its own and log q, its part of the entropy
     q (its own - log q)."""
     x = enter(x, axis_name)
-    first = lax.axis_index(axis_name) * w.shape[0]
+    first = lax.axis_index(axis_name) * static.words
     targets, support = jax.tree.map(lambda ids: ids - first, (targets, support))
     logp, entropy, lse = _logprob(static, x, w, targets, support, rows)
     highest = lax.pmax(lax.stop_gradient(lse), axis_name)
     log_share = lse - highest - jnp.log(lax.psum(jnp.exp(lse - highest), axis_name))
-    here = (targets >= 0) & (targets < w.shape[0])
+    here = (targets >= 0) & (targets < static.words)
     parts = jnp.where(here, logp + log_share, 0.0), jnp.exp(log_share) * (entropy - log_share)
     return tuple(leave(part, axis_name) for part in parts)
 
@@ -178,7 +199,7 @@ def _statistics(static: Static, x: Array, w: Array, targets: Array, support: Arr
         some_x, some_targets, some_support = _rows((x, targets, support), rows, i * block, block)
         args = some_x, w, some_targets, static.temperature, static.logits_dtype
         if static.kernel:
-            part = _merged(sm90.statistics(*args, static.tiles, static.interpret))
+            part = _merged(sm90.statistics(*args, static.tiles, static.interpret, words=static.words))
         else:
             part = reference.statistics(*args, some_support)
         return lax.dynamic_update_slice_in_dim(found, part, i * block, 1)

@@ -87,12 +87,14 @@ class Shared(NamedTuple):
 
 @no_derivative
 def statistics(
-    x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret=None
-) -> Array:
+    x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret=None, *,
+    words: int | None = None,
+) -> Array:  # fmt: skip
     """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32, of P parts of tiles.n words each: of
     z = x w^T / temperature, x w^T rounded to `logits_dtype` before, max z, sum exp(z - max), sum exp(z - max) (z - max), and the
-    sum of z at the target."""
+    sum of z at the target. `words`: of which the first so many rows of w are, and the rest padding; all if None."""
     plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
+    plan = dataclasses.replace(plan, n=words or w.shape[0])
     parts = plan.grid[1]
     out = jax.ShapeDtypeStruct((parts * STATISTICS, x.shape[0]), F32)
     buffer = plgpu.SMEM((CONSUMERS, STATISTICS, ROWS), F32)

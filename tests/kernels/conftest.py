@@ -15,8 +15,8 @@ import jax
 import pytest
 
 SM90A = os.environ.get("SM90A")
-# Bytes, at the most: dk and dv in float16, the logits' products.
-SPILLED = {"test_sm90_attention": 24, "test_sm90_logprob": 144}
+# Bytes, at the most: dk and dv (24 to 28 with the head counts of today's models), the logits' products.
+SPILLED = {"test_sm90_attention": 28, "test_sm90_logprob": 144}
 found: dict[str, list] = {}  # of each test, its kernels
 
 

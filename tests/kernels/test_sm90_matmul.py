@@ -138,6 +138,20 @@ def test_few_rows_are_shared_by_many_multiprocessors():
         assert tiles.m == 64 and -(-n // tiles.n) == used
 
 
+@pytest.mark.parametrize(("multiprocessors", "width"), [(132, 32), (114, 64), (78, 64)])  # H100 SXM, H100 PCIe, H20
+def test_tiles_are_those_of_the_gpu_that_is_here(monkeypatch, multiprocessors, width):
+    """8 x 4096 is 128 tiles of 32 columns: one turn of 132 multiprocessors, two of fewer, which one turn of 64 columns beats."""
+    monkeypatch.setattr("pallas_kernels.blockwise_matmul.tiles.multiprocessors", lambda: multiprocessors)
+    assert choose(8, 4096, 4096, b_blocks=True).n == width
+
+
+@pytest.mark.parametrize(("mib", "pairs"), [(50, True), (60, False)])  # of an H100, of an H200
+def test_pairs_are_taken_where_the_cache_of_the_gpu_that_is_here_is_too_small(monkeypatch, mib, pairs):
+    """A band of 8 tiles of 192 rows and 17 of 128 columns, 3,712 together, of 14,336 bytes each: 50.75 MiB."""
+    monkeypatch.setattr("pallas_kernels.blockwise_matmul.tiles.cache_bytes", lambda: mib * 2**20)
+    assert bool(choose(65280, 4096, 14336, b_blocks=True).cluster) == pairs
+
+
 @pytest.mark.parametrize("m", [4096, 65536])
 def test_blocks_read_in_pairs_what_the_cache_does_not_hold(m):
     assert choose(m, 4096, 24576, b_blocks=True).cluster == "n"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.config import Experts, ModelConfig
+from jaxfp8rl.precision import hardware
 from jaxfp8rl.precision.hardware import attention_of, computed_by, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, resolve
+from pallas_kernels.plgpu_compat import device, multiprocessors, use_kernel
 
 MODEL = ModelConfig.from_hf({
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128,
@@ -21,7 +26,7 @@ FP8 = {"weights": "fp8_e4m3_128x128", "activations": "fp8_e4m3_1x128"}
 
 
 class Gpu:
-    platform, device_kind = "gpu", "a GPU"
+    platform, device_kind, core_count = "gpu", "a GPU", 114
 
     def __init__(self, capability):
         self.compute_capability = capability
@@ -33,7 +38,7 @@ class Gpu:
      ("10.0", "bfloat16", "tensor_core"), ("8.9", "bfloat16", "tensor_core"), ("8.0", "bfloat16", "float32")],
 )  # fmt: skip
 def test_auto_takes_the_best_products_there_are(monkeypatch, capability, dtype, taken):
-    monkeypatch.setattr("jax.devices", lambda: [Gpu(capability)])
+    monkeypatch.setattr("jaxfp8rl.precision.hardware.device", lambda: Gpu(capability))
     assert products_of("auto", dtype) == products_of(taken, dtype) == taken
     if taken != "pallas":
         with pytest.raises(ConfigError, match="needs a Hopper GPU .*this is a GPU"):
@@ -60,7 +65,7 @@ def test_attention_by_kernels_says_what_it_needs_and_auto_leaves_it(dtype, head_
 
 @pytest.mark.parametrize(("capability", "taken"), [("9.0", "pallas"), ("10.0", "xla"), ("8.0", "xla")])
 def test_auto_takes_the_kernels_attention_on_hopper(monkeypatch, capability, taken):
-    monkeypatch.setattr("jax.devices", lambda: [Gpu(capability)])
+    monkeypatch.setattr("jaxfp8rl.precision.hardware.device", lambda: Gpu(capability))
     assert attention_of("auto", "bfloat16", MODEL) == taken and attention_of("xla", "bfloat16", MODEL) == "xla"
 
 
@@ -73,11 +78,88 @@ def test_attention_of_either_kind_rounds_as_the_engines_does():
         assert not resolved("fp8_rollout", attention).attention_fp8  # whose learner does not round at all
 
 
-def test_a_run_says_what_computes():
-    high = Precision.uniform(1, "bfloat16", attention="pallas", rope_dtype="bfloat16")
-    assert computed_by(high) == 'learner: attention by "pallas"'
-    fp8 = Precision((LayerRun(0, 1, frozenset({"o_proj"})),), products="tensor_core")
-    fp8 = dataclasses.replace(fp8, rope_dtype="bfloat16")
-    assert computed_by(fp8) == 'learner: FP8 products by "tensor_core", attention by "xla"'
-    said = computed_by(dataclasses.replace(fp8, compute_dtype="float32"))
-    assert 'in float32 where the engine computes in bfloat16' in said and 'precision.compute_dtype = "bfloat16"' in said
+FP8_RUNS = (LayerRun(0, 1, frozenset({"o_proj"})),)
+MOE = dataclasses.replace(MODEL, experts=Experts(4, 2, 96, True))
+SAID = {  # name: (capability, precision, model, what a run says)
+    "all by kernels": (
+        "9.0", Precision(FP8_RUNS, products="pallas", attention="pallas"), MODEL,
+        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas"'),
+    "no Hopper GPU": (
+        "8.9", Precision(FP8_RUNS, products="tensor_core"), MODEL,
+        'learner ("pallas" needs a Hopper GPU (capability 9.0), this is a GPU): FP8 products by "tensor_core", attention by '
+        '"xla", log-probabilities by "xla"'),
+    "heads of 96, a width of 100": (
+        "9.0", Precision.uniform(1, "bfloat16"), dataclasses.replace(MODEL, head_dim=96, hidden_size=100),
+        'learner: attention by "xla" ("pallas" has heads of 64 and 128, the model\'s are of 96), log-probabilities by "xla" '
+        '("pallas" takes widths in multiples of 64, not 100)'),
+    "what was asked for": (
+        "9.0", Precision.uniform(1, "bfloat16", attention="xla"), MODEL,
+        'learner: attention by "xla", log-probabilities by "pallas"'),
+    "float32": (
+        "9.0", Precision.uniform(1, "float32"), MODEL,
+        'learner: attention by "xla" ("pallas" takes bfloat16 or float16, precision.compute_dtype is "float32"), '
+        'log-probabilities by "xla" ("pallas" takes bfloat16 or float16, not float32)'),
+    "experts of odd width": (
+        "9.0", Precision.uniform(1, "bfloat16", attention="pallas", products="pallas"), MOE,
+        'learner: attention by "pallas", log-probabilities by "pallas", experts by "xla, 128 rows at a time" ("pallas" takes '
+        "widths in multiples of 128, not 96)"),
+    "experts in float16": (
+        "9.0", Precision.uniform(1, "float16", attention="pallas", products="tensor_core"), MOE,
+        'learner: attention by "pallas", log-probabilities by "pallas", experts by "xla, 128 rows at a time" ("pallas" takes '
+        "bfloat16, not float16)"),
+    "experts in FP8": (
+        "9.0", Precision(FP8_RUNS, products="pallas", attention="pallas", gradients="e4m3"), MOE,
+        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", experts by "pallas"'),
+    "experts in FP8 whose gradients are not": (
+        "9.0", Precision(FP8_RUNS, products="pallas", attention="pallas"), MOE,
+        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", experts in high precision by '
+        '"xla, 128 rows at a time" ("pallas" takes widths in multiples of 128, not 96)'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_run_says_what_computes_and_why_not_by_kernels(monkeypatch, name):
+    capability, precision, model, said = SAID[name]
+    monkeypatch.setattr("jaxfp8rl.precision.hardware.device", lambda: Gpu(capability))
+    precision = dataclasses.replace(precision, rope_dtype=precision.compute_dtype)
+    assert computed_by(precision, model) == said
+
+
+def test_a_run_says_what_a_filter_costs(monkeypatch):
+    monkeypatch.setattr("jaxfp8rl.precision.hardware.device", lambda: Gpu("9.0"))
+    said = computed_by(Precision.uniform(1, "bfloat16", attention="pallas", rope_dtype="bfloat16"), MODEL, support=True)
+    assert said == 'learner: attention by "pallas", log-probabilities by "xla" ("pallas" does not know of a support)'
+
+
+def test_a_run_says_where_the_engines_roundings_are_not_mirrored():
+    said = computed_by(Precision.uniform(1, "float32", rope_dtype="bfloat16"), MODEL)
+    assert "in float32 where the engine computes in bfloat16" in said and 'precision.compute_dtype = "bfloat16"' in said
+
+
+def test_of_several_platforms_the_first_is_named(monkeypatch):
+    """With JAX_PLATFORMS=cpu,cuda arrays lie on the CPU, and so do the references that "auto" means there."""
+    monkeypatch.setattr(hardware, "_platforms", lambda: "cpu,cuda")
+    with pytest.raises(ConfigError, match="this is cpu, the first of JAX_PLATFORMS = cpu,cuda"):
+        products_of("pallas", "bfloat16")
+
+
+def test_where_a_computation_runs_is_asked_of_its_mesh_and_of_the_default_device(monkeypatch):
+    """Not of the first of all devices, which another process may have."""
+    here, asked = jax.local_devices()[0], []
+    monkeypatch.setattr("jax.devices", lambda *_: pytest.fail("devices of all processes"))
+    assert device() == here
+    with jax.default_device("cpu"):
+        assert device() == here
+    with jax.default_device(here):
+        assert device() == here
+    gpu, local = Gpu("9.0"), jax.local_devices
+    monkeypatch.setattr("jax.local_devices", lambda backend=None: [gpu] if backend == "gpu" else local())
+    mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=AbstractDevice("a GPU", 114, "gpu"))
+
+    def f(x):
+        asked.append((device(), multiprocessors(), use_kernel("auto")))
+        return x
+
+    run = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    jax.jit(run).trace(jax.ShapeDtypeStruct((4,), "float32"))
+    assert asked == [(gpu, 114, True)] and not use_kernel("auto")

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfp8rl.losses.logprobs import logits_of, token_logprobs, token_top_k
+from jaxfp8rl.losses.sharpness import logit_sharpness
 from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.logprob import api
 from pallas_kernels.numerics import relative_l2
@@ -56,6 +57,13 @@ def run(hidden, head, tokens, g, h, mask=None, support=None, **options):
     f = lambda hidden, head: token_logprobs(hidden, head, tokens, mask=mask, support=support, **options)
     found, pull = jax.vjp(f, hidden, head)
     return *found, *pull((g, h))
+
+
+@pytest.mark.parametrize("f", [token_logprobs, lambda h, w, y, t: token_top_k(h, w, y > 0, 3, t),
+                               lambda h, w, y, t: logit_sharpness(h, w, y, y > 0, t)])  # fmt: skip
+def test_greedy_decoding_has_no_log_probabilities(f):
+    with pytest.raises(ValueError, match="temperature = 0: logits are divided by a finite number above 0"):
+        f(*drawn(0, 1, 3, 4, 5), 0)
 
 
 def cotangents(seed: int, shape: tuple):
