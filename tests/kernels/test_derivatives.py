@@ -61,7 +61,8 @@ DIFFERENTIABLE = {  # by whom the gradient is checked
     logprob.linear_logprob: "test_sm90_logprob.py", groups.pad_rows: "below", groups.unpad_rows: "below",
     reference.dequantize_rows: "below", reference.dequantize_blocks: "below", reference.pad_to_blocks: "below",
 }  # fmt: skip
-OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of}
+OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, high.why_reference, logprob.why_reference}
+OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite}
 PARTS = {groups.by_block, attention.forward, attention.backward}  # of those above
 
 
