@@ -64,9 +64,9 @@ def _no_hopper() -> str:
 
 
 def computed_by(precision: Precision, model: ModelConfig, support: bool = False) -> str:
-    """What a run says when it starts: by what the learner computes, and where a kernel is left for something slower, why. `support`:
-    log-probabilities are over the tokens that a filter has left."""
-    logprobs = logprob.why_reference(precision.compute_dtype, model.hidden_size, support)  # of any part of a vocabulary: it is padded
+    """What a run says when it starts: by what the learner computes, and where a kernel is left for something slower, why.
+    `support`: log-probabilities are over the tokens that a filter has left."""
+    logprobs = logprob.why_reference(precision.compute_dtype, model.hidden_size, support)  # any part of a vocabulary is padded
     parts = [
         _by("attention", precision.attention, _no_attention(precision.compute_dtype, model)),
         _by("log-probabilities", "xla" if logprobs or _no_hopper() else "pallas", logprobs),
