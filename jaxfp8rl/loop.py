@@ -17,6 +17,7 @@ import numpy as np
 from bridges.api import PublishReceipt
 from jaxfp8rl import rollouts, support
 from jaxfp8rl.base_model import check_base_model, with_base_model
+from jaxfp8rl.about import about
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import settled
@@ -77,6 +78,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
             state, step = fork(parts, run, fork_of)
         else:
             state, step = restore(parts, run) if resume else (begin(parts, run, stop), 0)
+        run.describe(about(parts))
         run.phase("publish")
         _, policy = hand_over(parts, state, with_scales(parts, parts.policy(state.params)), step)
         run.phase("gate")

@@ -21,6 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxfp8rl.base_model import FOLDER, keep_base_model
+from jaxfp8rl.about import write_about
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes, check_resumable, described
@@ -170,6 +171,11 @@ class RunDirectory:
             text += f"\n{detail}"
         self._console.note(text)
         write_note(self.path, text)
+
+    @by_first
+    def describe(self, start: dict[str, Any]) -> None:
+        """Add how this start was made to run.json."""
+        write_about(self.path, start)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any], last: bool = False) -> None:
         """Write a checkpoint. One that cannot be written (a full disk) is said and to be tried again after the next step, the

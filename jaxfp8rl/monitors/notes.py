@@ -1,15 +1,25 @@
-"""notes.txt of a run directory: what the run had to say, with the time."""
+"""What a run directory says of the run in words: notes.txt, with the time; run.json, how each start of it was made."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 from pathlib import Path
+from typing import Any
 
-NOTES = "notes.txt"
+NOTES, ABOUT = "notes.txt", "run.json"
 
 
 def write_note(folder: Path, text: str) -> None:
     """Add a note. A full disk loses it: the console has said it."""
     with contextlib.suppress(OSError), (folder / NOTES).open("a", encoding="utf-8") as notes:
         notes.write(f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC  {text}\n")
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """The starts in run.json, oldest first; none where there is no file. Raises ValueError for another's."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    if not (isinstance(found, list) and all(isinstance(start, dict) for start in found)):
+        raise ValueError("it is no list of starts")
+    return found

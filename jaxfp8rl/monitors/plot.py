@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib
 
+from jaxfp8rl.monitors.axes import SPAN, Bounds, labels, value_axis
 from jaxfp8rl.monitors.summary import Records, phases_of, series
 
 matplotlib.use("Agg")  # a file, never a window
@@ -42,9 +43,18 @@ def _noisy(ax: Axes, points: tuple[list[int], list[float]], color: str, label: s
     ax.plot(steps, smooth(values), color=color, lw=2, label=label)
 
 
+def _scale(ax: Axes, values: list[float], bounds: Bounds) -> None:
+    """An axis on which a constant is level, and no two ticks read alike."""
+    ends, found = value_axis(values, bounds)
+    ax.set_yticks(found, labels(found))
+    room = 0.03 * (ends[1] - ends[0])
+    ax.set_ylim(ends[0] - room, ends[1] + room)
+
+
 def _reward(ax: Axes, records: Records) -> None:
     _noisy(ax, series(records, "reward/mean"), BLUE, "training, smoothed")
     ax.plot(*series(records, "eval/reward_mean"), color=ORANGE, lw=1.5, marker="o", ms=5, label="held-out")
+    ax.set_ylabel("reward, mean of the completions")
     ax.set_title("Reward")
     ax.legend(loc="best")
 
@@ -54,17 +64,17 @@ def _mismatch(ax: Axes, records: Records) -> None:
     ax.axhline(1.0, color=GREY, lw=1, ls="--")
     ax.set_title("Mismatch of engine and learner")
     ax.set_ylabel("mean exp|Δ log p| of a token; 1: none")
-    ax.ticklabel_format(axis="y", useOffset=False)
+    _scale(ax, series(records, "mismatch/token_mult_prob_error")[1], (1, None))
 
 
 def _correction(ax: Axes, records: Records) -> None:
     _noisy(ax, series(records, "correction/ess"), GREEN)
-    ax.set_ylabel("effective sample size, of 1", color=GREEN)
-    ax.ticklabel_format(axis="y", useOffset=False)
+    ax.set_ylabel("effective sample size, share of tokens", color=GREEN)
+    _scale(ax, series(records, "correction/ess")[1], (0, 1))
     other = ax.twinx()
-    _noisy(other, series(records, "correction/truncated_fraction"), RED)
-    other.set_ylabel("fraction of tokens truncated", color=RED)
-    other.set_ylim(bottom=0)
+    _noisy(other, truncated := series(records, "correction/truncated_fraction"), RED)
+    other.set_ylabel("truncated, share of tokens", color=RED)
+    _scale(other, [0, SPAN, *truncated[1]], (0, 1))
     other.grid(False)
     other.spines.right.set_visible(True)
     ax.set_title("Correction")
@@ -75,6 +85,7 @@ def _time(ax: Axes, records: Records) -> None:
     steps = sorted(set().union(*phases.values()))
     stacked = [[phases[p].get(step, 0.0) for step in steps] for p in phases]
     ax.stackplot(steps, stacked, labels=list(phases), colors=[COLORS[p] for p in phases], lw=0)
+    ax.set_ylabel("seconds")
     ax.set_title("Seconds a step")
     usual = sorted(sum(column) for column in zip(*stacked))
     if usual:  # the first steps compile: cut them off rather than flatten the rest

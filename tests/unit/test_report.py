@@ -11,22 +11,23 @@ import math
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxfp8rl.about import commit, hardware, versions, write_about
 from jaxfp8rl.cli import main
 from jaxfp8rl.data.packing import Sample, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.monitors.axes import SPAN, labels, power, ticks, value_axis
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.monitors.report import compare, write_report
-from jaxfp8rl.monitors.report.charts import (
-    HEIGHT, POINTS, SPAN, WIDTH, Line, labels, line_chart, power, stacked_chart, ticks, value_axis,
-)  # fmt: skip
+from jaxfp8rl.monitors.report.charts import HEIGHT, POINTS, WIDTH, Line, line_chart, stacked_chart
 from jaxfp8rl.monitors.report.completions import SHOWN, pick, prepared
-from jaxfp8rl.monitors.report.page import wilson
+from jaxfp8rl.monitors.report.page import in_rows, wilson
 from jaxfp8rl.monitors.report.runs import events, load_runs
 from jaxfp8rl.monitors.report.sections import SECTIONS
 from jaxfp8rl.samples import token_lengths
@@ -172,6 +173,34 @@ def test_every_metric_is_plotted_or_said_to_be_constant(page):
     for section in SECTIONS:
         assert section.title in text
         assert all(metric.title in text for metric in section.metrics)
+
+
+def test_the_header_says_how_the_run_was_made(tmp_path):
+    """What a start has recorded; without a record what the config tells."""
+    run = a_run(tmp_path / "run", steps=2)
+    start = {"model": "Qwen3-8B: Qwen3ForCausalLM, 8.2 B parameters", "engine": "vllm 0.25.1", "hardware": "8 x H200",
+             "commit": "abc1234", "command": "jaxfp8rl train demo", "date": "2026-01-01", "versions": {"jax": "0.11.2"}}  # fmt: skip
+    for _ in range(2):
+        write_about(run, start)
+    header = Page(write_report([run])).raw.partition("</header>")[0]
+    assert all(html.escape(v) in header for v in start.values() if isinstance(v, str)) and "jax 0.11.2" in header
+    assert "resumed 1 time(s)" in header
+    (run / "run.json").unlink()
+    (run / "config.toml").write_text('[precision]\nrecipe = "fp8_unified"\n[rollout]\nengine = "vllm"\n')
+    header = Page(write_report([run])).raw.partition("</header>")[0]
+    assert "fp8_unified" in header and "vllm" in header
+
+
+def test_hardware_and_commit_are_this_machines():
+    assert re.fullmatch(r".+, \d+ cores|\d+ x .+", hardware()) and re.fullmatch(r"none|[0-9a-f]{7,}( \+ changes)?", commit())
+    assert versions()["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize("count", range(12))
+def test_no_row_of_charts_is_half_empty(count):
+    sizes = [len(row) for row in in_rows(list(range(count)))]
+    assert sum(sizes) == count and all(1 <= s <= 3 for s in sizes)
+    assert count == 1 or not sizes or (max(sizes) - min(sizes) <= 1 and min(sizes) >= 2)
 
 
 def test_a_page_stays_small(tmp_path):
@@ -422,7 +451,7 @@ def test_the_worst_token_of_the_run_is_shown(tmp_path):
 
 NO_ESTIMATE = '{"step": 1, "problems": 1, "samples": 1, "pass_at_k": {"1": 2}}'
 BROKEN = [  # (file, what is put there, what is said of the place)
-    ("eval.json", "{", ""), ("eval.json", "[1]", ": record 1 is not"), ("eval.json", '{"a": 1}', ": record 1 is not"),
+    ("eval.json", "{", ""), ("run.json", "{}", ": it is no list"), ("eval.json", "[1]", ": record 1 is not"), ("eval.json", '{"a": 1}', ": record 1 is not"),
     ("eval.json", NO_ESTIMATE, ": record 1 is not"), ("samples.jsonl", "no\n", ""), ("config.toml", "a = = 1\n", ""),
     ("metrics.jsonl", '{"step": 1\n', ": line 1: "), ("metrics.jsonl", '{"step": 0}\n{"step": "x"}\n', ": line 2 is no record"),
     ("metrics.jsonl", '{"step": 0}\n[1]\n', ": line 2 is no record"),

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
+from jaxfp8rl.monitors.axes import Bounds, labels, log_axis, power, step, ticks, value_axis
+
 WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 56, 10, 12, 26
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 26
 CHARACTER = 6.7  # the width of one, of 12 pixels
-SPAN = 0.05  # of its largest value an axis spans at least
-TINY, HUGE = 1e-300, 1e300
-Bounds = tuple[float | None, float | None]
 POINTS = 300  # of a line at most: two a bucket, its least and its largest, so that no spike is lost
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
 
@@ -68,15 +67,6 @@ def swatch(place: int, area: bool = False) -> Markup:
     return Markup(f'<svg class="swatch" viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">{mark}</svg>')
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`: 1, 2 or 5 times a power of ten apart (Heckbert 1990)."""
-    span = (high - low) / max(wanted - 1, 1)
-    power = 10.0 ** math.floor(math.log10(span))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.75 * span)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
-
-
 def number(x: float) -> str:
     """At most four significant digits, thousands with a comma: 0.9913, 1.2e-07, 12,345."""
     if not math.isfinite(x):
@@ -92,7 +82,7 @@ class _Axes:
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], log: bool, unit: str = "", bounds: Bounds = (None, None)):
         self.log, self.unit = log, unit
-        self.y_range, self.y_ticks = _log_axis(ys) if log else value_axis(ys, bounds)
+        self.y_range, self.y_ticks = log_axis(ys) if log else value_axis(ys, bounds)
         self.y_labels = [power(t) for t in self.y_ticks] if log else labels(self.y_ticks)
         self.left = max(LEFT, 26 + math.ceil(CHARACTER * max(map(len, self.y_labels))))
         self.x_range = min(xs, default=0), max(max(xs, default=1), min(xs, default=0) + 1)
@@ -138,61 +128,6 @@ class _Axes:
             if CHARACTER * sum(len(step(t)) + 3 for t in found) < WIDTH - self.left - RIGHT:
                 return found
         return found[:1]
-
-
-def value_axis(ys: Sequence[float], bounds: Bounds = (None, None)) -> tuple[tuple[float, float], list[float]]:
-    """((low, high), ticks) of a linear axis. It spans SPAN of the largest value at least, so that a constant stays level however
-    its last digits vary; and nothing past `bounds`, the ends that a metric cannot pass, unless a value is."""
-    ys = [min(max(y, -HUGE), HUGE) for y in ys if math.isfinite(y)]
-    low, high = min(ys, default=0.0), max(ys, default=1.0)
-    least, most = (end if end is None or not ys else f(end, x) for end, f, x in zip(bounds, (min, max), (low, high)))
-    largest = max(abs(low), abs(high))
-    missing = (SPAN * largest if largest > TINY else 1.0) - (high - low)
-    if missing > 0:
-        low, high = low - missing / 2, high + missing / 2
-        moved = max(0.0, least - low) if least is not None else 0.0
-        moved -= max(0.0, high - most) if most is not None else 0.0
-        low, high = low + moved, high + moved
-    low = 0.0 if 0 <= low <= 0.5 * (high - low) else low  # a scale that nearly reaches 0 shows it
-    found = ticks(low, high)
-    return (found[0], found[-1]), found
-
-
-def _log_axis(ys: Sequence[float]) -> tuple[tuple[float, float], list[float]]:
-    ys = [min(max(y, TINY), HUGE) for y in ys if 0 < y < math.inf]
-    low, high = math.floor(math.log10(min(ys, default=1))), math.ceil(math.log10(max(ys, default=1)))
-    high = max(high, low + 1)
-    return (low, high), [10.0**p for p in range(low, high + 1, math.ceil((high - low) / 6))]
-
-
-def labels(found: Sequence[float]) -> list[str]:
-    """Of ticks, each with the digits that tell it from its neighbours, and none more."""
-    largest = max(map(abs, found), default=0)
-    apart = min((b - a for a, b in zip(found, found[1:])), default=largest)
-    scientific = largest >= 1e6 or 0 < largest < 1e-3 or (len(found) > 2 and apart < 1e-4)
-    write = _scientific if scientific else lambda x, digits: f"{x + 0.0:,.{digits}f}"
-    for digits in range(17):
-        texts = [write(x, digits) for x in found]
-        read = [float(t.replace(",", "")) for t in texts]
-        if len(set(texts)) == len(texts) and all(abs(a - b) <= 0.02 * apart for a, b in zip(read, found)):
-            break
-    return texts
-
-
-def power(x: float) -> str:
-    """Of a logarithmic axis."""
-    return f"{x:,g}" if 1e-4 < x < 1e6 else _scientific(x, 0)
-
-
-def step(x: float) -> str:
-    return f"{x:,.0f}"
-
-
-def _scientific(x: float, digits: int) -> str:
-    if not x:
-        return "0"
-    mantissa, exponent = f"{x:.{digits}e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
 
 
 def _svg(title: str, description: str, parts: Sequence[str]) -> Markup:

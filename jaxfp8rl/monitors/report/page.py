@@ -19,7 +19,7 @@ from jaxfp8rl.monitors.report import compare, completions
 from jaxfp8rl.monitors.report.charts import Line, line_chart, number, stacked_chart, swatch
 from jaxfp8rl.monitors.report.runs import Run, events, load_runs
 from jaxfp8rl.monitors.report.sections import HELD_OUT, MEASURES, REWARD, SECTIONS, Metric, Section
-from jaxfp8rl.monitors.summary import phases_of, write_json
+from jaxfp8rl.monitors.summary import FLAT, phases_of, write_json
 
 TABLE_ROWS = 20
 EVENTS = 50
@@ -58,7 +58,7 @@ def render(runs: Sequence[Run]) -> str:
     """The whole page. Everything a run wrote is escaped: a completion may hold markup."""
     groups = compare.variants(runs)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = number
+    environment.filters |= {"number": number, "in_rows": in_rows}
     files = importlib.resources.files(__package__)
     template, style = ((files / name).read_text(encoding="utf-8") for name in ("template.html", "style.css"))
     room = completions.TOKENS // len(runs)
@@ -125,12 +125,19 @@ def _section(section: Section, groups: Sequence[compare.Variant]) -> dict[str, A
     charts, constant = [], []
     for metric in section.metrics:
         lines = [line for i, group in enumerate(groups) if (line := _line(metric, group, i))]
-        values = {y for line in lines for y in line.y}
-        if len(values) == 1:
-            constant.append(f"{metric.title}: {number(values.pop())}")
+        values = [y for line in lines for y in line.y]
+        if values and max(values) - min(values) <= FLAT * max(map(abs, values)):
+            constant.append(f"{metric.title}: {number(statistics.median(values))}")
         elif values:
             charts.append(_chart(metric, lines, {g.name for g in groups if len(g.runs) > 1}))
     return {"id": section.anchor, "title": section.title, "charts": charts, "constant": constant}
+
+
+def in_rows(charts: Sequence[Chart], most: int = 3) -> list[Sequence[Chart]]:
+    """Rows of at most `most` charts, as equal as they can be: 4 are 2 and 2, so that no row is left half empty."""
+    count = math.ceil(len(charts) / most)
+    ends = [round(i * len(charts) / count) for i in range(count + 1)] if count else []
+    return [charts[a:b] for a, b in zip(ends, ends[1:])]
 
 
 def _line(metric: Metric, group: compare.Variant, place: int) -> Line | None:

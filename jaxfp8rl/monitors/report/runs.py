@@ -16,6 +16,7 @@ from jaxfp8rl.monitors.extremes import extremes
 from jaxfp8rl.monitors.health import Verdict, verdict
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.report.completions import pick
+from jaxfp8rl.monitors.notes import ABOUT, read_starts
 from jaxfp8rl.monitors.summary import series
 
 
@@ -23,7 +24,7 @@ from jaxfp8rl.monitors.summary import series
 class Run:
     """`records`: metrics.jsonl; `samples`: some rows of samples.jsonl, of `sampled`; `config`: dotted key -> value; `notes`:
     lines of notes.txt; `evaluations`: the records of eval.json, of `jaxfp8rl eval`, oldest first; `extremes`: the best and the
-    worst completion that were kept."""
+    worst completion that were kept; `starts`: those in run.json."""
 
     name: str
     records: Sequence[dict[str, Any]]
@@ -33,6 +34,7 @@ class Run:
     notes: Sequence[str]
     evaluations: Sequence[Mapping[str, Any]]
     extremes: Mapping[str, Mapping[str, Any]]
+    starts: Sequence[Mapping[str, Any]]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric, where it was logged and is finite."""
@@ -41,6 +43,17 @@ class Run:
     @functools.cached_property
     def verdict(self) -> Verdict:
         return verdict(self.records)
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Model, task, recipe, engine, hardware, commit, command: as the last start was made, or as far as the config tells."""
+        keys = {"model": "model.path", "task": "task.kind", "recipe": "precision.recipe", "engine": "rollout.engine"}
+        made = {name: self.config.get(key) for name, key in keys.items()} | dict(self.starts[-1] if self.starts else {})
+        if isinstance(versions := made.get("versions"), Mapping):
+            made["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+        if len(self.starts) > 1:
+            made["date"] = f"{self.starts[0].get('date')}, resumed {len(self.starts) - 1} time(s), last {made.get('date')}"
+        return {name: str(value) for name, value in made.items() if value}
 
     @property
     def seed(self) -> Any:
@@ -67,7 +80,8 @@ def _load(path: Path, name: str) -> Run:
     notes = _read(lambda p: p.read_text(encoding="utf-8").splitlines(), path / "notes.txt", [])
     evaluations = _read(read_evaluations, path / "eval.json", [])
     kept = _read(extremes, path / "samples.jsonl", {})
-    return Run(name, records, samples, sampled, dict(_flat(config)), notes, evaluations, kept)
+    starts = _read(read_starts, path / ABOUT, [])
+    return Run(name, records, samples, sampled, dict(_flat(config)), notes, evaluations, kept, starts)
 
 
 def _read(read, path: Path, missing):
