@@ -33,7 +33,7 @@ from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.evaluations import forget_after
 from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
-from jaxfp8rl.monitors.notes import write_note
+from jaxfp8rl.monitors.notes import ABOUT, write_note
 from jaxfp8rl.monitors.trackers import check_trackers, make_trackers
 from jaxfp8rl.processes import ALONE, ProcessGroup, check_shared
 from jaxfp8rl.sharding import fetch
@@ -175,7 +175,12 @@ class RunDirectory:
     @by_first
     def describe(self, start: dict[str, Any]) -> None:
         """Add how this start was made to run.json."""
-        write_about(self.path, start)
+        try:
+            write_about(self.path, start)
+        except ValueError as e:
+            self.note(f"run.json is damaged and begun anew: {e}")
+            (self.path / ABOUT).unlink()
+            write_about(self.path, start)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any], last: bool = False) -> None:
         """Write a checkpoint. One that cannot be written (a full disk) is said and to be tried again after the next step, the

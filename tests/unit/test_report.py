@@ -192,7 +192,8 @@ def test_the_header_says_how_the_run_was_made(tmp_path):
 
 
 def test_hardware_and_commit_are_this_machines():
-    assert re.fullmatch(r".+, \d+ cores|\d+ x .+", hardware()) and re.fullmatch(r"none|[0-9a-f]{7,}( \+ changes)?", commit())
+    assert re.fullmatch(r".+, \d+ cores|\d+ x .+", hardware())
+    assert re.fullmatch(r"none|[0-9a-f]{7,}( \+ changes)?", commit())
     assert versions()["jax"] == jax.__version__
 
 
@@ -451,7 +452,8 @@ def test_the_worst_token_of_the_run_is_shown(tmp_path):
 
 NO_ESTIMATE = '{"step": 1, "problems": 1, "samples": 1, "pass_at_k": {"1": 2}}'
 BROKEN = [  # (file, what is put there, what is said of the place)
-    ("eval.json", "{", ""), ("run.json", "{}", ": it is no list"), ("eval.json", "[1]", ": record 1 is not"), ("eval.json", '{"a": 1}', ": record 1 is not"),
+    ("run.json", "{}", ": it is no list"),
+    ("eval.json", "{", ""), ("eval.json", "[1]", ": record 1 is not"), ("eval.json", '{"a": 1}', ": record 1 is not"),
     ("eval.json", NO_ESTIMATE, ": record 1 is not"), ("samples.jsonl", "no\n", ""), ("config.toml", "a = = 1\n", ""),
     ("metrics.jsonl", '{"step": 1\n', ": line 1: "), ("metrics.jsonl", '{"step": 0}\n{"step": "x"}\n', ": line 2 is no record"),
     ("metrics.jsonl", '{"step": 0}\n[1]\n', ": line 2 is no record"),
