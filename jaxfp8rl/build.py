@@ -17,7 +17,7 @@ from jaxfp8rl import support
 from jaxfp8rl.batches import Batches
 from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.config import Config
-from jaxfp8rl.data.dataset import PromptStream, contents, prepare
+from jaxfp8rl.data.dataset import PromptStream, contents, demonstrable, prepare
 from jaxfp8rl.data.packing import Sample, microbatches_needed
 from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, read_seen
 from jaxfp8rl.data.tasks import FileTask, Problem, Task, make_task
@@ -282,8 +282,14 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
     task = make_task(cfg.task)
     train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))
     held_out = _not_in(train, held_out)
-    if isinstance(task, FileTask) and (bad := task.report.bad):
-        print(f"left out {len(bad)} bad rows of {task.report.rows}; the first: {bad[0]}")
+    if isinstance(task, FileTask):
+        print(*task.report.notes, sep="\n", end="\n" if task.report.notes else "")
+        if bad := task.report.bad:
+            print(f"left out {len(bad)} bad rows of {task.report.rows}; the first: {bad[0]}")
+    if not held_out:
+        print("no problem is held out: there will be no evaluation (docs/tasks.md)")
+    if cfg.sft.steps and (lost := len(train) - len(demonstrable(train, task.name))):
+        print(f"the warm start leaves out {lost} of {len(train)} problems, which have no reference answer to imitate")
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
     chat = any(not isinstance(prompt.problem.prompt, str) for prompt in [*train, *held_out])
@@ -312,8 +318,9 @@ def on_devices(params: Params, layout: Layout) -> Params:
 
 def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Prompt]:
     usable, report = prepare(problems, tokenizer, cfg.task.max_prompt_tokens, skip=cfg.task.skip_bad_rows)
-    if report.empty or report.too_long:
-        print(f"left out {report.empty} empty and {report.too_long} overlong prompts of {len(problems)}")
+    if report.first:
+        left_out = f"{report.empty} empty, {report.too_long} overlong and {report.refused} refused prompts"
+        print(f"left out {left_out} of {len(problems)}; the first: {report.first}")
     return [Prompt(*p) for p in usable]
 
 

@@ -94,8 +94,8 @@ class Task(Section):
 
     kind: Literal["arithmetic", "reasoning_gym", "file"] = Field(description="sums, a generator of reasoning-gym, or your rows")
     name: str = Field("", description="generator of reasoning-gym")
-    path: str = Field("", description="JSONL or Parquet file of prompts and answers")
-    held_out_path: str = Field("", description="file of held-out rows; empty: a seeded fraction of `path`")
+    path: str = Field("", description="rows of prompts and answers: a file (JSON Lines, JSON, CSV, Parquet), a folder or a glob")
+    held_out_path: str = Field("", description="held-out rows, as `path`; empty: a seeded fraction of `path`")
     seed: int = Field(0, ge=0, lt=2**31, description="draws problems and which are held out; run.seed does not")
     options: dict[str, Any] = Field({}, description="options of the kind of task, checked by it (docs/tasks.md)")
     system_prompt: str = Field("", description="put before a prompt that is rendered with the chat template")

@@ -17,6 +17,7 @@ from jax import Array
 
 from jaxfp8rl.build import load_data, model_config, starting_params
 from jaxfp8rl.config import Config, Optim
+from jaxfp8rl.data.dataset import demonstrable
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.seen import write_seen
 from jaxfp8rl.data.tasks import Task
@@ -82,7 +83,7 @@ def warm_start(
     step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
     shape, longest = (cfg.train.row_tokens, cfg.train.rows_per_microbatch), cfg.rollout.max_new_tokens
     microbatches = microbatches_needed(cfg.sft.examples_per_step, cfg.max_model_len, *shape)
-    state = init_state(params, optimizer, cfg.precision.compute_dtype)
+    state, prompts = init_state(params, optimizer, cfg.precision.compute_dtype), demonstrable(prompts, task.name)
     for step in range(1, cfg.sft.steps + 1):
         rng = np.random.default_rng([cfg.run.seed, step])
         chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxfp8rl.errors import CheckpointError, DataError
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from jaxfp8rl.data.tasks import Problem
@@ -42,6 +42,15 @@ def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool =
         digest.update(json.dumps([len(tokens), *(problem.answers if answers else [""])]).encode())
         digest.update(np.array(tokens, np.int32).tobytes())
     return digest.hexdigest()
+
+
+def demonstrable[Item](items: Sequence[Item], name: str) -> list[Item]:
+    """The items whose problem has a reference answer for a warm start to imitate. Raises ConfigError where none has."""
+    found = [item for item in items if item[0].answer.strip()]
+    if items and not found:
+        raise ConfigError(f'sft.steps: no problem of "{name}" has a reference answer, which a warm start would imitate',
+                          "set sft.steps = 0, or choose another task for the warm start")  # fmt: skip
+    return found
 
 
 class PromptStream[Item]:
@@ -98,16 +107,20 @@ class PromptStream[Item]:
 
 @dataclasses.dataclass(frozen=True)
 class PrepareReport:
-    """What `prepare` did: problems kept, left out for having no tokens or too many, and the longest kept, in tokens."""
+    """What `prepare` did: problems kept; left out for having no tokens, too many, or for what template or tokenizer refuse; the
+    longest kept, in tokens; and what is said of the first left out."""
 
     kept: int
     empty: int
     too_long: int
     longest: int
+    refused: int = 0
+    first: str = ""
 
 
 def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids [T] of a prompt; chat messages go through the tokenizer's template. May be empty."""
+    """Token ids [T] of a prompt; chat messages go through the tokenizer's template. May be empty. Raises DataError for a prompt
+    that the template or the vocabulary refuses."""
     if isinstance(problem.prompt, str):
         return tuple(tokenizer.encode(problem.prompt))
     return tuple(tokenizer.apply_chat(problem.prompt))
@@ -115,21 +128,29 @@ def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def prepare(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_tokens: int,
             skip: bool = False) -> tuple[list[tuple[Problem, tuple[int, ...]]], PrepareReport]:
-    """Encode every prompt, once, at start-up. With `skip`, prompts that are empty or too long are left out and counted.
+    """Encode every prompt, once, at start-up. With `skip`, prompts that are empty, too long or refused are left out and counted.
 
     Raises DataError naming the first five such prompts when `skip` is off, and when none is left.
     """
-    kept, bad, empty = [], [], 0
+    kept, bad, counts = [], [], {"empty": 0, "too_long": 0, "refused": 0}
     for problem in problems:
-        tokens = encode_prompt(problem, tokenizer)
-        if 0 < len(tokens) <= max_prompt_tokens:
-            kept.append((problem, tokens))
-            continue
-        empty += not tokens
-        bad.append(f'problem "{problem.id}": ' + (f"{len(tokens)} tokens, the limit is {max_prompt_tokens}" if tokens
-                                                    else "the prompt has no tokens"))
+        try:
+            tokens = encode_prompt(problem, tokenizer)
+        except DataError as e:
+            kind, why = "refused", e.message
+        else:
+            if 0 < len(tokens) <= max_prompt_tokens:
+                kept.append((problem, tokens))
+                continue
+            kind = "too_long" if tokens else "empty"
+            why = f"{len(tokens)} tokens, the limit is {max_prompt_tokens}" if tokens else "the prompt has no tokens"
+        counts[kind] += 1
+        bad.append(f'problem "{problem.id}": {why}')
     if bad and (not skip or not kept):
         more = f"\n  ... and {len(bad) - 5} more" if len(bad) > 5 else ""
+        ways = {"too_long": "raise task.max_prompt_tokens, ", "refused": "change the roles or the text, "}
         raise DataError(f"{len(bad)} of {len(problems)} prompts cannot be used:\n  " + "\n  ".join(bad[:5]) + more,
-                        "raise task.max_prompt_tokens, or set task.skip_bad_rows = true to leave them out and count them")
-    return kept, PrepareReport(len(kept), empty, len(bad) - empty, max((len(t) for _, t in kept), default=0))
+                        "".join(way for kind, way in ways.items() if counts[kind])
+                        + "or set task.skip_bad_rows = true to leave them out and count them")  # fmt: skip
+    longest = max((len(tokens) for _, tokens in kept), default=0)
+    return kept, PrepareReport(len(kept), **counts, longest=longest, first=bad[0] if bad else "")

@@ -1,55 +1,119 @@
-"""Rows of a JSONL or Parquet file, checked one by one: what is wrong, in which line and field."""
+"""Rows of files, checked one by one: a prompt, accepted answers, the other columns; or what is wrong, in which line and field."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import datetime
+import decimal
+import hashlib
 import json
-import os
+import math
+import re
+import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from jaxfp8rl.data.files import BadRow, Written, data_files, raw_rows
+from jaxfp8rl.data.messages import Prompt, as_prompt, check_text, kind
 from jaxfp8rl.errors import DataError, nearest
+from jaxfp8rl.rewards import numbers, verifiers
 
-Prompt = str | tuple[dict[str, str], ...]
+AnswerExtract = Literal["auto", "all", "hash", "boxed", "tag", "last_line", "last_number"]
+Replies = Literal["refuse", "drop"]
+_HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*?)\s*\Z")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One usable row. `line` counts from 1 (Parquet: the row)."""
-
-    line: int
-    prompt: Prompt
-    answer: str
-
-
-@dataclasses.dataclass(frozen=True)
-class BadRow:
-    """One unusable row: where, which field ("" when the row as a whole), and why."""
+    """One usable row. `line` counts from 1 (of a file without lines, the row). `reference`: what the answer was taken out of."""
 
     file: str
     line: int
-    field: str
-    why: str
-
-    def __str__(self) -> str:
-        field = f'field "{self.field}": ' if self.field else ""
-        return f"{self.file}:{self.line}: {field}{self.why}"
+    prompt: Prompt
+    answers: tuple[str, ...]
+    reference: str = ""
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def read_rows(path: str, prompt_field: str, answer_field: str) -> tuple[list[Row], list[BadRow]]:
-    """Every row of a `.jsonl` or `.parquet` file, as usable and unusable ones, each in file order.
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """Where things are in a row. A name with dots leads into an object, unless a column is called so. `answer` "": there is none.
+    `meta`: the columns that a scorer is given; none named: all but prompt and answer."""
 
-    Raises DataError when the file as a whole cannot be read.
+    prompt: str = "prompt"
+    answer: str = "answer"
+    answer_extract: AnswerExtract = "auto"
+    replies: Replies = "refuse"
+    meta: tuple[str, ...] = ()
+
+    def columns(self) -> set[str] | None:
+        """Columns to be read; None: all."""
+        named = [name for name in (self.prompt, self.answer, *self.meta) if name]
+        return {part for name in named for part in (name, name.split(".")[0])} if self.meta else None
+
+
+@dataclasses.dataclass
+class Rows:
+    """What was read: usable rows and unusable ones, in the order of files and lines; and what was done to get there."""
+
+    files: list[str]
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    bad: list[BadRow] = dataclasses.field(default_factory=list)
+    repeats: int = 0
+    replies: int = 0
+    left_out: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def total(self) -> int:
+        return len(self.rows) + len(self.bad) + self.repeats
+
+    def notes(self) -> list[str]:
+        """What a user did not ask for, or could not see, in words."""
+        found = []
+        if len(self.files) > 1:
+            more = f" and {len(self.files) - 5} more" if len(self.files) > 5 else ""
+            found.append(f"read {self.total:,} rows of {len(self.files)} files: {', '.join(self.files[:5])}{more}")
+        if self.repeats:
+            found.append(f"dropped {self.repeats:,} of {self.total:,} rows that repeat a prompt and its answer "
+                         'of before (task.options.repeats = "keep" keeps them)')
+        if self.replies:
+            found.append(f"cut the assistant's reply off {self.replies:,} of {len(self.rows):,} prompts")
+        for column, n in self.left_out.items():
+            found.append(f'column "{column}": left out of problem.meta in {n:,} rows, JSON cannot have it')
+        return found
+
+
+def read_rows(path: str, fields: Fields = Fields(), keep_repeats: bool = False) -> Rows:
+    """The rows of a file, a folder or a glob. A row whose prompt and answers have both been before is a repeat, counted only.
+
+    Raises DataError when a file as a whole cannot be read, or the path means no set of rows.
     """
-    rows, bad = [], []
-    for line, value in _raw_rows(path):
-        trouble = value if isinstance(value, BadRow) else _trouble(path, line, value, prompt_field, answer_field)
-        if trouble is not None:
-            bad.append(trouble)
-        else:
-            prompt = value[prompt_field]
-            rows.append(Row(line, prompt if isinstance(prompt, str) else tuple(prompt), value[answer_field]))
-    return rows, bad
+    found, seen, named = Rows(data_files(path)), set(), set()
+    for file, line, value in _every_row(found.files, fields):
+        try:
+            if isinstance(value, BadRow):
+                found.bad.append(value)
+                continue
+            if not isinstance(value, dict):
+                raise Unusable("", f"a row must be an object, this is {kind(value)}")
+            prompt, replied = _prompt(value, fields)
+            answers, reference = _answers(value, fields)
+        except Unusable as e:
+            found.bad.append(BadRow(file, line, e.field, e.why))
+            continue
+        key = hashlib.blake2b(json.dumps([prompt, answers]).encode(), digest_size=16).digest()
+        if key in seen and not keep_repeats:
+            found.repeats += 1
+            continue
+        seen.add(key)
+        found.replies += replied
+        meta = _meta(value, fields, found.left_out)
+        named.update(meta)
+        found.rows.append(Row(file, line, prompt, answers, reference, meta))
+    if found.rows and (lost := [name for name in fields.meta if name not in named]):
+        raise DataError(f"{path}: no row has {', '.join(lost)}, of task.options.meta_fields", "leave it out, or correct it")
+    return found
 
 
 def refuse(bad: Sequence[BadRow], total: int) -> None:
@@ -63,67 +127,144 @@ def refuse(bad: Sequence[BadRow], total: int) -> None:
         )
 
 
-def _raw_rows(path: str) -> Iterator[tuple[int, Any]]:
-    if not os.path.isfile(path):
-        raise DataError(f"no such file: {path}", "check task.path; a relative path starts at the working directory")
-    if path.endswith(".parquet"):
-        return _parquet_rows(path)
-    if path.endswith((".jsonl", ".ndjson")):
-        return _jsonl_rows(path)
-    raise DataError(f"{path}: neither .jsonl nor .parquet", "convert it to one of the two")
+class Unusable(Exception):
+    def __init__(self, field: str, why: str):
+        self.field, self.why = field, why
 
 
-def _jsonl_rows(path: str) -> Iterator[tuple[int, Any]]:
-    with open(path, "rb") as f:
-        for line, raw in enumerate(f, 1):
-            try:
-                yield line, json.loads(raw)
-            except (ValueError, RecursionError) as e:
-                yield line, BadRow(path, line, "", f"malformed JSON: {e}" if raw.strip() else "blank line")
+def _every_row(files: Sequence[str], fields: Fields) -> Iterator[tuple[str, int, Any]]:
+    for file in files:
+        for line, value in raw_rows(file, fields.columns()):
+            yield file, line, value
 
 
-def _parquet_rows(path: str) -> Iterator[tuple[int, Any]]:
+_MISSING = object()
+
+
+def _get(value: Any, name: str) -> Any:
+    """What a row has under a name: a column of just this name, or the way into objects (also into their JSON)."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return _MISSING
+    if not isinstance(value, dict):
+        return _MISSING
+    if name in value:
+        return value[name]
+    head, dot, rest = name.partition(".")
+    return _get(value[head], rest) if dot and head in value else _MISSING
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    value = _get(row, name)
+    if value is _MISSING:
+        inner = [f"{column}.{key}" for column, value in row.items() if isinstance(value, dict) for key in value]
+        raise Unusable(name, "missing" + nearest(name, [*row, *inner]))
+    return value
+
+
+def _prompt(row: dict[str, Any], fields: Fields) -> tuple[Prompt, bool]:
+    """The prompt, and whether it ended with a reply."""
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as e:
-        raise DataError(f"{path}: reading Parquet needs pyarrow", "pip install pyarrow") from e
+        prompt, replied = as_prompt(_field(row, fields.prompt))
+        if replied and fields.replies == "refuse":
+            raise ValueError('ends with the assistant\'s reply, perhaps the answer: task.options.replies = "drop" cuts it off')
+        return prompt, replied
+    except ValueError as e:
+        raise Unusable(fields.prompt, str(e)) from e
+
+
+def _answers(row: dict[str, Any], fields: Fields) -> tuple[tuple[str, ...], str]:
+    """Accepted answers, and the text that the first of them was taken out of ("" where that is the answer itself)."""
+    if not fields.answer:
+        return ("",), ""
+    value = _field(row, fields.answer)
     try:
-        line = 0
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for value in batch.to_pylist():
-                    yield (line := line + 1), value
-    except (pyarrow.ArrowException, OSError) as e:
-        raise DataError(f"{path}: cannot be read as Parquet after row {line}: {e}", "write the file again") from e
+        texts = [_text(x) for x in (value if isinstance(value, list) else [value])]
+        if not texts:
+            raise ValueError("an empty list")
+        answers = [extract_reference(text, fields.answer_extract) for text in texts]
+    except ValueError as e:
+        raise Unusable(fields.answer, str(e)) from e
+    return tuple(dict.fromkeys(answers)), texts[0] if answers[0] != texts[0] else ""
 
 
-def _trouble(path: str, line: int, row: Any, prompt_field: str, answer_field: str) -> BadRow | None:
-    if not isinstance(row, dict):
-        return BadRow(path, line, "", f"a row must be an object, this is {_kind(row)}")
-    for field in (prompt_field, answer_field):
-        if field not in row:
-            return BadRow(path, line, field, "missing" + nearest(field, row))
-    if why := _prompt_trouble(row[prompt_field]):
-        return BadRow(path, line, prompt_field, why)
-    answer = row[answer_field]
-    if not isinstance(answer, str):
-        return BadRow(path, line, answer_field, f"must be a string, this is {_kind(answer)}")
-    return None if answer.strip() else BadRow(path, line, answer_field, "empty")
+def _text(value: Any) -> str:
+    """An answer as a text, a number as it is written in the file. Raises ValueError for what is none."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("empty")
+        return check_text(value)
+    if isinstance(value, decimal.Decimal):
+        return f"{value:f}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        inside = f", {', '.join(value)}: name one of these with a dot" if isinstance(value, dict) else ""
+        raise ValueError(f"must be a string, a number or a list of these, this is {_called(value)}{inside}")
+    if isinstance(value, Written):
+        return value.text
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)  # 2.0: an integer beside a null
 
 
-def _prompt_trouble(prompt: Any) -> str | None:
-    if isinstance(prompt, str):
-        return None if prompt.strip() else "empty"
-    if not isinstance(prompt, list):
-        return f"must be a string or a list of {{role, content}}, this is {_kind(prompt)}"
-    for i, message in enumerate(prompt):
-        if not (isinstance(message, dict) and set(message) == {"role", "content"}
-                and all(isinstance(v, str) for v in message.values())):
-            return f"message {i} must be {{role, content}} with two strings"
-    return None if any(m["content"].strip() for m in prompt) else "empty"
+def _called(value: Any) -> str:
+    return str(value) if isinstance(value, float) else kind(value)
 
 
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-    return names.get(type(value), "an object" if isinstance(value, dict) else type(value).__name__)
+def extract_reference(text: str, how: AnswerExtract) -> str:
+    """The answer in a reference. hash: behind the last `####`, as in GSM8K, a number without separators of thousands. boxed: in
+    the last \\boxed{}. auto: as hash where the last line has one, else all of it. Raises ValueError where there is none."""
+    if how in ("auto", "hash") and (found := _HASH.search(text)):
+        return numbers.whole_number(found[1].removeprefix("$")) or found[1]
+    if how in ("auto", "all"):
+        return text
+    answer = {"hash": None, "boxed": boxed(text)}[how] if how in ("hash", "boxed") else verifiers.extract(text, how)
+    if not answer:
+        raise ValueError(f'has no answer of the form that task.options.answer_extract = "{how}" takes')
+    return answer
+
+
+def boxed(text: str) -> str | None:
+    """What is in the last \\boxed{} whose braces close."""
+    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for i, c in enumerate(text[start:], start):
+            depth += (c == "{") - (c == "}")
+            if not depth:
+                return text[start:i].strip()
+    return None
+
+
+def _meta(row: dict[str, Any], fields: Fields, left_out: collections.Counter[str]) -> dict[str, Any]:
+    """The other columns, as JSON has them; what JSON cannot have is left out and counted by column."""
+    names = fields.meta or [name for name in row if name not in (fields.prompt, fields.answer)]
+    meta = {}
+    for name in names:
+        value = _get(row, name)
+        if value is _MISSING:
+            continue
+        try:
+            meta[name] = _plain(value)
+        except (ValueError, TypeError):
+            left_out[name] += 1
+    return meta
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: dates in ISO's form, bytes as the text that they are. Raises TypeError or ValueError for what has
+    no such form (an image)."""
+    match value:
+        case None | str() | int():
+            return value
+        case float():
+            return float(value)
+        case dict():
+            return {str(k): _plain(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_plain(v) for v in value]
+        case bytes():
+            return value.decode()
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case decimal.Decimal() | uuid.UUID() | datetime.timedelta():
+            return str(value)
+    raise TypeError(type(value).__name__)

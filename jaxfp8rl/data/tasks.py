@@ -27,7 +27,9 @@ import pydantic
 from pydantic import Field
 
 from jaxfp8rl.data.dataset import permutation
-from jaxfp8rl.data.rows import BadRow, Prompt, Row, read_rows, refuse
+from jaxfp8rl.data.files import BadRow
+from jaxfp8rl.data.messages import Prompt
+from jaxfp8rl.data.rows import AnswerExtract, Fields, Replies, Row, Rows, read_rows, refuse
 from jaxfp8rl.errors import ConfigError, DataError, nearest
 from jaxfp8rl.rewards import numbers, reasoning_gym_faults, verifiers
 
@@ -97,10 +99,12 @@ class Task(Protocol):
 
 
 class _ReferenceDemonstrations:
-    """The reference answer, as `extract` finds it."""
+    """The reference as it stands, in a tag where `extract` looks there."""
 
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
-        return f"<answer>{problem.answer}</answer>" if self.extract == "tag" else problem.answer
+        if self.extract != "tag":
+            return problem.reference or problem.answer
+        return "\n".join([problem.reference] * bool(problem.reference) + [f"<answer>{problem.answer}</answer>"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,20 +280,22 @@ class ReasoningGymTask(_ReferenceDemonstrations):
 
 @dataclasses.dataclass(frozen=True)
 class FileReport:
-    """Rows read, and those left out (with `skip_bad_rows`), training and held-out file together."""
+    """Rows read, and those left out (with `skip_bad_rows`), training and held-out files together; what else was done to them."""
 
     rows: int
     bad: tuple[BadRow, ...]
+    notes: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class FileTask(_ReferenceDemonstrations):
-    """Rows of a `.jsonl` or `.parquet` file: a prompt (a string or a list of {role, content}) and an answer (a string).
+    """Rows of files (JSON, JSON Lines, CSV, Parquet): a prompt (a string or a list of {role, content}) and an answer (a string, a
+    number or a list of accepted ones).
 
     Held-out rows come from `held_out_path`, or else are the share `held_out_fraction` of `path` chosen by a hash of the
-    prompt, which keeps equal prompts together. They come in the order of a hash of the prompt alone: the first of them, which a
-    run evaluates on, depend neither on the file's order (by subject, say) nor, for a `held_out_path`, on the run.
-    `scorer`: "exact", "math_verify" or "package.module:function".
+    prompt, which keeps equal prompts together: a row's place does not depend on the others, so that a file may grow. They come in
+    the order of a hash of the prompt alone: the first of them, which a run evaluates on, depend neither on the file's order (by
+    subject, say) nor, for a `held_out_path`, on the run. `scorer`: "exact", "math_verify" or "package.module:function".
     """
 
     kind: ClassVar[str] = "file"
@@ -298,6 +304,10 @@ class FileTask(_ReferenceDemonstrations):
     held_out_fraction: Fraction = 0.05
     prompt_field: str = "prompt"
     answer_field: str = "answer"
+    answer_extract: AnswerExtract = "auto"
+    meta_fields: tuple[str, ...] = ()
+    replies: Replies = "refuse"
+    repeats: Literal["drop", "keep"] = "drop"
     scorer: str = "exact"
     extract: verifiers.Extract = "all"
     think_tags: ThinkTags = verifiers.THINK_TAGS
@@ -332,6 +342,20 @@ class FileTask(_ReferenceDemonstrations):
         return self._split[1]
 
     def score(self, problem: Problem, text: str) -> float | None:
+        """Of several accepted answers, each is as good; a scorer of one's own is given all of them, in `problem.answers`."""
+        if self.scorer not in verifiers.SCORERS or not problem.alternatives:
+            return self._score_one(problem, text)
+        scores, failed = [], None
+        for answer in problem.answers:
+            try:
+                scores.append(self._score_one(dataclasses.replace(problem, answer=answer, alternatives=()), text))
+            except ValueError as e:  # "two", beside "2", is no mathematical expression
+                failed = e
+        if failed and not scores:
+            raise failed
+        return max(scores)
+
+    def _score_one(self, problem: Problem, text: str) -> float | None:
         answer = verifiers.extract(text, self.extract, self.think_tags)
         if answer is None:
             return 0.0
@@ -342,10 +366,9 @@ class FileTask(_ReferenceDemonstrations):
         return self._scorer(problem, answer)
 
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
-        """The reference answer, so written that it scores 1: math_verify reads plain numbers, and LaTeX between delimiters."""
-        if self.scorer == "math_verify" and self.extract != "tag":
-            return numbers.whole_number(problem.answer) or verifiers.as_latex(problem.answer.strip())
-        return super().demonstrate(problem, rng)
+        """The reference as it stands in the file; where that would score nothing, the answer in it alone."""
+        whole = super().demonstrate(problem, rng)
+        return whole if self.scorer != "exact" or self.score(problem, whole) else problem.answer
 
     def rewarding(self, reward: Reward) -> Task:
         return dataclasses.replace(self, scorer=reward.scorer, extract=reward.extract or self.extract, rewards=())
@@ -359,39 +382,49 @@ class FileTask(_ReferenceDemonstrations):
 
     @functools.cached_property
     def _split(self) -> tuple[list[Problem], list[Problem], FileReport]:
-        rows, bad = self._read(self.path)
-        total = len(rows) + len(bad)
+        read = [self._read(path) for path in (self.path, self.held_out_path) if path]
+        bad, total = [b for r in read for b in r.bad], sum(r.total for r in read)
         if self.held_out_path:
-            held_out, held_out_bad = self._read(self.held_out_path)
-            total += len(held_out) + len(held_out_bad)
-            rows, shared = _without(rows, held_out, self.path, self.prompt_field)
-            bad += held_out_bad + shared
+            held_out = read[1].rows
+            rows, shared = _without(read[0].rows, held_out, self.prompt_field)
+            bad += shared
         else:
-            held_out = [r for r in rows if _unit_hash(self.seed, r.prompt) < self.held_out_fraction]
-            rows = [r for r in rows if _unit_hash(self.seed, r.prompt) >= self.held_out_fraction]
+            rows, held_out = self._divide(read[0].rows)
         if not self.skip_bad_rows:
             refuse(bad, total)
         if not rows:
             raise DataError(f"{self.path}: no usable row is left to train on ({total} read, {len(bad)} bad)",
                             "check prompt_field, answer_field and held_out_fraction of task.options")
-        held_out_path = self.held_out_path or self.path
         held_out.sort(key=lambda r: _unit_hash(r.prompt))  # no seed in it: runs of other seeds are compared on the same
-        return ([self._problem(self.path, r) for r in rows], [self._problem(held_out_path, r) for r in held_out],
-                FileReport(total, tuple(bad)))
+        roots = [os.path.commonpath([os.path.dirname(file) for file in r.files]) for r in (read[0], read[-1])]
+        train, test = ([self._problem(root, r) for r in part] for root, part in zip(roots, (rows, held_out)))
+        return train, test, FileReport(total, tuple(bad), tuple(note for r in read for note in r.notes()))
 
-    def _read(self, path: str) -> tuple[list[Row], list[BadRow]]:
+    def _divide(self, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+        """(rows to train on, rows held out): those of the lowest hashes. A few rows may all lie above the share: then it is the
+        lowest one's prompt, for as long as there are others."""
+        places = [_unit_hash(self.seed, r.prompt) for r in rows]
+        share = self.held_out_fraction
+        if share and places and min(places) >= share and len(set(places)) > 1:
+            share = math.nextafter(min(places), 1)
+        return ([r for r, place in zip(rows, places) if place >= share], [r for r, place in zip(rows, places) if place < share])
+
+    def _read(self, path: str) -> Rows:
         """`read_rows`; an answer that no completion can match is unusable too."""
-        rows, bad = read_rows(path, self.prompt_field, self.answer_field)
-        if self.extract == "last_number" and self.scorer == "exact":
+        fields = Fields(self.prompt_field, self.answer_field, self.answer_extract, self.replies, self.meta_fields)
+        found = read_rows(path, fields, self.repeats == "keep")
+        if self.extract == "last_number" and self.scorer == "exact" and not self.rewards:
             why = 'is no number, which extract = "last_number" gives: write the number alone'
-            lost = {r.line: BadRow(path, r.line, self.answer_field, why) for r in rows
-                    if not self.score(self._problem(path, r), r.answer)}  # fmt: skip
-            rows, bad = [r for r in rows if r.line not in lost], sorted([*bad, *lost.values()], key=lambda b: b.line)
-        return rows, bad
+            scores = [any(self.score(self._problem("", r), answer) for answer in r.answers) for r in found.rows]
+            lost = [BadRow(r.file, r.line, self.answer_field, why) for r, right in zip(found.rows, scores) if not right]
+            found.rows = [r for r, right in zip(found.rows, scores) if right]
+            found.bad = sorted([*found.bad, *lost], key=lambda b: (found.files.index(b.file), b.line))
+        return found
 
-    def _problem(self, path: str, row: Row) -> Problem:
+    def _problem(self, root: str, row: Row) -> Problem:
         prompt = _prompt(row.prompt, self.chat, self.system_prompt)
-        return Problem(f"{os.path.basename(path)}:{row.line}", prompt, row.answer)
+        name = os.path.relpath(row.file, root) if root else row.file
+        return Problem(f"{name}:{row.line}", prompt, row.answers[0], row.meta, row.answers[1:], row.reference)
 
 
 def named(task: Task) -> dict[str, Task]:
@@ -496,11 +529,12 @@ def _unit_hash(*parts: Any) -> float:
     return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:6]) / 2**48
 
 
-def _without(rows: list[Row], held_out: list[Row], path: str, field: str) -> tuple[list[Row], list[BadRow]]:
+def _without(rows: list[Row], held_out: list[Row], field: str) -> tuple[list[Row], list[BadRow]]:
     """Training rows whose prompt is not held out, and the others as bad rows."""
     held = {json.dumps(r.prompt) for r in held_out}
-    bad = [BadRow(path, r.line, field, "this prompt is also held out") for r in rows if json.dumps(r.prompt) in held]
-    return [r for r in rows if json.dumps(r.prompt) not in held], bad
+    shared = [json.dumps(r.prompt) in held for r in rows]
+    bad = [BadRow(r.file, r.line, field, "this prompt is also held out") for r, twice in zip(rows, shared) if twice]
+    return [r for r, twice in zip(rows, shared) if not twice], bad
 
 
 def _reasoning_gym_options(name: str) -> set[str]:

@@ -50,7 +50,8 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as e:  # tokenizers raises bare Exception
-            unknown = sorted({c for c in text if self._backend.token_to_id(c) is None})
+            half = sorted({c for c in text if "\ud800" <= c <= "\udfff"})  # surrogates, which the library cannot even look up
+            unknown = half or sorted({c for c in text if self._backend.token_to_id(c) is None})
             raise DataError(f"cannot encode {text[:60]!r}: {e}" + (f" (unknown: {unknown})" if unknown else ""),
                             "use a tokenizer whose vocabulary covers the task's text") from e
 

@@ -96,12 +96,13 @@ def math_verify(answer: str, candidate: str) -> float:
 
     Raises ValueError when the reference answer itself does not parse: the score is then undefined, not 0.
     """
+    same = answer.strip() == candidate.strip()  # of bare LaTeX, say, it would find the numbers alone
     lib, answer, candidate = _math_verify(), _plain(answer.strip()), _plain(candidate)
     # Bare text is searched for numbers ("2x+3" would read as 3), so a reference without delimiters is given as LaTeX.
     gold = lib.parse(as_latex(answer), fallback_mode="no_fallback", parsing_timeout=None)
     if not gold:
         raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
-    return float(lib.verify(gold, lib.parse(candidate, parsing_timeout=None), timeout_seconds=None))
+    return float(same or lib.verify(gold, lib.parse(candidate, parsing_timeout=None), timeout_seconds=None))
 
 
 def check_scorer_name(name: str, built_in: Sequence[str] = SCORERS, key: str = "task.scorer") -> None:

@@ -35,14 +35,14 @@ ROWS = [
     ('{"prompt": "x", "answer": "1"} trailing', "malformed JSON"), ("null", "this is null"), ("[]", "this is a list"),
     ('"text"', "this is a string"), ("7", "this is a number"), ("true", "this is a boolean"), ("{}", 'field "prompt": missing'),
     ('{"Prompt": "x", "answer": "1"}', 'did you mean "Prompt"'), ('{"prompt": "x", "anwser": "1"}', 'did you mean "anwser"'),
-    ('{"prompt": "x", "answer": null}', 'field "answer"'), ('{"prompt": "x", "answer": 1.5}', "this is a number"),
-    ('{"prompt": "x", "answer": ["1"]}', "this is a list"), ('{"prompt": "x", "answer": ""}', 'field "answer": empty'),
+    ('{"prompt": "x", "answer": null}', 'field "answer"'), ('{"prompt": "x", "answer": NaN}', "this is nan"),
+    ('{"prompt": "x", "answer": []}', "an empty list"), ('{"prompt": "x", "answer": ""}', 'field "answer": empty'),
     ('{"prompt": "", "answer": "1"}', 'field "prompt": empty'), ('{"prompt": " \\n", "answer": "1"}', "empty"),
     ('{"prompt": 5, "answer": "1"}', "this is a number"), ('{"prompt": {"content": "x"}, "answer": "1"}', "this is an object"),
     ('{"prompt": [], "answer": "1"}', "empty"), ('{"prompt": ["hi"], "answer": "1"}', "message 0 must be"),
     ('{"prompt": [{"role": "user"}], "answer": "1"}', "message 0 must be"),
     ('{"prompt": [{"role": "user", "content": 1}], "answer": "1"}', "message 0 must be"),
-    ('{"prompt": [{"role": "user", "content": "", "name": "x"}], "answer": "1"}', "message 0 must be"),
+    ('{"prompt": [{"role": "user", "content": "", "name": "x"}], "answer": "1"}', "empty"),
     ('{"prompt": [{"role": "user", "content": " "}], "answer": "1"}', "empty"), (DEEP, "malformed JSON"),
     ('{"prompt": "x", "answer": "\udcff"}', "malformed JSON"),
     ('{"prompt": "a", "answer": "1", "prompt": 2}', "this is a number"),
@@ -53,7 +53,8 @@ FILES = [
     ("binary.jsonl", bytes(range(256)), "malformed"),
     ("utf16.jsonl", GOOD.encode("utf-16"), "rows cannot be used"), ("list.jsonl", b"[\n" + GOOD.encode() + b"]", "2 of 4 rows"),
     ("empty.parquet", b"", "cannot be read as Parquet"), ("cut.parquet", b"PAR1\x00\x00PAR1", "cannot be read as Parquet"),
-    ("table.csv", b"prompt,answer\n1,2\n", "neither .jsonl nor .parquet"), ("model.pkl", b"\x80\x04N.", "neither .jsonl nor"),
+    ("table.csv", b"prompt,answer\n1,2,3\n", "3 fields, the header names 2"), ("model.pkl", b"\x80\x04N.", "not one of"),
+    ("rows.jsonl.gz", b"\x1f\x8b\x08", "cannot be read after row 0"), ("rows.json", b'{"data": [', "malformed JSON"),
 ]  # fmt: skip
 
 
@@ -111,10 +112,10 @@ def edited(original: bytes, changes) -> bytes:
 def test_row_13_no_bytes_crash_the_reader_of_rows(tmp_path_factory, changes):
     path = tmp_path_factory.mktemp("fuzz") / "a.jsonl"
     path.write_bytes(edited((GOOD + CHAT).encode(), changes))
-    rows, bad = read_rows(str(path), "prompt", "answer")
-    for row in rows:
-        assert row.prompt and isinstance(row.answer, str) and row.answer.strip()
-    assert all(b.why and b.line >= 1 for b in bad)
+    found = read_rows(str(path))
+    for row in found.rows:
+        assert row.prompt and all(isinstance(answer, str) and answer.strip() for answer in row.answers)
+    assert all(b.why and b.line >= 1 for b in found.bad)
 
 
 @given(changes=edits)
@@ -124,7 +125,7 @@ def test_row_13_no_bytes_crash_the_reader_of_parquet(tmp_path_factory, changes):
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), folder / "a.parquet")
     (folder / "a.parquet").write_bytes(edited((folder / "a.parquet").read_bytes(), changes))
     try:
-        read_rows(str(folder / "a.parquet"), "prompt", "answer")
+        read_rows(str(folder / "a.parquet"))
     except DataError as e:
         assert "cannot be read as Parquet" in str(e)
 

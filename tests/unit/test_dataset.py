@@ -105,7 +105,10 @@ def test_prepare_encodes_and_limits():
     with pytest.raises(DataError) as e:
         prepare([*good, *bad], tokenizer, 4)
     assert '"long": 6 tokens, the limit is 4' in str(e.value) and '"void": the prompt has no tokens' in str(e.value)
-    assert prepare([*good, *bad], tokenizer, 4, skip=True) == (kept, PrepareReport(len(good), 1, 1, 4))
+    first = 'problem "long": 6 tokens, the limit is 4'
+    assert prepare([*good, *bad], tokenizer, 4, skip=True) == (kept, PrepareReport(len(good), 1, 1, 4, first=first))
+    refused = prepare([*good, Problem("odd", "two", "2")], tokenizer, 4, skip=True)[1]
+    assert refused.refused == 1 and "cannot encode 'two'" in refused.first
     with pytest.raises(DataError, match="2 of 2 prompts"):
         prepare(bad, tokenizer, 4, skip=True)
 

@@ -29,6 +29,7 @@ ELSEWHERE = {
     ("swap_the_learner.md", "python"): "tests/bridges/test_swap_the_learner.py",
     ("tasks.md", "python"): "tests/unit/test_docs_metrics.py",
     ("corrections.md", "toml"): "tests/unit/test_docs_corrections.py",
+    ("datasets.md", "toml"): "tests/unit/test_layouts.py",
 }
 ARRAYS = """
 import jax, jax.numpy as jnp

@@ -1,0 +1,218 @@
+"""Files of rows: which ones a path means, and their rows as they stand there, one after another."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import dataclasses
+import functools
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import sys
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from jaxfp8rl.errors import DataError, nearest
+
+COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+KINDS = ".jsonl, .json, .csv, .tsv (each also with .gz, .bz2 or .xz) and .parquet"
+OF_HUB = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}  # they describe a set, and hold no rows
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "validation": "validation",
+          "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class BadRow:
+    """One unusable row: where, which field ("" when the row as a whole), and why."""
+
+    file: str
+    line: int
+    field: str
+    why: str
+
+    def __str__(self) -> str:
+        field = f'field "{self.field}": ' if self.field else ""
+        return f"{self.file}:{self.line}: {field}{self.why}"
+
+
+class Written(float):
+    """A number of JSON that knows how it was written: an answer of 2.50 is not 2.5."""
+
+    def __new__(cls, text: str):
+        self = super().__new__(cls, text)
+        self.text = text
+        return self
+
+
+def data_files(path: str) -> list[str]:
+    """The files of rows that a file, a folder or a glob means, in the order of their names.
+
+    Raises DataError where there are none, or where they are not of one kind, one split and, for a folder, one place.
+    """
+    whole = os.path.expanduser(path)
+    if os.path.isdir(whole):
+        found = [os.path.join(place, name) for place, _, names in os.walk(whole) for name in names]
+    elif os.path.exists(whole):
+        if not _kind_of(whole):
+            raise DataError(f"{whole}: not one of {KINDS}", "convert it to one of these")
+        return [whole]
+    elif glob.has_magic(whole):
+        found = [name for name in glob.glob(whole, recursive=True) if os.path.isfile(name)]
+    else:
+        raise DataError(f"no such file: {whole}{_neighbour(whole)}",
+                        "check task.path; a relative path starts at the working directory")
+    root = whole if os.path.isdir(whole) else os.path.dirname(whole[: re.search(r"[*?\[]|$", whole).start()])
+    rows = sorted(name for name in found if _kind_of(name) and not _is_aside(os.path.relpath(name, root or ".")))
+    if not rows:
+        raise DataError(f"{whole}: no file of rows ({KINDS}) among {len(found)} files", "check task.path")
+    _check_alike(whole, root or ".", rows)
+    return rows
+
+
+def raw_rows(path: str, columns: Collection[str] | None = None) -> Iterator[tuple[int, Any]]:
+    """(line, value) of every row, the value a BadRow where it is malformed. Lines count from 1; where a file has no lines of
+    rows (Parquet, a list in JSON), rows do. `columns`: of a Parquet file, read these alone.
+
+    Raises DataError when the file as a whole cannot be read.
+    """
+    line, reader = 0, READERS[_kind_of(path)]
+    try:
+        for line, value in reader(path, columns) if reader is _parquet else reader(path):
+            yield line, value
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+        raise DataError(f"{path}: cannot be read after row {line}: {e}", "download or write it again") from e
+
+
+def _kind_of(path: str) -> str:
+    """".jsonl" of rows.jsonl.gz; "" for what holds no rows."""
+    name, last = os.path.splitext(path.lower())
+    suffix = os.path.splitext(name)[1] if last in COMPRESSED else last
+    return suffix if suffix in READERS and (last == suffix or suffix != ".parquet") else ""
+
+
+def _is_aside(name: str) -> bool:
+    return os.path.basename(name) in OF_HUB or any(part.startswith(".") for part in name.split(os.sep) if part != "..")
+
+
+def _neighbour(path: str) -> str:
+    folder = os.path.dirname(path) or "."
+    names = [name for name in os.listdir(folder) if not name.startswith(".")] if os.path.isdir(folder) else []
+    return nearest(os.path.basename(path), names) if 0 < len(names) <= 20 else ""
+
+
+def _check_alike(path: str, root: str, files: Sequence[str]) -> None:
+    """Raise DataError where the files seem to be more than one set: what is trained on must not be guessed."""
+
+    def split(name: str) -> str:
+        words = re.split("[^a-z]+", os.path.relpath(name, root).lower())
+        return " and ".join(sorted({SPLITS[w] for w in words if w in SPLITS})) or "no split"
+
+    if groups := _differing(files, split):
+        raise DataError(f"{path}: files of several splits: {groups}",
+                        "name those of one split; task.held_out_path names others to evaluate on")
+    if groups := _differing(files, _kind_of):
+        raise DataError(f"{path}: files of several kinds: {groups}", "name those of one kind")
+    if os.path.isdir(path) and (groups := _differing(files, lambda name: os.path.relpath(os.path.dirname(name), root))):
+        raise DataError(f"{path}: files in several folders: {groups}",
+                        f"name one of them, or all: {os.path.join(path, '**', '*')}")
+
+
+def _differing(files: Sequence[str], of) -> str:
+    """Files by what they differ in, with a glob of each; "" where they do not."""
+    groups: dict[str, list[str]] = {}
+    for name in files:
+        groups.setdefault(of(name), []).append(name)
+    globs = {key: names[0] if len(names) == 1 else os.path.commonprefix(names) + "*" for key, names in groups.items()}
+    return ", ".join(f"{key} ({pattern})" for key, pattern in globs.items()) if len(groups) > 1 else ""
+
+
+def _open(path: str) -> io.BufferedIOBase:
+    return COMPRESSED.get(os.path.splitext(path.lower())[1], open)(path, "rb")
+
+
+_DECODER = json.JSONDecoder(parse_float=Written)
+
+
+def _parse(raw: bytes) -> Any:
+    return _DECODER.decode(raw.decode(json.detect_encoding(raw)))
+
+
+def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
+    with _open(path) as f:
+        yield from _lines(path, f)
+
+
+def _lines(path: str, file: io.BufferedIOBase) -> Iterator[tuple[int, Any]]:
+    for line, raw in enumerate(file, 1):
+        try:
+            yield line, _parse(raw)
+        except (ValueError, RecursionError) as e:
+            yield line, BadRow(path, line, "", f"malformed JSON: {e}" if raw.strip() else "blank line")
+
+
+def _json(path: str) -> Iterator[tuple[int, Any]]:
+    """A list of rows, an object whose "data" (or whose only value) is one, or JSON Lines under this name, as often."""
+    with _open(path) as f:
+        raw = f.read()
+    try:
+        value = _parse(raw)
+    except (ValueError, RecursionError) as e:
+        if getattr(e, "msg", "") != "Extra data":
+            raise DataError(f"{path}: malformed JSON: {e}", "mend it, or write one row a line as .jsonl") from e
+        yield from _lines(path, io.BytesIO(raw))
+        return
+    if isinstance(value, dict):
+        lists = [value.get("data"), *(value.values() if len(value) == 1 else ())]
+        value = next((rows for rows in lists if isinstance(rows, list)), [value])
+    yield from enumerate(value if isinstance(value, list) else [value], 1)
+
+
+def _csv(path: str, delimiter: str = ",") -> Iterator[tuple[int, Any]]:
+    """Every value is text, as it stands. A byte that is no UTF-8 becomes a lone surrogate, which no row may have."""
+    csv.field_size_limit(sys.maxsize)
+    with io.TextIOWrapper(_open(path), "utf-8-sig", "surrogateescape", newline="") as f:
+        reader = csv.reader(f, delimiter=delimiter, strict=True)
+        header = next(reader, [])
+        if twice := {name for name in header if header.count(name) > 1}:
+            raise DataError(f"{path}: the header names {sorted(twice)} twice", "give each column a name of its own")
+        while True:
+            line = reader.line_num + 1
+            try:
+                values = next(reader, None)
+            except csv.Error as e:
+                yield line, BadRow(path, line, "", f"malformed CSV: {e}")
+                continue
+            if values is None:
+                return
+            if len(values) != len(header):
+                why = f"{len(values)} fields, the header names {len(header)}" if values else "blank line"
+                yield line, BadRow(path, line, "", why)
+            else:
+                yield line, dict(zip(header, values))
+
+
+def _parquet(path: str, columns: Collection[str] | None) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as e:
+        raise DataError(f"{path}: reading Parquet needs pyarrow", "pip install pyarrow") from e
+    line = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
+            for batch in file.iter_batches(1024, columns=names):  # rows of reasoning traces are of 100 kB each
+                for value in batch.to_pylist():
+                    yield (line := line + 1), value
+    except (pyarrow.ArrowException, OSError, ValueError) as e:
+        raise DataError(f"{path}: cannot be read as Parquet after row {line}: {e}", "write the file again") from e
+
+
+READERS = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".csv": _csv,
+           ".tsv": functools.partial(_csv, delimiter="\t"), ".parquet": _parquet}  # fmt: skip
