@@ -32,7 +32,7 @@ from jaxfp8rl.monitors.jsonl import read_metrics
 ROOT = Path(__file__).parent.parent
 RECIPES = ("bf16", "fp8_rollout", "fp8_unified")
 CORRECTIONS = {
-    "none": ["--correction.preset", "none", "--correction.rejections", '[{level = "token", statistic = "k1", lower = -1e9}]'],
+    "none": ["--correction.preset", "none", "--correction.allow_uncorrected_fp8", "true"],
     "token_tis": ["--correction.preset", "token_tis"],
     "sequence_tis": ["--correction.preset", "sequence_tis"],
     "geometric_mask": ["--correction.preset", "geometric_mask"],

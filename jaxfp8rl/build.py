@@ -23,17 +23,17 @@ from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, re
 from jaxfp8rl.data.tasks import FileTask, Problem, Task, make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
-from jaxfp8rl.exact import keep_compiled
+from jaxfp8rl.exact import check_kept, keep_compiled
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.loading import load_params
+from jaxfp8rl.models.loading import check_weights, load_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim import Optimizer, init_state, make_optimizer, make_schedule
-from jaxfp8rl.precision.hardware import attention_of, products_of
+from jaxfp8rl.precision.hardware import attention_of, check_kernels, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, plain_runs, resolve
 from jaxfp8rl.processes import ALONE, ProcessGroup
-from jaxfp8rl.registry import build_engine, share_gpu
+from jaxfp8rl.registry import build_engine, check_engine_settings, share_gpu
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollouts import Prompt
 from jaxfp8rl.routing import (
@@ -143,24 +143,52 @@ class Parts:
             part.close()
 
 
-def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
-    """Assemble a run, as this process of its `group` has it. Raises UserErrors in the order cheapest first: config, model shape,
-    tokenizer, data, then the engine."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a run has before it asks for a device; `runs`: which linears the engine holds in FP8."""
+
+    model: ModelConfig
+    runs: tuple[LayerRun, ...]
+    data: Data
+    questions: Questions
+
+
+def preflight(cfg: Config) -> Prepared:
+    """All that can be checked of a run without a device, which `--dry-run` does as well as a run. Raises UserErrors in the order
+    cheapest first: config, model shape, the headers of its weights, tokenizer, data."""
     cfg.check()
-    keep_compiled(cfg.train.compilation_cache)
-    share_gpu(cfg)  # before anything asks JAX for its devices
+    check_kept(cfg.train.compilation_cache)
+    check_engine_settings(cfg)
     model = with_options(model_config(cfg), cfg)
+    runs = check_shape(cfg, model)
+    if cfg.model.path:
+        check_weights(cfg.model.path, model)
+    data = load_data(cfg, model)
+    return Prepared(model, runs, data, data.questions(cfg))
+
+
+def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
+    """Which linears of which layers the engine holds in FP8. Raises ConfigError for a model that this config is not for."""
     check_moe(cfg, model)
     if cfg.run.samples_top_k > model.vocab_size:
         raise ConfigError(f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} words",
                           "the likeliest few of them say what there is to see")  # fmt: skip
     runs = engine_runs(cfg, model)
-    layout = make_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)
+    check_kernels(cfg.precision.products, cfg.precision.attention, cfg.precision.compute_dtype, model)
+    return runs
+
+
+def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
+    """Assemble a run, as this process of its `group` has it. Raises UserErrors: those of `preflight`, then what devices or the
+    engine refuse."""
+    share_gpu(cfg)  # before anything asks JAX for its devices
+    prepared = preflight(cfg)
+    model, runs, data = prepared.model, prepared.runs, prepared.data
+    keep_compiled(cfg.train.compilation_cache)
+    layout = make_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
     attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
-    data = load_data(cfg, model)
     check_same(group, digests := data.contents())
-    questions = data.questions(cfg)
     rewards, engine, transport = shared(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
     support.check_engine(cfg, engine.capabilities())
@@ -174,7 +202,7 @@ def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
     return Parts(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train, PromptStream(data.train, cfg.run.seed),
-        data.held_out[: cfg.run.eval_problems], digests, questions,
+        data.held_out[: cfg.run.eval_problems], digests, prepared.questions,
         rewards, engine, transport, runs, precision, layout, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout, cfg.moe.balance_coef),
@@ -188,13 +216,23 @@ def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
 
 def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task) -> World:
     """What scores and what samples, and the way of the weights to it."""
-    rewards = RewardRunner(task, cfg.task.reward_timeout_s, cfg.task.reward_workers)
+    rewards = open_rewards(cfg, task, cfg.task.reward_workers)
     try:
-        rewards.wait_until_ready()
         return rewards, *build_engine(cfg, model, runs)
     except BaseException:
         rewards.close()
         raise
+
+
+def open_rewards(cfg: Config, task: Task, workers: int) -> RewardRunner:
+    """What scores, its scorer loaded in each of the `workers`. Raises ConfigError where it cannot be."""
+    rewards = RewardRunner(task, cfg.task.reward_timeout_s, workers)
+    try:
+        rewards.wait_until_ready()
+    except BaseException:
+        rewards.close()
+        raise
+    return rewards
 
 
 def check_same(group: ProcessGroup, digests: dict[str, str]) -> None:
@@ -223,9 +261,9 @@ def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCal
     return ClipCalibration(lambda params, batch: score(policy(params), batch), cfg.loss)
 
 
-def model_config(cfg: Config) -> ModelConfig:
-    """The model's shape, checked against the lengths the run asks for."""
-    model = ModelConfig.from_hf(Path(cfg.model.path)) if cfg.model.path else ModelConfig.from_hf(cfg.model.config)
+def model_config(cfg: Config, known: ModelConfig | None = None) -> ModelConfig:
+    """The model's shape, or that which is `known` of it, checked against the lengths the run asks for."""
+    model = known or ModelConfig.from_hf(Path(cfg.model.path) if cfg.model.path else cfg.model.config)
     if cfg.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"task.max_prompt_tokens + rollout.max_new_tokens = {cfg.max_model_len} exceeds the model's "

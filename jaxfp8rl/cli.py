@@ -38,7 +38,7 @@ CONFIG is a TOML file, or the bare name of a shipped preset (`jaxfp8rl config --
   jaxfp8rl train demo                                  the arithmetic demo, on a CPU or a GPU, in two minutes
   jaxfp8rl train demo --rollout.engine vllm            the same with vLLM as the engine, on a GPU; on a CPU: make demo-vllm
   jaxfp8rl train demo --optim.lr 3e-4 --run.dir runs/b another learning rate, another run directory
-  jaxfp8rl train demo --dry-run                        the resolved config and a memory plan; nothing loads
+  jaxfp8rl train demo --dry-run                        the resolved config, a memory plan, and what a run would refuse
   jaxfp8rl train runs/demo --resume                    go on with a run, as it was begun, from its newest checkpoint
   jaxfp8rl eval runs/demo --k 1 4 --samples 8          pass@k on held-out problems
   jaxfp8rl export runs/demo out --format fp8           an HF folder for vLLM or transformers
@@ -142,11 +142,12 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     train = command("train", _train, "train with GRPO: sample, score, update, publish", what="CONFIG|RUN")
-    train.add_argument("--dry-run", action="store_true", help="print the resolved config and a memory plan, and stop")
+    text = "print the resolved config and a memory plan, refuse what a run would refuse without a device, and stop"
+    train.add_argument("--dry-run", action="store_true", help=text)
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir, as the run was begun")
     train.add_argument("--fork", metavar="RUN[@STEP]", default="", help="begin from a checkpoint of another run directory")
     sft = command("sft", _sft, "supervised warm start on the task's own solutions")
-    sft.add_argument("--dry-run", action="store_true", help="print the resolved config and a memory plan, and stop")
+    sft.add_argument("--dry-run", action="store_true", help=text)
     text = "pass@k on the held-out problems, of a run's checkpoint or a config's starting weights"
     evaluation = command("eval", _eval, text, what="RUN|CONFIG")
     evaluation.add_argument("--k", type=_count, nargs="+", default=[1], metavar="K", help="of pass@k, one or several; default 1")
@@ -194,15 +195,15 @@ def _config_options(commands: argparse._SubParsersAction) -> None:
 def _train(args: argparse.Namespace, overrides: list[str]) -> None:
     own = _of_run(args.config)
     cfg = load_config(own, overrides if own == args.config else ["--run.dir", to_toml(args.config), *overrides])
-    if args.dry_run:
-        from jaxfp8rl.base_model import with_base_model
-
-        return _dry_run(with_base_model(cfg, cfg.run.dir) if own != args.config else cfg)
     if args.resume:
         cfg = settled(cfg, resume=True)
         check_typed(cfg, overrides)
-        if not args.fork and _finished(cfg):
-            return print(f"nothing to do: step {cfg.run.steps} of {cfg.run.steps}; --run.steps N goes further")
+    if args.dry_run:
+        from jaxfp8rl.dry_run import dry_run
+
+        return dry_run(cfg, args.resume, args.fork)
+    if args.resume and not args.fork and _finished(cfg):
+        return print(f"nothing to do: step {cfg.run.steps} of {cfg.run.steps}; --run.steps N goes further")
     from jaxfp8rl.loop import train
 
     train(cfg, resume=args.resume, fork_of=args.fork)
@@ -224,7 +225,9 @@ def _finished(cfg: Config) -> bool:
 def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
     cfg = load_config(args.config, overrides)
     if args.dry_run:
-        return _dry_run(cfg, warm_start_alone=True)
+        from jaxfp8rl.dry_run import dry_run_sft
+
+        return dry_run_sft(cfg)
     from jaxfp8rl.sft import run_sft
 
     run_sft(cfg)
@@ -266,24 +269,6 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> None:
 def _of_run(path: str) -> str:
     """A run directory stands for the config in it."""
     return own if os.path.isfile(own := f"{path}/config.toml") else path
-
-
-def _dry_run(cfg: Config, warm_start_alone: bool = False) -> None:
-    from jaxfp8rl.data.tasks import make_task
-    from jaxfp8rl.memory_fit import format_needs
-    from jaxfp8rl.memory_plan import format_plan, memory_plan, warm_start_plan
-    from jaxfp8rl.models.config import ModelConfig
-
-    model = ModelConfig.from_hf(cfg.model.path or cfg.model.config)
-    make_task(cfg.task)  # it knows its options, and reads no data yet
-    print(dump_config(cfg))
-    if cfg.sft.steps or warm_start_alone:
-        print(format_plan(warm_start_plan(cfg, model), "memory of the warm start, on one device, without an engine"))
-    if warm_start_alone:
-        return
-    print(format_plan(memory_plan(cfg, model)) + (needs := format_needs(cfg, model)))
-    if cfg.rollout.engine == "vllm" and not needs:
-        print("vLLM beside it takes rollout.gpu_memory_utilization of the GPU; with rollout.kv_cache_gib it is in the plan")
 
 
 def _doctor(args: argparse.Namespace, _: list[str]) -> None:

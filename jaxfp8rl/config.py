@@ -316,6 +316,9 @@ class Correction(Section):
     """The correction of the mismatch between engine and learner: a preset, and what to change in it."""
 
     preset: str = Field("token_tis", description="a name from jaxfp8rl/losses/presets.py; docs/corrections.md compares them")
+    allow_uncorrected_fp8: bool = Field(
+        False, description='the baseline of papers: an engine in FP8 with a preset that corrects nothing ("none") is not refused'
+    )
     weight: Literal["none", "token", "sequence", "geometric"] | None = Field(
         None, description="importance weight; absent, as below: the preset's"
     )
@@ -337,7 +340,8 @@ class Correction(Section):
         from jaxfp8rl.losses.correction import AdaptiveMix, Rejection
         from jaxfp8rl.losses.presets import get_preset
 
-        given = {name: value for name, value in self if name != "preset" and value is not None}
+        own = ("preset", "allow_uncorrected_fp8")
+        given = {name: value for name, value in self if name not in own and value is not None}
         if "rejections" in given:
             given["rejections"] = tuple(Rejection(**r.model_dump()) for r in self.rejections)
         if "adaptive" in given:

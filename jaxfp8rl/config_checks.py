@@ -365,12 +365,11 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
     if loss.advantage == "pass_at_k" and loss.overlong_buffer:
         raise ConfigError('loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
                           "set it to 0, or choose another advantage")  # fmt: skip
-    carries_ratio = loss.old_policy == "rollout" and (loss.objective != "reinforce" or loss.ratio_cap is not None)
-    if recipe.engine_fp8 and not correction.corrects and not carries_ratio:
+    if is_uncorrected(cfg) and not cfg.correction.allow_uncorrected_fp8:
         raise ConfigError(
             f'precision.recipe "{recipe.name}" samples in FP8 with correction.preset = "{name}", which does nothing: runs '
             "collapse that way",
-            'set correction.preset = "token_tis"',
+            'set correction.preset = "token_tis"; or, for a baseline that may, correction.allow_uncorrected_fp8 = true',
         )
     if loss.old_policy != "rollout" and (two_policy_only(name) or loss.objective == "prime_rl"):
         which = f'correction.preset "{name}"' if two_policy_only(name) else 'loss.objective "prime_rl"'
@@ -382,7 +381,7 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
             'set loss.old_policy = "recomputed", or train.updates_per_step = 1',
         )
     if loss.old_policy != "recomputed":
-        _check_unscored(loss, correction, name, carries_ratio)
+        _check_unscored(loss, correction, name)
     if loss.calibrate_clip_every:
         _check_calibration(cfg, recipe)
     if loss.overlong_buffer > cfg.rollout.max_new_tokens:
@@ -414,9 +413,19 @@ def _about(key: str):
         raise ConfigError(f"{key}: {e.message}", e.next_step) from e
 
 
-def _check_unscored(loss: Loss, correction: CorrectionConfig, name: str, carries_ratio: bool) -> None:
+def is_uncorrected(cfg: Config) -> bool:
+    """Whether the engine samples in FP8 and nothing weighs what it sampled by its own probability."""
+    return get_recipe(cfg.precision.recipe).engine_fp8 and not cfg.correction.resolve().corrects and not _carries_ratio(cfg.loss)
+
+
+def _carries_ratio(loss: Loss) -> bool:
+    """Whether the objective's own ratio is that to the engine."""
+    return loss.old_policy == "rollout" and (loss.objective != "reinforce" or loss.ratio_cap is not None)
+
+
+def _check_unscored(loss: Loss, correction: CorrectionConfig, name: str) -> None:
     """Without a scoring pass the correction is worked out a micro-batch at a time, from the policy as it is now."""
-    if carries_ratio and correction.weight != "none":
+    if _carries_ratio(loss) and correction.weight != "none":
         raise ConfigError(
             f'loss.old_policy = "rollout" with loss.objective "{loss.objective}": its ratio is already that to the engine, and '
             f'correction.preset "{name}" would weigh by it again',

@@ -61,9 +61,10 @@ class OutOfMemory(UserError):
     exit_code = 6
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise UserError unless files can be put into the folder `path` or, where it is not there yet, the nearest one above: to be
-    asked before what takes long. It writes a few bytes, which vanish: permissions do not tell of a full disk."""
+def check_writable(path: str | Path, key: str = "") -> None:
+    """Raise UserError, which names the setting `key`, unless files can be put into the folder `path` or, where it is not there
+    yet, the nearest one above: to be asked before what takes long. It writes a few bytes, which vanish: permissions do not tell
+    of a full disk."""
     whole = Path(path).absolute()
     place = next(p for p in (whole, *whole.parents) if p.exists())
     try:
@@ -71,7 +72,9 @@ def check_writable(path: str | Path) -> None:
             file.write(bytes(4096))
             file.flush()
     except OSError as e:
-        raise UserError(f"{path}: nothing can be written to {place}: {e.strerror}", "choose another place, or make room") from e
+        where = f"{key}: {path}" if key else path
+        raise UserError(f"{where}: nothing can be written to {place}: {e.strerror}",
+                        "choose another place, or make room") from e  # fmt: skip
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

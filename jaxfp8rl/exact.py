@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 
-from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.errors import check_writable
 
 OPTIONS = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
 exact_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
@@ -30,12 +30,15 @@ gradient_jit = functools.partial(jax.jit, compiler_options=OPTIONS | {"xla_gpu_e
 def keep_compiled(folder: str) -> None:
     """From here on programs that take a second or more to compile are kept in `folder`, and read from it where they are there:
     for the same program, compiler and kind of device. Who can write to it can have this process run what they like. An empty name
-    changes nothing. Raises ConfigError where the folder cannot be made."""
+    changes nothing. Raises UserError where nothing can be kept there."""
     if not folder:
         return
-    path = Path(folder).expanduser()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConfigError(f'train.compilation_cache = "{folder}": {e.strerror}', 'a folder of your own, or ""') from e
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    check_kept(folder)
+    Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def check_kept(folder: str) -> None:
+    """Raise UserError where nothing can be kept in `folder`, which need not be there yet."""
+    if folder:
+        check_writable(folder, "train.compilation_cache")

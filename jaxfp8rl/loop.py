@@ -16,23 +16,20 @@ import numpy as np
 
 from bridges.api import PublishReceipt
 from jaxfp8rl import rollouts, support
-from jaxfp8rl.base_model import check_base_model, with_base_model
 from jaxfp8rl.about import about
 from jaxfp8rl.build import Parts, build
 from jaxfp8rl.config import Config
-from jaxfp8rl.config_changes import settled
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
-from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.flops import mfu, update_flops
 from jaxfp8rl.gate import check_gate
 from jaxfp8rl.memory_fit import check_memory, explained
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.policy import shared
-from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning, untested_warning
+from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning, uncorrected_warning, untested_warning
 from jaxfp8rl.precision.hardware import computed_by
 from jaxfp8rl.processes import joined
 from jaxfp8rl.publish import LearnerWeights
-from jaxfp8rl.resume import check_forkable, fork, restore, save
+from jaxfp8rl.resume import check_start, fork, restore, save
 from jaxfp8rl.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
 from jaxfp8rl.samples import sample_rows, top_tokens
 from jaxfp8rl.sft import lost, warm_start
@@ -51,14 +48,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     Raises UserError and BridgeError kinds with their next step; leaves with exit code 130 or 143 after SIGINT or SIGTERM, when
     the step in progress has been finished and saved.
     """
-    cfg = settled(cfg.check(), resume)
-    if resume and fork_of:
-        raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there", "give one of them")
-    if fork_of:
-        check_forkable(cfg, fork_of)
-    if resume:
-        cfg = with_base_model(cfg, cfg.run.dir)
-        check_base_model(cfg, cfg.run.dir)
+    cfg = check_start(cfg, resume, fork_of)
     fresh = not (resume or fork_of)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(cfg, resume, fork_of))
@@ -71,8 +61,11 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(parts.precision, parts.model, parts.support_width > 0))
         engine, calibrated = parts.engine.capabilities(), parts.kv_scales is not None
-        warnings = untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated), gloo_warning(parts.layout)
-        for warning in filter(None, (*warnings, *parts.stops.notes, support.note(cfg.rollout, parts.model.vocab_size))):
+        warnings = (
+            untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated), gloo_warning(parts.layout),
+            uncorrected_warning(cfg), *parts.stops.notes, support.note(cfg.rollout, parts.model.vocab_size),
+        )  # fmt: skip
+        for warning in filter(None, warnings):
             run.note(warning)
         if fork_of:
             state, step = fork(parts, run, fork_of)

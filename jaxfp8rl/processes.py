@@ -172,15 +172,21 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
         raise
 
 
-def _connected(count: int) -> ProcessGroup:
-    """By JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID, or what a cluster says of itself (jax.distributed)."""
-    from jax._src.distributed import global_state  # no public name leads to the key-value store
-
+def check_environment(count: int) -> str | None:
+    """Which of `count` processes the environment says that this is, or None. Raises ConfigError for what it cannot be."""
     number, told = os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_NUM_PROCESSES", str(count))
     if told != str(count):
         raise ConfigError(f"train.processes = {count}, JAX_NUM_PROCESSES = {told}", "give both the same")
     if number is not None and number not in map(str, range(count)):
         raise ConfigError(f"JAX_PROCESS_ID = {number}: train.processes = {count} are 0 to {count - 1}", "give each one of them")
+    return number
+
+
+def _connected(count: int) -> ProcessGroup:
+    """By JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID, or what a cluster says of itself (jax.distributed)."""
+    from jax._src.distributed import global_state  # no public name leads to the key-value store
+
+    number = check_environment(count)
     if not jax.distributed.is_initialized():
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for its own
         named = {} if number is None else {"num_processes": count, "process_id": int(number)}

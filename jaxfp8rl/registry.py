@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from jax import Array
 
 from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightSource, WeightTransport
 from jaxfp8rl.config import Config
-from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.errors import ConfigError, UserError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, LayerRun, Precision, get_recipe
 from jaxfp8rl.publish import assemble, high_precision_modules, wire_manifest
@@ -52,19 +53,36 @@ def write_weights(source: WeightSource, folder: Path, version: int) -> str:
     return write_folder(source, folder, version)
 
 
+def check_engine_settings(cfg: Config) -> None:
+    """Raise ConfigError for what an engine would refuse on any machine. No device is asked, no package of an engine imported."""
+    r = cfg.rollout
+    if r.engine == "jax" and r.publish != "auto":
+        raise ConfigError(f'rollout.publish = "{r.publish}" is a way into vLLM, rollout.engine "jax" has but one',
+                          "leave rollout.publish out")  # fmt: skip
+    if r.server_token_file:
+        _token(r.server_token_file)
+
+
+def engine_lacks(cfg: Config) -> UserError | None:
+    """What is not installed here of the engine that runs are to start."""
+    if cfg.rollout.engine == "jax" or cfg.rollout.server_url or importlib.util.find_spec("vllm"):
+        return None
+    return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
+                     'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` says what else is missing')  # fmt: skip
+
+
 def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     """The engine the config names, with a transport opened on it. `runs`: which linears it holds in FP8.
 
-    Raises ConfigError (from the engine's own checks) or ImportError with the extra to install.
+    Raises BridgeError from the engine's own checks, or UserError with the extra to install. What of the settings is decided
+    without it `check_engine_settings` refuses.
     """
+    if lack := engine_lacks(cfg):
+        raise lack
     return {"jax": _jax, "vllm": _vllm, "remote": _remote}[cfg.rollout.engine](cfg, model, runs)
 
 
 def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
-    if cfg.rollout.publish != "auto":
-        raise ConfigError(f'rollout.publish = "{cfg.rollout.publish}" is a way into vLLM, rollout.engine "jax" has but one',
-                          "leave rollout.publish out")  # fmt: skip
-
     from bridges.rollout.jax_engine import EngineModel, JaxEngine
     from bridges.weights.jax_inprocess import JaxInprocess
     from jaxfp8rl.losses.logprobs import logits_of

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8rl.base_model import check_base_model, with_base_model
 from jaxfp8rl.build import Parts, on_devices
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
-from jaxfp8rl.config_changes import changes, described
+from jaxfp8rl.config_changes import changes, described, settled
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.seen import check_unseen, read_seen
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
@@ -64,6 +65,20 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
         run.note(said)
     run.rewind(step)
     return state, step
+
+
+def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
+    """The config that a run takes: `settled`, and with the run's own copies where what it began from is gone. Raises ConfigError
+    and CheckpointError, before anything loads, for what cannot be begun this way."""
+    cfg = settled(cfg.check(), resume)
+    if resume and fork_of:
+        raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there", "give one of them")
+    if fork_of:
+        check_forkable(cfg, fork_of)
+    if resume:
+        cfg = with_base_model(cfg, cfg.run.dir)
+        check_base_model(cfg, cfg.run.dir)
+    return cfg
 
 
 def check_forkable(cfg: Config, source: str) -> None:

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes, check_resumable, described
 from jaxfp8rl.data.seen import write_seen
-from jaxfp8rl.errors import CheckpointError, ConfigError, UserError
+from jaxfp8rl.errors import CheckpointError, ConfigError, UserError, check_writable
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
@@ -63,19 +63,33 @@ def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[
     except OSError as e:
         raise ConfigError(f"run.dir: {cfg.run.dir} cannot be made: {e.strerror}", "choose another --run.dir") from e
     with lock.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(f"run.dir: {cfg.run.dir} is in use by process {file.read().strip() or '?'}",
-                              "wait for it or end it, or choose another --run.dir") from None  # fmt: skip
-        except OSError as e:  # some network file systems
-            print(f"run.dir: {cfg.run.dir} is on a disk without locks ({e.strerror}): see that no other run uses it")
+        _take(file, cfg)
         file.truncate(0)
         print(os.getpid(), file=file, flush=True)
         check_run_directory(cfg, resume)  # again: another run may have ended between
         check_shared(group, lock)
         yield
+
+
+def _take(file: TextIO, cfg: Config) -> None:
+    """The lock, until `file` is closed. Raises ConfigError where another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ConfigError(f"run.dir: {cfg.run.dir} is in use by process {file.read().strip() or '?'}",
+                          "wait for it or end it, or choose another --run.dir") from None  # fmt: skip
+    except OSError as e:  # some network file systems
+        print(f"run.dir: {cfg.run.dir} is on a disk without locks ({e.strerror}): see that no other run uses it")
+
+
+def check_claimable(cfg: Config, resume: bool) -> None:
+    """What `claimed` refuses, refused without taking or making anything."""
+    check_trackers(cfg)
+    check_run_directory(cfg, resume)
+    if (lock := Path(cfg.run.dir) / ".lock").exists():
+        with lock.open("a+") as file:
+            _take(file, cfg)
 
 
 def check_run_directory(cfg: Config, resume: bool) -> None:
@@ -85,6 +99,7 @@ def check_run_directory(cfg: Config, resume: bool) -> None:
     One that failed before its first line of metrics, at the gate say, may be resumed from what it saved, or begun anew.
     """
     folder = Path(cfg.run.dir)
+    check_writable(folder, "run.dir")
     begun, checkpoints = _size(folder / "metrics.jsonl") > 0, Checkpoints(folder / "checkpoints", 1)
     if begun and not resume:
         raise ConfigError(f"run.dir: {folder} holds a run already", "continue it with --resume, or choose another --run.dir")

@@ -15,23 +15,23 @@ import numpy as np
 import optax
 from jax import Array
 
-from jaxfp8rl.build import load_data, model_config, starting_params
+from jaxfp8rl.build import Data, load_data, model_config, starting_params
 from jaxfp8rl.config import Config, Optim
 from jaxfp8rl.data.dataset import demonstrable
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
-from jaxfp8rl.data.seen import write_seen
+from jaxfp8rl.data.seen import Questions, write_seen
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep, check_writable
-from jaxfp8rl.exact import gradient_jit, keep_compiled
+from jaxfp8rl.exact import check_kept, gradient_jit, keep_compiled
 from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.memory_fit import check_warm_start
 from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.loading import check_empty, save_params
+from jaxfp8rl.models.loading import check_empty, check_weights, save_params
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
 from jaxfp8rl.policy import gradients_like, outer, policy_of
-from jaxfp8rl.precision.hardware import attention_of
+from jaxfp8rl.precision.hardware import attention_of, check_kernels
 from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.registry import device_memory
 from jaxfp8rl.rollouts import Prompt
@@ -42,28 +42,46 @@ from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
 
 def run_sft(cfg: Config) -> None:
     """`jaxfp8rl sft`: warm-start the config's model and write it to <run.dir>/sft, an HF folder for `model.path`."""
-    if not cfg.sft.steps:
-        raise ConfigError("sft.steps = 0: nothing to train", "set sft.steps, sft.lr and sft.examples_per_step")
-    cfg.check()
-    folder = Path(cfg.run.dir) / "sft"
-    check_empty(folder)
-    check_writable(folder)
+    model, data, questions = prepare_sft(cfg)
     keep_compiled(cfg.train.compilation_cache)
-    model = with_options(model_config(cfg), cfg)
     check_warm_start(cfg, model, device_memory())
-    data = load_data(cfg, model)
     for note in data.stops.notes:
         print(note)
-    questions = data.questions(cfg)
     try:
         params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
     except KeyboardInterrupt:
         print(f"stopped; {lost(cfg.sft.steps)}")
         raise
+    folder = sft_folder(cfg)
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(folder)
     write_seen(folder, questions.seen)
     print(f"wrote {folder}")
+
+
+def prepare_sft(cfg: Config) -> tuple[ModelConfig, Data, Questions]:
+    """All that can be checked of a warm start without a device, as `build.preflight`."""
+    check_sft(cfg)
+    model = with_options(model_config(cfg), cfg)
+    check_kernels("auto", cfg.precision.attention, cfg.precision.compute_dtype, model)
+    if cfg.model.path:
+        check_weights(cfg.model.path, model)
+    data = load_data(cfg, model)
+    return model, data, data.questions(cfg)
+
+
+def check_sft(cfg: Config) -> None:
+    """Refuse what cannot be begun, before anything loads. Raises UserErrors."""
+    if not cfg.sft.steps:
+        raise ConfigError("sft.steps = 0: nothing to train", "set sft.steps, sft.lr and sft.examples_per_step")
+    cfg.check()
+    check_empty(sft_folder(cfg))
+    check_writable(sft_folder(cfg))
+    check_kept(cfg.train.compilation_cache)
+
+
+def sft_folder(cfg: Config) -> Path:
+    return Path(cfg.run.dir) / "sft"
 
 
 def warm_start(

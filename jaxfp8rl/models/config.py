@@ -159,7 +159,7 @@ def how_to_get(path: Path) -> str:
         return f"`jaxfp8rl import-gguf {folder}` makes it, or name another folder with --model.path"
     owner = next((owner for start, owner in HUB.items() if folder.name.startswith(start)), "OWNER")
     return (
-        f"`hf download {owner}/{folder.name} --local-dir {folder}` (--dry-run needs its config.json alone), "
+        f"`hf download {owner}/{folder.name} --local-dir {folder}`, "
         f"`jaxfp8rl import-gguf {folder} --gguf FILE`, or name another folder with --model.path"
     )
 
@@ -167,11 +167,14 @@ def how_to_get(path: Path) -> str:
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     path = path / "config.json" if path.is_dir() else path
     try:
-        return json.loads(path.read_text()), str(path)
+        raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError(f"model.path: no model config at {path}", how_to_get(path)) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except ValueError as e:
         raise ModelError(f"{path} is not valid JSON: {e}", "download or export the model again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} holds no JSON object", "download or export the model again")
+    return raw, str(path)
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> str:

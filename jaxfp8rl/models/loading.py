@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -35,36 +36,53 @@ def load_params(
     """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in flight at a time, and
     of a model with tied embeddings these.
 
-    `cfg` defaults to the folder's config.json. Raises ModelError for a missing, corrupt or pickled checkpoint and for any
-    tensor that is missing, unknown or of another shape than the config says.
+    `cfg` defaults to the folder's config.json. Raises ModelError as `check_weights` does, before a weight is read.
     """
+    folder = Path(folder)
+    cfg = check_weights(folder, cfg)
+    entries, params = {e.hf_name: e for e in param_table(cfg)}, empty_params(cfg, _DTYPES[dtype])
+    for tensor in _stored(folder):
+        if tensor.name in entries:
+            set_param(params, entries[tensor.name], tensor.read())
+    return cfg, params
+
+
+def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelConfig:
+    """Raise ModelError for a missing, corrupt or pickled checkpoint, and for any tensor that is missing, unknown, of another
+    shape than the config says or of a type that cannot be trained. Headers are read, and of weights only an lm_head that is said
+    to be the embedding: it takes a second for any model. Returns `cfg`, by default the folder's config.json."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"no model folder at {folder}", f"nothing is downloaded at run time: {how_to_get(folder)}")
     cfg = cfg or ModelConfig.from_hf(folder)
-    entries = {e.hf_name: e for e in param_table(cfg)}
-    params, seen = empty_params(cfg, _DTYPES[dtype]), set()
-    tied = {}  # as they are stored: rounded to `dtype`, equal ones would differ from others
-    for name, tensor in _tensors(folder):
-        if cfg.tie_word_embeddings and name in (_TIED, _EMBEDDING):
-            tied[name] = tensor
-        if name == _TIED and cfg.tie_word_embeddings:
-            continue
-        elif name.endswith(".rotary_emb.inv_freq"):
-            continue  # older Llama exports store RoPE's frequencies, which the config determines
-        elif name not in entries:
-            raise ModelError(f"{folder}: unknown tensor {name}{nearest(name, entries)}", "does config.json belong to it?")
-        else:
-            _check(entries[name], tensor, folder)
-            set_param(params, entries[name], tensor)
-            seen.add(name)
+    entries, seen = {e.hf_name: e for e in param_table(cfg)}, set()
+    for tensor in _stored(folder):
+        _check_dtype(tensor)
+        if tensor.name in entries:
+            _check_shape(entries[tensor.name], tensor, folder)
+        elif not _may_be_left(tensor.name, cfg):
+            raise ModelError(f"{folder}: unknown tensor {tensor.name}{nearest(tensor.name, entries)}",
+                             "does config.json belong to it?")  # fmt: skip
+        seen.add(tensor.name)
     _check_complete(entries, seen, folder)
-    if _TIED in tied and not np.array_equal(tied[_TIED], tied[_EMBEDDING].astype(tied[_TIED].dtype)):
+    if cfg.tie_word_embeddings and _TIED in seen:
+        _check_tied(folder)
+    return cfg
+
+
+def _may_be_left(name: str, cfg: ModelConfig) -> bool:
+    """An lm_head that is the embedding; and RoPE's frequencies, which older Llama exports store and the config determines."""
+    return (name == _TIED and cfg.tie_word_embeddings) or name.endswith(".rotary_emb.inv_freq")
+
+
+def _check_tied(folder: Path) -> None:
+    """As they are stored: rounded to another type, equal ones would differ from others."""
+    both = {tensor.name: tensor.read() for tensor in _stored(folder) if tensor.name in (_TIED, _EMBEDDING)}
+    if not np.array_equal(both[_TIED], both[_EMBEDDING].astype(both[_TIED].dtype)):
         raise ModelError(
             f"{folder}: tie_word_embeddings is true but {_TIED} differs from model.embed_tokens.weight",
             "set tie_word_embeddings to false in config.json, or drop the tensor",
         )
-    return cfg, params
 
 
 def check_empty(folder: Path) -> None:
@@ -103,18 +121,28 @@ def save_params(
         raise
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+class Stored(NamedTuple):
+    """A tensor of a safetensors file that is open."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], np.ndarray]
+
+
+def _stored(folder: Path) -> Iterator[Stored]:
     """Every tensor of the folder's safetensors files, one at a time."""
     for path, expected in _files(folder).items():
         try:
             with safe_open(path, "np") as file:
                 names = list(file.keys())
-                absent = expected - set(names)
-                if absent:
+                if absent := expected - set(names):
                     raise ModelError(f"{path}: the index places {min(absent)} here and it is not", "download it again")
                 for name in names:
-                    _check_dtype(path, name, file.get_slice(name).get_dtype())
-                    yield name, file.get_tensor(name)
+                    header = file.get_slice(name)
+                    read = functools.partial(file.get_tensor, name)
+                    yield Stored(path, name, tuple(header.get_shape()), header.get_dtype(), read)
         except (SafetensorError, OSError) as e:
             raise ModelError(f"{path} cannot be read, it is corrupt or cut short: {e}", "download or copy it again") from e
 
@@ -133,11 +161,12 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}", "is it a Hugging Face model folder?")
     try:
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as e:
+        named = list(weight_map.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ModelError(f"{folder / INDEX} is not a safetensors index: {e!r}", "download it again") from e
     files: dict[Path, set[str]] = {}
-    for name, file in weight_map.items():
-        if Path(file).name != file:
+    for name, file in named:
+        if not isinstance(file, str) or Path(file).name != file:
             raise ModelError(f"{folder / INDEX}: {file!r} is not a file name of this folder")
         files.setdefault(folder / file, set()).add(name)
     for path in files:
@@ -146,15 +175,15 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     return files
 
 
-def _check_dtype(path: Path, name: str, dtype: str) -> None:
-    if dtype not in ("F32", "F16", "BF16") and not name.endswith(".inv_freq"):
+def _check_dtype(tensor: Stored) -> None:
+    if tensor.dtype not in ("F32", "F16", "BF16") and not tensor.name.endswith(".inv_freq"):
         raise ModelError(
-            f"{path}: {name} is {dtype}, only BF16, F16 and F32 weights can be trained",
+            f"{tensor.path}: {tensor.name} is {tensor.dtype}, only BF16, F16 and F32 weights can be trained",
             "start from the unquantised checkpoint",
         )
 
 
-def _check(entry: Entry, tensor: np.ndarray, folder: Path) -> None:
+def _check_shape(entry: Entry, tensor: Stored, folder: Path) -> None:
     if tensor.shape != entry.shape:
         raise ModelError(
             f"{folder}: {entry.hf_name} has shape {list(tensor.shape)}, config.json says {list(entry.shape)}",

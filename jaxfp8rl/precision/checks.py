@@ -12,6 +12,8 @@ import numpy as np
 from jax import Array
 
 from bridges.api import Capabilities, EngineFormats
+from jaxfp8rl.config import Config
+from jaxfp8rl.config_checks import is_uncorrected
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.exact import exact_jit
 from jaxfp8rl.losses.logprobs import token_logprobs
@@ -133,6 +135,17 @@ def untested_warning(engine: Capabilities) -> str | None:
     return (
         f"vLLM {engine.engine_version} has not been tested: 0.25 has on GPUs, 0.32 on CPUs. Where it rounds otherwise "
         "mismatch is larger: compare gate/mean_gap and mismatch/k3 with theirs (docs/precision.md)"
+    )
+
+
+def uncorrected_warning(cfg: Config) -> str | None:
+    """What to say at the start of a run whose engine samples in FP8 and that corrects nothing, as it was told it may."""
+    if not is_uncorrected(cfg):
+        return None
+    return (
+        f'precision.recipe "{cfg.precision.recipe}" samples in FP8 and correction.preset "{cfg.correction.preset}" corrects '
+        "nothing (correction.allow_uncorrected_fp8): a baseline, of which papers report that it collapses\n"
+        '  next step: watch mismatch/k3 and reward/mean; correction.preset = "token_tis" is what usually holds'
     )
 
 

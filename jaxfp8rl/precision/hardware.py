@@ -19,7 +19,7 @@ def products_of(choice: str, compute_dtype: str) -> str:
     """`precision.products` on this machine: "auto" is "pallas" on a Hopper GPU, else "tensor_core" where there are FP8 tensor
     cores, which has the same bits, else "float32".
 
-    Raises ConfigError for a choice that this machine has no hardware for, or the kernels no result in `compute_dtype`.
+    Raises ConfigError for a choice that this machine has no hardware for, or as `check_kernels`.
     """
     capability = _capability()
     runs = {
@@ -29,13 +29,11 @@ def products_of(choice: str, compute_dtype: str) -> str:
     }
     if choice == "auto":
         return next(name for name, here in runs.items() if here)
+    _check_products(choice, compute_dtype)
     if not runs[choice]:
-        needed = {"pallas": f"a Hopper GPU (capability {HOPPER}), and results in bfloat16 or float32",
-                  "tensor_core": "a GPU with FP8 tensor cores"}[choice]  # fmt: skip
-        raise ConfigError(
-            f'precision.products = "{choice}" needs {needed}; this is {_name()}, precision.compute_dtype "{compute_dtype}"',
-            'set precision.products = "auto": the same products by what is here',
-        )
+        needed = {"pallas": f"a Hopper GPU (capability {HOPPER})", "tensor_core": "a GPU with FP8 tensor cores"}[choice]
+        raise ConfigError(f'precision.products = "{choice}" needs {needed}; this is {_name()}',
+                          'set precision.products = "auto": the same products by what is here')  # fmt: skip
     return choice
 
 
@@ -45,9 +43,25 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> str:
     Raises ConfigError for "pallas" where they are not or do not.
     """
     problem = _no_attention(compute_dtype, model) or _no_hopper()
+    _refuse_attention(choice, problem)
+    return choice if choice != "auto" else "xla" if problem else "pallas"
+
+
+def check_kernels(products: str, attention: str, compute_dtype: str, model: ModelConfig) -> None:
+    """Raise ConfigError for kernels that are not for this model or type on any machine. No device is asked."""
+    _check_products(products, compute_dtype)
+    _refuse_attention(attention, _no_attention(compute_dtype, model))
+
+
+def _check_products(choice: str, compute_dtype: str) -> None:
+    if choice == "pallas" and compute_dtype == "float16":
+        raise ConfigError('precision.products = "pallas" has no results in precision.compute_dtype = "float16"',
+                          'set precision.products = "auto"')  # fmt: skip
+
+
+def _refuse_attention(choice: str, problem: str) -> None:
     if choice == "pallas" and problem:
         raise ConfigError(f'precision.attention = "pallas" {problem}', 'set precision.attention = "auto"')
-    return choice if choice != "auto" else "xla" if problem else "pallas"
 
 
 def _no_attention(compute_dtype: str, model: ModelConfig) -> str:

@@ -117,27 +117,16 @@ def test_a_slip_on_the_command_line_leaves_with_2_and_the_way_on(words, says, tm
     assert says in capsys.readouterr().err and not {"OUT", "nowhere"} & {p.name for p in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("preset, says", [
-    ("qwen3-8b-h200", "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`"),
-    ("llama3-8b-h200", "`hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct`"),
-    ("smollm2-135m", "`jaxfp8rl import-gguf models/smollm2-135m` makes it"),
-])
-def test_a_preset_without_its_weights_says_where_they_come_from(preset, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", preset, "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert f"model.path: no model config at {load_config(preset).model.path}" in said and says in said
-
-
 @pytest.mark.parametrize("cache", ["kv_cache_gib", "gpu_memory_utilization"])
-def test_a_dry_run_needs_the_model_configuration_alone(cache, tmp_path, capsys):
-    """And says of the engine's part where it is not known."""
+def test_a_plan_needs_the_model_configuration_alone(cache, tmp_path, capsys):
+    """And says of the engine's part where it is not known. A run needs more, which is refused below the plan."""
     (tmp_path / "config.json").write_text(json.dumps(qwen3("0.6b")))
     words = ["--rollout.engine", "vllm", f"--rollout.{cache}", "0.5", "--model.config", "{}", "--model.path", str(tmp_path)]
-    assert main(["train", "demo", "--dry-run", *words]) == 0
-    out = capsys.readouterr().out
+    assert main(["train", "demo", "--dry-run", *words]) == 2
+    out, err = capsys.readouterr()
     assert "master weights" in out and ("with vLLM\n" in out) == (cache == "kv_cache_gib")
     assert ("takes rollout.gpu_memory_utilization of the GPU" in out) == (cache != "kv_cache_gib")
+    assert f"{tmp_path} holds neither model.safetensors nor" in err
 
 
 # Fuzzing: a demo config of which a few pieces are something else. FUZZ inputs each, six times as many in `make test-thorough`.

@@ -181,7 +181,7 @@ def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, cap
     assert "[rollout]" in out and "master weights" in out and out.count("  total\n") == 1
     assert cli.main(["train", config, "--dry-run", "--sft.steps", "1"]) == 0
     assert "memory of the warm start" in (out := capsys.readouterr().out) and out.count("  total\n") == 2
-    assert cli.main(["sft", config, "--dry-run"]) == 0
+    assert cli.main(["sft", config, "--dry-run", "--sft.steps", "1"]) == 0
     assert "memory of the warm start" in (out := capsys.readouterr().out) and out.count("  total\n") == 1
     assert trained == []
 

@@ -273,7 +273,7 @@ def test_the_choices_of_the_loss_are_those_that_exist():
     fields = {name: set(typing.get_args(config.Loss.model_fields[name].annotation)) for name in config.Loss.model_fields}
     assert fields["objective"] == set(OBJECTIVES) and fields["advantage"] == set(ADVANTAGES)
     assert fields["aggregation"] == set(AGGREGATIONS)
-    assert set(config.Correction.model_fields) - {"preset"} == set(CorrectionConfig._fields)
+    assert set(config.Correction.model_fields) - {"preset", "allow_uncorrected_fp8"} == set(CorrectionConfig._fields)
     assert config.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
     assert set(config.RejectionSection.model_fields) == set(Rejection._fields)
     assert set(ObjectiveConfig._fields) - {"kind"} <= set(fields)
