@@ -129,7 +129,7 @@ def begun() -> None:
 
 def learned() -> None:
     """The model has been trained on every problem."""
-    write_seen("model", digests_of([Problem(f"{i}+1=", str(i + 1)) for i in range(40)]))
+    write_seen("model", digests_of([Problem(str(i), f"{i}+1=", str(i + 1)) for i in range(40)]))
 
 
 GOOD = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]
