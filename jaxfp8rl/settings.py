@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 import textwrap
 import types
 import typing
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import pydantic
 
+from jaxfp8rl import other_names
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes
 from jaxfp8rl.errors import ConfigError
@@ -58,16 +60,24 @@ def describe(found: list[Setting]) -> str:
 
 
 def find(word: str) -> list[Setting]:
-    """Settings whose name, choices or description have `word` in them, those first that are called so. Raises ConfigError, with
-    the nearest name, where there is none."""
+    """Settings whose name, choices or description have `word` in them, as a whole word if any has, those first that are called
+    so; of a word of other frameworks, those that stand for it. Raises ConfigError, with the nearest name, where there is none."""
     word, everything = word.lower().removeprefix("--"), settings()
-    named = sorted((s for s in everything if word in s.name), key=lambda s: s.key != word)
-    about = lambda s: f"{s.kind} {s.description}".lower()
-    found = named + [s for s in everything if s not in named and (word in about(s) or word.replace("_", " ") in about(s))]
+    meant = re.findall(r"\w+\.\w+", " ".join(other_names.here(word)))
+    theirs = [s for s in everything if s.name in meant]
+    whole, part = rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", re.escape(word)
+    found = theirs or _speak_of(whole, everything) or _speak_of(part, everything)
     if not found:
         hit = difflib.get_close_matches(word, [s.key for s in everything], 1, 0.6)
         raise ConfigError(f"no setting speaks of {word!r}", f"jaxfp8rl config --find {hit[0]}" if hit else "jaxfp8rl config: all")
     return found
+
+
+def _speak_of(pattern: str, everything: list[Setting]) -> list[Setting]:
+    """Those whose name has it, then those whose meaning has, with or without its underscores."""
+    within = re.compile(f"{pattern}|{pattern.replace('_', ' ')}").search
+    named = sorted((s for s in everything if within(s.name)), key=lambda s: not re.fullmatch(pattern, s.key))
+    return named + [s for s in everything if s not in named and within(f"{s.kind} {s.description}".lower())]
 
 
 def format_differences(a: Config, b: Config) -> str:

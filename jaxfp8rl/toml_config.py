@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 
 from jaxfp8rl.config import Config, Run, Section
+from jaxfp8rl.other_names import key_here, value_here
 from jaxfp8rl.errors import ConfigError, nearest
 
 KeyPath = tuple[str, ...]
@@ -263,6 +264,9 @@ def unknown_key(path: KeyPath) -> str:
     homes = [f"{s}.{key}" for s, model in SECTIONS.items() if key in model.model_fields]
     if homes:
         return f'unknown key: "{key}" belongs to {" or ".join(homes)}'
+    ours = key_here(key)
+    if ours and not (sections == ["optim"] and ours.startswith("loss.")):  # optim.beta and optim.epsilon are Adam's
+        return f'unknown key: "{key}" of other frameworks is {ours} here'
     if not sections:
         everything = {f"{s}.{k}": k for s, model in SECTIONS.items() for k in model.model_fields}
         if (dotted := key.replace("_", ".", 1)) in everything:  # --run-dir
@@ -294,7 +298,9 @@ def _explain(err: Mapping[str, Any]) -> str:
         return f"missing; it has no default{_description(path)}"
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", err["ctx"]["expected"])
-        return f"{json.dumps(got, default=str)} is not a choice{nearest(str(got), options)}"
+        ours = value_here(".".join(path), str(got))
+        hint = f": here it is {ours}" if ours else nearest(str(got), options)
+        return f"{json.dumps(got, default=str)} is not a choice{hint}"
     if kind in LIMITS:
         key, words = LIMITS[kind]
         return f"must be {words} {err['ctx'][key]:g}, got {got}"
