@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
@@ -35,6 +35,9 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, int | str) and not isinstance(value, bool) else value
 
 
+File = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]  # ~/runs: a shell puts the home in, but not into a file
+
+
 class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -42,7 +45,7 @@ class Section(pydantic.BaseModel):
 class Run(Section):
     """The run as a whole."""
 
-    dir: str = Field(min_length=1, description="run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/")
+    dir: File = Field(min_length=1, description="run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/")
     steps: int = Field(ge=1, description="GRPO steps; one step is one rollout batch")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of initialisation, the order of problems, and sampling")
     eval_every: int = Field(20, ge=0, description="steps between evaluations on held-out problems; 0: only first and last")
@@ -65,19 +68,13 @@ class Run(Section):
         (), strict=False, description='metric sinks besides console and JSONL, for example ["wandb"]'
     )
 
-    @pydantic.field_validator("dir")
-    @classmethod
-    def _at_home(cls, path: str) -> str:
-        """~/runs, which a shell would have put in, and a file has not."""
-        return str(Path(path).expanduser()) if path.startswith("~") else path
-
 
 class Model(Section):
     """Where the policy comes from: an HF folder, or an HF config given inline and initialised at random."""
 
-    path: str = Field("", description="HF folder with config.json and safetensors; empty: use `config`")
+    path: File = Field("", description="HF folder with config.json and safetensors; empty: use `config`")
     config: dict[str, Any] = Field({}, description="an HF config.json as a table, for a model from scratch")
-    tokenizer: str = Field("", description='HF folder with tokenizer.json, or "chars:..." ; empty: `path`')
+    tokenizer: File = Field("", description='HF folder with tokenizer.json, or "chars:..." ; empty: `path`')
 
 
 class RewardSection(Section):
@@ -94,8 +91,8 @@ class Task(Section):
 
     kind: Literal["arithmetic", "reasoning_gym", "file"] = Field(description="sums, a generator of reasoning-gym, or your rows")
     name: str = Field("", description="generator of reasoning-gym")
-    path: str = Field("", description="rows of prompts and answers: a file (JSON Lines, JSON, CSV, Parquet), a folder or a glob")
-    held_out_path: str = Field("", description="held-out rows, as `path`; empty: a seeded fraction of `path`")
+    path: File = Field("", description="rows of prompts and answers: a file (JSON Lines, JSON, CSV, Parquet), a folder or a glob")
+    held_out_path: File = Field("", description="held-out rows, as `path`; empty: a seeded fraction of `path`")
     seed: int = Field(0, ge=0, lt=2**31, description="draws problems and which are held out; run.seed does not")
     options: dict[str, Any] = Field({}, description="options of the kind of task, checked by it (docs/tasks.md)")
     system_prompt: str = Field("", description="put before a prompt that is rendered with the chat template")
@@ -114,7 +111,7 @@ class Task(Section):
     scorer: str = Field(
         "", description='of a file task: exact (also when empty), math_verify, or "module:function" of your own (docs/tasks.md)'
     )
-    scorer_folder: str = Field(
+    scorer_folder: File = Field(
         "", description="where the module of a scorer of your own is looked for first; empty: the folder of the config file"
     )
     rewards: tuple[RewardSection, ...] = Field(
@@ -193,7 +190,7 @@ class Rollout(Section):
         (), strict=False, description='GPUs that these servers see, in equal shares (CUDA_VISIBLE_DEVICES); empty: as here'
     )
     server_url: str = Field("", description='a server that runs already, for engine "remote"; empty: one is started')
-    server_token_file: str = Field("", description="the file with that server's token")
+    server_token_file: File = Field("", description="the file with that server's token")
     lag: int = Field(
         0, ge=0, le=1, description="1: a step's batch is sampled while the step before learns, at weights one version older"
     )
@@ -389,7 +386,7 @@ class Train(Section):
     remat: Literal["none", "layer", "products", "mlp"] = Field(
         "none", description="what of a layer the backward pass computes again: less is faster, for memory (docs/performance.md)"
     )
-    compilation_cache: str = Field(
+    compilation_cache: File = Field(
         "", description="folder where compiled programs are kept for later runs; empty: what JAX_COMPILATION_CACHE_DIR says"
     )
     data: int = Field(1, ge=1, description="groups of devices that the rows of a micro-batch lie over (docs/sharding.md)")
