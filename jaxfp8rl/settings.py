@@ -66,7 +66,7 @@ def find(word: str) -> list[Setting]:
     meant = re.findall(r"\w+\.\w+", " ".join(other_names.here(word)))
     theirs = [s for s in everything if s.name in meant]
     whole, part = rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", re.escape(word)
-    found = theirs or _speak_of(whole, everything) or _speak_of(part, everything)
+    found = theirs + [s for s in _speak_of(whole, everything) if s not in theirs] or _speak_of(part, everything)
     if not found:
         hit = difflib.get_close_matches(word, [s.key for s in everything], 1, 0.6)
         raise ConfigError(f"no setting speaks of {word!r}", f"jaxfp8rl config --find {hit[0]}" if hit else "jaxfp8rl config: all")
