@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
+from jaxfp8rl.base_model import FOLDER
 from jaxfp8rl import support
 from jaxfp8rl.batches import Batches
 from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
@@ -161,7 +162,7 @@ def preflight(cfg: Config) -> Prepared:
     check_engine_settings(cfg)
     model = with_options(model_config(cfg), cfg)
     runs = check_shape(cfg, model)
-    if cfg.model.path:
+    if cfg.model.path and not (Path(cfg.run.dir) / FOLDER).is_dir():  # a run that has begun goes on from its checkpoint
         check_weights(cfg.model.path, model)
     data = load_data(cfg, model)
     return Prepared(model, runs, data, data.questions(cfg))
