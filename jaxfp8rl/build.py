@@ -13,7 +13,6 @@ import numpy as np
 import optax
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
-from jaxfp8rl.base_model import FOLDER
 from jaxfp8rl import support
 from jaxfp8rl.batches import Batches
 from jaxfp8rl.calibrate import ClipCalibration, KvCalibration
@@ -154,15 +153,16 @@ class Prepared:
     questions: Questions
 
 
-def preflight(cfg: Config) -> Prepared:
-    """All that can be checked of a run without a device, which `--dry-run` does as well as a run. Raises UserErrors in the order
-    cheapest first: config, model shape, the headers of its weights, tokenizer, data."""
+def preflight(cfg: Config, fresh: bool = False) -> Prepared:
+    """All that can be checked of a run without a device, which `--dry-run` does as well as a run. `fresh`: it begins with the
+    weights in model.path, not with a checkpoint. Raises UserErrors in the order cheapest first: config, model shape, the headers
+    of its weights, tokenizer, data."""
     cfg.check()
     check_kept(cfg.train.compilation_cache)
     check_engine_settings(cfg)
     model = with_options(model_config(cfg), cfg)
     runs = check_shape(cfg, model)
-    if cfg.model.path and not (Path(cfg.run.dir) / FOLDER).is_dir():  # a run that has begun goes on from its checkpoint
+    if fresh and cfg.model.path:
         check_weights(cfg.model.path, model)
     data = load_data(cfg, model)
     return Prepared(model, runs, data, data.questions(cfg))
@@ -180,11 +180,11 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     return runs
 
 
-def build(cfg: Config, group: ProcessGroup = ALONE) -> Parts:
+def build(cfg: Config, group: ProcessGroup = ALONE, fresh: bool = False) -> Parts:
     """Assemble a run, as this process of its `group` has it. Raises UserErrors: those of `preflight`, then what devices or the
     engine refuse."""
     share_gpu(cfg)  # before anything asks JAX for its devices
-    prepared = preflight(cfg)
+    prepared = preflight(cfg, fresh)
     model, runs, data = prepared.model, prepared.runs, prepared.data
     keep_compiled(cfg.train.compilation_cache)
     layout = make_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)

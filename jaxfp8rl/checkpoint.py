@@ -107,6 +107,14 @@ class Checkpoints:
                                   "go on with the version that wrote it, or begin another run from what it exports")  # fmt: skip
         return jax.tree.map(_typed, saved["state"]), saved["loop"]
 
+    def loop_state(self) -> dict[str, Any]:
+        """The loop's own state of the newest checkpoint, whose other files are not read. Raises CheckpointError."""
+        folder = self._folder / str(self.kept(None, ""))
+        try:
+            return ocp.load_checkpointables(folder, {"loop": None})["loop"]
+        except Exception as e:  # Orbax's are of many kinds
+            raise CheckpointError(f"{folder} cannot be read: {str(e)[:300]}", "--resume goes back to a sound one") from e
+
     def _sound(self, steps: list[int]) -> int:
         """The newest of `steps` whose files are what was written."""
         for step in reversed(steps):

@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if argv and not argv[0].startswith("-") and argv[0] not in (known := _commands()):
         raise ConfigError(f"{argv[0]}: no such command{nearest(argv[0], known)}", "jaxfp8rl --help")
     words, overrides = (argv, []) if argv[:1] == ["bench"] else split_overrides(argv)  # whose options are the benchmark's own
-    args, extra = _parser().parse_known_args(words)
+    args, extra = _parser().parse_known_args(list(map(_at_home, words)))
     if extra:
         flag = extra[0].partition("=")[0]
         a_key = flag.startswith("--") and hasattr(args, "config")
@@ -95,6 +95,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if others and not hasattr(args, "config"):
         raise ConfigError(f"{overrides[0]}: `jaxfp8rl {args.command}` reads no config", f"jaxfp8rl {args.command} --help")
     return args, overrides
+
+
+def _at_home(word: str) -> str:
+    """~/a and --out=~/a, of which not every shell puts in the second."""
+    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups()
+    return (option or "") + os.path.expanduser(path)
 
 
 def _options(command: str) -> list[str]:

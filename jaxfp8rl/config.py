@@ -9,12 +9,13 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from jaxfp8rl.data.tokenizer import DATE
+from jaxfp8rl.data.tokenizer import CHARS_PREFIX, DATE
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rewards.verifiers import CALLABLE, THINK_TAGS
 
@@ -35,7 +36,17 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, int | str) and not isinstance(value, bool) else value
 
 
-File = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]  # ~/runs: a shell puts the home in, but not into a file
+def _expanded(path: str) -> str:
+    """With ~ and $NAME, which a shell would have put in, and a file has not. Raises ValueError for a name that is not set."""
+    if path.startswith(CHARS_PREFIX):
+        return path
+    found = os.path.expanduser(os.path.expandvars(path))
+    if unset := re.search(r"\$(\w+|\{\w+\})", found):
+        raise ValueError(f"{path}: the environment has no {unset[0]}")
+    return found
+
+
+File = Annotated[str, pydantic.AfterValidator(_expanded)]  # the name of a file or folder
 
 
 class Section(pydantic.BaseModel):

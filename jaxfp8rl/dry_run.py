@@ -19,7 +19,7 @@ from jaxfp8rl.models.config import ModelConfig, how_to_get
 from jaxfp8rl.models.known import awaited, known_shape
 from jaxfp8rl.processes import check_environment
 from jaxfp8rl.registry import engine_lacks
-from jaxfp8rl.resume import check_start
+from jaxfp8rl.resume import check_data, check_start
 from jaxfp8rl.routing import with_options
 from jaxfp8rl.run_directory import check_claimable
 from jaxfp8rl.sft import check_sft, prepare_sft
@@ -31,7 +31,7 @@ WARM_START = "memory of the warm start, on one device, without an engine"
 def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     """Of `train`. The plan is printed as soon as config and shape are right; what is refused after it is refused all the same."""
     began = time.perf_counter()
-    cfg = check_start(cfg, resume, fork_of)
+    cfg, fresh = check_start(cfg, resume, fork_of), not (resume or fork_of)
     check_environment(cfg.train.processes)
     check_claimable(cfg, resume)
     model, of = _shape(cfg)
@@ -48,8 +48,10 @@ def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     if awaited(cfg.model.path):
         checked = _without_model(cfg, task)
     else:
-        data = preflight(cfg).data
-        task, checked = data.task, f"{_counts(len(data.train), len(data.held_out))}, {_of_model(cfg)}"
+        data = preflight(cfg, fresh).data
+        if resume:
+            check_data(cfg, data)
+        task, checked = data.task, f"{_counts(len(data.train), len(data.held_out))}, {_of_model(cfg, fresh)}"
     open_rewards(cfg, task, workers=1).close()
     _done(f"{checked}, the scorer", began)
 
@@ -64,7 +66,7 @@ def dry_run_sft(cfg: Config) -> None:
     if awaited(cfg.model.path):
         return _done(_without_model(cfg, task), began)
     _, data, _ = prepare_sft(cfg)
-    _done(f"{_counts(len(data.train), len(data.held_out))}, {_of_model(cfg)}", began)
+    _done(f"{_counts(len(data.train), len(data.held_out))}, {_of_model(cfg, True)}", began)
 
 
 def _shape(cfg: Config) -> tuple[ModelConfig, str]:
@@ -90,8 +92,8 @@ def _counts(train: int, held_out: int) -> str:
     return f"{train:,} problems and {held_out:,} held out"
 
 
-def _of_model(cfg: Config) -> str:
-    return "the tokenizer" + (", names and shapes of the weights" if cfg.model.path else "")
+def _of_model(cfg: Config, fresh: bool) -> str:
+    return "the tokenizer" + (", names and shapes of the weights" if fresh and cfg.model.path else "")
 
 
 def _done(checked: str, began: float) -> None:

@@ -56,7 +56,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         check_memory(cfg, fresh)
         stack.enter_context(explained(cfg, fresh))
         watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s, f"{cfg.run.dir}/stacks{group.suffix}.txt"))
-        parts = stack.enter_context(contextlib.closing(build(cfg, group)))
+        parts = stack.enter_context(contextlib.closing(build(cfg, group, fresh)))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group))
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(parts.precision, parts.model, parts.support_width > 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8rl.base_model import check_base_model, with_base_model
-from jaxfp8rl.build import Parts, on_devices
+from jaxfp8rl.build import Data, Parts, on_devices
 from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes, described, settled
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.seen import check_unseen, read_seen
+from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
 from jaxfp8rl.low_bit import decode, is_scaled
 from jaxfp8rl.models.module import init_params
@@ -49,11 +51,7 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
     """
     run.phase("restore")
     state, loop, step = run.restore(_like(parts))
-    if loop["tokenizer"] != parts.tokenizer.fingerprint():
-        raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary", "resume with the same one")
-    for what in (what for what, digest in parts.contents.items() if loop["contents"][what] != digest):
-        raise CheckpointError(f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
-                              "restore the task's files and the tokenizer, or begin another run (--fork)")  # fmt: skip
+    _check_same(loop, parts.tokenizer, parts.contents)
     parts.batches.restore(loop, step)
     _take_up(parts, loop)
     if parts.cfg.loss.kl_coef:
@@ -65,6 +63,19 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
         run.note(said)
     run.rewind(step)
     return state, step
+
+
+def check_data(cfg: Config, data: Data) -> None:
+    """Refuse, as `restore` does, other data than the newest checkpoint was taken on; whether that is sound is not asked."""
+    _check_same(Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).loop_state(), data.tokenizer, data.contents())
+
+
+def _check_same(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[str, str]) -> None:
+    if loop["tokenizer"] != tokenizer.fingerprint():
+        raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary", "resume with the same one")
+    for what in (what for what, digest in contents.items() if loop["contents"][what] != digest):
+        raise CheckpointError(f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
+                              "restore the task's files and the tokenizer, or begin another run (--fork)")  # fmt: skip
 
 
 def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
@@ -94,6 +105,7 @@ def check_forkable(cfg: Config, source: str) -> None:
 
 
 def _source(text: str) -> tuple[Path, int | None]:
+    text = os.path.expanduser(text)
     name, _, step = text.rpartition("@")
     return (Path(name), int(step)) if name and step.isdecimal() else (Path(text), None)
 

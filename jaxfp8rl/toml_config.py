@@ -11,6 +11,7 @@ import datetime
 import functools
 import importlib.resources
 import json
+import os
 import re
 import sys
 import tomllib
@@ -123,7 +124,7 @@ def presets() -> dict[str, Traversable]:
 
 def _read(path: str) -> tuple[str, str]:
     """(name for messages, text) of a file, or of a preset named by its bare name."""
-    file = Path(path)
+    file = Path(os.path.expanduser(path))
     shipped = presets()
     if file.is_file():
         source: Path | Traversable = file
@@ -292,6 +293,8 @@ def _section_at(path: Sequence[str]) -> type[Section]:
 def _explain(err: Mapping[str, Any]) -> str:
     """A pydantic error as a line for the user."""
     kind, path, got = err["type"], tuple(map(str, err["loc"])), err["input"]
+    if kind == "value_error":  # of a check of ours
+        return str(err["ctx"]["error"])
     if kind == "extra_forbidden":
         return unknown_key(path)
     if kind == "missing":

@@ -24,6 +24,7 @@ from jaxfp8rl.checkpoint import Checkpoints
 from jaxfp8rl.cli import main
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.tokenizer import load_tokenizer
+from jaxfp8rl.dry_run import dry_run
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteStep
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.jsonl import read_metrics
@@ -276,9 +277,10 @@ def test_a_finished_run_resumes_to_nothing(copy, straight):
 )
 def test_resuming_as_another_run_is_refused_and_touches_nothing(copy, change, message):
     contents = lambda: {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file() and p.name != "notes.txt"}
-    before = contents()
-    with pytest.raises(CheckpointError, match=message):
-        loop.train(config(copy, run__steps=12, **{k.replace(".", "__"): v for k, v in change.items()}), resume=True)
+    before, cfg = contents(), config(copy, run__steps=12, **{k.replace(".", "__"): v for k, v in change.items()})
+    for attempt in (dry_run, loop.train):
+        with pytest.raises(CheckpointError, match=message):
+            attempt(cfg, resume=True)
     assert contents() == before
 
 

@@ -119,7 +119,7 @@ def test_what_is_not_a_runs_own_is_left_alone(tmp_path):
 def test_a_run_directory_has_a_name_and_home_is_home():
     with pytest.raises(ConfigError, match="run.dir"):
         load_config("demo", ["--run.dir", ""])
-    assert load_config("demo", ["--run.dir", "~/runs/a"]).run.dir == str(Path.home() / "runs" / "a")
+    assert load_config("demo", ["--run.dir", "~/runs/a"]).run.dir == str(Path.home() / "runs" / "a")  # others: test_paths.py
 
 
 def test_what_does_not_go_with_the_vocabulary_is_said_before_anything_loads(tmp_path):

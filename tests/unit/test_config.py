@@ -412,17 +412,3 @@ def test_config_errors_load_neither_jax_nor_torch(write):
         "sys.exit(bool({'jax', 'torch', 'transformers'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code, write(GOOD)], check=True)
-
-
-@pytest.mark.parametrize("key", [
-    "run.dir", "model.path", "model.tokenizer", "task.path", "task.held_out_path", "task.scorer_folder",
-    "train.compilation_cache",
-])
-def test_a_tilde_is_the_home_in_every_place(key, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    section, name = key.split(".")
-    own = ["--task.kind", "file", "--task.path", "x.jsonl", "--task.options", "{}"]
-    own += ["--task.scorer", "mine:score"] if name == "scorer_folder" else []
-    own += ["--model.config", "{}"] if key == "model.path" else []
-    at = lambda place: getattr(getattr(load_config("demo", [*own, f"--{key}", place]), section), name)
-    assert at("~/a b/c") == "/home/someone/a b/c" and at("a/~/c") == "a/~/c" and at("~no-such-user/c") == "~no-such-user/c"
