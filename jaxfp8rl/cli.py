@@ -193,7 +193,7 @@ def _config_options(commands: argparse._SubParsersAction) -> None:
     config.set_defaults(run=_config)
     config.add_argument("config", metavar="CONFIG", nargs="?", help="a TOML file or the name of a preset")
     only_one = config.add_mutually_exclusive_group()
-    only_one.add_argument("--find", metavar="WORD", help="the settings whose name or meaning has WORD in it")
+    only_one.add_argument("--find", nargs="+", metavar="WORD", help="the settings whose name or meaning has all words in it")
     only_one.add_argument("--presets", action="store_true", help="the shipped configs, and what each is for")
     only_one.add_argument("--diff", nargs=2, metavar=("A", "B"), help="the settings in which two configs, or runs, differ")
 
@@ -269,7 +269,7 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> None:
     elif args.diff:
         print(format_differences(*(load_config(_of_run(path)) for path in args.diff)))
     else:
-        print(format_presets() if args.presets else describe(find(args.find) if args.find else settings()))
+        print(format_presets() if args.presets else describe(find(*args.find) if args.find else settings()))
 
 
 def _of_run(path: str) -> str:

@@ -16,6 +16,7 @@ from jaxfp8rl import other_names
 from jaxfp8rl.config import Config
 from jaxfp8rl.config_changes import changes
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.other_names import plain
 from jaxfp8rl.toml_config import SECTIONS, presets, to_toml
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -59,25 +60,31 @@ def describe(found: list[Setting]) -> str:
     return "\n\n".join("\n".join(lines) for lines in by_section.values())
 
 
-def find(word: str) -> list[Setting]:
-    """Settings whose name, choices or description have `word` in them, as a whole word if any has, those first that are called
-    so; of a word of other frameworks, those that stand for it. Raises ConfigError, with the nearest name, where there is none."""
-    word, everything = word.lower().removeprefix("--"), settings()
-    meant = re.findall(r"\w+\.\w+", " ".join(other_names.here(word)))
+def find(*words: str) -> list[Setting]:
+    """Settings whose name, choices or description have all `words` in them, as whole words if any has, those first that are
+    called so; and of a name of other frameworks those that stand for it. Raises ConfigError, with the nearest, where none is."""
+    everything, asked = settings(), " ".join(words)
+    words = tuple(plain(word) for word in asked.split())
+    meant = re.findall(r"\w+\.\w+", " ".join(other_names.here("_".join(words))))
     theirs = [s for s in everything if s.name in meant]
-    whole, part = rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", re.escape(word)
-    found = theirs + [s for s in _speak_of(whole, everything) if s not in theirs] or _speak_of(part, everything)
+    whole = _speak_of([rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])" for word in words], everything)
+    found = theirs + [s for s in whole if s not in theirs] or _speak_of(list(map(re.escape, words)), everything)
     if not found:
-        hit = difflib.get_close_matches(word, [s.key for s in everything], 1, 0.6)
-        raise ConfigError(f"no setting speaks of {word!r}", f"jaxfp8rl config --find {hit[0]}" if hit else "jaxfp8rl config: all")
+        near = next((hit for word in words for hit in _nearest(word, everything)), "")
+        raise ConfigError(f"no setting speaks of {asked!r}", f"jaxfp8rl config --find {near}" if near else "jaxfp8rl config: all")
     return found
 
 
-def _speak_of(pattern: str, everything: list[Setting]) -> list[Setting]:
-    """Those whose name has it, then those whose meaning has, with or without its underscores."""
-    within = re.compile(f"{pattern}|{pattern.replace('_', ' ')}").search
-    named = sorted((s for s in everything if within(s.name)), key=lambda s: not re.fullmatch(pattern, s.key))
-    return named + [s for s in everything if s not in named and within(f"{s.kind} {s.description}".lower())]
+def _speak_of(patterns: list[str], everything: list[Setting]) -> list[Setting]:
+    """Those whose name has all of them, then those whose name and meaning have, with or without underscores."""
+    spaced = [re.compile(pattern.replace("_", "[_ ]")) for pattern in patterns]
+    have = lambda text: all(pattern.search(text.lower()) for pattern in spaced)
+    named = sorted((s for s in everything if have(s.name)), key=lambda s: not spaced[0].fullmatch(s.key))
+    return named + [s for s in everything if s not in named and have(f"{s.name} {s.kind} {s.description}")]
+
+
+def _nearest(word: str, everything: list[Setting]) -> list[str]:
+    return difflib.get_close_matches(word, [*(s.key for s in everything), *other_names.names()], 1, 0.6)
 
 
 def format_differences(a: Config, b: Config) -> str:

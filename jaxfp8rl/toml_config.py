@@ -24,11 +24,12 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 
 from jaxfp8rl.config import Config, Run, Section
-from jaxfp8rl.other_names import key_here, value_here
 from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.other_names import key_here, plain, value_here
 
 KeyPath = tuple[str, ...]
 MAX_PROBLEMS = 10
+NAMED = 4  # keys of a table that a refusal names
 RESOLVED = f"# {Run.__doc__}\n[run]\n"  # so `dump_config` begins
 
 
@@ -45,7 +46,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
     overrides: command-line words, `["--optim.lr", "1e-6", "--run.dir=runs/a"]`. Raises ConfigError.
     """
-    name, text = _read(path)
+    name, text = _read(path := os.path.expanduser(path))
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -124,7 +125,7 @@ def presets() -> dict[str, Traversable]:
 
 def _read(path: str) -> tuple[str, str]:
     """(name for messages, text) of a file, or of a preset named by its bare name."""
-    file = Path(os.path.expanduser(path))
+    file = Path(path)
     shipped = presets()
     if file.is_file():
         source: Path | Traversable = file
@@ -259,15 +260,19 @@ EXPECTED = {"int": "an integer", "float": "a number", "string": "a string", "boo
             "dict": "a table", "model": "a section of keys, [section]"}  # fmt: skip
 
 
-def unknown_key(path: KeyPath) -> str:
-    """Why `path` is no key: the section it belongs to, or the nearest name."""
-    *sections, key = path
+def unknown_key(path: KeyPath, got: Any = None) -> str:
+    """Why `path` is no key: the section it belongs to, what it is called here, or the nearest name. `got`: what was given, of
+    another framework's table its keys."""
+    *sections, key = path[:-1] + (plain(path[-1]),)
+    if ours := key_here(".".join(path)):
+        return f'unknown key: "{path[-1]}" of other frameworks is {ours} here'
+    if inner := [(".".join(p), ours) for p in _paths(got) if (ours := key_here(".".join(p)))] if isinstance(got, dict) else []:
+        return "unknown section of other frameworks: " + ", ".join(f'"{name}" is {ours} here' for name, ours in inner[:NAMED])
     homes = [f"{s}.{key}" for s, model in SECTIONS.items() if key in model.model_fields]
+    if ".".join((*sections, key)) in homes:
+        return f'unknown key (did you mean "{key}"?)'
     if homes:
-        return f'unknown key: "{key}" belongs to {" or ".join(homes)}'
-    ours = key_here(key)
-    if ours and not (sections == ["optim"] and ours.startswith("loss.")):  # optim.beta and optim.epsilon are Adam's
-        return f'unknown key: "{key}" of other frameworks is {ours} here'
+        return f'unknown key: "{path[-1]}" belongs to {" or ".join(homes)}'
     if not sections:
         everything = {f"{s}.{k}": k for s, model in SECTIONS.items() for k in model.model_fields}
         if (dotted := key.replace("_", ".", 1)) in everything:  # --run-dir
@@ -296,12 +301,12 @@ def _explain(err: Mapping[str, Any]) -> str:
     if kind == "value_error":  # of a check of ours
         return str(err["ctx"]["error"])
     if kind == "extra_forbidden":
-        return unknown_key(path)
+        return unknown_key(path, got)
     if kind == "missing":
         return f"missing; it has no default{_description(path)}"
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", err["ctx"]["expected"])
-        ours = value_here(".".join(path), str(got))
+        ours = value_here(".".join(path), got, options)
         hint = f": here it is {ours}" if ours else nearest(str(got), options)
         return f"{json.dumps(got, default=str)} is not a choice{hint}"
     if kind in LIMITS:

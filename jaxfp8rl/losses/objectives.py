@@ -25,6 +25,7 @@ from jax import Array
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
 from jaxfp8rl.losses.segments import segment_total
+from jaxfp8rl.other_names import value_here
 
 SEQUENCE_LOG_RATIO_CAP = 10.0  # of a mean over a sequence, as verl's GSPO
 KL_CAP = 10.0  # of the k3 estimate, as verl and NeMo RL; NeMo RL caps k1 and k2 as well
@@ -252,8 +253,8 @@ def policy_loss(
 def objective_parameters(config: ObjectiveConfig) -> dict[str, float | None]:
     """The objective's parameters, defaults filled in. Raises ConfigError: unknown kind, foreign or impossible parameter."""
     if config.kind not in OBJECTIVES:
-        hint = _OTHER_NAMES.get(config.kind)
-        hint = f' (here: "{hint}")' if hint else nearest(config.kind, OBJECTIVES)
+        ours = value_here("loss.objective", config.kind)
+        hint = f": here it is {ours}" if ours else nearest(config.kind, OBJECTIVES)
         raise ConfigError(f'objective "{config.kind}" is unknown{hint}')
     signature = inspect.signature(OBJECTIVES[config.kind]).parameters
     known = {name: p.default for name, p in signature.items() if name != "x"}
@@ -375,9 +376,6 @@ _KL: dict[str, Callable[[Array], Array]] = {
 _k3 = lambda d: jnp.expm1(-d) + d
 KL_KINDS = (*_KL, *(f"{kind}+" for kind in _KL), "k1_score", "k2_score", "k3_score")
 
-_OTHER_NAMES = {
-    "grpo": "ppo_clip", "vanilla": "ppo_clip", "dapo": "ppo_clip", "geo_mean": "gmpo", "dppo": "dppo_tv", "pg": "reinforce",
-}  # fmt: skip
 _LEAST = {"dual_clip": 1.0, "ratio_cap": 1.0}  # of the others: 0
 _ABOVE = ("dual_clip", "tau_positive", "tau_negative", "cov_fraction")  # their least value itself is out
 _MEANING = {

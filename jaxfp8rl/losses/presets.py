@@ -19,6 +19,7 @@ import math
 
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection
+from jaxfp8rl.other_names import value_here
 
 NONE = CorrectionConfig(weight="none")
 VERL_GEO = Rejection("sequence", "k1", "mean", math.log(0.999), math.log(1.001), inverse=True)
@@ -128,7 +129,9 @@ PRESETS: dict[str, CorrectionConfig] = {
 def get_preset(name: str) -> CorrectionConfig:
     """The correction called `name`. Raises ConfigError with the nearest names."""
     if name not in PRESETS:
-        raise ConfigError(f'correction.preset "{name}" does not exist{nearest(name, PRESETS)}',
+        ours = value_here("correction.preset", name)
+        hint = f": here it is {ours}" if ours else nearest(name, PRESETS)
+        raise ConfigError(f'correction.preset "{name}" does not exist{hint}',
                           "docs/corrections.md lists every preset with its arithmetic")  # fmt: skip
     return PRESETS[name]
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.other_names import value_here
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import AMAX_FLOOR
 
@@ -149,8 +150,8 @@ class Precision:
 def get_recipe(name: str) -> Recipe:
     """The recipe of that name; ConfigError otherwise, with the name that it is a slip of, or all: "fp8" is a part of several."""
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, 1, 0.8)
-        hint = f'did you mean "{close[0]}"?' if close else f"known: {', '.join(RECIPES)}"
+        close, ours = difflib.get_close_matches(name, RECIPES, 1, 0.8), value_here("precision.recipe", name, RECIPES)
+        hint = f"here it is {ours}" if ours else f'did you mean "{close[0]}"?' if close else f"known: {', '.join(RECIPES)}"
         raise ConfigError(f'precision.recipe: "{name}" is no recipe ({hint})', "fp8_unified is the usual one (docs/precision.md)")
     return RECIPES[name]
 

@@ -199,7 +199,8 @@ def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, cap
         (["sft", "RUN"], "RUN is a run directory\n  next step: give RUN/config.toml"),
         (["train", "CONFIG", "--dry-run", "--task.options.operand", "3"], 'no option "operand" (did you mean "operands"?)'),
         (["train", "CONFIG", "--precision.recipe", "fp8"],
-         'jaxfp8rl: --precision.recipe: "fp8" is no recipe (known: bf16, fp8_rollout, fp8_unified, fp8_forward, fp16)\n'
+         'jaxfp8rl: --precision.recipe: "fp8" is no recipe (here it is precision.recipe = "fp8_unified" (engine and learner) or '
+         '"fp8_rollout" (the engine alone))\n'
          "  next step: fp8_unified is the usual one (docs/precision.md)"),
         (["train", "CONFIG", "more"], "more: unexpected argument"),
         (["doctor", "--optim.lr", "1"], "`jaxfp8rl doctor` reads no config"),

@@ -567,7 +567,7 @@ def test_off_policy_masking_is_of_whole_sequences_with_a_negative_advantage(seed
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (ObjectiveConfig("grpo"), 'here: "ppo_clip"'),
+        (ObjectiveConfig("grpo"), 'here it is loss.objective = "ppo_clip"'),
         (ObjectiveConfig("gspo_tokens"), 'did you mean "gspo_token"'),
         (ObjectiveConfig("ppo_clip", clip_low=-0.2), "at least 0 and at most 1; the default is 0.2"),
         (ObjectiveConfig("ppo_clip", clip_low=1.2), "not the bound itself"),

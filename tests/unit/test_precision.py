@@ -278,7 +278,9 @@ def test_shapes_that_do_not_divide_are_refused_with_the_pattern_that_helps():
 def test_an_unknown_recipe_names_the_nearest_or_all():
     with pytest.raises(ConfigError, match='did you mean "fp8_unified"'):
         get_recipe("fp8_unifed")
-    with pytest.raises(ConfigError, match=r'"fp8" is no recipe \(known: bf16, fp8_rollout,'):
+    with pytest.raises(ConfigError, match=r'"nvfp4" is no recipe \(known: bf16, fp8_rollout,'):
+        get_recipe("nvfp4")
+    with pytest.raises(ConfigError, match=r'"fp8" is no recipe \(here it is precision.recipe = "fp8_unified"'):
         get_recipe("fp8")
 
 
