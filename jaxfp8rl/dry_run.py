@@ -22,7 +22,7 @@ from jaxfp8rl.registry import engine_lacks
 from jaxfp8rl.resume import check_data, check_start
 from jaxfp8rl.routing import with_options
 from jaxfp8rl.run_directory import check_claimable
-from jaxfp8rl.sft import check_sft, prepare_sft
+from jaxfp8rl.sft import check_demonstrations, check_sft, prepare_sft
 from jaxfp8rl.toml_config import dump_config
 
 WARM_START = "memory of the warm start, on one device, without an engine"
@@ -51,6 +51,8 @@ def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         data = preflight(cfg, fresh).data
         if resume:
             check_data(cfg, data)
+        elif fresh:
+            check_demonstrations(cfg, data)
         task, checked = data.task, f"{_counts(len(data.train), len(data.held_out))}, {_of_model(cfg, fresh)}"
     open_rewards(cfg, task, workers=1).close()
     _done(f"{checked}, the scorer", began)
@@ -66,6 +68,7 @@ def dry_run_sft(cfg: Config) -> None:
     if awaited(cfg.model.path):
         return _done(_without_model(cfg, task), began)
     _, data, _ = prepare_sft(cfg)
+    check_demonstrations(cfg, data)
     _done(f"{_counts(len(data.train), len(data.held_out))}, {_of_model(cfg, True)}", began)
 
 

@@ -99,14 +99,11 @@ def warm_start(
     )  # fmt: skip
     optimizer = make_optimizer(optim_of(cfg), cfg.sft.steps)
     step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
-    shape, longest = (cfg.train.row_tokens, cfg.train.rows_per_microbatch), cfg.rollout.max_new_tokens
+    shape = cfg.train.row_tokens, cfg.train.rows_per_microbatch
     microbatches = microbatches_needed(cfg.sft.examples_per_step, cfg.max_model_len, *shape)
     state, prompts = init_state(params, optimizer, cfg.precision.compute_dtype), demonstrable(prompts, task.name)
     for step in range(1, cfg.sft.steps + 1):
-        rng = np.random.default_rng([cfg.run.seed, step])
-        chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]
-        samples = [_example(p.token_ids, task.demonstrate(p.problem, rng), tokenizer, longest) for p in chosen]
-        batch = pack(samples, *shape, microbatches)
+        batch = pack(_drawn(cfg, task, prompts, tokenizer, step), *shape, microbatches)
         jax.block_until_ready(state)
         began()
         state, metrics = step_fn(state, batch)
@@ -115,6 +112,21 @@ def warm_start(
             if int(state.bad_steps):
                 raise NonFiniteStep("the warm start's loss is not finite", "lower sft.lr")
     return jax.tree.map(decode, state.params, is_leaf=is_scaled)
+
+
+def check_demonstrations(cfg: Config, data: Data) -> None:
+    """Raise DataError, as the warm start would, for a demonstration that it draws and the tokenizer has no tokens for."""
+    prompts = demonstrable(data.train, data.task.name)
+    for step in range(1, cfg.sft.steps + 1):
+        _drawn(cfg, data.task, prompts, data.tokenizer, step)
+
+
+def _drawn(cfg: Config, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, step: int) -> list[Sample]:
+    """The demonstrations of an update."""
+    rng = np.random.default_rng([cfg.run.seed, step])
+    chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]
+    longest = cfg.rollout.max_new_tokens
+    return [_example(p.token_ids, task.demonstrate(p.problem, rng), tokenizer, longest) for p in chosen]
 
 
 def lost(steps: int, done: int | None = None) -> str:

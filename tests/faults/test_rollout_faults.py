@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks.learning_grid import CORRECTIONS
 from bridges.api import EngineDirty, EngineUnhealthy, SamplingParams, VersionSpan
 from bridges.rollout.fake_engine import FakeEngine, FakeTransport, Faults
 from bridges.weights.array_source import random_source
@@ -15,6 +16,7 @@ from jaxfp8rl.data.dataset import prepare
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
+from jaxfp8rl.precision.checks import uncorrected_warning
 from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rollouts import Prompt, Rollouts
 from jaxfp8rl.toml_config import load_config
@@ -142,6 +144,11 @@ def test_requests_of_a_step_have_their_own_seeds_and_a_resumed_run_the_same_ones
     assert len(seeds) == 80 and not seeds & {r.seed for r in rollouts.make_requests(PROMPTS, SAMPLING, 3, 1, 7)}
 
 
+def test_the_benchmark_of_corrections_asks_for_its_baseline_by_name():
+    corrected = {name: load_config("demo", words).correction.resolve().corrects for name, words in CORRECTIONS.items()}
+    assert corrected.pop("none") is False and all(corrected.values())
+
+
 BASELINE = ["--correction.allow_uncorrected_fp8", "true"]
 
 
@@ -150,7 +157,9 @@ def test_fp8_rollouts_without_a_correction_are_refused_by_key(recipe):
     with pytest.raises(ConfigError, match='correction.preset = "none"') as e:
         load_config("demo", ["--precision.recipe", recipe, "--correction.preset", "none"])
     assert 'set correction.preset = "token_tis"; or, ' in e.value.next_step
-    load_config("demo", ["--precision.recipe", recipe, "--correction.preset", "none", *BASELINE])
+    baseline = load_config("demo", ["--precision.recipe", recipe, "--correction.preset", "none", *BASELINE])
+    assert "corrects nothing (correction.allow_uncorrected_fp8): a baseline" in uncorrected_warning(baseline)
+    assert uncorrected_warning(load_config("demo", ["--precision.recipe", recipe, *BASELINE])) is None
     load_config("demo", ["--precision.recipe", "bf16", "--correction.preset", "none"])
 
 

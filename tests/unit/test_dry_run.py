@@ -248,6 +248,17 @@ def test_a_warm_start_alone_is_checked_likewise(name, says, here, capsys):
     assert "sft.steps = 0: nothing to train" in capsys.readouterr().err
 
 
+def test_a_demonstration_without_tokens_is_refused_before_the_warm_start_comes_to_it(here, capsys):
+    _rows(Path("rows.jsonl"), [{"prompt": f"{i}+1=", "answer": "zwei"} for i in range(40)])
+    assert main(["train", "run.toml", "--sft.steps", "1", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot encode 'zwei'" in said
+    for more in (["--dry-run"], []):
+        assert main(["sft", "run.toml", "--sft.steps", "1", *more]) == 2
+        assert capsys.readouterr().err == said
+    assert main(["train", "run.toml", "--dry-run"]) == 0
+
+
 @pytest.mark.parametrize("preset, get, parameters", [
     ("qwen3-8b-h100", "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`", "8,190.7 M"),
     ("llama3-8b-h200", "`hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct`", "8,030.3 M"),
