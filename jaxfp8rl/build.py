@@ -143,6 +143,10 @@ class Parts:
             part.close()
 
 
+def ignored(phase: str) -> None:
+    """Nobody asks what is being done."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """What a run has before it asks for a device; `runs`: which linears the engine holds in FP8."""
@@ -180,16 +184,20 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     return runs
 
 
-def build(cfg: Config, group: ProcessGroup = ALONE, fresh: bool = False) -> Parts:
-    """Assemble a run, as this process of its `group` has it. Raises UserErrors: those of `preflight`, then what devices or the
-    engine refuse."""
+def build(
+    cfg: Config, group: ProcessGroup = ALONE, fresh: bool = False, phase: Callable[[str], None] = ignored
+) -> Parts:
+    """Assemble a run, as this process of its `group` has it; `phase` is told of what takes long. Raises UserErrors: those of
+    `preflight`, then what devices or the engine refuse."""
     share_gpu(cfg)  # before anything asks JAX for its devices
+    phase("reading the data")
     prepared = preflight(cfg, fresh)
     model, runs, data = prepared.model, prepared.runs, prepared.data
     keep_compiled(cfg.train.compilation_cache)
     layout = make_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
     attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     check_same(group, digests := data.contents())
+    phase(f"starting the engine ({cfg.rollout.engine})")
     rewards, engine, transport = shared(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
     support.check_engine(cfg, engine.capabilities())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 
 import jax
 import numpy as np
@@ -17,12 +16,13 @@ import numpy as np
 from bridges.api import PublishReceipt
 from jaxfp8rl import rollouts, support
 from jaxfp8rl.about import about
-from jaxfp8rl.build import Parts, build
+from jaxfp8rl.build import Parts, build, ignored
 from jaxfp8rl.config import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.flops import mfu, update_flops
 from jaxfp8rl.gate import check_gate
 from jaxfp8rl.memory_fit import check_memory, explained
+from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.policy import shared
 from jaxfp8rl.precision.checks import check_finite, kv_fp8_warning, uncorrected_warning, untested_warning
@@ -56,8 +56,10 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         check_memory(cfg, fresh)
         stack.enter_context(explained(cfg, fresh))
         watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s, f"{cfg.run.dir}/stacks{group.suffix}.txt"))
-        parts = stack.enter_context(contextlib.closing(build(cfg, group, fresh)))
-        run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group))
+        console = stack.enter_context(contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
+        told = console.phase if console else ignored
+        parts = stack.enter_context(contextlib.closing(build(cfg, group, fresh, told)))
+        run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group, console))
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(parts.precision, parts.model, parts.support_width > 0))
         engine, calibrated = parts.engine.capabilities(), parts.kv_scales is not None
@@ -77,6 +79,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run.phase("gate")
         facts = gate(parts, policy, step)
         if not run.begun:
+            run.phase("evaluate")
             run.log({"step": step, "weights/version": step, **facts, **evaluate(parts, step)})
         while step < cfg.run.steps and not stop.requested:
             step += 1
@@ -110,15 +113,15 @@ def begin(parts: Parts, run: RunDirectory, stop: StopSignals) -> TrainState:
     """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one; saved as
     step 0, so that whatever stops the run later leaves something to resume. A signal in the warm start ends it at once, with the
     word that it cannot be resumed."""
-    begun = itertools.count()  # its updates
 
-    def warming() -> None:
+    def warming(step: int) -> None:
         run.phase("warm start")
-        done = next(begun)
+        run.warming(step - 1)
         if stop.asked:
-            run.leave(stop.asked, lost(parts.cfg.sft.steps, done))
+            run.leave(stop.asked, lost(parts.cfg.sft.steps, step - 1))
 
     run.keep_seen(parts.questions.seen)
+    run.phase("loading the model")
     params = parts.initial_params()
     check_finite(params, parts.model)
     if parts.cfg.sft.steps:

@@ -31,6 +31,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
+from jaxfp8rl.monitors.health import Watch
 from jaxfp8rl.monitors.evaluations import forget_after
 from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
 from jaxfp8rl.monitors.notes import ABOUT, write_note
@@ -128,8 +129,12 @@ class RunDirectory:
     """Everything a run writes; of several processes the first writes, but for checkpoints. A context manager: leaving it closes
     every file. `phase` is told of what takes long."""
 
-    def __init__(self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None, group: ProcessGroup = ALONE):
-        self.path, self.phase, self.group = Path(cfg.run.dir), phase, group
+    def __init__(
+        self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None, group: ProcessGroup = ALONE,
+        console: ConsoleMonitor | None = None,
+    ):  # fmt: skip
+        self.path, self._began, self.group = Path(cfg.run.dir), phase, group
+        self._console, self._watch = console, Watch()
         self._cfg, self._config_changed, self._detailed = cfg, False, set()
         self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints, group)
         self._patience, self.unsaved_since = cfg.run.save_patience_s, None
@@ -138,7 +143,7 @@ class RunDirectory:
     @by_first
     def _open(self, resume: bool) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._console = ConsoleMonitor(self._cfg.run.steps)
+        self._console = self._console or ConsoleMonitor(self._cfg.run.steps)
         try:
             if not resume:
                 self._begin()
@@ -165,6 +170,8 @@ class RunDirectory:
             if self._config_changed:
                 self._write_config()
             self._monitors.log(record)
+            for text in self._watch.notes(record):
+                self.note(text)
             for row in samples:
                 self._samples.log(row)
         except OSError as e:
@@ -176,6 +183,17 @@ class RunDirectory:
     def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
         """While entered, if `wanted`, host and device are traced to `profile/`."""
         return jax.profiler.trace(str(self.path / "profile")) if wanted and self.group.first else contextlib.nullcontext()
+
+    def phase(self, name: str) -> None:
+        """Something begins that takes long."""
+        self._began(name)
+        if self.group.first:
+            self._console.phase(name)
+
+    @by_first
+    def warming(self, done: int) -> None:
+        """Updates of the warm start that are done."""
+        self._console.bar("warm start", done, self._cfg.sft.steps)
 
     @by_first
     def note(self, text: str, detail: str = "", kind: str = "") -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from jaxfp8rl.memory_fit import check_warm_start
 from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
+from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.optim import guarded_update, init_state, make_optimizer
 from jaxfp8rl.policy import gradients_like, outer, policy_of
 from jaxfp8rl.precision.hardware import attention_of, check_kernels
@@ -48,7 +50,11 @@ def run_sft(cfg: Config) -> None:
     for note in data.stops.notes:
         print(note)
     try:
-        params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
+        with contextlib.closing(ConsoleMonitor(cfg.sft.steps)) as console:
+            console.phase("warm start")
+            began = lambda step: console.bar("warm start", step - 1, cfg.sft.steps)
+            params = starting_params(cfg, model)
+            params = warm_start(cfg, model, params, data.task, data.train, data.tokenizer, console.note, began)
     except KeyboardInterrupt:
         print(f"stopped; {lost(cfg.sft.steps)}")
         raise
@@ -86,7 +92,7 @@ def sft_folder(cfg: Config) -> Path:
 
 def warm_start(
     cfg: Config, model: ModelConfig, params: Params, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, note: Callable,
-    began: Callable[[], None] = lambda: None,
+    began: Callable[[int], None] = lambda step: None,
 ) -> Params:
     """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters. `began` is called before
     each, when the one before it is done.
@@ -105,7 +111,7 @@ def warm_start(
     for step in range(1, cfg.sft.steps + 1):
         batch = pack(_drawn(cfg, task, prompts, tokenizer, step), *shape, microbatches)
         jax.block_until_ready(state)
-        began()
+        began(step)
         state, metrics = step_fn(state, batch)
         if step % max(cfg.sft.steps // 10, 1) == 0 or step == cfg.sft.steps:
             note(f"warm start {step}/{cfg.sft.steps}  loss {float(metrics['loss']):.4f}")

@@ -1,66 +1,133 @@
-"""The run on the terminal: a live progress line where there is one to draw on, one plain line a step elsewhere."""
+"""The run on the terminal: a line a step, which stays. Where there is a terminal to draw on, a live line stands below: how far
+the run is, the course of the reward, and what is being done."""
 
 from __future__ import annotations
 
 import time
 
+import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 from jaxfp8rl.monitors.base import Record
+from jaxfp8rl.monitors.health import STYLES, level_of
+from jaxfp8rl.monitors.sparkline import sparkline
 
-# (metric, label, format): what a reader watches; a record shows those it holds, an evaluation's first.
+# (metric, label, format): what a reader watches; a record shows those it holds, an evaluation's first, the last if there is room.
 _SHOWN = (
     ("eval/reward_mean", "held-out", ".3f"),
     ("reward/mean", "reward", ".3f"),
     ("mismatch/token_mult_prob_error", "mismatch", ".4f"),
     ("tokens/rollout_per_s", "tok/s", ",.0f"),
 )
+COLUMNS = 80  # of a line, wherever it goes
+BEGINS, ENDS = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"  # of compiling
+TOLD = 0.05  # seconds that a phase has to take to be worth a line
 
 
 class ConsoleMonitor:
-    """Shows steps out of `total_steps`. `note` prints a line of text above the progress."""
+    """Shows steps out of `total_steps`. `note` prints a line of text; `phase` says what begins, and names it while it lasts: the
+    first time that each ends its seconds are printed, and how many of them went into compiling."""
 
     def __init__(self, total_steps: int, console: Console | None = None):
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
-        self._started: tuple[int, float] | None = None  # (step, clock) of the first record
+        self.doing = Doing()
+        self._begun: dict[str, tuple[int, float]] = {}  # of each bar (step, clock) when it was first seen
+        self._rewards: list[float] = []
+        self._told: set[str] = set()
+        self._bars: set[str] = set()  # whose phases have one
         self._progress = self._live() if self.console.is_terminal else None
+        jax.monitoring.register_event_duration_secs_listener(self.doing.compiled)
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)  # a record is one line, however narrow
 
+    def phase(self, name: str) -> None:
+        """Something begins, and what was done before has ended. The same again goes on."""
+        if name == self.doing.name:
+            return
+        before, seconds, compiling = self.doing.begin(name)
+        if self._progress is not None and before in self._bars:  # its bar has gone with it
+            self._progress.update(self._task, description="step", completed=0, total=self.total_steps, left="")
+        if before and before not in self._told and seconds >= TOLD:
+            self._told.add(before)
+            said = f", {compiling:.1f} s of it compiling" if compiling >= TOLD else ""
+            self.note(f"{before}: {seconds:.1f} s{said}")
+
+    def bar(self, name: str, done: int, total: int) -> None:
+        """How far the phase `name` is, whose parts take about as long each."""
+        first = name not in self._bars
+        self._bars.add(name)
+        if self._progress is not None:
+            left = f"left {took}" if (took := self._time_left(name, done, total)) else ""
+            self._progress.update(self._task, description=name, completed=done, total=total, left=left, refresh=first)
+
     def log(self, record: Record) -> None:
         step = int(record["step"])
-        left = self._time_left(step)
-        facts = [f"{label} {record[key]:{form}}" for key, label, form in _SHOWN if isinstance(record.get(key), int | float)]
-        if self._progress is None:
-            return self.note("  ".join([f"step {step}/{self.total_steps}", *facts, *([f"left {left}"] if left else [])]))
-        if "eval/reward_mean" in record:  # stays on the screen; the progress line is overwritten each step
-            self.note(f"step {step}: held-out reward {record['eval/reward_mean']:.3f}")
-        facts = [fact for fact in facts if not fact.startswith("held-out")]
-        self._progress.update(self._task, completed=step, facts="  ".join(facts), left=left)
+        left = self._time_left("step", step, self.total_steps)
+        held = [(key, label, form) for key, label, form in _SHOWN if isinstance(record.get(key), int | float)]
+        facts = [Text(f"{label} {record[key]:{form}}", STYLES.get(level_of(key, record[key]), "")) for key, label, form in held]
+        head, tail = [Text(f"step {step}/{self.total_steps}")], [Text(f"left {left}")] if left else []
+        while (line := Text("  ").join([*head, *facts, *tail])).cell_len > COLUMNS and len(facts) > 1:
+            facts.pop()
+        self.console.print(line, soft_wrap=True)
+        reward = record.get("reward/mean")
+        self._rewards += [reward] if isinstance(reward, int | float) and reward == reward else []
+        if "eval/reward_mean" in record and len(self._rewards) > 1:
+            self.note(f"rewards so far  {self._rewards[0]:.3f} {sparkline(self._rewards)} {self._rewards[-1]:.3f}")
+        if self._progress is not None:
+            self._progress.update(
+                self._task, description="step", completed=step, total=self.total_steps, left=f"left {left}" * bool(left),
+                course=sparkline(self._rewards, 16) if self._rewards else "",
+            )  # fmt: skip
 
     def close(self) -> None:
+        self.phase("")
+        self.doing.closed = True
         if self._progress is not None:
             self._progress.stop()
 
     def _live(self) -> Progress:
         progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.fields[facts]}"),
-            TextColumn("left {task.fields[left]}"), console=self.console,
+            TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=8), TextColumn("{task.fields[course]}"),
+            TextColumn("{task.fields[left]}"), self.doing, console=self.console, transient=True,
         )  # fmt: skip
-        self._task = progress.add_task("train", total=self.total_steps, facts="", left="")
+        self._task = progress.add_task("step", total=self.total_steps, course="", left="")
         progress.start()
         return progress
 
-    def _time_left(self, step: int) -> str:
-        """minutes:seconds until the last step at the mean pace since the first record; "" before there is a pace."""
+    def _time_left(self, name: str, step: int, total: int) -> str:
+        """hours:minutes:seconds until the last step at the mean pace since the first record; "" before there is a pace."""
         now = time.monotonic()
-        if self._started is None:
-            self._started = (step, now)
-        first, since = self._started
+        first, since = self._begun.setdefault(name, (step, now))
         if step == first:
             return ""
-        seconds = round((now - since) / (step - first) * (self.total_steps - step))
+        seconds = round((now - since) / (step - first) * (total - step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+class Doing(ProgressColumn):
+    """What is being done, for how long, and whether it is being compiled: JAX says when that begins and ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.name, self.closed, self._since, self._compiling, self._seconds = "", False, time.perf_counter(), False, 0.0
+
+    def begin(self, name: str) -> tuple[str, float, float]:
+        """(what ends, its seconds, those of them that went into compiling)."""
+        now = time.perf_counter()
+        ended = self.name, now - self._since, self._seconds
+        self.name, self._since, self._seconds = name, now, 0.0
+        return ended
+
+    def compiled(self, event: str, seconds: float, **_: object) -> None:
+        """A listener of JAX's: it cannot be taken away, and is deaf when the run has ended."""
+        if event in (BEGINS, ENDS) and not self.closed:
+            self._compiling = event == BEGINS
+            self._seconds += seconds
+
+    def render(self, task: Task) -> Text:
+        seconds = time.perf_counter() - self._since
+        return Text(f"{self.name}{', compiling' * self._compiling} {seconds:.0f} s" if self.name else "")

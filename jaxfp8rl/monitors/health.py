@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jaxfp8rl.monitors import courses
 from jaxfp8rl.monitors.courses import ENTROPY_FLOOR, ENTROPY_RISE, FALL, SPIKE, TEACHING, WINDOW, completions, share_of
 from jaxfp8rl.monitors.judges import OFTEN, Bound, Course, Fault, Finding, Level, Records, Rule, is_number
 
 SHOWN = 3  # findings that the line names
+STYLES = {Level.HEALTHY: "green", Level.WARNING: "yellow", Level.ILL: "bold red"}
 
 ENGINE = (
     "compare both sides' weights, formats and temperature, beginning with the start-up gate's gap; a mismatch that rises: stale "
@@ -160,6 +162,29 @@ def verdict(records: Records) -> Verdict:
     findings = [found for rule in RULES if (found := rule.judge(records))]
     findings.sort(key=lambda f: -f.level)
     return Verdict(findings[0].level if findings else Level.HEALTHY, tuple(findings))
+
+
+def level_of(key: str, value: float) -> Level | None:
+    """Of one step's value; None for a metric without bounds."""
+    return max((rule.level_of(value) for rule in RULES if isinstance(rule, Bound) and rule.key == key), default=None)
+
+
+class Watch:
+    """Says of each metric when it is ill in a step for the first time."""
+
+    def __init__(self):
+        self._said: set[str] = set()
+
+    def notes(self, record: Mapping[str, Any]) -> list[str]:
+        found = []
+        for rule in RULES:
+            value = record.get(rule.key)
+            if not (isinstance(rule, Bound) and rule.once and is_number(value)) or rule.key in self._said:
+                continue
+            if rule.level_of(value) == Level.ILL:
+                self._said.add(rule.key)
+                found.append(f"step {record['step']}: {rule.name} {rule.show(value)} (healthy {rule.healthy}); {rule.remedy}")
+        return found
 
 
 def ranges(key: str) -> str:

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors.extremes import extremes, lines_of
-from jaxfp8rl.monitors.health import Verdict, verdict
+from jaxfp8rl.monitors.health import STYLES, Verdict, verdict
 from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.monitors.judges import Level
 from jaxfp8rl.monitors.notes import write_note
+from jaxfp8rl.monitors.sparkline import sparkline
 
 Records = Sequence[dict[str, Any]]
 
@@ -31,9 +31,6 @@ _MEASURES = (
     ("tokens/rollout_per_s", "rollout tokens/s", ",.0f"),
     ("tokens/update_per_s", "update tokens/s", ",.0f"),
 )
-STYLES = {Level.HEALTHY: "green", Level.WARNING: "yellow", Level.ILL: "bold red"}
-BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-FLAT = 1e-3  # what varies by no more than this share of its size is drawn level, so that rounding is no course
 
 
 def phases_of(records: Records) -> tuple[str, ...]:
@@ -85,17 +82,6 @@ def history(records: Records) -> list[str]:
     """Of what a reader watches a line, from its first to its last value: it fits 80 columns, and a file."""
     found = [(name, form, values) for key, name, form in _MEASURES[:3] if len(values := series(records, key)[1]) > 1]
     return [f"{name:<18} {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}" for name, form, values in found]
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Means of at most `width` parts, from the least (the lowest bar) to the largest. A constant is level, in the middle."""
-    parts = min(width, len(values))
-    edges = [i * len(values) // parts for i in range(parts + 1)]
-    means = [statistics.fmean(values[a:b]) for a, b in zip(edges, edges[1:])]
-    low, span = min(means), max(means) - min(means)
-    if span <= FLAT * max(map(abs, means)):
-        return BARS[len(BARS) // 2] * parts
-    return "".join(BARS[min(int((m - low) / span * len(BARS)), len(BARS) - 1)] for m in means)
 
 
 def level_style(found: Verdict, key: str) -> str | None:

@@ -20,7 +20,10 @@ from jaxfp8rl.monitors.extremes import extremes, one_line
 from jaxfp8rl.monitors.health import RULES, verdict
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.monitors.judges import Bound, Level
-from jaxfp8rl.monitors.summary import sparkline, write_summary
+from jaxfp8rl.monitors.sparkline import sparkline
+from jaxfp8rl.monitors.summary import write_summary
+from jaxfp8rl.run_directory import RunDirectory
+from jaxfp8rl.toml_config import load_config
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = math.nan, math.inf
@@ -151,6 +154,14 @@ def test_a_value_is_shown_on_its_own_side_of_a_bound(values, bound):
 def test_no_step_no_verdict():
     assert verdict([]).line == "unknown: no step was taken"
     assert verdict([{"step": 0, "eval/reward_mean": 0.1, "gate/max_gap": 1e-6}]).word == "unknown"
+
+
+def test_a_metric_that_turns_ill_is_noted_once(tmp_path):
+    with RunDirectory(load_config("demo", ["--run.dir", str(tmp_path)]), resume=False) as run:
+        for record in a_run(9, mismatch__token_mult_prob_error=lambda s: 1.01 if s < 5 else 20.8):
+            run.log(record)
+    (note,) = (tmp_path / "notes.txt").read_text().splitlines()
+    assert "step 5: mismatch 20.8 (healthy below 1.05); compare both sides" in note
 
 
 # --- in the same words everywhere

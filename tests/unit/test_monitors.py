@@ -7,6 +7,7 @@ import json
 import math
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -121,10 +122,71 @@ def test_console_writes_a_plain_line_a_step(monkeypatch):
     ]
 
 
-def test_console_draws_on_a_terminal_and_keeps_evaluations():
-    out = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", logged(True, RECORDS))  # without colours and cursor moves
-    assert "step 2: held-out reward 0.750" in out
-    assert re.search(r"step 2/4 .*reward nan  mismatch 1.0200 left \d:\d\d:\d\d", out)  # whole, in 80 columns
+MOVES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")  # colours and what moves the cursor
+
+
+def test_console_draws_on_a_terminal_and_keeps_every_step():
+    out = MOVES.sub("", logged(True, RECORDS))
+    for said in ("step 0/4  held-out 0.500", "step 1/4  reward 0.250", "step 2/4  held-out 0.750  reward nan  mismatch 1.0200"):
+        assert said in out
+    assert "\u2585" in out  # the course of the reward
+
+
+def test_a_mismatch_is_coloured_by_the_table_of_health():
+    of = lambda value: logged(True, [{"step": 1, "mismatch/token_mult_prob_error": value}])
+    assert "\x1b[32mmismatch 1.0100" in of(1.01) and "\x1b[33mmismatch 1.0700" in of(1.07) and "\x1b[1;31mmismatch 1.5" in of(1.5)
+    assert "\x1b" not in logged(False, [{"step": 1, "mismatch/token_mult_prob_error": 1.5}])
+
+
+@given(st.floats(0, 1), st.floats(1, 1e6), st.floats(0, 1e9))
+def test_a_line_fits_80_columns(reward, mismatch, speed):
+    record = {"step": 123456, "eval/reward_mean": reward, "reward/mean": -reward, "mismatch/token_mult_prob_error": mismatch}
+    lines = logged(False, [{"step": 1}, record | {"tokens/rollout_per_s": speed}]).splitlines()
+    assert all(len(line) <= 80 for line in lines) and f"held-out {reward:.3f}  reward {-reward:.3f}" in lines[-1]
+
+
+def test_the_course_of_the_reward_is_kept_in_a_log():
+    records = [{"step": s, "reward/mean": s / 4} for s in (1, 2, 3)] + [{"step": 4, "eval/reward_mean": 1.0}]
+    lines = logged(False, records).splitlines()
+    assert lines[-1] == "rewards so far  0.250 \u2581\u2585\u2588 0.750"
+
+
+def test_what_takes_long_is_named_and_told_once(monkeypatch):
+    """A line each, when it ends; what of it was compiling; in a log as on a terminal."""
+    clock = iter([0.0, 0.0, 21.5, 30.0, 31.0, 40.0, 41.0, 41.0])
+    monkeypatch.setattr(console_module.time, "perf_counter", lambda: next(clock))
+    out = io.StringIO()
+    monitor = ConsoleMonitor(4, Console(file=out, width=80))
+    for name in ("starting the engine (vllm)", "starting the engine (vllm)", "gate"):
+        monitor.phase(name)
+    monitor.doing.compiled(console_module.BEGINS, 0.5)
+    assert monitor.doing._compiling
+    monitor.doing.compiled(console_module.ENDS, 7.0)
+    assert not monitor.doing._compiling
+    for name in ("update", "gate", "update"):  # the second gate and the second update are no news
+        monitor.phase(name)
+    monitor.close()
+    assert out.getvalue().splitlines() == [
+        "starting the engine (vllm): 21.5 s", "gate: 8.5 s, 7.5 s of it compiling", "update: 1.0 s",
+    ]  # fmt: skip
+
+
+def test_compiling_is_heard_of():
+    monitor = ConsoleMonitor(1, Console(file=io.StringIO()))
+    monitor.phase("update")
+    jax.jit(lambda x: x * 3 + 1)(jnp.arange(7.0)).block_until_ready()
+    assert monitor.doing._seconds > 0
+    monitor.close()
+
+
+def test_a_warm_start_has_a_bar_of_its_own():
+    out = io.StringIO()
+    monitor = ConsoleMonitor(4, Console(file=out, force_terminal=True, width=80))
+    monitor.phase("warm start")
+    for done in range(3):
+        monitor.bar("warm start", done, 700)
+    monitor.close()
+    assert re.search(r"warm start +\d/700", MOVES.sub("", out.getvalue()))
 
 
 def test_monitors_fan_out(tmp_path):

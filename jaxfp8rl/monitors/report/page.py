@@ -19,7 +19,8 @@ from jaxfp8rl.monitors.report import compare, completions
 from jaxfp8rl.monitors.report.charts import Line, line_chart, number, stacked_chart, swatch
 from jaxfp8rl.monitors.report.runs import Run, events, load_runs
 from jaxfp8rl.monitors.report.sections import HELD_OUT, MEASURES, REWARD, SECTIONS, Metric, Section
-from jaxfp8rl.monitors.summary import FLAT, phases_of, write_json
+from jaxfp8rl.monitors.sparkline import FLAT
+from jaxfp8rl.monitors.summary import phases_of, write_json
 
 TABLE_ROWS = 20
 EVENTS = 50
