@@ -20,9 +20,8 @@ from bridges.rollout.vllm_layout import LiveRows  # noqa: E402
 from bridges.rollout.vllm_params import Place  # noqa: E402
 from bridges.rollout.vllm_stacks import stacks_of  # noqa: E402
 from bridges.weights.vllm_inplace import VllmInplace, _Reader  # noqa: E402
-from jaxfp8rl.build import engine_runs, model_config  # noqa: E402
 from jaxfp8rl.errors import ConfigError  # noqa: E402
-from jaxfp8rl.registry import build_engine  # noqa: E402
+from jaxfp8rl.registry import check_engine_settings  # noqa: E402
 from jaxfp8rl.toml_config import load_config  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -249,6 +248,5 @@ def test_a_stack_row_passes_for_an_array_anywhere():
 
 def test_a_way_into_vllm_is_refused_for_the_embedded_engine():
     cfg = load_config("demo", ["--rollout.publish", "in_place"]).check()
-    model = model_config(cfg)
     with pytest.raises(ConfigError, match='rollout.publish = "in_place" is a way into vLLM'):
-        build_engine(cfg, model, engine_runs(cfg, model))
+        check_engine_settings(cfg)
