@@ -140,8 +140,8 @@ def compare(case: str, ours: list[dict] | None, other: list[dict] | None, name: 
 
 def demo_from(path: Path) -> str:
     """The demo's config, as TOML, with its model read from an HF folder instead of made from scratch."""
-    from jaxfp8rl.config import Config
-    from jaxfp8rl.toml_config import dump_config
+    from jaxfp8rl.config.schema import Config
+    from jaxfp8rl.config.toml import dump_config
 
     data = tomllib.loads((Path(__file__).parent.parent / "configs" / "demo.toml").read_text())
     data["model"] = {"path": str(path), "tokenizer": data["model"]["tokenizer"]}

@@ -88,7 +88,7 @@ def seconds(f, arrays: tuple, calls: int) -> float:
 def demo_row(run: Path, calls: int) -> dict:
     """The correction at the demo's own packed shape beside the demo's median step."""
     from jaxfp8rl.data.packing import microbatches_needed
-    from jaxfp8rl.toml_config import load_config
+    from jaxfp8rl.config.toml import load_config
 
     cfg = load_config(str(run / "config.toml"))
     samples = cfg.rollout.prompts_per_step // cfg.train.updates_per_step * cfg.rollout.samples_per_prompt

@@ -61,7 +61,7 @@ def tokens_of(args: argparse.Namespace) -> int:
 
 def decoding(engine: Any, args: argparse.Namespace) -> Callable[[], None]:
     """Read all prompts -> STEPS steps of decoding, each with a token of every one; to be called three times at most."""
-    from bridges.rollout.vllm_engine import sampling_params
+    from bridges.engines.vllm_engine import sampling_params
 
     vllm = engine.llm.llm_engine
     for r in requests(args.prompts, args.context, tokens_of(args)):

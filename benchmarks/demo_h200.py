@@ -67,7 +67,7 @@ def smollm2_runs(path: str) -> dict[str, list[str]]:
 def run(words: list[str], run_dir: Path) -> None:
     if not finished(run_dir):
         shutil.rmtree(run_dir, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", "train", *words, "--run.dir", str(run_dir)])
+        subprocess.run([sys.executable, "-m", "jaxfp8rl", "train", *words, "--run.dir", str(run_dir)])
 
 
 def folder(keep: Path, name: str) -> Path:

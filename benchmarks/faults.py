@@ -33,21 +33,24 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
 from benchmarks.common import arguments, row, write
 from bridges.api import EngineUnhealthy
-from bridges.rollout.jax_engine import JaxEngine
-from bridges.rollout.remote_engine import start
-from bridges.rollout.supervised_engine import SupervisedEngine
-from jaxfp8rl import build, checkpoint, loop, registry, rollouts, update
-from jaxfp8rl.checkpoint import Checkpoints
-from jaxfp8rl.cli import main as command_line
+from bridges.engines.embedded_engine import JaxEngine
+from bridges.served.remote_engine import start
+from bridges.served.supervised_engine import SupervisedEngine
+from jaxfp8rl.run import context
+from jaxfp8rl.checkpoint import store
+from jaxfp8rl.training import loop, updates
+from jaxfp8rl.rollout import engines, scored_groups
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.cli.main import main as command_line
 from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rewards.runner import RewardRunner
 from micro_run import arrays, lasting, metrics, words
 
 SAVE_EVERY, BAD_ROWS, ROWS = 3, 10, 200
 PLACES = {  # name: the function before which the process dies
-    "generate": (rollouts, "generate"), "reward": (rollouts, "score"), "score": (loop, "score"), "learn": (loop, "learn"),
-    "update": (update, "find_nonfinite"), "publish": (loop, "publish"), "log": (loop.RunDirectory, "log"),
-    "save": (Checkpoints, "save"), "digest": (checkpoint, "seal"), "sync": (checkpoint, "_sync"), "rename": (Path, "rename"),
+    "generate": (scored_groups, "generate"), "reward": (scored_groups, "score"), "score": (loop, "score"), "learn": (loop, "learn"),
+    "update": (updates, "find_nonfinite"), "publish": (loop, "publish"), "log": (loop.RunDirectory, "log"),
+    "save": (Checkpoints, "save"), "digest": (store, "seal"), "sync": (store, "_sync"), "rename": (Path, "rename"),
 }  # fmt: skip
 IN_SAVE = ("save", "digest", "sync", "rename")
 
@@ -98,7 +101,7 @@ class Injector:
 def inject(injector: Injector) -> None:
     """Lay the faults into this process, where they would come from."""
     one_step, to_samples, generate, seal, make = (
-        loop.one_step, rollouts.to_samples, JaxEngine.generate, checkpoint.seal, registry._jax
+        loop.one_step, scored_groups.to_samples, JaxEngine.generate, store.seal, engines._jax
     )  # fmt: skip
 
     def stepping(parts, run, state, policy, step):
@@ -129,8 +132,8 @@ def inject(injector: Injector) -> None:
         engine = SupervisedEngine(lambda: make(*args), 100)
         return engine, engine
 
-    loop.one_step, rollouts.to_samples, JaxEngine.generate = stepping, with_nan, mistaken
-    checkpoint.seal, build.build_engine, RewardRunner.score = failing, supervised, rewarded
+    loop.one_step, scored_groups.to_samples, JaxEngine.generate = stepping, with_nan, mistaken
+    store.seal, context.build_engine, RewardRunner.score = failing, supervised, rewarded
     for place, (owner, name) in PLACES.items():
         setattr(owner, name, mortal(injector, place, getattr(owner, name)))
 

@@ -27,12 +27,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import SHAPES, arguments, config, row, write
-from jaxfp8rl.config import Config
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.tokenizer import load_tokenizer
-from jaxfp8rl.memory_plan import memory_plan
+from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.toml_config import dump_config
+from jaxfp8rl.config.toml import dump_config
 
 PROMPTS, SAMPLES, PROMPT = 8, 8, 32
 ENDS = 24  # tokens that end a completion: of 4,096 tokens about half do
@@ -118,7 +118,7 @@ class Run(threading.Thread):
     def run(self) -> None:
         path = self.folder / "config.toml"
         path.write_text(dump_config(self.cfg))
-        command, start = [sys.executable, "-m", "jaxfp8rl.cli", "train", str(path)], time.monotonic()
+        command, start = [sys.executable, "-m", "jaxfp8rl", "train", str(path)], time.monotonic()
         with open(self.log, "w") as log:
             child = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "CUDA_VISIBLE_DEVICES": self.gpu},

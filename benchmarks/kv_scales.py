@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
 from benchmarks.precision_errors import Subject, demo, smollm2
-from jaxfp8rl.calibrate import KvCalibration
-from jaxfp8rl.policy import policy_of
+from jaxfp8rl.training.calibrate import KvCalibration
+from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.recipe import Precision
 
 ROUNDED = {"cache": {"kv_fp8": True}, "cache, queries and probabilities": {"kv_fp8": True, "attention_fp8": True}}

@@ -34,14 +34,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
 from benchmarks.mirror import sample
-from bridges.weights.vllm_transports import open_vllm_transport
-from jaxfp8rl import loop
-from jaxfp8rl.build import Parts, build
+from bridges.transports.vllm_choice import open_vllm_transport
+from jaxfp8rl.training import loop
+from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import NAMES
-from jaxfp8rl.run_directory import RunDirectory, StopSignals
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_logprobs, make_score
+from jaxfp8rl.run.run_directory import RunDirectory, StopSignals
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.step import make_logprobs, make_score
 from jaxfp8rl.types import Params
 
 MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -29,12 +29,12 @@ from benchmarks.attention import packed
 from benchmarks.common import arguments, config, row, write
 from benchmarks.grouped import measure
 from benchmarks.step import precision_of
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.layers import Stream, rope_tables
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import decoder_layer, packed_attention
-from jaxfp8rl.policy import handles, policy_of
+from jaxfp8rl.policy.policy import handles, policy_of
 from jaxfp8rl.precision.linear import trainable
 from jaxfp8rl.precision.recipe import Precision
 

@@ -150,7 +150,7 @@ def child(words: list[str]) -> None:
     name = words[words.index("--run.dir") + 1]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(name).parent / "compiled")}  # one program is compiled once for all runs
     with open(f"{name}.log", "w") as log:
-        words = [sys.executable, "-m", "jaxfp8rl.cli", *words]
+        words = [sys.executable, "-m", "jaxfp8rl", *words]
         subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | cache)
 
 

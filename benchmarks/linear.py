@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, linears
 from jaxfp8rl.precision.mlp import swiglu_mlp

@@ -28,7 +28,7 @@ from jax import Array
 
 from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from pallas_kernels.logprob import api, reference, sm90
 
 TILES = {  # what --tune compares

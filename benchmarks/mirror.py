@@ -28,12 +28,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, demo_from, row, write
-from jaxfp8rl import loop, rollouts
-from jaxfp8rl.build import Parts, build
+from jaxfp8rl.training import loop
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_logprobs, make_policy, make_score
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 
 CASES = {
     "bf16, BF16 KV": "--precision.recipe bf16 --rollout.kv_cache auto",
@@ -63,7 +64,7 @@ def run_all(args) -> None:
     cases, engine, name = (CPU_CASES, cpu_engine(), "mirror_cpu") if args.cpu else (CASES, ENGINE, "mirror")
     folder = Path(tempfile.mkdtemp())
     words = ["sft", "demo", "--precision.compute_dtype", "bfloat16", "--run.dir", str(folder / "sft")]
-    subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", *words], check=True)
+    subprocess.run([sys.executable, "-m", "jaxfp8rl", *words], check=True)
     (folder / "demo.toml").write_text(demo_from(folder / "sft" / "sft"))
 
     def one(case: tuple[int, str]) -> dict | None:
@@ -130,7 +131,7 @@ def variants(full: Precision) -> dict[str, Precision]:
 def sample(parts: Parts, count: int, version: int = 0):
     """`count` completions of the training prompts by weights of `version`, packed, with their routes if these are replayed."""
     prompts = (parts.train * (count // len(parts.train) + 1))[: max(1, count // 4)]
-    kept, _ = rollouts.generate(parts.engine, prompts, rollouts.make_requests(prompts, parts.sampling, 4, 7, 5), version)
+    kept, _ = scored_groups.generate(parts.engine, prompts, scored_groups.make_requests(prompts, parts.sampling, 4, 7, 5), version)
     return loop.pack_samples(
         parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, routes=c.routed_experts) for p, cs in kept for c in cs]
     )

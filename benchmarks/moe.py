@@ -23,7 +23,7 @@ from jax import Array
 
 from benchmarks.common import arguments, row, write
 from benchmarks.grouped import measure
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.moe import mixture
 from jaxfp8rl.precision.experts import collect, dispatch, spread

@@ -45,17 +45,18 @@ import numpy as np
 from benchmarks.common import arguments, demo_from, row, write
 from benchmarks.learning_grid import CORRECTIONS, interval
 from bridges.api import PublishReceipt
-from jaxfp8rl import loop, routing, sft
-from jaxfp8rl.batches import collect
-from jaxfp8rl.build import Parts, build, load_data, model_config, starting_params
+from jaxfp8rl.training import loop, sft
+from jaxfp8rl.policy import routing_replay
+from jaxfp8rl.rollout.pipeline import collect
+from jaxfp8rl.run.context import Parts, build, load_data, model_config, starting_params
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.losses.mismatch import mean_over, mismatch_metrics
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.precision.linear import round_to
-from jaxfp8rl.run_directory import Clock
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.trained import load_trained
+from jaxfp8rl.run.run_directory import Clock
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.checkpoint.read_only import load_trained
 from jaxfp8rl.types import Params, TrainBatch
 
 MODEL = {
@@ -107,7 +108,7 @@ def warm_start(folder: Path, seed: int, routers: str) -> None:
     """folder/sft/: the policy that the runs of a seed begin with; folder/demo.toml: their config."""
     words = [word for key, value in MODEL.items() for word in (f"--model.config.{key}", str(value))]
     cfg = load_config("demo", ["--run.dir", str(folder), "--run.seed", str(seed), *words, *ROUTERS[routers]])
-    model = routing.with_options(model_config(cfg), cfg)
+    model = routing_replay.with_options(model_config(cfg), cfg)
     data = load_data(cfg, model)
     params = sft.warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
     save_params(folder / "sft", model, params, dtype=cfg.precision.weight_dtype)
@@ -162,7 +163,7 @@ def sampled(parts: Parts, engine: Params, version: int) -> TrainBatch:
 def mismatches(run: Path, words: list[str]) -> list[dict]:
     """One record a size of noise: means over DRAWS batches, each sampled with its own noise."""
     parts, policy = with_policy(run, words, SCORED)
-    record = routing.make_record(parts.logprobs, parts.layout)
+    record = routing_replay.make_record(parts.logprobs, parts.layout)
     found = []
     for size in SIZES:
         parts.stream, seen = PromptStream(parts.train, parts.cfg.run.seed), []
@@ -170,7 +171,7 @@ def mismatches(run: Path, words: list[str]) -> list[dict]:
             engine = perturbed(policy, size, version)
             batch = sampled(parts, engine, version)
             none, own = record(policy, batch._replace(routes=None))
-            seen.append(routing.disagreement(own, batch.routes, batch.segment_ids))
+            seen.append(routing_replay.disagreement(own, batch.routes, batch.segment_ids))
             replayed, choice = record(policy, batch)[0], record(engine, batch._replace(routes=own))[0]
             for name, logp in zip(PASSES, (none, replayed, choice)):
                 seen[-1] |= {f"{key} {name}": value for key, value in compared(logp, batch.rollout_logp, batch).items()}
@@ -182,7 +183,7 @@ def mismatches(run: Path, words: list[str]) -> list[dict]:
 def staleness(run: Path) -> list[dict]:
     """One record a number of updates between pi_old and pi, in BF16 and by unperturbed engines."""
     parts, old_policy = with_policy(run, BF16, SCORED)
-    record = routing.make_record(parts.logprobs, parts.layout)
+    record = routing_replay.make_record(parts.logprobs, parts.layout)
     batches = [sampled(parts, old_policy, version) for version in range(1, DRAWS + 1)]
     found = []
     for updates in LATER:
@@ -190,7 +191,7 @@ def staleness(run: Path) -> list[dict]:
         for batch in batches:
             old, routes = record(old_policy, batch._replace(routes=None))
             own, own_routes = record(policy, batch._replace(routes=None))
-            seen.append(routing.disagreement(own_routes, routes, batch.segment_ids))
+            seen.append(routing_replay.disagreement(own_routes, routes, batch.segment_ids))
             for name, logp in {"none": own, "R2": record(policy, batch._replace(routes=routes))[0]}.items():
                 seen[-1] |= {f"{key} {name}": value for key, value in compared(logp, old, batch).items()}
                 outside = jnp.abs(jnp.expm1(logp - old)) > 0.2  # ppo_clip's bounds

@@ -31,15 +31,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from jaxfp8rl import loop
-from jaxfp8rl.build import build
+from jaxfp8rl.training import loop
+from jaxfp8rl.run.context import build
 from jaxfp8rl.data.packing import Sample
-from jaxfp8rl.optim import init_state
-from jaxfp8rl.publish import is_fp8
+from jaxfp8rl.optim.adamw import init_state
+from jaxfp8rl.publish.wire import is_fp8
 from jaxfp8rl.models.hf_names import param_table
-from jaxfp8rl.rollouts import make_requests
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_policy
+from jaxfp8rl.rollout.scored_groups import make_requests
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.step import make_policy
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
          "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip

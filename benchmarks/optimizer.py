@@ -28,16 +28,16 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from jaxfp8rl.build import load_data, model_config, starting_params
-from jaxfp8rl.config import Config, Optim
+from jaxfp8rl.run.context import load_data, model_config, starting_params
+from jaxfp8rl.config.schema import Config, Optim
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
-from jaxfp8rl.exact import exact_jit
-from jaxfp8rl.low_bit import Kept, decode, encode, is_scaled, nbytes, random_words, zeros
-from jaxfp8rl.optim import FAINT, Formats, Optimizer, adamw, from_optax, guarded_update, init_state, make_schedule
+from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.optim.low_bit import Kept, decode, encode, is_scaled, nbytes, random_words, zeros
+from jaxfp8rl.optim.adamw import FAINT, Formats, Optimizer, adamw, from_optax, guarded_update, init_state, make_schedule
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.sft import make_sft_step, optim_of
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_logprobs
+from jaxfp8rl.training.sft import make_sft_step, optim_of
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.step import make_logprobs
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 FLOAT32 = Formats()
@@ -139,7 +139,7 @@ def adam_steps(adam: optax.GradientTransformation, grads: list[jax.Array]) -> np
 
 
 def kept_adam(formats: Formats, b2: float = 0.95, to_nearest: bool = False) -> optax.GradientTransformation:
-    """optax.scale_by_adam whose moments are written and read with every update, as jaxfp8rl.optim rounds them or to nearest."""
+    """optax.scale_by_adam whose moments are written and read with every update, as jaxfp8rl.optim.adamw rounds them or to nearest."""
     adam, read = optax.scale_by_adam(0.9, b2), functools.partial(jax.tree.map, decode, is_leaf=is_scaled)
 
     def write(x: jax.Array, which: int, count: jax.Array) -> Kept:
@@ -256,7 +256,7 @@ def examples(cfg: Config) -> Iterator[TrainBatch]:
 
 
 def sft_step(cfg: Config, formats: Formats, to_nearest: bool) -> tuple[Callable, Optimizer]:
-    """As jaxfp8rl.sft.warm_start makes it, with other formats, or with moments that are rounded to nearest."""
+    """As jaxfp8rl.training.sft.warm_start makes it, with other formats, or with moments that are rounded to nearest."""
     model = model_config(cfg)
     precision = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype)
     optim = optim_of(cfg)

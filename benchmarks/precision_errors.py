@@ -29,11 +29,11 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from jaxfp8rl.build import load_data, model_config, starting_params
-from jaxfp8rl.config import Loss
+from jaxfp8rl.run.context import load_data, model_config, starting_params
+from jaxfp8rl.config.schema import Loss
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.tokenizer import load_tokenizer
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.models import layers as nn
@@ -41,13 +41,13 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention
-from jaxfp8rl.optim import init_state
+from jaxfp8rl.optim.adamw import init_state
 from jaxfp8rl.precision.linear import linear
-from jaxfp8rl.precision.probes import precision_report, unquantized_policy
+from jaxfp8rl.probes.probes import precision_report, unquantized_policy
 from jaxfp8rl.precision.recipe import LayerRun, Precision
-from jaxfp8rl.sft import warm_start
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_logprobs, make_policy, make_train_step
+from jaxfp8rl.training.sft import warm_start
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.step import make_logprobs, make_policy, make_train_step
 from jaxfp8rl.types import Params, TrainBatch
 from pallas_kernels.blockwise_matmul.reference import blockwise_matmul, wgrad
 from pallas_kernels.numerics import cosine, relative_l2

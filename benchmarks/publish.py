@@ -38,19 +38,19 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
-from bridges import manifest
+from bridges.proof import manifest
 from bridges.api import GenRequest, ParamMeta, PublishReceipt, Rows, SamplingParams, StackRow, WeightTransport
-from bridges.rollout.vllm_engine import FP8, VllmEngine
-from bridges.weights.digest import by_rows, stack_digests
-from bridges.weights.dlpack import torch_view
-from bridges.weights.sent import PART
-from bridges.weights.vllm_inplace import VllmInplace
-from bridges.weights.vllm_inprocess import VllmReload
+from bridges.engines.vllm_engine import FP8, VllmEngine
+from bridges.proof.digest import by_rows, stack_digests
+from bridges.sources.dlpack import torch_view
+from bridges.sources.sent import PART
+from bridges.transports.vllm_inplace import VllmInplace
+from bridges.transports.vllm_reload import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
 from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import LayerRun, fp8_runs
-from jaxfp8rl.publish import SCALE_SUFFIX, LearnerWeights, high_precision_modules, is_fp8, wire_manifest
+from jaxfp8rl.publish.wire import SCALE_SUFFIX, LearnerWeights, high_precision_modules, is_fp8, wire_manifest
 from jaxfp8rl.types import Params
 
 RECIPES = ("fp8_rollout", "fp8_unified")

@@ -30,13 +30,13 @@ import torch
 from benchmarks.common import SHAPES, arguments, config, row, write
 from benchmarks.publish import random_policy, timed
 from bridges.api import GenRequest, SamplingParams, WeightTransport
-from bridges.rollout.remote_engine import RemoteEngine, start
-from bridges.weights.remote_direct import RemoteDirect
-from bridges.weights.remote_file import RemoteFile
+from bridges.served.remote_engine import RemoteEngine, start
+from bridges.served.remote_direct import RemoteDirect
+from bridges.served.remote_file import RemoteFile
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.precision.recipe import FP8_WEIGHT, fp8_runs
-from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.publish.wire import LearnerWeights
 
 LINKS = ("cuda_ipc", "nccl", "file")
 

@@ -25,7 +25,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, head_weight
-from jaxfp8rl.policy import policy_of
+from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.recipe import Precision, fp8_runs
 
 SMALLER = 8  # times than Qwen3-8B, in width

@@ -105,12 +105,12 @@ def running(
 ) -> Iterator[Running]:
     """The engine `name` of ENGINES, with room for `prompts` sequences of `length` tokens, or for fewer if they and the weights
     would take more than `memory` GB."""
-    from bridges import manifest
+    from bridges.proof import manifest
     from benchmarks.publish import RandomWeights, fp8_runs_of
-    from bridges.rollout.vllm_engine import VllmEngine
+    from bridges.engines.vllm_engine import VllmEngine
     from jaxfp8rl.models.config import ModelConfig
     from jaxfp8rl.precision.recipe import plain_runs
-    from jaxfp8rl.publish import high_precision_modules
+    from jaxfp8rl.publish.wire import high_precision_modules
 
     (weights, cache), hf, fp8 = ENGINES[name], config(args.size, args.layers), name == "fp8"
     token_bytes = 2 * hf["num_hidden_layers"] * hf["num_key_value_heads"] * hf["head_dim"] * (1 if fp8 else 2)
@@ -150,7 +150,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def publish(engine: Any, source: Any) -> str:
     """The way that the engine allows, which is printed: "in_place", or "reload", for which all weights are made at once."""
-    from bridges.weights.vllm_transports import open_vllm_transport
+    from bridges.transports.vllm_choice import open_vllm_transport
 
     with contextlib.closing(open_vllm_transport("auto", engine)) as transport:
         return "in_place" if transport.publish(source, 0).content else "reload"
@@ -158,7 +158,7 @@ def publish(engine: Any, source: Any) -> str:
 
 def read_by_a_step(source: Any, prompts: int) -> float:
     """Bytes of weights that a step of decoding multiplies by; of the experts as many as an even choice touches, on average."""
-    from bridges import manifest
+    from bridges.proof import manifest
 
     model, metas = source.model, source.manifest()
     of_experts = manifest.nbytes(m for m in metas if ".experts." in m.name)

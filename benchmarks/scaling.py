@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import SHAPES, arguments, row, write
 
-AXES = "data", "fsdp", "tensor"  # as jaxfp8rl.sharding has them: to import JAX would take the GPUs' memory
+AXES = "data", "fsdp", "tensor"  # as jaxfp8rl.distributed.mesh has them: to import JAX would take the GPUs' memory
 TOLERANCE = 0.02  # of the losses, relative: sums in another order tip roundings, which a random network carries far
 
 

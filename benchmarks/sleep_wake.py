@@ -24,12 +24,12 @@ import torch
 from benchmarks.common import SHAPES, arguments, config, row, write
 from benchmarks.publish import random_policy
 from bridges.api import GenRequest, SamplingParams, WeightSource
-from bridges.rollout.vllm_engine import FP8, VllmEngine
-from bridges.weights.vllm_inplace import VllmInplace
+from bridges.engines.vllm_engine import FP8, VllmEngine
+from bridges.transports.vllm_inplace import VllmInplace
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.precision.recipe import fp8_runs
-from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.publish.wire import LearnerWeights
 
 
 def main() -> None:

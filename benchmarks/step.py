@@ -5,7 +5,7 @@
 
 The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed sequences, log-normal
 in length, a tenth of each its prompt. Every recipe has a process of its own, so that the peak of its memory is its own; the
-yardstick is the first recipe named. MFU: the operations that the model needs, nothing computed again (`jaxfp8rl.flops`), over
+yardstick is the first recipe named. MFU: the operations that the model needs, nothing computed again (`jaxfp8rl.memory.flops`), over
 BF16's peak, where that is known. --layers: fewer than the model has, where it would not fit. --optim: formats of masters and
 moments. --remat: train.remat. --data, --fsdp, --tensor: devices along the axes of the mesh; along the first two each has a row of
 a micro-batch. A large model wants more than JAX's usual share of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
@@ -33,17 +33,17 @@ import numpy as np
 
 from benchmarks.attention import packed
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
-from jaxfp8rl.config import Correction, Loss, Optim
+from jaxfp8rl.config.schema import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
-from jaxfp8rl.flops import mfu, update_flops
+from jaxfp8rl.memory.flops import mfu, update_flops
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import Remat
-from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
-from jaxfp8rl.sharding import AXES, make_layout
-from jaxfp8rl.train_step import make_logprobs, make_policy, make_score, make_train_step
+from jaxfp8rl.distributed.mesh import AXES, make_layout
+from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch
 
 OPTIMIZERS = {"float32": {}, "low": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}}

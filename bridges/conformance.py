@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from bridges import manifest
+from bridges.proof import manifest
 from bridges.api import (
     Completion, EngineDirty, GenRequest, ManifestMismatch, ParamMeta, PublishFailed, PublishReceipt, RolloutEngine,
     SamplingParams, WeightSource, WeightTransport,

@@ -30,7 +30,7 @@ def dlpack_round_trips() -> dict[str, str]:
     import jax.numpy as jnp
     import torch
 
-    from bridges.weights.dlpack import torch_view
+    from bridges.sources.dlpack import torch_view
 
     out = {}
     for name in DTYPES:

@@ -37,8 +37,8 @@ def on_page_markdown(markdown: str, **_) -> str:
 def configuration() -> str:
     """Every setting with its type, default and meaning, as `jaxfp8rl config` knows them."""
     sys.path.insert(0, str(ROOT))
-    from jaxfp8rl.settings import settings
-    from jaxfp8rl.toml_config import SECTIONS
+    from jaxfp8rl.cli.settings import settings
+    from jaxfp8rl.config.toml import SECTIONS
 
     parts = [_PREFACE]
     for name, section in SECTIONS.items():
@@ -52,7 +52,7 @@ _PREFACE = """\
 
 A config is a TOML file with these sections, or the name of one in `configs/`; any setting is overridden on the command line as
 `--section.setting VALUE`. `jaxfp8rl config NAME` prints the same list with the values that a run would have, and
-`jaxfp8rl config --find WORD` searches it. This page is made from `jaxfp8rl/config.py`.
+`jaxfp8rl config --find WORD` searches it. This page is made from `jaxfp8rl/config/schema.py`.
 """
 
 

@@ -6,13 +6,13 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxfp8rl.config import Config
-    from jaxfp8rl.entry import train
-    from jaxfp8rl.toml_config import load_config
+    from jaxfp8rl.config.schema import Config
+    from jaxfp8rl.run.entry import train
+    from jaxfp8rl.config.toml import load_config
 
 __version__ = "0.1.0"
 __all__ = ["Config", "__version__", "load_config", "train"]
-_HOMES = {"Config": "jaxfp8rl.config", "load_config": "jaxfp8rl.toml_config", "train": "jaxfp8rl.entry"}
+_HOMES = {"Config": "jaxfp8rl.config.schema", "load_config": "jaxfp8rl.config.toml", "train": "jaxfp8rl.run.entry"}
 
 
 def __getattr__(name: str):

@@ -30,7 +30,7 @@ class TrainBatch(NamedTuple):
     routes: of models with S sparse layers the experts that are to compute, k a token, instead of their routers' choice; the
         largest number of the type leaves it to the router (jaxfp8rl.models.moe). None: all is left to it.
     loss_weights: factors of the tokens' losses; a token of weight 0 leaves loss and denominators (prime-rl). None: all are 1.
-    support: the tokens that each was drawn among, -1 for none (jaxfp8rl.support). None: among the whole vocabulary.
+    support: the tokens that each was drawn among, -1 for none (jaxfp8rl.rollout.support). None: among the whole vocabulary.
     """
 
     tokens: Int[Array, "M R T"]
@@ -45,8 +45,8 @@ class TrainBatch(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that an update changes. `params` are the masters, as `optim.master` keeps them (jaxfp8rl.low_bit); the policy is their
-    rounding (jaxfp8rl.policy)."""
+    """All that an update changes. `params` are the masters, as `optim.master` keeps them (jaxfp8rl.optim.low_bit); the policy is their
+    rounding (jaxfp8rl.policy.policy)."""
 
     step: Int[Array, ""]  # updates applied
     params: Params

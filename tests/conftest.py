@@ -50,7 +50,7 @@ TOKEN = "a token of the tests, 32 letters"
 @pytest.fixture
 def serving():
     """serving(engine, transport, folder): a context, whose value is the address of a server in a thread of this process."""
-    from bridges.rollout.engine_server import EngineServer, HttpServer
+    from bridges.served.engine_server import EngineServer, HttpServer
 
     @contextlib.contextmanager
     def serve(engine, transport, folder):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxfp8rl.support import padded
+from jaxfp8rl.rollout.support import padded
 from jaxfp8rl.types import TrainBatch
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from jaxfp8rl.data.files import BadRow, Written, data_files, raw_rows
 from jaxfp8rl.data.messages import Prompt, as_prompt, check_text, kind
 from jaxfp8rl.errors import DataError, nearest
-from jaxfp8rl.rewards import numbers, verifiers
+from jaxfp8rl.verifiers import numbers, scorers
 
 AnswerExtract = Literal["auto", "all", "hash", "boxed", "tag", "last_line", "last_number"]
 Replies = Literal["refuse", "drop"]
@@ -217,7 +217,7 @@ def extract_reference(text: str, how: AnswerExtract) -> str:
         return numbers.whole_number(found[1].removeprefix("$")) or found[1]
     if how in ("auto", "all"):
         return text
-    answer = {"hash": None, "boxed": boxed(text)}[how] if how in ("hash", "boxed") else verifiers.extract(text, how)
+    answer = {"hash": None, "boxed": boxed(text)}[how] if how in ("hash", "boxed") else scorers.extract(text, how)
     if not answer:
         raise ValueError(f'has no answer of the form that task.options.answer_extract = "{how}" takes')
     return answer

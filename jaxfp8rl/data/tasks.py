@@ -31,7 +31,7 @@ from jaxfp8rl.data.files import BadRow
 from jaxfp8rl.data.messages import Prompt
 from jaxfp8rl.data.rows import AnswerExtract, Fields, Replies, Row, Rows, read_rows, refuse
 from jaxfp8rl.errors import ConfigError, DataError, nearest
-from jaxfp8rl.rewards import numbers, reasoning_gym_faults, verifiers
+from jaxfp8rl.verifiers import numbers, reasoning_gym_faults, scorers
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -131,7 +131,7 @@ class ArithmeticTask:
     seed: Seed = 0
 
     def __post_init__(self):
-        check_rewards(self.rewards, (GENERATOR, *verifiers.SCORERS))
+        check_rewards(self.rewards, (GENERATOR, *scorers.SCORERS))
         if not self.operations or len(set(self.operations)) != len(self.operations):
             raise ConfigError(f"task.options.operations = {list(self.operations)}: name each once", 'for example ["+", "-"]')
         if (possible := (self.max_operand + 1) ** self.operands * len(self.operations)) > 10**7:
@@ -190,9 +190,9 @@ class ReasoningGymTask(_ReferenceDemonstrations):
     name: str
     size: Annotated[int, Field(ge=1)] = 1000
     held_out_size: Annotated[int, Field(ge=0)] = 200
-    extract: verifiers.Extract = "tag"
+    extract: scorers.Extract = "tag"
     instruction: str = ""
-    think_tags: ThinkTags = verifiers.THINK_TAGS
+    think_tags: ThinkTags = scorers.THINK_TAGS
     rewards: tuple[Reward, ...] = ()
     scorer_folder: str = ""
     chat: bool = False
@@ -202,7 +202,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
 
     def __post_init__(self):
         _check_chat(self.chat, self.system_prompt)
-        check_rewards(self.rewards, (GENERATOR, *verifiers.SCORERS))
+        check_rewards(self.rewards, (GENERATOR, *scorers.SCORERS))
         self.load_scorer()
 
     def problems(self) -> Sequence[Problem]:
@@ -214,7 +214,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
     def score(self, problem: Problem, text: str) -> float:
         """The generator's score in [0, 1] of the extracted answer, 0.0 when there is none. Some give partial credit. What breaks
         the scorer, which takes the reference answer, is no answer either; raises where it does not take that."""
-        answer = verifiers.extract(text, self.extract, self.think_tags)
+        answer = scorers.extract(text, self.extract, self.think_tags)
         entry = ast.literal_eval(problem.meta["entry"])
         if not answer:  # which the generator may ask for, but one that names no answer does not
             return float(answer is not None and answer == entry["answer"])
@@ -309,8 +309,8 @@ class FileTask(_ReferenceDemonstrations):
     replies: Replies = "refuse"
     repeats: Literal["drop", "keep"] = "drop"
     scorer: str = "exact"
-    extract: verifiers.Extract = "all"
-    think_tags: ThinkTags = verifiers.THINK_TAGS
+    extract: scorers.Extract = "all"
+    think_tags: ThinkTags = scorers.THINK_TAGS
     rewards: tuple[Reward, ...] = ()
     scorer_folder: str = ""
     chat: bool = False
@@ -320,8 +320,8 @@ class FileTask(_ReferenceDemonstrations):
 
     def __post_init__(self):
         _check_chat(self.chat, self.system_prompt)
-        verifiers.check_scorer_name(self.scorer)
-        check_rewards(self.rewards, verifiers.SCORERS)
+        scorers.check_scorer_name(self.scorer)
+        check_rewards(self.rewards, scorers.SCORERS)
 
     @property
     def name(self) -> str:
@@ -329,7 +329,7 @@ class FileTask(_ReferenceDemonstrations):
 
     @property
     def in_child(self) -> bool:
-        return self.scorer != "exact" and not self.scorer.startswith(verifiers.CALLABLE)
+        return self.scorer != "exact" and not self.scorer.startswith(scorers.CALLABLE)
 
     @property
     def report(self) -> FileReport:
@@ -343,7 +343,7 @@ class FileTask(_ReferenceDemonstrations):
 
     def score(self, problem: Problem, text: str) -> float | None:
         """Of several accepted answers, each is as good; a scorer of one's own is given all of them, in `problem.answers`."""
-        if self.scorer not in verifiers.SCORERS or not problem.alternatives:
+        if self.scorer not in scorers.SCORERS or not problem.alternatives:
             return self._score_one(problem, text)
         scores, failed = [], None
         for answer in problem.answers:
@@ -356,13 +356,13 @@ class FileTask(_ReferenceDemonstrations):
         return max(scores)
 
     def _score_one(self, problem: Problem, text: str) -> float | None:
-        answer = verifiers.extract(text, self.extract, self.think_tags)
+        answer = scorers.extract(text, self.extract, self.think_tags)
         if answer is None:
             return 0.0
         if self.extract == "last_number" and (number := numbers.whole_number(problem.answer)):
             problem = dataclasses.replace(problem, answer=number)  # written as what is extracted: 1000 for 1,000
         if self.scorer == "math_verify" and self.extract == "tag":  # cut out of its tag, an answer has no delimiters left
-            return self._scorer(problem, verifiers.as_latex(answer)) or self._scorer(problem, answer)
+            return self._scorer(problem, scorers.as_latex(answer)) or self._scorer(problem, answer)
         return self._scorer(problem, answer)
 
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
@@ -378,7 +378,7 @@ class FileTask(_ReferenceDemonstrations):
 
     @functools.cached_property
     def _scorer(self):
-        return verifiers.load_scorer(self.scorer, self.scorer_folder)
+        return scorers.load_scorer(self.scorer, self.scorer_folder)
 
     @functools.cached_property
     def _split(self) -> tuple[list[Problem], list[Problem], FileReport]:
@@ -475,7 +475,7 @@ def from_json(text: str) -> Task:
 
 
 def _section_options(section: Any) -> dict[str, Any]:
-    """The fields of `jaxfp8rl.config.Task` that are set and concern a task, and its `options`, side by side."""
+    """The fields of `jaxfp8rl.config.schema.Task` that are set and concern a task, and its `options`, side by side."""
     given = {f: getattr(section, f) for f in OF_SECTION if getattr(section, f) != type(section).model_fields[f].default}
     if section.kind != "file":  # it has no rows, but prompts, which `prepare` skips
         given.pop("skip_bad_rows", None)
@@ -508,7 +508,7 @@ def check_rewards(rewards: Sequence[Any], built_in: Sequence[str]) -> None:
             raise ConfigError(f'task.rewards: name "{reward.name}": each has a name of its own, of a-z, 0-9 and _', "rename it")
         if not math.isfinite(reward.weight):
             raise ConfigError(f'task.rewards: weight {reward.weight} of "{reward.name}" is no number', "weight = 1.0, say")
-        verifiers.check_scorer_name(reward.scorer, built_in, "task.rewards")
+        scorers.check_scorer_name(reward.scorer, built_in, "task.rewards")
 
 
 def _check_chat(chat: bool, system_prompt: str) -> None:

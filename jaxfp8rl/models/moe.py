@@ -19,7 +19,7 @@ from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear, is_expert
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.sharding import ONE, Layout
+from jaxfp8rl.distributed.mesh import ONE, Layout
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

@@ -30,7 +30,7 @@ from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import handles_of, linear, linears, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
-from jaxfp8rl.sharding import ONE, Layout
+from jaxfp8rl.distributed.mesh import ONE, Layout
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
@@ -60,7 +60,7 @@ def forward(
 
     Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
     in each segment. `remat`: what of a layer the backward pass computes again (SAVED). `layout`: where it is of several devices,
-    `params` are a device's shards (jaxfp8rl.sharding). Gradients of layers are added to `params["sums"]` if there are any
+    `params` are a device's shards (jaxfp8rl.distributed.mesh). Gradients of layers are added to `params["sums"]` if there are any
     (jaxfp8rl.microbatch).
     """
     return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout)[0]

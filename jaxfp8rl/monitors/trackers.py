@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from jaxfp8rl.config import Config
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors.base import Monitor, Record
 

@@ -3,7 +3,7 @@
 Every block of 128 is summed inside the tensor core, whose accumulator keeps some 14 bits, and promoted to a float32 sum: what
 CUTLASS's and DeepGEMM's kernels do, in the same order, so that the result equals the engine's to the bit (on Hopper, checked by
 tests/gpu/test_vllm_quantizers.py), provided that XLA takes cuBLASLt's FP8 product and not one of its own that sums otherwise:
-compile with `xla_gpu_enable_triton_gemm` off, as `jaxfp8rl.exact.exact_jit` does. It costs a pass over the output for every
+compile with `xla_gpu_enable_triton_gemm` off, as `jaxfp8rl.precision.jit.exact_jit` does. It costs a pass over the output for every
 block, which a kernel of ours need not.
 """
 

@@ -24,10 +24,10 @@ def quick_collections():
 def found(monkeypatch):
     """live_rows of a module, its places given."""
 
-    from bridges.rollout import vllm_layout
+    from bridges.inside_vllm import layout
 
     def find(module, places):
-        monkeypatch.setattr(vllm_layout, "places", lambda model, block: places)
-        return vllm_layout.live_rows(module, (128, 128))
+        monkeypatch.setattr(layout, "places", lambda model, block: places)
+        return layout.live_rows(module, (128, 128))
 
     return find

@@ -10,14 +10,14 @@ import sys
 import pytest
 
 from bridges.conformance import EngineUnderTest
-from bridges.rollout.fake_engine import FakeEngine, FakeTransport
-from bridges.rollout.remote_engine import Deadlines, RemoteEngine, spawn
-from bridges.weights.array_source import random_source
-from bridges.weights.remote_file import RemoteFile
+from bridges.engines.fake_engine import FakeEngine, FakeTransport
+from bridges.served.remote_engine import Deadlines, RemoteEngine, spawn
+from bridges.sources.array_source import random_source
+from bridges.served.remote_file import RemoteFile
 
 TOKEN = "a token of the tests, 32 letters"
 SHORT = Deadlines(connect=1.0, generate=1.0, publish=1.0, call=1.0)
-SERVER = [sys.executable, "-m", "bridges.rollout.engine_server"]
+SERVER = [sys.executable, "-m", "bridges.served.engine_server"]
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 128,
     "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,

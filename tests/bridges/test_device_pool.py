@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bridges.rollout import device_pool
+from bridges.engines import device_pool
 
 
 def test_the_environment_has_the_last_word(monkeypatch):

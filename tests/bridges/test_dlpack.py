@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridges.weights import dlpack  # noqa: E402
+from bridges.sources import dlpack  # noqa: E402
 
 TYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from bridges.weights.array_source import random_source
+from bridges.sources.array_source import random_source
 
 from bridges import conformance
 from bridges.api import (
@@ -15,8 +15,8 @@ from bridges.api import (
 )
 from bridges.api import SamplingParams as Sampling
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout.engine_pool import EnginePool, Member
-from bridges.rollout.fake_engine import FakeEngine, FakeTransport, Faults
+from bridges.served.engine_pool import EnginePool, Member
+from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
 
 
 def member(**kwargs) -> Member:
@@ -216,10 +216,10 @@ def test_who_waits_for_his_turn_is_told_that_they_were_closed():
 
 def test_engines_of_a_run_have_seeds_of_their_own(monkeypatch):
     """Those of one seed would answer unseeded requests alike."""
-    from bridges.rollout import remote_engine
-    from jaxfp8rl import registry
-    from jaxfp8rl.build import engine_runs, model_config
-    from jaxfp8rl.toml_config import load_config
+    from bridges.served import remote_engine
+    from jaxfp8rl.rollout import engines as registry
+    from jaxfp8rl.run.context import engine_runs, model_config
+    from jaxfp8rl.config.toml import load_config
 
     seeds = []
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bridges.weights.array_source import random_source
+from bridges.sources.array_source import random_source
 
 from bridges import conformance
 from bridges.api import EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout.fake_engine import EMBED, FakeEngine, FakeTransport, Faults
+from bridges.engines.fake_engine import EMBED, FakeEngine, FakeTransport, Faults
 
 
 def build(**kwargs) -> EngineUnderTest:

@@ -8,12 +8,12 @@ import pytest
 
 from bridges.api import EngineFormats, ParamMeta, PublishFailed
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout.jax_engine import EngineModel, JaxEngine
-from bridges.weights.array_source import ArraySource, random_source
-from bridges.weights.jax_inprocess import JaxInprocess
-from jaxfp8rl.build import engine_runs, model_config
-from jaxfp8rl.registry import build_engine
-from jaxfp8rl.toml_config import load_config
+from bridges.engines.embedded_engine import EngineModel, JaxEngine
+from bridges.sources.array_source import ArraySource, random_source
+from bridges.transports.embedded import JaxInprocess
+from jaxfp8rl.run.context import engine_runs, model_config
+from jaxfp8rl.rollout.engines import build_engine
+from jaxfp8rl.config.toml import load_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 COMMON = ["--precision.compute_dtype", "float32", "--task.max_prompt_tokens", "48", "--train.row_tokens", "64",

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridges import manifest
+from bridges.proof import manifest
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, PublishFailed, StackRow
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout.fake_engine import FakeEngine, FakeTransport
-from bridges.rollout.remote_engine import Deadlines, RemoteEngine
-from bridges.weights import links
-from bridges.weights.array_source import ArraySource, random_source
-from bridges.weights.linked import LinkedWeights, _SentFromGpu, _SentFromHost, host_digest, send
-from bridges.weights.remote_direct import RemoteDirect
+from bridges.engines.fake_engine import FakeEngine, FakeTransport
+from bridges.served.remote_engine import Deadlines, RemoteEngine
+from bridges.served import links
+from bridges.sources.array_source import ArraySource, random_source
+from bridges.served.linked import LinkedWeights, _SentFromGpu, _SentFromHost, host_digest, send
+from bridges.served.remote_direct import RemoteDirect
 
 TOKEN = "a token of the tests, 32 letters"
 FP8 = ParamMeta("w", "float8_e4m3fn", (33, 40), "weight", (128, 128))
@@ -61,7 +61,7 @@ def test_every_byte_has_one_place_and_tensors_begin_aligned(sizes, slots_of_256)
 
 
 def test_the_host_digests_as_the_gpu_does():
-    from bridges.weights.digest import tensor_digests
+    from bridges.proof.digest import tensor_digests
 
     for name, array in random_source(METAS, 3):
         want = np.asarray(tensor_digests([jnp.asarray(array)]))[0]
@@ -218,6 +218,6 @@ def test_what_cannot_be_linked_is_refused(serving, tmp_path):
 
 
 def _packed(engine: FakeEngine) -> list[dict]:
-    from bridges import wire
+    from bridges.served import wire
 
     return wire.pack_manifest(engine.expected_manifest())

@@ -1,7 +1,7 @@
 """A mixture of experts from the learner into a real vLLM: after every publish both sides give the same log-probabilities.
 
 In float32 they differ in the order of sums alone, so one expert, router or layer that did not arrive shows as a gap thousands of
-times as wide. (vLLM's CPU build leaves reloaded experts in the wrong layout and says nothing: bridges.rollout.vllm_experts.)
+times as wide. (vLLM's CPU build leaves reloaded experts in the wrong layout and says nothing: bridges.inside_vllm.experts.)
 """
 
 import jax
@@ -11,15 +11,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from bridges.api import BridgeError, GenRequest, PublishFailed, SamplingParams  # noqa: E402
-from bridges.rollout.vllm_engine import VllmEngine  # noqa: E402
-from bridges.weights.vllm_inprocess import VllmReload  # noqa: E402
+from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
+from bridges.transports.vllm_reload import VllmReload  # noqa: E402
 from jaxfp8rl.data.packing import Sample, pack  # noqa: E402
 from jaxfp8rl.models.config import ModelConfig  # noqa: E402
 from jaxfp8rl.models.module import init_params  # noqa: E402
-from jaxfp8rl.policy import policy_of  # noqa: E402
+from jaxfp8rl.policy.policy import policy_of  # noqa: E402
 from jaxfp8rl.precision.recipe import Precision, plain_runs  # noqa: E402
-from jaxfp8rl.publish import LearnerWeights  # noqa: E402
-from jaxfp8rl.train_step import make_logprobs, make_score  # noqa: E402
+from jaxfp8rl.publish.wire import LearnerWeights  # noqa: E402
+from jaxfp8rl.training.step import make_logprobs, make_score  # noqa: E402
 
 MODEL = ModelConfig.from_hf({
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 128,

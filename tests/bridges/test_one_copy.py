@@ -14,14 +14,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 import torch
 
 from bridges.api import BridgeError
-from bridges.rollout.vllm_stacks import stack_of
-from jaxfp8rl import loop
-from jaxfp8rl.build import Parts, build
+from bridges.inside_vllm.stacks import stack_of
+from jaxfp8rl.training import loop
+from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.optim import init_state
-from jaxfp8rl.policy import parted, rejoined
+from jaxfp8rl.optim.adamw import init_state
+from jaxfp8rl.policy.policy import parted, rejoined
 from jaxfp8rl.precision.linear import SharedWeight
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.config.toml import load_config
 
 from machine import packs_bfloat16
 

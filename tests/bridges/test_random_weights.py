@@ -15,12 +15,12 @@ pytest.importorskip("vllm")
 from benchmarks import publish, rollout  # noqa: E402
 from benchmarks.common import MIXTURES, SHAPES, config  # noqa: E402
 from benchmarks.publish import RandomWeights, fp8_runs_of, random_policy  # noqa: E402
-from bridges import manifest  # noqa: E402
-from bridges.rollout.vllm_engine import VllmEngine  # noqa: E402
+from bridges.proof import manifest  # noqa: E402
+from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
 from jaxfp8rl.models.config import ModelConfig  # noqa: E402
 from jaxfp8rl.precision.linear import QuantizedWeight  # noqa: E402
 from jaxfp8rl.precision.recipe import plain_runs  # noqa: E402
-from jaxfp8rl.publish import LearnerWeights  # noqa: E402
+from jaxfp8rl.publish.wire import LearnerWeights  # noqa: E402
 
 TINY = config("30b-a3b", 2) | {
     "vocab_size": 384, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 4,

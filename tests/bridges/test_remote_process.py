@@ -13,13 +13,13 @@ import time
 
 import pytest
 
-from bridges import wire
+from bridges.served import wire
 from bridges.api import EngineDirty, EngineUnhealthy, PublishFailed
 from bridges.conformance import EngineUnderTest
-from bridges.rollout import engine_server, remote_engine
-from bridges.rollout.fake_engine import FakeEngine, FakeTransport
-from bridges.rollout.remote_engine import RemoteEngine, spawn
-from bridges.weights.array_source import ArraySource
+from bridges.served import engine_server, remote_engine
+from bridges.engines.fake_engine import FakeEngine, FakeTransport
+from bridges.served.remote_engine import RemoteEngine, spawn
+from bridges.sources.array_source import ArraySource
 
 from remote_servers import SHORT, TOKEN, under
 
@@ -115,7 +115,7 @@ def test_an_address_that_drips_does_not_outlast_the_deadline():
 
 
 def test_the_engine_ends_with_its_parent():
-    script = """from bridges.rollout.remote_engine import spawn
+    script = """from bridges.served.remote_engine import spawn
 with spawn("fake") as e:
     print(e.pid, e.url, e.folder, flush=True)
     input()"""

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from bridges.api import BridgeError, ParamMeta, StackRow, WeightSource
-from bridges.weights.array_source import ArraySource, random_source
-from bridges.weights.safetensors_file import INDEX, MANIFEST, SAFETENSORS_DTYPES, FileSource, host_array, write_folder
+from bridges.sources.array_source import ArraySource, random_source
+from bridges.transports.safetensors_file import INDEX, MANIFEST, SAFETENSORS_DTYPES, FileSource, host_array, write_folder
 
 METAS = (
     ParamMeta("model.embed_tokens.weight", "bfloat16", (50, 24)),

@@ -17,21 +17,22 @@ import torch
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout import vllm_engine, vllm_environment
-from bridges.rollout.fake_engine import FakeEngine
-from bridges.rollout.vllm_engine import BLOCK, FP8, VllmEngine
-from bridges.rollout.vllm_environment import cpu_lacks
-from bridges.weights.array_source import ArraySource, random_source
-from bridges.weights.dlpack import torch_view
-from bridges.weights.vllm_inplace import VllmInplace
-from bridges.weights.vllm_inprocess import VllmReload
-from bridges.weights.vllm_transports import open_vllm_transport
+from bridges.engines import vllm_engine
+from bridges.inside_vllm import environment
+from bridges.engines.fake_engine import FakeEngine
+from bridges.engines.vllm_engine import BLOCK, FP8, VllmEngine
+from bridges.inside_vllm.environment import cpu_lacks
+from bridges.sources.array_source import ArraySource, random_source
+from bridges.sources.dlpack import torch_view
+from bridges.transports.vllm_inplace import VllmInplace
+from bridges.transports.vllm_reload import VllmReload
+from bridges.transports.vllm_choice import open_vllm_transport
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, get_recipe, resolve
-from jaxfp8rl.publish import assemble
-from jaxfp8rl.train_step import make_logprobs, make_score
+from jaxfp8rl.publish.wire import assemble
+from jaxfp8rl.training.step import make_logprobs, make_score
 
 from machine import packs_bfloat16
 
@@ -133,10 +134,10 @@ def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU vLLM measures what is left")
 def test_the_cache_on_a_cpu_is_as_large_as_asked_for(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    vllm_environment.prepare()
-    assert vllm_environment.cache_bytes(2**28) == 2**28 and vllm_environment.cache_bytes(None) == 2**30
+    environment.prepare()
+    assert environment.cache_bytes(2**28) == 2**28 and environment.cache_bytes(None) == 2**30
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")  # the user's, which vLLM reads itself
-    assert vllm_environment.cache_bytes(None) is None
+    assert environment.cache_bytes(None) is None
 
 
 @pytest.mark.slow

@@ -16,13 +16,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bridges.api import BridgeError, ParamMeta, Rows, StackRow  # noqa: E402
-from bridges.rollout.vllm_layout import LiveRows  # noqa: E402
-from bridges.rollout.vllm_params import Place  # noqa: E402
-from bridges.rollout.vllm_stacks import stacks_of  # noqa: E402
-from bridges.weights.vllm_inplace import VllmInplace, _Reader  # noqa: E402
+from bridges.inside_vllm.layout import LiveRows  # noqa: E402
+from bridges.inside_vllm.params import Place  # noqa: E402
+from bridges.inside_vllm.stacks import stacks_of  # noqa: E402
+from bridges.transports.vllm_inplace import VllmInplace, _Reader  # noqa: E402
 from jaxfp8rl.errors import ConfigError  # noqa: E402
-from jaxfp8rl.registry import check_engine_settings  # noqa: E402
-from jaxfp8rl.toml_config import load_config  # noqa: E402
+from jaxfp8rl.rollout.engines import check_engine_settings  # noqa: E402
+from jaxfp8rl.config.toml import load_config  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 LAYERS, ROWS, COLUMNS = 6, 4, 32

@@ -15,15 +15,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, PublishFailed, Rows, StackRow  # noqa: E402
-from bridges.rollout import vllm_params  # noqa: E402
-from bridges.rollout.vllm_engine import VllmEngine  # noqa: E402
-from bridges.rollout.vllm_params import Place  # noqa: E402
-from bridges.rollout.vllm_stacks import stacks_of  # noqa: E402
-from bridges.rollout.weight_state import WeightState  # noqa: E402
-from bridges.weights import links  # noqa: E402
-from bridges.weights.array_source import ArraySource  # noqa: E402
-from bridges.weights.linked import LinkedWeights, _SentFromGpu, send  # noqa: E402
-from bridges.weights.vllm_inplace import VllmInplace, _Reader  # noqa: E402
+from bridges.inside_vllm import params  # noqa: E402
+from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
+from bridges.inside_vllm.params import Place  # noqa: E402
+from bridges.inside_vllm.stacks import stacks_of  # noqa: E402
+from bridges.engines.weight_state import WeightState  # noqa: E402
+from bridges.served import links  # noqa: E402
+from bridges.sources.array_source import ArraySource  # noqa: E402
+from bridges.served.linked import LinkedWeights, _SentFromGpu, send  # noqa: E402
+from bridges.transports.vllm_inplace import VllmInplace, _Reader  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 LAYERS = 6
@@ -53,7 +53,7 @@ def experts(kernel: str = "TRITON", stacked: bool = True) -> tuple[torch.nn.Modu
             row = wholes[leaf][i] if stacked else wholes[leaf][i].clone()
             module.register_parameter(leaf, torch.nn.Parameter(row, requires_grad=False))
             places += [Place(ParamMeta(name, "float32", shape), path, module, leaf, start, size, expert)
-                       for name, shape, start, expert in vllm_params._experts(path, leaf, size)]  # fmt: skip
+                       for name, shape, start, expert in params._experts(path, leaf, size)]  # fmt: skip
     return model, places
 
 

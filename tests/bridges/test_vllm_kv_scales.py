@@ -16,15 +16,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 import torch
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, ManifestMismatch, PublishFailed, SamplingParams
-from bridges.rollout import vllm_environment, vllm_kv_scales
-from bridges.rollout.vllm_engine import FP8, VllmEngine
-from bridges.weights.array_source import ArraySource, random_source
-from bridges.weights.vllm_inplace import VllmInplace
-from bridges.weights.vllm_inprocess import VllmReload
+from bridges.inside_vllm import environment, kv_scales
+from bridges.engines.vllm_engine import FP8, VllmEngine
+from bridges.sources.array_source import ArraySource, random_source
+from bridges.transports.vllm_inplace import VllmInplace
+from bridges.transports.vllm_reload import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.precision.recipe import fp8_runs
-from jaxfp8rl.publish import wire_manifest
+from jaxfp8rl.publish.wire import wire_manifest
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
 CONFIG = {
@@ -40,10 +40,10 @@ NAME = "model.layers.1.self_attn.attn.k_scale"
 @pytest.fixture(scope="module")
 def engine():
     with pytest.MonkeyPatch.context() as patch:
-        if vllm_environment.cpu_lacks("", "fp8_e4m3"):
+        if environment.cpu_lacks("", "fp8_e4m3"):
             from vllm.v1.attention.backends import cpu_attn
 
-            patch.setattr(vllm_environment, "cpu_lacks", lambda weights, kv_cache: None)
+            patch.setattr(environment, "cpu_lacks", lambda weights, kv_cache: None)
             patch.setattr(cpu_attn, "_get_attn_isa", lambda *args, **kwargs: "vec")
         built = VllmEngine(CONFIG, kv_cache="fp8_e4m3", kv_scales=True, **OPTIONS)
     assert set(held(built).values()) == {1.0}  # whatever vLLM's random weights were
@@ -60,7 +60,7 @@ def transport(request, engine):
 
 
 def held(engine: VllmEngine) -> dict[str, float]:
-    return vllm_kv_scales.on_device(engine.on_model(vllm_kv_scales.scale_places))
+    return kv_scales.on_device(engine.on_model(kv_scales.scale_places))
 
 
 def source(engine: VllmEngine, seed: int, **scales: float) -> ArraySource:
@@ -122,9 +122,9 @@ def test_the_learner_names_them_as_the_engine_does(engine):
 
 
 def test_attention_that_is_not_known_is_refused_by_name(engine, monkeypatch):
-    monkeypatch.setattr(vllm_kv_scales, "READERS", {"FlashAttentionImpl"})
+    monkeypatch.setattr(kv_scales, "READERS", {"FlashAttentionImpl"})
     with pytest.raises(BridgeError, match="model.layers.0.self_attn.attn is computed by CPUAttentionBackendImpl"):
-        engine.on_model(vllm_kv_scales.scale_places)
+        engine.on_model(kv_scales.scale_places)
 
 
 def test_scales_without_an_fp8_cache_are_refused():

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 
 import torch
 
-from bridges.weights.dlpack import torch_view
+from bridges.sources.dlpack import torch_view
 from pallas_kernels.numerics import ulp_distance
 from pallas_kernels.quantize import reference as q
 

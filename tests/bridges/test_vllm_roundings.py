@@ -20,10 +20,10 @@ import torch
 
 from bridges.api import BridgeError
 from bridges.probe import vllm_demo_flags
-from bridges.rollout import vllm_formats
-from bridges.rollout.vllm_formats import PROBABILITIES
-from bridges.weights.dlpack import torch_view
-from jaxfp8rl.exact import exact_jit
+from bridges.inside_vllm import formats
+from bridges.inside_vllm.formats import PROBABILITIES
+from bridges.sources.dlpack import torch_view
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
 
@@ -182,29 +182,29 @@ class RoundsFirst(torch.nn.Module):
 def test_a_norm_is_asked_whether_it_sees_the_sum_unrounded(vllm_config):
     norm = vllm_norm(norm_weight(D))
     other = type("RMSNorm", (RoundsFirst,), {})(norm)
-    assert vllm_formats.norms_see_unrounded_sums(torch.nn.Sequential(norm)) is True
-    assert vllm_formats.norms_see_unrounded_sums(torch.nn.Sequential(other)) is False
-    assert vllm_formats.norms_see_unrounded_sums(torch.nn.Sequential(torch.nn.Linear(2, 2))) is False
+    assert formats.norms_see_unrounded_sums(torch.nn.Sequential(norm)) is True
+    assert formats.norms_see_unrounded_sums(torch.nn.Sequential(other)) is False
+    assert formats.norms_see_unrounded_sums(torch.nn.Sequential(torch.nn.Linear(2, 2))) is False
 
 
-@pytest.mark.parametrize("floor", vllm_formats.FLOORS)
+@pytest.mark.parametrize("floor", formats.FLOORS)
 def test_a_quantiser_is_asked_for_its_floor(floor):
     layer = torch.nn.Linear(2, 2)
-    assert vllm_formats.amax_floor(layer) == vllm_formats.FLOORS[0]
+    assert formats.amax_floor(layer) == formats.FLOORS[0]
     quantize = lambda x: (x, torch.tensor([[np.float32(floor) / np.float32(448)]]))
     layer.quant_method = types.SimpleNamespace(fp8_linear=types.SimpleNamespace(quant_fp8=quantize))
-    assert vllm_formats.amax_floor(layer) == floor
+    assert formats.amax_floor(layer) == floor
 
 
 @pytest.mark.parametrize(("isa", "found"), [("amx", None), ("vec", "float32")])
 def test_attention_names_its_instructions(isa, found):
     layer = torch.nn.Linear(2, 2)
-    assert vllm_formats.probabilities(layer) is None
+    assert formats.probabilities(layer) is None
     layer.isa = isa
-    assert vllm_formats.probabilities(layer) == found
+    assert formats.probabilities(layer) == found
     layer.isa = "amx_fp8"
     with pytest.raises(BridgeError, match="amx_fp8, of which it is not known what it rounds"):
-        vllm_formats.probabilities(layer)
+        formats.probabilities(layer)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 from micro_run import rewarded
 
 from bridges.api import EngineUnhealthy
-from bridges.rollout.jax_engine import JaxEngine
-from jaxfp8rl import loop
-from jaxfp8rl.cli import main
+from bridges.engines.embedded_engine import JaxEngine
+from jaxfp8rl.training import loop
+from jaxfp8rl.cli.main import main
 from jaxfp8rl.rewards.runner import RewardRunner
 
 what, when, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]

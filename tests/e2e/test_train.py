@@ -16,23 +16,25 @@ import pytest
 from micro_run import rewarded
 from safetensors.numpy import load_file
 
-from bridges.rollout.jax_engine import JaxEngine
-from bridges.weights.jax_inprocess import JaxInprocess
-from jaxfp8rl import config_checks, loop, rollouts
-from jaxfp8rl.build import model_config, starting_params
-from jaxfp8rl.checkpoint import Checkpoints
-from jaxfp8rl.cli import main
-from jaxfp8rl.config import Config
+from bridges.engines.embedded_engine import JaxEngine
+from bridges.transports.embedded import JaxInprocess
+from jaxfp8rl.config import rules
+from jaxfp8rl.training import loop
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.run.context import model_config, starting_params
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.cli.main import main
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.tokenizer import load_tokenizer
-from jaxfp8rl.dry_run import dry_run
+from jaxfp8rl.run.dry_run import dry_run
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteStep
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.optim import init_state, make_optimizer
-from jaxfp8rl.publish import LearnerWeights
+from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rewards.runner import RewardRunner, Score
-from jaxfp8rl.sft import run_sft
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.training.sft import run_sft
+from jaxfp8rl.config.toml import load_config
 
 TINY = {
     "run.steps": 10, "run.eval_problems": 16, "run.eval_every": 5, "run.save_every": 4,
@@ -125,7 +127,7 @@ def assert_same_run(directory: Path, straight: Path):
 
 def start(directory: Path) -> subprocess.Popen:
     """The command line in a process of its own group, as a terminal would start it; far more steps than will be taken."""
-    command = [sys.executable, "-m", "jaxfp8rl.cli", "train", "demo", *words(directory, run__steps=500)]
+    command = [sys.executable, "-m", "jaxfp8rl", "train", "demo", *words(directory, run__steps=500)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
@@ -360,13 +362,13 @@ def test_two_policies_need_no_scoring_pass_and_the_probes_join_the_metrics(tmp_p
 
 
 def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_path, monkeypatch, capsys):
-    to_samples, calls = rollouts.to_samples, []
+    to_samples, calls = scored_groups.to_samples, []
 
     def poisoned(*args):
         calls.append(1)
         return [[s._replace(advantage=float("nan")) if len(calls) > 2 else s for s in g] for g in to_samples(*args)]
 
-    monkeypatch.setattr(rollouts, "to_samples", poisoned)
+    monkeypatch.setattr(scored_groups, "to_samples", poisoned)
     monkeypatch.setattr(RewardRunner, "score", rewarded)  # every update has something to learn
     assert main(["train", "demo", *words(tmp_path, run__save_every=1, optim__max_bad_steps=3)]) == NonFiniteStep.exit_code == 4
     assert "3 updates in a row were not finite" in (said := capsys.readouterr().err) and "bad_batch.safetensors" in said
@@ -378,7 +380,7 @@ def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_pat
     assert [r["update/applied"] for r in rows[1:]] == [1, 1, 0] and int(state.step) == 4 and np.isnan(rows[3]["loss"])
     bad = load_file(tmp_path / "bad_batch.safetensors")
     assert np.isnan(bad["advantages"][bad["response_mask"]]).all() and bad["old_logp"].shape == bad["tokens"].shape
-    monkeypatch.setattr(rollouts, "to_samples", to_samples)
+    monkeypatch.setattr(scored_groups, "to_samples", to_samples)
     loop.train(config(tmp_path, run__steps=4), resume=True)
     assert metrics(tmp_path)[-1]["update/applied"] == 1 and int(saved(tmp_path)[0].bad_steps) == 0
 
@@ -398,7 +400,7 @@ def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, caps
 
 def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, monkeypatch):
     """Every step one completion of the second prompt comes back with a NaN; the other three groups are learned from."""
-    generate = rollouts.generate
+    generate = scored_groups.generate
 
     def spoilt(engine, prompts, requests, version, *more, **named):
         real = engine.generate
@@ -416,7 +418,7 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
         finally:
             monkeypatch.setattr(engine, "generate", real)
 
-    monkeypatch.setattr(rollouts, "generate", spoilt)
+    monkeypatch.setattr(scored_groups, "generate", spoilt)
     monkeypatch.setattr(RewardRunner, "score", lambda self, items: [Score(i % 2, "ok") for i in range(len(items))])
     loop.train(config(tmp_path, run__steps=2, sft__steps=0))
     for row in metrics(tmp_path)[1:]:
@@ -435,7 +437,7 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
                         (loop, "warm_start")):  # fmt: skip
         recorded(owner, name)
     recorded(JaxInprocess, "publish")
-    monkeypatch.setattr(config_checks, "_check_server", lambda cfg: None)
+    monkeypatch.setattr(rules, "_check_server", lambda cfg: None)
     loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=1, rollout__sleep="drop_weights"))
     step = ["generate", "sleep", "score", "score", "learn", "wake", "publish"]
     assert calls == ["sleep", "warm_start", "wake", "publish", "generate", "generate", *step, *step, "generate"]

@@ -19,12 +19,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxfp8rl.checkpoint import Checkpoints
-from jaxfp8rl.config import Config
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rewards.runner import RewardRunner
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.config.toml import load_config
 
 MICRO = {
     "run.steps": 6, "run.eval_problems": 4, "run.eval_every": 0, "run.save_every": 2,
@@ -100,8 +100,8 @@ def kill_at(place: str, times: int) -> None:
 
 
 if __name__ == "__main__":
-    from bridges.rollout.remote_engine import start
-    from jaxfp8rl.cli import main
+    from bridges.served.remote_engine import start
+    from jaxfp8rl.cli.main import main
 
     RewardRunner.score = rewarded
     print("child", start("fake").pid, flush=True)  # an engine of this process's own, which must not outlive it

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.common import config as qwen3
-from jaxfp8rl.cli import main
+from jaxfp8rl.cli.main import main
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.toml_config import load_config, presets
+from jaxfp8rl.config.toml import load_config, presets
 
 DEMO = presets()["demo"].read_text(encoding="utf-8")
 
@@ -93,7 +93,7 @@ def test_row_36_a_broken_config_is_refused_on_one_screen_with_place_and_remedy(w
 
 
 def test_row_36_the_command_line_says_the_same_and_leaves_with_2(write):
-    words = [sys.executable, "-m", "jaxfp8rl.cli", "train", write(DEMO.replace("steps = 100", "stesp = 50", 1))]
+    words = [sys.executable, "-m", "jaxfp8rl", "train", write(DEMO.replace("steps = 100", "stesp = 50", 1))]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and 'run.stesp: unknown key (did you mean "steps"?)' in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 12

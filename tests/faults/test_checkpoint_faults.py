@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl import checkpoint
-from jaxfp8rl.checkpoint import DIGESTS, Checkpoints, damage
-from jaxfp8rl.config_changes import MAY_CHANGE, changes, check_resumable
+from jaxfp8rl.checkpoint import store
+from jaxfp8rl.checkpoint.store import DIGESTS, Checkpoints, damage
+from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes, check_resumable
 from jaxfp8rl.errors import CheckpointError, ConfigError
-from jaxfp8rl.run_directory import RunDirectory, check_run_directory
-from jaxfp8rl.toml_config import SECTIONS, load_config
+from jaxfp8rl.run.run_directory import RunDirectory, check_run_directory
+from jaxfp8rl.config.toml import SECTIONS, load_config
 from jaxfp8rl.types import TrainState
 
 
@@ -169,7 +169,7 @@ def test_row_30_a_damaged_checkpoint_is_set_aside_when_the_run_goes_on_before_it
 
 
 def test_a_checkpoint_of_another_version_is_refused_by_its_format(saved, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
+    monkeypatch.setattr(store, "FORMAT", store.FORMAT + 1)
     with pytest.raises(CheckpointError, match="checkpoint 4 is of format 2, this jaxfp8rl reads 3"):
         saved.restore(LIKE)
 
@@ -185,12 +185,12 @@ def test_what_a_checkpoint_holds_otherwise_is_named(saved):
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(saved, monkeypatch):
-    """The loop says what would give most (jaxfp8rl.memory_fit)."""
+    """The loop says what would give most (jaxfp8rl.memory.fit)."""
 
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
 
-    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", full)
+    monkeypatch.setattr(store.ocp, "load_checkpointables", full)
     with pytest.raises(jax.errors.JaxRuntimeError, match="58 bytes"):
         saved.restore(LIKE)
 
@@ -213,7 +213,7 @@ def test_row_31_a_full_disk_is_said_the_older_stays_and_the_run_stops_after_its_
     def fail(*_, **__):
         raise full
 
-    target = {"fsync": (os, "fsync"), "rename": (Path, "rename"), "write": (checkpoint.ocp, "save_checkpointables")}[at]
+    target = {"fsync": (os, "fsync"), "rename": (Path, "rename"), "write": (store.ocp, "save_checkpointables")}[at]
     with monkeypatch.context() as patch:
         patch.setattr(*target, fail)
         run.save(4, state(4), {})

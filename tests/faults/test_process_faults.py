@@ -16,17 +16,17 @@ import pytest
 
 from bridges.api import EngineDirty, EngineUnhealthy, GenRequest, ManifestMismatch, PublishFailed, SamplingParams
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.rollout import supervised_engine
-from bridges.rollout.fake_engine import FakeEngine, FakeTransport
-from bridges.rollout.remote_engine import Deadlines, RemoteEngine, start
-from bridges.rollout.supervised_engine import SupervisedEngine
-from bridges.weights.array_source import random_source
-from bridges.weights.remote_file import RemoteFile
-from bridges.wire import pack_error, unpack_error
-from jaxfp8rl import watchdog
+from bridges.served import supervised_engine
+from bridges.engines.fake_engine import FakeEngine, FakeTransport
+from bridges.served.remote_engine import Deadlines, RemoteEngine, start
+from bridges.served.supervised_engine import SupervisedEngine
+from bridges.sources.array_source import random_source
+from bridges.served.remote_file import RemoteFile
+from bridges.served.wire import pack_error, unpack_error
+from jaxfp8rl.run import watchdog
 from jaxfp8rl.errors import CheckpointError, ConfigError, UserError
-from jaxfp8rl.run_directory import StopSignals, claimed
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.run.run_directory import StopSignals, claimed
+from jaxfp8rl.config.toml import load_config
 
 TOKEN = "a token of the tests, 32 letters"
 DEADLINES = Deadlines(2.0, 5.0, 5.0, 5.0)
@@ -322,7 +322,7 @@ def test_row_26_sigterm_asks_for_the_end_of_the_step_and_the_second_is_now():
 
 HANGING = """
 import ctypes, sys, time
-from jaxfp8rl import watchdog
+from jaxfp8rl.run import watchdog
 watchdog.GRACE_SECONDS = 1.0
 def stuck(how):
     if how == "python":
@@ -367,8 +367,8 @@ def test_row_28_a_run_that_goes_on_is_left_alone(tmp_path):
 def test_row_29_a_directory_is_of_one_process_until_it_ends_however_that_goes(tmp_path):
     cfg = load_config("demo", ["--run.dir", str(tmp_path / "run")])
     script = """import sys, time
-from jaxfp8rl.run_directory import claimed
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.run.run_directory import claimed
+from jaxfp8rl.config.toml import load_config
 with claimed(load_config("demo", ["--run.dir", sys.argv[1]]), False):
     print("in", flush=True)
     time.sleep(60)"""

@@ -18,20 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridges import manifest
+from bridges.proof import manifest
 from bridges.api import BridgeError, EngineDirty, EngineFormats, EngineUnhealthy, ManifestMismatch, ParamMeta, PublishFailed
 from bridges.conformance import MISMATCHES, EngineUnderTest
-from bridges.rollout.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
-from bridges.rollout.jax_engine import EngineModel, JaxEngine
-from bridges.rollout.remote_engine import Deadlines, RemoteEngine, spawn
-from bridges.rollout.vllm_engine import SLEEP_LEVEL, VllmEngine
-from bridges.rollout.weight_state import WeightState
-from bridges.weights import links
-from bridges.weights.array_source import ArraySource, random_source
-from bridges.weights.jax_inprocess import JaxInprocess
-from bridges.weights.remote_direct import RemoteDirect
-from bridges.weights.remote_file import RemoteFile
-from bridges.weights.vllm_inprocess import VllmReload
+from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
+from bridges.engines.embedded_engine import EngineModel, JaxEngine
+from bridges.served.remote_engine import Deadlines, RemoteEngine, spawn
+from bridges.engines.vllm_engine import SLEEP_LEVEL, VllmEngine
+from bridges.engines.weight_state import WeightState
+from bridges.served import links
+from bridges.sources.array_source import ArraySource, random_source
+from bridges.transports.embedded import JaxInprocess
+from bridges.served.remote_direct import RemoteDirect
+from bridges.served.remote_file import RemoteFile
+from bridges.transports.vllm_reload import VllmReload
 
 TOKEN = "a token of the tests, 32 letters"
 SLOT = 512  # bytes: the engine's two tensors of 2048 each make eight buckets
@@ -255,7 +255,7 @@ def test_row_20_scales_are_in_the_manifest_by_role(role):
 
 @pytest.mark.parametrize("value, unsound", [(1e-30, 0), (1.0, 0), (0.0, 1), (-1.0, 1), (np.inf, 1), (np.nan, 1), (-0.0, 1)])
 def test_row_20_a_scale_that_is_not_positive_and_finite_is_counted_where_it_lies(value, unsound):
-    from bridges.weights.digest import checked_row_digests
+    from bridges.proof.digest import checked_row_digests
 
     scales = jnp.ones((4, 8), jnp.float32).at[1, 3].set(value)
     assert np.asarray(checked_row_digests([scales[None]], (((0, 2, True), (2, 4, True)),)))[:, 2].tolist() == [unsound, 0]

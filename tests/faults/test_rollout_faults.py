@@ -8,22 +8,22 @@ import pytest
 
 from benchmarks.learning_grid import CORRECTIONS
 from bridges.api import EngineDirty, EngineUnhealthy, SamplingParams, VersionSpan
-from bridges.rollout.fake_engine import FakeEngine, FakeTransport, Faults
-from bridges.weights.array_source import random_source
-from jaxfp8rl import rollouts
-from jaxfp8rl.config import Loss
+from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
+from bridges.sources.array_source import random_source
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.config.schema import Loss
 from jaxfp8rl.data.dataset import prepare
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
-from jaxfp8rl.precision.checks import uncorrected_warning
+from jaxfp8rl.training.checks import uncorrected_warning
 from jaxfp8rl.rewards.runner import Score
-from jaxfp8rl.rollouts import Prompt, Rollouts
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.rollout.scored_groups import Prompt, Rollouts
+from jaxfp8rl.config.toml import load_config
 
 SAMPLING = SamplingParams(max_tokens=6)
 PROMPTS = [Prompt(Problem(f"p{i}", "1+1=", "2"), (1, 2, 3 + i)) for i in range(4)]
-REQUESTS = rollouts.make_requests(PROMPTS, SAMPLING, 3, seed=0, step=7)
+REQUESTS = scored_groups.make_requests(PROMPTS, SAMPLING, 3, seed=0, step=7)
 
 
 def published(version: int = 5, faults: Faults | None = None, cls=FakeEngine) -> FakeEngine:
@@ -70,10 +70,10 @@ SPOILT = {
 def test_one_bad_completion_costs_its_group_and_no_other(kind):
     engine = published(cls=OneBad)
     engine.spoil, why = SPOILT[kind]
-    kept, rejected = rollouts.generate(engine, PROMPTS, REQUESTS, version=5)
+    kept, rejected = scored_groups.generate(engine, PROMPTS, REQUESTS, version=5)
     assert [p.problem.id for p, _ in kept] == ["p0", "p2", "p3"] and all(len(c) == 3 for _, c in kept)
     assert len(rejected) == 1 and rejected[0].startswith("request 7/1: completion 2: ") and why in rejected[0]
-    groups = tuple(rollouts.Group(p, c, ("",) * 3, np.array([0.0, 1.0, np.nan])) for p, c in kept)
+    groups = tuple(scored_groups.Group(p, c, ("",) * 3, np.array([0.0, 1.0, np.nan])) for p, c in kept)
     equal = dataclasses.replace(groups[0], rewards=np.full(3, 0.3))  # of which np.std is 6e-17
     assert Rollouts((*groups, equal), (), groups).metrics()["reward/groups_solved_in_part"] == 0.75
     metrics = Rollouts(groups, rejected, groups).metrics()
@@ -83,11 +83,11 @@ def test_one_bad_completion_costs_its_group_and_no_other(kind):
 
 def test_a_completion_without_a_score_is_not_learned_from():
     """Not with an advantage of 0: it would count as tokens of the update, in its KL and its entropy."""
-    kept, _ = rollouts.generate(published(), PROMPTS, REQUESTS, version=5)
-    groups = [rollouts.Group(p, c, ("",) * 3, np.array([0.0, 1.0, np.nan])) for p, c in kept]
-    alone = [rollouts.Group(p, c[:2], ("",) * 2, np.array([0.0, 1.0])) for p, c in kept]
-    said = [[(s.advantage, *s.completion) for s in group] for group in rollouts.to_samples(groups, Loss(), 8)]
-    assert said == [[(s.advantage, *s.completion) for s in group] for group in rollouts.to_samples(alone, Loss(), 8)]
+    kept, _ = scored_groups.generate(published(), PROMPTS, REQUESTS, version=5)
+    groups = [scored_groups.Group(p, c, ("",) * 3, np.array([0.0, 1.0, np.nan])) for p, c in kept]
+    alone = [scored_groups.Group(p, c[:2], ("",) * 2, np.array([0.0, 1.0])) for p, c in kept]
+    said = [[(s.advantage, *s.completion) for s in group] for group in scored_groups.to_samples(groups, Loss(), 8)]
+    assert said == [[(s.advantage, *s.completion) for s in group] for group in scored_groups.to_samples(alone, Loss(), 8)]
     assert all(len(group) == 2 for group in said)
 
 
@@ -97,23 +97,23 @@ def test_a_group_of_the_wrong_size_is_rejected():
             first, *rest = super().generate(requests)
             return [first[:2], *rest]
 
-    kept, rejected = rollouts.generate(published(cls=Short), PROMPTS, REQUESTS, version=5)
+    kept, rejected = scored_groups.generate(published(cls=Short), PROMPTS, REQUESTS, version=5)
     assert len(kept) == 3 and rejected == ("request 7/0: 2 completions, 3 asked for",)
 
 
 def test_when_nothing_can_be_scored_the_run_says_why_and_stops():
     """Else it would go on with advantages of 0."""
     scorer = SimpleNamespace(score=lambda items: [Score(None, "error: KeyError: 'difficulty'")] * 11 + [Score(None, "timeout")])
-    kept, _ = rollouts.generate(published(), PROMPTS, REQUESTS, version=5)
+    kept, _ = scored_groups.generate(published(), PROMPTS, REQUESTS, version=5)
     tokenizer = load_tokenizer("chars:0123456789+=")
     with pytest.raises(DataError, match="none of 12 completions could be scored; 11 times: error: KeyError: 'difficulty'"):
-        rollouts.score(kept, tokenizer, scorer)
+        scored_groups.score(kept, tokenizer, scorer)
     scorer.score = lambda items: [Score(None, "timeout")] * 11 + [Score(1.0, "ok")]
-    assert np.nansum([g.rewards for g in rollouts.score(kept, tokenizer, scorer)]) == 1
+    assert np.nansum([g.rewards for g in scored_groups.score(kept, tokenizer, scorer)]) == 1
 
 
 def test_a_healthy_engine_loses_nothing():
-    kept, rejected = rollouts.generate(published(), PROMPTS, REQUESTS, version=5)
+    kept, rejected = scored_groups.generate(published(), PROMPTS, REQUESTS, version=5)
     assert [p for p, _ in kept] == PROMPTS and rejected == ()
 
 
@@ -121,7 +121,7 @@ def test_a_healthy_engine_loses_nothing():
 def test_when_every_group_is_bad_the_engine_is_called_unhealthy(fault):
     engine = published(faults=Faults(logprobs=fault))
     with pytest.raises(EngineUnhealthy) as e:
-        rollouts.generate(engine, PROMPTS, REQUESTS, version=5)
+        scored_groups.generate(engine, PROMPTS, REQUESTS, version=5)
     said = str(e.value)
     assert "every group of the step was rejected; the first: request 7/0: completion 0: " in said
     assert "engine health: " in said and engine.health().detail in said and "--resume" in e.value.next_step
@@ -129,19 +129,19 @@ def test_when_every_group_is_bad_the_engine_is_called_unhealthy(fault):
 
 def test_an_engine_that_missed_a_publish_is_found_by_the_version_of_its_tokens():
     with pytest.raises(EngineUnhealthy, match="sampled at weight versions .*version=4.*, expected 5"):
-        rollouts.generate(published(faults=Faults(stale_version=True)), PROMPTS, REQUESTS, version=5)
+        scored_groups.generate(published(faults=Faults(stale_version=True)), PROMPTS, REQUESTS, version=5)
 
 
 def test_an_engine_without_weights_does_not_answer():
     with pytest.raises(EngineDirty, match="publish"):
-        rollouts.generate(FakeEngine(), PROMPTS, REQUESTS, version=0)
+        scored_groups.generate(FakeEngine(), PROMPTS, REQUESTS, version=0)
 
 
 def test_requests_of_a_step_have_their_own_seeds_and_a_resumed_run_the_same_ones():
-    again = rollouts.make_requests(PROMPTS, SAMPLING, 3, seed=0, step=7)
+    again = scored_groups.make_requests(PROMPTS, SAMPLING, 3, seed=0, step=7)
     assert again == REQUESTS
-    seeds = {r.seed for step in range(20) for r in rollouts.make_requests(PROMPTS, SAMPLING, 3, 0, step)}
-    assert len(seeds) == 80 and not seeds & {r.seed for r in rollouts.make_requests(PROMPTS, SAMPLING, 3, 1, 7)}
+    seeds = {r.seed for step in range(20) for r in scored_groups.make_requests(PROMPTS, SAMPLING, 3, 0, step)}
+    assert len(seeds) == 80 and not seeds & {r.seed for r in scored_groups.make_requests(PROMPTS, SAMPLING, 3, 1, 7)}
 
 
 def test_the_benchmark_of_corrections_asks_for_its_baseline_by_name():

@@ -19,13 +19,16 @@ import pytest
 
 import micro_run
 from bridges.api import EngineUnhealthy
-from bridges.rollout.jax_engine import JaxEngine
-from bridges.rollout.supervised_engine import SupervisedEngine
-from jaxfp8rl import build, checkpoint, loop, registry, run_directory, watchdog
-from jaxfp8rl.config import Section
+from bridges.engines.embedded_engine import JaxEngine
+from bridges.served.supervised_engine import SupervisedEngine
+from jaxfp8rl.run import context, run_directory, watchdog
+from jaxfp8rl.checkpoint import store
+from jaxfp8rl.training import loop
+from jaxfp8rl.rollout import engines
+from jaxfp8rl.config.schema import Section
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed, NonFiniteStep
 from jaxfp8rl.rewards.runner import RewardRunner, _child_environment
-from jaxfp8rl.toml_config import SECTIONS, dump_config, load_config
+from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
 from micro_run import arrays, assert_same_run, config, metrics, words
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "children")
@@ -86,7 +89,7 @@ def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypa
     monkeypatch.setattr(loop, "learn", blown)
     with pytest.raises(NonFiniteStep, match=r"after step 3 the parameters are not finite, and are not saved: .*\n.*--resume"):
         loop.train(config(tmp_path, run__save_every=1))
-    assert checkpoint.Checkpoints(tmp_path / "checkpoints", 2).steps() == [1, 2]
+    assert store.Checkpoints(tmp_path / "checkpoints", 2).steps() == [1, 2]
     assert all(np.isfinite(x).all() for x in arrays(tmp_path, 2).values())
 
 
@@ -99,7 +102,7 @@ def test_row_8_what_a_failed_gate_left_is_none_of_the_next_runs(straight, tmp_pa
     for _ in range(2):
         with pytest.raises(GateFailed):
             loop.train(disagreeing, fork_of=str(straight))
-    checkpoints = checkpoint.Checkpoints(tmp_path / "checkpoints", 2)
+    checkpoints = store.Checkpoints(tmp_path / "checkpoints", 2)
     assert checkpoints.steps() == [6] and (tmp_path / "reference").is_dir()
     loop.train(config(tmp_path, run__steps=2, run__keep_checkpoints=9))
     assert checkpoints.steps() == [0, 2] and not (tmp_path / "reference").exists()
@@ -132,7 +135,7 @@ def test_what_does_not_go_with_the_vocabulary_is_said_before_anything_loads(tmp_
 
 def test_row_25_a_run_whose_engine_dies_three_times_learns_what_it_would_have_learned(straight, tmp_path, monkeypatch):
     """The embedded engine plays one in a process of its own: at three calls it is gone, weights and all."""
-    calls, make, generate = [], registry._jax, JaxEngine.generate
+    calls, make, generate = [], engines._jax, JaxEngine.generate
 
     def dying(engine, requests):
         calls.append(engine)
@@ -146,7 +149,7 @@ def test_row_25_a_run_whose_engine_dies_three_times_learns_what_it_would_have_le
         return engine, engine
 
     monkeypatch.setattr(JaxEngine, "generate", dying)
-    monkeypatch.setattr(build, "build_engine", supervised)
+    monkeypatch.setattr(context, "build_engine", supervised)
     loop.train(config(tmp_path, run__keep_checkpoints=9))
     assert metrics(tmp_path)[-1]["engine/restarts"] == 3 and len(set(map(id, calls))) >= 3
     assert_same_run(tmp_path, straight)
@@ -184,21 +187,21 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
 # 27: SIGKILL
 
 POINTS = [
-    ("jaxfp8rl.loop:learn", 1), ("jaxfp8rl.checkpoint:seal", 2), ("jaxfp8rl.loop:publish", 3),
-    ("jaxfp8rl.loop:begin", 1), ("jaxfp8rl.build:fresh_state", 1), ("jaxfp8rl.loop:check_gate", 1),
-    ("jaxfp8rl.loop:evaluate", 1), ("jaxfp8rl.rollouts:generate", 2), ("jaxfp8rl.rollouts:score", 1),
-    ("jaxfp8rl.loop:score", 2), ("jaxfp8rl.run_directory:RunDirectory.log", 2),
-    ("jaxfp8rl.monitors.jsonl:JsonlMonitor.log", 3), ("jaxfp8rl.run_directory:RunDirectory.rewind", 1),
-    ("jaxfp8rl.monitors.jsonl:JsonlMonitor.truncate_after", 2), ("jaxfp8rl.checkpoint:Checkpoints.set_aside", 1),
-    ("jaxfp8rl.checkpoint:Checkpoints.save", 2), ("jaxfp8rl.checkpoint:_sync", 9), ("pathlib:Path.rename", 1),
-    ("pathlib:Path.rename", 2), ("bridges.rollout.jax_engine:JaxEngine.generate", 3),
+    ("jaxfp8rl.training.loop:learn", 1), ("jaxfp8rl.checkpoint.store:seal", 2), ("jaxfp8rl.training.loop:publish", 3),
+    ("jaxfp8rl.training.loop:begin", 1), ("jaxfp8rl.run.context:fresh_state", 1), ("jaxfp8rl.training.loop:check_gate", 1),
+    ("jaxfp8rl.training.loop:evaluate", 1), ("jaxfp8rl.rollout.scored_groups:generate", 2), ("jaxfp8rl.rollout.scored_groups:score", 1),
+    ("jaxfp8rl.training.loop:score", 2), ("jaxfp8rl.run.run_directory:RunDirectory.log", 2),
+    ("jaxfp8rl.monitors.jsonl:JsonlMonitor.log", 3), ("jaxfp8rl.run.run_directory:RunDirectory.rewind", 1),
+    ("jaxfp8rl.monitors.jsonl:JsonlMonitor.truncate_after", 2), ("jaxfp8rl.checkpoint.store:Checkpoints.set_aside", 1),
+    ("jaxfp8rl.checkpoint.store:Checkpoints.save", 2), ("jaxfp8rl.checkpoint.store:_sync", 9), ("pathlib:Path.rename", 1),
+    ("pathlib:Path.rename", 2), ("bridges.engines.embedded_engine:JaxEngine.generate", 3),
 ]  # fmt: skip
 
 
 def killed(directory: Path, place: str, times: int) -> tuple[int, str]:
     """Go on with the run in `directory`, or begin it, until it is killed -> (exit status, what it said)."""
     begun = (directory / "metrics.jsonl").exists() and (directory / "metrics.jsonl").stat().st_size
-    used = begun or checkpoint.Checkpoints(directory / "checkpoints", 9).steps()
+    used = begun or store.Checkpoints(directory / "checkpoints", 9).steps()
     command = [sys.executable, micro_run.__file__, place, str(times), "train", "demo", *words(directory, run__keep_checkpoints=9)]
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     done = subprocess.run(command + ["--resume"] * bool(used), timeout=120, **output)
@@ -218,7 +221,7 @@ def test_row_27_killed_wherever_it_is_a_run_goes_on_from_its_last_commit(straigh
     end because a point lies behind it is compared, and the next one begun."""
     directory = tmp_path / "0"
     for number, (place, times) in enumerate(points, 1):
-        before = checkpoint.Checkpoints(directory / "checkpoints", 9).steps()
+        before = store.Checkpoints(directory / "checkpoints", 9).steps()
         code, said = killed(directory, place, times)
         if code == 0:
             assert_same_run(directory, straight)
@@ -226,7 +229,7 @@ def test_row_27_killed_wherever_it_is_a_run_goes_on_from_its_last_commit(straigh
             code, said = killed(directory, place, times)
         assert code == -signal.SIGKILL, f"{place}: {said}"
         assert_gone(int(said.split("child ")[1].split()[0]))
-        after = checkpoint.Checkpoints(directory / "checkpoints", 9).steps()
+        after = store.Checkpoints(directory / "checkpoints", 9).steps()
         assert set(after) >= set(before), f"a checkpoint was lost at {place}"
     used = (directory / "metrics.jsonl").stat().st_size > 0
     loop.train(config(directory, run__keep_checkpoints=9), resume=used)
@@ -246,7 +249,7 @@ def test_row_30_a_run_goes_on_before_a_damaged_checkpoint_and_says_so(copy, stra
 
 @pytest.mark.slow
 def test_row_31_a_save_that_fails_is_made_after_the_next_step(straight, tmp_path, monkeypatch, capsys):
-    seal, tried = checkpoint.seal, []
+    seal, tried = store.seal, []
 
     def full(folder):
         tried.append(folder.name)
@@ -254,7 +257,7 @@ def test_row_31_a_save_that_fails_is_made_after_the_next_step(straight, tmp_path
             raise OSError(errno.ENOSPC, "No space left on device")
         seal(folder)
 
-    monkeypatch.setattr(checkpoint, "seal", full)
+    monkeypatch.setattr(store, "seal", full)
     loop.train(config(tmp_path, run__keep_checkpoints=9))
     assert tried == [".draft-0", ".draft-2", ".draft-3", ".draft-4", ".draft-6"]
     assert "the checkpoint of step 3 could not be written: OSError" in capsys.readouterr().out
@@ -266,7 +269,7 @@ def test_row_31_a_save_that_fails_is_made_after_the_next_step(straight, tmp_path
 
 def test_row_34_restore_publish_gate_generate(copy, monkeypatch):
     """And what is restored is on the device once: the state that it has its shapes from is gone by then."""
-    calls, fresh, restored, alive = [], build.fresh_state, checkpoint.Checkpoints.restore, []
+    calls, fresh, restored, alive = [], context.fresh_state, store.Checkpoints.restore, []
 
     def watched(*args):
         state = fresh(*args)
@@ -277,9 +280,9 @@ def test_row_34_restore_publish_gate_generate(copy, monkeypatch):
         assert alive and all(array() is None for array in alive)
         return restored(*args)
 
-    monkeypatch.setattr(build, "fresh_state", watched)
-    monkeypatch.setattr(checkpoint.Checkpoints, "restore", restoring)
-    for owner, name in ((checkpoint.Checkpoints, "restore"), (loop, "publish"), (loop, "check_gate"), (loop, "one_step")):
+    monkeypatch.setattr(context, "fresh_state", watched)
+    monkeypatch.setattr(store.Checkpoints, "restore", restoring)
+    for owner, name in ((store.Checkpoints, "restore"), (loop, "publish"), (loop, "check_gate"), (loop, "one_step")):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, f=function, n=name: (calls.append((n, a)), f(*a))[1])
     loop.train(config(copy, run__steps=7), resume=True)
@@ -352,9 +355,9 @@ def test_row_37_every_setting_is_asked_for(straight, monkeypatch):
     """By the undisturbed run, by what makes the other engines, or by the pass that another setting switches on."""
     monkeypatch.setattr(Section, "__getattribute__", noted)
     cfg = load_config("demo", ["--run.dir", "runs/x"])  # in FP8
-    model = build.model_config(cfg)
-    registry._vllm_options(cfg, model, build.engine_runs(cfg, model))
-    registry._embedded_formats(cfg)
+    model = context.model_config(cfg)
+    engines._vllm_options(cfg, model, context.engine_runs(cfg, model))
+    engines._embedded_formats(cfg)
     READ.update(("correction", name) for name, _ in cfg.correction)  # `Correction.resolve` goes through all that are given
     monkeypatch.undo()
     known = {(s, k) for s, model in SECTIONS.items() for k in model.model_fields}

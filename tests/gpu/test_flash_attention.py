@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.layers import attention, round_e4m3
 
 B, T, H, K, D, PAGE = 16, 48, 4, 2, 64, 16

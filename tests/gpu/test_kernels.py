@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import reference, xla
 from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, FOR_WGRAD

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.fused_quantize import reference as fused_reference
 from pallas_kernels.numerics import tile_distinct

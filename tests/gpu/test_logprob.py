@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from pallas_kernels.logprob import api, reference, sm90
 from pallas_kernels.numerics import relative_l2
 

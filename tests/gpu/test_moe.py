@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.moe import mixture
 from jaxfp8rl.precision.linear import QuantizedWeight, handles_of, trainable

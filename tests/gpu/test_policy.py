@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight
 from pallas_kernels.numerics import tile_distinct
 from pallas_kernels.quantize import reference

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from benchmarks.mirror import sample
-from jaxfp8rl import loop
-from jaxfp8rl.build import build
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_logprobs, make_score
+from jaxfp8rl.training import loop
+from jaxfp8rl.run.context import build
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.step import make_logprobs, make_score
 
 OPTIONS = [
     "--rollout.engine", "vllm", "--rollout.gpu_memory_utilization", "0.1", "--rollout.kv_cache_gib", "4",

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.weights.array_source import random_source
+from bridges.sources.array_source import random_source
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.layers import rope_tables
 
@@ -23,8 +23,8 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def under_test():
-    from bridges.rollout.vllm_engine import VllmEngine
-    from bridges.weights.vllm_inprocess import VllmReload
+    from bridges.engines.vllm_engine import VllmEngine
+    from bridges.transports.vllm_reload import VllmReload
 
     engine, transport = VllmEngine(
         CONFIG, weights="fp8_e4m3_128x128", kv_cache="fp8_e4m3", max_model_len=256, max_num_seqs=64, gpu_memory_utilization=0.2

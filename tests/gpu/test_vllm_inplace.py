@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from bridges.api import BridgeError, EngineDirty, PublishFailed
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.weights.array_source import random_source
+from bridges.sources.array_source import random_source
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
@@ -34,7 +34,7 @@ def mode(request):
 @pytest.fixture(scope="module")
 def cold(mode):
     """What an engine says that was built for these weights alone and loaded by vLLM itself."""
-    from bridges.weights.vllm_inprocess import VllmReload
+    from bridges.transports.vllm_reload import VllmReload
 
     e = build(VllmReload, mode)
     e.publish(5)
@@ -45,7 +45,7 @@ def cold(mode):
 
 @pytest.fixture(scope="module")
 def under_test(cold, mode):
-    from bridges.weights.vllm_inplace import VllmInplace
+    from bridges.transports.vllm_inplace import VllmInplace
 
     e = build(VllmInplace, mode)
     yield e
@@ -54,7 +54,7 @@ def under_test(cold, mode):
 
 
 def build(transport: type, mode: str) -> EngineUnderTest:
-    from bridges.rollout.vllm_engine import VllmEngine
+    from bridges.engines.vllm_engine import VllmEngine
 
     engine, transport = VllmEngine(CONFIG, max_num_seqs=64, enforce_eager=mode == "eager", **OPTIONS), transport()
     transport.open(engine)
@@ -126,7 +126,7 @@ def test_scales_of_attention_reach_what_the_graphs_read(under_test):
 
 
 def test_a_layout_not_known_is_refused_by_name(under_test):
-    from bridges.weights.vllm_inplace import VllmInplace
+    from bridges.transports.vllm_inplace import VllmInplace
 
     transposed(under_test, WEIGHT)
     with pytest.raises(BridgeError, match="model.layers.1.mlp.gate_proj.weight cannot be written in place: .*row-major"):

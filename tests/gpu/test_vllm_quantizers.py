@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from pallas_kernels.blockwise_matmul import reference as matmul
 from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.numerics import relative_l2, tile_distinct, ulp_distance

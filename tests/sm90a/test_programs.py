@@ -78,7 +78,7 @@ def test_a_product_is_rounded_before_anything_is_added_to_it(programs):
 
 def test_the_update_runs_no_kernel_of_the_forward_twice(programs):
     """XLA can fuse a kernel with the writing of its result to what is kept for the backward pass, and run it again for the rest
-    of the layer (jaxfp8rl/exact.py)."""
+    of the layer (jaxfp8rl/precision/jit.py)."""
     runs = lambda line: re.search(r'custom_call_target="(mosaic_gpu_v2|__cublas)', line) and "/transpose(" not in line
     counts = {name: sum(bool(runs(line)) for lines in p.values() for line in lines) for name, p in programs.items()}
     assert counts["update"] == counts["score"] > 5, counts

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
-from jaxfp8rl.policy import handles, policy_of
+from jaxfp8rl.policy.policy import handles, policy_of
 from jaxfp8rl.precision.linear import trainable
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 

@@ -12,10 +12,10 @@ import types
 import pytest
 
 from bridges.api import EngineUnhealthy
-from jaxfp8rl import cli
-from jaxfp8rl.checkpoint import seal
+from jaxfp8rl.cli import main
+from jaxfp8rl.checkpoint.store import seal
 from jaxfp8rl.errors import GateFailed, NonFiniteStep, UserError, check_writable
-from jaxfp8rl.toml_config import dump_config, load_config
+from jaxfp8rl.config.toml import dump_config, load_config
 
 CONFIG = """\
 [run]
@@ -56,14 +56,14 @@ def config(tmp_path):
 def trained(monkeypatch):
     """What the loop was called with, in place of the loop."""
     calls = []
-    module = types.ModuleType("jaxfp8rl.loop")
+    module = types.ModuleType("jaxfp8rl.training.loop")
     module.train = lambda cfg, resume, fork_of: calls.append((cfg, resume, fork_of))
-    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", module)
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop", module)
     return calls
 
 
 def test_train_passes_config_and_flags(config, trained):
-    assert cli.main(["train", "--optim.lr", "1e-3", config, "--resume", "--run.dir=runs/y", "--fork", "runs/x@3"]) == 0
+    assert main.main(["train", "--optim.lr", "1e-3", config, "--resume", "--run.dir=runs/y", "--fork", "runs/x@3"]) == 0
     ((cfg, resume, fork_of),) = trained
     assert cfg == load_config(config, ["--optim.lr", "1e-3", "--run.dir", "runs/y"]) and resume is True and fork_of == "runs/x@3"
 
@@ -73,13 +73,13 @@ def test_a_run_is_resumed_as_it_was_begun_but_for_what_is_typed(config, trained,
     run.mkdir()
     begun = load_config(config, ["--run.dir", str(run), "--optim.lr", "3e-4"])
     (run / "config.toml").write_text(dump_config(begun))
-    assert cli.main(["train", config, "--run.dir", str(run), "--resume", "--run.steps", "5"]) == 2 and trained == []
+    assert main.main(["train", config, "--run.dir", str(run), "--resume", "--run.steps", "5"]) == 2 and trained == []
     said = capsys.readouterr().err
     assert "\n  optim.lr: 0.0003 -> " in said and "run.steps" not in said and f"jaxfp8rl train {run} --resume" in said
-    assert cli.main(["train", config, f"--run.dir={run}", "--resume", "--optim.lr", "1e-3"]) == 0
-    assert cli.main(["train", str(run), "--resume"]) == 0
+    assert main.main(["train", config, f"--run.dir={run}", "--resume", "--optim.lr", "1e-3"]) == 0
+    assert main.main(["train", str(run), "--resume"]) == 0
     moved = str(run.rename(tmp_path / "moved"))
-    assert cli.main(["train", moved, "--resume", "--run.steps=9"]) == 0
+    assert main.main(["train", moved, "--resume", "--run.steps=9"]) == 0
     found = [(c.optim.lr, c.run.steps, c.run.dir) for c, *_ in trained]
     assert found == [(1e-3, 3, str(run)), (3e-4, 3, str(run)), (3e-4, 9, moved)]
 
@@ -101,7 +101,7 @@ def test_a_finished_run_has_nothing_to_resume(what, goes_on, config, trained, tm
         (step / "state").write_text("y")
     (run / "config.toml").write_text(dump_config(load_config(config, ["--run.dir", str(run)])))
     words = {"longer": ["--run.steps", "9"], "other": ["--run.seed", "9"]}.get(what, [])
-    assert cli.main(["train", str(run), "--resume", *words]) == (2 if goes_on is None else 0)
+    assert main.main(["train", str(run), "--resume", *words]) == (2 if goes_on is None else 0)
     assert len(trained) == bool(goes_on)
     assert ("nothing to do: step 3 of 3; --run.steps N goes further" in capsys.readouterr().out) == (goes_on is False)
 
@@ -113,15 +113,15 @@ def test_a_disk_that_takes_nothing_is_no_bug(code, way_on, config, monkeypatch, 
     def train(cfg, resume, fork_of):
         raise OSError(code, os.strerror(code), "runs/x/.lock")
 
-    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=train))
-    assert cli.main(["train", config]) == 2
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop", types.SimpleNamespace(train=train))
+    assert main.main(["train", config]) == 2
     assert capsys.readouterr().err.startswith(f"jaxfp8rl: runs/x/.lock: {os.strerror(code)}\n  next step: {way_on}")
 
 
 def test_another_error_of_the_system_keeps_its_trace(config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=lambda *_, **__: open("nowhere/x")))
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop", types.SimpleNamespace(train=lambda *_, **__: open("nowhere/x")))
     with pytest.raises(FileNotFoundError):
-        cli.main(["train", config])
+        main.main(["train", config])
 
 
 @pytest.fixture
@@ -137,14 +137,14 @@ def full(monkeypatch):
 def test_a_place_is_tried_before_what_takes_long(full, config, tmp_path, monkeypatch, capsys):
     """The work itself is not there to be begun."""
     monkeypatch.chdir(tmp_path)
-    for module, name in (("jaxfp8rl.bench", "run_bench"), ("bridges.weights.gguf_import", "import_gguf"),
-                         ("jaxfp8rl.sft", "load_data"), ("jaxfp8rl.export", "load_trained"),
-                         ("jaxfp8rl.evaluate", "load_trained")):  # fmt: skip
+    for module, name in (("jaxfp8rl.cli.bench", "run_bench"), ("bridges.sources.gguf_import", "import_gguf"),
+                         ("jaxfp8rl.training.sft", "load_data"), ("jaxfp8rl.publish.export", "load_trained"),
+                         ("jaxfp8rl.evaluate.pass_at_k", "load_trained")):  # fmt: skip
         monkeypatch.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("begun"))
     (tmp_path / "run").mkdir()
     for words in (["bench", "corrections_time"], ["import-gguf", "out"], ["sft", config, "--sft.steps", "1"],
                   ["export", "run", "out"], ["eval", "run"], ["eval", "demo", "--out", "found.json"]):  # fmt: skip
-        assert cli.main(words) == 2, words
+        assert main.main(words) == 2, words
         said = capsys.readouterr().err
         assert f"nothing can be written to {tmp_path}" in said and os.strerror(errno.ENOSPC) in said and "make room" in said
 
@@ -163,25 +163,25 @@ def test_a_run_directory_may_have_a_name_that_is_no_word_of_toml(name, config, t
     (tmp_path / name).mkdir()
     begun = load_config(config)
     (tmp_path / name / "config.toml").write_text(dump_config(begun))
-    assert cli.main(["train", name, "--resume"]) == 0
+    assert main.main(["train", name, "--resume"]) == 0
     ((cfg, *_),) = trained
     assert cfg == begun.model_copy(update={"run": begun.run.model_copy(update={"dir": name})})
 
 
 def test_config_prints_what_loads_back(config, capsys, tmp_path):
-    assert cli.main(["config", config, "--model.config.seed", "-7"]) == 0
+    assert main.main(["config", config, "--model.config.seed", "-7"]) == 0
     again = tmp_path / "again.toml"
     again.write_text(capsys.readouterr().out)
     assert load_config(str(again)) == load_config(config, ["--model.config.seed", "-7"])
 
 
 def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, capsys):
-    assert cli.main(["train", config, "--dry-run"]) == 0
+    assert main.main(["train", config, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "[rollout]" in out and "master weights" in out and out.count("  total\n") == 1
-    assert cli.main(["train", config, "--dry-run", "--sft.steps", "1"]) == 0
+    assert main.main(["train", config, "--dry-run", "--sft.steps", "1"]) == 0
     assert "memory of the warm start" in (out := capsys.readouterr().out) and out.count("  total\n") == 2
-    assert cli.main(["sft", config, "--dry-run", "--sft.steps", "1"]) == 0
+    assert main.main(["sft", config, "--dry-run", "--sft.steps", "1"]) == 0
     assert "memory of the warm start" in (out := capsys.readouterr().out) and out.count("  total\n") == 1
     assert trained == []
 
@@ -212,7 +212,7 @@ def test_wrong_input_leaves_with_2_and_no_trace(words, says, config, trained, tm
     (tmp_path / "FOLDER").mkdir()
     (tmp_path / "RUN").mkdir()
     (tmp_path / "RUN" / "config.toml").write_text(CONFIG)
-    assert cli.main([config if w == "CONFIG" else w for w in words]) == 2
+    assert main.main([config if w == "CONFIG" else w for w in words]) == 2
     out, err = capsys.readouterr()
     assert says in err and "next step:" in err and "Traceback" not in err and out == "" and trained == []
 
@@ -223,22 +223,22 @@ def test_exit_codes(error, code, config, monkeypatch, capsys):
     def train(cfg, resume, fork_of):
         raise error
 
-    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=train))
-    assert cli.main(["train", config]) == code
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop", types.SimpleNamespace(train=train))
+    assert main.main(["train", config]) == code
     assert capsys.readouterr().err.startswith("jaxfp8rl: ")
 
 
 def test_a_bug_keeps_its_trace(config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxfp8rl.loop", types.SimpleNamespace(train=lambda cfg, resume, fork_of: 1 / 0))
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop", types.SimpleNamespace(train=lambda cfg, resume, fork_of: 1 / 0))
     with pytest.raises(ZeroDivisionError):
-        cli.main(["train", config])
+        main.main(["train", config])
 
 
 @pytest.mark.parametrize("words", [["--help"], ["config", "CONFIG"], ["train", "CONFIG", "--optim.lrr", "1"]])
 def test_quick_answers_load_nothing_heavy(words, config):
     """What looks at the combinations of a loss loads jax, which its objectives are written in."""
     code = (
-        "import sys; from jaxfp8rl.cli import main\n"
+        "import sys; from jaxfp8rl.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'vllm', 'transformers', 'matplotlib'} | (set() if 'config' in sys.argv else {'jax'})\n"
@@ -252,7 +252,7 @@ def test_quick_answers_load_nothing_heavy(words, config):
 
 def test_help_teaches_every_command(capsys):
     with pytest.raises(SystemExit) as e:
-        cli.main(["--help"])
+        main.main(["--help"])
     out = capsys.readouterr().out
     assert e.value.code == 0
     assert all(word in out for word in ("train", "sft", "doctor", "config", "import-gguf", "--dry-run", "--resume"))
@@ -262,10 +262,10 @@ def test_memory_plan_counts_the_tensors(config):
     """The counted rows against the arrays themselves."""
     import jax
 
-    from jaxfp8rl.memory_plan import memory_plan
+    from jaxfp8rl.memory.plan import memory_plan
     from jaxfp8rl.models.config import ModelConfig
     from jaxfp8rl.models.hf_names import empty_params
-    from jaxfp8rl.optim import init_state, make_optimizer
+    from jaxfp8rl.optim.adamw import init_state, make_optimizer
 
     cfg = load_config(config, ["--precision.recipe", "fp8_unified", "--rollout.kv_cache", "fp8"])
     model = ModelConfig.from_hf(cfg.model.config)

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import common
 from benchmarks.common import row, table
-from jaxfp8rl import bench, cli
+from jaxfp8rl.cli import bench, main
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def own_process(monkeypatch):
 
 
 def test_the_list_says_of_every_benchmark_what_for_and_what_it_needs(capsys):
-    assert cli.main(["bench"]) == 0
+    assert main.main(["bench"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     files = {path.stem: path.read_text() for path in bench.FOLDER.glob("*.py")}
     commands = {name for name, text in files.items() if "\ndef main(" in text}
@@ -39,7 +39,7 @@ def test_the_list_says_of_every_benchmark_what_for_and_what_it_needs(capsys):
 
 
 def test_the_list_loads_nothing_heavy():
-    code = ("import sys; from jaxfp8rl.cli import main; assert main(['bench']) == 0\n"
+    code = ("import sys; from jaxfp8rl.cli.main import main; assert main(['bench']) == 0\n"
             "print(sorted({'jax', 'torch', 'vllm', 'matplotlib'} & sys.modules.keys()))")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.endswith("\n[]\n"), done.stdout[-300:] + done.stderr
@@ -76,7 +76,7 @@ def test_what_runs_on_a_gpu_alone_calls_things_as_they_are(name):
 
 def test_a_call_that_no_longer_suits_is_found():
     stale = type(sys)("stale")
-    exec("import jaxfp8rl.loop as loop", vars(stale))
+    exec("import jaxfp8rl.training.loop as loop", vars(stale))
     source = "loop.begin(parts, run)\nloop.begin(parts, run, stop)\nloop.begin(*parts)\nprint(1, 2, 3)"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "getsource", lambda _: source)
@@ -96,7 +96,7 @@ def test_a_call_that_no_longer_suits_is_found():
 )
 def test_what_cannot_run_is_said_with_a_next_step(words, says, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert cli.main(["bench", *words]) == 2
+    assert main.main(["bench", *words]) == 2
     out, err = capsys.readouterr()
     assert says in err and "next step:" in err and out == ""
 
@@ -126,14 +126,14 @@ def test_what_is_missed_is_named(monkeypatch):
 def test_an_installed_package_has_none_and_says_where_they_are(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "FOLDER", tmp_path / "benchmarks")
     for words in (["bench"], ["bench", "gemm"]):
-        assert cli.main(words) == 2
+        assert main.main(words) == 2
         assert "clone the repository and run `pip install -e .` there" in capsys.readouterr().err
 
 
 def test_its_own_help_and_its_own_mistakes(capsys):
     for words, code in ((["--help"], 0), (["--calls", "many"], 2)):
         with pytest.raises(SystemExit) as e:
-            cli.main(["bench", "corrections_time", *words])
+            main.main(["bench", "corrections_time", *words])
         assert e.value.code == code
     out, err = capsys.readouterr()
     assert "usage: jaxfp8rl bench corrections_time" in out and "--plot FILE.png" in out and "invalid int value: 'many'" in err
@@ -142,7 +142,7 @@ def test_its_own_help_and_its_own_mistakes(capsys):
 @pytest.mark.parametrize("words, says", [([], "default: corrections_time.json"), ([bench.COMMIT], "benchmarks/results/corr")])
 def test_where_a_result_goes_is_said(words, says, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", "corrections_time", "--help", *words])
+        main.main(["bench", "corrections_time", "--help", *words])
     assert says in "".join(capsys.readouterr().out.split("\n" + 22 * " ")).replace("\n", "")
 
 
@@ -150,7 +150,7 @@ def test_a_benchmark_writes_json_table_and_picture(tmp_path, monkeypatch, capsys
     out, plot = tmp_path / "corrections_time.json", tmp_path / "plot.png"
     monkeypatch.chdir(tmp_path)  # a trial run must not replace what is committed
     words = ["--presets", "token_tis", "--rows", "2", "--tokens", "128", "--calls", "1", "--plot", str(plot)]
-    assert cli.main(["bench", "corrections_time", *words]) == 0
+    assert main.main(["bench", "corrections_time", *words]) == 0
     result, lines = json.loads(out.read_text()), capsys.readouterr().out.splitlines()
     assert result["name"] == "corrections_time" and result["device"] == "cpu" and "jax" in result["versions"]
     assert [r["metric"] for r in result["rows"]] == ["none", "token_tis"] and all(r["ratio"] > 0 for r in result["rows"])

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl import config, toml_config
-from jaxfp8rl.config import Config
-from jaxfp8rl.config_checks import VLLM_TEMPERATURES
+from jaxfp8rl.config import schema, toml
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.rules import VLLM_TEMPERATURES
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.advantages import ADVANTAGES
 from jaxfp8rl.losses.aggregation import AGGREGATIONS
 from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection
 from jaxfp8rl.losses.objectives import OBJECTIVES, ObjectiveConfig
 from jaxfp8rl.losses.presets import get_preset
-from jaxfp8rl.toml_config import dump_config, key_lines, load_config
+from jaxfp8rl.config.toml import dump_config, key_lines, load_config
 
 GOOD = """\
 [run]
@@ -131,7 +131,7 @@ def test_every_field_refuses_a_wrong_type(write):
     """No field is lax: a table is accepted nowhere but where the schema says dict."""
     cfg = load_config(write(GOOD))
     data = cfg.model_dump()
-    for section, model in toml_config.SECTIONS.items():
+    for section, model in toml.SECTIONS.items():
         for key in model.model_fields:
             wrong = 5 if isinstance(data[section][key], dict) else {"a": 1}
             with pytest.raises(ValueError, match=key):
@@ -147,7 +147,7 @@ def test_lines_of_keys():
 
 def test_missing_file_names_the_presets(tmp_path, monkeypatch):
     (tmp_path / "demo.toml").write_text(GOOD)
-    monkeypatch.setattr(toml_config, "presets", lambda: {"demo": tmp_path / "demo.toml"})
+    monkeypatch.setattr(toml, "presets", lambda: {"demo": tmp_path / "demo.toml"})
     assert load_config("demo").run.steps == 3
     assert '"demo"' in refusal("dmo") and "no such file" in refusal("dmo")
 
@@ -221,7 +221,7 @@ def test_bad_override(write, words, says):
 def test_dump_holds_every_field_and_loads_back(write):
     cfg = load_config(write(GOOD))
     text = dump_config(cfg)
-    for section, model in toml_config.SECTIONS.items():
+    for section, model in toml.SECTIONS.items():
         assert f"[{section}]" in text
         for key in model.model_fields:
             assert f"\n{key} = " in text or f"\n# {key} = " in text or f"\n[{section}.{key}]\n" in text
@@ -270,12 +270,12 @@ def test_no_text_crashes(tmp_path_factory, text):
 
 
 def test_the_choices_of_the_loss_are_those_that_exist():
-    fields = {name: set(typing.get_args(config.Loss.model_fields[name].annotation)) for name in config.Loss.model_fields}
+    fields = {name: set(typing.get_args(schema.Loss.model_fields[name].annotation)) for name in schema.Loss.model_fields}
     assert fields["objective"] == set(OBJECTIVES) and fields["advantage"] == set(ADVANTAGES)
     assert fields["aggregation"] == set(AGGREGATIONS)
-    assert set(config.Correction.model_fields) - {"preset", "allow_uncorrected_fp8"} == set(CorrectionConfig._fields)
-    assert config.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
-    assert set(config.RejectionSection.model_fields) == set(Rejection._fields)
+    assert set(schema.Correction.model_fields) - {"preset", "allow_uncorrected_fp8"} == set(CorrectionConfig._fields)
+    assert schema.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
+    assert set(schema.RejectionSection.model_fields) == set(Rejection._fields)
     assert set(ObjectiveConfig._fields) - {"kind"} <= set(fields)
 
 
@@ -399,14 +399,14 @@ def test_what_would_have_no_effect_is_refused_with_the_way_out(words, write):
 
 
 def test_the_temperatures_are_those_of_vllm():
-    from bridges.rollout import vllm_engine
+    from bridges.engines import vllm_engine
 
     assert VLLM_TEMPERATURES == (vllm_engine.COOLEST, vllm_engine.HOTTEST)
 
 
 def test_config_errors_load_neither_jax_nor_torch(write):
     code = (
-        "import sys; from jaxfp8rl.toml_config import load_config\n"
+        "import sys; from jaxfp8rl.config.toml import load_config\n"
         "try: load_config(sys.argv[1], ['--optim.lrr', '1'])\n"
         "except ValueError: pass\n"
         "sys.exit(bool({'jax', 'torch', 'transformers'} & set(sys.modules)))"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl import resume
+from jaxfp8rl.checkpoint import resume
 from jaxfp8rl.data.dataset import PrepareReport, PromptStream, contents, fingerprint, permutation, prepare
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer

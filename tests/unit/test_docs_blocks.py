@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxfp8rl.cli import main, parse
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.cli.main import main, parse
+from jaxfp8rl.config.toml import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

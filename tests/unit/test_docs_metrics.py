@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl import routing
-from jaxfp8rl.calibrate import KvCalibration
+from jaxfp8rl.policy import routing_replay
+from jaxfp8rl.training.calibrate import KvCalibration
 from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection, rollout_correction
 from jaxfp8rl.losses.presets import PRESETS
 from jaxfp8rl.monitors.jsonl import read_metrics
@@ -60,7 +60,7 @@ def of_corrections() -> set[str]:
 
 def of_routes() -> set[str]:
     routes, ids = jax.ShapeDtypeStruct((1, 1, 8, 2, 2), jnp.uint8), jax.ShapeDtypeStruct((1, 1, 8), jnp.int32)
-    return {*jax.eval_shape(routing.disagreement, routes, routes, ids)}
+    return {*jax.eval_shape(routing_replay.disagreement, routes, routes, ids)}
 
 
 @pytest.fixture(scope="module")

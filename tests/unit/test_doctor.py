@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from jaxfp8rl import cli, doctor
-from jaxfp8rl.doctor import Check
+from jaxfp8rl.cli import doctor, main
+from jaxfp8rl.cli.doctor import Check
 
 
 def finish(stdout="", stderr="", returncode=0):
@@ -26,7 +26,7 @@ def only(monkeypatch, *groups):
 @pytest.fixture(scope="module")
 def here():
     """`jaxfp8rl doctor --json` as a user runs it."""
-    done = subprocess.run([sys.executable, "-m", "jaxfp8rl.cli", "doctor", "--json"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "jaxfp8rl", "doctor", "--json"], capture_output=True, text=True)
     return done, {c["name"]: c for c in json.loads(done.stdout)}
 
 
@@ -95,7 +95,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(doctor, "_version", lambda p: versions[p] if p in versions else have(p))
         monkeypatch.setattr(doctor, "_requires", lambda p: (requires or {}).get(p, asked(p)))
         monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
-        monkeypatch.setattr("jaxfp8rl.registry.cuda_compiler", lambda: nvcc)
+        monkeypatch.setattr("jaxfp8rl.rollout.engines.cuda_compiler", lambda: nvcc)
         probe = {"torch": versions.get("torch", "2.11.0+cu130"), "vllm": versions.get("vllm", "0.25.1"), "torch_cuda": torch_cuda,
                  "dlpack": {"float32": "zero copy"}, "vllm_fp8": None}  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_a_crashing_check_is_a_finding_and_the_exit_code_says_so(monkeypatch, ca
     only(monkeypatch, "_python")
     monkeypatch.setattr(doctor, "_memory", crash)
     monkeypatch.setattr(crash, "__name__", "_memory")
-    assert cli.main(["doctor"]) == 1
+    assert main.main(["doctor"]) == 1
     out, err = capsys.readouterr()
     assert "FAIL memory     OSError: no /proc" in out and "1 of 2 checks failed: memory" in err
 

@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.common import config as qwen3
-from jaxfp8rl import build
-from jaxfp8rl.cli import main
+from jaxfp8rl.run import context
+from jaxfp8rl.cli.main import main
 from jaxfp8rl.data.seen import digests_of, write_seen
 from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.data.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ def here(clean, tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "work"
     shutil.copytree(clean, folder)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(build, "build_engine", lambda *_: pytest.fail("nothing was refused before the engine started"))
+    monkeypatch.setattr(context, "build_engine", lambda *_: pytest.fail("nothing was refused before the engine started"))
     return folder
 
 

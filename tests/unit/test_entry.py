@@ -11,13 +11,13 @@ import time
 import pytest
 
 import jaxfp8rl
-from jaxfp8rl import entry
+from jaxfp8rl.run import entry
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.rewards.own_scorers import handed_over
+from jaxfp8rl.verifiers.own_scorers import handed_over
 from jaxfp8rl.rewards.runner import RewardRunner, Score
-from jaxfp8rl.rewards.verifiers import exact_match
-from jaxfp8rl.toml_config import dump_config, load_config
+from jaxfp8rl.verifiers.scorers import exact_match
+from jaxfp8rl.config.toml import dump_config, load_config
 
 ROWS = ["--task.kind", "file", "--task.path", "x.jsonl", "--task.options", "{}"]
 P = Problem("p", "?", "1")
@@ -52,7 +52,7 @@ def test_the_package_has_its_names_and_loads_nothing_for_them():
 
 def test_a_function_of_a_module_goes_by_its_name_and_any_other_stays_here():
     cfg, functions = rewarded(exact_match)  # of (answer, candidate), which are not a problem and a text: only its name matters
-    assert cfg.task.scorer == "jaxfp8rl.rewards.verifiers:exact_match" and functions == {}
+    assert cfg.task.scorer == "jaxfp8rl.verifiers.scorers:exact_match" and functions == {}
     seen = []
     for reward, value in ((lambda problem, text: seen.append(text) or 0.75, 0.75), (Judge(), 0.5), (Judge().method, 0.25),
                           (functools.partial(lambda x, problem, text: x, 0.125), 0.125)):  # fmt: skip

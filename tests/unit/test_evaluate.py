@@ -15,20 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridges.api import EngineFormats
-from bridges.rollout.jax_engine import JaxEngine
-from jaxfp8rl import evaluate, loop, rollouts
-from jaxfp8rl.build import _not_in, load_data, model_config, starting_params
-from jaxfp8rl.checkpoint import Checkpoints
-from jaxfp8rl.cli import main
+from bridges.engines.embedded_engine import JaxEngine
+from jaxfp8rl.evaluate import pass_at_k as evaluate
+from jaxfp8rl.training import loop
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.run.context import _not_in, load_data, model_config, starting_params
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.cli.main import main
 from jaxfp8rl.data.seen import digests_of, question, read_seen, write_seen
 from jaxfp8rl.data.tasks import Problem, make_task
 from jaxfp8rl.errors import DataError
-from jaxfp8rl.evaluate import check_held_out, interval, pass_at_k
-from jaxfp8rl.optim import init_state, make_optimizer
-from jaxfp8rl.publish import LearnerWeights
-from jaxfp8rl.rollouts import Prompt
-from jaxfp8rl.toml_config import dump_config, load_config
-from jaxfp8rl.trained import Trained
+from jaxfp8rl.evaluate.pass_at_k import check_held_out, interval, pass_at_k
+from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.publish.wire import LearnerWeights
+from jaxfp8rl.rollout.scored_groups import Prompt
+from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.checkpoint.read_only import Trained
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -292,7 +294,7 @@ def test_two_evaluations_side_by_side_keep_both_records(stood_in, tmp_path, monk
 
 def test_what_has_no_score_and_what_the_engine_gave_up_is_said(run, tmp_path, monkeypatch, capsys):
     """Both count as failures; without them every completion passes a threshold of 0."""
-    generate, score = rollouts.generate, rollouts.score
+    generate, score = scored_groups.generate, scored_groups.score
 
     def gives_one_up(*words, **options):
         kept, _ = generate(*words, **options)
@@ -306,8 +308,8 @@ def test_what_has_no_score_and_what_the_engine_gave_up_is_said(run, tmp_path, mo
     words = ["eval", str(run), "--samples", "2", "--threshold", "0", "--out", str(tmp_path / "found.json")]
     assert main(words) == 0
     assert "without a score" not in (said := capsys.readouterr().out) and "given up" not in said
-    monkeypatch.setattr(rollouts, "generate", gives_one_up)
-    monkeypatch.setattr(rollouts, "score", without_three)
+    monkeypatch.setattr(scored_groups, "generate", gives_one_up)
+    monkeypatch.setattr(scored_groups, "score", without_three)
     assert main(words) == 0
     (found,) = json.loads((tmp_path / "found.json").read_text())
     assert (found["undefined"], found["groups_rejected"], sum(count for _, count in found["passed"])) == (3, 1, 24 - 2 - 3)

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxfp8rl.errors import UserError
-from jaxfp8rl.exact import exact_jit, keep_compiled
+from jaxfp8rl.precision.jit import exact_jit, keep_compiled
 
 
 @pytest.fixture

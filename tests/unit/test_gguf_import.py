@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bridges.api import BridgeError
-from bridges.weights import gguf_import
+from bridges.sources import gguf_import
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import forward_cached, head_weight, init_cache
 from jaxfp8rl.precision.recipe import Precision

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import Experts, ModelConfig
-from jaxfp8rl.precision import hardware
-from jaxfp8rl.precision.hardware import attention_of, computed_by, products_of
+from jaxfp8rl.policy import hardware
+from jaxfp8rl.policy.hardware import attention_of, computed_by, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, resolve
 from pallas_kernels.plgpu_compat import device, multiprocessors, use_kernel
 
@@ -38,7 +38,7 @@ class Gpu:
      ("10.0", "bfloat16", "tensor_core"), ("8.9", "bfloat16", "tensor_core"), ("8.0", "bfloat16", "float32")],
 )  # fmt: skip
 def test_auto_takes_the_best_products_there_are(monkeypatch, capability, dtype, taken):
-    monkeypatch.setattr("jaxfp8rl.precision.hardware.device", lambda: Gpu(capability))
+    monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu(capability))
     assert products_of("auto", dtype) == products_of(taken, dtype) == taken
     if taken != "pallas":
         why = "no results in precision.compute_dtype" if dtype == "float16" else "needs a Hopper GPU .*this is a GPU"
@@ -66,7 +66,7 @@ def test_attention_by_kernels_says_what_it_needs_and_auto_leaves_it(dtype, head_
 
 @pytest.mark.parametrize(("capability", "taken"), [("9.0", "pallas"), ("10.0", "xla"), ("8.0", "xla")])
 def test_auto_takes_the_kernels_attention_on_hopper(monkeypatch, capability, taken):
-    monkeypatch.setattr("jaxfp8rl.precision.hardware.device", lambda: Gpu(capability))
+    monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu(capability))
     assert attention_of("auto", "bfloat16", MODEL) == taken and attention_of("xla", "bfloat16", MODEL) == "xla"
 
 
@@ -121,13 +121,13 @@ SAID = {  # name: (capability, precision, model, what a run says)
 @pytest.mark.parametrize("name", SAID)
 def test_a_run_says_what_computes_and_why_not_by_kernels(monkeypatch, name):
     capability, precision, model, said = SAID[name]
-    monkeypatch.setattr("jaxfp8rl.precision.hardware.device", lambda: Gpu(capability))
+    monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu(capability))
     precision = dataclasses.replace(precision, rope_dtype=precision.compute_dtype)
     assert computed_by(precision, model) == said
 
 
 def test_a_run_says_what_a_filter_costs(monkeypatch):
-    monkeypatch.setattr("jaxfp8rl.precision.hardware.device", lambda: Gpu("9.0"))
+    monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu("9.0"))
     said = computed_by(Precision.uniform(1, "bfloat16", attention="pallas", rope_dtype="bfloat16"), MODEL, support=True)
     assert said == 'learner: attention by "pallas", log-probabilities by "xla" ("pallas" does not know of a support)'
 

@@ -16,15 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl import loop, rollouts
-from jaxfp8rl.build import Parts, build
-from jaxfp8rl.config import Loss
+from jaxfp8rl.training import loop
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.run.context import Parts, build
+from jaxfp8rl.config.schema import Loss
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.losses.objectives import SELECTING, policy_loss
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.samples import make_top_k
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_logprobs, make_policy, make_score
+from jaxfp8rl.rollout.samples import make_top_k
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -55,10 +56,10 @@ def case(name: str) -> tuple[Parts, dict, TrainBatch]:
 
 def sample(parts: Parts, seed: int, known: bool = True) -> TrainBatch:
     prompts = parts.train[seed * 8 : seed * 8 + 8]
-    requests = rollouts.make_requests(prompts, parts.sampling, 4, seed, 1)
-    kept, rejected = rollouts.generate(parts.engine, prompts, requests, 3)
+    requests = scored_groups.make_requests(prompts, parts.sampling, 4, seed, 1)
+    kept, rejected = scored_groups.generate(parts.engine, prompts, requests, 3)
     assert not rejected
-    among = lambda c: rollouts.support_of(c) if known else None
+    among = lambda c: scored_groups.support_of(c) if known else None
     return loop.pack_samples(
         parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, support=among(c)) for p, cs in kept for c in cs]
     )
@@ -176,7 +177,7 @@ def test_filters_and_temperature_leave_the_reported_distribution_normalised():
     prompts = parts.train[:8]
     certain = dataclasses.replace(parts.sampling, top_k=1)
     for sampling, sure in ((certain, True), (parts.greedy, False)):
-        kept, _ = rollouts.generate(parts.engine, prompts, rollouts.make_requests(prompts, sampling, 1, 0, 1), 3)
+        kept, _ = scored_groups.generate(parts.engine, prompts, scored_groups.make_requests(prompts, sampling, 1, 0, 1), 3)
         values = np.concatenate([c.logprobs for _, (c,) in kept])
         assert (values == 0).all() if sure else (values < 0).all()
         tokens = [c.token_ids.tolist() for _, (c,) in kept]

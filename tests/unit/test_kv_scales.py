@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl import calibrate, loop, update
-from jaxfp8rl.build import build
-from jaxfp8rl.calibrate import KvCalibration
+from jaxfp8rl.training import calibrate, loop, updates
+from jaxfp8rl.run.context import build
+from jaxfp8rl.training.calibrate import KvCalibration
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
@@ -22,7 +22,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_and_amax
 from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.config.toml import load_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig.from_hf(
@@ -129,7 +129,7 @@ def test_a_reference_is_scored_in_the_policys_attention():
         cfg=types.SimpleNamespace(loss=types.SimpleNamespace(old_policy="recomputed")),
     )  # fmt: skip
     scales = {name: jnp.full(2, 8.0) for name in "qkv"}
-    update.score(parts, {"layers": "policy's", "kv_scales": scales}, types.SimpleNamespace(_replace=lambda routes: None))
+    updates.score(parts, {"layers": "policy's", "kv_scales": scales}, types.SimpleNamespace(_replace=lambda routes: None))
     assert seen[1] == {"layers": "reference's", "kv_scales": scales}
 
 
@@ -183,7 +183,7 @@ def test_scales_are_no_part_of_the_gradient():
     parts = build(load_config("demo", OPTIONS))
     assert dataclasses.replace(parts.precision).kv_fp8
     policy = loop.with_scales(parts, parts.policy(parts.initial_params()))
-    from jaxfp8rl.policy import gradients_like, handles, outer
+    from jaxfp8rl.policy.policy import gradients_like, handles, outer
 
     assert "kv_scales" in policy
     assert all("kv_scales" not in tree for tree in (handles(policy, "float32"), gradients_like(policy), outer(policy)))

@@ -8,13 +8,13 @@ import jax
 import pytest
 
 from benchmarks.common import config as shape
-from jaxfp8rl.checkpoint import DIGESTS
-from jaxfp8rl.config import Config
+from jaxfp8rl.checkpoint.store import DIGESTS
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
-from jaxfp8rl.memory_fit import ENGINE_REST, WARM, _savings, check_fits, check_warm_start, explained, format_needs, needs
-from jaxfp8rl.memory_plan import memory_plan, warm_start_plan
+from jaxfp8rl.memory.fit import ENGINE_REST, WARM, _savings, check_fits, check_warm_start, explained, format_needs, needs
+from jaxfp8rl.memory.plan import memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.run_directory import Clock
+from jaxfp8rl.run.run_directory import Clock
 
 H200 = 150_754_820_096  # bytes, by the driver
 QWEN3_8B = shape("8b")

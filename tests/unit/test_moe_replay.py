@@ -14,19 +14,19 @@ import pytest
 
 from benchmarks import moe_learning
 from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
-from jaxfp8rl import routing
+from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.data.packing import Sample, assign_rows, pack
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.moe import no_route, route_dtype
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.policy import policy_of
+from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.recipe import Precision, plain_runs
-from jaxfp8rl.rollouts import generate
-from jaxfp8rl.sharding import ONE
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.train_step import make_logprobs
+from jaxfp8rl.rollout.scored_groups import generate
+from jaxfp8rl.distributed.mesh import ONE
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.step import make_logprobs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -55,7 +55,7 @@ def logprobs():
 
 @pytest.fixture(scope="module")
 def record(logprobs):
-    return routing.make_record(logprobs, ONE)
+    return routing_replay.make_record(logprobs, ONE)
 
 
 def batch(routes=None):
@@ -115,7 +115,7 @@ def test_replay_removes_the_routing_part_of_the_mismatch(record):
     for name, with_routes in {"none": plain, "R3": plain._replace(routes=routes)}.items():
         old, own = record(policy, with_routes)
         gap[name] = float(np.abs(np.asarray(old - mu))[live].mean())
-    found = routing.disagreement(own, routes, plain.segment_ids)
+    found = routing_replay.disagreement(own, routes, plain.segment_ids)
     assert 0.05 < found["routing/disagreement"] < 0.6 and found["routing/tokens_differing"] > found["routing/disagreement"]
     assert set(found) == {"routing/disagreement", "routing/disagreement/0", "routing/disagreement/1", "routing/tokens_differing"}
     assert gap["R3"] < 0.5 * gap["none"]
@@ -147,7 +147,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_routes_reject_the_group_and_say_why(message):
-    unfit = lambda request, c: routing.route_problem(MODEL, request, c)
+    unfit = lambda request, c: routing_replay.route_problem(MODEL, request, c)
     good, bad = [completion(GOOD)], [completion(BAD[message])]
 
     class Engine:
@@ -162,8 +162,8 @@ def test_bad_routes_reject_the_group_and_say_why(message):
 def test_what_dense_layers_say_is_of_no_account():
     routes = GOOD.copy()
     routes[:, 0] = 255
-    assert routing.route_problem(MODEL, REQUEST, completion(routes)) is None
-    (kept,) = routing.compact([Sample((1, 2, 3), np.arange(4), np.zeros(4), 0.0, routes.astype(np.int64))], MODEL)
+    assert routing_replay.route_problem(MODEL, REQUEST, completion(routes)) is None
+    (kept,) = routing_replay.compact([Sample((1, 2, 3), np.arange(4), np.zeros(4), 0.0, routes.astype(np.int64))], MODEL)
     assert kept.routes.dtype == np.uint8
     np.testing.assert_array_equal(kept.routes, GOOD[:, 1:])
 
@@ -212,18 +212,18 @@ def config(*words: str):
 def test_what_cannot_work_is_refused(words, message):
     cfg = config(*words)
     with pytest.raises(ConfigError, match=message):
-        routing.check_moe(cfg, ModelConfig.from_hf(cfg.model.config))
+        routing_replay.check_moe(cfg, ModelConfig.from_hf(cfg.model.config))
 
 
 def test_a_dense_model_has_nothing_to_set():
     cfg = load_config("demo", ["--run.dir", "unused", "--moe.replay", "R3"])
     with pytest.raises(ConfigError, match="moe.replay is set and Qwen3ForCausalLM has no experts"):
-        routing.check_moe(cfg, ModelConfig.from_hf(cfg.model.config))
+        routing_replay.check_moe(cfg, ModelConfig.from_hf(cfg.model.config))
 
 
 def test_an_engine_that_returns_no_routes_is_refused_at_start():
     formats = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
     engine = Capabilities("vllm", "0.32.0", formats, 64, 64, True, routed_experts=False)
-    routing.check_engine(config("--moe.replay", "R2"), engine)
+    routing_replay.check_engine(config("--moe.replay", "R2"), engine)
     with pytest.raises(ConfigError, match="vllm 0.32.0 returns no routes"):
-        routing.check_engine(config("--moe.replay", "R3"), engine)
+        routing_replay.check_engine(config("--moe.replay", "R3"), engine)

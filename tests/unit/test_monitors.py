@@ -24,8 +24,8 @@ from jaxfp8rl.monitors.plot import smooth
 from jaxfp8rl.monitors.plot import write_plot
 from jaxfp8rl.monitors.summary import phase_table, series, write_summary
 from jaxfp8rl.monitors.tensorboard import TensorboardMonitor
-from jaxfp8rl.run_directory import RunDirectory
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.run.run_directory import RunDirectory
+from jaxfp8rl.config.toml import load_config
 
 
 def no_constants(name):

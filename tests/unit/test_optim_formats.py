@@ -13,19 +13,19 @@ import numpy as np
 import optax
 import pytest
 
-from jaxfp8rl.checkpoint import Checkpoints
-from jaxfp8rl.config import Optim
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.config.schema import Optim
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.exact import exact_jit
-from jaxfp8rl.low_bit import decode, encode, is_scaled
-from jaxfp8rl.memory_plan import memory_plan
+from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
+from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import empty_params
-from jaxfp8rl.optim import Formats, adamw, guarded_update, init_state, make_optimizer, make_schedule
-from jaxfp8rl.policy import policy_of
-from jaxfp8rl.precision.checks import bad_tensors
+from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_optimizer, make_schedule
+from jaxfp8rl.policy.policy import policy_of
+from jaxfp8rl.training.checks import bad_tensors
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.config.toml import load_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LEAST = Formats("bfloat16", "float8", "bfloat16")  # 5.03 bytes a parameter
@@ -244,9 +244,9 @@ def test_a_checkpoint_brings_back_every_byte_in_its_format_and_memory(run, tmp_p
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxfp8rl.config import Optim
-from jaxfp8rl.exact import exact_jit
-from jaxfp8rl.optim import Formats, adamw, guarded_update, init_state, make_schedule
+from jaxfp8rl.config.schema import Optim
+from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_schedule
 
 mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
 SPECS = {"embed": P("fsdp"), "layers": {"q": P(None, "tensor", "fsdp")}}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxfp8rl import cli
+from jaxfp8rl.cli import main
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.other_names import KEYS, VALUES, here, index, names
-from jaxfp8rl.settings import find, settings
+from jaxfp8rl.cli.settings import find, settings
 
 PAGE = Path("docs/coming_from.md").read_text()
 
@@ -44,7 +44,7 @@ PAGE = Path("docs/coming_from.md").read_text()
     (["--n-samples-per-prompt", "8"], "rollout.samples_per_prompt"),
 ])  # fmt: skip
 def test_a_name_of_theirs_gets_ours(words, says, capsys):
-    assert cli.main(["train", "demo", *words]) == 2
+    assert main.main(["train", "demo", *words]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -64,7 +64,7 @@ def test_find_goes_by_whole_words_and_by_their_names():
 
 def test_a_table_of_another_framework_is_told_apart(tmp_path, capsys):
     (tmp_path / "a.toml").write_text("[actor_rollout_ref.rollout]\nn = 8\n[data]\nmax_response_length = 9\n")
-    assert cli.main(["train", str(tmp_path / "a.toml")]) == 2
+    assert main.main(["train", str(tmp_path / "a.toml")]) == 2
     said = capsys.readouterr().err
     assert 'a.toml:1: actor_rollout_ref: unknown section of other frameworks: "rollout.n" is rollout.samples_per_prompt' in said
     assert 'a.toml:3: data: unknown section of other frameworks: "max_response_length" is rollout.max_new_tokens here' in said

@@ -46,7 +46,7 @@ def test_wheel_holds_the_packages_and_the_configs(wheel):
 
 def test_installed_wheel_finds_its_presets(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    command = [sys.executable, "-P", "-c", "import sys; from jaxfp8rl.cli import main; sys.exit(main())", "config", "demo"]
+    command = [sys.executable, "-P", "-c", "import sys; from jaxfp8rl.cli.main import main; sys.exit(main())", "config", "demo"]
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "[rollout]" in done.stdout

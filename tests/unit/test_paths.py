@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxfp8rl import cli
+from jaxfp8rl.cli import main
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.resume import check_forkable
-from jaxfp8rl.settings import settings
-from jaxfp8rl.toml_config import SECTIONS, dump_config, load_config
+from jaxfp8rl.checkpoint.resume import check_forkable
+from jaxfp8rl.cli.settings import settings
+from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
 
 PATHS = {
     "run.dir", "model.path", "model.tokenizer", "task.path", "task.held_out_path", "task.scorer_folder",
@@ -59,15 +59,15 @@ def test_the_command_line_knows_home(home, capsys):
     run.mkdir(parents=True)
     (run / "config.toml").write_text(dump_config(load_config("demo")))
     (home / "mine.toml").write_text(dump_config(load_config("demo")))
-    assert cli.main(["config", "~/mine.toml"]) == cli.main(["config", "~/runs/a"]) == 0
-    assert cli.main(["config", "--diff", "~/runs/a", "~/mine.toml"]) == 0
+    assert main.main(["config", "~/mine.toml"]) == main.main(["config", "~/runs/a"]) == 0
+    assert main.main(["config", "--diff", "~/runs/a", "~/mine.toml"]) == 0
     assert load_config("~/mine.toml") == load_config("demo")
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "time/step_s": 1.0}) + "\n" for i in range(2)))
-    assert cli.main(["report", "~/runs/a", "--out=~/page.html"]) == 0 and (home / "page.html").is_file()
+    assert main.main(["report", "~/runs/a", "--out=~/page.html"]) == 0 and (home / "page.html").is_file()
     capsys.readouterr()
     for words in (["eval", "~/runs/b"], ["export", "~/runs/b", "~/out"], ["train", "demo", "--fork", "~/runs/b"],
                   ["import-gguf", "~/out", "--gguf=~/b.gguf"], ["eval", "~/runs/a", "--out", "~/not/there.json"]):  # fmt: skip
-        assert cli.main(words) == 2
+        assert main.main(words) == 2
         assert str(home) in (said := capsys.readouterr().err) and "~" not in said, said
     with pytest.raises(ConfigError, match=f"{home}/runs/b holds no config.toml"):
         check_forkable(load_config("demo"), "~/runs/b@3")

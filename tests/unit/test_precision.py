@@ -13,7 +13,7 @@ import pytest
 
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward

@@ -15,25 +15,25 @@ import pytest
 from rich.console import Console
 
 from bridges.api import Capabilities, EngineFormats
-from jaxfp8rl import update
+from jaxfp8rl.training import updates
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.errors import ModelError
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.losses.logprobs import logits_of
-from jaxfp8rl.losses.sharpness import logit_sharpness, sharpness_of
+from jaxfp8rl.probes.sharpness import logit_sharpness, sharpness_of
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.precision.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning, untested_warning
-from jaxfp8rl.precision.probes import (
+from jaxfp8rl.training.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning, untested_warning
+from jaxfp8rl.probes.probes import (
     _formats, _look, layer_groups, mixed_forward, precision_report, rounding_stats, unquantized_policy, walk, weight_stats,
 )  # fmt: skip
 from jaxfp8rl.precision.recipe import (
     FP8_KV, FP8_WEIGHT, LayerRun, Precision, fp8_runs, get_recipe, resolve, without_fp8,
 )  # fmt: skip
-from jaxfp8rl.precision.report import PrecisionReport
+from jaxfp8rl.probes.report import PrecisionReport
 from pallas_kernels.quantize import reference as q
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -242,9 +242,9 @@ def test_what_is_measured_is_the_engines_whatever_the_learner_computes_in(name, 
     precision = resolve(recipe, runs, formats, "bfloat16", "bfloat16")
     cfg = SimpleNamespace(rollout=SimpleNamespace(temperature=1.0))
     parts = SimpleNamespace(engine=engine, cfg=cfg, runs=runs, precision=precision, model=MODEL, spikes=SpikeCounter())
-    monkeypatch.setattr(update, "precision_report", lambda *args: asked.append(args) or spoilt_report())
+    monkeypatch.setattr(updates, "precision_report", lambda *args: asked.append(args) or spoilt_report())
     state, policy = SimpleNamespace(params={"layers": "masters"}), {"kv_scales": "scales", "layers": "codes"}
-    assert "precision/key_clipped" in update.probe(parts, SimpleNamespace(path=tmp_path), state, policy, batch())
+    assert "precision/key_clipped" in updates.probe(parts, SimpleNamespace(path=tmp_path), state, policy, batch())
     ((params, _, _, measured, _),) = asked
     assert params == {"layers": "masters", "kv_scales": "scales"}
     engines = dict(runs=runs, kv_fp8=True, kv_truncated=True, attention_fp8=True, fused_quantizer=True)

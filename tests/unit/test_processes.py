@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from bridges.api import Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
-from bridges.rollout.fake_engine import FakeEngine
-from jaxfp8rl import processes
-from jaxfp8rl.build import check_same
+from bridges.engines.fake_engine import FakeEngine
+from jaxfp8rl.distributed import process_group
+from jaxfp8rl.run.context import check_same
 from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
-from jaxfp8rl.processes import ALONE, ProcessGroup, check_shared, joined
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared, joined
 from jaxfp8rl.rewards.runner import Score
-from jaxfp8rl.sharding import make_layout
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.world import shared
+from jaxfp8rl.distributed.mesh import make_layout
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.distributed.process_proxies import shared
 
 
 LARGEST = 64  # bytes
@@ -54,9 +54,9 @@ class Store:
 @pytest.fixture
 def each(monkeypatch):
     """each(f, count): f(group) of each of `count` processes -> results, or the exceptions that they raised."""
-    monkeypatch.setattr(processes, "SLICE_MS", 20)
-    monkeypatch.setattr(processes, "PART", LARGEST)
-    monkeypatch.setattr(processes, "SHARED_S", 0.3)
+    monkeypatch.setattr(process_group, "SLICE_MS", 20)
+    monkeypatch.setattr(process_group, "PART", LARGEST)
+    monkeypatch.setattr(process_group, "SHARED_S", 0.3)
 
     def run(f, count=3):
         store = Store()
@@ -196,7 +196,7 @@ def test_who_was_started_otherwise_or_sees_other_files_is_refused(each, tmp_path
     cfg, other = (load_config("demo", [*dated, "--optim.lr", lr]) for lr in ("1e-4", "1e-5"))
 
     def compare(configs, ways):
-        return each(lambda g: processes._compare(g, configs[g.number], ways[g.number]))[0]
+        return each(lambda g: process_group._compare(g, configs[g.number], ways[g.number]))[0]
 
     assert compare([cfg] * 3, [(True, "")] * 3) == [None] * 3
     results = compare([cfg, cfg, other], [(True, "")] * 3)

@@ -18,8 +18,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfp8rl.about import commit, hardware, versions, write_about
-from jaxfp8rl.cli import main
+from jaxfp8rl.run.provenance import commit, hardware, versions, write_about
+from jaxfp8rl.cli.main import main
 from jaxfp8rl.data.packing import Sample, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.monitors.axes import SPAN, labels, power, ticks, value_axis
@@ -30,7 +30,7 @@ from jaxfp8rl.monitors.report.completions import SHOWN, pick, prepared
 from jaxfp8rl.monitors.report.page import in_rows, wilson
 from jaxfp8rl.monitors.report.runs import events, load_runs
 from jaxfp8rl.monitors.report.sections import SECTIONS
-from jaxfp8rl.samples import token_lengths
+from jaxfp8rl.rollout.samples import token_lengths
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&lt;\"'{{ 7 * 7 }}"

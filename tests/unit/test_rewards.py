@@ -17,17 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridges.api import Completion, VersionSpan
-from jaxfp8rl import build, rollouts
+from jaxfp8rl.run import context
+from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.data.tasks import Problem, as_json, from_json, make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rewards import runner
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rewards.scoring import total
-from jaxfp8rl.rewards.numbers import last_number, value, whole_number
-from jaxfp8rl.rewards.verifiers import THINK_TAGS, behind_thoughts, exact_match, extract, math_verify, normalise
-from jaxfp8rl.rollouts import Prompt
-from jaxfp8rl.toml_config import dump_config, load_config
+from jaxfp8rl.verifiers.numbers import last_number, value, whole_number
+from jaxfp8rl.verifiers.scorers import THINK_TAGS, behind_thoughts, exact_match, extract, math_verify, normalise
+from jaxfp8rl.rollout.scored_groups import Prompt
+from jaxfp8rl.config.toml import dump_config, load_config
 
 # What the scorer under test does is the problem's answer; the text names a file to write process ids to.
 SCORER = """
@@ -236,12 +237,12 @@ def test_a_scorer_that_cannot_be_loaded_is_a_config_error():
 
 
 def test_a_run_knows_of_it_before_its_engine_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "build_engine", lambda *_: pytest.fail("it takes minutes"))
+    monkeypatch.setattr(context, "build_engine", lambda *_: pytest.fail("it takes minutes"))
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "1"}}\n' for i in range(100)))
     task = {"kind": "file", "path": str(tmp_path / "rows.jsonl"), "options": "{}", "scorer": "no_such_module:score"}
     words = [word for key, value in task.items() for word in (f"--task.{key}", value)]
     with pytest.raises(ConfigError, match='cannot load "no_such_module:score": No module named'):
-        build.build(load_config("demo", [*words, "--rollout.prompts_per_step", "8"]))
+        context.build(load_config("demo", [*words, "--rollout.prompts_per_step", "8"]))
 
 
 def test_cheap_tasks_need_no_process():
@@ -413,7 +414,7 @@ def test_a_prompt_may_end_inside_the_thoughts(prompt, text, reward):
     completion = Completion("0", 0, ids, np.zeros(len(ids)), "stop", (VersionSpan(0, len(ids), 0),))
     kept = [(Prompt(Problem("p", prompt, "2"), tuple(tokenizer.encode(prompt))), (completion,))]
     with RewardRunner(make_task("file", path="unused.jsonl", extract="last_number")) as runner:
-        (group,) = rollouts.score(kept, tokenizer, runner)
+        (group,) = scored_groups.score(kept, tokenizer, runner)
     assert group.rewards == [reward] and group.texts == (text,)
 
 
@@ -520,8 +521,8 @@ def test_rewards_with_names_are_summed_by_weight(tmp_path):
     assert scores[0].parts == {"right": 1.0, "brief": pytest.approx(brief), "form": 1.0}
     assert scores[2].parts == {"right": 0.0, "brief": None, "form": 0.0}
     assert scores[4].why.startswith("malformed: ZeroDivisionError") and "brief" in scores[4].why
-    group = rollouts.Group(None, (), tuple(texts), **rollouts._rewards(scores))
-    assert rollouts.named_means([group]) == pytest.approx(
+    group = scored_groups.Group(None, (), tuple(texts), **scored_groups._rewards(scores))
+    assert scored_groups.named_means([group]) == pytest.approx(
         {"reward/right/mean": 0.2, "reward/brief/mean": (brief + 0.5) / 4, "reward/form/mean": 0.4})  # fmt: skip
     assert group.malformed == 2
 

@@ -9,11 +9,11 @@ from shutil import which
 
 import pytest
 
-from jaxfp8rl import cli
-from jaxfp8rl.completion import SHELLS
-from jaxfp8rl.config import Config
-from jaxfp8rl.settings import find, settings
-from jaxfp8rl.toml_config import presets
+from jaxfp8rl.cli import main
+from jaxfp8rl.cli.completion import SHELLS
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.cli.settings import find, settings
+from jaxfp8rl.config.toml import presets
 
 
 def test_every_setting_says_what_it_is():
@@ -43,18 +43,18 @@ def test_a_word_finds_names_before_meanings(capsys):
     assert [s.name for s in find("--train.remat")] == ["train.remat"] and find("REMAT") == find("remat")
     assert find("learning_rate")[0].name == "optim.lr"
     assert "optim.offload" in {s.name for s in find("pinned host memory")} and "rollout.engine" in {s.name for s in find("vllm")}
-    assert cli.main(["config", "--find", "warmup"]) == 0
+    assert main.main(["config", "--find", "warmup"]) == 0
     assert "--optim.warmup_steps  integer, >= 0; default 0\n      updates over which" in capsys.readouterr().out
 
 
 def test_config_without_a_config_lists_everything(capsys):
-    assert cli.main(["config"]) == 0
+    assert main.main(["config"]) == 0
     out = capsys.readouterr().out
     assert all(f"--{s.name}  " in out for s in settings()) and all(f"[{name}]  " in out for name in Config.model_fields)
 
 
 def test_presets_are_listed_with_what_they_are_for(capsys):
-    assert cli.main(["config", "--presets"]) == 0
+    assert main.main(["config", "--presets"]) == 0
     out = capsys.readouterr().out
     for name in presets():
         assert f"{name}\n  " in out
@@ -62,11 +62,11 @@ def test_presets_are_listed_with_what_they_are_for(capsys):
 
 
 def test_a_difference_has_both_values(capsys, tmp_path):
-    assert cli.main(["config", "demo", "--run.seed", "7", "--loss.clip_high", "0.3"]) == 0
+    assert main.main(["config", "demo", "--run.seed", "7", "--loss.clip_high", "0.3"]) == 0
     (tmp_path / "config.toml").write_text(capsys.readouterr().out)
-    assert cli.main(["config", "--diff", "demo", str(tmp_path)]) == 0  # a run directory stands for its config
+    assert main.main(["config", "--diff", "demo", str(tmp_path)]) == 0  # a run directory stands for its config
     assert capsys.readouterr().out == "run.seed: 0 -> 7\nloss.clip_high: absent -> 0.3\n"
-    assert cli.main(["config", "--diff", "demo", "demo"]) == 0
+    assert main.main(["config", "--diff", "demo", "demo"]) == 0
     assert capsys.readouterr().out == "no setting differs\n"
 
 
@@ -80,13 +80,13 @@ def test_a_difference_has_both_values(capsys, tmp_path):
     ],
 )
 def test_questions_without_an_answer(words, says, capsys):
-    assert cli.main(["config", *words]) == 2
+    assert main.main(["config", *words]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_the_help_of_a_command_names_every_setting(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
+        main.main(["train", "--help"])
     out = capsys.readouterr().out.split("Every setting of CONFIG", 1)[1].replace(",", " ").split()
     assert {s.key for s in settings()} | set(Config.model_fields) <= set(out)
 
@@ -96,7 +96,7 @@ def scripts(tmp_path_factory) -> dict[str, Path]:
     folder, found = tmp_path_factory.mktemp("completion"), {}
     for shell in SHELLS:
         found[shell] = folder / shell
-        found[shell].write_text(cli.completion(cli._parser(), shell))
+        found[shell].write_text(main.completion(main._parser(), shell))
     return found
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.sharding import check_divides, make_layout
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.distributed.mesh import check_divides, make_layout
+from jaxfp8rl.config.toml import load_config
 
 
 @pytest.mark.parametrize("case", ["high", "experts", pytest.param("fp8", marks=pytest.mark.slow)])

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridges.api import Completion, GenRequest, SamplingParams, VersionSpan
-from bridges.rollout.fake_engine import FakeEngine
-from jaxfp8rl import rollouts
-from jaxfp8rl.build import build
-from jaxfp8rl.config import Rollout
+from bridges.engines.fake_engine import FakeEngine
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.run.context import build
+from jaxfp8rl.config.schema import Rollout
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.sft import _example
-from jaxfp8rl.stops import stops_of
-from jaxfp8rl.toml_config import load_config
+from jaxfp8rl.training.sft import _example
+from jaxfp8rl.rollout.stops import stops_of
+from jaxfp8rl.config.toml import load_config
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 LLAMA3 = ("{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
@@ -161,11 +161,11 @@ def test_a_batch_is_scored_and_learned_from_up_to_its_stops():
         engine.commit(0, "")
         prompts, sampling = parts.held_out[:2], dataclasses.replace(parts.sampling, max_tokens=5)
         assert set(parts.greedy.stop_token_ids) == set(sampling.stop_token_ids) == {1, *encode("*9")}
-        requests = rollouts.make_requests(prompts, sampling, 2, 0, 1)
-        kept, _ = rollouts.generate(engine, prompts, requests, 0, cut=parts.stops.cut)
-        groups = rollouts.score(kept, parts.tokenizer, parts.rewards)
+        requests = scored_groups.make_requests(prompts, sampling, 2, 0, 1)
+        kept, _ = scored_groups.generate(engine, prompts, requests, 0, cut=parts.stops.cut)
+        groups = scored_groups.score(kept, parts.tokenizer, parts.rewards)
         assert [text for g in groups for text in g.texts] == ["12*", "19", "17+", "23"]
         assert [c.finish_reason for g in groups for c in g.completions] == ["stop", "stop", "stop", "length"]
-        samples = sum(rollouts.to_samples(groups, parts.cfg.loss, 5), [])
+        samples = sum(scored_groups.to_samples(groups, parts.cfg.loss, 5), [])
         assert [list(s.completion) for s in samples] == [encode(text) for text in ("12*", "19", "17+", "23")]
         assert all(len(s.completion) == len(s.logprobs) for s in samples)

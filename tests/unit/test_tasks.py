@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfp8rl.config import Task as TaskSection
+from jaxfp8rl.config.schema import Task as TaskSection
 import numpy as np
 from jaxfp8rl.data.tasks import OF_SECTION, TASKS, Problem, as_json, from_json, make_task
 from jaxfp8rl.errors import ConfigError, DataError

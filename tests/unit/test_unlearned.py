@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from bridges.api import Completion
-from jaxfp8rl import rollouts
+from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.data.packing import pack
 from jaxfp8rl.data.tasks import Problem
-from jaxfp8rl.rollouts import Group, Prompt, Rollouts
-from jaxfp8rl.run_directory import RunDirectory
-from jaxfp8rl.samples import kept
-from jaxfp8rl.toml_config import load_config
-from jaxfp8rl.unlearned import cause, equal_rewards
+from jaxfp8rl.rollout.scored_groups import Group, Prompt, Rollouts
+from jaxfp8rl.run.run_directory import RunDirectory
+from jaxfp8rl.rollout.samples import kept
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.unlearned import cause, equal_rewards
 
 NAN = float("nan")
 
@@ -31,7 +31,7 @@ def sampled(*rewards, finish: str = "stop") -> Rollouts:
 def why(batch: Rollouts, metrics=(), **options):
     words = [w for k, v in options.items() for w in (f"--{k.replace('__', '.')}", str(v))]
     cfg = load_config("demo", words)
-    samples = sum(rollouts.to_samples(batch.chosen, cfg.loss, cfg.rollout.max_new_tokens), [])
+    samples = sum(scored_groups.to_samples(batch.chosen, cfg.loss, cfg.rollout.max_new_tokens), [])
     return cause(batch, pack(samples, 8, 2, 4), cfg, dict(metrics))
 
 

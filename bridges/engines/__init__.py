@@ -1,0 +1,1 @@
+"""Rollout engines in this process: vLLM, the embedded JAX engine, and a small one for tests."""

@@ -1,0 +1,223 @@
+"""A small real engine and transport in numpy, with faults on request: for tests of whatever talks to an engine.
+
+The model is a bigram: logits [V] of the next token = lm_head [V, D] @ embed_tokens [V, D][last token]. So weights matter,
+log-probabilities are true ones, and there is a prefix cache (logits by last token) to forget to reset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from bridges.proof import manifest
+from bridges.api import (
+    Capabilities, Completion, EngineFormats, GenRequest, Health, ParamMeta, PublishFailed, PublishReceipt,
+    SamplingParams, WeightSource,
+)
+from bridges.engines.weight_state import WeightState
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclasses.dataclass
+class Faults:
+    """What goes wrong, until it is set back. The defaults are a healthy engine.
+
+    logprobs: every completion returns none, one too few, or a NaN in its middle. die_at_tensor: a publish breaks off before
+    that tensor. drop_tensor: that tensor is lost on the way, unnoticed but by a transport with proof. stale_version: a publish
+    loads the weights and the engine names the version before. stale_cache: a publish forgets the prefix cache. seconds:
+    generate takes longer. exit_status: generate ends the whole process with it.
+    """
+
+    logprobs: Literal["", "missing", "short", "nan"] = ""
+    die_at_tensor: int | None = None
+    drop_tensor: str | None = None
+    stale_version: bool = False
+    stale_cache: bool = False
+    seconds: float = 0.0
+    exit_status: int | None = None
+
+
+class FakeEngine:
+    """RolloutEngine over the bigram model. `replies` are given in order, one a completion, before anything is sampled."""
+
+    def __init__(self, vocab_size: int = 64, width: int = 8, *, max_model_len: int = 256,
+                 replies: Sequence[Sequence[int]] = (), faults: Faults | None = None, seed: int = 0):
+        shape = (vocab_size, width)
+        self._manifest = (ParamMeta(EMBED, "float32", shape), ParamMeta(HEAD, "float32", shape))
+        self.faults, self.state = faults or Faults(), WeightState()
+        self._weights = {m.name: np.zeros(m.shape, np.float32) for m in self._manifest}
+        self._replies, self._rng = [list(r) for r in replies], np.random.default_rng(seed)
+        self._cache: dict[int, np.ndarray] = {}
+        self._sick = ""
+        formats = EngineFormats("float32", "float32", "float32", "float32")
+        self._capabilities = Capabilities("fake", "1", formats, max_model_len, vocab_size, seeds=True, support=True)
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
+        self.state.require_clean()
+        for r in requests:
+            self._check(r)
+        time.sleep(self.faults.seconds)
+        if self.faults.exit_status is not None:
+            os._exit(self.faults.exit_status)
+        return [[self._complete(r, i) for i in range(r.n)] for r in requests]
+
+    def _check(self, r: GenRequest) -> None:
+        c = self._capabilities
+        if len(r.prompt_token_ids) + r.sampling.max_tokens > c.max_model_len:
+            raise ValueError(f"request {r.request_id!r}: prompt and max_tokens exceed max_model_len {c.max_model_len}")
+        if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < c.vocab_size:
+            raise ValueError(f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {c.vocab_size}")
+
+    def _complete(self, r: GenRequest, index: int) -> Completion:
+        rng = self._rng if r.seed is None else np.random.default_rng([r.seed, index])
+        reply = self._replies.pop(0) if self._replies else None
+        tokens, logprobs, supports, last, reason = [], [], [], r.prompt_token_ids[-1], "length"
+        while len(tokens) < (len(reply) if reply else r.sampling.max_tokens):
+            logp, reported = self._distributions(last, r.sampling)
+            last = reply[len(tokens)] if reply else int(rng.choice(len(logp), p=np.exp(logp)))
+            tokens.append(last)
+            logprobs.append(reported[last])
+            supports.append(np.flatnonzero(np.isfinite(reported)).astype(np.int32))
+            if last in r.sampling.stop_token_ids:
+                reason = "stop"
+                break
+        ids, logprobs = np.asarray(tokens, np.int32), self._spoil(np.asarray(logprobs, np.float32))
+        among = _reported(supports, r.sampling.reported)
+        done = Completion(r.request_id, index, ids, logprobs, reason, self.state.span(len(ids)), None, *among)
+        self._sick = done.problem() or self._sick
+        return done
+
+    def _distributions(self, last: int, s: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities [V] float64 to draw from, and those to report: greedy reports temperature 1."""
+        if last not in self._cache:
+            self._cache[last] = (self._weights[HEAD] @ self._weights[EMBED][last]).astype(np.float64)
+        logits = self._cache[last]
+        if s.temperature == 0:
+            return np.where(np.arange(len(logits)) == logits.argmax(), 0.0, -np.inf), _log_softmax(logits)
+        logp = _filtered(logits / s.temperature, s.top_k, s.top_p)
+        return logp, logp
+
+    def _spoil(self, logprobs: np.ndarray) -> np.ndarray | None:
+        if self.faults.logprobs == "missing":
+            return None
+        if self.faults.logprobs == "nan":
+            logprobs[len(logprobs) // 2] = np.nan
+        return logprobs[:-1] if self.faults.logprobs == "short" else logprobs
+
+    def pause(self) -> None:
+        """Nothing is in flight between calls."""
+
+    resume = wake = pause
+
+    def sleep(self) -> None:
+        self.state.drop("sleep() dropped its weights")
+
+    def health(self) -> Health:
+        return Health(not self._sick, self._sick)
+
+    def weight_version(self) -> int | None:
+        return self.state.version
+
+    def expected_manifest(self) -> tuple[ParamMeta, ...]:
+        return self._manifest
+
+    def weight(self, name: str) -> np.ndarray:
+        return self._weights[name]
+
+    def store(self, name: str, value: np.ndarray) -> None:
+        self._weights[name] = value
+
+    def commit(self, version: int, digest: str) -> tuple[str, ...]:
+        self._sick = ""
+        self.state.commit(version - 1 if self.faults.stale_version else version, digest)
+        if self.faults.stale_cache:
+            return ()
+        self._cache.clear()
+        return ("prefix",)
+
+    def content(self) -> str:
+        """SHA-256 of the weights that it holds."""
+        return hashlib.sha256(b"".join(self._weights[m.name].tobytes() for m in self._manifest)).hexdigest()
+
+    def close(self) -> None:
+        self.state.drop("the engine is closed")
+
+
+class FakeTransport:
+    """WeightTransport into a `FakeEngine`, obeying the engine's faults. proof: it compares what the engine then holds."""
+
+    def __init__(self, proof: bool = False):
+        self._proof = proof
+
+    def open(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    def publish(self, source: WeightSource, version: int) -> PublishReceipt:
+        engine, metas = self._engine, source.manifest()
+        manifest.check(metas, engine.expected_manifest())
+        start, sent = time.perf_counter(), {}
+        engine.state.begin(version)
+        try:
+            for i, (meta, (name, buffer)) in enumerate(zip(metas, source, strict=True)):
+                sent[name] = self._send(i, meta, name, buffer)
+        except Exception as e:  # whatever the source raised
+            raise PublishFailed(f"version {version} broke off: {e}", "repair the source and publish again") from e
+        if self._proof and (lost := [n for n, value in sent.items() if not np.array_equal(engine.weight(n), value)]):
+            raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from what was sent", "publish again")
+        digest, content = manifest.digest(metas), engine.content() if self._proof else ""
+        caches, seconds = engine.commit(version, digest), time.perf_counter() - start
+        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, seconds, caches, content)
+
+    def _send(self, i: int, meta: ParamMeta, name: str, buffer: np.ndarray) -> np.ndarray:
+        faults, value = self._engine.faults, np.array(np.from_dlpack(buffer))
+        if i == faults.die_at_tensor:
+            raise ConnectionError(f"the link died at tensor {i}")
+        manifest.check_tensor(meta, name, value.dtype.name, value.shape)
+        if name != faults.drop_tensor:
+            self._engine.store(name, value)
+        return value
+
+    def verify(self, receipt: PublishReceipt) -> None:
+        state, content = self._engine.state, self._engine.content() if self._proof else ""
+        have, want = (state.version, state.digest, content), (receipt.version, receipt.digest, receipt.content)
+        if have != want:
+            raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says {want}", "publish again")
+
+    def close(self) -> None:
+        self._engine = None
+
+
+def _reported(supports: list[np.ndarray], most: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """support_ids and support_sizes of a completion."""
+    if not most:
+        return None, None
+    known = [s if len(s) <= most else s[:0] for s in supports]
+    return np.concatenate(known), np.array([len(s) for s in known], np.int32)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def _filtered(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Log-probabilities [V] after keeping the `top_k` largest (0: all), then the smallest set that holds `top_p`."""
+    order = np.argsort(-logits, kind="stable")
+    if top_k:
+        logits = _only(logits, order[:top_k])
+    before = np.cumsum(np.exp(_log_softmax(logits))[order]) - np.exp(_log_softmax(logits))[order]
+    return _log_softmax(_only(logits, order[before < top_p]))
+
+
+def _only(logits: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    return np.where(np.isin(np.arange(len(logits)), keep), logits, -np.inf)

@@ -1,0 +1,1 @@
+"""Everything that knows vLLM's internals: layouts, parameters, formats, environment."""

@@ -1,0 +1,127 @@
+"""Where the live tensors of a vLLM model are the checkpoint's, byte for byte, so that they may be written in place.
+
+vLLM may repack, transpose, pad or consume what it loads. Nothing is assumed: each tensor must be held by a method and a kernel
+named here, with the checkpoint's type, shape and strides, and every row of every parameter must belong to some tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bridges.api import BridgeError, ParamMeta
+from bridges.inside_vllm import fp8_emulation
+from bridges.inside_vllm.params import Place, places
+
+if TYPE_CHECKING:
+    import torch
+
+METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Fp8LinearMethod"}
+KERNELS = {
+    "DeepGemmFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", fp8_emulation.NAME,
+}  # fmt: skip
+EXPERT_METHODS = {"Fp8MoEMethod": "fp8_backend", "UnquantizedFusedMoEMethod": "unquantized_backend"}  # with what says the kernel
+EXPERT_KERNELS = {"TRITON"}  # vLLM's choice on Hopper; others swap gate and up, or shuffle rows
+DERIVING = {"MLAAttention"}  # keep tensors computed from weights, which only vLLM's own loading renews
+WAY_OUT = 'publish by vLLM\'s own reload: transport VllmReload, rollout.publish = "reload"'
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRows:
+    """A published tensor in the engine: `tensor` is parameter[start:stop], or the parameter itself where that is one number. Of
+    stacked experts `parameter` is one expert's. `address`: where vLLM's whole parameter is."""
+
+    meta: ParamMeta
+    place: Place
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    address: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.parameter[self.start : self.stop] if self.parameter.dim() else self.parameter
+
+    def moved(self) -> bool:
+        """Whether the model has another tensor there by now."""
+        return getattr(self.place.module, self.place.leaf).data_ptr() != self.address
+
+
+def live_rows(model: Any, block: tuple[int, int]) -> tuple[LiveRows, ...]:
+    """Every checkpoint tensor in the order of the model. Raises BridgeError, naming the tensor, for a layout not known."""
+    found = []
+    for place in places(model, block):
+        if problem := _problem(place):
+            raise BridgeError(f"{place.meta.name} cannot be written in place: {problem}", WAY_OUT)
+        found.append(_live(place))
+    _check_complete(model, found)
+    return tuple(found)
+
+
+def scalars(places: Sequence[Place]) -> tuple[LiveRows, ...]:
+    """Tensors of one number each, as the scales of attention are."""
+    return tuple(map(_live, places))
+
+
+def _live(place: Place) -> LiveRows:
+    whole = getattr(place.module, place.leaf).data
+    parameter = whole if place.expert is None else whole[place.expert]
+    return LiveRows(place.meta, place, parameter, place.start, place.start + (place.meta.shape or (1,))[0], whole.data_ptr())
+
+
+def packed_copies(model: Any) -> list[Any]:
+    """Embeddings and lm_heads beside whose weight vLLM's CPU build keeps a packed copy: their quant_method must process the
+    weights again after they were written."""
+    packed = (module for module in model.modules() if hasattr(module, "cpu_linear"))
+    return [module for module in packed if type(module.quant_method).__name__ == "UnquantizedEmbeddingMethod"]
+
+
+def _problem(p: Place) -> str | None:
+    method = getattr(p.module, "quant_method", None)
+    kernel = type(getattr(method, "fp8_linear", None)).__name__
+    if p.expert is not None:
+        return _problem_of_experts(method) or _difference(getattr(p.module, p.leaf, None), p)
+    if type(method).__name__ not in METHODS:
+        return f"how {type(method).__name__} keeps it is not known here"
+    if type(method).__name__ == "Fp8LinearMethod" and kernel not in KERNELS:
+        return f"how {kernel} keeps it is not known here (known: {', '.join(sorted(KERNELS))})"
+    return _difference(getattr(p.module, p.leaf, None), p)
+
+
+def _problem_of_experts(method: Any) -> str | None:
+    name = type(method).__name__
+    if name not in EXPERT_METHODS:
+        return f"how {name} keeps it is not known here"
+    kernel = getattr(getattr(method, EXPERT_METHODS[name], None), "name", None)
+    if kernel not in EXPERT_KERNELS:
+        return f"it is one of a stack of experts, and how {kernel} keeps those is not known here (known: TRITON)"
+    return None
+
+
+def _difference(live: Any, p: Place) -> str | None:
+    if live is None:
+        return f"{p.path} has no {p.leaf} any more"
+    have = (str(live.dtype).removeprefix("torch."), tuple(live.shape), live.is_contiguous())
+    want = (p.meta.dtype, p.shape, True)
+    if have != want:
+        return f"vLLM holds {p.path}.{p.leaf} as (dtype, shape, row-major) {have}, its checkpoint layout is {want}"
+    return None
+
+
+def _check_complete(model: Any, rows: list[LiveRows]) -> None:
+    """No element of a parameter may be left that no tensor of the checkpoint fills, but for the padding of a vocabulary."""
+    filled = collections.Counter()
+    for r in rows:
+        filled[r.address] += r.stop - r.start
+        if padding := r.parameter.shape[0] - getattr(r.place.module, "org_vocab_size", r.parameter.shape[0]):
+            filled[r.address] += padding
+    for name, parameter in model.named_parameters():
+        count = math.prod(parameter.shape[: 2 if parameter.dim() == 3 else 1])  # of stacked experts, those of all
+        if parameter.dim() and filled[parameter.data_ptr()] != count:
+            raise BridgeError(f"{name} cannot be written in place: {filled[parameter.data_ptr()]} of its {count} "
+                              "rows are a checkpoint's", WAY_OUT)  # fmt: skip
+    if deriving := sorted({type(m).__name__ for m in model.modules()} & DERIVING):
+        raise BridgeError(f"the model cannot be written in place: {deriving[0]} computes other tensors from its weights", WAY_OUT)

@@ -1,0 +1,1 @@
+"""Where weights come from: arrays, DLPack views, GGUF files."""

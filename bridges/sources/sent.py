@@ -1,0 +1,130 @@
+"""What a source gives in a publish, in parts: torch views of it, and the digests that prove it. Of the process that has the
+source, whether the engine is there (`vllm_inplace`) or behind a link (`linked`)."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from bridges.proof import manifest
+from bridges.api import ParamMeta, Rows, StackRow, StackSource, WeightSource
+from bridges.inside_vllm.stacks import layer_of
+from bridges.proof.digest import by_rows, joined, stack_digests, tensor_digests, torch_words
+from bridges.sources.dlpack import torch_view
+
+if TYPE_CHECKING:
+    import torch
+
+PART = 512 * 2**20  # bytes of what a source makes on the way; one part is there at a time
+
+
+class Sent:
+    """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they are asked for.
+
+    A stack is exported once, its rows are digested in one program; one that is not held is let go with its part.
+
+    place: HF name -> row of the table of digests. places: the same of all names of a stack; kept from publish to publish, for of
+    experts there are tens of thousands.
+    """
+
+    def __init__(self, place: dict[str, int], places: dict[tuple[str, ...], np.ndarray] | None = None):
+        self._place, self._places = place, {} if places is None else places
+        self._held: dict[int, tuple[jax.Array, torch.Tensor]] = {}  # by id: a stack that is held, its view
+        self._table_of: dict[int, int] = {}  # by id of one that is held
+        self._tables: list[jax.Array] = []  # of digests, of several tensors each
+        self._rows: list[tuple[np.ndarray, int, int]] = []  # places, their table, the first's row there
+
+    def views(self, part: list[Rows]) -> list[torch.Tensor]:
+        """[len(names), ...] of each. Waits until the part is there."""
+        made: dict[int, tuple[jax.Array, torch.Tensor]] = {}
+        return [self._view(rows, self._held if rows.held else made) for rows in part]
+
+    def _view(self, rows: Rows, seen: dict[int, tuple[jax.Array, torch.Tensor]]) -> torch.Tensor:
+        if rows.first is None:
+            return torch_view(rows.stack)[None]
+        if (key := id(rows.stack)) not in seen:
+            seen[key] = rows.stack, by_rows(torch_view(rows.stack))
+        return seen[key][1][rows.first : rows.first + len(rows.names)]
+
+    def digest(self, part: list[Rows]) -> None:
+        """Set the digests of a part going. It need not be there yet."""
+        if alone := [rows for rows in part if rows.first is None]:
+            self._add(alone, self._table(tensor_digests([_digestible(rows.stack) for rows in alone])), range(len(alone)))
+        stacked = [rows for rows in part if rows.first is not None]
+        made = {id(rows.stack): rows.stack for rows in stacked if not rows.held}
+        table = self._table(stack_digests(*made.values())) if made else None
+        starts = dict(zip(made, itertools.accumulate(map(_count, made.values()), initial=0)))
+        for rows in stacked:
+            if (key := id(rows.stack)) in made:
+                self._add([rows], table, [starts[key] + rows.first])
+                continue
+            if key not in self._table_of:
+                self._table_of[key] = self._table(stack_digests(rows.stack))
+            self._add([rows], self._table_of[key], [rows.first])
+
+    def _table(self, digests: jax.Array) -> int:
+        self._tables.append(digests)
+        return len(self._tables) - 1
+
+    def _add(self, part: Sequence[Rows], table: int, firsts: Sequence[int]) -> None:
+        for rows, first in zip(part, firsts):
+            if rows.names not in self._places:
+                self._places[rows.names] = np.array([self._place[name] for name in rows.names])
+            self._rows.append((self._places[rows.names], table, first))
+
+    def join(self) -> None:
+        """All parts were given: set going what `digests` waits for."""
+        self._joined = joined(self._tables) if self._tables else None
+
+    def digests(self) -> np.ndarray:
+        """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not give."""
+        starts = list(itertools.accumulate(map(len, self._tables), initial=0))
+        at = np.full(len(self._place), -1)  # in what was joined
+        for places, table, first in self._rows:
+            at[places] = np.arange(len(places)) + (starts[table] + first)
+        if (missing := np.flatnonzero(at < 0)).size:
+            raise ValueError(f"the source did not give {list(self._place)[missing[0]]}, which its manifest lists")
+        return np.asarray(self._joined)[at]
+
+
+def _digestible(tensor: Any) -> jax.Array:
+    return tensor if isinstance(tensor, jax.Array) else torch_words(torch_view(tensor).contiguous())
+
+
+def _count(stack: jax.Array) -> int:
+    """Of its tensors: layers, or layers and experts."""
+    return math.prod(stack.shape[: max(stack.ndim - 2, 1)])
+
+
+def parts(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
+    """The source in parts, each made when it is asked for."""
+    return source.stacks(PART) if isinstance(source, StackSource) else layers(source, metas)
+
+
+def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
+    """The source in the order of its manifest, in lists of a layer. A list ends when the first tensor of the next one shows:
+    asking for that has set the next layer going."""
+    rows = (_alone(meta, name, buffer) for meta, (name, buffer) in zip(metas, source, strict=True))
+    return (_bounded(list(group)) for _, group in itertools.groupby(rows, key=lambda r: layer_of(r.names[0])))
+
+
+def _bounded(part: list[Rows]) -> list[Rows]:
+    """A stack all of whose rows are in this layer, the layer's experts say, may have been made for it: it is not held."""
+    given = collections.Counter(id(rows.stack) for rows in part if rows.held)
+    whole = {id(rows.stack) for rows in part if rows.held and given[id(rows.stack)] == _count(rows.stack)}
+    return [rows._replace(held=False) if id(rows.stack) in whole else rows for rows in part]
+
+
+def _alone(meta: ParamMeta, name: str, buffer: Any) -> Rows:
+    if name != meta.name:
+        manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)
+    if isinstance(buffer, StackRow) and isinstance(buffer.stack, jax.Array):
+        at = np.atleast_1d(buffer.index)
+        return Rows((name,), buffer.stack, int(np.ravel_multi_index(at, buffer.stack.shape[: len(at)])), True)
+    return Rows((name,), buffer, None, False)

@@ -1,0 +1,36 @@
+"""The ways into a vLLM engine of this process: in place, by vLLM's own reload, or whichever of them the engine allows."""
+
+from __future__ import annotations
+
+from bridges.api import BridgeError, RolloutEngine, WeightTransport
+
+WAYS = ("auto", "in_place", "reload")
+
+
+def check_way(how: str) -> None:
+    """Raise BridgeError unless `how` is one of WAYS."""
+    if how not in WAYS:
+        raise BridgeError(f"no transport {how!r} into vLLM", f"choose {', '.join(WAYS[:-1])} or {WAYS[-1]}")
+
+
+def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
+    """An open transport. "auto" says which it took and why: in place, with every publish proved, where the engine allows it.
+
+    Raises BridgeError where the engine does not allow the way that was asked for.
+    """
+    check_way(how)
+    if how == "reload":
+        from bridges.transports.vllm_reload import VllmReload as Transport  # does without JAX
+    else:
+        from bridges.transports.vllm_inplace import VllmInplace as Transport
+    transport = Transport()
+    try:
+        transport.open(engine)
+    except BridgeError as e:
+        if how != "auto":
+            raise
+        print(f'rollout.publish = "auto" takes "reload": {str(e).splitlines()[0]}')
+        return open_vllm_transport("reload", engine)
+    if how == "auto":
+        print('rollout.publish = "auto" takes "in_place": vLLM keeps every tensor in a layout known here')
+    return transport

@@ -1,0 +1,362 @@
+"""Weights from JAX into a vLLM engine of the same process, written into the tensors that its CUDA graphs read.
+
+    JAX's stream    make a part, then its digest as it is sent
+    torch's stream  copy it to its rows of the engine's tensors, while its digest is made
+    last            digests of the engine's own tensors, seen by JAX without a copy, must equal those of what was sent
+
+Nothing is staged: of what the source makes on the way one part is there at a time, and what it only holds is read in place. The
+engine is dirty from the first byte until the digests have been compared.
+
+A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`; `vllm_stacks` in the engine),
+and a layer from any other source. Each costs the host up to a millisecond, in which the device moves hundreds of megabytes: so a
+part is as large as memory allows, and none is made beside it.
+
+Of another process's learner the same is written as it comes over a link, and proved by digests that the learner made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bridges.proof import manifest
+from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, Rows, WeightSource
+from bridges.engines.vllm_engine import BLOCK, VllmEngine, synchronise
+from bridges.inside_vllm.kv_scales import check_host, copy_to_host
+from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scalars
+from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
+from bridges.proof.digest import checked_row_digests, joined, torch_words
+from bridges.served.linked import LinkedWeights
+from bridges.served.links import GPU_LINKS, HOST_LINKS, Buffer
+from bridges.sources.sent import Sent, parts
+
+if TYPE_CHECKING:
+    import torch
+
+LAYERS_A_PROGRAM = 4  # of those that read back tensors that are no stacks: each call costs host time, each layer compile time
+
+
+class Lent(NamedTuple):
+    """FP8 weights in the engine's memory: rows [start, stop) of `codes` [L, R, K], E4M3 as uint8, which any torch gives out; and
+    a copy of their scales [L, (stop - start)/128, K/128] float32."""
+
+    codes: jax.Array
+    scale: jax.Array
+    start: int
+    stop: int
+
+
+class VllmInplace:
+    """WeightTransport into a `VllmEngine` whose kernels keep the checkpoint's layout. The source's buffers are only read.
+
+    What it lends of the engine's memory is taken back when the next publish begins: the arrays are deleted, and JAX raises at
+    whoever uses one afterwards. To JAX they are constants that it does not own, so that donating one cannot write to the engine.
+
+    `targets`: HF name -> the engine's rows for it, a torch tensor.
+    """
+
+    def __init__(self):
+        self._engine: VllmEngine | None = None
+        self._lent: list[jax.Array] = []
+        self._places: dict[tuple[str, ...], np.ndarray] = {}
+        self._spans: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        self.targets: dict[str, torch.Tensor] = {}
+
+    def open(self, engine: VllmEngine) -> None:
+        """Find every tensor. Raises BridgeError, naming the first, where the engine holds one in a layout not known here."""
+        if not isinstance(engine, VllmEngine):
+            raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}", "choose its own transport")
+        rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
+        by_layer = sorted(stacks_of(rows), key=lambda stack: layer_of(stack[0].meta.name))
+        programs = itertools.groupby(by_layer, lambda stack: layer_of(stack[0].meta.name) // LAYERS_A_PROGRAM)
+        self._readers = [_Reader(list(stacks)) for _, stacks in programs]
+        self._rows = [r for reader in self._readers for r in reader.rows]  # digests are read in this order
+        self._packed = engine.on_model(packed_copies)
+        self._whole = list({r.address: r for r in self._rows}.values())  # one of each parameter
+        self.targets = {r.meta.name: r.tensor for r in self._rows}
+        self._place = {name: i for i, name in enumerate(self.targets)}
+        self._places.clear(), self._spans.clear()
+        self._by_name = np.argsort(list(self.targets))  # content is of bytes alone, wherever they lie
+        self._names = hashlib.sha256("\n".join(sorted(self.targets)).encode())
+        self._accepted: tuple[ParamMeta, ...] = ()
+        self._engine, self._published = engine, None
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Those that reach where the engine's tensors are."""
+        return GPU_LINKS if next(iter(self.targets.values())).is_cuda else HOST_LINKS
+
+    def publish(self, source: WeightSource, version: int) -> PublishReceipt:
+        """Write every tensor of `source`, prove it, drop the prefix cache, declare `version` current.
+
+        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, the engine being dirty:
+        the next publish in full heals it.
+        """
+        engine, metas, start = self._opened(), source.manifest(), time.perf_counter()
+        self._check_manifest(metas)
+        self._check_addresses()
+        self._take_back()
+        engine.begin(version)
+        try:
+            digests = self._write(source, metas)
+            for module in self._packed:
+                module.quant_method.process_weights_after_loading(module)
+            reading = self._read()
+            sent = digests()  # while the device reads: the host puts in order what was sent, and hashes it
+            content = self._content(sent)
+            copy_to_host(engine.kv_scale_places)
+            self._compare(self._digests_of(reading), sent, f"version {version} did not arrive")
+            self._published = sent
+            caches, seconds = engine.commit(version, self._digest), time.perf_counter() - start
+        except PublishFailed:
+            raise
+        except Exception as e:  # whatever the source raised, or the engine
+            next_step = getattr(e, "next_step", "") or "repair the source and publish again in full"
+            raise PublishFailed(f"version {version} broke off: {str(e).partition('\n')[0]}", next_step) from e
+        return PublishReceipt(version, len(metas), self._nbytes, self._digest, seconds, caches, content)
+
+    def verify(self, receipt: PublishReceipt) -> None:
+        """Read the engine's tensors again. Raises PublishFailed when they are not the receipt's: of another publish, or changed
+        since, which leaves the engine dirty. BridgeError when it is asleep."""
+        engine = self._opened()
+        have = engine.weight_version(), engine.weight_digest(), self._content(self._published)
+        want = receipt.version, receipt.digest, receipt.content
+        if have != want:
+            raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says {want}", "publish again")
+        engine.require_awake()
+        try:
+            check_host(engine.kv_scale_places)
+            self._compare(self.read_digests(), self._published, f"the weights of version {receipt.version} have changed")
+        except PublishFailed:
+            engine.drop("its weights are no longer those that were published")
+            raise
+
+    def lend(self, names: Sequence[str]) -> Lent:
+        """The FP8 weights `names`, the same linear in consecutive layers, where the engine holds them, until the next publish.
+
+        Raises BridgeError where nothing is published, or where the engine does not hold them in one piece.
+        """
+        engine = self._opened()
+        engine.require_awake()
+        if engine.weight_version() is None:
+            raise BridgeError("the engine holds no weights that could be lent", "publish first")
+        rows = [self._rows[self._place[name]] for name in names]
+        if len(stacks_of(rows)) > 1:
+            raise BridgeError(f"{names[0]} and those of the layers after it do not lie one after the other",
+                              "lend tensors of consecutive layers")  # fmt: skip
+        codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax.dlpack.from_dlpack)
+        self._lent.append(codes)
+        return Lent(codes, _copied([self.targets[f"{name}_scale_inv"] for name in names]), rows[0].start, rows[0].stop)
+
+    def _take_back(self) -> None:
+        for array in self._lent:
+            array.delete()
+        self._lent.clear()
+
+    def close(self) -> None:
+        """Let go of the engine's tensors."""
+        self._take_back()
+        self._spans.clear()
+        self._engine, self._rows, self._whole, self.targets, self._packed, self._readers = None, (), [], {}, (), []
+
+    def read_digests(self) -> np.ndarray:
+        """Digests of the engine's tensors as they are on the device, in the order of `targets`: [n, 2] uint32.
+
+        Raises PublishFailed for a scale that is not positive and finite.
+        """
+        return self._digests_of(self._read())
+
+    def _read(self) -> jax.Array:
+        """Set the reading going, after all that torch has been waited for."""
+        return joined([read() for read in self._readers])
+
+    def _digests_of(self, reading: jax.Array) -> np.ndarray:
+        found = np.asarray(reading)
+        if (unsound := np.flatnonzero(found[:, 2])).size:
+            name = list(self.targets)[unsound[0]]
+            raise PublishFailed(f"{name} holds a scale that is not positive and finite", "look at the learner's weights")
+        return found[:, :2]
+
+    def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
+        """Copy a part at a time while JAX makes the next, until all is there. What comes back gives the digests of what was
+        sent, [n, 2] uint32 in the order of `targets`."""
+        if isinstance(source, LinkedWeights):
+            return self._receive(source, metas)
+        sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
+        with stream:
+            for part in parts(source, metas):
+                self._check_part(part)
+                sent.digest(part)
+                self._copy_part(part, sent.views(part))
+                if not all(rows.held for rows in part):
+                    stream.wait()  # the part has been read: JAX may take its memory for the next
+                part.clear()  # before the loop asks for that
+        sent.join()
+        return sent.digests
+
+    # Loops over a part are in calls of their own: the last round's names would keep it until the next is there.
+    def _check_part(self, part: list[Rows]) -> None:
+        for rows in part:
+            if unknown := [name for name in rows.names if name not in self._place]:
+                raise ValueError(f"the source gives {unknown[0]}, which its manifest does not list")
+            meta, shape = self._rows[self._place[rows.names[0]]].meta, tuple(rows.stack.shape)
+            of_one = shape if rows.first is None else shape[len(shape) - len(meta.shape) :]
+            manifest.check_tensor(meta, rows.names[0], str(rows.stack.dtype).removeprefix("torch."), of_one)
+
+    def _copy_part(self, part: list[Rows], views: list[torch.Tensor]) -> None:
+        for rows, view in zip(part, views):
+            self.copy(rows.names, view)
+
+    def _receive(self, source: LinkedWeights, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
+        """The same of what comes over a link, a piece at a time."""
+        sent = np.zeros((len(self._place), 2), np.uint32)
+        sent[[self._place[m.name] for m in metas]] = source.write_to({name: _flat(t) for name, t in self.targets.items()})
+        return lambda: sent
+
+    def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
+        """Write view [len(names), ...] to the engine's tensors of these names, proving nothing."""
+        if names not in self._spans:
+            self._spans[names] = [_span(rows) for rows in runs_of([self._rows[self._place[name]] for name in names])]
+        if len(view) != len(names):  # torch would write one row to all
+            raise ValueError(f"{len(view)} rows for {len(names)} tensors, first {names[0]}")
+        at = 0
+        for target in self._spans[names]:
+            rows, at = view[at : at + len(target)], at + len(target)
+            if (rows.dtype, rows.shape) != (target.dtype, target.shape):
+                meta = self._rows[self._place[names[0]]].meta
+                manifest.check_tensor(meta, names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])  # says it at length
+            _copy_rows(target, rows)
+
+    def _compare(self, have: np.ndarray, want: np.ndarray, problem: str) -> None:
+        if (words := np.flatnonzero(have != want)).size:
+            wrong = np.unique(words // 2)
+            first = list(self.targets)[wrong[0]]
+            raise PublishFailed(
+                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from what was sent, first {first}",
+                "publish again in full; if it happens again, something else writes to the engine's memory",
+            )
+
+    def _content(self, digests: np.ndarray | None) -> str:
+        if digests is None:
+            return ""
+        content = self._names.copy()
+        content.update(digests[self._by_name].tobytes())
+        return content.hexdigest()
+
+    def _check_manifest(self, metas: tuple[ParamMeta, ...]) -> None:
+        if metas is not self._accepted and metas != self._accepted:  # of experts there are tens of thousands
+            manifest.check(metas, self._engine.expected_manifest())
+            self._accepted, self._digest, self._nbytes = metas, manifest.digest(metas), manifest.nbytes(metas)
+
+    def _check_addresses(self) -> None:
+        if moved := [r.meta.name for r in self._whole if r.moved()]:
+            raise BridgeError(f"{moved[0]} has moved since the transport was opened: CUDA graphs read where it was",
+                              "open the transport on a new engine")  # fmt: skip
+
+    def _opened(self) -> VllmEngine:
+        if self._engine is None:
+            raise BridgeError("the transport is not open", "call open(engine) first")
+        return self._engine
+
+
+class _Reader:
+    """Digests of the engine's tensors of some stacks."""
+
+    def __init__(self, stacks: list[list[LiveRows]]):
+        self.rows = [r for rows in stacks for r in rows]
+        self._words, self._cuts = [], []
+        for rows in stacks:
+            first, span = rows[0], _span(rows)
+            cut = 0, 1
+            if span.dim() == 3:  # rows of a matrix: the array is all of it, for no other is without gaps
+                span, cut = stack_of(rows), (first.start, first.stop)
+            words = span if span.dim() == 3 else span.reshape(len(span), 1, -1)
+            self._words.append(_zero_copy(words, first.meta.name, torch_words))
+            self._cuts.append(((*cut, first.meta.role != "weight"),))
+
+    def __call__(self) -> jax.Array:
+        """[len(rows), 3] as `checked_row_digests`."""
+        return checked_row_digests(self._words, tuple(self._cuts))
+
+
+def _span(rows: Sequence[LiveRows]) -> torch.Tensor:
+    """The engine's tensors of a stack's rows: [n, *shape]."""
+    stack, first = stack_of(rows), rows[0]
+    return stack[:, first.start : first.stop] if stack.dim() > 1 else stack
+
+
+def _copy_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Without gaps it is one call to the copy engine. Parts of a fused stack are copied by a kernel, by the widest elements."""
+    if not target.is_contiguous():
+        target, rows = (_widest(x) for x in (target, rows))
+    target.copy_(rows)
+
+
+def _widest(x: torch.Tensor) -> torch.Tensor:
+    """[n, ...], without gaps but between the n, as [n, words] of 16 bytes where they are whole words."""
+    import torch
+
+    flat = x.flatten(1).view(torch.uint8)
+    whole = not any(n % 16 for n in (flat.shape[1], flat.stride(0), flat.data_ptr()))
+    return flat.view(torch.complex128) if whole else flat
+
+
+def _flat(tensor: torch.Tensor) -> Buffer:
+    """uint8 [bytes] of a row-major tensor, over the same memory; numpy on the host."""
+    flat = _as_bytes(tensor.reshape(-1))
+    return flat if flat.is_cuda else flat.numpy()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.view(torch.uint8)
+
+
+def _zero_copy(tensor: torch.Tensor, name: str, view: Callable[[torch.Tensor], jax.Array]) -> jax.Array:
+    seen = view(tensor)
+    if seen.unsafe_buffer_pointer() != tensor.data_ptr():
+        raise BridgeError(f"JAX takes {name} by copy alone, so that it could not see what the engine holds",
+                          "publish by vLLM's own reload: transport VllmReload")  # fmt: skip
+    return seen
+
+
+def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
+    """[L, ...]: a tensor of its own, which lives as long as JAX's array."""
+    import torch
+
+    stack = torch.stack(list(tensors))
+    synchronise()
+    return jax.dlpack.from_dlpack(stack)
+
+
+class _CopyStream:
+    """A stream of torch's own, of higher priority than JAX's: copies do not queue behind the layer that is being made, and are
+    waited for alone. Entered when nothing is at work on the device; on a CPU it is nothing."""
+
+    def __init__(self, target: torch.Tensor):
+        import torch
+
+        self._stream = torch.cuda.Stream(target.device, priority=-1) if target.is_cuda else None
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            import torch
+
+            torch.cuda.synchronize()  # the engine may be reading still
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.wait()
+        self._context.__exit__(*error)
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()

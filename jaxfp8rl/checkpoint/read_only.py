@@ -1,0 +1,90 @@
+"""What a run has learned: its config and the masters of one of its checkpoints, read without touching the run, which may go on.
+
+A config stands for a run that has not begun: the weights it starts from, at step 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from jaxfp8rl.checkpoint.base_model import check_base_model, with_base_model
+from jaxfp8rl.run.context import model_config, starting_params
+from jaxfp8rl.checkpoint.store import Checkpoints, damage, unlike
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.errors import CheckpointError, ConfigError
+from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.rollout.engines import share_gpu
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """`params`: the masters, one stack of layers, float types alone. `loop`: the loop's own state, {} before step 1."""
+
+    cfg: Config
+    model: ModelConfig
+    params: Params
+    loop: dict[str, Any]
+    step: int
+
+
+def load_trained(source: str, step: int | None = None, overrides: Sequence[str] = ()) -> Trained:
+    """The newest checkpoint of the run directory `source`, or that of `step`; or the starting weights of a config.
+
+    Raises ConfigError for what is neither, CheckpointError for a step that the run has not kept.
+    """
+    folder = Path(source)
+    is_run = folder.is_dir()
+    if is_run and not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder} holds no config.toml: it is no run directory", "give what run.dir was")
+    if step and not is_run:
+        raise ConfigError(f"--step {step}: {source} is a config, which has no checkpoints", "name a run directory")
+    cfg = load_config(str(folder / "config.toml") if is_run else source, overrides)
+    if is_run:
+        cfg = with_base_model(cfg, folder)
+        check_base_model(cfg, folder)
+    share_gpu(cfg)  # before anything asks JAX for its devices
+    model = model_config(cfg)
+    if not is_run:
+        return Trained(cfg, model, starting_params(cfg, model), {}, 0)
+    step = _sound_step(folder / "checkpoints", step)
+    return Trained(cfg, model, *_read(folder / "checkpoints" / str(step), cfg, model), step)
+
+
+def _sound_step(folder: Path, step: int | None) -> int:
+    """The newest, or `step` where it was kept. Raises CheckpointError, also for files that are not as they were written."""
+    checkpoints = Checkpoints(folder, keep=1)
+    step = checkpoints.kept(step, "--step ")
+    if problem := damage(folder / str(step)):
+        others = " or ".join(f"--step {s}" for s in checkpoints.steps() if s != step)
+        raise CheckpointError(f"{folder}: checkpoint {step} is damaged: {problem}", others)
+    return step
+
+
+def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[str, Any]]:
+    """(masters, the loop's state) of a checkpoint; the optimiser's state stays on the disk."""
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    fresh = jax.eval_shape(lambda: jax.tree.map(lambda p: encode(p, cfg.optim.master), init_params(model, jax.random.key(0))))
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), fresh)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    try:
+        with context:
+            saved = ocp.load_checkpointables(folder.absolute(), {"state": {"params": like}, "loop": None})
+    except Exception as e:  # Orbax's are of many kinds
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} was there, and is not any more: the run keeps fewer checkpoints",
+                                  "try again, or set run.keep_checkpoints higher") from e  # fmt: skip
+        raise CheckpointError(f"{folder} cannot be read as the run's config.toml says: {unlike(folder, {'params': like}, e)}",
+                              "restore the run's own config.toml") from e  # fmt: skip
+    numbers = lambda p: decode(p) if is_scaled(p) else p
+    return jax.tree.map(numbers, saved["state"]["params"], is_leaf=is_scaled), saved["loop"]

@@ -1,0 +1,195 @@
+"""What a run keeps of itself, and how one goes on from it: the same run, or another that branches off."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8rl.checkpoint.base_model import check_base_model, with_base_model
+from jaxfp8rl.run.context import Data, Parts, on_devices
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.resume_rules import changes, described, settled
+from jaxfp8rl.data.dataset import PromptStream
+from jaxfp8rl.data.seen import check_unseen, read_seen
+from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
+from jaxfp8rl.optim.low_bit import decode, is_scaled
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.optim.adamw import make_schedule, rescaled
+from jaxfp8rl.training.checks import bad_tensors, check_finite
+from jaxfp8rl.run.run_directory import RunDirectory
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.types import TrainState
+
+
+def save(parts: Parts, run: RunDirectory, state: TrainState, step: int, last: bool = False) -> None:
+    """A checkpoint of finite parameters, so that the newest is always one to go on from. Raises NonFiniteStep otherwise."""
+    if bad := bad_tensors(state.params, parts.model):
+        raise NonFiniteStep(f"after step {step} the parameters are not finite, and are not saved: {bad[0]}",
+                            "resume from the last checkpoint with --resume and a lower optim.lr")  # fmt: skip
+    clip = parts.calibration.state() if parts.calibration else {}
+    seen = {n: np.asarray(x).tolist() for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
+    loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "contents": parts.contents, "kv_amax": seen}
+    loop |= {"spikes": parts.spikes.state(), "eos_token_ids": list(parts.tokenizer.eos_token_ids)}
+    run.save(step, state, loop | clip, last)
+
+
+def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
+    """The newest sound checkpoint: state, step; the prompt stream goes back to where it was, later metrics are forgotten.
+
+    Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data or another
+    tokenizer.
+    """
+    run.phase("restore")
+    state, loop, step = run.restore(_like(parts))
+    _check_same(loop, parts.tokenizer, parts.contents)
+    parts.batches.restore(loop, step)
+    _take_up(parts, loop)
+    if parts.cfg.loss.kl_coef:
+        parts.hold_reference(run.load_reference(parts.model))
+    check_finite(state.params, parts.model, "the checkpoint")
+    if read_seen(run.path) is None:  # as an earlier version began it
+        run.keep_seen(parts.questions.seen)
+    for said in rate_notes(load_config(str(run.path / "config.toml")), parts.cfg, int(state.step)):
+        run.note(said)
+    run.rewind(step)
+    return state, step
+
+
+def check_data(cfg: Config, data: Data) -> None:
+    """Refuse, as `restore` does, other data than the newest checkpoint was taken on; whether that is sound is not asked."""
+    _check_same(Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).loop_state(), data.tokenizer, data.contents())
+
+
+def _check_same(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[str, str]) -> None:
+    if loop["tokenizer"] != tokenizer.fingerprint():
+        raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary", "resume with the same one")
+    for what in (what for what, digest in contents.items() if loop["contents"][what] != digest):
+        raise CheckpointError(f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
+                              "restore the task's files and the tokenizer, or begin another run (--fork)")  # fmt: skip
+
+
+def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
+    """The config that a run takes: `settled`, and with the run's own copies where what it began from is gone. Raises ConfigError
+    and CheckpointError, before anything loads, for what cannot be begun this way."""
+    cfg = settled(cfg.check(), resume)
+    if resume and fork_of:
+        raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there", "give one of them")
+    if fork_of:
+        check_forkable(cfg, fork_of)
+    if resume:
+        cfg = with_base_model(cfg, cfg.run.dir)
+        check_base_model(cfg, cfg.run.dir)
+    return cfg
+
+
+def check_forkable(cfg: Config, source: str) -> None:
+    """Refuse, before anything loads, to begin from what is not there. Raises ConfigError and CheckpointError."""
+    name, step = _source(source)
+    if not (name / "config.toml").is_file():
+        raise ConfigError(f"--fork {source}: {name} holds no config.toml: it is no run directory", "give what run.dir was")
+    if name.resolve() == Path(cfg.run.dir).resolve():
+        raise ConfigError(f"--fork {source}: that is run.dir itself", "go on with it by --resume, or choose another --run.dir")
+    step = Checkpoints(name / "checkpoints", 1).kept(step, f"--fork {name}@")
+    if step >= cfg.run.steps:
+        raise ConfigError(f"run.steps = {cfg.run.steps}: the checkpoint is of step {step}", "set run.steps higher")
+
+
+def _source(text: str) -> tuple[Path, int | None]:
+    text = os.path.expanduser(text)
+    name, _, step = text.rpartition("@")
+    return (Path(name), int(step)) if name and step.isdecimal() else (Path(text), None)
+
+
+def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]:
+    """State and step of a checkpoint of another run, "RUN" (the newest) or "RUN@STEP", as the first of this one.
+
+    Whatever fits the state may differ. Of the same problems in the same order those come that would have come; others are
+    begun from the start; what was sampled ahead is sampled anew. The reference of a KL is the other run's, or else the policy
+    that this one begins with.
+    """
+    run.phase("restore")
+    name, step = _source(source)
+    other = Checkpoints(name / "checkpoints", 1, parts.group)
+    state, loop = other.restore(_like(parts), step)
+    run.keep_seen(np.union1d(parts.questions.seen, unseen_by(name, loop, parts)))
+    state = rescaled(state, parts.precision.compute_dtype)
+    mine, theirs = parts.stream.state(), loop["stream"]
+    if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
+        parts.stream = PromptStream.from_state(parts.train, theirs)
+    _take_up(parts, loop)
+    for bad, why in other.damaged.items():
+        run.note(f"checkpoint {bad} of {name} is damaged: {why}")
+    run.note(f"forked from {name} at step {loop['step']}; " + _differences(parts, name))
+    for said in rate_notes(load_config(str(name / "config.toml")), parts.cfg, int(state.step)):
+        run.note(said)
+    if parts.cfg.loss.kl_coef:
+        if (reference := name / "reference").is_dir():
+            parts.group.together(lambda: shutil.copytree(reference, run.path / "reference"), alone=True)
+        else:
+            params = jax.tree.map(decode, state.params, is_leaf=is_scaled)
+            run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
+        parts.hold_reference(run.load_reference(parts.model))
+    save(parts, run, state, loop["step"])
+    return state, loop["step"]
+
+
+def unseen_by(run: Path, loop: dict[str, Any], parts: Parts) -> np.ndarray:
+    """What the weights of `run` were trained on, none of which is held out in `parts`. `loop`: of its checkpoint.
+
+    Raises DataError where some is, and where the split is another and an earlier version has not written down what it was."""
+    seen = read_seen(run)
+    if seen is None and loop["contents"]["problems"] == parts.contents["problems"]:
+        seen = parts.questions.seen
+    if seen is None:
+        raise DataError(
+            f"task: other problems are trained on or held out here than by {run}, which does not say what it was trained on: an "
+            "earlier version began it",
+            "leave the problems as they were there: task.seed, task.options, the files",
+        )
+    check_unseen(parts.questions.held_out, seen, str(run))
+    return seen
+
+
+def rate_notes(before: Config, now: Config, update: int) -> Iterator[str]:
+    """What a reader should know of the learning rate from `update` on, a decay that has ended or another rate than before's."""
+    was, rate = (float(make_schedule(cfg.optim, cfg.updates)(update)) for cfg in (before, now))
+    if not math.isclose(was, rate, rel_tol=1e-3):
+        yield f"the learning rate of the next update is {rate:.3g}; with the settings before it would have been {was:.3g}"
+    elif now.optim.schedule != "constant" and (now.optim.total_steps or now.updates) <= update < now.updates:
+        longer = make_schedule(now.optim.model_copy(update={"total_steps": now.updates}), now.updates)
+        yield (f"the learning rate has fallen as far as it does, by update {now.optim.total_steps} (optim.total_steps): it stays "
+               f"{rate:.3g}. With --optim.total_steps {now.updates} it would be {longer(update):.3g} now, and fall from there")
+
+
+def _like(parts: Parts) -> TrainState:
+    """What is restored has its shapes, types and places; its arrays are gone before those that are restored come. No weights are
+    read: the checkpoint has them, and the folder that they began from may be gone."""
+    like = jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0)))
+    fresh = parts.fresh_state(on_devices(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), like), parts.layout))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
+
+
+def _take_up(parts: Parts, loop: dict[str, Any]) -> None:
+    """What was calibrated goes on from where it was."""
+    if parts.calibration:
+        parts.calibration.take_up(loop)
+    if parts.kv_scales and loop["kv_amax"]:
+        parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in loop["kv_amax"].items()}
+    if parts.replay:
+        parts.replay.steps = loop["step"]
+    parts.spikes.take_up(loop["spikes"])
+
+
+def _differences(parts: Parts, other: Path) -> str:
+    found = changes(load_config(str(other / "config.toml")), parts.cfg)
+    return "settings that differ: " + "; ".join(described({k: v for k, v in found.items() if k != ("run", "dir")}) or ["none"])

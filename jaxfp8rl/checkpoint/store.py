@@ -1,0 +1,204 @@
+"""Checkpoints of a whole run: parameters, optimiser, counters (arrays, by Orbax) and the loop's own state (JSON).
+
+A checkpoint is whole or absent. It is written under another name; then every file is digested and synced to the disk, and only
+then is the folder renamed. Whatever stops the process in between leaves a draft, which nobody reads. Before a checkpoint is
+restored its files are compared with their digests, so that one which has been cut short or changed since is never resumed from.
+Everything random in a run is drawn from (seed, step), so the step and the seed are the RNG's state.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path
+from orbax.checkpoint import v1 as ocp
+
+from jaxfp8rl.errors import CheckpointError
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
+from jaxfp8rl.types import TrainState
+
+DIGESTS, DRAFT = "digests.json", ".draft-"
+FORMAT = 2  # of what a checkpoint holds: changed with it
+NAMED = 4  # arrays that a message lists
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run directory. Only `save` and `set_aside` write to it. Of several processes all save and
+    restore, each its part of the arrays; the first does the rest."""
+
+    def __init__(self, folder: str | Path, keep: int, group: ProcessGroup = ALONE):
+        self._folder, self._keep, self._group = Path(folder).absolute(), keep, group
+        self.damaged: dict[int, str] = {}  # what `restore` passed over, and why
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, oldest first."""
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(int(p.name) for p in found if p.name.isdecimal() and (p / DIGESTS).is_file())
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint, or None."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: TrainState, loop: dict[str, Any]) -> None:
+        """Write both parts of `step`; returns when they are durable. The oldest go only then, the newest `keep` stay."""
+        draft, together = self._folder / f"{DRAFT}{step}", self._group.together
+        together(self._clear, alone=True)
+        try:
+            together(lambda: ocp.save_checkpointables(draft, {"state": state, "loop": loop | {"step": step, "format": FORMAT}}))
+            together(lambda: seal(draft), alone=True)
+        except BaseException:
+            if self._group.first:
+                shutil.rmtree(draft, ignore_errors=True)  # of a full disk it would keep the rest
+            raise
+        together(lambda: self._put(draft, self._folder / str(step)), alone=True)
+
+    def _clear(self) -> None:
+        """What has been left of a save before is gone."""
+        for left_over in self._folder.glob(DRAFT + "*"):
+            shutil.rmtree(left_over)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def _put(self, draft: Path, final: Path) -> None:
+        """The draft is a checkpoint, and the oldest ones go."""
+        if final.exists():  # without its digests it is no checkpoint
+            final.rename(self._folder / f"{DRAFT}old")
+        draft.rename(final)
+        _sync(self._folder)
+        for old in self.steps()[: -self._keep]:
+            gone = (self._folder / str(old)).rename(self._folder / f"{DRAFT}old-{old}")
+            shutil.rmtree(gone)
+
+    def kept(self, step: int | None, flag: str) -> int:
+        """The newest, or `step` where it was kept. Raises CheckpointError, which names the others, each after `flag`."""
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"{self._folder}: no complete checkpoint", "run.save_every = 0 keeps none")
+        if step not in (None, *steps):
+            raise CheckpointError(f"{self._folder} has no checkpoint of step {step}", " or ".join(f"{flag}{s}" for s in steps))
+        return steps[-1] if step is None else step
+
+    def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """The newest sound checkpoint, or that of `step`, its arrays placed and typed as in `like`; loop["step"] says which.
+        `like` needs no arrays (jax.ShapeDtypeStruct with a sharding): beside those of the state there is room for few.
+
+        Raises CheckpointError when there is none, or when it does not fit the model or the optimiser at hand.
+        """
+        step = self._group.told(lambda: self._sound(self.steps() if step is None else [step]))
+        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
+        try:
+            saved = ocp.load_checkpointables(self._folder / str(step), {"state": abstract, "loop": None})
+        except jax.errors.JaxRuntimeError:  # the device's, out of memory above all: no fault of the checkpoint
+            raise
+        except Exception as e:
+            raise CheckpointError(
+                f"{self._folder}: checkpoint {step} cannot be restored into this configuration: "
+                + unlike(self._folder / str(step), abstract, e),
+                "resume with the configuration that wrote it (config.toml of the run directory)",
+            ) from e
+        if (wrote := saved["loop"].get("format")) != FORMAT:
+            raise CheckpointError(f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
+                                  "go on with the version that wrote it, or begin another run from what it exports")  # fmt: skip
+        return jax.tree.map(_typed, saved["state"]), saved["loop"]
+
+    def loop_state(self) -> dict[str, Any]:
+        """The loop's own state of the newest checkpoint, whose other files are not read. Raises CheckpointError."""
+        folder = self._folder / str(self.kept(None, ""))
+        try:
+            return ocp.load_checkpointables(folder, {"loop": None})["loop"]
+        except Exception as e:  # Orbax's are of many kinds
+            raise CheckpointError(f"{folder} cannot be read: {str(e)[:300]}", "--resume goes back to a sound one") from e
+
+    def _sound(self, steps: list[int]) -> int:
+        """The newest of `steps` whose files are what was written."""
+        for step in reversed(steps):
+            if not (problem := damage(self._folder / str(step))):
+                return step
+            self.damaged[step] = problem
+        if len(steps) == 1 < len(kept := self.steps()):  # it was asked for, and there are others
+            others = " or ".join(str(s) for s in kept if s != steps[0])
+            what = f"{self._folder}: checkpoint {steps[0]} is damaged: {self.damaged[steps[0]]}"
+            raise CheckpointError(what, f"take that of step {others}")
+        raise self.none_to_go_on_from()
+
+    def none_to_go_on_from(self) -> CheckpointError:
+        """What is to be raised, with the damage found in each."""
+        said = "; ".join(f"{step} is damaged: {why}" for step, why in self.damaged.items())
+        return CheckpointError(f"{self._folder}: no complete checkpoint to go on from" + (f" ({said})" if said else ""),
+                               "begin another run, in another --run.dir")  # fmt: skip
+
+    def set_aside(self, after: int, why: str = "damaged") -> list[int]:
+        """Move what is newer than the step that the run goes on from to `WHY-STEP`: it is about to pass there itself."""
+        steps = [s for s in self.steps() if s > after]
+        for step in steps:
+            shutil.rmtree(aside := self._folder / f"{why}-{step}", ignore_errors=True)
+            (self._folder / str(step)).rename(aside)
+        return steps
+
+
+def unlike(folder: Path, like: Any, error: Exception) -> str:
+    """What of the state in `folder` is not as in `like`, a tree or the part of one that was asked for: the first few arrays, or
+    else the beginning of the error, of which Orbax's have pages."""
+    named = lambda tree: {keystr(path, simple=True, separator="/"): list(x.shape) for path, x in tree_flatten_with_path(tree)[0]}
+    try:
+        saved, wanted = named(ocp.checkpointables_metadata(folder).metadata["state"]), named(like)
+    except Exception:  # of a folder that is no checkpoint, say
+        saved = wanted = {}
+    parts = {name.partition("/")[0] for name in wanted}
+    names = [n for n in saved.keys() | wanted.keys() if n.partition("/")[0] in parts and saved.get(n) != wanted.get(n)]
+    said = [f"{n} is {saved.get(n, 'not there')}, wanted {wanted.get(n, 'not at all')}" for n in sorted(names)[:NAMED]]
+    more = f"; {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return "; ".join(said) + more or str(error)[:300]
+
+
+def _typed(x: jax.Array) -> jax.Array:
+    """Orbax forgets the memory in the type of what is in host memory."""
+    host = x.sharding.memory_kind == "pinned_host"
+    return jax.device_put(x, jax.memory.Space.Host if host else jax.memory.Space.Device)
+
+
+def seal(folder: Path) -> None:
+    """Write the SHA-256 of every file below `folder` into it, and have all of it on the disk."""
+    digests = _digests(folder)
+    (folder / DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a sealed folder: "" when each file is as it was written and none is missing."""
+    try:
+        want = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        have = _digests(folder)
+        names = sorted(n for n in {*want, *have} if want.get(n) != have.get(n))
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        return f"{DIGESTS} cannot be read: {e}"
+    if not names:
+        return ""
+    how = "missing" if names[0] not in have else "not what was written" if names[0] in want else "not of this checkpoint"
+    return f"{names[0]} is {how}" + (f", and {len(names) - 1} more files" if len(names) > 1 else "")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / DIGESTS)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the interpreter
+        return dict(zip((p.relative_to(folder).as_posix() for p in files), pool.map(_sha256, files)))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,39 @@
+"""`jaxfp8rl completion SHELL`: a script, by shtab, that has the shell complete commands, options, settings and presets."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxfp8rl.cli.bench import FOLDER, benchmarks
+from jaxfp8rl.cli.settings import settings
+from jaxfp8rl.config.toml import presets
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script for one of SHELLS. `parser` is changed: each command that takes a config gets every setting as an option."""
+    import shtab
+
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.dest in ("directory", "runs", "out", "gguf"):
+                action.complete = shtab.FILE
+            elif action.dest == "fork":
+                action.complete = shtab.DIRECTORY
+            elif action.dest == "diff":
+                action.choices = [*sorted(presets()), shtab.Choice("file")]
+            elif action.dest == "name" and FOLDER.is_dir():  # a package installed alone has no benchmarks
+                action.choices = sorted(benchmarks())
+        config = next((action for action in command._actions if action.dest == "config"), None)
+        if config is not None:
+            config.choices = [*sorted(presets()), shtab.Choice("file")]
+            _add_settings(command)
+    return shtab.complete(parser, shell)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("settings")
+    for setting in settings():
+        group.add_argument(f"--{setting.name}", help=setting.description, choices=setting.choices or None)

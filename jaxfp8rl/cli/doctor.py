@@ -1,0 +1,257 @@
+"""`jaxfp8rl doctor`: is this machine fit, one line a check; what fails says its fix.
+
+"ok" is fine, "-" is absent and needed for some uses alone (the line says which), "FAIL" must be mended. torch and vLLM are
+looked at in a child process, so that a broken install of theirs is a line here and not the end of the doctor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from jaxfp8rl.errors import UserError
+from jaxfp8rl.config.toml import load_config, presets
+
+PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers", "pydantic")  # shown
+LEAST_DRIVER = {12: 525, 13: 580}  # of each CUDA (its release notes, table of drivers)
+UNTESTED_VLLM = Version("0.33")  # from here on; the oldest is said by what jaxfp8rl requires
+PROBE_SECONDS = 180
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One finding. `fix` is what to do when the status is "FAIL", or "-" and the thing is wanted."""
+
+    name: str
+    status: Literal["ok", "-", "FAIL"]
+    detail: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        fix = f"\n{'':16}fix: {self.fix}" if self.fix else ""
+        return f"{self.status:4} {self.name:10} {self.detail}{fix}"
+
+
+class DoctorFailed(UserError):
+    """Some check failed; each has said its fix."""
+
+    exit_code = 1
+
+
+def run_doctor(as_json: bool = False) -> None:
+    """Print every check as it is made, or all of them as one JSON object. Raises DoctorFailed if any failed."""
+    checks = []
+    for group in (_python, _gpu, _jax, _cuda, _nvcc, _packages, _bridge, _memory, _disk, _configs):
+        for check in _guarded(group):
+            checks.append(check)
+            if not as_json:
+                print(check, flush=True)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(c) for c in checks], indent=1))
+    failed = [c.name for c in checks if c.status == "FAIL"]
+    if failed:
+        raise DoctorFailed(f"doctor: {len(failed)} of {len(checks)} checks failed: {', '.join(failed)}")
+
+
+def _guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """The group's checks; an error while checking is itself a failed check."""
+    try:
+        yield from group()
+    except Exception as e:
+        yield Check(group.__name__.strip("_"), "FAIL", f"{type(e).__name__}: {e}", "install again: see README, Install")
+
+
+def _python() -> Iterator[Check]:
+    if sys.version_info[:2] >= (3, 12):  # noqa: UP036 - a checkout can be run by any Python
+        yield Check("python", "ok", f"{platform.python_version()} on {platform.machine()} {platform.system()}")
+    else:
+        yield Check("python", "FAIL", platform.python_version(), "install Python 3.12 and make the environment anew")
+
+
+def _gpu() -> Iterator[Check]:
+    """The driver's view, before any library's."""
+    if not _has_gpu():
+        yield Check("gpu", "-", "no NVIDIA driver here: runs are on the CPU (make demo does)")
+        return
+    done = _nvidia_smi("name,compute_cap,driver_version,memory.total")
+    if done.returncode:
+        yield Check("gpu", "FAIL", f"nvidia-smi: {(done.stderr or done.stdout).strip()}", "mend the NVIDIA driver")
+        return
+    for line in done.stdout.strip().splitlines():
+        name, capability, driver, memory = line.split(", ")
+        detail = f"{name}, compute capability {capability}, driver {driver}, {memory}"
+        hopper = capability == "9.0"
+        yield Check("gpu", "ok" if hopper else "-", detail, "" if hopper else "tested on Hopper (9.0) alone")
+
+
+def _has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None
+
+
+def _nvidia_smi(fields: str) -> subprocess.CompletedProcess[str]:
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, timeout=30)
+
+
+def _jax() -> Iterator[Check]:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a doctor takes no bed
+    import jax
+
+    devices = jax.devices()
+    detail = f"{jax.__version__}, {len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+    unused = _has_gpu() and devices[0].platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu"
+    fix = 'pip install "jaxfp8rl[cuda13]": JAX has no CUDA plug-in and does not see the GPU'
+    yield Check("jax", "FAIL" if unused else "ok", detail, fix if unused else "")
+
+
+def _cuda() -> Iterator[Check]:
+    """JAX's plug-in beside its own library and the driver: of other versions it is left out, or fails at the first kernel."""
+    majors = [major for major in LEAST_DRIVER if _version(f"jax-cuda{major}-plugin")]
+    if not majors:
+        return
+    if len(majors) > 1:
+        yield Check("cuda", "FAIL", "JAX has plug-ins for CUDA 12 and 13", "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt")
+        return
+    major, version, jaxlib = majors[0], _version(f"jax-cuda{majors[0]}-plugin"), _version("jaxlib")
+    detail, fix = f"JAX's plug-in for CUDA {major} is {version}", f'pip install "jax[cuda{major}]=={_version("jax")}"'
+    if version != jaxlib:
+        yield Check("cuda", "FAIL", f"{detail}, jaxlib {jaxlib}: they must be equal", fix)
+    elif _has_gpu() and (driver := _driver()) < LEAST_DRIVER[major]:
+        older = [f'pip install "jaxfp8rl[cuda{m}]"' for m, least in LEAST_DRIVER.items() if least <= driver]
+        fixes = [f"a driver of {LEAST_DRIVER[major]} or newer", *older]
+        yield Check("cuda", "FAIL", f"{detail}, the driver {driver}: too old for CUDA {major}", ", or ".join(fixes))
+    else:
+        yield Check("cuda", "ok", detail)
+
+
+def _nvcc() -> Iterator[Check]:
+    from jaxfp8rl.rollout.engines import cuda_compiler
+
+    if _has_gpu():
+        found, detail = cuda_compiler(), 'not found; wanted for rollout.fp8_kernel = "deep_gemm", which some presets have'
+        yield Check("nvcc", "ok", found) if found else Check("nvcc", "-", detail, 'set CUDA_HOME, or fp8_kernel = "native"')
+
+
+def _driver() -> int:
+    """The driver's branch, 580 of 580.159; 0 where nvidia-smi does not answer, which `_gpu` says."""
+    return int(_nvidia_smi("driver_version").stdout.partition(".")[0] or 0)
+
+
+def _packages() -> Iterator[Check]:
+    """What jaxfp8rl asks for; packages of the extras where they are installed."""
+    asked = [Requirement(text) for text in _requires("jaxfp8rl")]
+    always = {r.name for r in asked if not r.marker} or set(PACKAGES)
+    missing = sorted(p for p in always if not _version(p))
+    old = [r for r in asked if (v := _version(r.name)) and not r.specifier.contains(v, prereleases=True)]
+    if missing:
+        yield Check("packages", "FAIL", f"missing: {', '.join(missing)}", "pip install jaxfp8rl, or make demo in a checkout")
+    if old:
+        said = ", ".join(f"{r.name} {_version(r.name)} is not {r.specifier}" for r in old)
+        yield Check("packages", "FAIL", said, "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in old))
+    if not missing and not old:
+        yield Check("packages", "ok", ", ".join(f"{p} {_version(p)}" for p in PACKAGES))
+    tasks = [p for p in ("reasoning-gym", "math-verify", "transformers") if not _version(p)]
+    detail, fix = f"missing: {', '.join(tasks)}; wanted for their tasks and scorers", 'pip install "jaxfp8rl[tasks]"'
+    yield Check("tasks", "-", detail, fix) if tasks else Check("tasks", "ok", "reasoning-gym, math-verify, transformers")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requires(package: str) -> list[str]:
+    """What it declares that it needs; nothing for one that is not installed, such as a checkout on PYTHONPATH."""
+    try:
+        return importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _bridge() -> Iterator[Check]:
+    """torch, DLPack and vLLM, from `bridges.probe` in a child process."""
+    probe = [sys.executable, "-m", "bridges.probe"]
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    if done.returncode:
+        why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        yield Check("torch", "FAIL", f"breaks when used: {why}", 'pip install --force-reinstall "jaxfp8rl[vllm]"')
+        return
+    found = json.loads(done.stdout.splitlines()[-1])
+    if not found["torch"]:
+        yield Check("torch", "-", "not installed; wanted for vLLM alone", 'pip install "jaxfp8rl[vllm]"')
+        return
+    yield _torch(found)
+    trips = "; ".join(f"{dtype} {how}" for dtype, how in found["dlpack"].items())
+    good = all(how in ("zero copy", "copied") for how in found["dlpack"].values())
+    fix = "" if good else "torch 2.11 or newer, for the same device as JAX"
+    yield Check("dlpack", "ok" if good else "FAIL", f"JAX to torch: {trips}", fix)
+    yield _vllm(found)
+
+
+def _torch(found: dict) -> Check:
+    """Of a build for the CPU, vLLM samples there; of another CUDA than JAX's, a process has two of them."""
+    version, cuda = found["torch"], found.get("torch_cuda")
+    if not _has_gpu():
+        return Check("torch", "ok", version)
+    if not cuda:
+        return Check("torch", "FAIL", f"{version} is a build for CPUs, and there is a GPU", 'pip install "jaxfp8rl[vllm]"')
+    other = [m for m in LEAST_DRIVER if _version(f"jax-cuda{m}-plugin") and m != int(cuda.partition(".")[0])]
+    if other:
+        fix = f'pip install "jaxfp8rl[cuda{cuda.partition(".")[0]}]": not tested otherwise'
+        return Check("torch", "-", f"{version} is for CUDA {cuda}, JAX's plug-in for {other[0]}", fix)
+    return Check("torch", "ok", f"{version}, CUDA {cuda}")
+
+
+def _vllm(found: dict) -> Check:
+    if not found["vllm"]:
+        return Check("vllm", "-", 'not installed; wanted for rollout.engine = "vllm"', 'pip install "jaxfp8rl[vllm]"')
+    wants = [r for r in map(Requirement, _requires("vllm")) if r.name == "torch" and (not r.marker or r.marker.evaluate())]
+    if any(not r.specifier.contains(found["torch"], prereleases=True) for r in wants):
+        detail = f"{found['vllm']} was built for torch{wants[0].specifier}, {found['torch']} is installed"
+        return Check("vllm", "FAIL", detail, f'pip install "torch{wants[0].specifier}"')
+    if Version(found["vllm"]) >= UNTESTED_VLLM:
+        fix = f'pip install "vllm<{UNTESTED_VLLM}" if anything is odd'
+        return Check("vllm", "-", f"{found['vllm']} is newer than what was tested", fix)
+    if found["vllm_fp8"]:
+        fix = 'a Hopper GPU; rollout.fp8_kernel = "emulated" samples in FP8 without one, slowly (make demo-vllm)'
+        return Check("vllm", "-", f"{found['vllm']}, BF16 only: {found['vllm_fp8']}", fix)
+    return Check("vllm", "ok", f"{found['vllm']}, BF16 and FP8")
+
+
+def _memory() -> Iterator[Check]:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    low = total < 4
+    fix = "the demo needs 4 GiB" if low else ""
+    yield Check("memory", "FAIL" if low else "ok", f"{total:.1f} GiB, {free:.1f} GiB free", fix)
+
+
+def _disk() -> Iterator[Check]:
+    free = shutil.disk_usage(".").free / GIB
+    low = free < 2
+    fix = "free 2 GiB for run directories" if low else ""
+    yield Check("disk", "FAIL" if low else "ok", f"{free:.1f} GiB free here", fix)
+
+
+def _configs() -> Iterator[Check]:
+    shipped = presets()
+    if not shipped:
+        yield Check("configs", "FAIL", "no shipped configs found", "install again: the package is not whole")
+        return
+    for name in shipped:
+        load_config(name)
+    yield Check("configs", "ok", f"{len(shipped)} shipped, all valid: {', '.join(sorted(shipped))}")

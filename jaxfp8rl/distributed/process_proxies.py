@@ -1,0 +1,92 @@
+"""What the loop sees of the world, engine and rewards, in a learner of several processes: the first one's, in all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bridges.api import (
+    Capabilities, Completion, EngineFormats, GenRequest, Health, PublishReceipt, RolloutEngine, WeightSource, WeightTransport,
+)  # fmt: skip
+from jaxfp8rl.rollout.pipeline import packed, unpacked
+from jaxfp8rl.data.tasks import Problem
+from jaxfp8rl.distributed.process_group import ProcessGroup
+from jaxfp8rl.rewards.runner import RewardRunner, Score
+
+World = tuple[RewardRunner, RolloutEngine, WeightTransport]
+
+
+def shared(group: ProcessGroup, make: Callable[[], World]) -> World:
+    """What `make` makes; of several processes the first makes it, and all hear the same of it."""
+    if group.count == 1:
+        return make()
+    rewards, engine, transport = make() if group.first else (None,) * 3
+    return _Rewards(group, rewards), _Engine(group, engine), _Transport(group, transport)
+
+
+class _OfFirst:
+    """A part that only the first process has; `_here` does there what the others need not hear of."""
+
+    def __init__(self, group: ProcessGroup, part: Any):
+        self._group, self._part = group, part
+
+    def _here(self, name: str) -> None:
+        if self._part is not None:
+            getattr(self._part, name)()
+
+    def close(self) -> None:
+        self._here("close")
+
+
+class _Rewards(_OfFirst):
+    def score(self, items: Sequence[tuple[Problem, str]]) -> list[Score]:
+        return [Score(**s) for s in self._group.told(lambda: [dataclasses.asdict(s) for s in self._part.score(items)])]
+
+
+class _Engine(_OfFirst):
+    def __init__(self, group: ProcessGroup, engine: RolloutEngine | None):
+        super().__init__(group, engine)
+        said = group.told(lambda: dataclasses.asdict(engine.capabilities()))
+        self._capabilities = Capabilities(**said | {"formats": EngineFormats(**said["formats"])})
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
+        answers = self._group.told(lambda: [[packed(c) for c in group] for group in self._part.generate(requests)])
+        return [[unpacked(c) for c in group] for group in answers]
+
+    def pause(self) -> None:
+        self._here("pause")
+
+    def resume(self) -> None:
+        self._here("resume")
+
+    def sleep(self) -> None:
+        self._here("sleep")
+
+    def wake(self) -> None:
+        self._here("wake")
+
+    def health(self) -> Health:
+        return self._part.health() if self._part is not None else Health(True)
+
+    @property
+    def restarts(self) -> int:
+        return getattr(self._part, "restarts", 0)
+
+    def weight_version(self) -> int | None:
+        return self._group.told(lambda: self._part.weight_version())
+
+
+class _Transport(_OfFirst):
+    """Opened already. While the others wait for the receipt, they put whole what the first asks for (ProcessGroup.lend)."""
+
+    def publish(self, source: WeightSource, version: int) -> PublishReceipt:
+        said = self._group.told(lambda: dataclasses.asdict(self._part.publish(source, version)))
+        return PublishReceipt(**said | {"caches_reset": tuple(said["caches_reset"])})
+
+    def verify(self, receipt: PublishReceipt) -> None:
+        if self._part is not None:
+            self._part.verify(receipt)

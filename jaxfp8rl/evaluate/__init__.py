@@ -1,0 +1,1 @@
+"""Evaluation of checkpoints on held-out problems."""

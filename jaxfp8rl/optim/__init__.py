@@ -1,0 +1,1 @@
+"""AdamW and the low-bit formats of masters and moments."""

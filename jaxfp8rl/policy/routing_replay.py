@@ -1,0 +1,180 @@
+"""Routing replay of mixtures of experts: whose choice of experts the learner computes with (docs/moe.md).
+
+    none  its own, in every pass
+    R2    its own of the scoring pass, in the updates too: pi / pi_old compares equal routes
+    R3    the engine's, in the scoring pass and in the updates: so does pi_old / mu (arXiv 2510.11370)
+
+Gates are always the learner's own, over the experts that are replayed, so that its router learns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from bridges.api import Capabilities, Completion, GenRequest
+from jaxfp8rl.config.schema import Config, Moe
+from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND, mean_over
+from jaxfp8rl.microbatch import map_live
+from jaxfp8rl.models.config import Experts, ModelConfig
+from jaxfp8rl.models.moe import no_route, route_dtype
+from jaxfp8rl.distributed.mesh import ALL, ROWS, Layout
+from jaxfp8rl.types import Params, TrainBatch
+
+
+def check_moe(cfg: Config, model: ModelConfig) -> None:
+    """Raises ConfigError for what is not for this model: `moe` of a dense one, or what mixtures of experts do not have yet."""
+    if model.experts is None:
+        if given := [name for name, value in cfg.moe if value != getattr(Moe(), name)]:  # a resolved config names them all
+            raise ConfigError(f"moe.{given[0]} is set and {model.architecture} has no experts", "leave the section [moe] out")
+        return
+    if cfg.rollout.one_copy:
+        raise ConfigError("rollout.one_copy is not for mixtures of experts", "rollout.one_copy = false")
+    if cfg.monitor.precision_every:
+        raise ConfigError("monitor.precision_every: there are no probes of experts' roundings", "monitor.precision_every = 0")
+    if cfg.moe.replay == "R2" and cfg.loss.old_policy != "recomputed":
+        old = f'loss.old_policy = "{cfg.loss.old_policy}"'
+        raise ConfigError(f'moe.replay = "R2" records in the scoring pass, {old} has none', 'use "R3"')
+    if cfg.moe.replay != "none" and cfg.rollout.kv_scales == "calibrated":
+        raise ConfigError(f'moe.replay = "{cfg.moe.replay}" and rollout.kv_scales = "calibrated" each make the scoring pass',
+                          'rollout.kv_scales = "one"')  # fmt: skip
+    if cfg.moe.freeze_router and cfg.optim.weight_decay:
+        raise ConfigError("moe.freeze_router leaves routers to optim.weight_decay alone", "optim.weight_decay = 0")
+
+
+def check_engine(cfg: Config, capabilities: Capabilities) -> None:
+    """Raises ConfigError where the engine's routes are to be replayed and it returns none."""
+    if cfg.moe.replay == "R3" and not capabilities.routed_experts:
+        raise ConfigError(f'moe.replay = "R3" and engine {capabilities.engine} {capabilities.engine_version} returns no routes',
+                          'moe.replay = "R2", or an engine that returns routed experts')  # fmt: skip
+
+
+def route_problem(model: ModelConfig, request: GenRequest, completion: Completion) -> str | None:
+    """What makes the routes of a completion unfit to be replayed, or None."""
+    routes, experts = completion.routed_experts, model.experts
+    if routes is None:
+        return "no routed experts"
+    tokens = len(request.prompt_token_ids) + len(completion.token_ids) - 1
+    want = (tokens, model.num_hidden_layers, experts.num_experts_per_tok)
+    if np.shape(routes) != want:
+        return f"routed experts of shape {list(np.shape(routes))}, [tokens but the last, layers, experts a token] is {list(want)}"
+    routes = np.asarray(routes)[:, list(model.sparse_layers)]
+    if routes.dtype.kind not in "iu":
+        return f"routed experts of type {routes.dtype}"
+    if routes.size and not 0 <= routes.min() <= routes.max() < experts.num_experts:
+        worst = routes.max() if routes.max() >= experts.num_experts else routes.min()
+        return f"routed expert {worst} of {experts.num_experts}"
+    if (np.diff(np.sort(routes, -1)) == 0).any():
+        return "a token routed to the same expert twice"
+    return None
+
+
+def compact(samples: Sequence[Sample], model: ModelConfig) -> list[Sample]:
+    """Their routes of sparse layers alone [tokens, sparse layers, k], as narrow as holds them."""
+    sparse, dtype = list(model.sparse_layers), route_dtype(model.experts)
+    return [s._replace(routes=np.asarray(s.routes)[:, sparse].astype(dtype)) for s in samples]
+
+
+def of_no_tokens(model: ModelConfig) -> np.ndarray:
+    """[0, sparse layers, k]: what `compact` makes of a sample, but for its length."""
+    return np.zeros((0, sum(model.sparse_layers), model.experts.num_experts_per_tok), route_dtype(model.experts))
+
+
+class RouteReplay:
+    """Scores with the routes that the config asks for, and hears what the learner's routers would have said.
+
+    record(policy, batch) -> (log-probabilities [M, R, T], routes [M, R, T, sparse layers, k]).
+    """
+
+    def __init__(self, cfg: Config, record: Callable):
+        self.mode, self._every, self._record = cfg.moe.replay, cfg.moe.measure_every, record
+        self._recorded: list[Array] = []
+        self._seen: list[tuple[dict[str, Array], dict[str, Array]]] = []  # (metrics, the tokens that those of a kind are of)
+        self.steps = 0  # so far: which of them are measured goes by it
+
+    def score(self, policy: Params, batch: TrainBatch) -> Array:
+        """old_logp [M, R, T]. The routes that were its own are remembered for `replayed`."""
+        old, own = self._record(policy, batch)
+        self._recorded.append(own)
+        if self.mode == "R3":
+            seen = disagreement(own, batch.routes, batch.segment_ids)
+            if self._every and self.steps % self._every == 0:
+                unreplayed = self._record(policy, batch._replace(routes=None))[0]
+                seen |= _mismatch(unreplayed, batch.rollout_logp, batch.response_mask)
+            tokens = {"routing": jnp.sum(_routed(batch.routes, batch.segment_ids)), "mismatch": jnp.sum(batch.response_mask)}
+            self._seen.append((seen, tokens))
+        return old
+
+    def replayed(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
+        """The batches that were scored, as the updates shall have them."""
+        recorded, self._recorded, self.steps = self._recorded, [], self.steps + 1
+        if self.mode == "R3":
+            return list(batches)
+        return [batch._replace(routes=own) for batch, own in zip(batches, recorded, strict=True)]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step: means over the tokens of its batches."""
+        seen, self._seen = jax.device_get(self._seen), []
+        tokens = lambda name: [max(float(count[name.partition("/")[0]]), 1e-9) for _, count in seen]  # of none: what is neutral
+        names = seen[0][0] if seen else ()
+        return {name: float(np.average([s[name] for s, _ in seen], weights=tokens(name))) for name in names}
+
+
+def make_record(logprobs: Callable, layout: Layout) -> Callable:
+    """Jitted record(policy, batch), as RouteReplay wants it."""
+
+    def of_micro(policy: Params, micro: TrainBatch) -> tuple[Array, Array]:
+        logp, _, routing = logprobs(policy, micro)
+        return logp, jnp.moveaxis(routing.ids, 0, 2)
+
+    def of_rows(policy: Params, batch: TrainBatch, live: Array) -> tuple[Array, Array]:
+        return map_live(functools.partial(of_micro, policy), batch, live)
+
+    @exact_jit
+    def record(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
+        run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL), (ROWS, ROWS))
+        return run(policy, batch, batch.response_mask.any((1, 2)))
+
+    return record
+
+
+@jax.jit
+def disagreement(own: Array, routes: Array, segment_ids: Array) -> dict[str, Array]:
+    """`routing/disagreement/L`: the share of the experts in `routes` [M, R, T, sparse layers, k] that the learner's routers did
+    not choose (`own`), in the L-th sparse layer; `routing/disagreement`: in all; `routing/tokens_differing`: tokens of which any
+    was. Over tokens that have routes."""
+    live = _routed(routes, segment_ids)
+    missed = ~(routes[..., :, None] == own[..., None, :]).any(-1)  # [M, R, T, L, k]
+    by_layer = [mean_over(live, missed[..., layer, :].mean(-1)) for layer in range(routes.shape[-2])]
+    found = {f"routing/disagreement/{layer}": share for layer, share in enumerate(by_layer)}
+    differing = mean_over(live, missed.any((-1, -2)))
+    return found | {"routing/disagreement": jnp.mean(jnp.stack(by_layer)), "routing/tokens_differing": differing}
+
+
+def _routed(routes: Array, segment_ids: Array) -> Array:
+    """Tokens that have routes [M, R, T]."""
+    return (segment_ids > 0) & (routes[..., 0, 0] != no_route(routes.dtype))
+
+
+@jax.jit
+def _mismatch(logp: Array, rollout_logp: Array, mask: Array) -> dict[str, Array]:
+    """k1 and k3 (jaxfp8rl.losses.mismatch) of a scoring pass that replays nothing."""
+    d = jnp.clip(jnp.where(mask, logp - rollout_logp, 0), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return {"mismatch/k1_unreplayed": mean_over(mask, -d), "mismatch/k3_unreplayed": mean_over(mask, jnp.expm1(d) - d)}
+
+
+def with_options(model: ModelConfig, cfg: Config) -> ModelConfig:
+    """The model with what the config says of its routers."""
+    if not (model.experts and cfg.moe.freeze_router):
+        return model
+    experts: Experts = dataclasses.replace(model.experts, frozen_router=True)
+    return dataclasses.replace(model, experts=experts)

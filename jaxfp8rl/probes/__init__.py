@@ -1,0 +1,1 @@
+"""Where FP8 loses precision: rounding errors by layer, and the layers that cause the mismatch."""

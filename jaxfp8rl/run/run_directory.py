@@ -1,0 +1,397 @@
+"""The run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/; and the clock and signals of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import resource
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxfp8rl.checkpoint.base_model import FOLDER, keep_base_model
+from jaxfp8rl.run.provenance import write_about
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.resume_rules import changes, check_resumable, described
+from jaxfp8rl.data.seen import write_seen
+from jaxfp8rl.errors import CheckpointError, ConfigError, UserError, check_writable
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.loading import load_params, save_params
+from jaxfp8rl.monitors.base import Monitors
+from jaxfp8rl.monitors.console import ConsoleMonitor
+from jaxfp8rl.monitors.health import Watch
+from jaxfp8rl.monitors.evaluations import forget_after
+from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
+from jaxfp8rl.monitors.notes import ABOUT, write_note
+from jaxfp8rl.monitors.trackers import check_trackers, make_trackers
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared
+from jaxfp8rl.distributed.mesh import fetch
+from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.types import Params, TrainBatch, TrainState
+
+PHASE = "phase: "  # begins the note that a Clock adds to what went wrong
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+@contextlib.contextmanager
+def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[None]:
+    """The run directory for this process, or group, alone until it ends, however that goes: the system holds the lock, no file.
+
+    Raises as `check_run_directory` and `check_trackers` do, and ConfigError when another process is in it or it cannot be made.
+    """
+    lock = Path(cfg.run.dir) / ".lock"
+    if not group.first:
+        check_shared(group, lock)
+        yield
+        return
+    check_trackers(cfg)  # they are made by this process alone, after its engine
+    if not lock.exists():  # nobody is in it: what is refused makes no folder
+        check_run_directory(cfg, resume)
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"run.dir: {cfg.run.dir} cannot be made: {e.strerror}", "choose another --run.dir") from e
+    with lock.open("a+") as file:
+        _take(file, cfg)
+        file.truncate(0)
+        print(os.getpid(), file=file, flush=True)
+        check_run_directory(cfg, resume)  # again: another run may have ended between
+        check_shared(group, lock)
+        yield
+
+
+def _take(file: TextIO, cfg: Config) -> None:
+    """The lock, until `file` is closed. Raises ConfigError where another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ConfigError(f"run.dir: {cfg.run.dir} is in use by process {file.read().strip() or '?'}",
+                          "wait for it or end it, or choose another --run.dir") from None  # fmt: skip
+    except OSError as e:  # some network file systems
+        print(f"run.dir: {cfg.run.dir} is on a disk without locks ({e.strerror}): see that no other run uses it")
+
+
+def check_claimable(cfg: Config, resume: bool) -> None:
+    """What `claimed` refuses, refused without taking or making anything."""
+    check_trackers(cfg)
+    check_run_directory(cfg, resume)
+    if (lock := Path(cfg.run.dir) / ".lock").exists():
+        with lock.open("a+") as file:
+            _take(file, cfg)
+
+
+def check_run_directory(cfg: Config, resume: bool) -> None:
+    """Refuse, before anything loads, to start over a run, or to resume where there is none, as another, or to before its newest
+    checkpoint.
+
+    One that failed before its first line of metrics, at the gate say, may be resumed from what it saved, or begun anew.
+    """
+    folder = Path(cfg.run.dir)
+    check_writable(folder, "run.dir")
+    begun, checkpoints = _size(folder / "metrics.jsonl") > 0, Checkpoints(folder / "checkpoints", 1)
+    if begun and not resume:
+        raise ConfigError(f"run.dir: {folder} holds a run already", "continue it with --resume, or choose another --run.dir")
+    if not resume:
+        return
+    if (newest := checkpoints.latest()) is None:
+        if begun:
+            raise checkpoints.none_to_go_on_from()
+        raise CheckpointError(f"run.dir: {folder} holds no run to resume", "train without --resume (a warm start begins anew)")
+    check_resumable(cfg)
+    if newest > cfg.run.steps:
+        raise ConfigError(f"run.steps = {cfg.run.steps}: the newest checkpoint of {folder} is of step {newest}",
+                          "set run.steps no lower; --fork RUN@STEP --run.dir NEW begins another run before it")  # fmt: skip
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def by_first(f: Callable[..., None]) -> Callable[..., None]:
+    """A method that does nothing but in the first process."""
+    return functools.wraps(f)(lambda self, *args, **options: f(self, *args, **options) if self.group.first else None)
+
+
+class RunDirectory:
+    """Everything a run writes; of several processes the first writes, but for checkpoints. A context manager: leaving it closes
+    every file. `phase` is told of what takes long."""
+
+    def __init__(
+        self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None, group: ProcessGroup = ALONE,
+        console: ConsoleMonitor | None = None,
+    ):  # fmt: skip
+        self.path, self._began, self.group = Path(cfg.run.dir), phase, group
+        self._console, self._watch = console, Watch()
+        self._cfg, self._config_changed, self._detailed = cfg, False, set()
+        self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints, group)
+        self._patience, self.unsaved_since = cfg.run.save_patience_s, None
+        self._open(resume)
+
+    @by_first
+    def _open(self, resume: bool) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._console = self._console or ConsoleMonitor(self._cfg.run.steps)
+        try:
+            if not resume:
+                self._begin()
+            self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
+            self._trackers = make_trackers(self._cfg, self.path, self.note)
+            self._monitors = Monitors([self._metrics, self._console, *self._trackers])
+        except BaseException:  # else its live line would go on, and the terminal be without a cursor
+            self._console.close()
+            raise
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    @by_first
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        for part in (self._monitors, self._samples):
+            with contextlib.suppress(*[OSError] if kind else []):  # what could not be written cannot be at the end either
+                part.close()
+
+    @by_first
+    def log(self, record: dict[str, Any], samples: list[dict[str, Any]] = ()) -> None:
+        """Raises CheckpointError when the disk takes no more: a run does not go on without its record."""
+        try:
+            if self._config_changed:
+                self._write_config()
+            self._monitors.log(record)
+            for text in self._watch.notes(record):
+                self.note(text)
+            for row in samples:
+                self._samples.log(row)
+        except OSError as e:
+            if e.errno not in DISK_ERRORS:
+                raise
+            raise CheckpointError(f"run.dir: what step {record['step']} came to could not be written: {e.strerror}",
+                                  "make room in run.dir, then --resume") from e  # fmt: skip
+
+    def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
+        """While entered, if `wanted`, host and device are traced to `profile/`."""
+        return jax.profiler.trace(str(self.path / "profile")) if wanted and self.group.first else contextlib.nullcontext()
+
+    def phase(self, name: str) -> None:
+        """Something begins that takes long."""
+        self._began(name)
+        if self.group.first:
+            self._console.phase(name)
+
+    @by_first
+    def warming(self, done: int) -> None:
+        """Updates of the warm start that are done."""
+        self._console.bar("warm start", done, self._cfg.sft.steps)
+
+    @by_first
+    def note(self, text: str, detail: str = "", kind: str = "") -> None:
+        """Something a reader should know: on the console, and in notes.txt with the time. `detail` is added the first time that
+        something of the `kind` is noted."""
+        if detail and kind not in self._detailed:
+            self._detailed.add(kind)
+            text += f"\n{detail}"
+        self._console.note(text)
+        write_note(self.path, text)
+
+    @by_first
+    def describe(self, start: dict[str, Any]) -> None:
+        """Add how this start was made to run.json."""
+        try:
+            write_about(self.path, start)
+        except ValueError as e:
+            self.note(f"run.json is damaged and begun anew: {e}")
+            (self.path / ABOUT).unlink()
+            write_about(self.path, start)
+
+    def save(self, step: int, state: TrainState, loop: dict[str, Any], last: bool = False) -> None:
+        """Write a checkpoint. One that cannot be written (a full disk) is said and to be tried again after the next step, the
+        older ones being there still; CheckpointError when it has not succeeded for run.save_patience_s, or is the `last`."""
+        self.phase("save")
+        try:
+            self._checkpoints.save(step, state, loop)
+            self.unsaved_since = None
+        except Exception as e:  # Orbax, tensorstore and the system have their own each
+            self.unsaved_since = self.unsaved_since or time.monotonic()
+            said = f"the checkpoint of step {step} could not be written: {type(e).__name__}: {e}"
+            passed, newest = self.group.told(lambda: time.monotonic() - self.unsaved_since), self._checkpoints.latest()
+            if last or passed > self._patience:
+                there = "there is none" if newest is None else f"the newest is that of step {newest}"
+                raise CheckpointError(f"{said}; {there}", "make room in run.dir, then --resume") from e
+            self.note(f"{said}; it is tried again after each step, for {self._patience - passed:.0f} s (run.save_patience_s)")
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has a line of metrics."""
+        return self.group.told(lambda: _size(self._metrics.path) > 0)
+
+    def leave(self, code: int, lost: str = "") -> NoReturn:
+        """End the process, as a signal asked for; say what is saved and how to go on, or what is `lost`."""
+        step, command = self._checkpoints.latest(), f"jaxfp8rl train {shlex.quote(str(self.path))} --resume"
+        saved = "nothing is saved" if step is None else f"step {step} is saved, go on with: {command}"
+        self.note(f"stopped; {lost or saved}")
+        raise SystemExit(code)
+
+    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any], int]:
+        """(state, loop state, step) of the newest sound checkpoint. Nothing is written: the run may still be refused."""
+        state, loop = self._checkpoints.restore(like)
+        for step, why in self._checkpoints.damaged.items():
+            self.note(f"checkpoint {step} is damaged, going on from {loop['step']}: {why}")
+        return state, loop, loop["step"]
+
+    @by_first
+    def rewind(self, step: int) -> None:
+        """Continue from `step`: forget what is of later ones in metrics, samples, trackers and evaluations. What the config has
+        that is other is of the steps that follow: it is kept with the first of them."""
+        other = described(changes(load_config(str(self.path / "config.toml")), self._cfg))
+        if other and step < self._cfg.run.steps:
+            self.note(f"resumed at step {step} with other settings: {'; '.join(other)}")
+            self._config_changed = True
+        records = read_metrics(self._metrics.path)
+        kept = [record for record in records if record["step"] <= step]
+        for tracker in self._trackers if len(kept) < len(records) else ():
+            tracker.rewind(step, kept)
+        for lines in (self._metrics, self._samples):
+            lines.truncate_after(step)
+        self._forget_evaluations(step)
+        (self.path / "summary.json").unlink(missing_ok=True)  # of an end that is none any more
+        if not (self.path / FOLDER).exists():  # as an earlier version began it
+            keep_base_model(self._cfg, self.path)
+        self._checkpoints.set_aside(step)
+
+    def _forget_evaluations(self, step: int) -> None:
+        try:
+            forget_after(self.path / "eval.json", step)
+        except ValueError as e:
+            self.note(f"eval.json is left as it is, it may hold evaluations of steps that were undone: {e}")
+
+    def _begin(self) -> None:
+        """What another start left, which failed before its first line, is none of this run's."""
+        if left := self._checkpoints.set_aside(-1, "left"):
+            self.note(f"of a start that failed: checkpoint {', '.join(map(str, left))}, set aside as checkpoints/left-STEP")
+        if self._was_ours():
+            self._forget_evaluations(-1)
+            for name in ("reference", FOLDER):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+        self._write_config()
+        keep_base_model(self._cfg, self.path)
+
+    def _was_ours(self) -> bool:
+        """Whether a start left its config here. A folder of anyone else's is not looked into, whatever its things are called."""
+        try:
+            return bool(load_config(str(self.path / "config.toml")))
+        except UserError:
+            return False
+
+    def _write_config(self) -> None:
+        """Whole, whatever stops it: without it there is no resuming."""
+        draft = self.path / "config.toml.tmp"
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(dump_config(self._cfg))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.path / "config.toml")
+        self._config_changed = False
+
+    @by_first
+    def keep_seen(self, seen: np.ndarray) -> None:
+        """What its weights are trained on."""
+        write_seen(self.path, seen)
+
+    def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
+        """Keep the policy that the run began with: a Hugging Face folder, `reference`."""
+        params = fetch(params) if self.group.count > 1 else params
+        self.group.together(lambda: save_params(self.path / "reference", model, params, dtype=dtype), alone=True)
+
+    def load_reference(self, model: ModelConfig) -> Params:
+        """On the host, in float32."""
+        return load_params(self.path / "reference", model)[1]
+
+    def save_bad_batch(self, batch: TrainBatch, old_logp: jax.Array) -> Path:
+        """Keep the newest batch whose update was not finite, to be looked at."""
+        path = self.path / "bad_batch.safetensors"
+        arrays = {name: x for name, x in fetch(batch._asdict() | {"old_logp": old_logp}).items() if x is not None}
+        if self.group.first:
+            save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, path)
+        return path
+
+
+class Clock:
+    """Wall-clock seconds of the phases of one step, on the host. `began` is told of each."""
+
+    def __init__(self, began: Callable[[str], None] = lambda phase: None):
+        self._start, self._phases, self._began = time.perf_counter(), {}, began
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        self._began(phase)
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as e:
+            e.add_note(PHASE + phase)
+            raise
+        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+
+    def include(self, other: Clock) -> None:
+        """Phases that another thread has gone through."""
+        self._phases |= other._phases
+
+    def metrics(self) -> dict[str, float]:
+        """time/<phase>_s for each phase, and time/step_s since the clock was made."""
+        return {f"time/{k}_s": v for k, v in (*self._phases.items(), ("step", time.perf_counter() - self._start))}
+
+
+class StopSignals:
+    """While entered, the first SIGINT or SIGTERM asks the loop to stop after the step in progress; the second stops at once.
+
+    asked: the exit code by which this process was asked to, or 0. exit_code: the same of the whole group, since `settle`.
+    """
+
+    def __init__(self, group: ProcessGroup = ALONE):
+        self.asked, self.exit_code, self._group = 0, 0, group
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.exit_code)
+
+    def settle(self) -> None:
+        """Between two steps: what any of several processes was asked they all do."""
+        self.exit_code = self._group.largest(self.asked)
+
+    def __enter__(self) -> StopSignals:
+        try:
+            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals are somebody else's
+            self._before = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for s, handler in self._before.items():
+            signal.signal(s, handler)
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = 128 + number
+        if self._group.count == 1:
+            self.settle()
+        print("\nstopping after this step; once more to stop now", flush=True)
+
+
+def peak_memory_gib() -> float:
+    """The GPU allocator's peak on the first device, or the process's peak resident size where there is no GPU."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use", 0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak / 2**30

@@ -1,0 +1,36 @@
+"""The start-up gate: learner and engine score the same tokens at equal weights. A gap means the two compute different models,
+and every later number would be about that difference. (A silently unsynced engine is found here too.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxfp8rl.config.schema import Gate
+from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.errors import GateFailed
+from jaxfp8rl.types import TrainBatch
+
+
+def check_gate(cfg: Gate, batch: TrainBatch, learner_logp: np.ndarray, tokenizer: Tokenizer) -> dict[str, float]:
+    """Compare the learner's [M, R, T] log-probabilities with the engine's in `batch`; both float32, in nats.
+
+    Returns gate/mean_gap and gate/max_gap. Raises GateFailed, showing the worst token in its context, past a limit of `cfg`
+    or when a gap is not finite.
+    """
+    gaps = np.abs(np.asarray(learner_logp) - batch.rollout_logp)
+    gaps = np.where(batch.response_mask, np.where(np.isfinite(gaps), gaps, np.inf), 0.0)
+    mean, worst = gaps.sum() / batch.response_mask.sum(), gaps.max()
+    if mean <= cfg.max_mean_gap and worst <= cfg.max_gap:
+        return {"gate/mean_gap": float(mean), "gate/max_gap": float(worst)}
+    m, r, t = np.unravel_index(gaps.argmax(), gaps.shape)
+    same = np.flatnonzero(batch.segment_ids[m, r] == batch.segment_ids[m, r, t])
+    context = tokenizer.decode(batch.tokens[m, r, same[0] : t].tolist()[-40:])
+    token, learner, engine = int(batch.tokens[m, r, t]), learner_logp[m, r, t], batch.rollout_logp[m, r, t]
+    raise GateFailed(
+        f"learner and engine disagree at equal weights: mean gap {mean:.4g} nats (limit {cfg.max_mean_gap}), largest "
+        f"{worst:.4g} (limit {cfg.max_gap})\n  worst token: {tokenizer.decode([token])!r} (id {token}) after {context!r}: "
+        f"learner {learner:.4f}, engine {engine:.4f}",
+        "the engine may hold other weights or compute in other formats; compare `capabilities()` with the precision recipe, "
+        "or raise gate.max_mean_gap and gate.max_gap if this gap is the recipe's own",
+    )
