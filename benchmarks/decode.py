@@ -1,12 +1,14 @@
-"""Paged decode attention beside a copy, FlashAttention 3 and JAX's shipped Triton kernel, in one process on one GPU.
+"""Paged decode attention beside a copy, FlashAttention 3 and JAX's shipped Triton kernel, in one process on
+one GPU.
 
     jaxfp8rl bench decode [--tune]
 
-One query a sequence, 32 query heads and 8 KV heads of 128; pages lie in shuffled order. GB/s count the keys and values of all
-lengths, once; the tables made from the lengths on the device are timed with ours. Yardsticks: a copy that reads and writes
-as many bytes in all (torch's; XLA's if torch is missing), FlashAttention 3 by vLLM with the same cache (beside an E4M3 cache its
-queries and exponentials are E4M3 too), `jax.experimental.pallas.ops.gpu.paged_attention` in bfloat16. Every round times all, in
-turning order; medians. --tune times ours with all of TUNE, beside the copy, and writes nothing.
+One query a sequence, 32 query heads and 8 KV heads of 128; pages lie in shuffled order. GB/s count the keys
+and values of all lengths, once; the tables made from the lengths on the device are timed with ours.
+Yardsticks: a copy that reads and writes as many bytes in all (torch's; XLA's if torch is missing),
+FlashAttention 3 by vLLM with the same cache (beside an E4M3 cache its queries and exponentials are E4M3 too),
+`jax.experimental.pallas.ops.gpu.paged_attention` in bfloat16. Every round times all, in turning order;
+medians. --tune times ours with all of TUNE, beside the copy, and writes nothing.
 
 Needs a Hopper GPU; vLLM for FlashAttention 3.
 """
@@ -37,7 +39,7 @@ Runs = dict[str, Callable[[int], object]]
 TUNE = {
     "a head a turn": api.Tiles(turn=1), "four heads a turn": api.Tiles(turn=4),
     "4 slots": api.Tiles(slots=4), "6 slots": api.Tiles(slots=6),
-}  # fmt: skip
+}
 
 
 class Case(NamedTuple):
@@ -72,15 +74,18 @@ def uneven(batch: int, mean: int) -> tuple[int, ...]:
 
 
 CASES = [
-    Case("128 x 8192", (8192,) * 128), Case("128, uneven", uneven(128, 8192)), Case("8 x 32768", (32768,) * 8),
-    Case("128 x 1024", (1024,) * 128), Case("64 x 8192", (8192,) * 64, BF16), Case("128 x 8192", (8192,) * 128, page=16),
-]  # fmt: skip
+    Case("128 x 8192", (8192,) * 128), Case("128, uneven", uneven(128, 8192)),
+    Case("8 x 32768", (32768,) * 8),
+    Case("128 x 1024", (1024,) * 128), Case("64 x 8192", (8192,) * 64, BF16),
+    Case("128 x 8192", (8192,) * 128, page=16),
+]
 
 
 def main() -> None:
     parser = arguments(__doc__, "decode")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="+", type=int, default=range(len(CASES)), help="cases by number, from 0")
+    parser.add_argument("--only", nargs="+", type=int, default=range(len(CASES)),
+                        help="cases by number, from 0")
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     rows = []
@@ -89,14 +94,16 @@ def main() -> None:
         print(f"{case}:", *(f"| {name} {value:.0f}" for name, value in speed.items()), flush=True)
         if not args.tune:
             own = speed.pop("ours")
-            rows += [row(str(case), "keys and values read", "GB/s", own, value, name) for name, value in speed.items()]
+            rows += [row(str(case), "keys and values read", "GB/s", own, value, name)
+                     for name, value in speed.items()]
             write(args.out, "decode", rows, args.plot, uneven=CASES[1].lengths)
 
 
 def time_case(case: Case, tune: bool, rounds: int) -> dict[str, float]:
     """GB/s by name."""
     operands = draw(case)
-    makes = {name: lambda run=run: run for name, run in ours(operands, tune).items()} | {"copy": lambda: copy(case.bytes)}
+    makes = {name: lambda run=run: run
+             for name, run in ours(operands, tune).items()} | {"copy": lambda: copy(case.bytes)}
     if not tune:
         makes |= {"FlashAttention 3": lambda: flash_attention(case, operands)}
         makes |= {"JAX Triton": lambda: triton(operands)}
@@ -117,16 +124,19 @@ def draw(case: Case) -> Operands:
     for b, count in enumerate(counts):
         table.append(np.pad(order[sum(counts[:b]) :][:count], (0, max(counts) - count)))
     keys = jax.random.split(jax.random.key(0), 3)
-    normal = jax.jit(lambda key: jax.random.normal(key, (sum(counts), case.page, KV_HEADS, D), BF16).astype(case.dtype))
+    normal = jax.jit(lambda key: jax.random.normal(key, (sum(counts), case.page, KV_HEADS, D),
+                                                   BF16).astype(case.dtype))
     q = jax.random.normal(keys[0], (len(counts), HEADS, D), BF16)
     scales = [jnp.ones(KV_HEADS) if case.dtype == E4M3 else None] * 2
-    return Operands(q, *map(normal, keys[1:]), jnp.asarray(np.stack(table)), jnp.asarray(case.lengths, jnp.int32), *scales)
+    return Operands(q, *map(normal, keys[1:]), jnp.asarray(np.stack(table)),
+                    jnp.asarray(case.lengths, jnp.int32), *scales)
 
 
 def ours(operands: Operands, tune: bool) -> Runs:
     choices = TUNE if tune else {}
     attend = functools.partial(api.decode_attention, backend="pallas")
-    programs = {name: jax.jit(functools.partial(attend, tiles=t)) for name, t in {"ours": None, **choices}.items()}
+    programs = {name: jax.jit(functools.partial(attend, tiles=t))
+                for name, t in {"ours": None, **choices}.items()}
     return compiled({name: (f, tuple(operands)) for name, f in programs.items()})
 
 
@@ -158,7 +168,7 @@ def flash_attention(case: Case, operands: Operands) -> Callable[[int], object]:
         return flash_attn_varlen_func(
             q, k, v, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=max(case.lengths), seqused_k=lengths,
             block_table=table, causal=True, fa_version=3, out=out, **options,
-        )  # fmt: skip
+        )
 
     return run
 

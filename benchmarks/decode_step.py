@@ -1,10 +1,12 @@
-"""Where a step of vLLM's decoder goes: its kernels, by torch's profiler, FP8 weights and cache beside BF16; Qwen3 shapes.
+"""Where a step of vLLM's decoder goes: its kernels, by torch's profiler, FP8 weights and cache beside BF16;
+Qwen3 shapes.
 
     jaxfp8rl bench decode_step [--size 8b] [--prompts 64] [--context 4096] [--attention triton] [--gpus 0 1]
 
-Engines are those of `jaxfp8rl bench rollout`. Every prompt of --context tokens is read once; then all decode, and what is counted
-are the STEPS after the first few. "kernels" is the sum of what the device was busy with in as many steps more, under the
-profiler, and "step" what the host waited in those without it: what is more of it is the host's.
+Engines are those of `jaxfp8rl bench rollout`. Every prompt of --context tokens is read once; then all decode,
+and what is counted are the STEPS after the first few. "kernels" is the sum of what the device was busy with
+in as many steps more, under the profiler, and "step" what the host waited in those without it: what is more
+of it is the host's.
 
 Needs a GPU and vLLM.
 """
@@ -38,7 +40,8 @@ def main() -> None:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict:
-    """ms of a step, of its kernels, of the bytes that bound it; and the longest kernels: name, ms and calls of a step."""
+    """ms of a step, of its kernels, of the bytes that bound it; and the longest kernels: name, ms and calls
+    of a step."""
     with running(name, args, args.prompts, args.context + tokens_of(args)) as r:
         run = decoding(r.engine, args)
         run()  # compiles what is left to compile
@@ -49,23 +52,28 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     longest = sorted(found.items(), key=lambda item: -item[1][0])
     floor = (read_by_a_step(r.weights, args.prompts) + args.prompts * args.context * r.token_bytes) / RATE
     return {
-        "step, ms": 1e3 * step, "kernels, ms": sum(ms for ms, _ in found.values()) / STEPS, "floor, ms": 1e3 * floor,
-        "longest": [[n, round(ms / STEPS, 4), round(calls / STEPS, 1)] for n, (ms, calls) in longest[:SHOWN]], **r.chosen,
-    }  # fmt: skip
+        "step, ms": 1e3 * step, "kernels, ms": sum(ms for ms, _ in found.values()) / STEPS,
+        "floor, ms": 1e3 * floor,
+        "longest": [[n, round(ms / STEPS, 4), round(calls / STEPS, 1)] for n, (ms, calls) in longest[:SHOWN]],
+        **r.chosen,
+    }
 
 
 def tokens_of(args: argparse.Namespace) -> int:
-    """Of a completion, so that none ends: while prompts are read, at least one a step, those before it decode."""
+    """Of a completion, so that none ends: while prompts are read, at least one a step, those before it
+    decode."""
     return args.prompts + 4 * STEPS
 
 
 def decoding(engine: Any, args: argparse.Namespace) -> Callable[[], None]:
-    """Read all prompts -> STEPS steps of decoding, each with a token of every one; to be called three times at most."""
+    """Read all prompts -> STEPS steps of decoding, each with a token of every one; to be called three times
+    at most."""
     from bridges.engines.vllm_engine import sampling_params
 
     vllm = engine.llm.llm_engine
     for r in requests(args.prompts, args.context, tokens_of(args)):
-        vllm.add_request(r.request_id, {"prompt_token_ids": list(r.prompt_token_ids)}, sampling_params(r.sampling, r.seed))
+        vllm.add_request(r.request_id, {"prompt_token_ids": list(r.prompt_token_ids)},
+                         sampling_params(r.sampling, r.seed))
     begun: set[str] = set()
     while len(begun) < args.prompts:
         begun |= {out.request_id for out in vllm.step()}
@@ -95,10 +103,12 @@ def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
     """FP8 beside BF16, and what the host adds to each engine's kernels."""
     fp8, bf16 = found["fp8"], found["bf16"]
     rows = [row(case, what, "ms", fp8[f"{what}, ms"], bf16[f"{what}, ms"], "BF16 vLLM, same run", True)
-            for what in ("step", "kernels")]  # fmt: skip
+            for what in ("step", "kernels")]
     for name, f in found.items():
-        rows.append(row(f"{case}, {name}", "step", "ms", f["step, ms"], f["kernels, ms"], "its kernels", True))
-        rows.append(row(f"{case}, {name}", "kernels", "ms", f["kernels, ms"], f["floor, ms"], "bytes at 4.1 TB/s", True))
+        rows.append(row(f"{case}, {name}", "step", "ms", f["step, ms"], f["kernels, ms"], "its kernels",
+                        True))
+        rows.append(row(f"{case}, {name}", "kernels", "ms", f["kernels, ms"], f["floor, ms"],
+                        "bytes at 4.1 TB/s", True))
     return rows
 
 

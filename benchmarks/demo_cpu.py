@@ -2,8 +2,8 @@
 
     jaxfp8rl bench demo_cpu [RUN_OF_EMBEDDED RUN_OF_VLLM]...
 
-Reads the metrics.jsonl of pairs of run directories, one of each a seed (runs/make-demo and runs/make-demo-vllm unless named), and
-runs nothing.
+Reads the metrics.jsonl of pairs of run directories, one of each a seed (runs/make-demo and
+runs/make-demo-vllm unless named), and runs nothing.
 
 Needs the runs of `make demo` and `make demo-vllm`.
 """
@@ -24,7 +24,8 @@ from jaxfp8rl.monitors.jsonl import read_metrics
 
 def main() -> None:
     parser = arguments(__doc__, "demo_cpu")
-    parser.add_argument("--note", default="", help="kept beside the rows: what else the machine did meanwhile, say")
+    parser.add_argument("--note", default="",
+                        help="kept beside the rows: what else the machine did meanwhile, say")
     parser.add_argument("runs", nargs="*", default=["runs/make-demo", "runs/make-demo-vllm"])
     args = parser.parse_args()
     if len(args.runs) % 2:
@@ -44,7 +45,7 @@ def main() -> None:
         rollout={run: config["rollout"] for run, config in configs.items()},
         verdicts={run: verdict(found).line for run, found in records.items()},
         every_version_sampled_once=all(v == list(range(len(v))) for v in versions),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

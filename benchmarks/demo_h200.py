@@ -1,11 +1,12 @@
-"""Whole runs on one GPU with vLLM in-process: the demo in FP8 beside BF16 over several seeds, SmolLM2-135M in BF16 and FP8.
+"""Whole runs on one GPU with vLLM in-process: the demo in FP8 beside BF16 over several seeds, SmolLM2-135M in
+BF16 and FP8.
 
     jaxfp8rl bench demo_h200 [--seeds 3] [--smollm2 FOLDER] [--keep DIR]
 
-Each run is `jaxfp8rl train` in a process of its own; what is compared is read from its metrics.jsonl. The demo's FP8 runs have
-FP8 weights and FP8 KV; SmolLM2's have FP8 weights where its shapes allow, without and with FP8 KV. CUDA graphs are on.
-FP8 is not expected to be faster at these sizes: what is shown is that it learns the same. A finished run under DIR is read,
-not repeated.
+Each run is `jaxfp8rl train` in a process of its own; what is compared is read from its metrics.jsonl. The
+demo's FP8 runs have FP8 weights and FP8 KV; SmolLM2's have FP8 weights where its shapes allow, without and
+with FP8 KV. CUDA graphs are on. FP8 is not expected to be faster at these sizes: what is shown is that it
+learns the same. A finished run under DIR is read, not repeated.
 
 Needs a GPU and vLLM.
 """
@@ -40,28 +41,30 @@ def main() -> None:
     runs = demo_runs(args.seeds) | (smollm2_runs(args.smollm2) if args.smollm2 else {})
     for name, words in runs.items():
         run(words, folder(args.keep, name))
-    records = {n: read_metrics(path) for n in runs if (path := folder(args.keep, n) / "metrics.jsonl").exists()}
+    records = {n: read_metrics(path) for n in runs
+               if (path := folder(args.keep, n) / "metrics.jsonl").exists()}
     problems = {n: f"ended at step {records[n][-1]['step'] if n in records else None}" for n in runs
-                if not finished(folder(args.keep, n))}  # fmt: skip
+                if not finished(folder(args.keep, n))}
     rows = []
     for name in runs:
         twin = name.replace("fp8-kv8", "bf16").replace("fp8", "bf16")
         if twin != name:
             rows += compare(name, records.get(name), records.get(twin))
-    write(args.out, "demo_h200", rows, args.plot, problems=problems, commands={k: shlex.join(v) for k, v in runs.items()},
-          curves={k: curve(v) for k, v in records.items()})  # fmt: skip
+    write(args.out, "demo_h200", rows, args.plot, problems=problems,
+          commands={k: shlex.join(v) for k, v in runs.items()},
+          curves={k: curve(v) for k, v in records.items()})
 
 
 def demo_runs(seeds: int) -> dict[str, list[str]]:
     """Words of the command for each run, by its name."""
     return {f"demo/{name}/seed{s}": [*DEMO, *words, "--run.seed", str(s)]
-            for s in range(seeds) for name, words in {"fp8": [], "bf16": BF16}.items()}  # fmt: skip
+            for s in range(seeds) for name, words in {"fp8": [], "bf16": BF16}.items()}
 
 
 def smollm2_runs(path: str) -> dict[str, list[str]]:
     words = ["smollm2-135m", "--model.path", path]
     return {"smollm2/bf16": words, "smollm2/fp8": [*words, *SMOL_FP8],
-            "smollm2/fp8-kv8": [*words, *SMOL_FP8, "--rollout.kv_cache", "fp8"]}  # fmt: skip
+            "smollm2/fp8-kv8": [*words, *SMOL_FP8, "--rollout.kv_cache", "fp8"]}
 
 
 def run(words: list[str], run_dir: Path) -> None:

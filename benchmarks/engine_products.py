@@ -1,10 +1,12 @@
-"""What vLLM's FP8 products take when it decodes: CUTLASS, DeepGEMM and bfloat16, the linears of Qwen3-8B, 8 to 128 rows.
+"""What vLLM's FP8 products take when it decodes: CUTLASS, DeepGEMM and bfloat16, the linears of Qwen3-8B, 8
+to 128 rows.
 
     jaxfp8rl bench engine_products
 
-Each by itself, a CUDA graph over weights that together do not fit in L2. Scales are float32 of 1x128 and 128x128 blocks, as
-published (`VLLM_USE_DEEP_GEMM_E8M0=0`). DeepGEMM beside CUTLASS, in microseconds and in outputs of the same bits, and each
-beside the time in which the weights are read at RATE. `rollout.fp8_kernel` chooses between them.
+Each by itself, a CUDA graph over weights that together do not fit in L2. Scales are float32 of 1x128 and
+128x128 blocks, as published (`VLLM_USE_DEEP_GEMM_E8M0=0`). DeepGEMM beside CUTLASS, in microseconds and in
+outputs of the same bits, and each beside the time in which the weights are read at RATE. `rollout.fp8_kernel`
+chooses between them.
 
 Needs a Hopper GPU, vLLM and nvcc.
 """
@@ -44,13 +46,16 @@ def rows_of(found: dict[tuple[str, int], dict[str, float]]) -> list[dict]:
     rows = []
     for (name, m), f in found.items():
         case, floor = f"Qwen3-8B {name}, {m} rows", 1e6 * LINEARS[name][0] * LINEARS[name][1] / RATE
-        rows += [row(case, "product", "us", f["DeepGEMM"], f[other], other, True) for other in ("CUTLASS", "bfloat16")]
+        rows += [row(case, "product", "us", f["DeepGEMM"], f[other], other, True)
+                 for other in ("CUTLASS", "bfloat16")]
         rows += [row(case, "product", "us", f["DeepGEMM"], floor, "weights at 4.1 TB/s", True),
-                 row(case, "outputs of the same bits", "share", f["equal"], 1.0, "CUTLASS")]  # fmt: skip
+                 row(case, "outputs of the same bits", "share", f["equal"], 1.0, "CUTLASS")]
     for m in ROWS:
-        step = {who: LAYERS * sum(found[name, m][who] for name in LINEARS) / 1e3 for who in ("DeepGEMM", "CUTLASS", "bfloat16")}
-        rows += [row(f"Qwen3-8B, all linears of a step, {m} rows", "products", "ms", step["DeepGEMM"], step[other], other, True)
-                 for other in ("CUTLASS", "bfloat16")]  # fmt: skip
+        step = {who: LAYERS * sum(found[name, m][who] for name in LINEARS) / 1e3
+                for who in ("DeepGEMM", "CUTLASS", "bfloat16")}
+        rows += [row(f"Qwen3-8B, all linears of a step, {m} rows", "products", "ms", step["DeepGEMM"],
+                     step[other], other, True)
+                 for other in ("CUTLASS", "bfloat16")]
     return rows
 
 
@@ -71,7 +76,8 @@ def measure(n: int, k: int, m: int) -> dict[str, float]:
     cutlass = lambda w: ops.cutlass_scaled_mm(a, w.T, out_dtype=bf16, scale_a=a_scale, scale_b=w_scale.T)
     deep_gemm = lambda w: fp8_gemm_nt((a, a_scale), (w, w_scale), out)
     bfloat16 = lambda w: x @ w.t()
-    found = {"CUTLASS": time(cutlass, weights), "DeepGEMM": time(deep_gemm, weights), "bfloat16": time(bfloat16, halves)}
+    found = {"CUTLASS": time(cutlass, weights), "DeepGEMM": time(deep_gemm, weights),
+             "bfloat16": time(bfloat16, halves)}
     deep_gemm(weights[0])
     return found | {"equal": (cutlass(weights[0]) == out).float().mean().item()}
 

@@ -1,21 +1,24 @@
-"""The estimator laboratory: bias, variance and effective sample size of every correction, where the truth is known.
+"""The estimator laboratory: bias, variance and effective sample size of every correction, where the truth is
+known.
 
     jaxfp8rl bench estimator_lab [--plots docs]    # about four minutes, CPU
 
-The world. A policy writes T tokens of an alphabet of V; the logits of the next one depend on the last, theta [V, V]. The
-reward comes at the end: 1 if token 0, the right one, was written more than `threshold` times, else 0, so that what is early
-matters as much as what is late. The engine's policy mu has the logits theta + noise [T, V, V]. The gradient wanted is that of
-the expected reward at theta, which is pi_old.
+The world. A policy writes T tokens of an alphabet of V; the logits of the next one depend on the last, theta
+[V, V]. The reward comes at the end: 1 if token 0, the right one, was written more than `threshold` times,
+else 0, so that what is early matters as much as what is late. The engine's policy mu has the logits theta +
+noise [T, V, V]. The gradient wanted is that of the expected reward at theta, which is pi_old.
 
-What is measured is the code that trains: `rollout_correction`, `token_scale` and `policy_loss`, on samples of mu, joined as
-in the train step (ratio pi/pi_old = 1; the advantage is the reward less its mean under mu, as a large group's would be).
+What is measured is the code that trains: `rollout_correction`, `token_scale` and `policy_loss`, on samples of
+mu, joined as in the train step (ratio pi/pi_old = 1; the advantage is the reward less its mean under mu, as a
+large group's would be).
 
-What is exact. The pair (tokens right so far, last token) is a Markov chain, so the value, its gradient, and mean and second
-moment of every estimator whose weight is a function of the token alone follow by dynamic programming at any length, with
-the weights that `rollout_correction` gives to a table of all tokens. So do those of plain sequence importance sampling, whose
-weight is a product. Corrections that look at a whole sequence or batch are simulated; "none", whose mean is known exactly,
-on the same samples is their control variate. For short sequences `enumerated` is exact for all that do not look at a batch.
-Everything is relative to the norm of the true gradient.
+What is exact. The pair (tokens right so far, last token) is a Markov chain, so the value, its gradient, and
+mean and second moment of every estimator whose weight is a function of the token alone follow by dynamic
+programming at any length, with the weights that `rollout_correction` gives to a table of all tokens. So do
+those of plain sequence importance sampling, whose weight is a product. Corrections that look at a whole
+sequence or batch are simulated; "none", whose mean is known exactly, on the same samples is their control
+variate. For short sequences `enumerated` is exact for all that do not look at a batch. Everything is relative
+to the norm of the true gradient.
 
 Needs no GPU.
 """
@@ -43,20 +46,24 @@ from jaxfp8rl.losses.objectives import ObjectiveConfig, policy_loss
 from jaxfp8rl.losses.presets import PRESETS, get_preset
 
 DOCS = Path(__file__).parent.parent / "docs"
-VOCABULARY, BATCH, TOKENS, DRAWS = 4, 128, 2**22, 3  # alphabet; sequences a batch; tokens simulated; engines averaged over
+# alphabet; sequences a batch; tokens simulated; engines averaged over
+VOCABULARY, BATCH, TOKENS, DRAWS = 4, 128, 2**22, 3
 LENGTHS, LENGTH = (4, 16, 64, 256, 1024), 256
-SIZES, SIZE = (0.025, 0.05, 0.1, 0.2, 0.4), 0.1  # nats: error of a logit; 0.1 is a token_mult_prob_error of 1.05
+# nats: error of a logit; 0.1 is a token_mult_prob_error of 1.05
+SIZES, SIZE = (0.025, 0.05, 0.1, 0.2, 0.4), 0.1
 NOISES = ("fresh", "shared", "outliers")
 COMPARED = ("none", "token_tis", "ais", "nemo/gspo", "sequence_tis", "sequence_mis", "geometric_mask")
 BARS = ("none", "nemo/is", "token_tis", "icepop", "sequence_tis", "geometric_mask")
 MASKS = ("geometric_mask", "verl/decoupled_geo_rs", "vexact", "verl/decoupled_seq_is_rs")
 
 
-# The world -----------------------------------------------------------------------------------------------------------
+# The world
+# -----------------------------------------------------------------------------------------------------------
 
 
 class World(NamedTuple):
-    """theta [V, V]: logits of pi_old by last token; noise [T, V, V]: the engine's error in them. The first "last token" is 0."""
+    """theta [V, V]: logits of pi_old by last token; noise [T, V, V]: the engine's error in them. The first
+    "last token" is 0."""
 
     theta: np.ndarray
     noise: np.ndarray
@@ -86,15 +93,18 @@ class World(NamedTuple):
 
 
 def make_world(length: int, size: float, kind: str = "fresh", seed: int = 0) -> World:
-    """A random policy of moderate entropy, right half of the time, and an engine with logits wrong by `size` nats (std).
+    """A random policy of moderate entropy, right half of the time, and an engine with logits wrong by `size`
+    nats (std).
 
-    kind: "fresh", every position has its own error; "shared", the error of a last token is the same wherever it occurs, as
-    rounded weights would make it; "outliers", fresh, and one logit in 200 is wrong by 4 nats besides.
+    kind: "fresh", every position has its own error; "shared", the error of a last token is the same wherever
+    it occurs, as rounded weights would make it; "outliers", fresh, and one logit in 200 is wrong by 4 nats
+    besides.
     """
     rng = np.random.default_rng(seed)
     v = VOCABULARY
     theta = np.random.default_rng(0).normal(0, 1.5, (v, v))
-    noise = rng.normal(0, size, (1 if kind == "shared" else length, v, v)).repeat(length if kind == "shared" else 1, 0)
+    noise = rng.normal(0, size,
+                       (1 if kind == "shared" else length, v, v)).repeat(length if kind == "shared" else 1, 0)
     if kind == "outliers":
         noise += 4 * rng.choice([-1, 0, 1], noise.shape, p=[0.0025, 0.995, 0.0025])
     elif kind not in ("fresh", "shared"):
@@ -108,13 +118,17 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-# The truth -----------------------------------------------------------------------------------------------------------
+# The truth
+# -----------------------------------------------------------------------------------------------------------
 
 
-def path_moments(kernel: np.ndarray, steps: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sums over all paths x of product_t kernel[t, x_(t-1), x_t] times 1, S(x) and S(x)^2, S = sum_t steps[t, :, x_(t-1), x_t].
+def path_moments(kernel: np.ndarray,
+                 steps: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sums over all paths x of product_t kernel[t, x_(t-1), x_t] times 1, S(x) and S(x)^2, S = sum_t steps[t,
+    :, x_(t-1), x_t].
 
-    kernel [T, V, V], steps [T, D, V, V] -> [T + 1, V], [D, T + 1, V], [D, T + 1, V] by (right tokens, last token).
+    kernel [T, V, V], steps [T, D, V, V] -> [T + 1, V], [D, T + 1, V], [D, T + 1, V] by (right tokens, last
+    token).
     """
     v = kernel.shape[-1]
     steps = np.zeros((len(kernel), 0, v, v)) if steps is None else steps
@@ -148,8 +162,9 @@ def true_gradient(world: World) -> np.ndarray:
 
 
 class Estimate(NamedTuple):
-    """Of an estimator of the gradient: its mean [D]; its variance (trace of the covariance) a sequence; the standard error of
-    the mean, 0 where it is exact; the effective share of the sampled tokens, (sum w)^2 / (N sum w^2)."""
+    """Of an estimator of the gradient: its mean [D]; its variance (trace of the covariance) a sequence; the
+    standard error of the mean, 0 where it is exact; the effective share of the sampled tokens, (sum w)^2 / (N
+    sum w^2)."""
 
     mean: np.ndarray
     variance: float
@@ -170,7 +185,8 @@ def exact_estimate(world: World, config: CorrectionConfig) -> Estimate:
     weights = np.asarray(_table_weights(log_pi.astype(np.float32), log_mu.astype(np.float32), config), float)
     _, first, second = path_moments(np.exp(log_mu), weights[:, None] * score(world))
     mean, second = first.sum(-1) @ advantage, second.sum(-1) @ advantage**2
-    total, squares = path_moments(np.exp(log_mu), np.stack([weights, weights**2], 1))[1].sum((-1, -2)) / world.length
+    total, squares = path_moments(np.exp(log_mu),
+                                  np.stack([weights, weights**2], 1))[1].sum((-1, -2)) / world.length
     return Estimate(mean, float(second.sum() - mean @ mean), share=total**2 / squares)
 
 
@@ -182,7 +198,8 @@ def _table_weights(log_pi, log_mu, config):
 
 
 def mismatch_of(world: World) -> float:
-    """mismatch/token_mult_prob_error in expectation: the mean of exp |log pi_old - log mu| over tokens from mu."""
+    """mismatch/token_mult_prob_error in expectation: the mean of exp |log pi_old - log mu| over tokens from
+    mu."""
     factor = np.exp(np.abs(world.log_pi - world.log_mu))
     return float(path_moments(np.exp(world.log_mu), factor[:, None])[1].sum()) / world.length
 
@@ -194,11 +211,13 @@ def token_local(config: CorrectionConfig) -> bool:
     return not (config.needs_segments or config.needs_batch)
 
 
-# The shipped code on sequences ---------------------------------------------------------------------------------------
+# The shipped code on sequences
+# ---------------------------------------------------------------------------------------
 
 
 def batch_gradient(theta, ids, tokens, rollout_logp, advantages, config):
-    """ids, tokens, rollout_logp [B, T], advantages [B] -> (the gradient [V * V] a train step would climb, effective share)."""
+    """ids, tokens, rollout_logp [B, T], advantages [B] -> (the gradient [V * V] a train step would climb,
+    effective share)."""
     last = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)))
     mask = ids > 0
     learner = lambda theta: jax.nn.log_softmax(theta)[last, tokens]
@@ -208,7 +227,8 @@ def batch_gradient(theta, ids, tokens, rollout_logp, advantages, config):
     advantages = jnp.broadcast_to(advantages[:, None], tokens.shape)
 
     def loss(theta):
-        policy, _ = policy_loss(learner(theta), old_logp, advantages, fix.mask, ids, ObjectiveConfig("ppo_clip"))
+        policy, _ = policy_loss(learner(theta), old_logp, advantages, fix.mask, ids,
+                                ObjectiveConfig("ppo_clip"))
         return jnp.sum(jnp.where(fix.weights != 0, scale * fix.weights * policy, 0.0))
 
     share = fix.metrics["correction/ess"] * (1 - fix.metrics["correction/rejected_fraction"])
@@ -262,8 +282,8 @@ def enumerated(world: World, config: CorrectionConfig) -> Estimate:
 
 
 def simulated(samples: Samples, config: CorrectionConfig, control: tuple[np.ndarray, np.ndarray]) -> Estimate:
-    """From K batches. control: the gradients [K, D] of an estimator on the same samples whose mean [D] is known: what its
-    noise explains is taken out of the mean."""
+    """From K batches. control: the gradients [K, D] of an estimator on the same samples whose mean [D] is
+    known: what its noise explains is taken out of the mean."""
     x, share = batch_gradients(*samples, config)
     x, (z, known) = np.asarray(x, float), control
     batches, size = samples.tokens.shape[:2]
@@ -271,10 +291,12 @@ def simulated(samples: Samples, config: CorrectionConfig, control: tuple[np.ndar
     beta = (dx * dz).sum() / (dz * dz).sum()
     rest = ((dx - beta * dz) ** 2).sum() / (batches - 1)
     mean = x.mean(0) - beta * (z.mean(0) - known)
-    return Estimate(mean, size * (dx**2).sum() / (batches - 1), math.sqrt(rest / batches), float(share.mean()))
+    return Estimate(mean, size * (dx**2).sum() / (batches - 1), math.sqrt(rest / batches),
+                    float(share.mean()))
 
 
-# The experiments -----------------------------------------------------------------------------------------------------
+# The experiments
+# -----------------------------------------------------------------------------------------------------
 
 
 def measure(names: Sequence[str], length: int, size: float, kind: str = "shared") -> list[dict]:
@@ -293,7 +315,8 @@ def measure(names: Sequence[str], length: int, size: float, kind: str = "shared"
                 plain = np.asarray(batch_gradients(*samples, get_preset("none"))[0], float)
                 control = plain, exact_estimate(world, get_preset("none")).mean
             found[name].append(simulated(samples, config, control))
-    return [{"preset": name, "length": length, "size": size, "noise": kind, **_summary(e, facts)} for name, e in found.items()]
+    return [{"preset": name, "length": length, "size": size, "noise": kind, **_summary(e, facts)}
+            for name, e in found.items()]
 
 
 def _engines(length: int, size: float, kind: str) -> tuple[list[World], list[tuple]]:
@@ -319,7 +342,7 @@ def _summary(estimates: list[Estimate], facts: list[tuple]) -> dict:
         "mismatch": mismatch, "bias": math.sqrt(max(bias, 0.0)), "bias_error": math.sqrt(error / len(facts)),
         "angle_degrees": math.degrees(math.sqrt(angle)) if angle == angle else None,  # None: all was rejected
         "variance": variance, "effective_share": share if share == share else None, "gradient_norm": norm,
-    }  # fmt: skip
+    }
 
 
 def kept_share(name: str, length: int, size: float) -> float:
@@ -327,7 +350,8 @@ def kept_share(name: str, length: int, size: float) -> float:
     kept = []
     for seed in range(1, DRAWS + 1):
         samples = sample(make_world(length, size, "shared", seed), 1, max(64, 2**18 // length), seed)
-        logp = jax.nn.log_softmax(samples.theta)[jnp.pad(samples.tokens[0, :, :-1], ((0, 0), (1, 0))), samples.tokens[0]]
+        logp = jax.nn.log_softmax(samples.theta)[jnp.pad(samples.tokens[0, :, :-1], ((0, 0), (1, 0))),
+                                                 samples.tokens[0]]
         kept.append(float(_mask(logp, samples.rollout_logp[0], samples.segment_ids, get_preset(name)).mean()))
     return float(np.mean(kept))
 
@@ -341,13 +365,14 @@ def experiments() -> dict[str, list[dict]]:
     """Every record of the result file."""
     found = {}
     found["length"] = [r for n in LENGTHS for r in measure(COMPARED, n, SIZE)]
-    found["length, fresh noise"] = [r for n in LENGTHS for r in measure(("none", "token_tis", "nemo/gspo"), n, SIZE, "fresh")]
+    found["length, fresh noise"] = [r for n in LENGTHS
+                                    for r in measure(("none", "token_tis", "nemo/gspo"), n, SIZE, "fresh")]
     found["mismatch"] = [r for size in SIZES for r in measure(COMPARED, LENGTH, size)]
     found["noise"] = [r for kind in NOISES for r in measure(BARS, LENGTH, SIZE, kind)]
     found["kept"] = [
         {"preset": name, "length": n, "size": size, "kept": kept_share(name, n, size)}
         for name in MASKS for size in (SIZE / 2, SIZE) for n in LENGTHS
-    ]  # fmt: skip
+    ]
     found["presets"] = _every_preset(length=64, size=2 * SIZE)
     found["enumerated"] = _enumerated(length=6, size=3 * SIZE)
     return found
@@ -366,7 +391,8 @@ def _enumerated(length: int, size: float) -> list[dict]:
     worlds, facts = _engines(length, size, "shared")
     names = ("none", "token_tis", "icepop", "nemo/gspo", "sequence_tis", "sequence_mis", "geometric_mask")
     found = {name: [enumerated(w, get_preset(name)) for w in worlds] for name in names}
-    return [{"preset": n, "length": length, "size": size, "noise": "shared", **_summary(e, facts)} for n, e in found.items()]
+    return [{"preset": n, "length": length, "size": size, "noise": "shared", **_summary(e, facts)}
+            for n, e in found.items()]
 
 
 def rows(found: dict[str, list[dict]]) -> list[dict]:
@@ -380,8 +406,10 @@ def rows(found: dict[str, list[dict]]) -> list[dict]:
             error = functools.partial(mean_squared_error, sequences=SEQUENCES)
             out += [
                 row(case, "relative bias", "of |gradient|", r["bias"], none["bias"], "no correction", True),
-                row(case, "variance a sequence", "of |gradient|^2", r["variance"], plain["variance"], "sequence IS", True),
-                row(case, f"error of {SEQUENCES} sequences", "of |gradient|^2", error(r), error(none), "no correction", True),
+                row(case, "variance a sequence", "of |gradient|^2", r["variance"], plain["variance"],
+                    "sequence IS", True),
+                row(case, f"error of {SEQUENCES} sequences", "of |gradient|^2", error(r), error(none),
+                    "no correction", True),
             ]
     return out
 

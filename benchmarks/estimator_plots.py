@@ -94,7 +94,8 @@ def _bias(ax, found: dict) -> None:
 
 def _angle(ax, found: dict) -> None:
     _lines(ax, found["length"], "length", _known("angle_degrees"))
-    _lengths(ax, found["length"], "What of it turns the gradient, not shortens it", "angle to the true gradient, degrees")
+    _lengths(ax, found["length"], "What of it turns the gradient, not shortens it",
+             "angle to the true gradient, degrees")
     ax.set_yticks([1, 3, 10, 30], [1, 3, 10, 30])
 
 
@@ -114,7 +115,7 @@ def _error(ax, found: dict) -> None:
     _lines(ax, records, "mismatch", lambda r: mean_squared_error(r, SEQUENCES))
     ax.set(title=f"Squared error of {SEQUENCES:,} sequences of {records[0]['length']} tokens",
            ylabel="of the gradient's squared norm", xlabel="mismatch/token_mult_prob_error", xscale="linear",
-           ylim=(5e-3, 10))  # fmt: skip
+           ylim=(5e-3, 10))
 
 
 def _averaging(ax, found: dict) -> None:
@@ -123,13 +124,14 @@ def _averaging(ax, found: dict) -> None:
     for r in chosen:
         ax.plot(counts, [mean_squared_error(r, n) for n in counts], color=LINES[r["preset"]][1], lw=1.8)
     ax.set(title=f"By sequences averaged, at a mismatch of {chosen[0]['mismatch']:.2f}", xlabel="sequences",
-           ylabel="of the gradient's squared norm", xscale="log", yscale="log", ylim=(5e-3, 10))  # fmt: skip
+           ylabel="of the gradient's squared norm", xscale="log", yscale="log", ylim=(5e-3, 10))
 
 
 def _kept(ax, found: dict) -> None:
     for name, (label, color) in MASKS.items():
         for size, dashes in zip(_values(found["kept"], "size"), ":-"):
-            points = [(r["length"], r["kept"]) for r in found["kept"] if (r["preset"], r["size"]) == (name, size)]
+            points = [(r["length"], r["kept"]) for r in found["kept"]
+                      if (r["preset"], r["size"]) == (name, size)]
             ax.plot(*zip(*points), color=color, ls=dashes, lw=1.8, label=label if dashes == "-" else None)
     _lengths(ax, found["kept"], "Tokens that rejections keep (dotted: half the mismatch)", "share")
     ax.set_ylim(0, 1.35)
@@ -141,11 +143,12 @@ def _noise(ax, found: dict) -> None:
     known = _known("bias")
     kinds = list(dict.fromkeys(r["noise"] for r in found["noise"]))
     for i, (name, (label, color)) in enumerate(BARS.items()):
-        values = [next(map(known, (r for r in found["noise"] if (r["preset"], r["noise"]) == (name, kind)))) for kind in kinds]
+        values = [next(map(known, (r for r in found["noise"] if (r["preset"], r["noise"]) == (name, kind))))
+                  for kind in kinds]
         ax.bar(np.arange(len(kinds)) + (i - 2.5) * 0.14, values, 0.13, color=color, label=label)
     length = found["noise"][0]["length"]
     ax.set(title=f"Bias by kind of noise, {length} tokens", xticks=range(len(kinds)),
-           xticklabels=kinds, yscale="log", ylabel="of the gradient's norm", ylim=(1e-3, 20))  # fmt: skip
+           xticklabels=kinds, yscale="log", ylabel="of the gradient's norm", ylim=(1e-3, 20))
     ax.grid(axis="x", visible=False)
     ax.legend(loc="upper left", ncols=2, fontsize=8.5)
 

@@ -1,12 +1,14 @@
-"""A hundred faults in one run: kills, engine deaths, full disks, damaged checkpoints, NaNs, bad rows; and what was lost by them.
+"""A hundred faults in one run: kills, engine deaths, full disks, damaged checkpoints, NaNs, bad rows; and
+what was lost by them.
 
     jaxfp8rl bench faults [--steps 60] [--seed 0]    # minutes, CPU
 
-Faults of data (a batch with a NaN, log-probabilities that are none, scores that are undefined, rows that are broken) cost what
-docs/faults.md says they cost: an update, a group, a score, a row. They come by the step, so that an undisturbed run has the very
-same. Faults of processes and disks (SIGKILL and SIGTERM anywhere in a step, an engine that dies, a save that fails, a bit that
-flips in the newest checkpoint, lines cut short) come on top of them in the disturbed run, which is resumed until it is done. They
-must cost nothing: both runs are compared line by line and bit by bit, and no child may outlive a process that was killed.
+Faults of data (a batch with a NaN, log-probabilities that are none, scores that are undefined, rows that are
+broken) cost what docs/faults.md says they cost: an update, a group, a score, a row. They come by the step, so
+that an undisturbed run has the very same. Faults of processes and disks (SIGKILL and SIGTERM anywhere in a
+step, an engine that dies, a save that fails, a bit that flips in the newest checkpoint, lines cut short) come
+on top of them in the disturbed run, which is resumed until it is done. They must cost nothing: both runs are
+compared line by line and bit by bit, and no child may outlive a process that was killed.
 
 Needs no GPU.
 """
@@ -31,27 +33,29 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
+from micro_run import arrays, lasting, metrics, words
+
 from benchmarks.common import arguments, row, write
 from bridges.api import EngineUnhealthy
 from bridges.engines.embedded_engine import JaxEngine
 from bridges.served.remote_engine import start
 from bridges.served.supervised_engine import SupervisedEngine
-from jaxfp8rl.run import context
 from jaxfp8rl.checkpoint import store
-from jaxfp8rl.training import loop, updates
-from jaxfp8rl.rollout import engines, scored_groups
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main as command_line
-from jaxfp8rl.rewards.runner import Score
-from jaxfp8rl.rewards.runner import RewardRunner
-from micro_run import arrays, lasting, metrics, words
+from jaxfp8rl.rewards.runner import RewardRunner, Score
+from jaxfp8rl.rollout import engines, scored_groups
+from jaxfp8rl.run import context
+from jaxfp8rl.training import loop, updates
 
 SAVE_EVERY, BAD_ROWS, ROWS = 3, 10, 200
 PLACES = {  # name: the function before which the process dies
-    "generate": (scored_groups, "generate"), "reward": (scored_groups, "score"), "score": (loop, "score"), "learn": (loop, "learn"),
+    "generate": (scored_groups, "generate"), "reward": (scored_groups, "score"), "score": (loop, "score"),
+    "learn": (loop, "learn"),
     "update": (updates, "find_nonfinite"), "publish": (loop, "publish"), "log": (loop.RunDirectory, "log"),
-    "save": (Checkpoints, "save"), "digest": (store, "seal"), "sync": (store, "_sync"), "rename": (Path, "rename"),
-}  # fmt: skip
+    "save": (Checkpoints, "save"), "digest": (store, "seal"), "sync": (store, "_sync"),
+    "rename": (Path, "rename"),
+}
 IN_SAVE = ("save", "digest", "sync", "rename")
 
 
@@ -69,7 +73,8 @@ def plan(steps: int, seed: int) -> list[Fault]:
     """Every fault by its step; those of data never three in a row, which would rightly stop the run."""
     rng, saved = random.Random(seed), range(SAVE_EVERY, steps + 1, SAVE_EVERY)
     lone = rng.sample(range(2, steps + 1, 2), 24)
-    faults = [Fault("NaN in a batch", s) for s in lone[:12]] + [Fault("log-probabilities are none", s) for s in lone[12:]]
+    faults = [Fault("NaN in a batch", s)
+              for s in lone[:12]] + [Fault("log-probabilities are none", s) for s in lone[12:]]
     places = [p for p in PLACES if p != "update"]
     for i in range(20):
         place = places[i % len(places)]
@@ -81,7 +86,8 @@ def plan(steps: int, seed: int) -> list[Fault]:
 
 
 class Injector:
-    """In the process of a run: makes each fault of the plan happen once, over all processes, and notes it before it does."""
+    """In the process of a run: makes each fault of the plan happen once, over all processes, and notes it
+    before it does."""
 
     def __init__(self, faults: list[Fault], done: Path, kinds: tuple[str, ...]):
         self._done, self.step = done, 0
@@ -89,7 +95,8 @@ class Injector:
         self._open = [f for f in faults if f.kind in kinds and str(f) not in noted]
 
     def due(self, kind: str, place: str = "", again: bool = False) -> bool:
-        """Whether it is to happen now. `again`: also in a step that is taken again, because it belongs to the data."""
+        """Whether it is to happen now. `again`: also in a step that is taken again, because it belongs to the
+        data."""
         found = next((f for f in self._open if (f.kind, f.step, f.place) == (kind, self.step, place)), None)
         if found and not again:
             self._open.remove(found)
@@ -102,7 +109,7 @@ def inject(injector: Injector) -> None:
     """Lay the faults into this process, where they would come from."""
     one_step, to_samples, generate, seal, make = (
         loop.one_step, scored_groups.to_samples, JaxEngine.generate, store.seal, engines._jax
-    )  # fmt: skip
+    )
 
     def stepping(parts, run, state, policy, step):
         injector.step = step
@@ -110,7 +117,8 @@ def inject(injector: Injector) -> None:
 
     def with_nan(*args):
         bad = injector.due("NaN in a batch", again=True)
-        return [[s._replace(advantage=float("nan") if bad else s.advantage) for s in group] for group in to_samples(*args)]
+        return [[s._replace(advantage=float("nan") if bad else s.advantage) for s in group]
+                for group in to_samples(*args)]
 
     def mistaken(engine, requests):
         if requests[0].n > 1 and injector.due("engine dies"):
@@ -155,14 +163,16 @@ def rewarded(self: RewardRunner, items) -> list[Score]:
 
 
 def run(folder: Path, steps: int, seed: int, kinds: tuple[str, ...]) -> int:
-    """`python benchmarks/faults.py run ...`: one process of a run, begun or resumed, with a child that must end with it."""
+    """`python benchmarks/faults.py run ...`: one process of a run, begun or resumed, with a child that must
+    end with it."""
     print("child", start("fake").pid, flush=True)
     inject(Injector(plan(steps, seed), folder / "done", kinds))
     used = (folder / "run" / "metrics.jsonl").exists() and (folder / "run" / "metrics.jsonl").stat().st_size
     settings = words(
-        folder / "run", run__steps=steps, run__save_every=SAVE_EVERY, run__keep_checkpoints=3, task__kind="file",
+        folder / "run", run__steps=steps, run__save_every=SAVE_EVERY, run__keep_checkpoints=3,
+        task__kind="file",
         task__path=folder / "rows.jsonl", task__options="{}", task__skip_bad_rows="true",
-    )  # fmt: skip
+    )
     return command_line(["train", "demo", *settings] + ["--resume"] * bool(used))
 
 
@@ -173,18 +183,21 @@ def write_rows(path: Path) -> None:
 
 
 def until_done(folder: Path, steps: int, seed: int, kinds: tuple[str, ...]) -> dict:
-    """Start processes until one ends by itself; between two, hurt what lies on the disk. What happened, counted."""
+    """Start processes until one ends by itself; between two, hurt what lies on the disk. What happened,
+    counted."""
     folder.mkdir(parents=True)
     write_rows(folder / "rows.jsonl")
     rng, counts, exits = random.Random(seed), collections.Counter(), collections.Counter()
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
-    }  # fmt: skip
+    }
     begun = time.monotonic()
     while True:
         command = [sys.executable, __file__, "run", str(folder), str(steps), str(seed), ",".join(kinds)]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True)
         exits[done.returncode] += 1
         orphan = int(done.stdout.split("child ")[1].split()[0])
         if done.returncode == 0 and metrics(folder / "run")[-1]["step"] == steps:
@@ -195,8 +208,10 @@ def until_done(folder: Path, steps: int, seed: int, kinds: tuple[str, ...]) -> d
         counts["children left"] += outlives(orphan)
         hurt_disk(folder / "run", rng, counts)
     noted = (folder / "done").read_text().splitlines() if (folder / "done").exists() else []
-    counts.update(" ".join(line.split()[:-2] if line.split()[-1] in PLACES else line.split()[:-1]) for line in noted)
-    return {"counts": counts, "exits": {str(k): v for k, v in exits.items()}, "seconds": time.monotonic() - begun, "noted": noted}
+    counts.update(" ".join(line.split()[:-2] if line.split()[-1] in PLACES else line.split()[:-1])
+                  for line in noted)
+    return {"counts": counts, "exits": {str(k): v for k, v in exits.items()},
+            "seconds": time.monotonic() - begun, "noted": noted}
 
 
 def outlives(pid: int, seconds: float = 5.0) -> bool:
@@ -213,10 +228,12 @@ def outlives(pid: int, seconds: float = 5.0) -> bool:
 
 
 def hurt_disk(directory: Path, rng: random.Random, counts: collections.Counter) -> None:
-    """Now and then a bit flips in the newest of several checkpoints, or the last line of a log is one that was cut short."""
+    """Now and then a bit flips in the newest of several checkpoints, or the last line of a log is one that
+    was cut short."""
     steps = Checkpoints(directory / "checkpoints", 3).steps()
     if len(steps) > 1 and rng.random() < 0.4:
-        files = [p for p in sorted((directory / "checkpoints" / str(steps[-1])).rglob("*")) if p.is_file() and p.stat().st_size]
+        files = [p for p in sorted((directory / "checkpoints" / str(steps[-1])).rglob("*")) if p.is_file()
+                 and p.stat().st_size]
         victim = rng.choice(files)
         contents, at = bytearray(victim.read_bytes()), rng.randrange(victim.stat().st_size)
         contents[at] ^= 1 << rng.randrange(8)
@@ -244,7 +261,8 @@ def main() -> None:
     parser = arguments(__doc__, "faults")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="where the two runs lie; made afresh")
+    parser.add_argument("--folder", type=Path, default=Path("runs/faults"),
+                        help="where the two runs lie; made afresh")
     args = parser.parse_args()
     undisturbed = until_done(args.folder / "undisturbed", args.steps, args.seed, DATA)
     disturbed = until_done(args.folder / "disturbed", args.steps, args.seed, DATA + PROCESS)
@@ -256,20 +274,27 @@ def main() -> None:
         "NaN in a batch": sum(not r["update/applied"] for r in straight[1:]), "bad row": BAD_ROWS,
         "log-probabilities are none": sum(int(r["rollout/groups_rejected"]) for r in straight[1:]),
         "undefined score": sum(int(r["reward/undefined"]) for r in straight[1:]),
-    }  # fmt: skip
+    }
     planned = collections.Counter(f.kind for f in plan(args.steps, args.seed))
-    rows = [row(f"fault: {kind}", "happened", "faults", n, planned[kind] or n, "planned") for kind, n in sorted(counts.items())]
+    rows = [row(f"fault: {kind}", "happened", "faults", n, planned[kind] or n, "planned")
+            for kind, n in sorted(counts.items())]
     rows += [
         row("all faults", "happened", "faults", counts.total(), 100, "promised"),
-        row("final state", "arrays equal bit for bit", "arrays", sum(np.array_equal(have[n], want[n]) for n in want), len(want),
+        row("final state", "arrays equal bit for bit", "arrays",
+            sum(np.array_equal(have[n], want[n]) for n in want), len(want),
             "undisturbed run"),
-        row("metrics.jsonl", "lines equal", "lines", sum(map(same, lines, straight)), len(straight), "undisturbed run"),
-        row("samples.jsonl", "lines equal", "lines", sum(a == b for a, b in zip(samples, expected)), len(expected),
+        row("metrics.jsonl", "lines equal", "lines", sum(map(same, lines, straight)), len(straight),
             "undisturbed run"),
-        row("children", "left behind", "processes", disturbed["counts"]["children left"], 0, "none", smaller_is_better=True),
-    ]  # fmt: skip
-    write(args.out, "faults", rows, args.plot, steps=args.steps, seed=args.seed, undisturbed=undisturbed, disturbed=disturbed)
-    if len(have) != len(want) or len(lines) != len(straight) or any(r["ours"] != r["yardstick"] for r in rows[-4:]):
+        row("samples.jsonl", "lines equal", "lines", sum(a == b for a, b in zip(samples, expected)),
+            len(expected),
+            "undisturbed run"),
+        row("children", "left behind", "processes", disturbed["counts"]["children left"], 0, "none",
+            smaller_is_better=True),
+    ]
+    write(args.out, "faults", rows, args.plot, steps=args.steps, seed=args.seed, undisturbed=undisturbed,
+          disturbed=disturbed)
+    if len(have) != len(want) or len(lines) != len(straight) or any(
+            r["ours"] != r["yardstick"] for r in rows[-4:]):
         raise SystemExit("the disturbed run is not the undisturbed one")
 
 

@@ -1,14 +1,16 @@
-"""The scaled FP8 products beside XLA's bfloat16, cuBLASLt's FP8 blockwise product and DeepGEMM, in one process on one GPU.
+"""The scaled FP8 products beside XLA's bfloat16, cuBLASLt's FP8 blockwise product and DeepGEMM, in one
+process on one GPU.
 
     jaxfp8rl bench gemm [--tokens 4096 16384] [--tune]
 
-cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out, saying so. Every round
-times all of them, in turning order, by the host's clock around calls that are queued together: of JAX's a program of all inputs,
-of torch's a CUDA graph of them where a product is short, and JAX's then takes them in turn for 10 ms; medians over rounds.
-Inputs and results rotate, or the cache would hold them; results are of one type, bfloat16, of wgrad float32. --tune times every
-one of CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is
-made from it.
-All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes, into its cache on disk.
+cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out,
+saying so. Every round times all of them, in turning order, by the host's clock around calls that are queued
+together: of JAX's a program of all inputs, of torch's a CUDA graph of them where a product is short, and
+JAX's then takes them in turn for 10 ms; medians over rounds. Inputs and results rotate, or the cache would
+hold them; results are of one type, bfloat16, of wgrad float32. --tune times every one of CANDIDATES,
+FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is
+made from it. All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes,
+into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
 """
@@ -40,7 +42,8 @@ QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "d
 SQUARES = [(8192, 8192, 8192), (8192, 4096, 4096)]
 DECODE = 64  # tokens up to which reading the weights is what takes the time
 SHORT = 2.5e-4  # seconds of a product below which the host's time for a call of its own would be seen
-QUEUED = 1e-2  # seconds of work in a measurement, or a program of short ones: XLA takes 150 us to begin one of eight sets
+# seconds of work in a measurement, or a program of short ones: XLA takes 150 us to begin one of eight sets
+QUEUED = 1e-2
 
 
 class Product(NamedTuple):
@@ -66,7 +69,8 @@ class Product(NamedTuple):
 
     @property
     def sets(self) -> int:
-        """Of operands and results, used in turn: what one product leaves in the cache is no use to the next."""
+        """Of operands and results, used in turn: what one product leaves in the cache is no use to the
+        next."""
         return 8 if self.short else 2
 
     @property
@@ -97,14 +101,16 @@ def products(tokens: list[int]) -> list[Product]:
 def main() -> None:
     parser = arguments(__doc__, "gemm")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--only", nargs="+", default=[], help="products whose names begin so: square, qkv, o, gate_up, down")
+    parser.add_argument("--only", nargs="+", default=[],
+                        help="products whose names begin so: square, qkv, o, gate_up, down")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     candidates = lambda product: FOR_WGRAD if product.wgrad else FEW_ROWS if product.decode else CANDIDATES
     tiles = lambda product: candidates(product) if args.tune else {"ours": None}
     asked = [p for p in products(args.tokens) if not args.only or p.name.split()[0] in args.only]
-    with ThreadPoolExecutor() as threads, ProcessPoolExecutor(4, get_context("spawn"), leave_memory) as processes:
+    with ThreadPoolExecutor() as threads, ProcessPoolExecutor(
+            4, get_context("spawn"), leave_memory) as processes:
         warming = [processes.submit(warm, product) for product in asked if not product.wgrad]
         compiled = {product: compiling(product, tiles(product), threads) for product in asked}
         for done in warming:
@@ -115,10 +121,12 @@ def main() -> None:
         runs = ours(product, made, compiled[product]) | yardsticks(product, made)
         times = measure(runs, product, args.rounds)
         speed = {name: product.flops / seconds / 1e12 for name, seconds in times.items()}
-        print(f"{product!s:36}", "  ".join(f"{name} {value:.0f}" for name, value in speed.items()), flush=True)
+        print(f"{product!s:36}", "  ".join(f"{name} {value:.0f}" for name, value in speed.items()),
+              flush=True)
         if not args.tune:
             own = speed.pop("ours")
-            rows += [row(str(product), "product", "TFLOP/s", own, value, name) for name, value in speed.items()]
+            rows += [row(str(product), "product", "TFLOP/s", own, value, name)
+                     for name, value in speed.items()]
             if product.decode:
                 rate = product.n * product.k / times["ours"] / 1e12
                 rows.append(row(str(product), "weights read", "TB/s", rate, bandwidth, "copy"))
@@ -130,7 +138,8 @@ def main() -> None:
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(product: Product, seed: int) -> tuple:
     keys = jax.random.split(jax.random.key(seed), 2)
-    return tuple(jax.random.normal(key, (rows, product.k), jnp.bfloat16) for key, rows in zip(keys, (product.m, product.n)))
+    return tuple(jax.random.normal(key, (rows, product.k), jnp.bfloat16)
+                 for key, rows in zip(keys, (product.m, product.n)))
 
 
 def operands(product: Product, seed: int) -> tuple:
@@ -141,8 +150,9 @@ def operands(product: Product, seed: int) -> tuple:
 
 
 def compiling(product: Product, tiles: dict[str, Tiles | None], threads: Executor) -> dict[str, Future]:
-    """By name, our program of a product for every set of operands in turn: a call of its own takes the host longer than a short
-    product the GPU. Scales come in the layout that the quantisers write and the kernel reads: what a model's jit passes on."""
+    """By name, our program of a product for every set of operands in turn: a call of its own takes the host
+    longer than a short product the GPU. Scales come in the layout that the quantisers write and the kernel
+    reads: what a model's jit passes on."""
     struct, blocks = jax.ShapeDtypeStruct, product.k // 128
     b_scale = (blocks, product.n) if product.wgrad else (product.n // 128, blocks)
     codes = (struct((rows, product.k), jnp.float8_e4m3fn) for rows in (product.m, product.n))
@@ -154,7 +164,8 @@ def compiling(product: Product, tiles: dict[str, Tiles | None], threads: Executo
         return f(a, sa.T, b, sb.T if product.wgrad else sb, backend="pallas", tiles=tiles)
 
     def program(tiles):
-        return in_turns(jax.jit(functools.partial(run, tiles=tiles)), product.turns).lower([(a, sa, b, sb)] * product.sets)
+        return in_turns(jax.jit(functools.partial(run, tiles=tiles)),
+                        product.turns).lower([(a, sa, b, sb)] * product.sets)
 
     return {name: threads.submit(program(t).compile) for name, t in tiles.items()}
 
@@ -175,7 +186,8 @@ def in_turns(f: Callable, turns: int) -> Callable:
     @jax.jit
     def program(sets):
         once = lambda sets: [f(*operands) for operands in sets]
-        after = lambda results: jax.lax.optimization_barrier((sets, results))[0]  # or XLA would compute each once
+        # or XLA would compute each once
+        after = lambda results: jax.lax.optimization_barrier((sets, results))[0]
         return jax.lax.fori_loop(1, turns, lambda _, results: once(after(results)), once(sets))
 
     return program
@@ -207,7 +219,8 @@ def warm(product: Product) -> None:
 
 
 def as_graph(run: Callable[[int], object], count: int) -> Callable[[int], object]:
-    """`count` calls of a library of torch's as one CUDA graph, for the same reason. It keeps `run`, whose arrays it reads."""
+    """`count` calls of a library of torch's as one CUDA graph, for the same reason. It keeps `run`, whose
+    arrays it reads."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
@@ -228,7 +241,8 @@ def copy_bandwidth() -> float:
 
 
 def check(product: Product, y, codes: tuple, rows: int = 128) -> None:
-    want = (reference.wgrad if product.wgrad else reference.blockwise_matmul)(codes[0][:rows], codes[1][:rows], *codes[2:])
+    want = (reference.wgrad if product.wgrad
+            else reference.blockwise_matmul)(codes[0][:rows], codes[1][:rows], *codes[2:])
     error = jnp.linalg.norm(y[:rows].astype(jnp.float32) - want) / jnp.linalg.norm(want)
     if not error < 3e-3:
         raise SystemExit(f"{product}: relative error {float(error):.2e} against the reference")
@@ -236,7 +250,8 @@ def check(product: Product, y, codes: tuple, rows: int = 128) -> None:
 
 def yardsticks(product: Product, made: list) -> dict[str, Callable[[int], object]]:
     dtype = jnp.float32 if product.wgrad else jnp.bfloat16
-    dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype))
+    dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())),
+                                                   preferred_element_type=dtype))
     plain = [operands for operands, _ in made]
     found = {"XLA bf16": by_call(in_turns(dot, product.turns).lower(plain).compile(), plain, product.turns)}
     for name, of in (("cuBLASLt FP8 blockwise", cublaslt), ("DeepGEMM", deep_gemm)):
@@ -245,7 +260,8 @@ def yardsticks(product: Product, made: list) -> dict[str, Callable[[int], object
             found[name](0)
             if product.short:
                 found[name] = as_graph(found[name], product.sets)
-        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError) as e:
+        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError,
+                AssertionError) as e:
             found.pop(name, None)
             print(f"{product}: no {name}: {str(e).splitlines()[0]}", flush=True)
     return found
@@ -258,7 +274,8 @@ def torch_operands(codes: tuple) -> tuple:
 
 
 def by_column(scale):
-    """Scales contiguous along the rows of their operand, which both libraries want; theirs to keep, so not timed."""
+    """Scales contiguous along the rows of their operand, which both libraries want; theirs to keep, so not
+    timed."""
     return scale.t().contiguous().t()
 
 
@@ -273,9 +290,10 @@ def cublaslt(product: Product, made: list) -> Callable[[int], object]:
     def run(i: int, turned: bool):
         a, b, sa, sb = ready[i % product.sets]
         results[i % product.sets] = y = scaled_mm(
-            a, b.t(), sa, ScalingType.BlockWise1x128, sb.t() if turned else sb, kind, swizzle_a=plain, swizzle_b=plain,
+            a, b.t(), sa, ScalingType.BlockWise1x128, sb.t() if turned else sb, kind, swizzle_a=plain,
+            swizzle_b=plain,
             output_dtype=dtype, use_fast_accum=False,
-        )  # fmt: skip
+        )
         return y
 
     ready = [(a, b, by_column(sa), by_column(sb) if product.wgrad else sb) for a, sa, b, sb in made]

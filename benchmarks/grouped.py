@@ -1,13 +1,15 @@
-"""The grouped FP8 products of a mixture of experts beside JAX's shipped bfloat16 kernels and DeepGEMM, in one process on one GPU.
+"""The grouped FP8 products of a mixture of experts beside JAX's shipped bfloat16 kernels and DeepGEMM, in one
+process on one GPU.
 
     jaxfp8rl bench grouped [--tune]
 
-128 experts share 131,072 rows by a log-normal law. TFLOP/s count those rows alone: what is computed for padding is ours to pay,
-and so are the tables made from the sizes on the device. Yardsticks: `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu`
-(bfloat16, rows unpadded, the fastest of a few of their own configurations), DeepGEMM's contiguous grouped product (padded as
-ours is), and our dense product of as many operations, which a grouped one can hardly pass. Of wgrad, whose result is float32, one
-in bfloat16, too, as the shipped kernel's is. Timed as in benchmarks/gemm.py.
---tune times all of `sm90.FORWARD` and `sm90.WEIGHTS` beside that last one and writes nothing.
+128 experts share 131,072 rows by a log-normal law. TFLOP/s count those rows alone: what is computed for
+padding is ours to pay, and so are the tables made from the sizes on the device. Yardsticks: `ragged_dot_mgpu`
+and `transposed_ragged_dot_mgpu` (bfloat16, rows unpadded, the fastest of a few of their own configurations),
+DeepGEMM's contiguous grouped product (padded as ours is), and our dense product of as many operations, which
+a grouped one can hardly pass. Of wgrad, whose result is float32, one in bfloat16, too, as the shipped
+kernel's is. Timed as in benchmarks/gemm.py. --tune times all of `sm90.FORWARD` and `sm90.WEIGHTS` beside that
+last one and writes nothing.
 
 Needs a GPU; vLLM for DeepGEMM.
 """
@@ -38,7 +40,8 @@ EXPERTS, ROWS = 128, 131_072
 SHAPES = [(1536, 2048), (2048, 1536)]  # (N, K); dgrad of the one is the other
 SPREAD = 1.0  # the standard deviation of the logarithm of an expert's share
 FORWARD_TILES = [(128, 128, 64, 4, 8), (128, 128, 64, 5, 4), (64, 256, 64, 4, 4)]  # of ragged_dot_mgpu
-WEIGHT_TILES = [(128, 128, 64, 4, 1), (128, 128, 64, 5, 4), (64, 256, 64, 4, 1)]  # of transposed_ragged_dot_mgpu
+# of transposed_ragged_dot_mgpu
+WEIGHT_TILES = [(128, 128, 64, 4, 1), (128, 128, 64, 5, 4), (64, 256, 64, 4, 1)]
 CALLS = 8  # queued together; operands are larger than the L2 cache, so one set will do
 DENSE, OURS = "our dense FP8", "ours"
 ROUNDED = f"{OURS}, result in bfloat16"
@@ -69,7 +72,8 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     rows, sizes = [], {}
-    for case in [Case(n, k, wgrad, seed) for seed in range(args.seeds) for wgrad in (False, True) for n, k in SHAPES]:
+    for case in [Case(n, k, wgrad, seed) for seed in range(args.seeds) for wgrad in (False, True)
+                 for n, k in SHAPES]:
         if args.only and not str(case).startswith(args.only):
             continue
         speed = time_case(case, args.tune, args.rounds)
@@ -78,8 +82,9 @@ def main() -> None:
             print(case, *(f"| {name} {value:.0f}" for name, value in speed.items()), flush=True)
         else:
             own = {name: speed.pop(name) for name in (OURS, ROUNDED) if name in speed}
-            rows += [row(str(case), f"grouped product{made.removeprefix(OURS)}", "TFLOP/s", own[made], value, name)
-                     for made in own for name, value in speed.items()]  # fmt: skip
+            rows += [row(str(case), f"grouped product{made.removeprefix(OURS)}", "TFLOP/s", own[made], value,
+                         name)
+                     for made in own for name, value in speed.items()]
             write(args.out, "grouped", rows, args.plot, group_sizes=sizes)
 
 
@@ -117,7 +122,8 @@ def draw(case: Case, seed: int) -> tuple:
     """x [R, K] and w [E, N, K], or dy [R, N] for wgrad, in bfloat16."""
     keys = jax.random.split(jax.random.key(seed))
     other = (ROWS, case.n) if case.wgrad else (EXPERTS, case.n, case.k)
-    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, ((ROWS, case.k), other)))
+    return tuple(jax.random.normal(key, shape, jnp.bfloat16)
+                 for key, shape in zip(keys, ((ROWS, case.k), other)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -128,19 +134,21 @@ def quantised(case: Case, groups: api.Groups, x, other) -> tuple:
         codes, scale = quantize.quantize_rows(x, backend="reference")
         return codes, scale.T, *jax.lax.map(lambda w: quantize.quantize_blocks(w, backend="reference"), other)
     of_tokens = functools.partial(quantize.quantize_tokens, backend="reference")
-    return tuple(a for codes, scale in map(of_tokens, (api.pad_rows(other, groups), x)) for a in (codes, scale.T))
+    return tuple(a for codes, scale in map(of_tokens, (api.pad_rows(other, groups), x))
+                 for a in (codes, scale.T))
 
 
 def ours(case: Case, groups: api.Groups, codes: tuple, options: dict[str, dict]) -> Runs:
-    """By name, the product compiled with those options: call number -> result. Checked against the reference, every expert by its
-    own norm."""
+    """By name, the product compiled with those options: call number -> result. Checked against the reference,
+    every expert by its own norm."""
 
     def product(f, groups, a, sa, b, sb, **options):
         return f(a, sa.T, b, sb.T if case.wgrad else sb, groups, **options)
 
     name = "grouped_wgrad" if case.wgrad else "grouped_matmul"
     want = jax.jit(functools.partial(product, getattr(reference, name)))(groups, *codes)
-    programs = [functools.partial(product, getattr(api, name), backend="pallas", **chosen) for chosen in options.values()]
+    programs = [functools.partial(product, getattr(api, name), backend="pallas", **chosen)
+                for chosen in options.values()]
     runs = {}
     for label, f in zip(options, compiled([jax.jit(f).lower(groups, *codes) for f in programs])):
         if not (error := float(worst_expert(case, groups, f(groups, *codes), want))) < 3e-3:
@@ -156,8 +164,10 @@ def compiled(lowered: list) -> list[Callable]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def worst_expert(case: Case, groups: api.Groups, got, want) -> jax.Array:
-    """The largest relative l2 error of a gradient, or of a block of 128 rows; 1 where zeros are wanted and something is there."""
-    cut = lambda y: y.astype(jnp.float32).reshape((EXPERTS if case.wgrad else groups.expert.size), -1)  # noqa: E731
+    """The largest relative l2 error of a gradient, or of a block of 128 rows; 1 where zeros are wanted and
+    something is there."""
+    cut = lambda y: y.astype(jnp.float32).reshape((EXPERTS if case.wgrad else groups.expert.size),
+                                                  -1)  # noqa: E731
     error, norm = (jnp.linalg.norm(y, axis=1) for y in (cut(got) - cut(want), cut(want)))
     return jnp.max(jnp.where(norm > 0, error / norm, jnp.where(error == 0, 0.0, 1.0)))
 
@@ -173,7 +183,8 @@ def yardsticks(case: Case, groups: api.Groups, plain: tuple, codes: tuple) -> Ru
         try:
             found[name] = make()
             found[name](0)
-        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError, TypeError) as e:
+        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError,
+                TypeError) as e:
             found.pop(name, None)
             print(f"{case}: no {name}: {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
     return found
@@ -185,16 +196,20 @@ def ragged(case: Case, groups: api.Groups, x, other) -> Callable[[int], object]:
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     def run(a, b, sizes, tiles):
-        options = dict(zip(("block_m", "block_n", "block_k", "max_concurrent_steps", "grid_block_n"), tiles), group_sizes=sizes)
-        return transposed_ragged_dot(a, b, **options) if case.wgrad else ragged_dot(a, b, transpose_rhs=True, **options)
+        options = dict(zip(("block_m", "block_n", "block_k", "max_concurrent_steps", "grid_block_n"), tiles),
+                       group_sizes=sizes)
+        return transposed_ragged_dot(a, b, **options) if case.wgrad else ragged_dot(
+            a, b, transpose_rhs=True, **options)
 
     configurations = WEIGHT_TILES if case.wgrad else FORWARD_TILES
     operands = (*((other, x) if case.wgrad else (x, other)), groups.sizes)
-    programs = compiled([jax.jit(functools.partial(run, tiles=tiles)).lower(*operands) for tiles in configurations])
+    programs = compiled([jax.jit(functools.partial(run, tiles=tiles)).lower(*operands)
+                         for tiles in configurations])
     runs = {tiles: lambda i, f=f: f(*operands) for tiles, f in zip(configurations, programs)}
     times = measure(runs, 2)
     best = min(times, key=times.get)
-    print(f"{case}: shipped kernel:", *(f"{t} {case.flops / s / 1e12:.0f}" for t, s in times.items()), flush=True)
+    print(f"{case}: shipped kernel:", *(f"{t} {case.flops / s / 1e12:.0f}" for t, s in times.items()),
+          flush=True)
     return runs[best]
 
 
@@ -203,7 +218,8 @@ def deep_gemm(case: Case, groups: api.Groups, codes: tuple) -> Callable[[int], o
     import vllm.third_party.deep_gemm as library
 
     if case.wgrad:
-        raise NotImplementedError("its product grouped along the contraction wants each group's operand apart")
+        raise NotImplementedError(
+            "its product grouped along the contraction wants each group's operand apart")
     a, sa, b, sb = (torch.from_dlpack(c) for c in codes)
     expert = jnp.where(groups.expert < EXPERTS, groups.expert, -1)
     of_row = torch.from_dlpack(jnp.repeat(expert, 128))

@@ -1,12 +1,14 @@
-"""Whole steps of GRPO, all parameters, learner and vLLM on one GPU: Qwen3 shapes, random weights, completions of many tokens.
+"""Whole steps of GRPO, all parameters, learner and vLLM on one GPU: Qwen3 shapes, random weights, completions
+of many tokens.
 
     jaxfp8rl bench grpo [--size 8b] [--steps 3] [--new-tokens 4096] [--gpus 0 1]
 
-Two runs of `jaxfp8rl train`, each a process of its own: "fp8", recipe fp8_unified with an FP8 cache, and "bf16", the yardstick.
-With --gpus they run at the same time, each on its own; else one after the other. A model of random weights ends a completion at
-one of ENDS tokens of its vocabulary, and is rewarded for ending early, so lengths and rewards differ as they do in a run. Phases
-are medians of the steps after the first, which compiles. The peak is that of JAX's allocator, beside the plan that
-`--dry-run` prints; "device" is what the driver says is in use, learner and engine together, looked at twice a second.
+Two runs of `jaxfp8rl train`, each a process of its own: "fp8", recipe fp8_unified with an FP8 cache, and
+"bf16", the yardstick. With --gpus they run at the same time, each on its own; else one after the other. A
+model of random weights ends a completion at one of ENDS tokens of its vocabulary, and is rewarded for ending
+early, so lengths and rewards differ as they do in a run. Phases are medians of the steps after the first,
+which compiles. The peak is that of JAX's allocator, beside the plan that `--dry-run` prints; "device" is what
+the driver says is in use, learner and engine together, looked at twice a second.
 
 Needs a GPU and vLLM.
 """
@@ -28,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import SHAPES, arguments, config, row, write
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.toml import dump_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.config.toml import dump_config
 
 PROMPTS, SAMPLES, PROMPT = 8, 8, 32
 ENDS = 24  # tokens that end a completion: of 4,096 tokens about half do
@@ -49,9 +51,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=4096)
     parser.add_argument("--runs", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--remat", default="mlp", help="train.remat: %(default)s")
-    parser.add_argument("--fp8-kernel", default="deep_gemm", help="rollout.fp8_kernel of the FP8 run: %(default)s")
-    parser.add_argument("--wgrad-inputs", choices=["1x128", "128x128"], default="1x128", help="of the FP8 run: %(default)s")
-    parser.add_argument("--old-policy", choices=["recomputed", "current"], default="recomputed", help="loss.old_policy")
+    parser.add_argument("--fp8-kernel", default="deep_gemm",
+                        help="rollout.fp8_kernel of the FP8 run: %(default)s")
+    parser.add_argument("--wgrad-inputs", choices=["1x128", "128x128"], default="1x128",
+                        help="of the FP8 run: %(default)s")
+    parser.add_argument("--old-policy", choices=["recomputed", "current"], default="recomputed",
+                        help="loss.old_policy")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of a run")
     parser.add_argument("--gpus", nargs="+", help="of each run, as CUDA_VISIBLE_DEVICES has them")
     args = parser.parse_args()
@@ -70,20 +75,22 @@ def main() -> None:
     case = f"Qwen3-{args.size.upper()}, {PROMPTS * SAMPLES} completions of up to {args.new_tokens} tokens"
     write(args.out, "grpo", rows_of(case, found), args.plot, runs={
         name: {**f, "config": dump_config(runs[name].cfg)} for name, f in found.items()
-    })  # fmt: skip
+    })
     sys.exit(max(run.code for run in runs.values()))
 
 
 def config_of(recipe: str, args, folder: Path) -> Config:
     model, length = config(args.size, args.layers), PROMPT + args.new_tokens
     weights, cache = RECIPES[recipe]
-    token = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * (1 if cache == "fp8" else 2)
+    token = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * (
+        1 if cache == "fp8" else 2)
     return Config.model_validate({
         "run": {"dir": str(folder / "run"), "steps": args.steps, "eval_every": 0, "save_every": 0},
         "model": {"config": model, "tokenizer": str(tokenizer(folder))},
         "task": {"kind": "arithmetic", "max_prompt_tokens": PROMPT, "options": {"held_out_fraction": 0.0}},
         "rollout": {
-            "engine": "vllm", "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": args.new_tokens,
+            "engine": "vllm", "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES,
+            "max_new_tokens": args.new_tokens,
             "max_num_seqs": PROMPTS * SAMPLES, "kv_cache": cache, "sleep": "drop_weights",
             "fp8_kernel": args.fp8_kernel if recipe == "fp8" else "native",
             "kv_cache_gib": round(1.05 * token * length * PROMPTS * SAMPLES / 2**30, 2),
@@ -92,8 +99,9 @@ def config_of(recipe: str, args, folder: Path) -> Config:
         "loss": {"overlong_buffer": args.new_tokens, "old_policy": args.old_policy},
         "optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"},
         "train": {"row_tokens": 4 * length, "rows_per_microbatch": 1, "remat": args.remat},
-        "gate": {"completions": 4, "max_mean_gap": 1.0, "max_gap": 10.0},  # random weights: roundings grow from layer to layer
-    })  # fmt: skip
+        # random weights: roundings grow from layer to layer
+        "gate": {"completions": 4, "max_mean_gap": 1.0, "max_gap": 10.0},
+    })
 
 
 def tokenizer(folder: Path) -> Path:
@@ -102,7 +110,8 @@ def tokenizer(folder: Path) -> Path:
     chars = load_tokenizer("chars:0123456789+-*=")
     chars.save(str(folder))
     ends = [*chars.eos_token_ids, *range(1000, 1000 + ENDS - 1)]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": chars.pad_token_id}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": ends, "pad_token_id": chars.pad_token_id}))
     return folder
 
 
@@ -111,7 +120,8 @@ class Run(threading.Thread):
 
     def __init__(self, name: str, gpu: str, folder: Path, args):
         super().__init__()
-        self.cfg, self.gpu, self.folder, self.timeout = config_of(name, args, folder), gpu, folder, args.timeout
+        self.cfg, self.gpu, self.folder, self.timeout = config_of(
+            name, args, folder), gpu, folder, args.timeout
         self.log, self.device, self.code = args.out.with_name(f"{args.out.stem}_{name}.log"), [], 1
         self.records: list[dict] = []
 
@@ -121,8 +131,9 @@ class Run(threading.Thread):
         command, start = [sys.executable, "-m", "jaxfp8rl", "train", str(path)], time.monotonic()
         with open(self.log, "w") as log:
             child = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "CUDA_VISIBLE_DEVICES": self.gpu},
-            )  # fmt: skip
+                command, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": self.gpu},
+            )
             while child.poll() is None:
                 time.sleep(0.5)
                 self.device.append(in_use(self.gpu))
@@ -134,7 +145,8 @@ class Run(threading.Thread):
 
     def found(self) -> dict:
         plan = dict(memory_plan(self.cfg, ModelConfig.from_hf(self.cfg.model.config)))
-        return {"exit code": self.code, "steps": self.records, "device, GB": max(self.device) * 2**20 / 1e9, "plan": plan}
+        return {"exit code": self.code, "steps": self.records, "device, GB": max(self.device) * 2**20 / 1e9,
+                "plan": plan}
 
 
 def in_use(gpu: str) -> int:
@@ -145,21 +157,28 @@ def in_use(gpu: str) -> int:
 
 def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
     """Beside bf16, where it ran and came beyond its first step; else each phase beside the whole step."""
-    steps = {name: f["steps"][2:] for name, f in found.items() if f["steps"][2:]}  # a line of step 0 comes first
-    median = {name: {p: statistics.median(s[f"time/{p}_s"] for s in seen) for p in PHASES} for name, seen in steps.items()}
-    tokens = {name: sum(s["tokens/rollout"] for s in seen) for name, seen in steps.items()}  # each run samples its own
-    rate = {name: {p: tokens[name] / sum(s[f"time/{p}_s"] for s in seen) for p in RATES} for name, seen in steps.items()}
+    # a line of step 0 comes first
+    steps = {name: f["steps"][2:] for name, f in found.items() if f["steps"][2:]}
+    median = {name: {p: statistics.median(s[f"time/{p}_s"] for s in seen) for p in PHASES}
+              for name, seen in steps.items()}
+    # each run samples its own
+    tokens = {name: sum(s["tokens/rollout"] for s in seen) for name, seen in steps.items()}
+    rate = {name: {p: tokens[name] / sum(s[f"time/{p}_s"] for s in seen) for p in RATES}
+            for name, seen in steps.items()}
     rows = []
     for name, of in median.items():
         what, beside = f"{case}, {name}", "bf16" if "bf16" in median else "the step"
-        rows += [row(what, p, "s", of[p], median["bf16"][p] if beside == "bf16" else of["step"], beside, True) for p in PHASES]
+        rows += [row(what, p, "s", of[p], median["bf16"][p] if beside == "bf16" else of["step"], beside,
+                     True) for p in PHASES]
         if "bf16" in rate:
             rows += [row(what, p, "tokens/s", rate[name][p], rate["bf16"][p], "bf16") for p in RATES]
-        rows.append(row(what, "publish, of a step", "", of["publish"] / of["step"], 0.01, "a hundredth", True))
+        rows.append(row(what, "publish, of a step", "", of["publish"] / of["step"], 0.01, "a hundredth",
+                        True))
         plan = sum(found[name]["plan"].values()) / 1e9
         peak = found[name]["steps"][-1]["memory/peak_gib"] * 2**30 / 1e9
         rows.append(row(what, "peak of the learner", "GB", peak, plan, "the plan", True))
-        rows.append(row(what, "device, learner and engine", "GB", found[name]["device, GB"], plan, "the learner's plan", True))
+        rows.append(row(what, "device, learner and engine", "GB", found[name]["device, GB"], plan,
+                        "the learner's plan", True))
     return rows
 
 

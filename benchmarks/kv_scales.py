@@ -1,10 +1,12 @@
-"""What FP8 keys, values and queries cost at scale 1 and over calibrated scales: one policy's log-probabilities with and without.
+"""What FP8 keys, values and queries cost at scale 1 and over calibrated scales: one policy's
+log-probabilities with and without.
 
     jaxfp8rl bench kv_scales [--smollm2 models/smollm2-135m] [--seeds 3]
 
-On a CPU, everything else in float32, so that all of a difference is the rounding of attention. The subjects are those of
-precision_errors.py: a small model with query/key norm after a part of the demo's warm start, and SmolLM2, without such norms, on
-text. The scales are those of another batch than the one that is scored. The yardstick of each row is scale 1.
+On a CPU, everything else in float32, so that all of a difference is the rounding of attention. The subjects
+are those of precision_errors.py: a small model with query/key norm after a part of the demo's warm start, and
+SmolLM2, without such norms, on text. The scales are those of another batch than the one that is scored. The
+yardstick of each row is scale 1.
 
 Needs no GPU.
 """
@@ -21,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
 from benchmarks.precision_errors import Subject, demo, smollm2
-from jaxfp8rl.training.calibrate import KvCalibration
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.training.calibrate import KvCalibration
 
-ROUNDED = {"cache": {"kv_fp8": True}, "cache, queries and probabilities": {"kv_fp8": True, "attention_fp8": True}}
+ROUNDED = {"cache": {"kv_fp8": True},
+           "cache, queries and probabilities": {"kv_fp8": True, "attention_fp8": True}}
 
 
 def main() -> None:
@@ -33,23 +36,27 @@ def main() -> None:
     parser.add_argument("--smollm2", help="HF folder of SmolLM2-135M-Instruct")
     parser.add_argument("--seeds", type=int, default=3, help="warm starts of the demo's model")
     args = parser.parse_args()
-    subjects = [demo(seed=seed) for seed in range(args.seeds)] + ([smollm2(args.smollm2)] if args.smollm2 else [])
+    subjects = [demo(seed=seed)
+                for seed in range(args.seeds)] + ([smollm2(args.smollm2)] if args.smollm2 else [])
     rows, amax = [], {}
     for subject in subjects:
         for what, fields in ROUNDED.items():
             one, calibrated, amax[subject.name] = gaps(subject, fields)
             for metric in one:
-                rows.append(row(f"{subject.name}, {what}", metric, "", calibrated[metric], one[metric], "scale 1", True))
+                rows.append(row(f"{subject.name}, {what}", metric, "", calibrated[metric], one[metric],
+                                "scale 1", True))
         write(args.out, "kv_scales", rows, args.plot, amax=amax)
 
 
 def gaps(subject: Subject, fields: dict) -> tuple[dict, dict, dict]:
-    """Differences from the policy without any rounding, at scale 1 and calibrated on the batch's first half; and the amax."""
+    """Differences from the policy without any rounding, at scale 1 and calibrated on the batch's first half;
+    and the amax."""
     layers = subject.model.num_hidden_layers
     plain, rounded = Precision.uniform(layers), Precision.uniform(layers, **fields)
     policy = policy_of(subject.params, plain)
     half = subject.batch.tokens.shape[1] // 2  # one micro-batch of rows
-    seen, scored = (jax.tree.map(lambda x, s=s: x[:, s], subject.batch) for s in (slice(0, half), slice(half, None)))
+    seen, scored = (jax.tree.map(lambda x, s=s: x[:, s], subject.batch)
+                    for s in (slice(0, half), slice(half, None)))
     exact, kv = (KvCalibration(subject.model, p, 1.0, 0.9) for p in (plain, rounded))
     want, mask = np.asarray(exact.score(policy, scored)), np.asarray(scored.response_mask)
 

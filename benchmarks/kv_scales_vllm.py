@@ -1,12 +1,14 @@
-"""Scales of FP8 attention in vLLM on one GPU, compiled and under CUDA graphs: learner and engine at equal weights.
+"""Scales of FP8 attention in vLLM on one GPU, compiled and under CUDA graphs: learner and engine at equal
+weights.
 
     jaxfp8rl bench kv_scales_vllm [--samples 512]
 
-The models are random, with and without query/key norm; an eighth of their keys' channels is a thousand times as large as the
-rest and the queries' as much smaller, so that BF16 attention is the same and E4M3 at scale 1 cuts keys off at 448 and loses
-queries below 2^-10. Samples of the engine are scored by the learner that mirrors it ("mirrored") and by one whose attention is
-BF16 ("BF16 attention"), which shows what the engine's rounding does to the policy. The yardstick is the same engine at scale 1.
-Each engine has a process of its own. Then a training step is timed, and of it the share that calibrating takes.
+The models are random, with and without query/key norm; an eighth of their keys' channels is a thousand times
+as large as the rest and the queries' as much smaller, so that BF16 attention is the same and E4M3 at scale 1
+cuts keys off at 448 and loses queries below 2^-10. Samples of the engine are scored by the learner that
+mirrors it ("mirrored") and by one whose attention is BF16 ("BF16 attention"), which shows what the engine's
+rounding does to the policy. The yardstick is the same engine at scale 1. Each engine has a process of its
+own. Then a training step is timed, and of it the share that calibrating takes.
 
 Needs a GPU and vLLM.
 """
@@ -35,35 +37,43 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.common import arguments, row, write
 from benchmarks.mirror import sample
 from bridges.transports.vllm_choice import open_vllm_transport
-from jaxfp8rl.training import loop
-from jaxfp8rl.run.context import Parts, build
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import NAMES
+from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.run.run_directory import RunDirectory, StopSignals
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training import loop
 from jaxfp8rl.training.step import make_logprobs, make_score
 from jaxfp8rl.types import Params
 
 MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 NORMS = {"query/key norm": [], "no query/key norm": ["--model.config.architectures", '["LlamaForCausalLM"]',
-                                                     "--model.config.model_type", "llama"]}  # fmt: skip
-CACHES = {"FP8": ["--rollout.kv_cache", "fp8", "--rollout.kv_scales", "calibrated"], "BF16": ["--rollout.kv_cache", "auto"]}
+                                                     "--model.config.model_type", "llama"]}
+CACHES = {"FP8": ["--rollout.kv_cache", "fp8", "--rollout.kv_scales", "calibrated"],
+          "BF16": ["--rollout.kv_cache", "auto"]}
 COMMON = [
-    *(w for k, v in MODEL.items() for w in (f"--model.config.{k}", str(v))), "--precision.compute_dtype", "bfloat16",
+    *(w for k, v in MODEL.items() for w in (f"--model.config.{k}", str(v))), "--precision.compute_dtype",
+    "bfloat16",
     "--rollout.engine", "vllm", "--rollout.gpu_memory_utilization", "0.1", "--rollout.kv_cache_gib", "2",
-    "--rollout.max_num_seqs", "64", "--rollout.max_new_tokens", "24", "--run.dir", "unused", "--sft.steps", "0",
-]  # fmt: skip
+    "--rollout.max_num_seqs", "64", "--rollout.max_new_tokens", "24", "--run.dir", "unused", "--sft.steps",
+    "0",
+]
 LOUD = 1024.0
 STEPS = 4
-# Qwen3-0.6B's shape but for its words. The reward is for ending early, which random weights do now and then, so that there is
-# something to learn and every update is made, at a rate at which they stay random: two updates of the demo's have learned it.
+# Qwen3-0.6B's shape but for its words. The reward is for ending early, which random weights do now and then,
+# so that there is something to learn and every update is made, at a rate at which they stay random: two
+# updates of the demo's have learned it.
 STEP = {
-    "model.config.hidden_size": 1024, "model.config.intermediate_size": 3072, "model.config.num_hidden_layers": 28,
-    "model.config.num_attention_heads": 16, "model.config.num_key_value_heads": 8, "model.config.head_dim": 128,
-    "model.config.max_position_embeddings": 1024, "rollout.prompts_per_step": 16, "rollout.max_new_tokens": 512,
-    "loss.overlong_buffer": 512, "precision.attention": "auto", "train.row_tokens": 4096, "train.rows_per_microbatch": 2,
+    "model.config.hidden_size": 1024, "model.config.intermediate_size": 3072,
+    "model.config.num_hidden_layers": 28,
+    "model.config.num_attention_heads": 16, "model.config.num_key_value_heads": 8,
+    "model.config.head_dim": 128,
+    "model.config.max_position_embeddings": 1024, "rollout.prompts_per_step": 16,
+    "rollout.max_new_tokens": 512,
+    "loss.overlong_buffer": 512, "precision.attention": "auto", "train.row_tokens": 4096,
+    "train.rows_per_microbatch": 2,
     "train.remat": "mlp", "optim.lr": 1e-7,
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -84,7 +94,8 @@ def run_all(args) -> None:
 
     def child(norm: str, cache: str) -> dict | None:
         out = folder / f"{norm[:2]}{cache}.json"
-        subprocess.run([sys.executable, __file__, "--child", norm, cache, str(out), "--samples", str(args.samples)])
+        subprocess.run([sys.executable, __file__, "--child", norm, cache, str(out), "--samples",
+                        str(args.samples)])
         return json.loads(out.read_text()) if out.exists() else None
 
     cases = [(norm, cache) for norm in NORMS for cache in CACHES]
@@ -95,14 +106,16 @@ def run_all(args) -> None:
         one = (found[norm, "FP8"] or {}).get("scale 1, in place")
         for what, learners in (result or {}).items():
             for learner, gaps in learners.items():
-                rows += [row(f"{norm}, {what}: {learner}", metric, "", x, one and one[learner][metric], "scale 1", True)
-                         for metric, x in gaps.items() if one]  # fmt: skip
+                rows += [row(f"{norm}, {what}: {learner}", metric, "", x, one and one[learner][metric],
+                             "scale 1", True)
+                         for metric, x in gaps.items() if one]
     problems = [case for case, result in found.items() if not result]
     write(args.out, "kv_scales_h200", rows, problems=problems)
     step = child("", "step") or {}
     problems += [] if step else ["step"]
-    rows += [row("a step of Qwen3-0.6B's shape", f"calibrating, {name}", "s", step[name], step["step"], "the whole step", True)
-             for name in ("score", "apply") if step]  # fmt: skip
+    rows += [row("a step of Qwen3-0.6B's shape", f"calibrating, {name}", "s", step[name], step["step"],
+                 "the whole step", True)
+             for name in ("score", "apply") if step]
     write(args.out, "kv_scales_h200", rows, args.plot, step=step, problems=problems)
     if problems:
         sys.exit(f"these failed, see above: {problems}")
@@ -113,21 +126,22 @@ def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str
     with contextlib.closing(build(load_config("demo", [*COMMON, *NORMS[norm], *CACHES[cache]]))) as parts:
         plain = dataclasses.replace(parts.precision, kv_fp8=False, attention_fp8=False)
         mirrored = parts.kv_scales.score if parts.kv_scales else parts.score  # as a step scores
-        learners = {"mirrored": mirrored, "BF16 attention": make_score(make_logprobs(parts.model, plain, 1.0, remat="none"))}
+        learners = {"mirrored": mirrored,
+                    "BF16 attention": make_score(make_logprobs(parts.model, plain, 1.0, remat="none"))}
         policy = parts.policy(with_outliers(parts.model, parts.initial_params()))
         if cache == "BF16":
             return {"BF16 cache": published(parts, learners, policy, samples)}
         unit = policy | {"kv_scales": {name: jnp.ones(parts.model.num_hidden_layers) for name in NAMES}}
         calibrated = loop.with_scales(parts, unit)
         found = {f"{what}, in place": published(parts, learners, p, samples)
-                 for what, p in (("calibrated", calibrated), ("scale 1", unit))}  # fmt: skip
+                 for what, p in (("calibrated", calibrated), ("scale 1", unit))}
         parts.transport = open_vllm_transport("reload", parts.engine)
         return found | {"calibrated, reload": published(parts, learners, calibrated, samples)}
 
 
 def with_outliers(model: ModelConfig, params: Params) -> Params:
-    """Wide random weights. Every eighth channel of the keys is louder by LOUD, of the queries softer; both halves of a rotated
-    pair alike, so that their products are as they were."""
+    """Wide random weights. Every eighth channel of the keys is louder by LOUD, of the queries softer; both
+    halves of a rotated pair alike, so that their products are as they were."""
     params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, params)
     attention = params["layers"]["self_attn"]
     channel = jnp.where(jnp.arange(model.head_dim // 2) % 8 == 0, LOUD, 1.0)
@@ -141,7 +155,8 @@ def with_outliers(model: ModelConfig, params: Params) -> Params:
     return params
 
 
-def published(parts: Parts, learners: dict[str, Callable], policy: Params, samples: int) -> dict[str, dict[str, float]]:
+def published(parts: Parts, learners: dict[str, Callable], policy: Params,
+              samples: int) -> dict[str, dict[str, float]]:
     """Publish, sample, score: learner -> gaps."""
     loop.publish(parts, policy, 0)
     batch = sample(parts, samples)
@@ -150,14 +165,16 @@ def published(parts: Parts, learners: dict[str, Callable], policy: Params, sampl
 
 def gaps(logp: jax.Array, batch) -> dict[str, float]:
     """Over response tokens, in nats."""
-    d = (np.asarray(logp) - np.asarray(batch.rollout_logp))[np.asarray(batch.response_mask)].astype(np.float64)
+    d = (np.asarray(logp)
+         - np.asarray(batch.rollout_logp))[np.asarray(batch.response_mask)].astype(np.float64)
     apart, k3 = np.abs(d), np.expm1(d) - d
     return {"abs_logp_diff": float(apart.mean()), "k3": float(k3.mean()), "max_logp_diff": float(apart.max()),
-            "off by more than 1e-5": float((apart > 1e-5).mean())}  # fmt: skip
+            "off by more than 1e-5": float((apart > 1e-5).mean())}
 
 
 def timed_step() -> dict[str, float]:
-    """Seconds: a whole step (median), and what calibrating adds: to the scoring pass, and to make the scales."""
+    """Seconds: a whole step (median), and what calibrating adds: to the scoring pass, and to make the
+    scales."""
     options = [*COMMON, *CACHES["FP8"], *(w for k, v in STEP.items() for w in (f"--{k}", str(v)))]
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config("demo", [*options, "--run.dir", folder + "/run"])
@@ -170,10 +187,13 @@ def timed_step() -> dict[str, float]:
                 assert metrics["update/applied"] == 1, "a step without an update is none"
                 steps.append(metrics)
             batch = sample(parts, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt, STEPS)
-            plain, seen = (median_seconds(lambda s=s: s(policy, batch)) for s in (parts.score, parts.kv_scales.score))
+            plain, seen = (median_seconds(lambda s=s: s(policy, batch))
+                           for s in (parts.score, parts.kv_scales.score))
             apply = median_seconds(lambda: parts.kv_scales.apply(policy)["kv_scales"])
-    medians = {key: statistics.median(m[key] for m in steps[1:]) for key in steps[0] if key.startswith("time/")}
-    return {"step": medians["time/step_s"], "score": seen - plain, "apply": apply, "plain score": plain, **medians}
+    medians = {key: statistics.median(m[key] for m in steps[1:]) for key in steps[0]
+               if key.startswith("time/")}
+    return {"step": medians["time/step_s"], "score": seen - plain, "apply": apply, "plain score": plain,
+            **medians}
 
 
 def median_seconds(f: Callable, count: int = 12) -> float:

@@ -1,11 +1,12 @@
-"""A decoder layer of Qwen3-8B over packed tokens, forward and backward, with attention by the kernels and by XLA, on one GPU.
+"""A decoder layer of Qwen3-8B over packed tokens, forward and backward, with attention by the kernels and by
+XLA, on one GPU.
 
     jaxfp8rl bench layer [--tokens 16384 ...] [--segments 16]
 
-In bfloat16 and in FP8 (fp8_unified, as compiled vLLM fuses); lengths are those of `jaxfp8rl bench attention`. Yardsticks: the
-same layer with cuDNN's attention, causal over the whole row (more work, and another result: what there is in JAX without scores
-of [T, T]), and, while these fit in SCORES bytes, with a mask. The backward gives gradients of the input and of all weights.
-Rounds turn the order; medians.
+In bfloat16 and in FP8 (fp8_unified, as compiled vLLM fuses); lengths are those of `jaxfp8rl bench attention`.
+Yardsticks: the same layer with cuDNN's attention, causal over the whole row (more work, and another result:
+what there is in JAX without scores of [T, T]), and, while these fit in SCORES bytes, with a mask. The
+backward gives gradients of the input and of all weights. Rounds turn the order; medians.
 
 Needs a Hopper GPU.
 """
@@ -29,12 +30,12 @@ from benchmarks.attention import packed
 from benchmarks.common import arguments, config, row, write
 from benchmarks.grouped import measure
 from benchmarks.step import precision_of
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.layers import Stream, rope_tables
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import decoder_layer, packed_attention
 from jaxfp8rl.policy.policy import handles, policy_of
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import trainable
 from jaxfp8rl.precision.recipe import Precision
 
@@ -54,7 +55,8 @@ def main() -> None:
     for tokens in args.tokens:
         for recipe in RECIPES:
             rows += compare(recipe, tokens, args.segments, args.rounds)
-            write(args.out, "layer", rows, args.plot, lengths={t: packed(t, args.segments).lengths for t in args.tokens})
+            write(args.out, "layer", rows, args.plot,
+                  lengths={t: packed(t, args.segments).lengths for t in args.tokens})
 
 
 def compare(recipe: str, tokens: int, segments: int, rounds: int) -> list[dict]:
@@ -63,15 +65,18 @@ def compare(recipe: str, tokens: int, segments: int, rounds: int) -> list[dict]:
     if 4 * MODEL.num_attention_heads * tokens**2 <= SCORES:
         attentions["XLA with a mask"] = ("xla", None)
     precision = precision_of(MODEL, recipe)
-    precisions = {name: dataclasses.replace(precision, attention=attention) for name, (attention, _) in attentions.items()}
+    precisions = {name: dataclasses.replace(precision, attention=attention)
+                  for name, (attention, _) in attentions.items()}
     arguments = draw(precisions[OURS], tokens)
     program = lambda name, what: exact_jit(functools.partial(what, precisions[name], attentions[name][1]))
     keys = [(name, what) for name in attentions for what in PASSES]
     with ThreadPoolExecutor() as pool:
-        compiled = pool.map(lambda key: program(key[0], PASSES[key[1]]).lower(*arguments, ids).compile(), keys)
+        compiled = pool.map(lambda key: program(key[0], PASSES[key[1]]).lower(*arguments, ids).compile(),
+                            keys)
         runs = {key: lambda i, f=f: jax.tree.leaves(f(*arguments, ids))[0] for key, f in zip(keys, compiled)}
     ms = {key: 1e3 * time for key, time in measure(runs, rounds).items()}
-    return [row(case, what, "ms", ms[OURS, what], t, name, True) for (name, what), t in ms.items() if name != OURS]
+    return [row(case, what, "ms", ms[OURS, what], t, name, True) for (name, what), t in ms.items()
+            if name != OURS]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -85,13 +90,16 @@ def draw(precision: Precision, tokens: int) -> tuple:
     return policy, handles(policy, "bfloat16"), x, dy
 
 
-def forward(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array, ids: Array) -> Array:
+def forward(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array,
+            ids: Array) -> Array:
     weights = jax.tree.map(lambda stack: stack[0], trainable(policy, leaves)["layers"][0])
     rope = rope_tables(positions_of(ids), MODEL, precision.rope_dtype)
-    return decoder_layer(x, weights, MODEL, precision, precision.runs[0], rope, attend or packed_attention(ids, precision))[0]
+    return decoder_layer(x, weights, MODEL, precision, precision.runs[0], rope,
+                         attend or packed_attention(ids, precision))[0]
 
 
-def both(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array, ids: Array) -> tuple:
+def both(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array,
+         ids: Array) -> tuple:
     y, pull = jax.vjp(lambda leaves, x: forward(precision, attend, policy, leaves, x, dy, ids), leaves, x)
     return y, pull(dy)
 

@@ -1,13 +1,15 @@
-"""Small models, many runs: how far engine and learner differ by recipe, and what each recipe and correction learns.
+"""Small models, many runs: how far engine and learner differ by recipe, and what each recipe and correction
+learns.
 
     jaxfp8rl bench learning_grid [--part mismatch|learning|both|wgrad] [--seeds 3] [--jobs 6]
 
-Every run is `jaxfp8rl train` on the demo in a process of its own, several at once on one GPU; runs of one seed begin from the
-same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps (`--cpu`: vLLM's CPU build, W8A16,
-on a machine with AMX). `learning`: the embedded engine, recipe x correction; held-out reward at the end, and its mean over the
-run, with Student's 95% interval over seeds. The yardstick is the BF16 recipe of the same seeds. A correction that does nothing
-is refused for an FP8 recipe, so "none" carries a rejection that never rejects. `wgrad`: the embedded engine, fp8_unified by each
-of precision.wgrad_inputs, the yardstick being "1x128".
+Every run is `jaxfp8rl train` on the demo in a process of its own, several at once on one GPU; runs of one
+seed begin from the same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps
+(`--cpu`: vLLM's CPU build, W8A16, on a machine with AMX). `learning`: the embedded engine, recipe x
+correction; held-out reward at the end, and its mean over the run, with Student's 95% interval over seeds. The
+yardstick is the BF16 recipe of the same seeds. A correction that does nothing is refused for an FP8 recipe,
+so "none" carries a rejection that never rejects. `wgrad`: the embedded engine, fp8_unified by each of
+precision.wgrad_inputs, the yardstick being "1x128".
 
 Needs no GPU; one for its speed, vLLM for --part mismatch.
 """
@@ -42,12 +44,14 @@ STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("mismatch", "learning", "both", "wgrad"), default="both")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=6, help="runs at once")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--cpu", action="store_true", help="vLLM's CPU build: results go to mismatch_cpu.json")
+    parser.add_argument("--cpu", action="store_true",
+                        help="vLLM's CPU build: results go to mismatch_cpu.json")
     parser.add_argument("--compute", default="bfloat16", help="float type of the learner")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--keep", type=Path, default=None, help="where the run directories go")
@@ -75,8 +79,9 @@ def warm_start(args, seed: int) -> None:
 
 
 def mismatch(args, common: list[str]) -> None:
-    cases = {f"{recipe}, {kv} KV": ["--precision.recipe", recipe, "--rollout.kv_cache", {"BF16": "auto", "FP8": "fp8"}[kv]]
-             for recipe in RECIPES for kv in ("BF16", "FP8")}  # fmt: skip
+    cases = {f"{recipe}, {kv} KV": ["--precision.recipe", recipe, "--rollout.kv_cache",
+                                    {"BF16": "auto", "FP8": "fp8"}[kv]]
+             for recipe in RECIPES for kv in ("BF16", "FP8")}
     vllm = ["--rollout.engine", "vllm"]
     vllm += [] if args.cpu else ["--rollout.gpu_memory_utilization", "0.08", "--rollout.kv_cache_gib", "4"]
     records = run_all(args, {name: [*common, *vllm, *words] for name, words in cases.items()}, "mismatch")
@@ -88,21 +93,25 @@ def mismatch(args, common: list[str]) -> None:
             if ours is not None and other is not None:
                 rows.append(row(name, key, "median over steps and seeds", ours, other, twin, True))
     keys = ("mismatch/k3", "mismatch/token_mult_prob_error")
-    medians = {n: {s: {k: seed_median(r, k) for k in keys} for s, r in by.items()} for n, by in records.items()}
+    medians = {n: {s: {k: seed_median(r, k) for k in keys} for s, r in by.items()}
+               for n, by in records.items()}
     name = "mismatch_cpu" if args.cpu else "mismatch"
-    write(args.out / f"{name}.json", name, rows, problems=problems(args, "mismatch", records), medians=medians)
+    write(args.out / f"{name}.json", name, rows, problems=problems(args, "mismatch", records),
+          medians=medians)
 
 
 def learning(args, common: list[str]) -> None:
     plain = ["--rollout.kv_cache", "auto"]
     cases = {f"{recipe}, {name}": ["--precision.recipe", recipe, *words, *(plain if recipe == "bf16" else [])]
              for recipe in RECIPES for name, words in CORRECTIONS.items()
-             if recipe != "bf16" or name in ("none", "token_tis")}  # fmt: skip
-    compare_learning(args, {name: [*common, *words] for name, words in cases.items()}, "learning_grid", "bf16, token_tis")
+             if recipe != "bf16" or name in ("none", "token_tis")}
+    compare_learning(args, {name: [*common, *words] for name, words in cases.items()}, "learning_grid",
+                     "bf16, token_tis")
 
 
 def wgrad(args, common: list[str]) -> None:
-    cases = {blocks: [*common, "--precision.recipe", "fp8_unified", "--precision.wgrad_inputs", blocks] for blocks in WGRAD}
+    cases = {blocks: [*common, "--precision.recipe", "fp8_unified", "--precision.wgrad_inputs", blocks]
+             for blocks in WGRAD}
     compare_learning(args, cases, "wgrad_inputs", WGRAD[0])
 
 
@@ -119,11 +128,13 @@ def compare_learning(args, cases: dict[str, list[str]], result: str, yardstick: 
             if by_seed and twin:
                 mean, other = statistics.mean(by_seed.values()), statistics.mean(twin.values())
                 rows.append(row(name, metric, "mean over seeds", mean, other, yardstick)
-                            | {"interval_95": interval(list(by_seed.values())), "seeds": len(by_seed)})  # fmt: skip
+                            | {"interval_95": interval(list(by_seed.values())), "seeds": len(by_seed)})
     starts = {n: {s: evals(r)[0] for s, r in by.items()} for n, by in records.items()}
-    errors = {n: {s: seed_median(r, "mismatch/token_mult_prob_error") for s, r in by.items()} for n, by in records.items()}
-    write(args.out / f"{result}.json", result, rows, problems=problems(args, part, records), finals=finals, means=means,
-          starts=starts, mismatch=errors)  # fmt: skip
+    errors = {n: {s: seed_median(r, "mismatch/token_mult_prob_error") for s, r in by.items()}
+              for n, by in records.items()}
+    write(args.out / f"{result}.json", result, rows, problems=problems(args, part, records), finals=finals,
+          means=means,
+          starts=starts, mismatch=errors)
 
 
 def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int, list[dict]]]:
@@ -131,8 +142,9 @@ def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int,
 
     def one(job: tuple[str, int]) -> None:
         name, seed = job
-        child(["train", str(args.keep / f"demo{seed}.toml"), *cases[name], "--run.seed", str(seed), "--sft.steps", "0",
-               "--run.dir", str(folder(args, part, name, seed))])  # fmt: skip
+        child(["train", str(args.keep / f"demo{seed}.toml"), *cases[name], "--run.seed", str(seed),
+               "--sft.steps", "0",
+               "--run.dir", str(folder(args, part, name, seed))])
 
     jobs = [(name, seed) for seed in range(args.seeds) for name in cases]
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -148,7 +160,8 @@ def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int,
 
 def child(words: list[str]) -> None:
     name = words[words.index("--run.dir") + 1]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(name).parent / "compiled")}  # one program is compiled once for all runs
+    # one program is compiled once for all runs
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(name).parent / "compiled")}
     with open(f"{name}.log", "w") as log:
         words = [sys.executable, "-m", "jaxfp8rl", *words]
         subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | cache)
@@ -180,13 +193,15 @@ def interval(values: list[float]) -> list[float] | None:
 
 def problems(args, part: str, records: dict[str, dict[int, list[dict]]]) -> dict[str, str]:
     """By case and seed, what the log of a run that did not finish says."""
-    missing = {f"{n}, seed {s}": folder(args, part, n, s) for n, by in records.items() for s in range(args.seeds) if s not in by}
+    missing = {f"{n}, seed {s}": folder(args, part, n, s) for n, by in records.items()
+               for s in range(args.seeds) if s not in by}
     return {name: last_error(Path(f"{path}.log")) for name, path in missing.items()}
 
 
 def last_error(log: Path) -> str:
     lines = log.read_text().splitlines() if log.exists() else []
-    return next((line for line in reversed(lines) if line.startswith("jaxfp8rl: ")), lines[-1] if lines else "no log")
+    return next((line for line in reversed(lines) if line.startswith("jaxfp8rl: ")),
+                lines[-1] if lines else "no log")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""All linears of a Qwen3-8B layer, and its MLP with SwiGLU, forward and backward with every quantisation, by recipe, beside XLA's
-bfloat16, on one GPU.
+"""All linears of a Qwen3-8B layer, and its MLP with SwiGLU, forward and backward with every quantisation, by
+recipe, beside XLA's bfloat16, on one GPU.
 
     jaxfp8rl bench linear [--tokens 16384] [--parts linears MLP]
 
-Each case is one jitted call: q, k, v of one input, o, gate and up of one input, down; the pullback of all, with gradients of
-weights in bfloat16 as a micro-batch leaves them. Rounds turn the order; medians.
+Each case is one jitted call: q, k, v of one input, o, gate and up of one input, down; the pullback of all,
+with gradients of weights in bfloat16 as a micro-batch leaves them. Rounds turn the order; medians.
 
 Needs a GPU.
 """
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 
 from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.layers import swiglu
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, linears
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
@@ -83,15 +83,19 @@ PARTS = {
     "linears": [
         Case("fp8_unified", True, one_by_one(UNIFIED)),
         Case("fp8_unified, products of one input together", True, together(UNIFIED), False),
-        Case("fp8_unified, an input quantised for each product", True, one_by_one(UNIFIED, own=unlike), False),
-        Case("fp8_unified, wgrad's inputs in 128x128", True, one_by_one(precision("pallas", wgrad_inputs="128x128")), False),
-        Case("fp8_unified, saved in FP8", True, one_by_one(precision("pallas", saved_activations="fp8")), False),
+        Case("fp8_unified, an input quantised for each product", True, one_by_one(UNIFIED, own=unlike),
+             False),
+        Case("fp8_unified, wgrad's inputs in 128x128", True,
+             one_by_one(precision("pallas", wgrad_inputs="128x128")), False),
+        Case("fp8_unified, saved in FP8", True, one_by_one(precision("pallas", saved_activations="fp8")),
+             False),
         Case("fp8_forward", True, one_by_one(precision("pallas", gradients="high")), False),
         Case("bf16", False, one_by_one(HIGH, fp8=False)),
     ],
     "MLP": [
         Case("fp8_unified", True, lambda xs, weights: [swiglu_mlp(*xs, *weights[0], FUSED)]),
-        Case("fp8_unified, wgrad's inputs in 128x128", True, lambda xs, weights: [swiglu_mlp(*xs, *weights[0], SQUARE)], False),
+        Case("fp8_unified, wgrad's inputs in 128x128", True,
+             lambda xs, weights: [swiglu_mlp(*xs, *weights[0], SQUARE)], False),
         Case("fp8_unified, SwiGLU apart from the quantisers", True, mlp(FUSED)),
         Case("bf16", False, mlp(HIGH, fp8=False)),
     ],
@@ -115,14 +119,16 @@ def compare(part: str, tokens: int, rounds: int) -> list[dict]:
     drawn = draw(part, tokens)
     pairs = [(what, case) for what in PASSES for case in PARTS[part] if case.forward or what != "forward"]
     with ThreadPoolExecutor() as pool:
-        runs = {(what, case.name): run for (what, case), run in zip(pairs, pool.map(lambda pair: bind(*pair, drawn), pairs))}
+        runs = {(what, case.name): run
+                for (what, case), run in zip(pairs, pool.map(lambda pair: bind(*pair, drawn), pairs))}
     times: dict[tuple, list[float]] = {key: [] for key in runs}
     for turn in range(rounds):
         for key in list(runs)[:: 1 if turn % 2 else -1]:
             times[key].append(seconds(runs[key], CALLS))
     ms = {key: 1e3 * statistics.median(t) for key, t in times.items()}
     case = f"Qwen3-8B layer's {part}, {tokens} tokens"
-    return [row(f"{case}, {name}", what, "ms", t, ms[what, "bf16"], "XLA bf16", True) for (what, name), t in ms.items()]
+    return [row(f"{case}, {name}", what, "ms", t, ms[what, "bf16"], "XLA bf16", True)
+            for (what, name), t in ms.items()]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -147,9 +153,11 @@ def both(case: Case, xs: list, weights: list, dys: list) -> tuple:
     """Outputs, and gradients of every input and weight."""
 
     def run(xs: list, handles: list) -> list:
-        return case.outputs(xs, [list(map(TrainableWeight, *pair)) for pair in zip(weights, handles)] if case.fp8 else handles)
+        return case.outputs(xs, [list(map(TrainableWeight, *pair)) for pair in zip(weights, handles)]
+                            if case.fp8 else handles)
 
-    handles = [[jnp.zeros(w.codes.shape, jnp.bfloat16) for w in ws] for ws in weights] if case.fp8 else weights
+    handles = [[jnp.zeros(w.codes.shape, jnp.bfloat16) for w in ws]
+               for ws in weights] if case.fp8 else weights
     y, pull = jax.vjp(run, xs, handles)
     return y, pull(dys)
 

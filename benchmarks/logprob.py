@@ -1,11 +1,13 @@
-"""Log-probabilities and entropy over a vocabulary, forward and backward, beside the bare products, on one GPU.
+"""Log-probabilities and entropy over a vocabulary, forward and backward, beside the bare products, on one
+GPU.
 
     jaxfp8rl bench logprob [--tokens 16384] [--tune]
 
-Each case is one jitted call. "products": z = x w^T, dx = dz w, dw = dz^T x by XLA (cuBLAS), bfloat16, z and dz whole in memory,
-which is what there is to do; four of them where the logits are made twice. "checkpointed chunks": `jax.checkpoint` of
-`log_softmax` in a `lax.map`, differentiated by JAX. Extra memory is the compiler's count of what a call needs beside its
-arguments and results. Rounds turn the order; medians. --tune times kernels by their tiles and writes nothing.
+Each case is one jitted call. "products": z = x w^T, dx = dz w, dw = dz^T x by XLA (cuBLAS), bfloat16, z and
+dz whole in memory, which is what there is to do; four of them where the logits are made twice. "checkpointed
+chunks": `jax.checkpoint` of `log_softmax` in a `lax.map`, differentiated by JAX. Extra memory is the
+compiler's count of what a call needs beside its arguments and results. Rounds turn the order; medians. --tune
+times kernels by their tiles and writes nothing.
 
 Needs a Hopper GPU.
 """
@@ -58,7 +60,8 @@ def main() -> None:
         return
     f = {name: exact_jit(f) for name, f in (ours() | yardsticks()).items()}
     programs = compiled({name: f[name].lower(*inputs) for name in f})
-    found = times({name: (lambda i, p=p: jax.tree.leaves(p(*inputs))[0]) for name, p in programs.items()}, args.rounds)
+    found = times({name: (lambda i, p=p: jax.tree.leaves(p(*inputs))[0]) for name, p in programs.items()},
+                  args.rounds)
     extra = {name: p.memory_analysis().temp_size_in_bytes / 2**30 for name, p in programs.items()}
     for name in programs:
         print(f"{name:60} {1e3 * found[name]:8.2f} ms  {extra[name]:6.2f} GiB", flush=True)
@@ -72,8 +75,10 @@ def rows(case: str, found: dict[str, float], extra: dict[str, float]) -> list[di
         names = ["three products", "four products"] if backward else ["one product"]
         if not name.startswith("half"):
             names.append("checkpointed chunks, " + ("forward and backward" if backward else "forward"))
-        made += [row(f"{case}, {name}", "time", "ms", 1e3 * found[name], 1e3 * found[n], n, True) for n in names]
-        made.append(row(f"{case}, {name}", "extra memory", "GiB", extra[name], 1.5e9 / 2**30, "the aim", True))
+        made += [row(f"{case}, {name}", "time", "ms", 1e3 * found[name], 1e3 * found[n], n, True)
+                 for n in names]
+        made.append(row(f"{case}, {name}", "extra memory", "GiB", extra[name], 1.5e9 / 2**30, "the aim",
+                        True))
     return made
 
 
@@ -112,11 +117,12 @@ def yardsticks() -> dict[str, Callable]:
         "four products": functools.partial(products, 4),
         "checkpointed chunks, forward": functools.partial(forward, checkpointed_chunks),
         "checkpointed chunks, forward and backward": functools.partial(both, checkpointed_chunks),
-    }  # fmt: skip
+    }
 
 
 def products(count: int, x: Array, w: Array, targets: Array, g: Array, h: Array):
-    """The first stands for the logits, and for their gradient; a fourth is the first again, which the compiler must not see."""
+    """The first stands for the logits, and for their gradient; a fourth is the first again, which the
+    compiler must not see."""
     z = product(x, w)
     found = [z, reference.d_x(z, w).astype(x.dtype), reference.d_w(z, x)][:count]
     if count == 4:
@@ -168,7 +174,8 @@ def tune(inputs: Inputs, rounds: int) -> None:
 
     cases = {f"statistics, {name}": functools.partial(statistic, tiles=t) for name, t in TILES.items()}
     cases |= {f"d_logits, {name}": functools.partial(gradient, tiles=t) for name, t in TILES.items()}
-    cases |= {"product": lambda x, w, *_: product(x, w), "product of a block": lambda x, w, *_: product(x, w[:BLOCK])}
+    cases |= {"product": lambda x, w, *_: product(x, w),
+              "product of a block": lambda x, w, *_: product(x, w[:BLOCK])}
     start, lowered = time.perf_counter(), {}
     for name, f in cases.items():
         try:

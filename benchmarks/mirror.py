@@ -1,11 +1,13 @@
-"""What each rounding that the learner mirrors is worth: samples of the engine, scored by learners that do one of them otherwise.
+"""What each rounding that the learner mirrors is worth: samples of the engine, scored by learners that do one
+of them otherwise.
 
     jaxfp8rl bench mirror [--samples 4096] [--cpu]
 
-The demo's warm start is published to vLLM and sampled, in a process of its own for each case. The same tokens are then scored by
-the learner as it mirrors the engine (`resolve`), and by learners that do one thing otherwise. The yardstick of a row is the full
-mirror: a ratio of 0.5 says that this change doubles the gap. `--cpu`: vLLM's CPU build, not compiled, with the FP8 kernel that
-`make demo-vllm` takes here; the result is mirror_cpu.json.
+The demo's warm start is published to vLLM and sampled, in a process of its own for each case. The same tokens
+are then scored by the learner as it mirrors the engine (`resolve`), and by learners that do one thing
+otherwise. The yardstick of a row is the full mirror: a ratio of 0.5 says that this change doubles the gap.
+`--cpu`: vLLM's CPU build, not compiled, with the FP8 kernel that `make demo-vllm` takes here; the result is
+mirror_cpu.json.
 
 Needs a GPU and vLLM.
 """
@@ -28,12 +30,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, demo_from, row, write
-from jaxfp8rl.training import loop
-from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.run.context import Parts, build
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.run.context import Parts, build
+from jaxfp8rl.training import loop
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 
 CASES = {
@@ -50,7 +52,8 @@ def main() -> None:
     parser = arguments(__doc__, "mirror")
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU build")
     parser.add_argument("--samples", type=int, default=4096)
-    parser.add_argument("--options", default="", help="more overrides of the config, as `jaxfp8rl train` takes them")
+    parser.add_argument("--options", default="",
+                        help="more overrides of the config, as `jaxfp8rl train` takes them")
     parser.add_argument("--jobs", type=int, help="cases at once; default: all on a GPU, one on a CPU")
     parser.add_argument("--child", nargs=3, metavar=("CONFIG", "OPTIONS", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -78,10 +81,11 @@ def run_all(args) -> None:
     with ThreadPoolExecutor(args.jobs or (1 if args.cpu else len(cases))) as pool:
         found = dict(zip(cases, pool.map(one, enumerate(cases.values()))))
     rows = [
-        row(f"{case}: {name}", key, "over response tokens", value, result["gaps"]["mirrored"][key], "mirrored in full", True)
+        row(f"{case}: {name}", key, "over response tokens", value, result["gaps"]["mirrored"][key],
+            "mirrored in full", True)
         for case, result in found.items() if result
         for name, values in result["gaps"].items() for key, value in values.items()
-    ]  # fmt: skip
+    ]
     formats = {case: result and result["formats"] for case, result in found.items()}
     problems = [case for case, result in found.items() if not result]
     out = Path(args.out).with_name(f"{name}.json") if args.cpu else args.out
@@ -91,7 +95,8 @@ def run_all(args) -> None:
 def cpu_engine() -> str:
     from bridges.probe import vllm_demo_flags
 
-    return shlex.join(["--precision.compute_dtype", "bfloat16", "--rollout.engine", "vllm", *vllm_demo_flags()])
+    return shlex.join(["--precision.compute_dtype", "bfloat16", "--rollout.engine", "vllm",
+                       *vllm_demo_flags()])
 
 
 def measure(config: str, options: str, out: str, samples: int) -> None:
@@ -99,13 +104,15 @@ def measure(config: str, options: str, out: str, samples: int) -> None:
     params = parts.initial_params()
     loop.publish(parts, parts.policy(params), 0)
     batch, formats = sample(parts, samples), parts.engine.capabilities().formats
-    found = {name: gaps(parts, params, batch, precision) for name, precision in variants(parts.precision).items()}
+    found = {name: gaps(parts, params, batch, precision)
+             for name, precision in variants(parts.precision).items()}
     Path(out).write_text(json.dumps({"formats": dataclasses.asdict(formats), "gaps": found}))
     parts.close()
 
 
 def variants(full: Precision) -> dict[str, Precision]:
-    """The learner as it mirrors the engine, and with one thing otherwise; what would change nothing is left out."""
+    """The learner as it mirrors the engine, and with one thing otherwise; what would change nothing is left
+    out."""
     plain = tuple(dataclasses.replace(run, fp8=frozenset()) for run in full.runs)
     changes = {
         "FP8 products summed in float32": {"products": "float32"},
@@ -129,23 +136,28 @@ def variants(full: Precision) -> dict[str, Precision]:
 
 
 def sample(parts: Parts, count: int, version: int = 0):
-    """`count` completions of the training prompts by weights of `version`, packed, with their routes if these are replayed."""
+    """`count` completions of the training prompts by weights of `version`, packed, with their routes if these
+    are replayed."""
     prompts = (parts.train * (count // len(parts.train) + 1))[: max(1, count // 4)]
-    kept, _ = scored_groups.generate(parts.engine, prompts, scored_groups.make_requests(prompts, parts.sampling, 4, 7, 5), version)
+    kept, _ = scored_groups.generate(parts.engine, prompts,
+                                     scored_groups.make_requests(prompts, parts.sampling, 4, 7, 5), version)
     return loop.pack_samples(
-        parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, routes=c.routed_experts) for p, cs in kept for c in cs]
+        parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, routes=c.routed_experts) for p, cs in kept
+                for c in cs]
     )
 
 
 def gaps(parts: Parts, params, batch, precision: Precision) -> dict[str, float]:
-    """Means over response tokens of |d|, of k3 and of those with |d| < 1e-5, and the largest |d|; d in nats."""
+    """Means over response tokens of |d|, of k3 and of those with |d| < 1e-5, and the largest |d|; d in
+    nats."""
     cfg = parts.cfg
     score = make_score(make_logprobs(parts.model, precision, cfg.rollout.temperature, cfg.train.remat))
     logp = np.asarray(jax.device_get(score(make_policy(precision)(params), batch)))
     d = (logp - np.asarray(batch.rollout_logp))[np.asarray(batch.response_mask)].astype(np.float64)
     apart = np.abs(d)
-    return {"abs_logp_diff": float(apart.mean()), "k3": float((np.expm1(d) - d).mean()), "max_logp_diff": float(apart.max()),
-            "off by more than 1e-5": float((apart > 1e-5).mean())}  # fmt: skip
+    return {"abs_logp_diff": float(apart.mean()), "k3": float((np.expm1(d) - d).mean()),
+            "max_logp_diff": float(apart.max()),
+            "off by more than 1e-5": float((apart > 1e-5).mean())}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The mixture of experts of a layer of Qwen3-30B-A3B, forward and backward, FP8 beside BF16, in one process on one GPU.
+"""The mixture of experts of a layer of Qwen3-30B-A3B, forward and backward, FP8 beside BF16, in one process
+on one GPU.
 
     jaxfp8rl bench moe [--tokens 16384]
 
-128 experts of 2048 -> 768 -> 2048, 8 a token: router, dispatch, products, SwiGLU and the sum over experts, as a step computes
-them. Routers are random, so experts have unequal loads. BF16's products are JAX's shipped grouped kernels. Beside the whole: the
-router and the dispatch alone, which both have. Rounds turn the order; medians.
+128 experts of 2048 -> 768 -> 2048, 8 a token: router, dispatch, products, SwiGLU and the sum over experts, as
+a step computes them. Routers are random, so experts have unequal loads. BF16's products are JAX's shipped
+grouped kernels. Beside the whole: the router and the dispatch alone, which both have. Rounds turn the order;
+medians.
 
 Needs a Hopper GPU.
 """
@@ -23,14 +25,15 @@ from jax import Array
 
 from benchmarks.common import arguments, row, write
 from benchmarks.grouped import measure
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.moe import mixture
 from jaxfp8rl.precision.experts import collect, dispatch, spread
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight, handles_of, trainable
 from jaxfp8rl.precision.recipe import Precision
 
-WIDTH, EXPERTS = 2048, Experts(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
+WIDTH, EXPERTS = 2048, Experts(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+                               norm_topk_prob=True)
 PRECISIONS = {
     "FP8": Precision((), products="pallas", gradients="e4m3"),
     "BF16": Precision((), products="pallas"),
@@ -51,7 +54,8 @@ def main() -> None:
 def compare(tokens: int, rounds: int) -> list[dict]:
     weights = {name: draw(name == "FP8", tokens) for name in PRECISIONS}
     keys = [(name, what) for name in PRECISIONS for what in PASSES]
-    programs = {(name, what): exact_jit(functools.partial(PASSES[what], PRECISIONS[name])) for name, what in keys}
+    programs = {(name, what): exact_jit(functools.partial(PASSES[what], PRECISIONS[name]))
+                for name, what in keys}
     programs["FP8", MOVES] = exact_jit(moves)
     compiled = {key: f.lower(*weights[key[0]]).compile() for key, f in programs.items()}
     runs = {key: lambda i, f=f, w=weights[key[0]]: jax.tree.leaves(f(*w))[0] for key, f in compiled.items()}

@@ -1,19 +1,22 @@
-"""Routing replay on a small mixture of experts, from scratch on CPUs: the mismatch that it removes, and what is learned.
+"""Routing replay on a small mixture of experts, from scratch on CPUs: the mismatch that it removes, and what
+is learned.
 
     jaxfp8rl bench moe_learning [--seeds 3] [--jobs 2] [--keep DIR] [--plot docs/moe-learning.png]
 
-The demo's task with sixteen experts, four of them a token, and the embedded engine. Routers are trained, or random and fixed
-(`moe.freeze_router`), which leaves a token's fourth and fifth expert close together. Even so an FP8 engine here chooses 1% other
-experts than the learner, where at scale 10% were seen (arXiv 2510.11370). So the engine may be given perturbed routers: off by
-Gaussian noise, of a size relative to the weights' own spread, the same noise in every publish.
+The demo's task with sixteen experts, four of them a token, and the embedded engine. Routers are trained, or
+random and fixed (`moe.freeze_router`), which leaves a token's fourth and fifth expert close together. Even so
+an FP8 engine here chooses 1% other experts than the learner, where at scale 10% were seen (arXiv 2510.11370).
+So the engine may be given perturbed routers: off by Gaussian noise, of a size relative to the weights' own
+spread, the same noise in every publish.
 
-`mismatch`: policies 20 steps on, each recipe and size of noise: the share of other experts, and the mismatch of scoring passes
-without replay (also that of R2, which replays in the updates alone) and with R3; beside them one with the learner's choice and
-the engine's routers, of which only the choice is left. Yardstick: no replay, the same engine unperturbed.
-`staleness`: the ratio of an update, pi / pi_old, a few updates later: with routes of its own, and with those of pi_old (R2).
-`learning`: fixed random routers. Runs of one seed begin from the same warm start; held-out reward, greedy, by an engine with
-exact routers and by the run's own, with Student's 95% interval over seeds. The yardstick is the BF16 recipe of the same seeds.
-"Neither" carries a rejection that never rejects, because no correction at all is refused beside FP8.
+`mismatch`: policies 20 steps on, each recipe and size of noise: the share of other experts, and the mismatch
+of scoring passes without replay (also that of R2, which replays in the updates alone) and with R3; beside
+them one with the learner's choice and the engine's routers, of which only the choice is left. Yardstick: no
+replay, the same engine unperturbed. `staleness`: the ratio of an update, pi / pi_old, a few updates later:
+with routes of its own, and with those of pi_old (R2). `learning`: fixed random routers. Runs of one seed
+begin from the same warm start; held-out reward, greedy, by an engine with exact routers and by the run's own,
+with Student's 95% interval over seeds. The yardstick is the BF16 recipe of the same seeds. "Neither" carries
+a rejection that never rejects, because no correction at all is refused beside FP8.
 
 What the result file has already is not run again.
 
@@ -45,24 +48,25 @@ import numpy as np
 from benchmarks.common import arguments, demo_from, row, write
 from benchmarks.learning_grid import CORRECTIONS, interval
 from bridges.api import PublishReceipt
-from jaxfp8rl.training import loop, sft
-from jaxfp8rl.policy import routing_replay
-from jaxfp8rl.rollout.pipeline import collect
-from jaxfp8rl.run.context import Parts, build, load_data, model_config, starting_params
+from jaxfp8rl.checkpoint.read_only import load_trained
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.losses.mismatch import mean_over, mismatch_metrics
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.precision.linear import round_to
+from jaxfp8rl.rollout.pipeline import collect
+from jaxfp8rl.run.context import Parts, build, load_data, model_config, starting_params
 from jaxfp8rl.run.run_directory import Clock
-from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.checkpoint.read_only import load_trained
+from jaxfp8rl.training import loop, sft
 from jaxfp8rl.types import Params, TrainBatch
 
 MODEL = {
-    "architectures": '["Qwen3MoeForCausalLM"]', "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4,
+    "architectures": '["Qwen3MoeForCausalLM"]', "model_type": "qwen3_moe", "num_experts": 16,
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 128, "norm_topk_prob": "true",
-}  # fmt: skip
+}
 ROUTERS = {"random": ["--moe.freeze_router", "true"], "trained": []}
 BF16 = ["--precision.recipe", "bf16", "--rollout.kv_cache", "auto"]
 FP8 = ["--precision.recipe", "fp8_rollout", "--rollout.kv_cache", "auto"]
@@ -82,17 +86,20 @@ CASES = {  # name: settings, noise
 SIZES, DRAWS = (0.0, 0.1, 0.3, 1.0), 8
 PASSES = ("none", "R3", "choice")
 SEEN = (
-    "reward/mean", "eval/own_engine", "mismatch/k3", "mismatch/k3_unreplayed", "mismatch/token_mult_prob_error",
+    "reward/mean", "eval/own_engine", "mismatch/k3", "mismatch/k3_unreplayed",
+    "mismatch/token_mult_prob_error",
     "routing/disagreement", "routing/tokens_differing", "correction/ess",
-)  # fmt: skip
+)
 SCORED, LATER = 20, (1, 4, 16)  # the policy after so many steps, and after so many more
 
 
-# Runs, each in a process of its own ------------------------------------------------------------------------------------
+# Runs, each in a process of its own
+# ------------------------------------------------------------------------------------
 
 
 def perturbed(policy: Params, size: float, seed: int) -> Params:
-    """The policy with Gaussian noise of `size` times their standard deviation on its routers, in bfloat16 as they cross."""
+    """The policy with Gaussian noise of `size` times their standard deviation on its routers, in bfloat16 as
+    they cross."""
     rng = np.random.default_rng(seed)
 
     def off(weight: jax.Array) -> jax.Array:
@@ -110,14 +117,16 @@ def warm_start(folder: Path, seed: int, routers: str) -> None:
     cfg = load_config("demo", ["--run.dir", str(folder), "--run.seed", str(seed), *words, *ROUTERS[routers]])
     model = routing_replay.with_options(model_config(cfg), cfg)
     data = load_data(cfg, model)
-    params = sft.warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, print)
+    params = sft.warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer,
+                            print)
     save_params(folder / "sft", model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(folder / "sft")
     (folder / "demo.toml").write_text(demo_from(folder / "sft"))
 
 
 def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0.0) -> None:
-    """folder/`name`/: a run. It is evaluated with exact routers, and as `eval/own_engine` with those of its engine."""
+    """folder/`name`/: a run. It is evaluated with exact routers, and as `eval/own_engine` with those of its
+    engine."""
     publish, evaluate, exact = loop.publish, loop.evaluate, []
 
     def publish_perturbed(parts: Parts, policy: Params, version: int) -> PublishReceipt:
@@ -139,9 +148,11 @@ def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0
 
 
 def compare(folder: Path, seed: int, routers: str) -> None:
-    """folder/compared/: BF16 steps, and the records of `mismatches` and `staleness` on their checkpoints as found.json."""
+    """folder/compared/: BF16 steps, and the records of `mismatches` and `staleness` on their checkpoints as
+    found.json."""
     run, steps = folder / "compared", SCORED + max(LATER)
-    kept = ["--run.save_every", "1", "--run.keep_checkpoints", str(steps), "--run.steps", str(steps), "--run.eval_every", "0"]
+    kept = ["--run.save_every", "1", "--run.keep_checkpoints", str(steps), "--run.steps", str(steps),
+            "--run.eval_every", "0"]
     learn(folder, seed, run.name, [*BF16, *ROUTERS[routers], *kept])
     found = {"mismatch": mismatches(run, BF16) + mismatches(run, FP8), "staleness": staleness(run)}
     (run / "found.json").write_text(json.dumps(found))
@@ -174,7 +185,8 @@ def mismatches(run: Path, words: list[str]) -> list[dict]:
             seen.append(routing_replay.disagreement(own, batch.routes, batch.segment_ids))
             replayed, choice = record(policy, batch)[0], record(engine, batch._replace(routes=own))[0]
             for name, logp in zip(PASSES, (none, replayed, choice)):
-                seen[-1] |= {f"{key} {name}": value for key, value in compared(logp, batch.rollout_logp, batch).items()}
+                seen[-1] |= {f"{key} {name}": value
+                             for key, value in compared(logp, batch.rollout_logp, batch).items()}
         found.append({"recipe": parts.cfg.precision.recipe, "noise": size, **means(seen)})
     parts.close()
     return found
@@ -205,14 +217,16 @@ def compared(logp, other, batch: TrainBatch) -> dict[str, jax.Array]:
     """mismatch_metrics of `logp` beside `other`, by their short names."""
     mask = batch.response_mask
     found = mismatch_metrics(jnp.where(mask, logp - other, 0), logp, other, mask)
-    return {name: found[f"mismatch/{name}"] for name in ("k1", "k3", "abs_logp_diff", "token_mult_prob_error")}
+    return {name: found[f"mismatch/{name}"] for name in ("k1", "k3", "abs_logp_diff",
+                                                         "token_mult_prob_error")}
 
 
 def means(records: list[dict]) -> dict[str, float]:
     return {name: float(np.mean([r[name] for r in jax.device_get(records)])) for name in records[0]}
 
 
-# The whole -------------------------------------------------------------------------------------------------------------
+# The whole
+# -------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -223,11 +237,12 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where run directories go")
     args = parser.parse_args()
     keep = (args.keep or Path(tempfile.mkdtemp())).absolute()
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(keep / "compiled"))  # one program is compiled once for all runs
+    # one program is compiled once for all runs
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(keep / "compiled"))
     records = json.loads(args.out.read_text())["records"] if args.out.exists() else {}
     wanted = [("random", name) for name in CASES] + [(routers, f"{routers} routers") for routers in ROUTERS]
     jobs = [(routers, name, seed) for routers, name in wanted for seed in range(args.seeds)
-            if str(seed) not in records.get(name, {})]  # fmt: skip
+            if str(seed) not in records.get(name, {})]
     one, lock = OneCore(args.jobs), threading.Lock()
 
     def prepare(routers: str, seed: int) -> None:
@@ -236,10 +251,12 @@ def main() -> None:
 
     def job(routers: str, name: str, seed: int) -> None:
         folder = keep / routers / str(seed)
-        shutil.rmtree(folder / (name if name in CASES else "compared"), ignore_errors=True)  # of a run that was cut off
+        # of a run that was cut off
+        shutil.rmtree(folder / (name if name in CASES else "compared"), ignore_errors=True)
         if name in CASES:
             (words, noise), steps = CASES[name], str(args.steps)
-            words = [*words, *ROUTERS[routers], "--run.steps", steps, "--run.eval_every", str(args.steps // 10)]
+            words = [*words, *ROUTERS[routers], "--run.steps", steps, "--run.eval_every",
+                     str(args.steps // 10)]
             one(learn, folder, seed, name, [*words, "--run.save_every", "0"], noise)
             found = curve(read_metrics(folder / name / "metrics.jsonl"))
         else:
@@ -258,7 +275,8 @@ def main() -> None:
 
 
 class OneCore:
-    """Calls a function in a process of its own, on one core of `jobs`. What it prints goes to folder/name.log."""
+    """Calls a function in a process of its own, on one core of `jobs`. What it prints goes to
+    folder/name.log."""
 
     def __init__(self, jobs: int):
         self._cores = queue.SimpleQueue()
@@ -269,7 +287,8 @@ class OneCore:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"{function.__name__} {rest[0]}.log"
         core = self._cores.get()
-        process = multiprocessing.get_context("spawn").Process(target=_on_core, args=(core, log, function, folder, seed, *rest))
+        process = multiprocessing.get_context("spawn").Process(
+            target=_on_core, args=(core, log, function, folder, seed, *rest))
         process.start()
         process.join()
         self._cores.put(core)
@@ -288,9 +307,11 @@ def _on_core(core: int, log: Path, function: Callable, *args) -> None:
 def curve(records: list[dict]) -> dict[str, list]:
     """A run at its evaluations; all but the held-out reward as means over the steps since the last one."""
     steps = [r["step"] for r in records if "eval/reward_mean" in r]
-    out = {"step": steps, "eval/reward_mean": [r["eval/reward_mean"] for r in records if "eval/reward_mean" in r]}
+    out = {"step": steps,
+           "eval/reward_mean": [r["eval/reward_mean"] for r in records if "eval/reward_mean" in r]}
     for key in SEEN:
-        spans = ([r[key] for r in records if a < r["step"] <= b and key in r] for a, b in itertools.pairwise(steps))
+        spans = ([r[key] for r in records if a < r["step"] <= b and key in r]
+                 for a, b in itertools.pairwise(steps))
         values = [float(f"{statistics.mean(span):.4g}") if span else None for span in spans]
         out |= {key: values} if values[0] is not None else {}
     return out
@@ -318,7 +339,7 @@ def rows(records: dict) -> list[dict]:
         for metric, values in learned(records, name).items():
             other = statistics.mean(twin[metric]) if twin else 0.0
             found.append(row(name, metric, "mean over seeds", statistics.mean(values), other, "BF16")
-                         | {"interval_95": interval(values), "seeds": len(values)})  # fmt: skip
+                         | {"interval_95": interval(values), "seeds": len(values)})
     return found
 
 
@@ -332,29 +353,36 @@ def learned(records: dict, name: str) -> dict[str, list[float]]:
     """A case's held-out reward, of each seed; {} where none is there."""
     runs = list(records.get(name, {}).values())
     found = {"held-out reward, end": [run["eval/reward_mean"][-1] for run in runs]}
-    found["held-out reward, mean over the run"] = [statistics.mean(run["eval/reward_mean"][1:]) for run in runs]
+    found["held-out reward, mean over the run"] = [statistics.mean(run["eval/reward_mean"][1:])
+                                                   for run in runs]
     found["held-out reward, own engine, end"] = [run["eval/own_engine"][-1] for run in runs]
     return found if runs else {}
 
 
 def tables(records: dict) -> str:
     """The tables of docs/moe.md."""
-    scored = [["routers", "engine", "noise", "other experts", "tokens", "k1: none", "R3", "choice", "k3: none", "R3", "choice"]]
+    scored = [["routers", "engine", "noise", "other experts", "tokens", "k1: none", "R3", "choice",
+               "k3: none", "R3", "choice"]]
     stale = [["routers", "updates between", "other experts", "k3: none", "R2", "outside: none", "R2"]]
     for routers in ROUTERS:
         for r in averaged(records, routers, "mismatch"):
             shares = (f"{r[f'routing/{key}']:.1%}" for key in ("disagreement", "tokens_differing"))
-            nats = (f"{round(r[f'{key} {name}'], 5) + 0:.5f}" for key, name in itertools.product(("k1", "k3"), PASSES))
-            scored.append([routers, {"bf16": "BF16", "fp8_rollout": "FP8"}[r["recipe"]], f"{r['noise']:g}", *shares, *nats])
+            nats = (f"{round(r[f'{key} {name}'], 5) + 0:.5f}"
+                    for key, name in itertools.product(("k1", "k3"), PASSES))
+            scored.append([routers, {"bf16": "BF16", "fp8_rollout": "FP8"}[r["recipe"]], f"{r['noise']:g}",
+                           *shares, *nats])
         for r in averaged(records, routers, "staleness"):
             k3, outside = ([r[f"{what} {replay}"] for replay in ("none", "R2")] for what in ("k3", "outside"))
             shares = (f"{x:.2%}" for x in outside)
-            stale.append([routers, f"{r['updates']:g}", f"{r['routing/disagreement']:.2%}", *(f"{x:.5f}" for x in k3), *shares])
+            stale.append([routers, f"{r['updates']:g}", f"{r['routing/disagreement']:.2%}",
+                          *(f"{x:.5f}" for x in k3), *shares])
     runs = [["run", "seeds", "end", "mean over the run", "end, own engine", "k3", "effective sample size"]]
     for name in filter(records.get, CASES):
         of_seeds = list(records[name].values())
-        k3, ess = (statistics.mean(statistics.mean(run[key]) for run in of_seeds) for key in ("mismatch/k3", "correction/ess"))
-        runs.append([name, str(len(of_seeds)), *map(spread, learned(records, name).values()), f"{k3:.4f}", f"{ess:.3f}"])
+        k3, ess = (statistics.mean(statistics.mean(run[key]) for run in of_seeds)
+                   for key in ("mismatch/k3", "correction/ess"))
+        runs.append([name, str(len(of_seeds)), *map(spread, learned(records, name).values()), f"{k3:.4f}",
+                     f"{ess:.3f}"])
     return "\n\n".join(map(markdown, (scored, stale, runs)))
 
 
@@ -393,7 +421,8 @@ def _scored(ax, records: dict) -> None:
         style = {"color": GREEN if replay == "R3" else RED, "ls": "-" if routers == "random" else "--"}
         points = [(100 * r["routing/disagreement"], r[f"k3 {replay}"]) for r in found]
         ax.plot(*zip(*points), **style, marker="o", ms=4, label=f"{routers} routers, {replay}")
-    ax.set(title="mismatch/k3 of a scoring pass, FP8", xlabel="% other experts than the engine's", xscale="log", yscale="log")
+    ax.set(title="mismatch/k3 of a scoring pass, FP8", xlabel="% other experts than the engine's",
+           xscale="log", yscale="log")
     ax.xaxis.set_major_formatter("{x:g}")
     ax.legend(fontsize=9)
 

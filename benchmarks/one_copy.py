@@ -1,11 +1,12 @@
-"""What rollout.one_copy saves, on one GPU: two updates with the codes in vLLM's memory, and with the learner's own beside them.
+"""What rollout.one_copy saves, on one GPU: two updates with the codes in vLLM's memory, and with the
+learner's own beside them.
 
     jaxfp8rl bench one_copy
 
-Qwen3-0.6B's shape, random weights, the demo's task, each mode in a process of its own. Memory is what JAX's allocator has in use
-after a publish, and its peak. Scores are compared bit for bit: in the process with one copy, after the updates, with those of a
-policy with codes of its own, made of the same weights; and between processes, which says as much as two processes with two copies
-agree in. The yardstick is two copies.
+Qwen3-0.6B's shape, random weights, the demo's task, each mode in a process of its own. Memory is what JAX's
+allocator has in use after a publish, and its peak. Scores are compared bit for bit: in the process with one
+copy, after the updates, with those of a policy with codes of its own, made of the same weights; and between
+processes, which says as much as two processes with two copies agree in. The yardstick is two copies.
 
 Needs a GPU and vLLM.
 """
@@ -31,24 +32,26 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from jaxfp8rl.training import loop
-from jaxfp8rl.run.context import build
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.optim.adamw import init_state
 from jaxfp8rl.publish.wire import is_fp8
-from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.rollout.scored_groups import make_requests
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.run.context import build
+from jaxfp8rl.training import loop
 from jaxfp8rl.training.step import make_policy
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-         "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+         "num_key_value_heads": 8, "head_dim": 128}
 OPTIONS = [
     "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.gpu_memory_utilization", "0.1",
-    "--rollout.kv_cache_gib", "1", "--precision.compute_dtype", "bfloat16", "--run.dir", "unused", "--sft.steps", "0",
-    # what compiles soonest: that codes in an engine under CUDA graphs can be shared is tests/gpu/test_vllm_inplace.py's
+    "--rollout.kv_cache_gib", "1", "--precision.compute_dtype", "bfloat16", "--run.dir", "unused",
+    "--sft.steps", "0",
+    # what compiles soonest: that codes in an engine under CUDA graphs can be shared is
+    # tests/gpu/test_vllm_inplace.py's
     "--rollout.max_num_seqs", "32", "--precision.products", "float32", "--rollout.enforce_eager", "true",
-]  # fmt: skip
+]
 # Two processes that tuned their products apart would sum in different orders.
 SAME_SUMS = "--xla_gpu_autotune_level=0"
 
@@ -63,11 +66,13 @@ def main() -> None:
     wide = [w for k, v in SHAPE.items() for w in (f"--model.config.{k}", str(v))]
     with ThreadPoolExecutor() as pool:  # at once: what is measured is each process's own memory, and its bits
         one, two, again = pool.map(lambda one_copy: in_child(one_copy, wide), (True, False, False))
-    rows = [row("Qwen3-0.6B", f"{what} memory of the learner", "GB", one[key] / 1e9, two[key] / 1e9, "two copies", True)
-            for what, key in (("resting", "in_use"), ("peak", "peak"))]  # fmt: skip
+    rows = [row("Qwen3-0.6B", f"{what} memory of the learner", "GB", one[key] / 1e9, two[key] / 1e9,
+                "two copies", True)
+            for what, key in (("resting", "in_use"), ("peak", "peak"))]
     saved, apart = two["in_use"] - one["in_use"], "between processes, two copies and"
-    bits = {"scores by the engine's codes and by the learner's own": one["as_own"], f"{apart} one": equal(one, two),
-            f"{apart} two": equal(two, again)}  # fmt: skip
+    bits = {"scores by the engine's codes and by the learner's own": one["as_own"],
+            f"{apart} one": equal(one, two),
+            f"{apart} two": equal(two, again)}
     write(args.out, "one_copy", rows, args.plot, codes_bytes=one["codes"], saved=saved, equal_to_the_bit=bits)
     print(f"codes {one['codes']:,} bytes, saved {saved:,}; equal to the bit: {bits}")
 
@@ -83,13 +88,14 @@ def in_child(one_copy: bool, options: list[str]) -> dict:
 
 def equal(a: dict, b: dict) -> dict[str, str]:
     """Of each kind of number, how many arrays of how many."""
-    return {what: f"{sum(x == y for x, y in zip(a['digests'][what], b['digests'][what]))} of {len(b['digests'][what])}"
-            for what in a["digests"]}  # fmt: skip
+    return {
+        what: f"{sum(x == y for x, y in zip(a['digests'][what], b['digests'][what]))} of {len(b['digests'][what])}"
+            for what in a["digests"]}
 
 
 def two_updates(one_copy: bool, options: list[str]) -> dict:
-    """Digests of scores, of the weights on the way and of what the engine then says; whether scores are as by codes of the
-    learner's own; bytes."""
+    """Digests of scores, of the weights on the way and of what the engine then says; whether scores are as by
+    codes of the learner's own; bytes."""
     cfg = load_config("demo", [*OPTIONS, "--rollout.one_copy", str(one_copy).lower(), *options])
     with contextlib.closing(build(cfg)) as parts:
         params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, parts.initial_params())
@@ -115,8 +121,9 @@ def two_updates(one_copy: bool, options: list[str]) -> dict:
         as_own = digest(parts.score(own, batch)) == digests["scores"][-1]
         said = parts.engine.generate(make_requests(parts.train[:16], parts.sampling, 4, seed=1, step=3))
         digests["the engine's"] += [digest(c.logprobs) for completions in said for c in completions]
-    return {"digests": digests, "as_own": as_own, "in_use": stats["bytes_in_use"], "peak": stats["peak_bytes_in_use"],
-            "codes": codes}  # fmt: skip
+    return {"digests": digests, "as_own": as_own, "in_use": stats["bytes_in_use"],
+            "peak": stats["peak_bytes_in_use"],
+            "codes": codes}
 
 
 def digest(x: jax.Array) -> str:

@@ -1,13 +1,15 @@
-"""What each format of the optimiser's states costs and saves: bytes, temporaries, time, and learning beside float32.
+"""What each format of the optimiser's states costs and saves: bytes, temporaries, time, and learning beside
+float32.
 
     jaxfp8rl bench optimizer [--steps 300] [--seeds 3]
     jaxfp8rl bench optimizer --floor        updates alone, beside what the bytes that move take: seconds, on a GPU
 
-Ten minutes on two CPU cores. Learning: the demo's supervised warm start from random weights, the same examples and the same start
-for every format of a seed; a loss is the mean of the last tenth of the steps. It adds two numbers: with the demo's three the loss
-stands on a plateau for a while, and how long differs by as much between any two roundings as between seeds. The second moment in
-FP8 is no setting of `optim`: it is here to show why. Small learning rates: weights of sigma 0.02 in updates that all point one
-way. Time and temporaries: updates alone of a stack of layers, beside optax.adamw.
+Ten minutes on two CPU cores. Learning: the demo's supervised warm start from random weights, the same
+examples and the same start for every format of a seed; a loss is the mean of the last tenth of the steps. It
+adds two numbers: with the demo's three the loss stands on a plateau for a while, and how long differs by as
+much between any two roundings as between seeds. The second moment in FP8 is no setting of `optim`: it is here
+to show why. Small learning rates: weights of sigma 0.02 in updates that all point one way. Time and
+temporaries: updates alone of a stack of layers, beside optax.adamw.
 
 Needs no GPU.
 """
@@ -28,15 +30,24 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from jaxfp8rl.run.context import load_data, model_config, starting_params
 from jaxfp8rl.config.schema import Config, Optim
-from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.optim.low_bit import Kept, decode, encode, is_scaled, nbytes, random_words, zeros
-from jaxfp8rl.optim.adamw import FAINT, Formats, Optimizer, adamw, from_optax, guarded_update, init_state, make_schedule
-from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.training.sft import make_sft_step, optim_of
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
+from jaxfp8rl.optim.adamw import (
+    FAINT,
+    Formats,
+    Optimizer,
+    adamw,
+    from_optax,
+    guarded_update,
+    init_state,
+    make_schedule,
+)
+from jaxfp8rl.optim.low_bit import Kept, decode, encode, is_scaled, nbytes, random_words, zeros
+from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.run.context import load_data, model_config, starting_params
+from jaxfp8rl.training.sft import make_sft_step, optim_of
 from jaxfp8rl.training.step import make_logprobs
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
@@ -51,7 +62,8 @@ KEPT = (
     LEAST,
     Formats("float16", "float8", "float16"),
 )
-LEARNING = [(FLOAT32, False), *((f, False) for f in KEPT if f.first == "float8"), (FAILS, False), (FAILS, True)]
+LEARNING = [(FLOAT32, False), *((f, False) for f in KEPT if f.first == "float8"), (FAILS, False),
+            (FAILS, True)]
 LAYER = {"cpu": (512, 1536), "gpu": (4096, 12288)}  # width, hidden width; of Qwen3-8B
 LAYERS, UPDATES = 8, 10
 
@@ -79,7 +91,8 @@ def name(formats: Formats) -> str:
     return f"masters {formats.master}, moments {formats.first} and {formats.second}"
 
 
-# Memory ----------------------------------------------------------------------------------------------------------------
+# Memory
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def memory_rows() -> Iterator[dict]:
@@ -90,7 +103,8 @@ def memory_rows() -> Iterator[dict]:
         yield row(name(formats), "masters and moments", "bytes a parameter", size, 12, "float32", True)
 
 
-# Small learning rates --------------------------------------------------------------------------------------------------
+# Small learning rates
+# --------------------------------------------------------------------------------------------------
 
 
 def drift_rows(updates: int = 1000, lr: float = 1e-6) -> Iterator[dict]:
@@ -100,7 +114,8 @@ def drift_rows(updates: int = 1000, lr: float = 1e-6) -> Iterator[dict]:
     for master in ("float32", "bfloat16", "float16"):
         cfg = Optim(lr=lr, clip_norm=1e9)
         optimizer = adamw(cfg, make_schedule(cfg, updates), Formats(master))
-        update = exact_jit(lambda state, o=optimizer: guarded_update(o, state, jnp.float32(0), grads)[0], donate_argnums=0)
+        update = exact_jit(lambda state, o=optimizer: guarded_update(o, state, jnp.float32(0), grads)[0],
+                           donate_argnums=0)
         state, nearest = init_state({"w": jnp.copy(start)}, optimizer), encode(start, master)
         begin = [np.asarray(decode(kept), np.float64) for kept in (state.params["w"], nearest)]
         to_nearest = exact_jit(lambda kept, m=master: encode(decode(kept) - lr, m))
@@ -112,21 +127,27 @@ def drift_rows(updates: int = 1000, lr: float = 1e-6) -> Iterator[dict]:
         yield row(case, "share of the way gone", "of 1", ours, theirs, "the same, rounded to nearest")
 
 
-# What a second moment of few bits does ---------------------------------------------------------------------------------
+# What a second moment of few bits does
+# ---------------------------------------------------------------------------------
 
 
 def step_rows(updates: int = 20) -> Iterator[dict]:
-    """Steps of 65,536 weights where the gradients of a block are of unlike sizes: log-normal with sigma 3, the largest of 128 a
-    thousand times the median. Adam's own largest step is near 1 learning rate. Who keeps up goes half as far as in float32."""
+    """Steps of 65,536 weights where the gradients of a block are of unlike sizes: log-normal with sigma 3,
+    the largest of 128 a thousand times the median. Adam's own largest step is near 1 learning rate. Who keeps
+    up goes half as far as in float32."""
     rng = np.random.default_rng(0)
     size = 1e-3 * np.exp(3 * rng.normal(size=(256, 256)))
     grads = [jnp.asarray(size * rng.normal(size=size.shape), jnp.float32) for _ in range(updates)]
     plain = adam_steps(kept_adam(FLOAT32), grads)
-    for formats in (FLOAT32, *(Formats("float32", "float8", second) for second in ("bfloat16", "float16", "float8"))):
+    for formats in (FLOAT32,
+                    *(Formats("float32", "float8", second) for second in ("bfloat16", "float16", "float8"))):
         ours, nearest = (adam_steps(kept_adam(formats, to_nearest=n), grads) for n in (False, True))
-        case, largest, later = f"{name(formats)}, unlike gradients", lambda x: float(x.max()), lambda x: x[updates // 2 :].mean(0)
-        yield row(case, "largest step", "learning rates", largest(ours), largest(nearest), "rounded to nearest", True)
-        yield row(case, "weights that keep up", "of 1", float(np.mean(later(ours) > later(plain) / 2)), 1, "float32")
+        case, largest, later = f"{name(formats)}, unlike gradients", lambda x: float(x.max()), lambda x: x[
+            updates // 2 :].mean(0)
+        yield row(case, "largest step", "learning rates", largest(ours), largest(nearest),
+                  "rounded to nearest", True)
+        yield row(case, "weights that keep up", "of 1", float(np.mean(later(ours) > later(plain) / 2)), 1,
+                  "float32")
 
 
 def adam_steps(adam: optax.GradientTransformation, grads: list[jax.Array]) -> np.ndarray:
@@ -139,7 +160,8 @@ def adam_steps(adam: optax.GradientTransformation, grads: list[jax.Array]) -> np
 
 
 def kept_adam(formats: Formats, b2: float = 0.95, to_nearest: bool = False) -> optax.GradientTransformation:
-    """optax.scale_by_adam whose moments are written and read with every update, as jaxfp8rl.optim.adamw rounds them or to nearest."""
+    """optax.scale_by_adam whose moments are written and read with every update, as jaxfp8rl.optim.adamw
+    rounds them or to nearest."""
     adam, read = optax.scale_by_adam(0.9, b2), functools.partial(jax.tree.map, decode, is_leaf=is_scaled)
 
     def write(x: jax.Array, which: int, count: jax.Array) -> Kept:
@@ -152,13 +174,15 @@ def kept_adam(formats: Formats, b2: float = 0.95, to_nearest: bool = False) -> o
 
     def update(grads: Params, state: optax.ScaleByAdamState, params: Params | None = None) -> tuple:
         steps, new = adam.update(grads, optax.ScaleByAdamState(state.count, read(state.mu), read(state.nu)))
-        mu, nu = (jax.tree.map(lambda x, n=n: write(x, n, new.count), tree) for n, tree in ((1, new.mu), (2, new.nu)))
+        mu, nu = (jax.tree.map(lambda x, n=n: write(x, n, new.count), tree)
+                  for n, tree in ((1, new.mu), (2, new.nu)))
         return steps, optax.ScaleByAdamState(new.count, mu, nu)
 
     return optax.GradientTransformation(init, update)
 
 
-# An update alone -------------------------------------------------------------------------------------------------------
+# An update alone
+# -------------------------------------------------------------------------------------------------------
 
 
 def update_rows() -> Iterator[dict]:
@@ -166,31 +190,38 @@ def update_rows() -> Iterator[dict]:
     stacks, cfg = layer_stacks(), Optim(lr=1e-6, weight_decay=0.01)
     count = sum(np.prod(s) for s in stacks.values())
     yardstick = from_optax(
-        optax.chain(optax.clip_by_global_norm(cfg.clip_norm), optax.adamw(cfg.lr, cfg.b1, cfg.b2, cfg.eps, weight_decay=0.01))
+        optax.chain(optax.clip_by_global_norm(cfg.clip_norm),
+                    optax.adamw(cfg.lr, cfg.b1, cfg.b2, cfg.eps, weight_decay=0.01))
     )
     theirs = timed_update(yardstick, stacks)
     for formats in (FLOAT32, *KEPT):
         ours = timed_update(adamw(cfg, make_schedule(cfg, 1), formats), stacks)
-        for metric, unit, a, b in zip(("an update", "its temporaries"), ("ns a parameter", "bytes a parameter"), ours, theirs):
-            yield row(f"{name(formats)}, {LAYERS} layers", metric, unit, a / count, b / count, "optax.adamw, float32", True)
+        for metric, unit, a, b in zip(("an update", "its temporaries"),
+                                      ("ns a parameter", "bytes a parameter"), ours, theirs):
+            yield row(f"{name(formats)}, {LAYERS} layers", metric, unit, a / count, b / count,
+                      "optax.adamw, float32", True)
 
 
 def floor_rows() -> Iterator[dict]:
-    """Beside the time of a copy of as many bytes: gradients are read, masters and moments read and written."""
+    """Beside the time of a copy of as many bytes: gradients are read, masters and moments read and
+    written."""
     stacks, cfg = layer_stacks(), Optim(lr=1e-6, weight_decay=0.01)
     x, double = jnp.ones(2**28), jax.jit(lambda x: 2 * x)
     copies = [_ns(lambda: double(x)) for _ in range(UPDATES)]
     for formats in (FLOAT32, LEAST):
         ours, temporaries = timed_update(adamw(cfg, make_schedule(cfg, 1), formats), stacks)
-        moved = sum(4 * np.prod(s) + 2 * sum(nbytes(s, kept_as) for kept_as in formats[:3]) for s in stacks.values())
-        case, floor = f"{name(formats)}, {LAYERS} layers of width {stacks['q'][1]}", min(copies) * moved / (2 * x.nbytes)
+        moved = sum(4 * np.prod(s) + 2 * sum(nbytes(s, kept_as) for kept_as in formats[:3])
+                    for s in stacks.values())
+        case, floor = f"{name(formats)}, {LAYERS} layers of width {stacks['q'][1]}", min(copies) * moved / (
+            2 * x.nbytes)
         yield row(case, "an update", "ms", ours / 1e6, floor / 1e6, "a copy of as many bytes", True)
         yield row(case, "its temporaries", "MiB", temporaries / 2**20, moved / 2**20, "all that moves", True)
 
 
 def layer_stacks() -> dict[str, tuple]:
     d, f = LAYER["gpu" if jax.default_backend() == "gpu" else "cpu"]
-    shapes = {"q": (d, d), "k": (d // 4, d), "v": (d // 4, d), "o": (d, d), "gate": (f, d), "up": (f, d), "down": (d, f)}
+    shapes = {"q": (d, d), "k": (d // 4, d), "v": (d // 4, d), "o": (d, d), "gate": (f, d), "up": (f, d),
+              "down": (d, f)}
     return {k: (LAYERS, *s) for k, s in shapes.items()}
 
 
@@ -202,9 +233,11 @@ def _ns(f: Callable) -> int:
 
 def timed_update(optimizer: Optimizer, stacks: dict[str, tuple]) -> tuple[float, int]:
     """(ns, bytes)"""
-    draw = lambda scale: {"layers": {k: scale * jax.random.normal(jax.random.key(0), s) for k, s in stacks.items()}}
+    draw = lambda scale: {"layers": {k: scale * jax.random.normal(jax.random.key(0), s)
+                                     for k, s in stacks.items()}}
     state, grads = init_state(draw(0.02), optimizer), draw(1e-4)
-    update = exact_jit(lambda state, grads: guarded_update(optimizer, state, jnp.float32(0), grads)[0], donate_argnums=0)
+    update = exact_jit(lambda state, grads: guarded_update(optimizer, state, jnp.float32(0), grads)[0],
+                       donate_argnums=0)
     compiled = update.lower(state, grads).compile()
     held = [state]
     del state
@@ -217,7 +250,8 @@ def timed_update(optimizer: Optimizer, stacks: dict[str, tuple]) -> tuple[float,
     return min(taken), compiled.memory_analysis().temp_size_in_bytes
 
 
-# Learning --------------------------------------------------------------------------------------------------------------
+# Learning
+# --------------------------------------------------------------------------------------------------------------
 
 
 def learning(steps: int, seeds: int) -> Iterator[tuple[list[dict], dict[str, list[float]]]]:
@@ -234,10 +268,11 @@ def learning(steps: int, seeds: int) -> Iterator[tuple[list[dict], dict[str, lis
         label = name(formats) + ", rounded to nearest" * to_nearest
         case = f"{label}: {steps} steps of the warm start"
         rows = [
-            row(case, f"loss, mean of {seeds} seeds", "nats", float(ends.mean()), float(wanted.mean()), "float32", True),
+            row(case, f"loss, mean of {seeds} seeds", "nats", float(ends.mean()), float(wanted.mean()),
+                "float32", True),
             row(case, "largest difference of a seed", "nats", float(np.abs(ends - wanted).max()),
                 float(np.ptp(wanted)), "range of float32's seeds", True),
-        ]  # fmt: skip
+        ]
         yield rows, {label: [round(float(x), 5) for x in losses.mean(0)]}
 
 
@@ -249,23 +284,27 @@ def examples(cfg: Config) -> Iterator[TrainBatch]:
         rng = np.random.default_rng([cfg.run.seed, step])
         samples = []
         for prompt in (data.train[i] for i in rng.integers(len(data.train), size=cfg.sft.examples_per_step)):
-            answer = data.tokenizer.encode(data.task.demonstrate(prompt.problem, rng), add_special_tokens=False)
+            answer = data.tokenizer.encode(data.task.demonstrate(prompt.problem, rng),
+                                           add_special_tokens=False)
             completion = [*answer[: cfg.rollout.max_new_tokens - 1], data.tokenizer.eos_token_ids[0]]
             samples.append(Sample(prompt.token_ids, completion, np.zeros(len(completion), np.float32), 0.0))
         yield pack(samples, *shape, microbatches)
 
 
 def sft_step(cfg: Config, formats: Formats, to_nearest: bool) -> tuple[Callable, Optimizer]:
-    """As jaxfp8rl.training.sft.warm_start makes it, with other formats, or with moments that are rounded to nearest."""
+    """As jaxfp8rl.training.sft.warm_start makes it, with other formats, or with moments that are rounded to
+    nearest."""
     model = model_config(cfg)
-    precision = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype)
+    precision = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype,
+                                  weight_dtype=cfg.precision.weight_dtype)
     optim = optim_of(cfg)
     schedule = make_schedule(optim, cfg.sft.steps)
     optimizer = adamw(optim, schedule, formats)
     if to_nearest:
         adam = kept_adam(formats, optim.b2, to_nearest=True)
         optimizer = from_optax(
-            optax.chain(optax.clip_by_global_norm(optim.clip_norm), adam, optax.scale_by_learning_rate(schedule))
+            optax.chain(optax.clip_by_global_norm(optim.clip_norm), adam,
+                        optax.scale_by_learning_rate(schedule))
         )
     return make_sft_step(make_logprobs(model, precision, 1.0, "none"), precision, optimizer), optimizer
 

@@ -1,11 +1,12 @@
-"""What overlaps with the tensor cores: clocks of FP8 products and of the arithmetic that promotes them, nothing else in the way.
+"""What overlaps with the tensor cores: clocks of FP8 products and of the arithmetic that promotes them,
+nothing else in the way.
 
     jaxfp8rl bench overlap
 
-One, two or three warpgroups on every multiprocessor, each in a loop: a product of 64 x 128 x 128, 256 clocks of the tensor cores,
-and after it a promotion, or a part of one; some of that beside it. Nothing is copied, stored or waited for meanwhile. The ratio
-is the share of the clocks in which the tensor cores compute, at best, in a kernel of such consumers. docs/kernels.md says what
-follows; benchmarks/gemm.py times the kernels.
+One, two or three warpgroups on every multiprocessor, each in a loop: a product of 64 x 128 x 128, 256 clocks
+of the tensor cores, and after it a promotion, or a part of one; some of that beside it. Nothing is copied,
+stored or waited for meanwhile. The ratio is the share of the clocks in which the tensor cores compute, at
+best, in a kernel of such consumers. docs/kernels.md says what follows; benchmarks/gemm.py times the kernels.
 
 Needs a Hopper GPU.
 """
@@ -38,13 +39,14 @@ ROWS, COLUMNS, SLAB = 64, 128, 32
 PRODUCT = 256  # clocks of 64 x 128 x 128
 TURNS = 256
 THREADS = plgpu.Layout.WG_STRIDED((128,), 1)  # a number a thread
-After = Literal["nothing", "multiply-adds", "multiplications and multiply-adds", "reads and multiply-adds", "all of wgrad's"]
+After = Literal["nothing", "multiply-adds", "multiplications and multiply-adds", "reads and multiply-adds",
+                "all of wgrad's"]
 Beside = Literal["nothing", "64 multiply-adds", "128 multiply-adds", "wgrad's reads"]
 
 
 class Case(NamedTuple):
-    """What each warpgroup does, a thread: 64 multiply-adds are what promotes a product of fprop; wgrad's has 64 multiplications
-    more, of scales, and 16 reads of two of them from shared memory."""
+    """What each warpgroup does, a thread: 64 multiply-adds are what promotes a product of fprop; wgrad's has
+    64 multiplications more, of scales, and 16 reads of two of them from shared memory."""
 
     warpgroups: int
     after: After = "nothing"
@@ -73,25 +75,29 @@ def main() -> None:
     for case, program in programs.items():
         jax.block_until_ready(program())
         slowest = np.asarray(program()[0])[..., 0].max(axis=1) / TURNS  # warpgroup, of every multiprocessor
-        for metric, clocks in zip(("a turn", "of it from a product's issue to its end"), np.median(slowest, axis=0)):
-            rows.append(row(str(case), metric, "clocks", float(clocks), PRODUCT * case.warpgroups, "the tensor cores' own", True))
+        for metric, clocks in zip(("a turn", "of it from a product's issue to its end"),
+                                  np.median(slowest, axis=0)):
+            rows.append(row(str(case), metric, "clocks", float(clocks), PRODUCT * case.warpgroups,
+                            "the tensor cores' own", True))
     write(args.out, "overlap", rows, args.plot)
 
 
 def lowered(case: Case) -> jax.stages.Lowered:
-    """For CUDA, whatever there is here: a program without arguments, whose first result is of every multiprocessor, warpgroup and
-    thread the clocks of all turns, and those from a product's issue to its end."""
+    """For CUDA, whatever there is here: a program without arguments, whose first result is of every
+    multiprocessor, warpgroup and thread the clocks of all turns, and those from a product's issue to its end.
+    """
     each = SMS, case.warpgroups
     memory = dict(
         a=plgpu.SMEM((case.warpgroups, ROWS, 128), FP8, transforms=swizzled(FP8)),
         b=plgpu.SMEM((COLUMNS, 128), FP8, transforms=swizzled(FP8)),
         row_scales=plgpu.SMEM((ROWS,), F32), column_scales=plgpu.SMEM((COLUMNS,), F32),
-    )  # fmt: skip
+    )
     program = plgpu.kernel(
-        functools.partial(_kernel, case), grid=(SMS,), grid_names=("block",), num_threads=case.warpgroups, thread_name="wg",
+        functools.partial(_kernel, case), grid=(SMS,), grid_names=("block",), num_threads=case.warpgroups,
+        thread_name="wg",
         out_type=(jax.ShapeDtypeStruct((*each, 2, 128), jnp.int32), jax.ShapeDtypeStruct((*each, ROWS), F32)),
         scratch_types=memory,
-    )  # fmt: skip
+    )
     return jax.jit(program).trace().lower(lowering_platforms=("cuda",))
 
 
@@ -123,13 +129,15 @@ def _kernel(case: Case, clocks, kept, *, a, b, row_scales, column_scales) -> Non
         plgpu.wgmma_wait(0)
         waited += _clock() - issued
         if case.after != "nothing":
-            total = [t + promoted(s, partial[:, s * SLAB : (s + 1) * SLAB], read) for s, t in zip(slabs, total)]
+            total = [t + promoted(s, partial[:, s * SLAB : (s + 1) * SLAB], read)
+                     for s, t in zip(slabs, total)]
         return partial, tuple(total), waited
 
     if case.apart:
         _sleep(wg * case.apart)
     start = _clock()
-    begin = matrix(COLUMNS), tuple(matrix(SLAB) for _ in slabs), plgpu.layout_cast(jnp.zeros(128, jnp.int32), THREADS)
+    begin = matrix(COLUMNS), tuple(matrix(SLAB)
+                                   for _ in slabs), plgpu.layout_cast(jnp.zeros(128, jnp.int32), THREADS)
     partial, total, waited = lax.fori_loop(0, TURNS, turn, begin)
     clocks[block, wg, 0], clocks[block, wg, 1] = _clock() - start, waited
     kept[block, wg] = sum(jnp.sum(x, axis=1) for x in (*total, partial))
@@ -146,7 +154,8 @@ def _clock() -> Array:
         vector = llvm.UndefOp(ir.VectorType.get((1,), i32)).result
         vector = llvm.insertelement(vector, now, llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result)
         registers = np.array([vector], object)
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=THREADS.to_mgpu(), _is_signed=True)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=THREADS.to_mgpu(),
+                                                _is_signed=True)
 
     return read()
 

@@ -1,13 +1,16 @@
-"""What each format costs on real data: errors of a layer's products against float64, and of a whole update's gradient.
+"""What each format costs on real data: errors of a layer's products against float64, and of a whole update's
+gradient.
 
     jaxfp8rl bench precision_errors [--smollm2 models/smollm2-135m]
 
-Two minutes on two CPU cores, SmolLM2 left out. The data: a Qwen3-shaped model a little wider than the demo's, after a part of
-the demo's warm start, on its own task with advantages of +1 and -1; every linear of its last layer with the activation that
-enters it and the gradient that comes back. SmolLM2: the same on text, in a middle layer.
+Two minutes on two CPU cores, SmolLM2 left out. The data: a Qwen3-shaped model a little wider than the demo's,
+after a part of the demo's warm start, on its own task with advantages of +1 and -1; every linear of its last
+layer with the activation that enters it and the gradient that comes back. SmolLM2: the same on text, in a
+middle layer.
 
-Errors are relative, ||got - exact|| / ||exact||. The products run in float32 as on any machine without FP8 tensor cores, so that
-all of an error is rounding to the format. The yardstick of each row is BF16 on the same data.
+Errors are relative, ||got - exact|| / ||exact||. The products run in float32 as on any machine without FP8
+tensor cores, so that all of an error is rounding to the format. The yardstick of each row is BF16 on the same
+data.
 
 Needs no GPU.
 """
@@ -29,11 +32,10 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from jaxfp8rl.run.context import load_data, model_config, starting_params
 from jaxfp8rl.config.schema import Loss
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.tokenizer import load_tokenizer
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.models import layers as nn
@@ -42,11 +44,12 @@ from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention
 from jaxfp8rl.optim.adamw import init_state
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import linear
-from jaxfp8rl.probes.probes import precision_report, unquantized_policy
 from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.probes.probes import precision_report, unquantized_policy
+from jaxfp8rl.run.context import load_data, model_config, starting_params
 from jaxfp8rl.training.sft import warm_start
-from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_train_step
 from jaxfp8rl.types import Params, TrainBatch
 from pallas_kernels.blockwise_matmul.reference import blockwise_matmul, wgrad
@@ -67,7 +70,8 @@ VARIANTS = {  # fields of Precision; all linears FP8 but for bf16
 POWERS_OF_TWO = "fp8_unified, scales powers of two"
 YARDSTICK = "bf16 on the same data"
 KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients in opt_state
-    lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
 )
 
 
@@ -94,32 +98,38 @@ def main() -> None:
         write(args.out, "precision_errors", rows, args.plot, linears=linears, probes=probes)
 
 
-# Subjects --------------------------------------------------------------------------------------------------------------
+# Subjects
+# --------------------------------------------------------------------------------------------------------------
 
 
 def demo(steps: int = 100, seed: int = 0) -> Subject:
-    """A model twice as wide as the demo's after `steps` of its warm start; the batch is 64 of the task's own answers."""
+    """A model twice as wide as the demo's after `steps` of its warm start; the batch is 64 of the task's own
+    answers."""
     wider = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     overrides = [w for k, v in wider.items() for w in (f"--model.config.{k}", str(v))]
     cfg = load_config("demo", [*overrides, "--sft.steps", str(steps), "--run.seed", str(seed)])
     model, data = model_config(cfg), load_data(cfg, model_config(cfg))
-    params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer, lambda _: None)
+    params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer,
+                        lambda _: None)
     rng = np.random.default_rng(0)
     samples = []
     for p in data.train[:64]:
         answer = data.tokenizer.encode(data.task.demonstrate(p.problem, rng), add_special_tokens=False)
         samples.append(sample(p.token_ids, answer, rng))
-    return Subject("demo model" + f", seed {seed}" * bool(seed), model, params, packed(samples, 60), model.num_hidden_layers - 1)
+    return Subject("demo model" + f", seed {seed}" * bool(seed), model, params, packed(samples, 60),
+                   model.num_hidden_layers - 1)
 
 
 def smollm2(folder: str) -> Subject:
-    """The first 512 tokens of docs/corrections.md in pieces of 128, of which the second half counts as the response."""
+    """The first 512 tokens of docs/corrections.md in pieces of 128, of which the second half counts as the
+    response."""
     model, params = load_params(folder)
     text = (ROOT / "docs" / "corrections.md").read_text(encoding="utf-8")
     tokens = load_tokenizer(folder).encode(text, add_special_tokens=False)[:512]
     rng = np.random.default_rng(0)
     samples = [sample(tokens[i : i + 64], tokens[i + 64 : i + 128], rng) for i in range(0, 512, 128)]
-    return Subject("SmolLM2-135M", model, jax.tree.map(jnp.asarray, params), packed(samples, 256), model.num_hidden_layers // 2)
+    return Subject("SmolLM2-135M", model, jax.tree.map(jnp.asarray, params), packed(samples, 256),
+                   model.num_hidden_layers // 2)
 
 
 def sample(prompt, completion, rng: np.random.Generator) -> Sample:
@@ -133,7 +143,8 @@ def packed(samples: list[Sample], row_tokens: int) -> TrainBatch:
     return pack(samples, row_tokens, rows, 1)
 
 
-# One layer's products ----------------------------------------------------------------------------------------------------
+# One layer's products
+# ----------------------------------------------------------------------------------------------------
 
 
 class Product(NamedTuple):
@@ -145,7 +156,8 @@ class Product(NamedTuple):
 
 
 def products(subject: Subject) -> dict[str, Product]:
-    """Every linear of the subject's layer, in a float32 forward and backward pass of the policy-gradient loss."""
+    """Every linear of the subject's layer, in a float32 forward and backward pass of the policy-gradient
+    loss."""
     model, micro = subject.model, jax.tree.map(lambda a: a[0], subject.batch)
     precision = Precision.uniform(model.num_hidden_layers)
     policy, run = unquantized_policy(subject.params, precision), precision.runs[0]
@@ -170,7 +182,8 @@ def products(subject: Subject) -> dict[str, Product]:
         x, seen = jax.lax.scan(jax.checkpoint(body), embed(policy, micro.tokens, precision), steps)
         hidden = final_norm(x, policy, model, precision)
         logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens)
-        return -jnp.sum(jnp.where(micro.response_mask, micro.advantages * logp, 0)) / jnp.sum(micro.response_mask), seen
+        return -jnp.sum(jnp.where(micro.response_mask, micro.advantages * logp,
+                                  0)) / jnp.sum(micro.response_mask), seen
 
     dy, x = exact_jit(jax.grad(loss, has_aux=True))(taps)
     found = {}
@@ -185,7 +198,8 @@ def products(subject: Subject) -> dict[str, Product]:
 def through_linear(precision: Precision, p: Product) -> tuple:
     """(y, dx, dw) as the learner computes them."""
     dtype = precision.compute_dtype
-    y, pull = jax.vjp(lambda x, w: linear(x, w, precision, precision.any_fp8), p.x.astype(dtype), p.w.astype(dtype))
+    y, pull = jax.vjp(lambda x, w: linear(x, w, precision, precision.any_fp8), p.x.astype(dtype),
+                      p.w.astype(dtype))
     return y, *pull(p.dy.astype(y.dtype))
 
 
@@ -201,7 +215,8 @@ def through_powers_of_two(p: Product) -> tuple:
 
 def layer_errors(subject: Subject) -> dict[str, dict[str, dict[str, list[float]]]]:
     """variant -> linear -> {"error", "cosine"} of [forward, dgrad, wgrad] against float64."""
-    ways: dict[str, Callable] = {v: functools.partial(through_linear, variant(1, fields)) for v, fields in VARIANTS.items()}
+    ways: dict[str, Callable] = {v: functools.partial(through_linear, variant(1, fields))
+                                 for v, fields in VARIANTS.items()}
     ways[POWERS_OF_TWO] = through_powers_of_two
     found = {name: {} for name in ways}
     for linear_name, p in products(subject).items():
@@ -217,32 +232,39 @@ def layer_errors(subject: Subject) -> dict[str, dict[str, dict[str, list[float]]
 
 
 def layer_rows(subject: str, found: dict) -> list[dict]:
-    """Of a layer's linears: mean error of each product; the mean and the worst cosine of their 14 gradients."""
+    """Of a layer's linears: mean error of each product; the mean and the worst cosine of their 14
+    gradients."""
     rows = []
     for name, linears in found.items():
         case = f"{subject}, one layer: {name}"
         for i, product in enumerate(("forward", "dgrad", "wgrad")):
             mean, base = (np.mean([v["error"][i] for v in f.values()]) for f in (linears, found["bf16"]))
-            rows.append(row(case, f"{product}, relative error", "", float(mean), float(base), YARDSTICK, True))
+            rows.append(row(case, f"{product}, relative error", "", float(mean), float(base), YARDSTICK,
+                            True))
         for metric, pick in (("mean", np.mean), ("worst", np.min)):
-            ours, base = (float(pick([v["cosine"][1:] for v in f.values()])) for f in (linears, found["bf16"]))
+            ours, base = (float(pick([v["cosine"][1:] for v in f.values()]))
+                          for f in (linears, found["bf16"]))
             rows.append(row(case, f"1 - cosine, {metric} gradient", "", 1 - ours, 1 - base, YARDSTICK, True))
     return rows
 
 
-# A whole update ----------------------------------------------------------------------------------------------------------
+# A whole update
+# ----------------------------------------------------------------------------------------------------------
 
 
 def gradients(subject: Subject, precision: Precision) -> dict[str, np.ndarray]:
-    """HF name -> gradient, float64, of the train step itself under plain REINFORCE, which has no ratio and no correction."""
-    logprobs = make_logprobs(subject.model, precision, 1.0, remat="layer" if subject.model.num_hidden_layers > 8 else "none")
+    """HF name -> gradient, float64, of the train step itself under plain REINFORCE, which has no ratio and no
+    correction."""
+    logprobs = make_logprobs(subject.model, precision, 1.0,
+                             remat="layer" if subject.model.num_hidden_layers > 8 else "none")
     params = jax.tree.map(jnp.copy, subject.params)  # the step donates its state
     policy = make_policy(precision)(params)
     step = make_train_step(logprobs, precision, Loss(objective="reinforce"), CorrectionConfig(), KEEP)
     state = init_state(params, KEEP, precision.compute_dtype)
     state, _, metrics = step(state, policy, subject.batch, subject.batch.rollout_logp)
     assert metrics["update/applied"] == 1
-    return {e.hf_name: np.asarray(get_param(state.opt_state, e), np.float64) for e in param_table(subject.model)}
+    return {e.hf_name: np.asarray(get_param(state.opt_state, e), np.float64)
+            for e in param_table(subject.model)}
 
 
 def gradient_rows(subject: Subject) -> Iterator[dict]:
@@ -255,10 +277,12 @@ def gradient_rows(subject: Subject) -> Iterator[dict]:
     for name, fields in ways.items():
         got = gradients(subject, variant(layers, fields))
         whole = cosine(*(np.concatenate([g[n].ravel() for n in exact]) for g in (got, exact)))
-        off = {"whole gradient": 1 - whole, "worst linear": 1 - min(cosine(got[n], exact[n]) for n in linears)}
+        off = {"whole gradient": 1 - whole,
+               "worst linear": 1 - min(cosine(got[n], exact[n]) for n in linears)}
         base = base or off
         for metric, ours in off.items():
-            yield row(f"{subject.name}, one update: {name}", f"1 - cosine, {metric}", "", ours, base[metric], YARDSTICK, True)
+            yield row(f"{subject.name}, one update: {name}", f"1 - cosine, {metric}", "", ours, base[metric],
+                      YARDSTICK, True)
 
 
 def probed(subject: Subject) -> dict:

@@ -3,12 +3,13 @@
     jaxfp8rl bench publish [--sizes 8b 4b 1.7b 0.6b] [--publishes 20]
     jaxfp8rl bench publish --sizes 8b 30b-a3b --reloads 1       # a mixture of experts beside the dense sizes before it
 
-Ours is `VllmInplace`: quantise (recipe fp8_rollout alone: under fp8_unified the policy holds the codes), write into the engine's
-tensors, prove that every byte arrived. The yardstick, in the same run, is vLLM's own `reload_weights` through `VllmReload`, fed
-by the same source, which proves nothing. Times are host seconds around a whole publish, the device waited for; phases are timed
-one by one, so that their sum exceeds a publish, in which they overlap, and stand beside the time in which as many bytes as they
-have to read and write are read and written by a copy. Extra memory is what the peaks of JAX's and torch's
-allocators rise to above what was in use before the first publish.
+Ours is `VllmInplace`: quantise (recipe fp8_rollout alone: under fp8_unified the policy holds the codes),
+write into the engine's tensors, prove that every byte arrived. The yardstick, in the same run, is vLLM's own
+`reload_weights` through `VllmReload`, fed by the same source, which proves nothing. Times are host seconds
+around a whole publish, the device waited for; phases are timed one by one, so that their sum exceeds a
+publish, in which they overlap, and stand beside the time in which as many bytes as they have to read and
+write are read and written by a copy. Extra memory is what the peaks of JAX's and torch's allocators rise to
+above what was in use before the first publish.
 
 Needs a GPU and vLLM.
 """
@@ -38,9 +39,9 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
-from bridges.proof import manifest
 from bridges.api import GenRequest, ParamMeta, PublishReceipt, Rows, SamplingParams, StackRow, WeightTransport
 from bridges.engines.vllm_engine import FP8, VllmEngine
+from bridges.proof import manifest
 from bridges.proof.digest import by_rows, stack_digests
 from bridges.sources.dlpack import torch_view
 from bridges.sources.sent import PART
@@ -59,7 +60,8 @@ YARDSTICK, FLOOR = "vLLM's reload_weights, same run", "a copy that moves as many
 
 def main() -> None:
     parser = arguments(__doc__, "publish")
-    parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, *MIXTURES], default=["8b", "4b", "1.7b", "0.6b"])
+    parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, *MIXTURES],
+                        default=["8b", "4b", "1.7b", "0.6b"])
     parser.add_argument("--layers", type=int, default=0, help="of a mixture; default: all")
     parser.add_argument("--publishes", type=int, default=20)
     parser.add_argument("--reloads", type=int, default=4, help="of the yardstick, of each recipe")
@@ -135,7 +137,8 @@ def bench_engine(
     for recipe in RECIPES:
         bench_yardstick(recipe)
     receipt = mine["fp8_rollout"][0][1]
-    found = {"copy GB/s, bytes read and written": round(rate, 1), "bytes": receipt.bytes, "tensors": receipt.tensors}
+    found = {"copy GB/s, bytes read and written": round(rate, 1), "bytes": receipt.bytes,
+             "tensors": receipt.tensors}
     rows = []
     for recipe, times in mine.items():
         found[f"publish {recipe}, ms"] = [round(ms, 2) for ms, _ in times]
@@ -144,21 +147,26 @@ def bench_engine(
         what = "quantise + publish + proof" if recipe == "fp8_rollout" else "publish + proof"
         rows += [
             row(f"{case} {recipe}", what, "ms", ms, reload, YARDSTICK, True),
-            row(f"{case} {recipe}", "rate", "GB/s", receipt.bytes / ms / 1e6, receipt.bytes / reload / 1e6, YARDSTICK),
+            row(f"{case} {recipe}", "rate", "GB/s", receipt.bytes / ms / 1e6, receipt.bytes / reload / 1e6,
+                YARDSTICK),
         ]
-    memory = row(f"{case} fp8_rollout", "extra memory", "GB", *(x / 1e9 for x in extra["fp8_rollout"]), YARDSTICK, True)
+    memory = row(f"{case} fp8_rollout", "extra memory", "GB", *(x / 1e9 for x in extra["fp8_rollout"]),
+                 YARDSTICK, True)
     return [*rows, memory, *phases], {case: found}
 
 
 def beside_dense(mixture: dict, dense: dict) -> list[dict]:
     """A mixture's rate of publishes in place beside those of the sizes before it."""
     rate = lambda found, recipe: found["bytes"] / statistics.median(found[f"publish {recipe}, ms"]) / 1e6
-    return [row(f"{case} {recipe}", "rate", "GB/s", rate(found, recipe), rate(other, recipe), f"{name}'s in place, same run")
-            for case, found in mixture.items() for recipe in RECIPES for name, other in dense.items()]  # fmt: skip
+    return [row(f"{case} {recipe}", "rate", "GB/s", rate(found, recipe), rate(other, recipe),
+                f"{name}'s in place, same run")
+            for case, found in mixture.items() for recipe in RECIPES for name, other in dense.items()]
 
 
-def time_phases(case: str, ours: VllmInplace, source: LearnerWeights, policy: Params, count: int, rate: float) -> list[dict]:
-    """What a publish consists of, each alone: of a BF16 policy quantising, of one in codes all the rest. rate: GB/s of a copy."""
+def time_phases(case: str, ours: VllmInplace, source: LearnerWeights, policy: Params, count: int,
+                rate: float) -> list[dict]:
+    """What a publish consists of, each alone: of a BF16 policy quantising, of one in codes all the rest.
+    rate: GB/s of a copy."""
     metas, layers = source.manifest(), jax.tree.leaves(policy["layers"])
     size, coded = manifest.nbytes(metas), any(leaf.dtype == jnp.float8_e4m3fn for leaf in layers)
     codes = manifest.nbytes(m for m in metas if m.dtype == "float8_e4m3fn")
@@ -175,18 +183,21 @@ def time_phases(case: str, ours: VllmInplace, source: LearnerWeights, policy: Pa
         for part in source.stacks(PART):
             for rows in part:
                 view = torch_view(rows.stack)
-                ours.copy(rows.names, view[None] if rows.first is None else by_rows(view)[rows.first :][: len(rows.names)])
+                ours.copy(rows.names, view[None] if rows.first is None
+                          else by_rows(view)[rows.first :][: len(rows.names)])
         torch.cuda.synchronize()
 
     def digest_source() -> None:
         jax.block_until_ready([stack_digests(leaf) for leaf in layers])
 
     parts = {  # and the bytes that it reads and writes, of what it makes scales left out
-        "copy": (copy, 2 * size), "digest of the source's layers": (digest_source, sum(leaf.nbytes for leaf in layers)),
+        "copy": (copy, 2 * size),
+        "digest of the source's layers": (digest_source, sum(leaf.nbytes for leaf in layers)),
         "digest of the engine": (ours.read_digests, size),
-    } if coded else {"quantise": (quantise, 3 * codes)}  # fmt: skip
+    } if coded else {"quantise": (quantise, 3 * codes)}
     ms = {name: statistics.median([timed(f) for _ in range(count + 2)][2:]) for name, (f, _) in parts.items()}
-    return [row(case, name, "ms", ms[name], moved / rate / 1e6, FLOOR, True) for name, (_, moved) in parts.items()]
+    return [row(case, name, "ms", ms[name], moved / rate / 1e6, FLOOR, True)
+            for name, (_, moved) in parts.items()]
 
 
 def timed(f: Callable) -> float:
@@ -206,7 +217,8 @@ def publish(transport: WeightTransport, source: LearnerWeights) -> tuple[float, 
 
 
 def extra_bytes(f: Callable) -> int:
-    """How far `f` raises the peaks of both allocators above what is in use. JAX's peak cannot be reset: it counts in full."""
+    """How far `f` raises the peaks of both allocators above what is in use. JAX's peak cannot be reset: it
+    counts in full."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # JAX may need it
@@ -215,7 +227,8 @@ def extra_bytes(f: Callable) -> int:
     before = device.memory_stats()["bytes_in_use"]
     f()
     torch.cuda.synchronize()
-    return device.memory_stats()["peak_bytes_in_use"] - before + torch.cuda.max_memory_allocated() - torch_before
+    return device.memory_stats()["peak_bytes_in_use"] - before + torch.cuda.max_memory_allocated(
+        ) - torch_before
 
 
 def check_it_generates(e: VllmEngine) -> None:
@@ -225,10 +238,11 @@ def check_it_generates(e: VllmEngine) -> None:
 
 
 def random_policy(model: ModelConfig, coded: bool = False) -> Params:
-    """A policy in bfloat16, or `coded`: the same weights as recipe fp8_unified holds them. One stack of layers, made a matrix at
-    a time so that its making leaves no peak behind."""
+    """A policy in bfloat16, or `coded`: the same weights as recipe fp8_unified holds them. One stack of
+    layers, made a matrix at a time so that its making leaves no peak behind."""
     policy: Params = {"layers": ({},)}
-    for i, (path, entry) in enumerate({e.path: e for e in param_table(model)}.items()):  # the last of each stack
+    # the last of each stack
+    for i, (path, entry) in enumerate({e.path: e for e in param_table(model)}.items()):
         leaf = drawn(i, (*(n + 1 for n in entry.index), *entry.shape), entry.role)
         node = policy["layers"][0] if entry.index else policy
         *nodes, last = path[1:] if entry.index else path
@@ -254,8 +268,8 @@ quantised = jax.jit(QuantizedWeight.of)
 
 
 class RandomWeights:
-    """StackSource of weights like those of `random_policy`, each part made when it is asked for and none kept: for an engine that
-    leaves no room for a policy. A tensor is of the same format in all layers."""
+    """StackSource of weights like those of `random_policy`, each part made when it is asked for and none
+    kept: for an engine that leaves no room for a policy. A tensor is of the same format in all layers."""
 
     def __init__(self, model: ModelConfig, runs: tuple[LayerRun, ...]):
         self.model, self._runs = model, runs
@@ -267,7 +281,7 @@ class RandomWeights:
         """All at once, in the manifest's order."""
         made = (rows for part in self.stacks(PART) for rows in part)
         of = {name: rows.stack if rows.first is None else StackRow(rows.stack, i)
-              for rows in made for i, name in enumerate(rows.names)}  # fmt: skip
+              for rows in made for i, name in enumerate(rows.names)}
         return ((meta.name, of[meta.name]) for meta in self.manifest())
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]:
@@ -285,7 +299,7 @@ class RandomWeights:
                 made = drawn(next(seeds), (len(some), *e.shape), e.role)
                 stacks = quantised(made) if fp8 else (made,)
                 yield [Rows(of, stack, 0, False)
-                       for of, stack in zip((some, tuple(n + SCALE_SUFFIX for n in some)), stacks)]  # fmt: skip
+                       for of, stack in zip((some, tuple(n + SCALE_SUFFIX for n in some)), stacks)]
                 del made, stacks
 
 

@@ -3,10 +3,11 @@
     jaxfp8rl bench publish_remote --links cuda_ipc file [--sizes 8b 0.6b] [--publishes 20]
     jaxfp8rl bench publish_remote --links nccl --engine-gpu 1                               # two GPUs
 
-The source is a policy of recipe fp8_unified, quantised already. Times are host seconds around a whole publish, proof included.
-The yardstick, in the same run, is one copy of a GiB by torch: within the GPU (on its way through the slots every byte is copied
-twice, so that half of that rate is the most there is), between the two, or to the disk.
-Extra memory is what becomes less free on both GPUs, in both processes, from before the link was opened to after the publishes.
+The source is a policy of recipe fp8_unified, quantised already. Times are host seconds around a whole
+publish, proof included. The yardstick, in the same run, is one copy of a GiB by torch: within the GPU (on its
+way through the slots every byte is copied twice, so that half of that rate is the most there is), between the
+two, or to the disk. Extra memory is what becomes less free on both GPUs, in both processes, from before the
+link was opened to after the publishes.
 
 Needs a GPU and vLLM; two GPUs for --links nccl.
 """
@@ -30,8 +31,8 @@ import torch
 from benchmarks.common import SHAPES, arguments, config, row, write
 from benchmarks.publish import random_policy, timed
 from bridges.api import GenRequest, SamplingParams, WeightTransport
-from bridges.served.remote_engine import RemoteEngine, start
 from bridges.served.remote_direct import RemoteDirect
+from bridges.served.remote_engine import RemoteEngine, start
 from bridges.served.remote_file import RemoteFile
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
@@ -47,7 +48,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["8b", "0.6b"])
     parser.add_argument("--publishes", type=int, default=20)
     parser.add_argument("--engine-gpu", type=int, default=0, help="of the GPUs that are seen here")
-    parser.add_argument("--eager", action="store_true", help="an engine without CUDA graphs: it starts sooner")
+    parser.add_argument("--eager", action="store_true",
+                        help="an engine without CUDA graphs: it starts sooner")
     parser.add_argument("--folder", help="where files are left; default: the temporary folder")
     args = parser.parse_args()
     if torch.cuda.device_count() <= args.engine_gpu:
@@ -70,11 +72,13 @@ def main() -> None:
 
 def engine(size: str, gpu: int, eager: bool) -> RemoteEngine:
     """Small in everything but its weights, so that it starts soon."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES",
+                          ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     return start(
-        "vllm", config(size), weights=FP8_WEIGHT, transport="in_place", max_model_len=256, max_num_seqs=4, kv_cache_bytes=2**28,
+        "vllm", config(size), weights=FP8_WEIGHT, transport="in_place", max_model_len=256, max_num_seqs=4,
+        kv_cache_bytes=2**28,
         gpu_memory_utilization=0.15, enforce_eager=eager, environment={"CUDA_VISIBLE_DEVICES": seen[gpu]},
-    )  # fmt: skip
+    )
 
 
 def weights(size: str) -> LearnerWeights:
@@ -84,9 +88,10 @@ def weights(size: str) -> LearnerWeights:
 
 
 def bench(
-    size: str, kind: str, e: RemoteEngine, source: LearnerWeights, args: argparse.Namespace, yardstick: float, rows: list,
+    size: str, kind: str, e: RemoteEngine, source: LearnerWeights, args: argparse.Namespace, yardstick: float,
+    rows: list,
     phases: dict,
-) -> None:  # fmt: skip
+) -> None:
     case, free = f"Qwen3-{size.upper()} {kind}", free_bytes()
     with contextlib.closing(RemoteFile() if kind == "file" else RemoteDirect(kind)) as transport:
         transport.open(e)
@@ -108,8 +113,9 @@ def bench(
     phases[f"{case}, bytes"] = receipt.bytes
 
 
-YARDSTICKS = {"cuda_ipc": "torch's copy within the GPU, same run", "nccl": "torch's copy between the two GPUs, same run",
-              "file": "writing to the same disk and syncing, same run"}  # fmt: skip
+YARDSTICKS = {"cuda_ipc": "torch's copy within the GPU, same run",
+              "nccl": "torch's copy between the two GPUs, same run",
+              "file": "writing to the same disk and syncing, same run"}
 
 
 def publish(transport: WeightTransport, source: LearnerWeights, version: int) -> tuple[float, object]:

@@ -1,10 +1,11 @@
-"""The FP8 quantisers, alone and fused with what makes their input, beside a copy and beside XLA's own fusion of the same.
+"""The FP8 quantisers, alone and fused with what makes their input, beside a copy and beside XLA's own fusion
+of the same.
 
     jaxfp8rl bench quantize
 
-A kernel is bound by memory: its rate is the bytes it has to read and write, once each, over its time, and the yardstick is the
-rate of a device-to-device copy (torch's where it is installed, else XLA's). A program takes the inputs in turn, or the host's
-time for a call would be seen; rounds turn the order; medians.
+A kernel is bound by memory: its rate is the bytes it has to read and write, once each, over its time, and the
+yardstick is the rate of a device-to-device copy (torch's where it is installed, else XLA's). A program takes
+the inputs in turn, or the host's time for a call would be seen; rounds turn the order; medians.
 
 Needs a GPU; torch for the copy.
 """
@@ -39,7 +40,8 @@ FUSED = sm90.Format(reference.E4M3, False, reference.FUSED_AMAX_FLOOR)
 
 
 class Case(NamedTuple):
-    """`ours` and XLA's, if compared, of bfloat16 arrays of these shapes; `size`: bytes to read and write, scales left out."""
+    """`ours` and XLA's, if compared, of bfloat16 arrays of these shapes; `size`: bytes to read and write,
+    scales left out."""
 
     name: str
     shapes: tuple[tuple[int, int], ...]
@@ -68,7 +70,8 @@ def naive_both(x: jax.Array):
 
 
 def quantisers(shape: tuple[int, int]) -> list[Case]:
-    n, quantize, blocks = shape[0] * shape[1], functools.partial(sm90.quantize, fmt=E4M3), sm90.quantize_blocks
+    n, quantize, blocks = shape[0] * shape[1], functools.partial(
+        sm90.quantize, fmt=E4M3), sm90.quantize_blocks
     return [
         Case("rows", (shape,), 3 * n, quantize, naive),
         Case("tokens", (shape,), 3 * n, functools.partial(quantize, rows=False, tokens=True)),
@@ -79,7 +82,8 @@ def quantisers(shape: tuple[int, int]) -> list[Case]:
 
 
 def producers() -> list[Case]:
-    """RMSNorm's bytes do not count the second read of x that its statistics take: they are what one pass would need."""
+    """RMSNorm's bytes do not count the second read of x that its statistics take: they are what one pass
+    would need."""
     x, h, joint = (TOKENS, D), (TOKENS, F), (TOKENS, 2 * F)
     n, m, found = TOKENS * D, TOKENS * F, []
     for also, tokens in (("", None), (" and tokens", E4M3)):
@@ -88,9 +92,10 @@ def producers() -> list[Case]:
         found += [
             Case(f"RMSNorm, rows{also}", (x,), (3 + more) * n, *norms),
             Case(f"RMSNorm of a sum, rows{also}", (x, x), (7 + more) * n, *norms),
-            Case(f"SwiGLU, rows{also}", (joint,), (5 + more) * m, functools.partial(fused.swiglu, rows=FUSED, tokens=tokens),
+            Case(f"SwiGLU, rows{also}", (joint,), (5 + more) * m,
+                 functools.partial(fused.swiglu, rows=FUSED, tokens=tokens),
                  functools.partial(xla_swiglu, tokens)),
-        ]  # fmt: skip
+        ]
     backward = lambda d_h, joint: naive_both(activations.swiglu_grad(d_h, joint))  # noqa: E731
     ours = functools.partial(fused.swiglu_grad, fmt=E4M3)
     return found + [Case("SwiGLU backward, rows and tokens", (h, joint), 10 * m, ours, backward)]
@@ -126,7 +131,8 @@ def compare(cases: list[Case], rounds: int) -> list[dict]:
     turns = max(1, round(QUEUED / (SETS * cases[0].floor)))
     programs = {("ours", c): c.ours for c in cases} | {("XLA", c): c.xla for c in cases if c.xla}
     with ThreadPoolExecutor() as pool:
-        compiled = dict(zip(programs, pool.map(lambda f: in_turns(f, turns).lower(sets).compile(), programs.values())))
+        compiled = dict(zip(programs,
+                            pool.map(lambda f: in_turns(f, turns).lower(sets).compile(), programs.values())))
     runs = {key: by_call(program, sets, turns) for key, program in compiled.items()}
     runs["copy", None] = copy([xs[0] for xs in sets], turns)
     times: dict[tuple, list[float]] = {key: [] for key in runs}
@@ -138,7 +144,8 @@ def compare(cases: list[Case], rounds: int) -> list[dict]:
     shown = (f"{who} {case.name if case else ''} {rate[who, case]:.2f}" for who, case in rate)
     print(cases[0], " ".join(shown), "TB/s", flush=True)
     beside = [row(str(c), c.name, "TB/s", rate["ours", c], rate["copy", None], "copy") for c in cases]
-    return beside + [row(str(c), c.name, "TB/s", rate["ours", c], rate["XLA", c], "XLA") for c in cases if c.xla]
+    return beside + [row(str(c), c.name, "TB/s", rate["ours", c], rate["XLA", c], "XLA") for c in cases
+                     if c.xla]
 
 
 @functools.partial(jax.jit, static_argnums=1)

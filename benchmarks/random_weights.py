@@ -1,10 +1,12 @@
-"""How far a network of random weights carries a rounding: log-probabilities after a tiny change of the embedding, in FP8 or not.
+"""How far a network of random weights carries a rounding: log-probabilities after a tiny change of the
+embedding, in FP8 or not.
 
     jaxfp8rl bench random_weights [--layers 36]
 
-Width 512 stands for Qwen3-8B's 4,096: weights of products are drawn larger, so that a layer multiplies by as much as there. It
-matters to a run begun at random weights, as `jaxfp8rl bench grpo`: its learner and engine differ by more than a trained model's,
-though by the same roundings. The yardstick is the same network in float32.
+Width 512 stands for Qwen3-8B's 4,096: weights of products are drawn larger, so that a layer multiplies by as
+much as there. It matters to a run begun at random weights, as `jaxfp8rl bench grpo`: its learner and engine
+differ by more than a trained model's, though by the same roundings. The yardstick is the same network in
+float32.
 
 Needs no GPU.
 """
@@ -39,16 +41,18 @@ def main() -> None:
     args = parser.parse_args()
     big = config("8b", args.layers)
     model = ModelConfig.from_hf(big | {
-        "hidden_size": big["hidden_size"] // SMALLER, "intermediate_size": big["intermediate_size"] // SMALLER,
+        "hidden_size": big["hidden_size"] // SMALLER,
+        "intermediate_size": big["intermediate_size"] // SMALLER,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCABULARY,
-    })  # fmt: skip
+    })
     params = jax.tree_util.tree_map_with_path(louder, init_params(model, jax.random.key(0)))
     plain = Precision.uniform(args.layers, "float32")
     fp8 = dataclasses.replace(plain, runs=fp8_runs(linear_shapes(model), args.layers), activations_fp8=True)
     moved, wide = shifts(model, params, fp8), shifts(model, params, plain)
     case = f"{args.layers} random layers, embedding off by"
-    rows = [row(f"{case} {eps:g}", "mean change of a log-probability", "nats", moved[eps], wide[eps], "in float32", True)
-            for eps in CHANGES]  # fmt: skip
+    rows = [row(f"{case} {eps:g}", "mean change of a log-probability", "nats", moved[eps], wide[eps],
+                "in float32", True)
+            for eps in CHANGES]
     write(args.out, "random_weights", rows, args.plot)
 
 

@@ -4,12 +4,13 @@
     jaxfp8rl bench rollout --prompts 32 64 --memory 80          # beside a learner: weights and cache in 80 GB, either engine's
     jaxfp8rl bench rollout --size 30b-a3b --new-tokens 4096     # a mixture of experts
 
-Each engine is a process of its own and gets its weights by a publish, made part by part on the way: none is there twice. With
---gpus both run at the same time, each on its own; else one after the other. No completion ends early, so every step decodes a
-token of each: a step's floor is the time in which the weights that it multiplies by, and the cache of the middle step, are read
-at RATE. With --memory the cache may be too small for all; then vLLM has some wait, or reads them again. Of a mixture's experts
-those are counted that a step would touch if tokens chose evenly; they run on Triton in both engines, --fp8-kernel is of the other
-products. Each prompt has a seed, as in a run.
+Each engine is a process of its own and gets its weights by a publish, made part by part on the way: none is
+there twice. With --gpus both run at the same time, each on its own; else one after the other. No completion
+ends early, so every step decodes a token of each: a step's floor is the time in which the weights that it
+multiplies by, and the cache of the middle step, are read at RATE. With --memory the cache may be too small
+for all; then vLLM has some wait, or reads them again. Of a mixture's experts those are counted that a step
+would touch if tokens chose evenly; they run on Triton in both engines, --fp8-kernel is of the other products.
+Each prompt has a seed, as in a run.
 
 Needs a GPU and vLLM.
 """
@@ -45,24 +46,29 @@ RATE = 4.1e12  # bytes a second: a copy's on an H200
 def main() -> None:
     parser = arguments(__doc__, "rollout")
     parser.add_argument("--new-tokens", type=int, default=8192)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64], help="one rollout each, of a completion a prompt")
-    parser.add_argument("--memory", type=float, help="GB of weights and cache together; default: what all completions take")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64],
+                        help="one rollout each, of a completion a prompt")
+    parser.add_argument("--memory", type=float,
+                        help="GB of weights and cache together; default: what all completions take")
     args, found = measured(parser, measure, __file__)
     memory = f" in {args.memory:g} GB" if args.memory else ""
     rows = [r for i, prompts in enumerate(args.prompts) for r in rows_of(
         f"Qwen3-{size_of(args)}{memory}, {prompts} completions of {args.new_tokens} tokens",
         {name: engine["rollouts"][i] for name, engine in found.items()},
-    )]  # fmt: skip
+    )]
     write(args.out, "rollout", rows, args.plot, each=found)
 
 
-def measured(parser: argparse.ArgumentParser, measure: Callable, script: str) -> tuple[argparse.Namespace, dict[str, dict]]:
-    """The command line, and what measure(engine, args) found of each of ENGINES in a process of its own: `script` once more, with
-    --child ENGINE OUT, which ends here."""
+def measured(parser: argparse.ArgumentParser, measure: Callable,
+             script: str) -> tuple[argparse.Namespace, dict[str, dict]]:
+    """The command line, and what measure(engine, args) found of each of ENGINES in a process of its own:
+    `script` once more, with --child ENGINE OUT, which ends here."""
     parser.add_argument("--size", choices=[*SHAPES, *MIXTURES], default="8b")
     parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--fp8-kernel", choices=["deep_gemm", "native"], default="deep_gemm", help="rollout.fp8_kernel")
-    parser.add_argument("--attention", choices=["auto", "triton"], default="auto", help="rollout.attention of the FP8 engine")
+    parser.add_argument("--fp8-kernel", choices=["deep_gemm", "native"], default="deep_gemm",
+                        help="rollout.fp8_kernel")
+    parser.add_argument("--attention", choices=["auto", "triton"], default="auto",
+                        help="rollout.attention of the FP8 engine")
     parser.add_argument("--gpus", nargs=2, help="of the two engines, as CUDA_VISIBLE_DEVICES has them")
     parser.add_argument("--child", nargs=2, metavar=("ENGINE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -103,11 +109,11 @@ class Running(NamedTuple):
 def running(
     name: str, args: argparse.Namespace, prompts: int, length: int, memory: float | None = None
 ) -> Iterator[Running]:
-    """The engine `name` of ENGINES, with room for `prompts` sequences of `length` tokens, or for fewer if they and the weights
-    would take more than `memory` GB."""
-    from bridges.proof import manifest
+    """The engine `name` of ENGINES, with room for `prompts` sequences of `length` tokens, or for fewer if
+    they and the weights would take more than `memory` GB."""
     from benchmarks.publish import RandomWeights, fp8_runs_of
     from bridges.engines.vllm_engine import VllmEngine
+    from bridges.proof import manifest
     from jaxfp8rl.models.config import ModelConfig
     from jaxfp8rl.precision.recipe import plain_runs
     from jaxfp8rl.publish.wire import high_precision_modules
@@ -117,39 +123,45 @@ def running(
     model = ModelConfig.from_hf(hf)
     runs = fp8_runs_of(model) if fp8 else plain_runs(model.sparse_layers)
     chosen = dict(fp8_kernel=args.fp8_kernel, attention=args.attention) if fp8 else {}
-    source, sequence = RandomWeights(model, runs), 1.02 * token_bytes * (-(-length // PAGE) * PAGE)  # bytes of whole pages
+    # bytes of whole pages
+    source, sequence = RandomWeights(model, runs), 1.02 * token_bytes * (-(-length // PAGE) * PAGE)
     room = (memory * 1e9 - manifest.nbytes(source.manifest())) // sequence if memory else prompts
     fit = max(1, min(prompts, int(room)))
     engine = VllmEngine(
-        hf, weights=weights, kv_cache=cache, max_model_len=length, max_num_seqs=prompts, kv_cache_bytes=int(fit * sequence),
+        hf, weights=weights, kv_cache=cache, max_model_len=length, max_num_seqs=prompts,
+        kv_cache_bytes=int(fit * sequence),
         high_precision_modules=high_precision_modules(model, runs) if fp8 else (), **chosen,
-    )  # fmt: skip
+    )
     with contextlib.closing(engine):
         way = publish(engine, source)
         yield Running(engine, token_bytes, chosen | {"publish": way}, source, fit)
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the engine's start, what was chosen, and of each rollout: its seconds, ms of a step, the bytes that bound it."""
+    """Seconds of the engine's start, what was chosen, and of each rollout: its seconds, ms of a step, the
+    bytes that bound it."""
     began, rollouts = time.perf_counter(), []
     with running(name, args, max(args.prompts), PROMPT + args.new_tokens, args.memory) as r:
         generate(r.engine, max(args.prompts), 8)  # the first compiles what is left to compile
         start = time.perf_counter() - began
         for prompts in args.prompts:
             seconds = generate(r.engine, prompts, args.new_tokens)
-            weights, middle = read_by_a_step(r.weights, prompts), prompts * (PROMPT + args.new_tokens / 2) * r.token_bytes
-            print(f"{name}: there after {start:.1f} s, {args.new_tokens} tokens of {prompts} in {seconds:.1f} s", flush=True)
+            weights, middle = read_by_a_step(r.weights, prompts), prompts * (
+                PROMPT + args.new_tokens / 2) * r.token_bytes
+            print(
+                f"{name}: there after {start:.1f} s, {args.new_tokens} tokens of {prompts} in {seconds:.1f} s", flush=True)
             rollouts.append({
                 "completions": prompts, "at once": min(prompts, r.fit), "rollout, s": seconds,
                 "tokens/s": prompts * args.new_tokens / seconds, "step, ms": 1e3 * seconds / args.new_tokens,
                 "weights, GB": weights / 1e9, "cache of the middle step, GB": middle / 1e9,
                 "floor, ms": 1e3 * (weights + middle) / RATE,
-            })  # fmt: skip
+            })
     return {"start, s": start, **r.chosen, "rollouts": rollouts}
 
 
 def publish(engine: Any, source: Any) -> str:
-    """The way that the engine allows, which is printed: "in_place", or "reload", for which all weights are made at once."""
+    """The way that the engine allows, which is printed: "in_place", or "reload", for which all weights are
+    made at once."""
     from bridges.transports.vllm_choice import open_vllm_transport
 
     with contextlib.closing(open_vllm_transport("auto", engine)) as transport:
@@ -157,7 +169,8 @@ def publish(engine: Any, source: Any) -> str:
 
 
 def read_by_a_step(source: Any, prompts: int) -> float:
-    """Bytes of weights that a step of decoding multiplies by; of the experts as many as an even choice touches, on average."""
+    """Bytes of weights that a step of decoding multiplies by; of the experts as many as an even choice
+    touches, on average."""
     from bridges.proof import manifest
 
     model, metas = source.model, source.manifest()
@@ -186,11 +199,13 @@ def generate(engine: Any, prompts: int, tokens: int) -> float:
 
 
 def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
-    """FP8 beside BF16, and the step of each engine beside its floor, where every completion has a token in every step."""
+    """FP8 beside BF16, and the step of each engine beside its floor, where every completion has a token in
+    every step."""
     fp8, bf16 = found["fp8"], found["bf16"]
     rows = [row(case, "rollout", "tokens/s", fp8["tokens/s"], bf16["tokens/s"], "BF16 vLLM, same run")]
-    return rows + [row(f"{case}, {name}", "decode step", "ms", f["step, ms"], f["floor, ms"], "bytes at 4.1 TB/s", True)
-                   for name, f in found.items() if f["at once"] == f["completions"]]  # fmt: skip
+    return rows + [row(f"{case}, {name}", "decode step", "ms", f["step, ms"], f["floor, ms"],
+                       "bytes at 4.1 TB/s", True)
+                   for name, f in found.items() if f["at once"] == f["completions"]]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""A learner on one, two, ... GPUs of a host: tokens a second of the update, at the same rows of the same batch.
+"""A learner on one, two, ... GPUs of a host: tokens a second of the update, at the same rows of the same
+batch.
 
     jaxfp8rl bench scaling [--sizes 1.7b 8b] [--gpus 1 2] [--rows 4] [--axis fsdp]
 
-`train.fsdp` = N, or `train.data`, lays a batch of R rows over N GPUs as R / N micro-batches of N rows, `train.tensor` the heads
-and widths of R micro-batches of one row, so that every N computes the same losses: those of all updates are kept, and compared.
-Efficiency is tokens a second over N times those of the smallest N. What is timed is benchmarks/step.py's; runs on one GPU go
-side by side, each on its own.
+`train.fsdp` = N, or `train.data`, lays a batch of R rows over N GPUs as R / N micro-batches of N rows,
+`train.tensor` the heads and widths of R micro-batches of one row, so that every N computes the same losses:
+those of all updates are kept, and compared. Efficiency is tokens a second over N times those of the smallest
+N. What is timed is benchmarks/step.py's; runs on one GPU go side by side, each on its own.
 
 Needs a Hopper GPU.
 """
@@ -24,15 +25,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import SHAPES, arguments, row, write
 
-AXES = "data", "fsdp", "tensor"  # as jaxfp8rl.distributed.mesh has them: to import JAX would take the GPUs' memory
-TOLERANCE = 0.02  # of the losses, relative: sums in another order tip roundings, which a random network carries far
+# as jaxfp8rl.distributed.mesh has them: to import JAX would take the GPUs' memory
+AXES = "data", "fsdp", "tensor"
+# of the losses, relative: sums in another order tip roundings, which a random network carries far
+TOLERANCE = 0.02
 
 
 def main() -> None:
     parser = arguments(__doc__, "scaling")
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["1.7b", "8b"])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rows", type=int, default=4, help="of a batch, of --row-tokens each; every N divides them")
+    parser.add_argument("--rows", type=int, default=4,
+                        help="of a batch, of --row-tokens each; every N divides them")
     parser.add_argument("--row-tokens", type=int, default=16384)
     parser.add_argument("--recipe", default="fp8_unified")
     parser.add_argument("--axis", choices=AXES, default="fsdp", help="that the GPUs lie along")
@@ -44,7 +48,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for runs in side_by_side(list(found), devices := visible(max(args.gpus))):
             outs = {run: Path(folder, "{}_{}".format(*run)) for run in runs}
-            children = [start(*run, devices[at : at + run[1]], outs[run], args) for at, run in enumerate(runs)]
+            children = [start(*run, devices[at : at + run[1]], outs[run], args)
+                        for at, run in enumerate(runs)]
             if any([child.wait() for child in children]):
                 sys.exit("a run failed: see above")
             found |= {run: json.loads(out.read_text()) for run, out in outs.items()}
@@ -69,10 +74,12 @@ def side_by_side(runs: list[tuple[str, int]], devices: list[str]) -> list[list[t
 def start(size: str, n: int, devices: list[str], out: Path, args) -> subprocess.Popen:
     microbatches = args.rows // (1 if args.axis == "tensor" else n)
     command = [
-        sys.executable, Path(__file__).with_name("step.py"), "--child", size, args.recipe, out, "--optim", "low", "--rounds",
+        sys.executable, Path(__file__).with_name("step.py"), "--child", size, args.recipe, out, "--optim",
+        "low", "--rounds",
         args.rounds, f"--{args.axis}", n, "--microbatches", microbatches, "--row-tokens", args.row_tokens,
-    ]  # fmt: skip
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    ]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices),
+                                "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     return subprocess.Popen(list(map(str, command)), env=environment)
 
 
@@ -83,11 +90,14 @@ def rows_of(size: str, args, found: dict[int, dict]) -> list[dict]:
     rows = []
     for n, f in found.items():
         case, beside = f"Qwen3-{size.upper()}, {args.rows} x {args.row_tokens} tokens, {n} GPUs", f"{least} GPU, per GPU"
-        apart = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(f["losses"], found[least]["losses"], strict=True))
+        apart = max(abs(a - b) / max(abs(b), 1e-3)
+                    for a, b in zip(f["losses"], found[least]["losses"], strict=True))
         rows += [
             row(case, "update", "tokens/s", rate[n], rate[least] * n / least, beside),
-            row(case, "peak memory, the first GPU", "GB", f["peak memory"], found[least]["peak memory"], f"{least} GPU", True),
-            row(case, "losses of all updates, largest difference", "of the loss", apart, TOLERANCE, "tolerance", True),
+            row(case, "peak memory, the first GPU", "GB", f["peak memory"], found[least]["peak memory"],
+                f"{least} GPU", True),
+            row(case, "losses of all updates, largest difference", "of the loss", apart, TOLERANCE,
+                "tolerance", True),
         ]
     return rows
 

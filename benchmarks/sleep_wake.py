@@ -1,9 +1,11 @@
-"""Learner and engine in turn on one GPU: cycles of generate, sleep, wake, publish, and what memory each side holds in each.
+"""Learner and engine in turn on one GPU: cycles of generate, sleep, wake, publish, and what memory each side
+holds in each.
 
     jaxfp8rl bench sleep_wake [--size 1.7b] [--cycles 20]
 
-The engine drops weights and cache when it sleeps. It wakes in order: memory of the weights, a publish in place, memory of the
-cache. The yardstick of each number is the same after the second cycle, when everything has been compiled: growth shows.
+The engine drops weights and cache when it sleeps. It wakes in order: memory of the weights, a publish in
+place, memory of the cache. The yardstick of each number is the same after the second cycle, when everything
+has been compiled: growth shows.
 
 Needs a GPU and vLLM.
 """
@@ -51,9 +53,11 @@ def main() -> None:
         seen = [cycle(engine, transport, source, i + 1) for i in range(args.cycles)]
     case = f"Qwen3-{args.size.upper()}, {args.cycles} cycles"
     first, last = seen[1], seen[-1]
-    rows = [row(case, what, "GB", last[what], first[what], "after cycle 2, same run", True) for what in first if "GB" in what]
-    rows += [row(case, what, "ms", statistics.median(c[what] for c in seen[1:]), first[what], "cycle 2, same run", True)
-             for what in first if "ms" in what]  # fmt: skip
+    rows = [row(case, what, "GB", last[what], first[what], "after cycle 2, same run", True) for what in first
+            if "GB" in what]
+    rows += [row(case, what, "ms", statistics.median(c[what] for c in seen[1:]), first[what],
+                 "cycle 2, same run", True)
+             for what in first if "ms" in what]
     write(args.out, "sleep_wake", rows, args.plot, cycles=seen)
     if len({c["tokens"] for c in seen}) > 1:
         sys.exit("the same weights gave other tokens after a cycle")

@@ -1,14 +1,17 @@
-"""The learner's part of a step, scoring and update, by recipe, on one GPU: Qwen3 shapes, random weights, packed rows.
+"""The learner's part of a step, scoring and update, by recipe, on one GPU: Qwen3 shapes, random weights,
+packed rows.
 
     jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8] [--fsdp 2] [--tensor 2] [--data 2]
     jaxfp8rl bench step --sizes 30b-a3b --layers 10 --optim low     # a mixture of experts, as many layers as fit
 
-The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed sequences, log-normal
-in length, a tenth of each its prompt. Every recipe has a process of its own, so that the peak of its memory is its own; the
-yardstick is the first recipe named. MFU: the operations that the model needs, nothing computed again (`jaxfp8rl.memory.flops`), over
-BF16's peak, where that is known. --layers: fewer than the model has, where it would not fit. --optim: formats of masters and
-moments. --remat: train.remat. --data, --fsdp, --tensor: devices along the axes of the mesh; along the first two each has a row of
-a micro-batch. A large model wants more than JAX's usual share of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed
+sequences, log-normal in length, a tenth of each its prompt. Every recipe has a process of its own, so that
+the peak of its memory is its own; the yardstick is the first recipe named. MFU: the operations that the model
+needs, nothing computed again (`jaxfp8rl.memory.flops`), over BF16's peak, where that is known. --layers:
+fewer than the model has, where it would not fit. --optim: formats of masters and moments. --remat:
+train.remat. --data, --fsdp, --tensor: devices along the axes of the mesh; along the first two each has a row
+of a micro-batch. A large model wants more than JAX's usual share of the memory:
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
 Needs a Hopper GPU.
 """
@@ -35,6 +38,7 @@ from benchmarks.attention import packed
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
 from jaxfp8rl.config.schema import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.distributed.mesh import AXES, make_layout
 from jaxfp8rl.memory.flops import mfu, update_flops
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
@@ -42,18 +46,19 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import Remat
 from jaxfp8rl.optim.adamw import init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
-from jaxfp8rl.distributed.mesh import AXES, make_layout
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch
 
-OPTIMIZERS = {"float32": {}, "low": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}}
+OPTIMIZERS = {"float32": {},
+              "low": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}}
 PROMPT = 0.1
 
 
 def main() -> None:
     parser = arguments(__doc__, "step")
     parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, *MIXTURES], default=["0.6b", "1.7b"])
-    parser.add_argument("--recipes", nargs="+", choices=["bf16", "fp8_unified"], default=["bf16", "fp8_unified"])
+    parser.add_argument("--recipes", nargs="+", choices=["bf16", "fp8_unified"],
+                        default=["bf16", "fp8_unified"])
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--row-tokens", type=int, default=16384)
     parser.add_argument("--segments", type=int, default=16)
@@ -61,10 +66,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1)
-    parser.add_argument("--wgrad-inputs", choices=["1x128", "128x128"], default="1x128", help="of fp8_unified: %(default)s")
+    parser.add_argument("--wgrad-inputs", choices=["1x128", "128x128"], default="1x128",
+                        help="of fp8_unified: %(default)s")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="float32")
     parser.add_argument("--remat", choices=get_args(Remat), default="mlp")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="one more update of each recipe, by JAX's profiler")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER",
+                        help="one more update of each recipe, by JAX's profiler")
     parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -79,8 +86,9 @@ def main() -> None:
         each[case] = found
         for recipe, f in found.items():
             rows += [row(f"{case}, {recipe}", what, unit, f[what], found[first][what], first, smaller)
-                     for what, unit, smaller in (("score", "ms", True), ("update", "ms", True), ("peak memory", "GB", True),
-                                                 ("MFU", "of BF16's peak", False)) if f[what] is not None]  # fmt: skip
+                     for what, unit, smaller in (("score", "ms", True), ("update", "ms", True),
+                                                 ("peak memory", "GB", True),
+                                                 ("MFU", "of BF16's peak", False)) if f[what] is not None]
         settings = {"remat": args.remat, "optim": OPTIMIZERS[args.optim], "wgrad_inputs": args.wgrad_inputs}
         write(args.out, "step", rows, args.plot, each=each, settings=settings)
 
@@ -88,12 +96,14 @@ def main() -> None:
 def child(size: str, recipe: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", size, recipe, str(out)], check=True)
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", size, recipe, str(out)],
+                       check=True)
         return json.loads(out.read_text())
 
 
 def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float]:
-    """ms of scoring and of an update (medians), GB at the peak, MFU of the update, and seconds of compilation."""
+    """ms of scoring and of an update (medians), GB at the peak, MFU of the update, and seconds of
+    compilation."""
     model = ModelConfig.from_hf(config(size, args.layers))
     precision = dataclasses.replace(precision_of(model, recipe), wgrad_inputs=args.wgrad_inputs)
     optimizer = make_optimizer(Optim(lr=1e-6, **OPTIMIZERS[args.optim]), 100)
@@ -101,7 +111,8 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     logprobs = make_logprobs(model, precision, 1.0, args.remat, layout)
     score = make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)
-    state = layout.place(jax.jit(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"))(jax.random.key(0)))
+    state = layout.place(jax.jit(lambda key: init_state(init_params(model, key), optimizer,
+                                                        "bfloat16"))(jax.random.key(0)))
     rows = rows_of(args, model)
     policy, batch = make_policy(precision, layout=layout)(state.params), batch_of(rows, args)
     times: dict[str, list[float]] = {"score": [], "update": []}
@@ -124,9 +135,11 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     ms = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}
     peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
     return ms | {
-        "peak memory": peak / 1e9, "MFU": mfu(update_flops(model, sum(rows, [])), ms["update"] / 1e3, devices),
-        "first score, s": times["score"][0], "first update, s": times["update"][0], "losses": losses, "clipped": clipped,
-    }  # fmt: skip
+        "peak memory": peak / 1e9,
+        "MFU": mfu(update_flops(model, sum(rows, [])), ms["update"] / 1e3, devices),
+        "first score, s": times["score"][0], "first update, s": times["update"][0], "losses": losses,
+        "clipped": clipped,
+    }
 
 
 def precision_of(model: ModelConfig, recipe: str) -> Precision:
@@ -152,7 +165,8 @@ def rows_of(args: argparse.Namespace, model: ModelConfig) -> list[list[Sample]]:
 
 def batch_of(rows: list[list[Sample]], args: argparse.Namespace) -> TrainBatch:
     packed_rows = [pack(samples, args.row_tokens, 1, 1) for samples in rows]
-    return jax.tree.map(lambda *xs: np.stack(xs).reshape(args.microbatches, -1, args.row_tokens), *packed_rows)
+    return jax.tree.map(lambda *xs: np.stack(xs).reshape(args.microbatches, -1, args.row_tokens),
+                        *packed_rows)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,2 @@
-"""The seam between a learner and a rollout engine. Import `bridges.api` for the contracts; adapters load lazily."""
+"""The seam between a learner and a rollout engine. Import `bridges.api` for the contracts; adapters load
+lazily."""

@@ -1,10 +1,12 @@
 """The contracts between a learner and a rollout engine. numpy and the standard library only.
 
-Tokens in, tokens out: no text and no model object crosses the seam. Weights cross it in checkpoint (Hugging Face) layout:
-`[out, in]`, an FP8 weight as E4M3 `NAME.weight` with float32 `NAME.weight_scale_inv`, one scale a 128x128 block.
+Tokens in, tokens out: no text and no model object crosses the seam. Weights cross it in checkpoint (Hugging
+Face) layout: `[out, in]`, an FP8 weight as E4M3 `NAME.weight` with float32 `NAME.weight_scale_inv`, one scale
+a 128x128 block.
 
-A learner implements `WeightSource`; an engine implements `RolloutEngine`; `WeightTransport` joins the two. Either side can
-be swapped without the other noticing: `bridges.conformance` is the test suite that holds them to this page.
+A learner implements `WeightSource`; an engine implements `RolloutEngine`; `WeightTransport` joins the two.
+Either side can be swapped without the other noticing: `bridges.conformance` is the test suite that holds them
+to this page.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ class BridgeError(RuntimeError):
 
 
 class EngineDirty(BridgeError):
-    """The engine may hold a mixture of two weight versions: it refuses to generate until a full publish succeeds."""
+    """The engine may hold a mixture of two weight versions: it refuses to generate until a full publish
+    succeeds."""
 
 
 class EngineUnhealthy(BridgeError):
-    """The engine returned something impossible (a NaN log-probability, say): its weights or kernels are not to be trusted."""
+    """The engine returned something impossible (a NaN log-probability, say): its weights or kernels are not
+    to be trusted."""
 
 
 class PublishFailed(BridgeError):
@@ -46,11 +50,13 @@ class ManifestMismatch(PublishFailed):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn from logits [V]: divide by `temperature`, keep the `top_k` largest, then the `top_p` nucleus.
+    """How a token is drawn from logits [V]: divide by `temperature`, keep the `top_k` largest, then the
+    `top_p` nucleus.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch the filters off. Generation stops after `max_tokens` tokens or
-    after a token of `stop_token_ids`, which is part of the completion. `support`: of each draw that is filtered report the
-    tokens that the filters left, if they are at most so many; 0: report none.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch the filters off. Generation stops after
+    `max_tokens` tokens or after a token of `stop_token_ids`, which is part of the completion. `support`: of
+    each draw that is filtered report the tokens that the filters left, if they are at most so many; 0: report
+    none.
     """
 
     max_tokens: int
@@ -82,7 +88,8 @@ class SamplingParams:
 class GenRequest:
     """Ask for `n` completions of one prompt. Written by the learner, read by the engine.
 
-    `seed`, of 32 bits, makes the n completions reproducible on one engine and stack; None leaves the engine's own stream.
+    `seed`, of 32 bits, makes the n completions reproducible on one engine and stack; None leaves the engine's
+    own stream.
     """
 
     request_id: str
@@ -113,14 +120,15 @@ class VersionSpan:
 class Completion:
     """One sampled continuation. Written by the engine, read by the learner.
 
-    token_ids [T] int32, the stop token included. logprobs [T] float32: log-probability of each token under the distribution
-    it was really drawn from (after temperature and filters). routed_experts [P + T - 1, L, k] unsigned, of MoE models alone: the
-    experts of every token that was computed with, those of the prompt [P] first and the last sampled one left out; of all layers,
-    whatever stands there for dense ones.
+    token_ids [T] int32, the stop token included. logprobs [T] float32: log-probability of each token under
+    the distribution it was really drawn from (after temperature and filters). routed_experts [P + T - 1, L,
+    k] unsigned, of MoE models alone: the experts of every token that was computed with, those of the prompt
+    [P] first and the last sampled one left out; of all layers, whatever stands there for dense ones.
 
-    The support of a token are the tokens that it was drawn among, itself one of them, over which its log-probability is
-    normalised. support_sizes [T] int32: how many, 0 where they are more than was asked for; support_ids [sum of these] int32:
-    which, one token's after the other's, in any order. Both None where none was asked for (SamplingParams.reported).
+    The support of a token are the tokens that it was drawn among, itself one of them, over which its
+    log-probability is normalised. support_sizes [T] int32: how many, 0 where they are more than was asked
+    for; support_ids [sum of these] int32: which, one token's after the other's, in any order. Both None where
+    none was asked for (SamplingParams.reported).
     """
 
     request_id: str
@@ -134,7 +142,8 @@ class Completion:
     support_sizes: np.ndarray | None = None
 
     def problem(self) -> str | None:
-        """What makes this completion unfit to learn from, or None. The learner rejects the whole group on a problem."""
+        """What makes this completion unfit to learn from, or None. The learner rejects the whole group on a
+        problem."""
         if self.logprobs is None or len(self.logprobs) != len(self.token_ids):
             have = "none" if self.logprobs is None else str(len(self.logprobs))
             return f"{len(self.token_ids)} tokens but {have} log-probabilities"
@@ -168,12 +177,14 @@ class Completion:
         return dataclasses.replace(
             self, token_ids=self.token_ids[:n], logprobs=self.logprobs[:n], version_spans=tuple(spans),
             routed_experts=None if routes is None else routes[: prompt_tokens + n - 1],
-            support_ids=None if ids is None else ids[: sizes[:n].sum()], support_sizes=None if sizes is None else sizes[:n],
-        )  # fmt: skip
+            support_ids=None if ids is None else ids[: sizes[:n].sum()],
+            support_sizes=None if sizes is None else sizes[:n],
+        )
 
 
 def supports(left: np.ndarray, support: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens left for each draw [T, up to support + 1], -1 for none, as Completion.support_ids and support_sizes."""
+    """Tokens left for each draw [T, up to support + 1], -1 for none, as Completion.support_ids and
+    support_sizes."""
     sizes = (left >= 0).sum(-1)
     sizes = np.where(sizes > support, 0, sizes).astype(np.int32)
     return left[(left >= 0) & (sizes[:, None] > 0)], sizes
@@ -183,22 +194,24 @@ def supports(left: np.ndarray, support: int) -> tuple[np.ndarray, np.ndarray]:
 class EngineFormats:
     """What an engine computes in. `fp8_unified` mirrors it, so that learner and engine agree by construction.
 
-    weights: "bfloat16" | "float16" | "float32" | "fp8_e4m3_128x128"
-    activations: the format in which activations enter a quantised product: a float type, or "fp8_e4m3_1x128"
-    kv_cache: a float type, or "fp8_e4m3"
-    kv_truncated: that cache is written towards zero, not to the nearest code (vLLM's CPU kernels cut the bits off)
-    compute: the float type of everything else
-    attention: "fp8_e4m3" where attention over an FP8 cache rounds queries and probabilities too (FlashAttention 3 does,
+    weights: "bfloat16" | "float16" | "float32" | "fp8_e4m3_128x128" activations: the format in which
+    activations enter a quantised product: a float type, or "fp8_e4m3_1x128" kv_cache: a float type, or
+    "fp8_e4m3" kv_truncated: that cache is written towards zero, not to the nearest code (vLLM's CPU kernels
+    cut the bits off) compute: the float type of everything else attention: "fp8_e4m3" where attention over an
+    FP8 cache rounds queries and probabilities too (FlashAttention 3 does,
         both with scale 1 unless calibrated, probabilities times 2^8), else None: they stay in `compute`
-    logits: the float type that logits are rounded to before the softmax
-    fused: a compiled engine, which keeps float32 between the operations that it fuses. A norm sees the sum with the residual
+    logits: the float type that logits are rounded to before the softmax fused: a compiled engine, which keeps
+    float32 between the operations that it fuses. A norm sees the sum with the residual
         before that is rounded and rounds once, after its weight; silu(gate) * up is rounded once, if at all
-    fused_quantizer: of such an engine, activations are quantised to FP8 inside RMSNorm and SiLU (all but o_proj's), where the
+    fused_quantizer: of such an engine, activations are quantised to FP8 inside RMSNorm and SiLU (all but
+    o_proj's), where the
         norm is rounded before and after its weight, silu(gate) * up not at all, and amax has a floor of 2^-9
-    unrounded_sums: an engine that is not compiled whose norms add the residual themselves, and see the sum before it is rounded
+    unrounded_sums: an engine that is not compiled whose norms add the residual themselves, and see the sum
+    before it is rounded
         (vLLM's torch form; its CUDA kernel rounds first). Those of a compiled one always do
-    probabilities: the float type in which exp(score - max) enters attention's product with the values; None: the values' own
-    amax_floor: the least amax that activations are quantised by, where their quantiser is not fused
+    probabilities: the float type in which exp(score - max) enters attention's product with the values; None:
+    the values' own amax_floor: the least amax that activations are quantised by, where their quantiser is not
+    fused
     """
 
     weights: str
@@ -237,9 +250,11 @@ class Health:
 
 @dataclasses.dataclass(frozen=True)
 class ParamMeta:
-    """One tensor on the wire: its HF name, numpy-style dtype name ("bfloat16", "float8_e4m3fn", ...), shape and role.
+    """One tensor on the wire: its HF name, numpy-style dtype name ("bfloat16", "float8_e4m3fn", ...), shape
+    and role.
 
-    `block` is the (rows, columns) one scale covers: set on an FP8 weight and on its `block_scale`, None otherwise.
+    `block` is the (rows, columns) one scale covers: set on an FP8 weight and on its `block_scale`, None
+    otherwise.
     """
 
     name: str
@@ -253,8 +268,8 @@ class ParamMeta:
 class PublishReceipt:
     """Proof of a publish: what crossed and which caches were dropped.
 
-    digest: of the manifest that crossed. content: of every tensor's bytes, read back from the engine and found equal to the
-    source's; "" from a transport that cannot read the engine.
+    digest: of the manifest that crossed. content: of every tensor's bytes, read back from the engine and
+    found equal to the source's; "" from a transport that cannot read the engine.
     """
 
     version: int
@@ -268,10 +283,11 @@ class PublishReceipt:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackRow:
-    """A buffer: row `index` of `stack`, an array with one axis more, as a learner holds the layers that it scans over; or with
-    more axes, if `index` is a tuple, as it holds the experts of those layers.
+    """A buffer: row `index` of `stack`, an array with one axis more, as a learner holds the layers that it
+    scans over; or with more axes, if `index` is a tuple, as it holds the experts of those layers.
 
-    Who knows this class reads the row where it lies; for anyone else `__dlpack__` and `__array__` copy it out.
+    Who knows this class reads the row where it lies; for anyone else `__dlpack__` and `__array__` copy it
+    out.
     """
 
     stack: Any
@@ -301,10 +317,11 @@ class StackRow:
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Named buffers, in the manifest's order. A buffer is anything with `__dlpack__` on the engine's device, a StackRow too.
+    """Named buffers, in the manifest's order. A buffer is anything with `__dlpack__` on the engine's device,
+    a StackRow too.
 
-    Buffers may be made while they are asked for. Those made by JAX may be dropped once the next layer has been asked for;
-    others must stay as they are until the publish is over.
+    Buffers may be made while they are asked for. Those made by JAX may be dropped once the next layer has
+    been asked for; others must stay as they are until the publish is over.
     """
 
     def manifest(self) -> tuple[ParamMeta, ...]: ...
@@ -313,8 +330,9 @@ class WeightSource(Protocol):
 
 
 class Rows(NamedTuple):
-    """Tensors in one piece: `names[i]` is row `first + i` of `stack`; if `first` is None, the one name is the whole of `stack`.
-    Rows are counted over all the axes that `stack` has more than a tensor: layers, or layers and experts.
+    """Tensors in one piece: `names[i]` is row `first + i` of `stack`; if `first` is None, the one name is the
+    whole of `stack`. Rows are counted over all the axes that `stack` has more than a tensor: layers, or
+    layers and experts.
 
     `held`: it stays as it is until the publish is over.
     """
@@ -329,8 +347,9 @@ class Rows(NamedTuple):
 class StackSource(WeightSource, Protocol):
     """A WeightSource of a learner that scans over its layers: a tensor of many layers is one array to it.
 
-    `stacks` gives every tensor of the manifest once, in any order. What is not held is made while it is asked for, in parts of up
-    to `nbytes` (of one layer at least), and is let go by both before the next is asked for.
+    `stacks` gives every tensor of the manifest once, in any order. What is not held is made while it is asked
+    for, in parts of up to `nbytes` (of one layer at least), and is let go by both before the next is asked
+    for.
     """
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]: ...
@@ -366,9 +385,9 @@ class RolloutEngine(Protocol):
 class WeightTransport(Protocol):
     """Carries a WeightSource into an engine. Resetting the prefix cache is part of `publish`.
 
-    `publish` checks the manifest first (ManifestMismatch before a byte moves); a failure later leaves the engine dirty
-    (PublishFailed). `verify` raises PublishFailed when the engine no longer holds what the receipt says; BridgeError when it is
-    asleep and would have to be read.
+    `publish` checks the manifest first (ManifestMismatch before a byte moves); a failure later leaves the
+    engine dirty (PublishFailed). `verify` raises PublishFailed when the engine no longer holds what the
+    receipt says; BridgeError when it is asleep and would have to be read.
     """
 
     def open(self, engine: RolloutEngine) -> None: ...

@@ -14,8 +14,8 @@
     def test_conformance(check, under_test):
         check(under_test)
 
-Each check raises AssertionError and leaves the engine usable for the next, so one engine serves them all. The first needs
-the engine fresh; keep their order.
+Each check raises AssertionError and leaves the engine usable for the next, so one engine serves them all. The
+first needs the engine fresh; keep their order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,20 @@ from typing import Any
 
 import numpy as np
 
-from bridges.proof import manifest
 from bridges.api import (
-    Completion, EngineDirty, GenRequest, ManifestMismatch, ParamMeta, PublishFailed, PublishReceipt, RolloutEngine,
-    SamplingParams, WeightSource, WeightTransport,
+    Completion,
+    EngineDirty,
+    GenRequest,
+    ManifestMismatch,
+    ParamMeta,
+    PublishFailed,
+    PublishReceipt,
+    RolloutEngine,
+    SamplingParams,
+    WeightSource,
+    WeightTransport,
 )
+from bridges.proof import manifest
 
 HOT = 2.0  # the hottest that vLLM takes: at it short samples differ
 
@@ -41,8 +50,9 @@ HOT = 2.0  # the hottest that vLLM takes: at it short samples differ
 class EngineUnderTest:
     """An engine with the transport opened on it.
 
-    `source(seed)` makes a full set of weights, another for another seed, under which the two likeliest tokens are within a
-    factor of ten of each other. prompt_tokens should exceed a block of the engine's prefix cache.
+    `source(seed)` makes a full set of weights, another for another seed, under which the two likeliest tokens
+    are within a factor of ten of each other. prompt_tokens should exceed a block of the engine's prefix
+    cache.
     """
 
     engine: RolloutEngine
@@ -58,9 +68,11 @@ class EngineUnderTest:
         vocabulary = self.engine.capabilities().vocab_size
         return tuple(int(t) for t in np.random.default_rng(seed).integers(0, vocabulary, self.prompt_tokens))
 
-    def sample(self, n: int = 1, prompt: int = 0, seed: int | None = None, **sampling: Any) -> list[Completion]:
+    def sample(self, n: int = 1, prompt: int = 0, seed: int | None = None,
+               **sampling: Any) -> list[Completion]:
         sampling = SamplingParams(**{"max_tokens": 8, **sampling})
-        return self.engine.generate([GenRequest(f"prompt-{prompt}", self.prompt(prompt), sampling, n, seed)])[0]
+        return self.engine.generate([GenRequest(f"prompt-{prompt}", self.prompt(prompt), sampling, n, seed)])[
+            0]
 
 
 def starts_dirty(e: EngineUnderTest) -> None:
@@ -70,7 +82,8 @@ def starts_dirty(e: EngineUnderTest) -> None:
 
 
 def receipt_tells_what_crossed(e: EngineUnderTest) -> None:
-    """version, tensors, bytes, digest and seconds of a receipt; the engine names the version; verify accepts it."""
+    """version, tensors, bytes, digest and seconds of a receipt; the engine names the version; verify accepts
+    it."""
     metas, receipt = e.source(0).manifest(), e.publish(0)
     assert (receipt.tensors, receipt.bytes) == (len(metas), manifest.nbytes(metas)), receipt
     assert receipt.digest == manifest.digest(metas) and receipt.seconds > 0, receipt
@@ -87,7 +100,8 @@ def verify_refuses_an_old_receipt(e: EngineUnderTest) -> None:
 
 
 def content_follows_the_bytes(e: EngineUnderTest) -> None:
-    """Where a transport reads the engine back, equal weights have equal content in the receipt, and others another."""
+    """Where a transport reads the engine back, equal weights have equal content in the receipt, and others
+    another."""
     first, other, again = (e.publish(seed) for seed in (0, 1, 0))
     if first.content:
         assert first.content == again.content != other.content, (first, other, again)
@@ -98,7 +112,8 @@ def content_follows_the_bytes(e: EngineUnderTest) -> None:
 def completions_come_in_order(e: EngineUnderTest) -> None:
     """len(requests) lists, the i-th of n completions numbered from 0, whatever the lengths and counts."""
     receipt = e.publish(0)
-    requests = [GenRequest(f"r{i}", e.prompt(i), SamplingParams(max_tokens=2 + i), n) for i, n in enumerate((2, 1, 3))]
+    requests = [GenRequest(f"r{i}", e.prompt(i), SamplingParams(max_tokens=2 + i), n)
+                for i, n in enumerate((2, 1, 3))]
     groups = e.engine.generate(requests)
     want = [[(r.request_id, i) for i in range(r.n)] for r in requests]
     assert [[(c.request_id, c.index) for c in group] for group in groups] == want
@@ -117,7 +132,8 @@ def lengths_and_reasons(e: EngineUnderTest) -> None:
 
 
 def stop_tokens_are_included(e: EngineUnderTest) -> None:
-    """Generation ends at the first stop token, which is the completion's last; an unused stop token changes nothing."""
+    """Generation ends at the first stop token, which is the completion's last; an unused stop token changes
+    nothing."""
     e.publish(0)
     free = e.sample(temperature=0.0)[0].token_ids.tolist()
     stop = free[3]
@@ -133,13 +149,16 @@ def samples_differ(e: EngineUnderTest) -> None:
     """The n completions of a request are independent draws, seeded or not; so are two unseeded requests."""
     e.publish(0)
     for seed in (None, 7):
-        drawn = {tuple(c.token_ids.tolist()) for c in e.sample(n=4, max_tokens=16, temperature=HOT, seed=seed)}
+        drawn = {tuple(c.token_ids.tolist())
+                 for c in e.sample(n=4, max_tokens=16, temperature=HOT, seed=seed)}
         assert len(drawn) == 4, f"seed {seed}: {4 - len(drawn)} of 4 completions repeat another"
-    assert not _same(e.sample(temperature=HOT), e.sample(temperature=HOT)), "two unseeded requests drew the same"
+    assert not _same(e.sample(temperature=HOT),
+                     e.sample(temperature=HOT)), "two unseeded requests drew the same"
 
 
 def seeds_reproduce(e: EngineUnderTest) -> None:
-    """Where seeds are claimed, a seed gives the same tokens and log-probabilities again, and another seed others."""
+    """Where seeds are claimed, a seed gives the same tokens and log-probabilities again, and another seed
+    others."""
     if not e.engine.capabilities().seeds:
         return
     e.publish(0)
@@ -150,7 +169,8 @@ def seeds_reproduce(e: EngineUnderTest) -> None:
 
 
 def greedy_is_the_mode(e: EngineUnderTest) -> None:
-    """Temperature 0 repeats itself and takes what top_k 1 takes at temperature 1, up to a tie of the largest logits."""
+    """Temperature 0 repeats itself and takes what top_k 1 takes at temperature 1, up to a tie of the largest
+    logits."""
     e.publish(0)
     e.sample(temperature=0.0)
     a, b, one = e.sample(temperature=0.0), e.sample(temperature=0.0), e.sample(top_k=1)
@@ -160,14 +180,16 @@ def greedy_is_the_mode(e: EngineUnderTest) -> None:
 
 
 def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
-    """They follow temperature and filters: 0 at top_k 1, a sum of 1 at top_k 2, half the gap at temperature 2. The support that
-    is told, where one is, has the tokens that are drawn.
+    """They follow temperature and filters: 0 at top_k 1, a sum of 1 at top_k 2, half the gap at temperature
+    2. The support that is told, where one is, has the tokens that are drawn.
 
-    A filter may keep more than k tokens whose logits tie, as bfloat16 logits do: top_k 1 then gives -log of their number.
+    A filter may keep more than k tokens whose logits tie, as bfloat16 logits do: top_k 1 then gives -log of
+    their number.
     """
     e.publish(0)
     kept = np.exp(-e.sample(top_k=1)[0].logprobs)
-    assert np.abs(kept - kept.round()).max() < 1e-3 and kept.max() < 4, f"top_k 1 leaves one token or a tie, not {kept}"
+    assert np.abs(kept - kept.round()).max() < 1e-3 and kept.max(
+        ) < 4, f"top_k 1 leaves one token or a tie, not {kept}"
     gaps = []
     for temperature in (1.0, 2.0):
         drawn = e.sample(64, max_tokens=1, top_k=2, temperature=temperature, support=8)
@@ -176,17 +198,20 @@ def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
             told = {frozenset(c.support_ids.tolist()) for c in drawn}
             assert told == {frozenset(first)}, f"64 draws among {told} gave {sorted(first)}"
         assert 2 <= len(first) < 5, f"64 draws among the two likeliest tokens gave {first}"
-        assert abs(sum(np.exp(p) for p in first.values()) - 1) < 1e-3, f"top_k 2: the probabilities do not sum to 1: {first}"
+        assert abs(sum(np.exp(p) for p in first.values())
+                   - 1) < 1e-3, f"top_k 2: the probabilities do not sum to 1: {first}"
         gaps.append(np.ptp(list(first.values())))
-    assert abs(gaps[0] - 2 * gaps[1]) < 1e-3, f"temperature 2 halves the gap of two log-probabilities, not {gaps}"
+    assert abs(gaps[0] - 2
+               * gaps[1]) < 1e-3, f"temperature 2 halves the gap of two log-probabilities, not {gaps}"
     nucleus = e.sample(n=8, max_tokens=1, top_p=1e-6)
     assert len({int(c.token_ids[0]) for c in nucleus}) == 1, "a tiny nucleus holds one token"
-    assert all(abs(c.logprobs[0]) < 1e-5 for c in nucleus), "a tiny nucleus holds one token, of log-probability 0"
+    assert all(abs(c.logprobs[0]) < 1e-5
+               for c in nucleus), "a tiny nucleus holds one token, of log-probability 0"
 
 
 def supports_are_told_up_to_a_size(e: EngineUnderTest) -> None:
-    """Where they are claimed: of supports of one token at most those that are larger are not told; a token that was alone is
-    certain. Without filters there is none."""
+    """Where they are claimed: of supports of one token at most those that are larger are not told; a token
+    that was alone is certain. Without filters there is none."""
     if not e.engine.capabilities().support:
         return
     e.publish(0)
@@ -198,19 +223,23 @@ def supports_are_told_up_to_a_size(e: EngineUnderTest) -> None:
 
 
 def weights_decide(e: EngineUnderTest) -> None:
-    """Other weights change log-probabilities; the first ones again restore them exactly, prompt caches included."""
+    """Other weights change log-probabilities; the first ones again restore them exactly, prompt caches
+    included."""
     runs = []
     for seed in (0, 1, 0):
         e.publish(seed)
         runs.append(e.sample(temperature=0.0, max_tokens=4) + e.sample(n=2, seed=3, max_tokens=4))
-    assert not _same(runs[0][:1], runs[1][:1]), "other weights, same log-probabilities: lost, or a stale cache"
+    assert not _same(runs[0][:1],
+                     runs[1][:1]), "other weights, same log-probabilities: lost, or a stale cache"
     if e.engine.capabilities().seeds:
         assert _same(runs[0], runs[2]), "the first weights again do not restore the first log-probabilities"
-    assert _same(runs[0][:1], runs[2][:1]), "the first weights again do not restore the first greedy log-probabilities"
+    assert _same(runs[0][:1],
+                 runs[2][:1]), "the first weights again do not restore the first greedy log-probabilities"
 
 
 def manifest_is_checked_first(e: EngineUnderTest) -> None:
-    """Missing, extra, renamed, reshaped or recast tensors are refused before a byte moves; the engine goes on as it was."""
+    """Missing, extra, renamed, reshaped or recast tensors are refused before a byte moves; the engine goes on
+    as it was."""
     receipt = e.publish(0)
     before = _settled(e)
     for name, edit in MISMATCHES.items():
@@ -223,7 +252,8 @@ def manifest_is_checked_first(e: EngineUnderTest) -> None:
 
 
 def a_broken_publish_leaves_it_dirty(e: EngineUnderTest) -> None:
-    """A source that raises, ends early or contradicts its manifest: PublishFailed, dirty, and a full publish heals all."""
+    """A source that raises, ends early or contradicts its manifest: PublishFailed, dirty, and a full publish
+    heals all."""
     e.publish(0)
     before = _settled(e)
     for spoil in (_raise_midway, _end_early, _wrong_name, _wrong_shape):
@@ -250,10 +280,12 @@ def pause_and_sleep_can_be_undone(e: EngineUnderTest) -> None:
 
 
 def impossible_requests_are_refused(e: EngineUnderTest) -> None:
-    """ValueError for more tokens than max_model_len and for a token outside the vocabulary; the engine stays healthy."""
+    """ValueError for more tokens than max_model_len and for a token outside the vocabulary; the engine stays
+    healthy."""
     e.publish(0)
     c = e.engine.capabilities()
-    for prompt, tokens in (((0,) * 4, c.max_model_len), ((0,) * c.max_model_len, 1), ((c.vocab_size,), 1), ((-1,), 1)):
+    for prompt, tokens in (((0,) * 4, c.max_model_len), ((0,) * c.max_model_len, 1), ((c.vocab_size,), 1),
+                           ((-1,), 1)):
         with _raises(ValueError, f"prompt {prompt[:4]}, max_tokens {tokens}"):
             e.engine.generate([GenRequest("impossible", prompt, SamplingParams(max_tokens=tokens))])
     assert e.engine.health().ok, e.engine.health()
@@ -262,7 +294,8 @@ def impossible_requests_are_refused(e: EngineUnderTest) -> None:
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     starts_dirty, receipt_tells_what_crossed, verify_refuses_an_old_receipt, content_follows_the_bytes,
     completions_come_in_order, lengths_and_reasons, stop_tokens_are_included, samples_differ, seeds_reproduce,
-    greedy_is_the_mode, logprobs_are_of_the_distribution_sampled, supports_are_told_up_to_a_size, weights_decide,
+    greedy_is_the_mode, logprobs_are_of_the_distribution_sampled, supports_are_told_up_to_a_size,
+    weights_decide,
     manifest_is_checked_first,
     a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone, impossible_requests_are_refused,
 )
@@ -284,7 +317,8 @@ def _settled(e: EngineUnderTest) -> list[Completion]:
 
 def _same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
     pairs = zip(a, b)
-    same = all(np.array_equal(x.token_ids, y.token_ids) and np.array_equal(x.logprobs, y.logprobs) for x, y in pairs)
+    same = all(np.array_equal(x.token_ids, y.token_ids) and np.array_equal(x.logprobs, y.logprobs)
+               for x, y in pairs)
     return same and len(a) == len(b)
 
 
@@ -341,7 +375,8 @@ def _wrong_shape(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 class _Edited:
-    """A source whose manifest or tensors were tampered with; `read` tells whether anybody asked for a tensor."""
+    """A source whose manifest or tensors were tampered with; `read` tells whether anybody asked for a
+    tensor."""
 
     def __init__(self, source: WeightSource, edit: Callable = lambda metas: metas, spoil: Callable = iter):
         self._source, self._edit, self._spoil, self.read = source, edit, spoil, False

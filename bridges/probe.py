@@ -1,8 +1,10 @@
-"""What torch and vLLM are here and what the DLPack bridge carries, as one JSON object: `python -m bridges.probe`.
+"""What torch and vLLM are here and what the DLPack bridge carries, as one JSON object: `python -m
+bridges.probe`.
 
 `--demo-flags` prints the options that let an FP8 configuration run on vLLM here, for `make demo-vllm`.
 
-`jaxfp8rl doctor` runs it in a process of its own, because a broken CUDA install can take a whole process down.
+`jaxfp8rl doctor` runs it in a process of its own, because a broken CUDA install can take a whole process
+down.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def dlpack_round_trips() -> dict[str, str]:
         array = jnp.arange(-8, 8, dtype=jnp.float32).astype(name)
         try:
             view = torch_view(array)
-            same = view.dtype == getattr(torch, name) and view.float().tolist() == array.astype(jnp.float32).tolist()
+            same = view.dtype == getattr(torch,
+                                         name) and view.float().tolist() == array.astype(jnp.float32).tolist()
             shared = view.data_ptr() == array.unsafe_buffer_pointer()
             out[name] = ("zero copy" if shared else "copied") if same else "wrong values"
         except Exception as e:  # whatever it is, it is the finding
@@ -46,20 +49,24 @@ def dlpack_round_trips() -> dict[str, str]:
 
 
 def vllm_fp8() -> str | None:
-    """What this machine lacks for vLLM's own blockwise FP8 linears, None when nothing. vLLM, slow to import, is not asked."""
+    """What this machine lacks for vLLM's own blockwise FP8 linears, None when nothing. vLLM, slow to import,
+    is not asked."""
     import torch
 
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        return None if (major, minor) >= (8, 9) else f"FP8 needs compute capability 8.9, this GPU has {major}.{minor}"
-    return None if torch.cpu._is_amx_tile_supported() else "FP8 on a CPU needs AMX tiles (Sapphire Rapids or newer)"
+        return None if (major, minor) >= (
+            8, 9) else f"FP8 needs compute capability 8.9, this GPU has {major}.{minor}"
+    return None if torch.cpu._is_amx_tile_supported(
+        ) else "FP8 on a CPU needs AMX tiles (Sapphire Rapids or newer)"
 
 
 def vllm_demo_flags() -> list[str]:
-    """What `jaxfp8rl train` needs on this machine to run an FP8 configuration on vLLM: nothing where vLLM's kernels run.
+    """What `jaxfp8rl train` needs on this machine to run an FP8 configuration on vLLM: nothing where vLLM's
+    kernels run.
 
-    With AMX the cache is BF16: of an FP8 one AMX takes what is below 2^-6 for 0, sums on their way as well, in an order of its
-    own that no learner mirrors."""
+    With AMX the cache is BF16: of an FP8 one AMX takes what is below 2^-6 for 0, sums on their way as well,
+    in an order of its own that no learner mirrors."""
     import torch
 
     if torch.cuda.is_available():
@@ -72,9 +79,10 @@ def vllm_demo_flags() -> list[str]:
 
 
 def probe() -> dict:
-    """{"torch", "vllm": version or None, "torch_cuda": the CUDA that torch was built for, "dlpack": dtype -> finding, "vllm_fp8":
-    what is lacking or None}."""
-    found = {"torch": version("torch"), "vllm": version(*VLLM), "torch_cuda": None, "dlpack": {}, "vllm_fp8": None}
+    """{"torch", "vllm": version or None, "torch_cuda": the CUDA that torch was built for, "dlpack": dtype ->
+    finding, "vllm_fp8": what is lacking or None}."""
+    found = {"torch": version("torch"), "vllm": version(*VLLM), "torch_cuda": None, "dlpack": {},
+             "vllm_fp8": None}
     if found["torch"]:
         import torch
 

@@ -1,4 +1,5 @@
-"""What the site has besides the pages in this folder: the measurements they link to, and the configuration reference."""
+"""What the site has besides the pages in this folder: the measurements they link to, and the configuration
+reference."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """Links to measurements lead to the site's copies; a link to another file of the repository becomes that file's name."""
+    """Links to measurements lead to the site's copies; a link to another file of the repository becomes that
+    file's name."""
     markdown = markdown.replace("](../benchmarks/results/", "](results/")
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", markdown)
 
@@ -43,7 +45,8 @@ def configuration() -> str:
     parts = [_PREFACE]
     for name, section in SECTIONS.items():
         rows = [_row(s) for s in settings() if s.section == name]
-        parts.append(f"## {name}\n\n{section.__doc__}\n\n| setting | type | default | |\n|---|---|---|---|\n" + "\n".join(rows))
+        parts.append(f"## {name}\n\n{section.__doc__}\n\n| setting | type | default | |\n|---|---|---|---|\n"
+                     + "\n".join(rows))
     return "\n\n".join(parts)
 
 
@@ -57,7 +60,8 @@ A config is a TOML file with these sections, or the name of one in `configs/`; a
 
 
 def _row(setting) -> str:
-    cells = setting.kind.replace("|", "\\|"), _default(setting.default), setting.description.replace("|", "\\|")
+    cells = setting.kind.replace("|",
+                                 "\\|"), _default(setting.default), setting.description.replace("|", "\\|")
     return f"| `{setting.key}` | {' | '.join(cells)} |"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Base: wrong input, not a bug. The command line prints it without a stack trace and leaves with `exit_code`."""
+    """Base: wrong input, not a bug. The command line prints it without a stack trace and leaves with
+    `exit_code`."""
 
     exit_code = 2
 
@@ -62,9 +63,9 @@ class OutOfMemory(UserError):
 
 
 def check_writable(path: str | Path, key: str = "") -> None:
-    """Raise UserError, which names the setting `key`, unless files can be put into the folder `path` or, where it is not there
-    yet, the nearest one above: to be asked before what takes long. It writes a few bytes, which vanish: permissions do not tell
-    of a full disk."""
+    """Raise UserError, which names the setting `key`, unless files can be put into the folder `path` or,
+    where it is not there yet, the nearest one above: to be asked before what takes long. It writes a few
+    bytes, which vanish: permissions do not tell of a full disk."""
     whole = Path(path).absolute()
     place = next(p for p in (whole, *whole.parents) if p.exists())
     try:
@@ -74,7 +75,7 @@ def check_writable(path: str | Path, key: str = "") -> None:
     except OSError as e:
         where = f"{key}: {path}" if key else path
         raise UserError(f"{where}: nothing can be written to {place}: {e.strerror}",
-                        "choose another place, or make room") from e  # fmt: skip
+                        "choose another place, or make room") from e
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -82,5 +83,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     parts = [name for name in known if word in re.split("[_/.]", name)]  # tis of token_tis
     parts.sort(key=lambda name: (name.count("/"), len(name)))
-    hit = difflib.get_close_matches(word, known, 1, 0.8) or parts or difflib.get_close_matches(word, known, 1, 0.6)
+    hit = difflib.get_close_matches(word, known, 1,
+                                    0.8) or parts or difflib.get_close_matches(word, known, 1, 0.6)
     return f' (did you mean "{hit[0]}"?)' if hit else f" (known: {', '.join(known)})"

@@ -1,9 +1,9 @@
 """Functions of a batch, and their gradients, a micro-batch at a time.
 
-Gradients of micro-batches are summed in float32, those of layers where autodiff makes them: a layer's is added to its place in
-the sums before the next layer's is made, so that no more than a layer of a micro-batch's own is ever held. The sums ride along
-with the activations, unread (`tap`), and come back down the layers in the backward pass, as what autodiff takes for their
-cotangent.
+Gradients of micro-batches are summed in float32, those of layers where autodiff makes them: a layer's is
+added to its place in the sums before the next layer's is made, so that no more than a layer of a
+micro-batch's own is ever held. The sums ride along with the activations, unread (`tap`), and come back down
+the layers in the backward pass, as what autodiff takes for their cotangent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxfp8rl.types import Params, TrainBatch
 
 
 def map_live(f: Callable, batch: TrainBatch, live: Array | None = None) -> Any:
-    """`f` of each micro-batch of `batch` [M, R, T], stacked; zeros for those without a response, or not `live` [M] if these are
-    given: they are skipped."""
+    """`f` of each micro-batch of `batch` [M, R, T], stacked; zeros for those without a response, or not
+    `live` [M] if these are given: they are skipped."""
     live = batch.response_mask.any((1, 2)) if live is None else live
     nothing = zeros(jax.eval_shape(f, jax.tree.map(lambda x: x[0], batch)))
     return jax.lax.map(lambda micro: jax.lax.cond(micro[1], f, lambda _: nothing, micro[0]), (batch, live))
@@ -34,14 +34,15 @@ def zeros(like: Any) -> Any:
 def accumulate(
     loss_fn: Callable, outer: Params, sums: Params, batch: tuple, live: Array, loss_scale: Array
 ) -> tuple[Array, dict[str, Array], Params]:
-    """(sum of the losses, what was seen by micro-batch, sum of the gradients in float32, times `loss_scale`) of
-    `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
+    """(sum of the losses, what was seen by micro-batch, sum of the gradients in float32, times `loss_scale`)
+    of `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
 
-    outer: the weights outside the layers. sums: zeros of the shapes of all gradients, float32, under "layers" those that the loss
-    hands to `tap`, which is how it is differentiated by the layers' weights.
+    outer: the weights outside the layers. sums: zeros of the shapes of all gradients, float32, under "layers"
+    those that the loss hands to `tap`, which is how it is differentiated by the layers' weights.
 
-    The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive float16.
-    Micro-batches that are not `live` [M] are skipped, not computed and thrown away; they have seen zeros.
+    The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive
+    float16. Micro-batches that are not `live` [M] are skipped, not computed and thrown away; they have seen
+    zeros.
     """
 
     def scaled(outer: Params, layers: Params, micro: tuple) -> tuple:
@@ -50,7 +51,8 @@ def accumulate(
 
     def add(value: Array, sums: Params, micro: tuple) -> tuple:
         (grads, layers), (new, seen) = jax.grad(scaled, (0, 1), has_aux=True)(outer, sums["layers"], micro)
-        added = {name: jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums[name], g) for name, g in grads.items()}
+        added = {name: jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums[name], g)
+                 for name, g in grads.items()}
         return (value + new, {**added, "layers": layers}), jax.lax.stop_gradient(seen)
 
     nothing = zeros(jax.eval_shape(add, jnp.float32(0), sums, jax.tree.map(lambda x: x[0], batch))[1])
@@ -64,13 +66,14 @@ def accumulate(
 
 @jax.custom_vjp
 def tap(weights: Params, sums: Params, i: Array) -> tuple[Params, Params]:
-    """(weights [...] of layer i, sums [L, ...]), as they are. Backwards the gradient of the weights is added to the i-th of what
-    comes back for the sums, and goes nowhere else."""
+    """(weights [...] of layer i, sums [L, ...]), as they are. Backwards the gradient of the weights is added
+    to the i-th of what comes back for the sums, and goes nowhere else."""
     return weights, sums
 
 
 def _tap_bwd(i: Array, cotangents: tuple[Params, Params]) -> tuple[None, Params, None]:
-    def add(grad: Array, into: Array) -> Array:  # [1, ...] at a time, else XLA copies a layer out before it adds
+    # [1, ...] at a time, else XLA copies a layer out before it adds
+    def add(grad: Array, into: Array) -> Array:
         row = jax.lax.dynamic_slice_in_dim(into, i, 1) + grad.astype(into.dtype)[None]
         return jax.lax.dynamic_update_slice_in_dim(into, row, i, 0)
 

@@ -9,10 +9,12 @@ import shutil
 import tempfile
 import threading
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax; tests/gpu is run with JAX_PLATFORMS=cuda
+# before anything imports jax; tests/gpu is run with JAX_PLATFORMS=cuda
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # What a module or a process has compiled no other compiles again: pytest's workers and the tests' children inherit this.
+    # What a module or a process has compiled no other compiles again: pytest's workers and the tests'
+    # children inherit this.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxfp8rl-compiled-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -21,7 +23,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 for name, examples in {"default": 10, "thorough": 60}.items():
-    settings.register_profile(name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(name, max_examples=examples, deadline=None,
+                              suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
@@ -32,8 +35,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def quick_compile():
-    """For a module whose tests compile many large programs and run each a few times: without the compiler's expensive passes.
-    Its programs round in their own way, so none is shared with modules before or after it."""
+    """For a module whose tests compile many large programs and run each a few times: without the compiler's
+    expensive passes. Its programs round in their own way, so none is shared with modules before or after it.
+    """
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -49,7 +53,8 @@ TOKEN = "a token of the tests, 32 letters"
 
 @pytest.fixture
 def serving():
-    """serving(engine, transport, folder): a context, whose value is the address of a server in a thread of this process."""
+    """serving(engine, transport, folder): a context, whose value is the address of a server in a thread of
+    this process."""
     from bridges.served.engine_server import EngineServer, HttpServer
 
     @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """JAX's memory on a GPU that it shares with an engine.
 
-JAX's usual allocator takes regions from the driver, larger than what is asked for, and never gives one back: after an
-update an engine has no room to wake, however little JAX still holds. With `cuda_async` JAX allocates from the driver's own pool
-of the device: `hold` has the pool keep what is freed, so that a step's programs and the parts of a publish find it there, and
-`give_back` returns to the driver all that no array needs. Both do nothing where JAX allocates otherwise.
+JAX's usual allocator takes regions from the driver, larger than what is asked for, and never gives one back:
+after an update an engine has no room to wake, however little JAX still holds. With `cuda_async` JAX allocates
+from the driver's own pool of the device: `hold` has the pool keep what is freed, so that a step's programs
+and the parts of a publish find it there, and `give_back` returns to the driver all that no array needs. Both
+do nothing where JAX allocates otherwise.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ EVERYTHING = 2**64 - 1
 
 
 def share() -> None:
-    """Choose the allocator, where the environment does not say otherwise. Before JAX makes its first array, or it is too late."""
+    """Choose the allocator, where the environment does not say otherwise. Before JAX makes its first array,
+    or it is too late."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def hold() -> None:
-    """Keep freed memory in the pools, for JAX alone, until `give_back`. Raises RuntimeError from the driver."""
+    """Keep freed memory in the pools, for JAX alone, until `give_back`. Raises RuntimeError from the
+    driver."""
     for pool in _pools():
         kept = ctypes.c_uint64(EVERYTHING)
         _check(_driver().cuMemPoolSetAttribute(pool, RELEASE_THRESHOLD, ctypes.byref(kept)))
@@ -63,7 +66,8 @@ def _pools() -> list[ctypes.c_void_p]:
     for device in jax.local_devices():
         if device.platform != "gpu":
             continue
-        jnp.negative(jax.device_put(0, device)).block_until_ready()  # behind all programs: what they free is free
+        # behind all programs: what they free is free
+        jnp.negative(jax.device_put(0, device)).block_until_ready()
         handle, pool = ctypes.c_int(), ctypes.c_void_p()
         _check(_driver().cuDeviceGet(ctypes.byref(handle), device.local_hardware_id))
         _check(_driver().cuDeviceGetDefaultMemPool(ctypes.byref(pool), handle))

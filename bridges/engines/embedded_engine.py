@@ -1,9 +1,10 @@
 """The embedded engine: batched generation in JAX on a model given as four functions.
 
-It is the default engine, the one that runs everywhere, and the oracle of the others: its log-probabilities come from the
-same functions as the learner's. A generate call is one jitted program a shape: prefill of right-padded prompts, then a
-`while_loop` of single-token steps until every row has stopped. Rows, prompt lengths and completion lengths are rounded up
-to buckets, so the steady state never compiles. Continuous batching and paging are left to vLLM.
+It is the default engine, the one that runs everywhere, and the oracle of the others: its log-probabilities
+come from the same functions as the learner's. A generate call is one jitted program a shape: prefill of
+right-padded prompts, then a `while_loop` of single-token steps until every row has stopped. Rows, prompt
+lengths and completion lengths are rounded up to buckets, so the steady state never compiles. Continuous
+batching and paging are left to vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, Health, ParamMeta, SamplingParams, supports
+from bridges.api import (
+    Capabilities,
+    Completion,
+    EngineFormats,
+    GenRequest,
+    Health,
+    ParamMeta,
+    SamplingParams,
+    supports,
+)
 from bridges.engines.weight_state import WeightState
 
 ROW_BUCKET, TOKEN_BUCKET = 8, 16
@@ -28,10 +38,10 @@ ROW_BUCKET, TOKEN_BUCKET = 8, 16
 class EngineModel:
     """What the engine needs of a model. B rows, T tokens, S cache slots, D width, V vocabulary.
 
-    routes(cache) -> [B, S, L, k]: of a model with mixtures of experts those of each slot.
-    manifest: the tensors it loads. assemble(name -> array) -> params. init_cache(B, S) -> cache.
-    step(params, tokens [B, T], positions [B, T], cache) -> (hidden [B, T, D], cache): writes each token at the cache slot of
-    its position and attends to the slots up to it. logits(params, hidden [B, D]) -> [B, V] float32.
+    routes(cache) -> [B, S, L, k]: of a model with mixtures of experts those of each slot. manifest: the
+    tensors it loads. assemble(name -> array) -> params. init_cache(B, S) -> cache. step(params, tokens [B,
+    T], positions [B, T], cache) -> (hidden [B, T, D], cache): writes each token at the cache slot of its
+    position and attends to the slots up to it. logits(params, hidden [B, D]) -> [B, V] float32.
     """
 
     manifest: tuple[ParamMeta, ...]
@@ -45,7 +55,8 @@ class EngineModel:
 
 
 class JaxEngine:
-    """RolloutEngine over an EngineModel. Dirty until the first publish; seeds reproduce samples bit for bit."""
+    """RolloutEngine over an EngineModel. Dirty until the first publish; seeds reproduce samples bit for
+    bit."""
 
     def __init__(self, model: EngineModel, *, max_model_len: int, max_num_seqs: int = 256, seed: int = 0):
         self._model, self._max_len, self._max_rows = model, max_model_len, max_num_seqs
@@ -53,19 +64,21 @@ class JaxEngine:
         self._params: Any = None
         self.state, self._problem = WeightState(), ""
         self._run = jax.jit(
-            functools.partial(_generate, model), static_argnames=("max_new", "top_k", "nucleus", "greedy", "support"),
+            functools.partial(_generate, model),
+            static_argnames=("max_new", "top_k", "nucleus", "greedy", "support"),
             # keep the roundings that the learner keeps, and multiply as it does: by cuBLAS
             compiler_options={"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
-        )  # fmt: skip
+        )
 
     def capabilities(self) -> Capabilities:
         m = self._model
         routes = m.routes is not None
-        return Capabilities("jax", jax.__version__, m.formats, self._max_len, m.vocab_size, True, routes, support=True)
+        return Capabilities("jax", jax.__version__, m.formats, self._max_len, m.vocab_size, True, routes,
+                            support=True)
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        """n completions for each request, in the order asked. Raises EngineDirty, or ValueError for a request that does not
-        fit. At temperature 0 the log-probabilities are those of temperature 1."""
+        """n completions for each request, in the order asked. Raises EngineDirty, or ValueError for a request
+        that does not fit. At temperature 0 the log-probabilities are those of temperature 1."""
         self.state.require_clean()
         for r in requests:
             self._check(r)
@@ -81,7 +94,8 @@ class JaxEngine:
         self._params = self._model.assemble(tensors)
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
-        """Declare `version` current. Returns the caches dropped: keys and values live only inside a generate call."""
+        """Declare `version` current. Returns the caches dropped: keys and values live only inside a generate
+        call."""
         self.state.commit(version, digest)
         self._problem = ""
         return ("kv_cache",)
@@ -115,14 +129,17 @@ class JaxEngine:
     def _check(self, r: GenRequest) -> None:
         longest = len(r.prompt_token_ids) + r.sampling.max_tokens
         if longest > self._max_len:
-            raise ValueError(f"request {r.request_id!r}: prompt + max_tokens = {longest} exceeds max_model_len {self._max_len}")
+            raise ValueError(
+                f"request {r.request_id!r}: prompt + max_tokens = {longest} exceeds max_model_len {self._max_len}")
         if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < self._model.vocab_size:
-            raise ValueError(f"request {r.request_id!r}: a token lies outside the vocabulary of {self._model.vocab_size}")
+            raise ValueError(
+                f"request {r.request_id!r}: a token lies outside the vocabulary of {self._model.vocab_size}")
 
     def _batch(self, requests: Sequence[GenRequest], rows: list[tuple[int, int]], s: SamplingParams):
         """One device program: rows are (request, sample) pairs that share their sampling parameters."""
         prompts = [requests[i].prompt_token_ids for i, _ in rows]
-        tokens = np.zeros((_bucket(len(rows), ROW_BUCKET), _bucket(max(map(len, prompts)), TOKEN_BUCKET)), np.int32)
+        tokens = np.zeros((_bucket(len(rows), ROW_BUCKET), _bucket(max(map(len, prompts)), TOKEN_BUCKET)),
+                          np.int32)
         lengths, seeds = np.zeros(len(tokens), np.int32), np.zeros((len(tokens), 2), np.uint32)
         for row, ((i, j), prompt) in enumerate(zip(rows, prompts)):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
@@ -131,18 +148,22 @@ class JaxEngine:
         stops = np.full(_bucket(len(s.stop_token_ids), 4), -1, np.int32)
         stops[: len(s.stop_token_ids)] = s.stop_token_ids
         out, logp, count, support, routes = self._run(
-            self._params, tokens, lengths, seeds, stops, np.float32(s.temperature or 1.0), np.float32(s.top_p),
+            self._params, tokens, lengths, seeds, stops, np.float32(s.temperature or 1.0),
+            np.float32(s.top_p),
             max_new=_bucket(s.max_tokens, TOKEN_BUCKET), limit=np.int32(s.max_tokens), top_k=s.top_k,
             nucleus=s.top_p < 1, greedy=s.temperature == 0, support=s.reported,
-        )  # fmt: skip
+        )
         out, logp, count = np.asarray(out), np.asarray(logp), np.asarray(count)
         for row, (i, j) in enumerate(rows):
             forwarded = len(prompts[row]) + count[row] - 1  # the last token's experts choose nothing
             routed = None if routes is None else np.asarray(routes[row, :forwarded])
-            among = (None, None) if support is None else supports(np.asarray(support[row, : count[row]]), s.reported)
-            yield (i, j), self._completion(requests[i], j, out[row, : count[row]], logp[row, : count[row]], routed, *among)
+            among = (None, None) if support is None else supports(
+                np.asarray(support[row, : count[row]]), s.reported)
+            yield (i, j), self._completion(requests[i], j, out[row, : count[row]], logp[row, : count[row]],
+                                           routed, *among)
 
-    def _completion(self, r: GenRequest, index: int, tokens: np.ndarray, logp: np.ndarray, *more) -> Completion:
+    def _completion(self, r: GenRequest, index: int, tokens: np.ndarray, logp: np.ndarray,
+                    *more) -> Completion:
         if not np.isfinite(logp).all():
             self._problem = f"request {r.request_id!r}: non-finite log-probability: the weights or a kernel are broken"
         reason = "stop" if tokens[-1] in r.sampling.stop_token_ids else "length"
@@ -150,7 +171,8 @@ class JaxEngine:
 
 
 def _bucket(n: int, smallest: int) -> int:
-    """The next of smallest * 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding, and few shapes ever compile."""
+    """The next of smallest * 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding, and few shapes ever
+    compile."""
     size = smallest
     while size < n:
         if size * 3 // 2 >= n and size > smallest:
@@ -160,10 +182,11 @@ def _bucket(n: int, smallest: int) -> int:
 
 
 def filter_logits(logits: Array, top_k: int, top_p: Array | None) -> Array:
-    """Logits [B, V] with everything outside the top_k largest (0: off), then outside the top_p nucleus (None: off), at -inf.
+    """Logits [B, V] with everything outside the top_k largest (0: off), then outside the top_p nucleus (None:
+    off), at -inf.
 
-    The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al. 2020); the most
-    likely token always stays. Ties with the smallest kept logit are kept.
+    The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al.
+    2020); the most likely token always stays. Ties with the smallest kept logit are kept.
     """
     if top_k:
         kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
@@ -178,12 +201,13 @@ def filter_logits(logits: Array, top_k: int, top_p: Array | None) -> Array:
 
 
 def _generate(
-    model: EngineModel, params: Any, prompts: Array, lengths: Array, seeds: Array, stops: Array, temperature: Array,
+    model: EngineModel, params: Any, prompts: Array, lengths: Array, seeds: Array, stops: Array,
+    temperature: Array,
     top_p: Array, limit: Array, *, max_new: int, top_k: int, nucleus: bool, greedy: bool, support: int,
-) -> tuple[Array, Array, Array, Array | None, Array | None]:  # fmt: skip
-    """prompts [B, P] right-padded, lengths [B] (0: an unused row) -> tokens [B, max_new], logp [B, max_new], count [B]; of the
-    tokens that were left for each draw one more than `support`, if that is asked for, [B, max_new, support + 1], -1 where they
-    are fewer; and the routes of all slots where the model has any."""
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    """prompts [B, P] right-padded, lengths [B] (0: an unused row) -> tokens [B, max_new], logp [B, max_new],
+    count [B]; of the tokens that were left for each draw one more than `support`, if that is asked for, [B,
+    max_new, support + 1], -1 where they are fewer; and the routes of all slots where the model has any."""
     rows, width = prompts.shape
     keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
     positions = jnp.broadcast_to(jnp.arange(width), prompts.shape)
@@ -210,14 +234,16 @@ def _generate(
         hidden, cache = model.step(params, token[:, None], (lengths + t)[:, None], cache)
         return t + 1, hidden[:, 0], cache, done, *drawn, count
 
-    of_each = jax.tree.map(lambda s: jnp.zeros((rows, max_new, *s.shape[1:]), s.dtype), jax.eval_shape(draw, last, jnp.int32(0)))
+    of_each = jax.tree.map(lambda s: jnp.zeros((rows, max_new, *s.shape[1:]), s.dtype),
+                           jax.eval_shape(draw, last, jnp.int32(0)))
     empty = jnp.int32(0), last, cache, lengths == 0, *of_each, jnp.zeros(rows, jnp.int32)
     _, _, cache, _, tokens, logp, left, count = jax.lax.while_loop(more, advance, empty)
     return tokens, logp, count, left, model.routes(cache) if model.routes else None
 
 
 def _left(logits: Array, support: int) -> Array | None:
-    """The likeliest support + 1 tokens of filtered logits [B, V], -1 for those that were filtered out; None if `support` is 0."""
+    """The likeliest support + 1 tokens of filtered logits [B, V], -1 for those that were filtered out; None
+    if `support` is 0."""
     if not support:
         return None
     values, ids = jax.lax.top_k(logits, min(support + 1, logits.shape[-1]))

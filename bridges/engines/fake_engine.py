@@ -1,7 +1,9 @@
-"""A small real engine and transport in numpy, with faults on request: for tests of whatever talks to an engine.
+"""A small real engine and transport in numpy, with faults on request: for tests of whatever talks to an
+engine.
 
-The model is a bigram: logits [V] of the next token = lm_head [V, D] @ embed_tokens [V, D][last token]. So weights matter,
-log-probabilities are true ones, and there is a prefix cache (logits by last token) to forget to reset.
+The model is a bigram: logits [V] of the next token = lm_head [V, D] @ embed_tokens [V, D][last token]. So
+weights matter, log-probabilities are true ones, and there is a prefix cache (logits by last token) to forget
+to reset.
 """
 
 from __future__ import annotations
@@ -15,12 +17,20 @@ from typing import Literal
 
 import numpy as np
 
-from bridges.proof import manifest
 from bridges.api import (
-    Capabilities, Completion, EngineFormats, GenRequest, Health, ParamMeta, PublishFailed, PublishReceipt,
-    SamplingParams, WeightSource,
+    Capabilities,
+    Completion,
+    EngineFormats,
+    GenRequest,
+    Health,
+    ParamMeta,
+    PublishFailed,
+    PublishReceipt,
+    SamplingParams,
+    WeightSource,
 )
 from bridges.engines.weight_state import WeightState
+from bridges.proof import manifest
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -29,10 +39,11 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Faults:
     """What goes wrong, until it is set back. The defaults are a healthy engine.
 
-    logprobs: every completion returns none, one too few, or a NaN in its middle. die_at_tensor: a publish breaks off before
-    that tensor. drop_tensor: that tensor is lost on the way, unnoticed but by a transport with proof. stale_version: a publish
-    loads the weights and the engine names the version before. stale_cache: a publish forgets the prefix cache. seconds:
-    generate takes longer. exit_status: generate ends the whole process with it.
+    logprobs: every completion returns none, one too few, or a NaN in its middle. die_at_tensor: a publish
+    breaks off before that tensor. drop_tensor: that tensor is lost on the way, unnoticed but by a transport
+    with proof. stale_version: a publish loads the weights and the engine names the version before.
+    stale_cache: a publish forgets the prefix cache. seconds: generate takes longer. exit_status: generate
+    ends the whole process with it.
     """
 
     logprobs: Literal["", "missing", "short", "nan"] = ""
@@ -45,7 +56,8 @@ class Faults:
 
 
 class FakeEngine:
-    """RolloutEngine over the bigram model. `replies` are given in order, one a completion, before anything is sampled."""
+    """RolloutEngine over the bigram model. `replies` are given in order, one a completion, before anything is
+    sampled."""
 
     def __init__(self, vocab_size: int = 64, width: int = 8, *, max_model_len: int = 256,
                  replies: Sequence[Sequence[int]] = (), faults: Faults | None = None, seed: int = 0):
@@ -57,7 +69,8 @@ class FakeEngine:
         self._cache: dict[int, np.ndarray] = {}
         self._sick = ""
         formats = EngineFormats("float32", "float32", "float32", "float32")
-        self._capabilities = Capabilities("fake", "1", formats, max_model_len, vocab_size, seeds=True, support=True)
+        self._capabilities = Capabilities("fake", "1", formats, max_model_len, vocab_size, seeds=True,
+                                          support=True)
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -74,9 +87,11 @@ class FakeEngine:
     def _check(self, r: GenRequest) -> None:
         c = self._capabilities
         if len(r.prompt_token_ids) + r.sampling.max_tokens > c.max_model_len:
-            raise ValueError(f"request {r.request_id!r}: prompt and max_tokens exceed max_model_len {c.max_model_len}")
+            raise ValueError(
+                f"request {r.request_id!r}: prompt and max_tokens exceed max_model_len {c.max_model_len}")
         if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < c.vocab_size:
-            raise ValueError(f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {c.vocab_size}")
+            raise ValueError(
+                f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {c.vocab_size}")
 
     def _complete(self, r: GenRequest, index: int) -> Completion:
         rng = self._rng if r.seed is None else np.random.default_rng([r.seed, index])
@@ -154,7 +169,8 @@ class FakeEngine:
 
 
 class FakeTransport:
-    """WeightTransport into a `FakeEngine`, obeying the engine's faults. proof: it compares what the engine then holds."""
+    """WeightTransport into a `FakeEngine`, obeying the engine's faults. proof: it compares what the engine
+    then holds."""
 
     def __init__(self, proof: bool = False):
         self._proof = proof
@@ -171,9 +187,12 @@ class FakeTransport:
             for i, (meta, (name, buffer)) in enumerate(zip(metas, source, strict=True)):
                 sent[name] = self._send(i, meta, name, buffer)
         except Exception as e:  # whatever the source raised
-            raise PublishFailed(f"version {version} broke off: {e}", "repair the source and publish again") from e
-        if self._proof and (lost := [n for n, value in sent.items() if not np.array_equal(engine.weight(n), value)]):
-            raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from what was sent", "publish again")
+            raise PublishFailed(f"version {version} broke off: {e}",
+                                "repair the source and publish again") from e
+        if self._proof and (lost := [n for n, value in sent.items()
+                                     if not np.array_equal(engine.weight(n), value)]):
+            raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from what was sent",
+                                "publish again")
         digest, content = manifest.digest(metas), engine.content() if self._proof else ""
         caches, seconds = engine.commit(version, digest), time.perf_counter() - start
         return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, seconds, caches, content)
@@ -189,9 +208,12 @@ class FakeTransport:
 
     def verify(self, receipt: PublishReceipt) -> None:
         state, content = self._engine.state, self._engine.content() if self._proof else ""
-        have, want = (state.version, state.digest, content), (receipt.version, receipt.digest, receipt.content)
+        have, want = (state.version, state.digest,
+                      content), (receipt.version, receipt.digest, receipt.content)
         if have != want:
-            raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says {want}", "publish again")
+            raise PublishFailed(
+                f"the engine holds (version, digest, content) {have}, the receipt says {want}",
+                "publish again")
 
     def close(self) -> None:
         self._engine = None
@@ -211,7 +233,8 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _filtered(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """Log-probabilities [V] after keeping the `top_k` largest (0: all), then the smallest set that holds `top_p`."""
+    """Log-probabilities [V] after keeping the `top_k` largest (0: all), then the smallest set that holds
+    `top_p`."""
     order = np.argsort(-logits, kind="stable")
     if top_k:
         logits = _only(logits, order[:top_k])

@@ -1,5 +1,5 @@
-"""vLLM as the rollout engine, in this process: token ids in and out, weights by `bridges.transports.vllm_inplace` or
-`bridges.transports.vllm_reload`.
+"""vLLM as the rollout engine, in this process: token ids in and out, weights by
+`bridges.transports.vllm_inplace` or `bridges.transports.vllm_reload`.
 
 Written for vLLM 0.25 (CUDA) and 0.32 (its CPU build). One open engine a process.
 """
@@ -15,19 +15,31 @@ from typing import Any, Literal
 import numpy as np
 
 from bridges.api import (
-    BridgeError, Capabilities, Completion, EngineFormats, EngineUnhealthy, GenRequest, Health, ParamMeta, SamplingParams,
+    BridgeError,
+    Capabilities,
+    Completion,
+    EngineFormats,
+    EngineUnhealthy,
+    GenRequest,
+    Health,
+    ParamMeta,
+    SamplingParams,
     supports,
 )
 from bridges.engines import device_pool
-from bridges.inside_vllm import environment, experts, formats as vllm_formats, fp8_emulation, kv_scales as vllm_kv_scales, stacks  # fmt: skip
+from bridges.engines.weight_state import WeightState
+from bridges.inside_vllm import environment, experts, fp8_emulation, stacks
+from bridges.inside_vllm import formats as vllm_formats
+from bridges.inside_vllm import kv_scales as vllm_kv_scales
 from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.params import expected_manifest, tied_names
-from bridges.engines.weight_state import WeightState
 
 BLOCK = (128, 128)
-# What each of vLLM's block-scaled kernels does with activations: None = they stay in the compute type (W8A16).
+# What each of vLLM's block-scaled kernels does with activations: None = they stay in the compute type
+# (W8A16).
 ACTIVATIONS = {
-    "DeepGemmFp8BlockScaledMMKernel": "fp8_e4m3_1x128",  # bit for bit CUTLASS's results, for its float32 scales
+    # bit for bit CUTLASS's results, for its float32 scales
+    "DeepGemmFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
     "CutlassFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
     "TritonFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
     "CPUFp8W8A8BlockScaledMMKernel": "fp8_e4m3_1x128",
@@ -36,30 +48,35 @@ ACTIVATIONS = {
     fp8_emulation.NAME: "fp8_e4m3_1x128",
     "CPUFp8BlockScaledMMKernel": None,
 }
-COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first without saying so, and refuses higher ones
+# vLLM raises lower temperatures to the first without saying so, and refuses higher ones
+COOLEST, HOTTEST = 0.01, 2.0
 SLEEP_LEVEL = {"off": None, "keep_weights": 1, "drop_weights": 2}
 
 
 class VllmEngine:
     """RolloutEngine over `vllm.LLM`. Starts with random weights, dirty: publish before the first `generate`.
 
-    hf_config: the contents of config.json; the architecture must be one vLLM knows.
-    weights: "bfloat16", "float16", "float32", or "fp8_e4m3_128x128" with `dtype` (default bfloat16) for all the rest.
-    high_precision_modules: HF names of linears that stay unquantised, e.g. "model.layers.0.self_attn.q_proj". vLLM fuses
+    hf_config: the contents of config.json; the architecture must be one vLLM knows. weights: "bfloat16",
+    "float16", "float32", or "fp8_e4m3_128x128" with `dtype` (default bfloat16) for all the rest.
+    high_precision_modules: HF names of linears that stay unquantised, e.g. "model.layers.0.self_attn.q_proj".
+    vLLM fuses
         q, k, v and gate, up: name all of a group or none.
-    sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped), "drop_weights"
+    sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped),
+    "drop_weights"
         (both are dropped: publish after wake()). The latter two need CUDA.
-    kv_scales: whether a publish brings the scales of FP8 attention, which are 1 otherwise.
-    routed_experts: completions say which experts each token was routed to. Needs CUDA.
-    fp8_kernel: "native": what vLLM takes without compiling, CUTLASS on a GPU. "deep_gemm": the same numbers from DeepGEMM, on
-        Hopper, whose kernels nvcc compiles when first needed. "emulated" lets FP8 weights run on a CPU without AMX, slowly (see
-        vllm_fp8_emulation).
-    attention: "auto": what vLLM takes, FlashAttention 3 on Hopper, over an FP8 cache with queries and probabilities in FP8, too.
+    kv_scales: whether a publish brings the scales of FP8 attention, which are 1 otherwise. routed_experts:
+    completions say which experts each token was routed to. Needs CUDA. fp8_kernel: "native": what vLLM takes
+    without compiling, CUTLASS on a GPU. "deep_gemm": the same numbers from DeepGEMM, on
+        Hopper, whose kernels nvcc compiles when first needed. "emulated" lets FP8 weights run on a CPU
+        without AMX, slowly (see vllm_fp8_emulation).
+    attention: "auto": what vLLM takes, FlashAttention 3 on Hopper, over an FP8 cache with queries and
+    probabilities in FP8, too.
         "triton": its Triton kernels, which read an FP8 cache beside queries in `dtype`. Needs CUDA.
     scratch: the folder for its own folder, which is left behind where the process is killed.
 
-    At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none worth learning.
-    Raises BridgeError for what this machine or this vLLM cannot do, before any memory is taken where it can tell.
+    At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none
+    worth learning. Raises BridgeError for what this machine or this vLLM cannot do, before any memory is
+    taken where it can tell.
     """
 
     _open = False  # closing any engine takes down process-wide state of vLLM, so one at a time
@@ -87,11 +104,14 @@ class VllmEngine:
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         if weights not in (FP8, dtype):
-            raise BridgeError(f"weights={weights!r} with dtype={dtype!r}", f"use one type for both, or weights={FP8!r}")
+            raise BridgeError(f"weights={weights!r} with dtype={dtype!r}",
+                              f"use one type for both, or weights={FP8!r}")
         if kv_scales and kv_cache == "auto":
-            raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"", 'use kv_cache="fp8_e4m3"')
+            raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"",
+                              'use kv_cache="fp8_e4m3"')
         if VllmEngine._open:
-            raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time", "close() that one")
+            raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time",
+                              "close() that one")
         environment.prepare(fp8_kernel)
         environment.check_hardware(weights, kv_cache, fp8_kernel, attention)
         if routed_experts:
@@ -107,9 +127,11 @@ class VllmEngine:
         build = dict(
             model=self._folder.name, load_format=stacks.load_format(), dtype=dtype,
             skip_tokenizer_init=True, generation_config="vllm",
-            kv_cache_dtype=kv_cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
+            kv_cache_dtype=kv_cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
-            max_logprobs=hf_config["vocab_size"], enable_prefix_caching=True, enable_sleep_mode=self._sleep_level is not None,
+            max_logprobs=hf_config["vocab_size"], enable_prefix_caching=True,
+            enable_sleep_mode=self._sleep_level is not None,
         )
         if routed_experts:
             build["enable_return_routed_experts"] = True
@@ -117,7 +139,8 @@ class VllmEngine:
             build["attention_backend"] = "TRITON_ATTN"
         if page := environment.page(kv_cache):
             build["block_size"] = page
-        if (size := environment.cache_bytes(kv_cache_bytes)) is not None:  # then it matters not what other processes leave
+        # then it matters not what other processes leave
+        if (size := environment.cache_bytes(kv_cache_bytes)) is not None:
             build["kv_cache_memory_bytes"] = size
         self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
         device_pool.hold()
@@ -146,12 +169,14 @@ class VllmEngine:
         attention = "fp8_e4m3" if self.on_model(vllm_formats.attends_in_fp8) else None
         fused, fused_quantizer = vllm_formats.fusion(self.llm.llm_engine.vllm_config.compilation_config)
         formats = EngineFormats(
-            self._weights, activations, self._kv_cache, self._dtype, attention, logits=self._dtype, fused=fused,
+            self._weights, activations, self._kv_cache, self._dtype, attention, logits=self._dtype,
+            fused=fused,
             fused_quantizer=fused_quantizer and self._weights == FP8,
             kv_truncated=self._kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
             unrounded_sums=not fused and self.on_model(vllm_formats.norms_see_unrounded_sums),
-            probabilities=self.on_model(vllm_formats.probabilities), amax_floor=self.on_model(vllm_formats.amax_floor),
-        )  # fmt: skip
+            probabilities=self.on_model(vllm_formats.probabilities),
+            amax_floor=self.on_model(vllm_formats.amax_floor),
+        )
         version, routes = vllm.__version__, self._routed_experts
         return Capabilities("vllm", version, formats, max_model_len, vocab_size, True, routes, support=True)
 
@@ -159,9 +184,11 @@ class VllmEngine:
         """How activations enter the FP8 products, read off the kernel that vLLM chose."""
         names = self.on_model(vllm_formats.block_kernels)
         if not names:
-            raise BridgeError("no linear of this model is quantised", "use weights='bfloat16', or exclude fewer modules")
+            raise BridgeError("no linear of this model is quantised",
+                              "use weights='bfloat16', or exclude fewer modules")
         if os.environ["VLLM_USE_DEEP_GEMM"] == "1" and "DeepGemmFp8BlockScaledMMKernel" not in names:
-            raise BridgeError(f"asked for DeepGEMM, vLLM takes {','.join(sorted(names))}", 'use fp8_kernel="native"')
+            raise BridgeError(f"asked for DeepGEMM, vLLM takes {','.join(sorted(names))}",
+                              'use fp8_kernel="native"')
         if unknown := ",".join(sorted(names - ACTIVATIONS.keys())):
             raise BridgeError(
                 f"vLLM chose the FP8 kernel {unknown}, whose activation format is not known here",
@@ -169,7 +196,8 @@ class VllmEngine:
             )
         found = {ACTIVATIONS[n] or self._dtype for n in names}
         if len(found) > 1:
-            raise BridgeError(f"vLLM mixes FP8 kernels of different formats: {sorted(names)}", "disable one of them")
+            raise BridgeError(f"vLLM mixes FP8 kernels of different formats: {sorted(names)}",
+                              "disable one of them")
         return found.pop()
 
     def capabilities(self) -> Capabilities:
@@ -185,22 +213,27 @@ class VllmEngine:
         for r in requests:
             self._check(r)
         prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
-        params = [sampling_params(r.sampling, seed, self._likeliest(r.sampling)) for r in requests for seed in _seeds(r)]
+        params = [sampling_params(r.sampling, seed, self._likeliest(r.sampling)) for r in requests
+                  for seed in _seeds(r)]
         outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
         if len(outputs) != len(prompts):
-            raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}", "build a new engine")
+            raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}",
+                                  "build a new engine")
         stream = iter(outputs)
         return [[self._completion(r, i, next(stream).outputs[0]) for i in range(r.n)] for r in requests]
 
     def _check(self, r: GenRequest) -> None:
         room, vocabulary = self._capabilities.max_model_len, self._capabilities.vocab_size
         if len(r.prompt_token_ids) + r.sampling.max_tokens > room:
-            raise ValueError(f"request {r.request_id!r}: {len(r.prompt_token_ids)} prompt tokens and max_tokens "
+            raise ValueError(
+                f"request {r.request_id!r}: {len(r.prompt_token_ids)} prompt tokens and max_tokens "
                              f"{r.sampling.max_tokens} exceed max_model_len {room}")
         if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < vocabulary:
-            raise ValueError(f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {vocabulary}")
+            raise ValueError(
+                f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {vocabulary}")
         if not (r.sampling.temperature == 0 or COOLEST <= r.sampling.temperature <= HOTTEST):
-            raise ValueError(f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to {HOTTEST}, "
+            raise ValueError(
+                f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to {HOTTEST}, "
                              f"not {r.sampling.temperature}")
 
     def _likeliest(self, s: SamplingParams) -> int:
@@ -228,7 +261,8 @@ class VllmEngine:
     resume = pause
 
     def sleep(self) -> None:
-        """Free memory as the `sleep` option says; where that is not "off", refuse to generate until `wake`."""
+        """Free memory as the `sleep` option says; where that is not "off", refuse to generate until
+        `wake`."""
         if self._sleep_level is None:
             return
         if self._cache_asleep:  # vLLM does not go to sleep from half awake
@@ -239,8 +273,8 @@ class VllmEngine:
             self._state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:
-        """Take memory back, in the order in which it is needed: where the weights were dropped theirs alone, the KV cache's when
-        they have been published."""
+        """Take memory back, in the order in which it is needed: where the weights were dropped theirs alone,
+        the KV cache's when they have been published."""
         if self._asleep:
             dropped = self._sleep_level == SLEEP_LEVEL["drop_weights"]
             self._wake(*(["weights"] if dropped else ["weights", "kv_cache"]))
@@ -278,7 +312,8 @@ class VllmEngine:
         Raises EngineUnhealthy after a reload that broke off inside vLLM, BridgeError when asleep or closed.
         """
         if self._broken:
-            raise EngineUnhealthy("an earlier reload broke off inside vLLM", "close this engine and build a new one")
+            raise EngineUnhealthy("an earlier reload broke off inside vLLM",
+                                  "close this engine and build a new one")
         self.require_awake()
         self._state.begin(version)
 
@@ -294,9 +329,11 @@ class VllmEngine:
         self._state.drop(why)
 
     def load(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
-        """Load torch tensors under HF names in place. Leaves the engine dirty: the caller commits when all went well.
+        """Load torch tensors under HF names in place. Leaves the engine dirty: the caller commits when all
+        went well.
 
-        An exception out of vLLM leaves its layerwise reload half open, and the next one would build on that: no more loads.
+        An exception out of vLLM leaves its layerwise reload half open, and the next one would build on that:
+        no more loads.
         """
         self.begin(version)
         self._broken = True
@@ -306,12 +343,14 @@ class VllmEngine:
         self._broken = False
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
-        """Drop what was computed from older weights and declare `version` current. Returns the caches dropped."""
+        """Drop what was computed from older weights and declare `version` current. Returns the caches
+        dropped."""
         if self._cache_asleep:
             self._wake("kv_cache")
             self._cache_asleep = False
         if not self.llm.reset_prefix_cache():
-            raise EngineUnhealthy("vLLM refused to reset its prefix cache: requests are in flight", "build a new engine")
+            raise EngineUnhealthy("vLLM refused to reset its prefix cache: requests are in flight",
+                                  "build a new engine")
         self._state.commit(version, digest)
         self._sick = ""
         return ("prefix",)
@@ -333,7 +372,8 @@ class VllmEngine:
 def _quantised(hf_config: dict[str, Any], high_precision_modules: Sequence[str]) -> dict[str, Any]:
     """The config of a checkpoint in blockwise FP8 that leaves lm_head and the named linears alone."""
     quantization = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK),
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+        "weight_block_size": list(BLOCK),
         "ignored_layers": list(high_precision_modules),
     }
     return {**hf_config, "quantization_config": quantization}
@@ -349,14 +389,16 @@ def _build(arguments: dict[str, Any], emulate: bool) -> Any:
 
 
 def _seeds(r: GenRequest) -> list[int | None]:
-    """One seed a completion: distinct within the request, and unrelated to those of neighbouring request seeds."""
+    """One seed a completion: distinct within the request, and unrelated to those of neighbouring request
+    seeds."""
     if r.seed is None:
         return [None] * r.n
     return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
 
 
 def sampling_params(s: SamplingParams, seed: int | None, likeliest: int = 0) -> Any:
-    """Those of vLLM, which say the log-probabilities of so many likeliest tokens besides the sampled one's."""
+    """Those of vLLM, which say the log-probabilities of so many likeliest tokens besides the sampled
+    one's."""
     import vllm
 
     return vllm.SamplingParams(
@@ -367,7 +409,8 @@ def sampling_params(s: SamplingParams, seed: int | None, likeliest: int = 0) -> 
 
 
 def _untied(tensors: Iterable[tuple[str, Any]], tied: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:
-    """Tied tensors once under each name: kernels may hold lm_head in a packed form of its own, which must be renewed too."""
+    """Tied tensors once under each name: kernels may hold lm_head in a packed form of its own, which must be
+    renewed too."""
     for name, tensor in tensors:
         yield name, tensor
         for other in tied.get(name, ()):

@@ -9,7 +9,8 @@ from bridges.api import EngineDirty, VersionSpan
 
 @dataclasses.dataclass
 class WeightState:
-    """Starts dirty. `begin` and `drop` make it dirty, `commit` clean: only a whole publish lies between begin and commit.
+    """Starts dirty. `begin` and `drop` make it dirty, `commit` clean: only a whole publish lies between begin
+    and commit.
 
     version and digest are those of the last commit, None and "" while dirty.
     """
@@ -30,7 +31,8 @@ class WeightState:
     def require_clean(self) -> None:
         """Raise EngineDirty unless the weights are those of one whole publish."""
         if self.dirty:
-            raise EngineDirty(f"the engine has no usable weights: {self.dirty}", "publish a full set of weights first")
+            raise EngineDirty(f"the engine has no usable weights: {self.dirty}",
+                              "publish a full set of weights first")
 
     def span(self, tokens: int) -> tuple[VersionSpan, ...]:
         """`tokens` tokens, all sampled at the current version."""

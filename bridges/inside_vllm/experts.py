@@ -1,4 +1,5 @@
-"""Mixtures of experts inside vLLM: what its own reload leaves undone, and the routes that its experts took."""
+"""Mixtures of experts inside vLLM: what its own reload leaves undone, and the routes that its experts
+took."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from bridges.api import BridgeError
 def repack(model: Any) -> None:
     """Lay the experts of vLLM's CPU build out again, after vLLM's own reload.
 
-    vLLM 0.32 packs unquantised experts for its CPU kernels when they are loaded first and no more: a reload copies checkpoint
-    layout into the packed tensors, and says nothing.
+    vLLM 0.32 packs unquantised experts for its CPU kernels when they are loaded first and no more: a reload
+    copies checkpoint layout into the packed tensors, and says nothing.
     """
     from vllm.platforms import current_platform
 

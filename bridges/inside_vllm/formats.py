@@ -6,20 +6,24 @@ from typing import Any
 
 from bridges.api import BridgeError
 
-FLOORS = 1e-10, 2.0**-9  # of vLLM's CUDA kernels, and of its torch form and the kernels fused with what comes before
-# By the instructions that vLLM's attention on a CPU is written for: the type of what multiplies values, None for that of queries.
+# of vLLM's CUDA kernels, and of its torch form and the kernels fused with what comes before
+FLOORS = 1e-10, 2.0**-9
+# By the instructions that vLLM's attention on a CPU is written for: the type of what multiplies values, None
+# for that of queries.
 PROBABILITIES = {"amx": None} | dict.fromkeys(("vec", "vec16", "neon", "rvv", "vsx", "vxe"), "float32")
 
 
 def block_kernels(model: Any) -> set[str]:
-    """Class names of the FP8 linear kernels in use, and of those of experts what vLLM calls their backend: "TRITON experts"."""
+    """Class names of the FP8 linear kernels in use, and of those of experts what vLLM calls their backend:
+    "TRITON experts"."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     linears = {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
     return linears | {f"{m.fp8_backend.name} experts" for m in methods if hasattr(m, "fp8_backend")}
 
 
 def fusion(compilation: Any) -> tuple[bool, bool]:
-    """Whether Inductor fuses what it compiles, and whether vLLM's passes put the FP8 quantiser inside RMSNorm and SiLU."""
+    """Whether Inductor fuses what it compiles, and whether vLLM's passes put the FP8 quantiser inside RMSNorm
+    and SiLU."""
     from vllm.config import CompilationMode
 
     passes = compilation.pass_config
@@ -34,13 +38,14 @@ def fusion(compilation: Any) -> tuple[bool, bool]:
 
 
 def attends_in_fp8(model: Any) -> bool:
-    """Whether attention runs on E4M3 queries, as FlashAttention 3 over an FP8 cache does, with scale 1 unless calibrated."""
+    """Whether attention runs on E4M3 queries, as FlashAttention 3 over an FP8 cache does, with scale 1 unless
+    calibrated."""
     return any(getattr(module, "query_quant", None) is not None for module in model.modules())
 
 
 def norms_see_unrounded_sums(model: Any) -> bool:
-    """Whether norms, not compiled, see the sum with the residual before it is rounded: asked of one, with numbers whose sum is
-    rounded, and again with the rounded sum."""
+    """Whether norms, not compiled, see the sum with the residual before it is rounded: asked of one, with
+    numbers whose sum is rounded, and again with the rounded sum."""
     import torch
 
     norm = next((m for m in model.modules() if type(m).__name__ == "RMSNorm"), None)
@@ -53,7 +58,8 @@ def norms_see_unrounded_sums(model: Any) -> bool:
 
 
 def probabilities(model: Any) -> str | None:
-    """The float type in which exp(score - max) enters the product with the values, where it is not that of the queries."""
+    """The float type in which exp(score - max) enters the product with the values, where it is not that of
+    the queries."""
     isas = {module.isa for module in model.modules() if hasattr(module, "isa")}
     if unknown := ", ".join(sorted(isas - PROBABILITIES.keys())):
         raise BridgeError(

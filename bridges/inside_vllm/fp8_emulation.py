@@ -1,8 +1,9 @@
 """Blockwise FP8 linears for vLLM on a CPU without AMX, where vLLM itself has no kernel for them.
 
-The arithmetic is that of the Hopper kernels, W8A8: activations are quantised 1x128 by vLLM's own quantiser, products are
-taken in float32 of the dequantised operands. It is slow and meant for tests and small demonstrations: an FP8 recipe then
-runs end to end, in the real engine, on any machine. Nothing selects it silently: `VllmEngine(fp8_kernel="emulated")` does.
+The arithmetic is that of the Hopper kernels, W8A8: activations are quantised 1x128 by vLLM's own quantiser,
+products are taken in float32 of the dequantised operands. It is slow and meant for tests and small
+demonstrations: an FP8 recipe then runs end to end, in the real engine, on any machine. Nothing selects it
+silently: `VllmEngine(fp8_kernel="emulated")` does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ NAME = "EmulatedFp8BlockScaledMMKernel"
 def kernel_class() -> type:
     """The kernel as vLLM's registry wants it. A function, because its base class lives in vLLM."""
     import torch
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+        Fp8BlockScaledMMLinearKernel,
+    )
     from vllm.platforms import current_platform
 
     class EmulatedFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
@@ -27,7 +30,8 @@ def kernel_class() -> type:
             return (True, None) if current_platform.is_cpu() else (False, "is for CPUs alone")
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
-            """A [T, K] and B [N, K] e4m3, As [T, K/128] and Bs [N/128, K/128] float32 -> [T, N] in the output dtype."""
+            """A [T, K] and B [N, K] e4m3, As [T, K/128] and Bs [N/128, K/128] float32 -> [T, N] in the output
+            dtype."""
             rows, columns = self.weight_group_shape
             a = A.float() * _spread(As, 1, columns, A.shape)
             b = B.float() * _spread(Bs, rows, columns, B.shape)

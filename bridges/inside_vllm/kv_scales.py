@@ -1,7 +1,8 @@
 """The scales of FP8 attention in a vLLM model: one number a layer for queries, keys and values.
 
-Kernels read them from tensors on the device, `_k_scale` and so on, where a CUDA graph sees what is written later; on a CPU from
-copies on the host, `_k_scale_float`. Both are held to the same number. What bakes them into a graph is refused by name.
+Kernels read them from tensors on the device, `_k_scale` and so on, where a CUDA graph sees what is written
+later; on a CPU from copies on the host, `_k_scale_float`. Both are held to the same number. What bakes them
+into a graph is refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from bridges.api import BridgeError, ParamMeta, PublishFailed
 from bridges.inside_vllm.params import Place
 
 NAMES = ("q", "k", "v")
-READERS = {"FlashAttentionImpl", "CPUAttentionBackendImpl"}  # of which it is known where they read scales, and when
+# of which it is known where they read scales, and when
+READERS = {"FlashAttentionImpl", "CPUAttentionBackendImpl"}
 
 
 def scale_places(model: Any) -> tuple[Place, ...]:
@@ -37,7 +39,8 @@ def _places(model: Any) -> Iterator[Place]:
     for path, module in model.named_modules():
         if isinstance(module, Attention):
             for name in NAMES:
-                yield Place(ParamMeta(f"{path}.{name}_scale", "float32", (), "kv_scale"), path, module, f"_{name}_scale", 0, ())
+                yield Place(ParamMeta(f"{path}.{name}_scale", "float32", (), "kv_scale"), path, module,
+                            f"_{name}_scale", 0, ())
 
 
 def loader_takes(places: Sequence[Place]) -> bool:
@@ -51,7 +54,8 @@ def on_device(places: Sequence[Place]) -> dict[str, float]:
 
     if not places:
         return {}
-    return dict(zip((p.meta.name for p in places), torch.stack([getattr(p.module, p.leaf) for p in places]).tolist()))
+    return dict(zip((p.meta.name for p in places),
+                    torch.stack([getattr(p.module, p.leaf) for p in places]).tolist()))
 
 
 def reset(model: Any) -> None:
@@ -74,4 +78,5 @@ def check_host(places: Sequence[Place]) -> None:
     """Raise PublishFailed where a copy on the host is not what the device holds."""
     for p, value in zip(places, on_device(places).values()):
         if (copy := getattr(p.module, f"{p.leaf}_float")) != value:
-            raise PublishFailed(f"{p.meta.name} is {value} on the device, its copy on the host {copy}", "publish again")
+            raise PublishFailed(f"{p.meta.name} is {value} on the device, its copy on the host {copy}",
+                                "publish again")

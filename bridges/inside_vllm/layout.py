@@ -1,7 +1,9 @@
-"""Where the live tensors of a vLLM model are the checkpoint's, byte for byte, so that they may be written in place.
+"""Where the live tensors of a vLLM model are the checkpoint's, byte for byte, so that they may be written in
+place.
 
-vLLM may repack, transpose, pad or consume what it loads. Nothing is assumed: each tensor must be held by a method and a kernel
-named here, with the checkpoint's type, shape and strides, and every row of every parameter must belong to some tensor.
+vLLM may repack, transpose, pad or consume what it loads. Nothing is assumed: each tensor must be held by a
+method and a kernel named here, with the checkpoint's type, shape and strides, and every row of every
+parameter must belong to some tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
 
 METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Fp8LinearMethod"}
 KERNELS = {
-    "DeepGemmFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", fp8_emulation.NAME,
-}  # fmt: skip
-EXPERT_METHODS = {"Fp8MoEMethod": "fp8_backend", "UnquantizedFusedMoEMethod": "unquantized_backend"}  # with what says the kernel
+    "DeepGemmFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel",
+    fp8_emulation.NAME,
+}
+# with what says the kernel
+EXPERT_METHODS = {"Fp8MoEMethod": "fp8_backend", "UnquantizedFusedMoEMethod": "unquantized_backend"}
 EXPERT_KERNELS = {"TRITON"}  # vLLM's choice on Hopper; others swap gate and up, or shuffle rows
 DERIVING = {"MLAAttention"}  # keep tensors computed from weights, which only vLLM's own loading renews
 WAY_OUT = 'publish by vLLM\'s own reload: transport VllmReload, rollout.publish = "reload"'
@@ -31,8 +35,9 @@ WAY_OUT = 'publish by vLLM\'s own reload: transport VllmReload, rollout.publish 
 
 @dataclasses.dataclass(frozen=True)
 class LiveRows:
-    """A published tensor in the engine: `tensor` is parameter[start:stop], or the parameter itself where that is one number. Of
-    stacked experts `parameter` is one expert's. `address`: where vLLM's whole parameter is."""
+    """A published tensor in the engine: `tensor` is parameter[start:stop], or the parameter itself where that
+    is one number. Of stacked experts `parameter` is one expert's. `address`: where vLLM's whole parameter is.
+    """
 
     meta: ParamMeta
     place: Place
@@ -51,7 +56,8 @@ class LiveRows:
 
 
 def live_rows(model: Any, block: tuple[int, int]) -> tuple[LiveRows, ...]:
-    """Every checkpoint tensor in the order of the model. Raises BridgeError, naming the tensor, for a layout not known."""
+    """Every checkpoint tensor in the order of the model. Raises BridgeError, naming the tensor, for a layout
+    not known."""
     found = []
     for place in places(model, block):
         if problem := _problem(place):
@@ -69,12 +75,13 @@ def scalars(places: Sequence[Place]) -> tuple[LiveRows, ...]:
 def _live(place: Place) -> LiveRows:
     whole = getattr(place.module, place.leaf).data
     parameter = whole if place.expert is None else whole[place.expert]
-    return LiveRows(place.meta, place, parameter, place.start, place.start + (place.meta.shape or (1,))[0], whole.data_ptr())
+    return LiveRows(place.meta, place, parameter, place.start, place.start + (place.meta.shape or (1,))[0],
+                    whole.data_ptr())
 
 
 def packed_copies(model: Any) -> list[Any]:
-    """Embeddings and lm_heads beside whose weight vLLM's CPU build keeps a packed copy: their quant_method must process the
-    weights again after they were written."""
+    """Embeddings and lm_heads beside whose weight vLLM's CPU build keeps a packed copy: their quant_method
+    must process the weights again after they were written."""
     packed = (module for module in model.modules() if hasattr(module, "cpu_linear"))
     return [module for module in packed if type(module.quant_method).__name__ == "UnquantizedEmbeddingMethod"]
 
@@ -112,16 +119,21 @@ def _difference(live: Any, p: Place) -> str | None:
 
 
 def _check_complete(model: Any, rows: list[LiveRows]) -> None:
-    """No element of a parameter may be left that no tensor of the checkpoint fills, but for the padding of a vocabulary."""
+    """No element of a parameter may be left that no tensor of the checkpoint fills, but for the padding of a
+    vocabulary."""
     filled = collections.Counter()
     for r in rows:
         filled[r.address] += r.stop - r.start
         if padding := r.parameter.shape[0] - getattr(r.place.module, "org_vocab_size", r.parameter.shape[0]):
             filled[r.address] += padding
     for name, parameter in model.named_parameters():
-        count = math.prod(parameter.shape[: 2 if parameter.dim() == 3 else 1])  # of stacked experts, those of all
+        # of stacked experts, those of all
+        count = math.prod(parameter.shape[: 2 if parameter.dim() == 3 else 1])
         if parameter.dim() and filled[parameter.data_ptr()] != count:
-            raise BridgeError(f"{name} cannot be written in place: {filled[parameter.data_ptr()]} of its {count} "
-                              "rows are a checkpoint's", WAY_OUT)  # fmt: skip
+            raise BridgeError(
+                f"{name} cannot be written in place: {filled[parameter.data_ptr()]} of its {count} "
+                              "rows are a checkpoint's", WAY_OUT)
     if deriving := sorted({type(m).__name__ for m in model.modules()} & DERIVING):
-        raise BridgeError(f"the model cannot be written in place: {deriving[0]} computes other tensors from its weights", WAY_OUT)
+        raise BridgeError(
+            f"the model cannot be written in place: {deriving[0]} computes other tensors from its weights",
+            WAY_OUT)

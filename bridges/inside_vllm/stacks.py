@@ -1,8 +1,10 @@
-"""vLLM's tensors held as a learner that scans over layers wants them: one tensor [L, ...] for a linear or a norm of all layers.
+"""vLLM's tensors held as a learner that scans over layers wants them: one tensor [L, ...] for a linear or a
+norm of all layers.
 
-vLLM allocates each layer's parameters by themselves. A model loader of its own, chosen by load format, has those of consecutive
-layers be rows of one tensor, before anything is compiled or a CUDA graph captured; nothing else about them changes. A publish is
-then a few large copies, and the learner can read an engine's weights as its own.
+vLLM allocates each layer's parameters by themselves. A model loader of its own, chosen by load format, has
+those of consecutive layers be rows of one tensor, before anything is compiled or a CUDA graph captured;
+nothing else about them changes. A publish is then a few large copies, and the learner can read an engine's
+weights as its own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 @functools.cache
 def load_format() -> str:
-    """Name of a load format like "dummy" whose layers are stacked, registered with vLLM when first asked for."""
+    """Name of a load format like "dummy" whose layers are stacked, registered with vLLM when first asked
+    for."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -37,14 +40,15 @@ def load_format() -> str:
 
 
 def _alike(model: torch.nn.Module) -> Iterator[list[torch.nn.Parameter]]:
-    """Experts, matrices and vectors of the same name, type and shape in consecutive layers; not what a kernel has consumed or
-    turned."""
+    """Experts, matrices and vectors of the same name, type and shape in consecutive layers; not what a kernel
+    has consumed or turned."""
     named = [(name, p) for name, p in model.named_parameters() if layer_of(name) >= 0]
     found = [(name, p) for name, p in named if p.numel() and 1 <= p.dim() <= 3 and p.is_contiguous()]
     found.sort(key=lambda x: (linear_of(x[0]), layer_of(x[0])))
     # layers that follow one another are as far from their place in the list
     for _, run in itertools.groupby(
-        enumerate(found), lambda x: (linear_of(x[1][0]), x[1][1].dtype, x[1][1].shape, layer_of(x[1][0]) - x[0])
+        enumerate(found),
+        lambda x: (linear_of(x[1][0]), x[1][1].dtype, x[1][1].shape, layer_of(x[1][0]) - x[0])
     ):
         yield [parameter for _, (_, parameter) in run]
 
@@ -78,9 +82,10 @@ def _stack(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def stacks_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
-    """`rows` by runs, as long as can be, of a tensor in consecutive layers, or of all experts of consecutive layers, whose
-    parameters follow one another in memory."""
-    return runs_of(sorted(rows, key=lambda r: (linear_of(r.meta.name), layer_of(r.meta.name), expert_of(r.meta.name))))
+    """`rows` by runs, as long as can be, of a tensor in consecutive layers, or of all experts of consecutive
+    layers, whose parameters follow one another in memory."""
+    return runs_of(sorted(rows, key=lambda r: (linear_of(r.meta.name), layer_of(r.meta.name),
+                                               expert_of(r.meta.name))))
 
 
 def runs_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
@@ -98,7 +103,8 @@ def _follows(r: LiveRows, before: LiveRows) -> bool:
     p, q = r.parameter, before.parameter
     whole = r.stop - r.start == len(p) if p.dim() == 1 else p.dim() > 1  # a part of a vector stands alone
     same = (linear_of(r.meta.name), r.start, p.shape) == (linear_of(before.meta.name), before.start, q.shape)
-    together = p.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and p.data_ptr() == q.data_ptr() + q.nbytes
+    together = p.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and p.data_ptr(
+        ) == q.data_ptr() + q.nbytes
     here, there = ((layer_of(x.meta.name), expert_of(x.meta.name)) for x in (r, before))
     next_one = here in ((there[0] + 1, min(there[1], 0)), (there[0], there[1] + 1))
     return whole and same and together and next_one

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 
 from bridges.api import ManifestMismatch, ParamMeta
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1}
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1,
+             "int8": 1}
 
 
 def digest(metas: Iterable[ParamMeta]) -> str:
-    """SHA-256 over names, dtypes, shapes, roles and blocks, in order: equal digests mean the same wire layout."""
+    """SHA-256 over names, dtypes, shapes, roles and blocks, in order: equal digests mean the same wire
+    layout."""
     rows = [[m.name, m.dtype, list(m.shape), m.role, m.block] for m in metas]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
@@ -24,7 +26,8 @@ def nbytes(metas: Iterable[ParamMeta]) -> int:
 
 
 def differences(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> list[str]:
-    """One line a difference, `have` (the source) against `want` (the engine); empty when they match in any order."""
+    """One line a difference, `have` (the source) against `want` (the engine); empty when they match in any
+    order."""
     a, b = {m.name: m for m in have}, {m.name: m for m in want}
     lines = [f"{n}: in the engine, missing from the source" for n in b if n not in a]
     lines += [f"{n}: in the source, unknown to the engine" for n in a if n not in b]
@@ -39,7 +42,8 @@ def differences(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> list[st
 
 
 def check(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> None:
-    """Raise ManifestMismatch, listing up to ten differences, unless the two manifests name the same tensors."""
+    """Raise ManifestMismatch, listing up to ten differences, unless the two manifests name the same
+    tensors."""
     lines = differences(have, want)
     if lines:
         more = f"\n  ... and {len(lines) - 10} more" if len(lines) > 10 else ""
@@ -51,7 +55,8 @@ def check(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> None:
 
 
 def check_tensor(meta: ParamMeta, name: str, dtype: str, shape: Sequence[int]) -> None:
-    """Raise ValueError unless a tensor that a source yields is the one its manifest promises at that place."""
+    """Raise ValueError unless a tensor that a source yields is the one its manifest promises at that
+    place."""
     have, want = (name, dtype, tuple(shape)), (meta.name, meta.dtype, tuple(meta.shape))
     if have != want:
         raise ValueError(f"the source yields {have} where its manifest says {want}")

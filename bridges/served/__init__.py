@@ -1,1 +1,2 @@
-"""Engines in other processes: our own server, wire format and links. Stock `vllm serve` is to replace this folder."""
+"""Engines in other processes: our own server, wire format and links. Stock `vllm serve` is to replace this
+folder."""

@@ -1,4 +1,5 @@
-"""Several engines as one: requests are shared out among them, every publish goes to all, and what one lacks all lack."""
+"""Several engines as one: requests are shared out among them, every publish goes to all, and what one lacks
+all lack."""
 
 from __future__ import annotations
 
@@ -8,8 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from bridges.api import (
-    BridgeError, Capabilities, Completion, EngineDirty, GenRequest, Health, ManifestMismatch, PublishFailed, PublishReceipt,
-    RolloutEngine, WeightSource, WeightTransport,
+    BridgeError,
+    Capabilities,
+    Completion,
+    EngineDirty,
+    GenRequest,
+    Health,
+    ManifestMismatch,
+    PublishFailed,
+    PublishReceipt,
+    RolloutEngine,
+    WeightSource,
+    WeightTransport,
 )
 
 
@@ -21,11 +32,12 @@ class Member(NamedTuple):
 
 
 class EnginePool:
-    """A RolloutEngine and the WeightTransport into it, as one, over `members` that are alike. The pool closes them.
+    """A RolloutEngine and the WeightTransport into it, as one, over `members` that are alike. The pool closes
+    them.
 
-    Request i of a call goes to member i modulo their number; all sample at once. A publish goes to one after the other, whose
-    links would share the learner's bandwidth anyway; if one fails the pool is dirty, though others may hold the new version:
-    the next publish in full heals it.
+    Request i of a call goes to member i modulo their number; all sample at once. A publish goes to one after
+    the other, whose links would share the learner's bandwidth anyway; if one fails the pool is dirty, though
+    others may hold the new version: the next publish in full heals it.
 
     Raises BridgeError where members are not alike.
     """
@@ -35,11 +47,13 @@ class EnginePool:
         self._threads = concurrent.futures.ThreadPoolExecutor(len(self.members), "engine")
         if len(found := {repr(m.engine.capabilities()) for m in self.members}) > 1:
             self.close()
-            raise BridgeError(f"engines of a pool are alike, these are not: {'; '.join(sorted(found))}", "build them alike")
+            raise BridgeError(f"engines of a pool are alike, these are not: {'; '.join(sorted(found))}",
+                              "build them alike")
 
     @classmethod
     def start(cls, starters: Sequence[Callable[[], Member]]) -> EnginePool:
-        """Of what the starters make, side by side. If one raises, that is raised, and the others are closed."""
+        """Of what the starters make, side by side. If one raises, that is raised, and the others are
+        closed."""
         with concurrent.futures.ThreadPoolExecutor(len(starters)) as threads:
             made = [threads.submit(start) for start in starters]
         failed = next((error for m in made if (error := m.exception())), None)
@@ -59,14 +73,16 @@ class EnginePool:
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         """See RolloutEngine. Raises what the first of the members raised, when all of them are done."""
         if self._dirty:
-            raise EngineDirty(f"the engines have no usable weights: {self._dirty}", "publish a full set of weights first")
+            raise EngineDirty(f"the engines have no usable weights: {self._dirty}",
+                              "publish a full set of weights first")
         count = len(self.members)
         shares = [requests[i::count] for i in range(count)]
         answers = self._all(lambda i, m: m.engine.generate(shares[i]) if shares[i] else [])
         return [answers[i % count][i // count] for i in range(len(requests))]
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        """See WeightTransport. `source` is read once a member. The receipt is of one member; `seconds` of all together."""
+        """See WeightTransport. `source` is read once a member. The receipt is of one member; `seconds` of all
+        together."""
         before, receipts = self._dirty, []
         self._dirty = f"the publish of version {version} has not finished"
         try:
@@ -77,7 +93,8 @@ class EnginePool:
                 self._dirty = before
             raise
         if len({(r.digest, r.content) for r in receipts}) > 1:
-            raise PublishFailed(f"version {version}: the engines do not hold the same bytes", "publish again in full")
+            raise PublishFailed(f"version {version}: the engines do not hold the same bytes",
+                                "publish again in full")
         self._dirty = ""
         return dataclasses.replace(receipts[0], seconds=sum(r.seconds for r in receipts))
 
@@ -98,7 +115,8 @@ class EnginePool:
 
     def health(self) -> Health:
         said = [m.engine.health() for m in self.members]
-        return Health(all(h.ok for h in said), "; ".join(f"engine {i}: {h.detail}" for i, h in enumerate(said) if h.detail))
+        return Health(all(h.ok for h in said),
+                      "; ".join(f"engine {i}: {h.detail}" for i, h in enumerate(said) if h.detail))
 
     def weight_version(self) -> int | None:
         """None unless all have the same."""
@@ -111,7 +129,8 @@ class EnginePool:
     def close(self) -> None:
         """Side by side, and at once: a generation in progress fails."""
         self._dirty = "they are closed"
-        self._threads.shutdown(wait=False)  # what waits its turn is not cancelled: it fails, and whoever waits for it is told
+        # what waits its turn is not cancelled: it fails, and whoever waits for it is told
+        self._threads.shutdown(wait=False)
         _close(self.members)
 
     def _all(self, call: Callable[[int, Member], Any]) -> list[Any]:

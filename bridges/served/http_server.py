@@ -1,4 +1,5 @@
-"""Calls over HTTP, for those who know the token: the server's half of `bridges.served.engine_server`, which knows no engine."""
+"""Calls over HTTP, for those who know the token: the server's half of `bridges.served.engine_server`, which
+knows no engine."""
 
 from __future__ import annotations
 
@@ -11,21 +12,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
-from bridges.served import wire
 from bridges.api import BridgeError
+from bridges.served import wire
 
 TOKEN_CHARACTERS = 16
 BODY_BYTES = 2**30  # the largest body that is read
-UNTRUSTED_BYTES = 2**16  # of a body without the token, so that the refusal can be read before the connection is closed
+# of a body without the token, so that the refusal can be read before the connection is closed
+UNTRUSTED_BYTES = 2**16
 IDLE_SECONDS = 60.0  # for which a connection may say nothing, or take nothing
 PIECE_BYTES = 2**20  # of a reply that is written at once: each has IDLE_SECONDS
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Bound to its port when made; `answer(method, arguments, seconds)` is asked for each call that shows the token.
+    """Bound to its port when made; `answer(method, arguments, seconds)` is asked for each call that shows the
+    token.
 
-    Raises BridgeError where the token is too short, the port is taken, or `host` lies outside this machine without
-    `allow_network`: calls travel in the clear.
+    Raises BridgeError where the token is too short, the port is taken, or `host` lies outside this machine
+    without `allow_network`: calls travel in the clear.
     """
 
     daemon_threads = True
@@ -33,16 +36,17 @@ class HttpServer(ThreadingHTTPServer):
     def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0, *, allow_network: bool = False):
         if not (is_loopback(host) or allow_network):
             raise BridgeError(f"{host} can be reached from other machines, and calls travel in the clear",
-                              "use 127.0.0.1 and a tunnel (ssh -L), or ask for it with --allow-network")  # fmt: skip
+                              "use 127.0.0.1 and a tunnel (ssh -L), or ask for it with --allow-network")
         if len(token) < TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
             raise BridgeError(f"a token has at least {TOKEN_CHARACTERS} printable ASCII characters",
-                              "make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'")  # fmt: skip
+                              "make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'")
         self._expected = f"Bearer {token}".encode()
         try:
             super().__init__((host, port), _Handler)
         except OSError as e:
             hint = "it is taken" if e.errno == errno.EADDRINUSE else str(e)
-            raise BridgeError(f"cannot listen on {host}:{port}: {hint}", "--port 0 takes a free port and says which") from e
+            raise BridgeError(f"cannot listen on {host}:{port}: {hint}",
+                              "--port 0 takes a free port and says which") from e
 
     def server_bind(self) -> None:
         """Without HTTPServer's look-up of this machine's name."""
@@ -70,9 +74,11 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(length) if length.isdecimal() else 0
         if not self.server.admits(self.headers.get("Authorization", "")):
             self.rfile.read(min(length, UNTRUSTED_BYTES))
-            return self._reply(401, _refusal("the engine's server refused the token", "use the one it was started with"))
+            return self._reply(401, _refusal("the engine's server refused the token",
+                                             "use the one it was started with"))
         if length > BODY_BYTES:
-            return self._reply(413, _refusal(f"a call has a Content-Length of at most {BODY_BYTES}", "ask for fewer at once"))
+            return self._reply(413, _refusal(f"a call has a Content-Length of at most {BODY_BYTES}",
+                                             "ask for fewer at once"))
         self._reply(*self._call(self.rfile.read(length)))
 
     def _call(self, body: bytes) -> tuple[int, dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""The two ends of a publish over a link (`bridges.served.links`): what the learner sends, and what the engine's process gets."""
+"""The two ends of a publish over a link (`bridges.served.links`): what the learner sends, and what the
+engine's process gets."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridges.proof import manifest
 from bridges.api import BridgeError, ParamMeta, WeightSource
+from bridges.proof import manifest
 from bridges.served.links import Buffer, Link, buckets
 from bridges.transports.safetensors_file import host_array, numpy_dtype
 
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def send(link: Link, source: WeightSource, metas: Sequence[ParamMeta], until: float, alive: Callable[[], Any]) -> None:
-    """Every tensor of `source`, bucket by bucket, and the digests of what was read. `alive` raises when nobody receives.
+def send(link: Link, source: WeightSource, metas: Sequence[ParamMeta], until: float,
+         alive: Callable[[], Any]) -> None:
+    """Every tensor of `source`, bucket by bucket, and the digests of what was read. `alive` raises when
+    nobody receives.
 
-    Raises ValueError where the source contradicts its manifest, EngineUnhealthy at `until`; whatever the source raises.
+    Raises ValueError where the source contradicts its manifest, EngineUnhealthy at `until`; whatever the
+    source raises.
     """
     sent = (_SentFromGpu if link.on_gpu else _SentFromHost)(metas)
     stream, held = sent.read(source), []
@@ -72,7 +76,8 @@ class _SentFromGpu:
         for part in layers(source, self._metas):
             views = self._sent.views(part)
             for rows, view in zip(part, views):
-                manifest.check_tensor(next(metas), rows.names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])
+                manifest.check_tensor(next(metas), rows.names[0], str(view.dtype).removeprefix("torch."),
+                                      view.shape[1:])
             self._sent.digest(part)
             yield from (view.reshape(-1).view(torch.uint8) for view in views)
             part.clear(), views.clear()  # before the next is asked for
@@ -83,17 +88,20 @@ class _SentFromGpu:
 
 
 class LinkedWeights:
-    """WeightSource in the engine's process: what comes over `link`. For transports that write in place, `write_to`; iterated
-    over, it gives copies of whole tensors, made by `convert` of numpy arrays, for any other transport to an engine on a CPU."""
+    """WeightSource in the engine's process: what comes over `link`. For transports that write in place,
+    `write_to`; iterated over, it gives copies of whole tensors, made by `convert` of numpy arrays, for any
+    other transport to an engine on a CPU."""
 
-    def __init__(self, link: Link, metas: Sequence[ParamMeta], until: float, convert: Callable[[np.ndarray], Any] = np.asarray):
+    def __init__(self, link: Link, metas: Sequence[ParamMeta], until: float,
+                 convert: Callable[[np.ndarray], Any] = np.asarray):
         self._link, self._metas, self._until, self._convert = link, tuple(metas), until, convert
 
     def manifest(self) -> tuple[ParamMeta, ...]:
         return self._metas
 
     def write_to(self, targets: Mapping[str, Buffer]) -> np.ndarray:
-        """Fill `targets`, uint8 [bytes] by HF name, and return the digests of what was sent: [n, 2] uint32 in manifest order."""
+        """Fill `targets`, uint8 [bytes] by HF name, and return the digests of what was sent: [n, 2] uint32 in
+        manifest order."""
         for piece, data in self._link.pieces(self._metas, self._until):
             targets[piece.name][piece.start : piece.start + piece.size] = data
         return self._link.digests(self._until)
@@ -112,7 +120,8 @@ class LinkedWeights:
             yield meta.name, self._convert(array)
         for _ in pieces:  # nothing: the last bucket is given back
             pass
-        if wrong := [m.name for m, a, b in zip(self._metas, arrived, self._link.digests(self._until)) if (a != b).any()]:
+        if wrong := [m.name for m, a, b in zip(self._metas, arrived, self._link.digests(self._until))
+                     if (a != b).any()]:
             raise BridgeError(f"{wrong[0]} did not arrive as it was sent", "publish again in full")
 
 
@@ -126,7 +135,8 @@ def host_digest(array: np.ndarray) -> np.ndarray:
     k = np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(0x7F4A7C15)
     k = (k ^ (k >> 15)) * np.uint32(0x85EBCA6B)
     one = np.uint32(1)
-    return np.array([(words * (k | one)).sum(dtype=np.uint32), (_rot(words) * (_rot(k) | one)).sum(dtype=np.uint32)])
+    return np.array([(words * (k | one)).sum(dtype=np.uint32),
+                     (_rot(words) * (_rot(k) | one)).sum(dtype=np.uint32)])
 
 
 def _rot(x: np.ndarray) -> np.ndarray:

@@ -1,12 +1,14 @@
-"""Two processes and a pair of buffers ("slots") between them: how weights go from a learner's memory to an engine's.
+"""Two processes and a pair of buffers ("slots") between them: how weights go from a learner's memory to an
+engine's.
 
     shared_memory  slots in a file that both map: for engines on a CPU
     cuda_ipc       slots in the learner's GPU memory, which the engine's process opens: for two processes on one GPU
     nccl, gloo     a pair of slots on each side, sent from one to the other: for two GPUs (gloo: the same over CPUs)
 
-The bytes of all tensors, one after the other, are cut into buckets of a slot's size; both sides work out the same cuts from the
-manifest. While the receiver empties one slot the sender fills the other. Counters in a file that both map say how far each is,
-and every wait has a deadline. Nothing is pickled, and no port is opened but NCCL's and gloo's own, on loopback.
+The bytes of all tensors, one after the other, are cut into buckets of a slot's size; both sides work out the
+same cuts from the manifest. While the receiver empties one slot the sender fills the other. Counters in a
+file that both map say how far each is, and every wait has a deadline. Nothing is pickled, and no port is
+opened but NCCL's and gloo's own, on loopback.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from bridges.proof import manifest
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta
+from bridges.proof import manifest
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +39,8 @@ DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 SLOT_BYTES = 2**28
 SLOTS = 2
 ALIGN = 256  # bytes: every tensor begins where the fastest copies can
-POLL_SECONDS, SPIN_SECONDS = 1e-4, 2e-3  # a bucket takes less than the second: whoever waits longer need not be as quick
+# a bucket takes less than the second: whoever waits longer need not be as quick
+POLL_SECONDS, SPIN_SECONDS = 1e-4, 2e-3
 Buffer = Any  # uint8 [bytes]: numpy on the host, torch on a GPU
 
 
@@ -51,7 +54,8 @@ class Piece(NamedTuple):
 
 
 def buckets(metas: Sequence[ParamMeta], slot_bytes: int) -> list[list[Piece]]:
-    """What goes through the slots, slot by slot. A tensor that does not fit where it begins goes on in the next bucket."""
+    """What goes through the slots, slot by slot. A tensor that does not fit where it begins goes on in the
+    next bucket."""
     found, at = [[]], 0
     for m in metas:
         at, start, size = -(-at // ALIGN) * ALIGN, 0, manifest.nbytes([m])
@@ -66,8 +70,8 @@ def buckets(metas: Sequence[ParamMeta], slot_bytes: int) -> list[list[Piece]]:
 
 
 class Mailbox:
-    """A file that both sides map: how many buckets were filled and emptied in this publish, whether a side gave up, and the
-    digests [n, 2] uint32 of what it sent, which are there once it says so."""
+    """A file that both sides map: how many buckets were filled and emptied in this publish, whether a side
+    gave up, and the digests [n, 2] uint32 of what it sent, which are there once it says so."""
 
     def __init__(self, path: Path, tensors: int):
         exists = path.exists()
@@ -88,8 +92,10 @@ class Mailbox:
     def clear(self) -> None:
         self._numbers[:] = 0
 
-    def wait(self, ready: Callable[[], bool], until: float, what: str, alive: Callable[[], Any] = lambda: None) -> None:
-        """Until `ready()`. Raises EngineUnhealthy at `until` (time.monotonic) or when a side gave up; what `alive` raises."""
+    def wait(self, ready: Callable[[], bool], until: float, what: str,
+             alive: Callable[[], Any] = lambda: None) -> None:
+        """Until `ready()`. Raises EngineUnhealthy at `until` (time.monotonic) or when a side gave up; what
+        `alive` raises."""
         start = now = time.monotonic()
         while not ready():
             alive()
@@ -102,10 +108,12 @@ class Mailbox:
 
 
 class Link:
-    """One end, over slots that both sides have in their address space. After an error, `stop`: neither end is of use any more.
+    """One end, over slots that both sides have in their address space. After an error, `stop`: neither end is
+    of use any more.
 
-    The sender asks for `slot` k, fills it, calls `send`, and at last `finish`; the receiver goes through `pieces`, then asks for
-    `digests`. `until` is a time.monotonic. Raises EngineUnhealthy where the other side is too late or gave up.
+    The sender asks for `slot` k, fills it, calls `send`, and at last `finish`; the receiver goes through
+    `pieces`, then asks for `digests`. `until` is a time.monotonic. Raises EngineUnhealthy where the other
+    side is too late or gave up.
     """
 
     def __init__(self, slots: Sequence[Buffer], mailbox: Mailbox):
@@ -113,7 +121,8 @@ class Link:
         self.on_gpu = bool(getattr(slots, "is_cuda", False))
 
     def slot(self, k: int, until: float, alive: Callable[[], Any]) -> Buffer:
-        """To be filled with bucket k: the bucket that was in it has been emptied. `alive` raises when nobody will."""
+        """To be filled with bucket k: the bucket that was in it has been emptied. `alive` raises when nobody
+        will."""
         self.mailbox.wait(lambda: self.mailbox.emptied > k - SLOTS, until, f"room for bucket {k}", alive)
         return _seen(self.slots[k % SLOTS])
 
@@ -204,9 +213,11 @@ class GroupLink(Link):
 
 
 def connect(
-    kind: str, folder: Path, tensors: int, slot_bytes: int, seconds: float, accept: Callable[[dict[str, Any]], None]
+    kind: str, folder: Path, tensors: int, slot_bytes: int, seconds: float,
+    accept: Callable[[dict[str, Any]], None]
 ) -> Link:
-    """The sender's end. `accept` has the other side open its own, of a JSON object, in the same `folder`; no file stays there."""
+    """The sender's end. `accept` has the other side open its own, of a JSON object, in the same `folder`; no
+    file stays there."""
     name = f"link-{secrets.token_hex(4)}"
     said = {"kind": kind, "name": name, "tensors": tensors, "slot_bytes": slot_bytes, "seconds": seconds}
     path = folder / f"{name}.data"
@@ -234,18 +245,21 @@ def accept(said: dict[str, Any], folder: Path) -> Link:
     if kind not in KINDS or Path(name).name != name:
         raise BridgeError(f"there is no link {kind!r} named {name!r}", f"choose {', '.join(KINDS)}")
     if not (folder / f"{name}.mail").exists():
-        raise BridgeError(f"{folder}, the folder of the engine's server, is not the one that the learner uses",
-                          "name it as the learner sees it: RemoteDirect(kind, folder=...)")  # fmt: skip
+        raise BridgeError(
+            f"{folder}, the folder of the engine's server, is not the one that the learner uses",
+                          "name it as the learner sees it: RemoteDirect(kind, folder=...)")
     mailbox, path = Mailbox(folder / f"{name}.mail", int(said["tensors"])), folder / f"{name}.data"
     if kind == "shared_memory":
         return Link(_mapped(path, slot_bytes), mailbox)
     if kind == "cuda_ipc":
         return Link(_opened_cuda(said), mailbox)
-    return GroupLink(_slots(DEVICE[kind], slot_bytes), mailbox, _group(kind, path, 1, float(said["seconds"])), 1)
+    return GroupLink(_slots(DEVICE[kind], slot_bytes), mailbox, _group(kind, path, 1, float(said["seconds"])),
+                     1)
 
 
 def _together(here: Callable[[], Any], there: Callable[[], None]) -> Any:
-    """What `here` returns, while `there` runs. Each may wait for the other, but nobody waits when either has failed."""
+    """What `here` returns, while `there` runs. Each may wait for the other, but nobody waits when either has
+    failed."""
     calls = [in_background(there), in_background(here)]
     done, _ = concurrent.futures.wait(calls, return_when=concurrent.futures.FIRST_EXCEPTION)
     return [call.result() for call in calls if call in done][-1]
@@ -268,7 +282,8 @@ def in_background(call: Callable[[], Any]) -> concurrent.futures.Future:
 def _mapped(path: Path, slot_bytes: int) -> np.ndarray:
     """uint8 [SLOTS, slot_bytes] in a file, which is made if need be."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as f:
-        os.posix_fallocate(f.fileno(), 0, SLOTS * slot_bytes)  # of a file with holes a full disk would be known by SIGBUS
+        # of a file with holes a full disk would be known by SIGBUS
+        os.posix_fallocate(f.fileno(), 0, SLOTS * slot_bytes)
         return np.memmap(f, np.uint8, "r+").reshape(SLOTS, slot_bytes)
 
 
@@ -280,8 +295,9 @@ def _slots(device: str, slot_bytes: int) -> torch.Tensor:
 
 @functools.cache
 def _lasting_slots(slot_bytes: int) -> torch.Tensor:
-    """In GPU memory of torch's own (JAX's cannot be shared in part). It never frees what another process had open when it died:
-    so all links have the same, for as long as this process lives, and one publishes at a time."""
+    """In GPU memory of torch's own (JAX's cannot be shared in part). It never frees what another process had
+    open when it died: so all links have the same, for as long as this process lives, and one publishes at a
+    time."""
     return _slots("cuda", slot_bytes)
 
 
@@ -298,7 +314,8 @@ def _opened_cuda(said: dict[str, Any]) -> torch.Tensor:
 
     here = _gpu(torch.empty(1, device="cuda"))
     if here != said["gpu"]:
-        raise BridgeError(f"the learner's buffers are on GPU {said['gpu']}, the engine is on {here}", 'use link "nccl"')
+        raise BridgeError(f"the learner's buffers are on GPU {said['gpu']}, the engine is on {here}",
+                          'use link "nccl"')
     handle = [base64.b64decode(x) if isinstance(x, str) else x for x in said["handle"]]
     storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
     flat = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
@@ -312,7 +329,8 @@ def _gpu(tensor: torch.Tensor) -> str:
 
 
 def _group(kind: str, path: Path, rank: int, seconds: float) -> Any:
-    """A process group of its own: vLLM's in the same process is not touched. It has met the other side when this returns."""
+    """A process group of its own: vLLM's in the same process is not touched. It has met the other side when
+    this returns."""
     import torch
     import torch.distributed as dist
 
@@ -321,10 +339,12 @@ def _group(kind: str, path: Path, rank: int, seconds: float) -> Any:
     store.set_timeout(timeout)
     if kind == "gloo":
         options = dist.ProcessGroupGloo._Options()
-        options._timeout, options._devices = timeout, [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout, options._devices = timeout, [
+            dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         return dist.ProcessGroupGloo(store, rank, 2, options)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # two GPUs of one host
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # which would end this process: deadlines are kept here
+    # which would end this process: deadlines are kept here
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group, word = dist.ProcessGroupNCCL(store, rank, 2, options), torch.zeros(1, device="cuda")

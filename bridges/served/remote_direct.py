@@ -15,22 +15,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bridges.proof import manifest
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, WeightSource
-from bridges.served.remote_engine import RemoteEngine
+from bridges.proof import manifest
 from bridges.served import links
 from bridges.served.linked import send
+from bridges.served.remote_engine import RemoteEngine
 from bridges.served.remote_transport import RemoteTransport
 
-REASON_SECONDS = 1.0  # for the engine's process to say what went wrong there, when sending to it went wrong here
+# for the engine's process to say what went wrong there, when sending to it went wrong here
+REASON_SECONDS = 1.0
 
 
 class RemoteDirect(RemoteTransport):
-    """WeightTransport into a `RemoteEngine` of this host. kind: "shared_memory" (CPUs), "cuda_ipc" (one GPU), "nccl" (two GPUs),
-    or "gloo" (nccl's stand-in on CPUs). On GPUs the server must write in place: `transport="in_place"`, or "auto".
+    """WeightTransport into a `RemoteEngine` of this host. kind: "shared_memory" (CPUs), "cuda_ipc" (one GPU),
+    "nccl" (two GPUs), or "gloo" (nccl's stand-in on CPUs). On GPUs the server must write in place:
+    `transport="in_place"`, or "auto".
 
-    slot_bytes, or fewer if the model has fewer: of which two are held for as long as the transport is open, with nccl and gloo on
-    either side; with cuda_ipc for as long as this process lives, by all its links together, which publish one at a time.
+    slot_bytes, or fewer if the model has fewer: of which two are held for as long as the transport is open,
+    with nccl and gloo on either side; with cuda_ipc for as long as this process lives, by all its links
+    together, which publish one at a time.
     """
 
     def __init__(self, kind: str, folder: str | Path | None = None, *, slot_bytes: int = links.SLOT_BYTES):
@@ -57,19 +60,23 @@ class RemoteDirect(RemoteTransport):
         except BridgeError:
             raise
         except Exception as e:  # torch's and NCCL's, of whatever class
-            raise BridgeError(f"no link {self._kind} to the engine: {e}", "see what this machine has; files always work") from e
+            raise BridgeError(f"no link {self._kind} to the engine: {e}",
+                              "see what this machine has; files always work") from e
 
-    def _carry(self, source: WeightSource, metas: Sequence[ParamMeta], version: int, digest: str) -> dict[str, Any]:
+    def _carry(self, source: WeightSource, metas: Sequence[ParamMeta], version: int,
+               digest: str) -> dict[str, Any]:
         engine, seconds = self._engine, self._engine.deadlines.publish
         if self._link is None:
             self._connect()
         self._link.mailbox.clear()
-        call = functools.partial(engine.call, "receive", seconds, version=version, digest=digest, within=seconds)
+        call = functools.partial(engine.call, "receive", seconds, version=version, digest=digest,
+                                 within=seconds)
         answer = links.in_background(call)
 
         def alive() -> None:
             if answer.done():
-                raise answer.exception() or EngineUnhealthy("the engine stopped receiving before everything was sent")
+                raise answer.exception() or EngineUnhealthy(
+                    "the engine stopped receiving before everything was sent")
 
         try:
             send(self._link, source, metas, time.monotonic() + seconds, alive)
@@ -79,7 +86,8 @@ class RemoteDirect(RemoteTransport):
             raise
 
     def _break(self, answer: concurrent.futures.Future, error: BaseException) -> None:
-        """Give the link up: the next publish makes another. Raises the engine's own account, if any, where the link broke."""
+        """Give the link up: the next publish makes another. Raises the engine's own account, if any, where
+        the link broke."""
         reason = None
         if isinstance(error, RuntimeError):  # of the link, and of torch
             with contextlib.suppress(concurrent.futures.TimeoutError):

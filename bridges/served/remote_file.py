@@ -20,13 +20,15 @@ from bridges.transports.safetensors_file import SHARD_BYTES, write_folder
 
 
 class RemoteFile(RemoteTransport):
-    """WeightTransport into a `RemoteEngine`, through its server's folder. Its writer holds `shard_bytes` in memory at once."""
+    """WeightTransport into a `RemoteEngine`, through its server's folder. Its writer holds `shard_bytes` in
+    memory at once."""
 
     def __init__(self, folder: str | Path | None = None, *, shard_bytes: int = SHARD_BYTES):
         super().__init__(folder)
         self._shard_bytes = shard_bytes
 
-    def _carry(self, source: WeightSource, metas: Sequence[ParamMeta], version: int, digest: str) -> dict[str, Any]:
+    def _carry(self, source: WeightSource, metas: Sequence[ParamMeta], version: int,
+               digest: str) -> dict[str, Any]:
         engine = self._opened()
         with self._written(source, version) as name:
             return engine.call("load", engine.deadlines.publish, version=version, digest=digest, name=name)

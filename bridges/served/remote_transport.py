@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, WeightSource
 from bridges.proof import manifest
 from bridges.served import wire
-from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, WeightSource
 from bridges.served.remote_engine import RemoteEngine
 
 
 class RemoteTransport:
-    """WeightTransport into a `RemoteEngine`. `folder`: the server's folder as this process sees it, where that has another name.
+    """WeightTransport into a `RemoteEngine`. `folder`: the server's folder as this process sees it, where
+    that has another name.
 
     The receipt's `content` is that of the transport in the engine's process.
     """
@@ -24,21 +25,24 @@ class RemoteTransport:
         self._given, self._engine = folder, None
 
     def open(self, engine: RemoteEngine) -> None:
-        """Raises BridgeError for an engine that is not a RemoteEngine, or whose folder is not to be seen from here."""
+        """Raises BridgeError for an engine that is not a RemoteEngine, or whose folder is not to be seen from
+        here."""
         name = type(self).__name__
         if not isinstance(engine, RemoteEngine):
-            raise BridgeError(f"{name} loads a RemoteEngine, not a {type(engine).__name__}", "choose its own transport")
+            raise BridgeError(f"{name} loads a RemoteEngine, not a {type(engine).__name__}",
+                              "choose its own transport")
         folder = Path(self._given or engine.folder)
         if not folder.is_dir():
             raise BridgeError(f"{folder}, where the engine reads weights, is no folder here",
-                              f"mount a disk on both sides and name it: --folder there, {name}(folder=...) here")  # fmt: skip
+                              f"mount a disk on both sides and name it: --folder there, {name}(folder=...) here")
         self._engine, self._folder = engine, folder
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Announce, carry over, and compare what the engine says it holds with what was sent.
 
-        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, also when the engine's
-        process died or gave no answer by the deadline: the engine is dirty, whatever became of it.
+        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, also
+        when the engine's process died or gave no answer by the deadline: the engine is dirty, whatever became
+        of it.
         """
         engine, start, metas = self._opened(), time.perf_counter(), source.manifest()
         digest = manifest.digest(metas)
@@ -52,16 +56,19 @@ class RemoteTransport:
             next_step = getattr(e, "next_step", "") or "repair the source and publish again in full"
             raise PublishFailed(f"version {version} broke off: {str(e).partition('\n')[0]}", next_step) from e
         if (receipt.version, receipt.digest, receipt.tensors) != (version, digest, len(metas)):
-            raise PublishFailed(f"the engine says it holds {receipt}, sent was version {version}, {digest}", "publish again")
+            raise PublishFailed(f"the engine says it holds {receipt}, sent was version {version}, {digest}",
+                                "publish again")
         engine.dirty = None
         return dataclasses.replace(receipt, seconds=time.perf_counter() - start)
 
-    def _carry(self, source: WeightSource, metas: Sequence[ParamMeta], version: int, digest: str) -> dict[str, Any]:
+    def _carry(self, source: WeightSource, metas: Sequence[ParamMeta], version: int,
+               digest: str) -> dict[str, Any]:
         """Bring the tensors over and return the receipt of the engine's process. May raise anything."""
         raise NotImplementedError
 
     def verify(self, receipt: PublishReceipt) -> None:
-        """Have the engine's process verify. Raises PublishFailed when the engine is dirty or holds another publish."""
+        """Have the engine's process verify. Raises PublishFailed when the engine is dirty or holds another
+        publish."""
         if why := self._opened().dirty:
             raise PublishFailed(why, "publish again in full")
         self._engine.call("verify", self._engine.deadlines.publish, receipt=dataclasses.asdict(receipt))

@@ -1,4 +1,5 @@
-"""An engine that may die: it is started anew, gets the weights of the version it had, and is asked again what it left open."""
+"""An engine that may die: it is started anew, gets the weights of the version it had, and is asked again what
+it left open."""
 
 from __future__ import annotations
 
@@ -8,8 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridges.api import (
-    Capabilities, Completion, EngineUnhealthy, GenRequest, Health, ManifestMismatch, PublishFailed, PublishReceipt, RolloutEngine,
-    WeightSource, WeightTransport,
+    Capabilities,
+    Completion,
+    EngineUnhealthy,
+    GenRequest,
+    Health,
+    ManifestMismatch,
+    PublishFailed,
+    PublishReceipt,
+    RolloutEngine,
+    WeightSource,
+    WeightTransport,
 )
 
 log = logging.getLogger(__name__)
@@ -17,12 +27,14 @@ PAUSE_SECONDS = 10.0  # after a start that failed: the memory of the engine befo
 
 
 class SupervisedEngine:
-    """A RolloutEngine and the WeightTransport into it, as one. `start` makes both, the transport open on the engine.
+    """A RolloutEngine and the WeightTransport into it, as one. `start` makes both, the transport open on the
+    engine.
 
-    A call to an engine that has died, whatever its exit status, or that gives no answer by its deadline, is made once more to
-    another one; what kills two engines in a row is no accident and is raised. `restarts` counts up to `budget`, over the
-    engine's life, starts that failed, too. The source of a publish is read again when a version is published again: it must keep
-    its tensors until the next publish, or until nothing is generated any more. `current`: the engine as it is now.
+    A call to an engine that has died, whatever its exit status, or that gives no answer by its deadline, is
+    made once more to another one; what kills two engines in a row is no accident and is raised. `restarts`
+    counts up to `budget`, over the engine's life, starts that failed, too. The source of a publish is read
+    again when a version is published again: it must keep its tensors until the next publish, or until nothing
+    is generated any more. `current`: the engine as it is now.
     """
 
     def __init__(self, start: Callable[[], tuple[RolloutEngine, WeightTransport]], budget: int):
@@ -32,18 +44,21 @@ class SupervisedEngine:
         self.current, self._transport = start()
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        """See RolloutEngine. All requests are asked again: with their own seeds they are answered as they would have been."""
+        """See RolloutEngine. All requests are asked again: with their own seeds they are answered as they
+        would have been."""
         return self._insist(lambda: self.current.generate(requests))
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        """See WeightTransport. One that broke off because the engine died is made again, to the next engine."""
+        """See WeightTransport. One that broke off because the engine died is made again, to the next
+        engine."""
         before, restarts, self._published = self._published, self.restarts, None
         try:
             receipt = self._publish(source, version)
         except ManifestMismatch as e:
             if self.restarts > restarts:
                 message = str(e).partition("\n  next step:")[0]
-                raise PublishFailed(f"the engine was started anew and holds no weights: {message}", e.next_step) from e
+                raise PublishFailed(f"the engine was started anew and holds no weights: {message}",
+                                    e.next_step) from e
             self._published = before  # the engine goes on as it was
             raise
         self._published = source, version
@@ -89,15 +104,17 @@ class SupervisedEngine:
                 raise EngineUnhealthy("the engine is closed", "build a new one") from error
             said = str(error).partition("\n")[0]
             if self.restarts == self._budget:
-                raise EngineUnhealthy(f"{said}; the engine has been started anew {self.restarts} times, which is all it may be",
-                                      "see its standard error; continue with --resume") from error  # fmt: skip
+                raise EngineUnhealthy(
+                    f"{said}; the engine has been started anew {self.restarts} times, which is all it may be",
+                                      "see its standard error; continue with --resume") from error
             self.restarts += 1
             log.warning("the engine is started anew, %d of %d times: %s", self.restarts, self._budget, said)
             self._end()
             error = self._failure(again)
 
     def _failure(self, again: bool) -> Exception | None:
-        """Why the next engine did not come up, or None. Any error of its start may pass: the same has been made before."""
+        """Why the next engine did not come up, or None. Any error of its start may pass: the same has been
+        made before."""
         up = False
         try:
             self.current, self._transport = self._start()
@@ -137,6 +154,6 @@ class SupervisedEngine:
 
 
 def _of_engine(error: Exception) -> bool:
-    """Whether another engine may do better. Health does not tell: a server answers while its engine hangs, and what was unfit to
-    learn from says nothing about this publish."""
+    """Whether another engine may do better. Health does not tell: a server answers while its engine hangs,
+    and what was unfit to learn from says nothing about this publish."""
     return isinstance(error, EngineUnhealthy) or isinstance(error.__cause__, EngineUnhealthy)

@@ -1,4 +1,5 @@
-"""The contract's types as JSON, for whatever crosses between processes: an array is the base64 of its bytes, an error its class.
+"""The contract's types as JSON, for whatever crosses between processes: an array is the base64 of its bytes,
+an error its class.
 
 numpy and the standard library only. Nothing that is read here can run code.
 """
@@ -13,14 +14,28 @@ from typing import Any
 import numpy as np
 
 from bridges.api import (
-    BridgeError, Capabilities, Completion, EngineDirty, EngineFormats, EngineUnhealthy, GenRequest, ManifestMismatch, ParamMeta,
-    PublishFailed, PublishReceipt, SamplingParams, VersionSpan,
+    BridgeError,
+    Capabilities,
+    Completion,
+    EngineDirty,
+    EngineFormats,
+    EngineUnhealthy,
+    GenRequest,
+    ManifestMismatch,
+    ParamMeta,
+    PublishFailed,
+    PublishReceipt,
+    SamplingParams,
+    VersionSpan,
 )
 
 PROTOCOL = 2  # raised whenever one side could misread the other
-TOKEN_VARIABLE = "BRIDGES_ENGINE_TOKEN"  # of the environment; a command line can be read by every user of a machine
-ERRORS = {e.__name__: e for e in (BridgeError, EngineDirty, EngineUnhealthy, ManifestMismatch, PublishFailed, ValueError)}
-BY_TOKEN = ("token_ids", "logprobs", "routed_experts", "support_ids", "support_sizes")  # arrays of a completion
+# of the environment; a command line can be read by every user of a machine
+TOKEN_VARIABLE = "BRIDGES_ENGINE_TOKEN"
+ERRORS = {e.__name__: e for e in (BridgeError, EngineDirty, EngineUnhealthy, ManifestMismatch, PublishFailed,
+                                  ValueError)}
+# arrays of a completion
+BY_TOKEN = ("token_ids", "logprobs", "routed_experts", "support_ids", "support_sizes")
 ARRAYS = ("int32", "float32", "uint8", "uint16", "uint32")
 
 
@@ -37,7 +52,8 @@ def unpack_array(d: dict[str, Any] | None) -> np.ndarray | None:
         return None
     if d["dtype"] not in ARRAYS:
         raise ValueError(f"an array of {d['dtype']!r} on the wire, which carries {', '.join(ARRAYS)}")
-    return np.frombuffer(bytearray(base64.b64decode(d["data"], validate=True)), d["dtype"]).reshape(d["shape"])
+    return np.frombuffer(bytearray(base64.b64decode(d["data"], validate=True)),
+                         d["dtype"]).reshape(d["shape"])
 
 
 def pack_request(r: GenRequest) -> dict[str, Any]:
@@ -56,12 +72,14 @@ def unpack_request(d: dict[str, Any]) -> GenRequest:
 def pack_completion(c: Completion) -> dict[str, Any]:
     arrays = {name: pack_array(getattr(c, name)) for name in BY_TOKEN}
     spans = [dataclasses.astuple(span) for span in c.version_spans]
-    return {"request_id": c.request_id, "index": c.index, "finish_reason": c.finish_reason, "version_spans": spans, **arrays}
+    return {"request_id": c.request_id, "index": c.index, "finish_reason": c.finish_reason,
+            "version_spans": spans, **arrays}
 
 
 def unpack_completion(d: dict[str, Any]) -> Completion:
     arrays = {name: unpack_array(d[name]) for name in BY_TOKEN}
-    return Completion(**{**d, "version_spans": tuple(VersionSpan(*span) for span in d["version_spans"]), **arrays})
+    return Completion(**{**d, "version_spans": tuple(VersionSpan(*span) for span in d["version_spans"]),
+                         **arrays})
 
 
 def pack_manifest(metas: Iterable[ParamMeta]) -> list[dict[str, Any]]:
@@ -86,14 +104,15 @@ def unpack_capabilities(d: dict[str, Any]) -> Capabilities:
 
 
 def pack_error(e: Exception) -> dict[str, Any]:
-    """A class that the other side does not know becomes EngineUnhealthy: whoever raised it did not mean to. Where that is the
-    cause, it goes along: another engine may do better."""
+    """A class that the other side does not know becomes EngineUnhealthy: whoever raised it did not mean to.
+    Where that is the cause, it goes along: another engine may do better."""
     name = type(e).__name__
     if name not in ERRORS:
         return {"class": "EngineUnhealthy", "message": f"the engine's process failed: {name}: {e}",
-                "next_step": "look at its standard error; start a new one if it happens again"}  # fmt: skip
+                "next_step": "look at its standard error; start a new one if it happens again"}
     next_step = getattr(e, "next_step", "")
-    said = {"class": name, "message": str(e).removesuffix(f"\n  next step: {next_step}"), "next_step": next_step}
+    said = {"class": name, "message": str(e).removesuffix(f"\n  next step: {next_step}"),
+            "next_step": next_step}
     return said | ({"cause": pack_error(e.__cause__)} if isinstance(e.__cause__, EngineUnhealthy) else {})
 
 

@@ -1,4 +1,5 @@
-"""A WeightSource over a dictionary of arrays, and random weights that fit any manifest: for tests and benchmarks."""
+"""A WeightSource over a dictionary of arrays, and random weights that fit any manifest: for tests and
+benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from bridges.api import ParamMeta
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource:
-    """`arrays` by HF name, given out in the order of `metas`. KeyError, while it is read, for a name without an array."""
+    """`arrays` by HF name, given out in the order of `metas`. KeyError, while it is read, for a name without
+    an array."""
 
     metas: tuple[ParamMeta, ...]
     arrays: Mapping[str, Any]
@@ -26,12 +28,15 @@ class ArraySource:
 
 
 def random_source(
-    metas: tuple[ParamMeta, ...], seed: int, scale: float = 0.1, convert: Callable[[np.ndarray], Any] = np.asarray
+    metas: tuple[ParamMeta, ...], seed: int, scale: float = 0.1,
+    convert: Callable[[np.ndarray], Any] = np.asarray
 ) -> ArraySource:
-    """Normal weights of standard deviation `scale`, vectors (norms) of 1; pass `convert=jnp.asarray` for JAX arrays.
+    """Normal weights of standard deviation `scale`, vectors (norms) of 1; pass `convert=jnp.asarray` for JAX
+    arrays.
 
-    An FP8 weight gets codes of standard deviation 64 and block scales around scale / 64, each block its own within a factor
-    of 4: a scale that lands on the wrong block then shows. Those of attention are powers of two from 1/8 to 8.
+    An FP8 weight gets codes of standard deviation 64 and block scales around scale / 64, each block its own
+    within a factor of 4: a scale that lands on the wrong block then shows. Those of attention are powers of
+    two from 1/8 to 8.
     """
     rng = np.random.default_rng(seed)
     return ArraySource(metas, {m.name: convert(_random(m, rng, scale)) for m in metas})

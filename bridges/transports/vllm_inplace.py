@@ -1,17 +1,20 @@
-"""Weights from JAX into a vLLM engine of the same process, written into the tensors that its CUDA graphs read.
+"""Weights from JAX into a vLLM engine of the same process, written into the tensors that its CUDA graphs
+read.
 
     JAX's stream    make a part, then its digest as it is sent
     torch's stream  copy it to its rows of the engine's tensors, while its digest is made
     last            digests of the engine's own tensors, seen by JAX without a copy, must equal those of what was sent
 
-Nothing is staged: of what the source makes on the way one part is there at a time, and what it only holds is read in place. The
-engine is dirty from the first byte until the digests have been compared.
+Nothing is staged: of what the source makes on the way one part is there at a time, and what it only holds is
+read in place. The engine is dirty from the first byte until the digests have been compared.
 
-A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`; `vllm_stacks` in the engine),
-and a layer from any other source. Each costs the host up to a millisecond, in which the device moves hundreds of megabytes: so a
-part is as large as memory allows, and none is made beside it.
+A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`;
+`vllm_stacks` in the engine), and a layer from any other source. Each costs the host up to a millisecond, in
+which the device moves hundreds of megabytes: so a part is as large as memory allows, and none is made beside
+it.
 
-Of another process's learner the same is written as it comes over a link, and proved by digests that the learner made.
+Of another process's learner the same is written as it comes over a link, and proved by digests that the
+learner made.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from bridges.proof import manifest
 from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, Rows, WeightSource
 from bridges.engines.vllm_engine import BLOCK, VllmEngine, synchronise
 from bridges.inside_vllm.kv_scales import check_host, copy_to_host
 from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scalars
 from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
+from bridges.proof import manifest
 from bridges.proof.digest import checked_row_digests, joined, torch_words
 from bridges.served.linked import LinkedWeights
 from bridges.served.links import GPU_LINKS, HOST_LINKS, Buffer
@@ -39,12 +42,13 @@ from bridges.sources.sent import Sent, parts
 if TYPE_CHECKING:
     import torch
 
-LAYERS_A_PROGRAM = 4  # of those that read back tensors that are no stacks: each call costs host time, each layer compile time
+# of those that read back tensors that are no stacks: each call costs host time, each layer compile time
+LAYERS_A_PROGRAM = 4
 
 
 class Lent(NamedTuple):
-    """FP8 weights in the engine's memory: rows [start, stop) of `codes` [L, R, K], E4M3 as uint8, which any torch gives out; and
-    a copy of their scales [L, (stop - start)/128, K/128] float32."""
+    """FP8 weights in the engine's memory: rows [start, stop) of `codes` [L, R, K], E4M3 as uint8, which any
+    torch gives out; and a copy of their scales [L, (stop - start)/128, K/128] float32."""
 
     codes: jax.Array
     scale: jax.Array
@@ -53,10 +57,12 @@ class Lent(NamedTuple):
 
 
 class VllmInplace:
-    """WeightTransport into a `VllmEngine` whose kernels keep the checkpoint's layout. The source's buffers are only read.
+    """WeightTransport into a `VllmEngine` whose kernels keep the checkpoint's layout. The source's buffers
+    are only read.
 
-    What it lends of the engine's memory is taken back when the next publish begins: the arrays are deleted, and JAX raises at
-    whoever uses one afterwards. To JAX they are constants that it does not own, so that donating one cannot write to the engine.
+    What it lends of the engine's memory is taken back when the next publish begins: the arrays are deleted,
+    and JAX raises at whoever uses one afterwards. To JAX they are constants that it does not own, so that
+    donating one cannot write to the engine.
 
     `targets`: HF name -> the engine's rows for it, a torch tensor.
     """
@@ -69,9 +75,11 @@ class VllmInplace:
         self.targets: dict[str, torch.Tensor] = {}
 
     def open(self, engine: VllmEngine) -> None:
-        """Find every tensor. Raises BridgeError, naming the first, where the engine holds one in a layout not known here."""
+        """Find every tensor. Raises BridgeError, naming the first, where the engine holds one in a layout not
+        known here."""
         if not isinstance(engine, VllmEngine):
-            raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}", "choose its own transport")
+            raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}",
+                              "choose its own transport")
         rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
         by_layer = sorted(stacks_of(rows), key=lambda stack: layer_of(stack[0].meta.name))
         programs = itertools.groupby(by_layer, lambda stack: layer_of(stack[0].meta.name) // LAYERS_A_PROGRAM)
@@ -95,8 +103,8 @@ class VllmInplace:
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Write every tensor of `source`, prove it, drop the prefix cache, declare `version` current.
 
-        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, the engine being dirty:
-        the next publish in full heals it.
+        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, the
+        engine being dirty: the next publish in full heals it.
         """
         engine, metas, start = self._opened(), source.manifest(), time.perf_counter()
         self._check_manifest(metas)
@@ -122,23 +130,27 @@ class VllmInplace:
         return PublishReceipt(version, len(metas), self._nbytes, self._digest, seconds, caches, content)
 
     def verify(self, receipt: PublishReceipt) -> None:
-        """Read the engine's tensors again. Raises PublishFailed when they are not the receipt's: of another publish, or changed
-        since, which leaves the engine dirty. BridgeError when it is asleep."""
+        """Read the engine's tensors again. Raises PublishFailed when they are not the receipt's: of another
+        publish, or changed since, which leaves the engine dirty. BridgeError when it is asleep."""
         engine = self._opened()
         have = engine.weight_version(), engine.weight_digest(), self._content(self._published)
         want = receipt.version, receipt.digest, receipt.content
         if have != want:
-            raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says {want}", "publish again")
+            raise PublishFailed(
+                f"the engine holds (version, digest, content) {have}, the receipt says {want}",
+                "publish again")
         engine.require_awake()
         try:
             check_host(engine.kv_scale_places)
-            self._compare(self.read_digests(), self._published, f"the weights of version {receipt.version} have changed")
+            self._compare(self.read_digests(), self._published,
+                          f"the weights of version {receipt.version} have changed")
         except PublishFailed:
             engine.drop("its weights are no longer those that were published")
             raise
 
     def lend(self, names: Sequence[str]) -> Lent:
-        """The FP8 weights `names`, the same linear in consecutive layers, where the engine holds them, until the next publish.
+        """The FP8 weights `names`, the same linear in consecutive layers, where the engine holds them, until
+        the next publish.
 
         Raises BridgeError where nothing is published, or where the engine does not hold them in one piece.
         """
@@ -149,10 +161,11 @@ class VllmInplace:
         rows = [self._rows[self._place[name]] for name in names]
         if len(stacks_of(rows)) > 1:
             raise BridgeError(f"{names[0]} and those of the layers after it do not lie one after the other",
-                              "lend tensors of consecutive layers")  # fmt: skip
+                              "lend tensors of consecutive layers")
         codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax.dlpack.from_dlpack)
         self._lent.append(codes)
-        return Lent(codes, _copied([self.targets[f"{name}_scale_inv"] for name in names]), rows[0].start, rows[0].stop)
+        return Lent(codes, _copied([self.targets[f"{name}_scale_inv"] for name in names]), rows[0].start,
+                    rows[0].stop)
 
     def _take_back(self) -> None:
         for array in self._lent:
@@ -163,10 +176,12 @@ class VllmInplace:
         """Let go of the engine's tensors."""
         self._take_back()
         self._spans.clear()
-        self._engine, self._rows, self._whole, self.targets, self._packed, self._readers = None, (), [], {}, (), []
+        self._engine, self._rows, self._whole, self.targets, self._packed, self._readers = None, (), [], {}, (
+            ), []
 
     def read_digests(self) -> np.ndarray:
-        """Digests of the engine's tensors as they are on the device, in the order of `targets`: [n, 2] uint32.
+        """Digests of the engine's tensors as they are on the device, in the order of `targets`: [n, 2]
+        uint32.
 
         Raises PublishFailed for a scale that is not positive and finite.
         """
@@ -180,12 +195,13 @@ class VllmInplace:
         found = np.asarray(reading)
         if (unsound := np.flatnonzero(found[:, 2])).size:
             name = list(self.targets)[unsound[0]]
-            raise PublishFailed(f"{name} holds a scale that is not positive and finite", "look at the learner's weights")
+            raise PublishFailed(f"{name} holds a scale that is not positive and finite",
+                                "look at the learner's weights")
         return found[:, :2]
 
     def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
-        """Copy a part at a time while JAX makes the next, until all is there. What comes back gives the digests of what was
-        sent, [n, 2] uint32 in the order of `targets`."""
+        """Copy a part at a time while JAX makes the next, until all is there. What comes back gives the
+        digests of what was sent, [n, 2] uint32 in the order of `targets`."""
         if isinstance(source, LinkedWeights):
             return self._receive(source, metas)
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
@@ -200,7 +216,8 @@ class VllmInplace:
         sent.join()
         return sent.digests
 
-    # Loops over a part are in calls of their own: the last round's names would keep it until the next is there.
+    # Loops over a part are in calls of their own: the last round's names would keep it until the next is
+    # there.
     def _check_part(self, part: list[Rows]) -> None:
         for rows in part:
             if unknown := [name for name in rows.names if name not in self._place]:
@@ -216,13 +233,15 @@ class VllmInplace:
     def _receive(self, source: LinkedWeights, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
         """The same of what comes over a link, a piece at a time."""
         sent = np.zeros((len(self._place), 2), np.uint32)
-        sent[[self._place[m.name] for m in metas]] = source.write_to({name: _flat(t) for name, t in self.targets.items()})
+        sent[[self._place[m.name] for m in metas]] = source.write_to(
+            {name: _flat(t) for name, t in self.targets.items()})
         return lambda: sent
 
     def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
         """Write view [len(names), ...] to the engine's tensors of these names, proving nothing."""
         if names not in self._spans:
-            self._spans[names] = [_span(rows) for rows in runs_of([self._rows[self._place[name]] for name in names])]
+            self._spans[names] = [_span(rows)
+                                  for rows in runs_of([self._rows[self._place[name]] for name in names])]
         if len(view) != len(names):  # torch would write one row to all
             raise ValueError(f"{len(view)} rows for {len(names)} tensors, first {names[0]}")
         at = 0
@@ -230,7 +249,8 @@ class VllmInplace:
             rows, at = view[at : at + len(target)], at + len(target)
             if (rows.dtype, rows.shape) != (target.dtype, target.shape):
                 meta = self._rows[self._place[names[0]]].meta
-                manifest.check_tensor(meta, names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])  # says it at length
+                # says it at length
+                manifest.check_tensor(meta, names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])
             _copy_rows(target, rows)
 
     def _compare(self, have: np.ndarray, want: np.ndarray, problem: str) -> None:
@@ -256,8 +276,9 @@ class VllmInplace:
 
     def _check_addresses(self) -> None:
         if moved := [r.meta.name for r in self._whole if r.moved()]:
-            raise BridgeError(f"{moved[0]} has moved since the transport was opened: CUDA graphs read where it was",
-                              "open the transport on a new engine")  # fmt: skip
+            raise BridgeError(
+                f"{moved[0]} has moved since the transport was opened: CUDA graphs read where it was",
+                              "open the transport on a new engine")
 
     def _opened(self) -> VllmEngine:
         if self._engine is None:
@@ -292,7 +313,8 @@ def _span(rows: Sequence[LiveRows]) -> torch.Tensor:
 
 
 def _copy_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Without gaps it is one call to the copy engine. Parts of a fused stack are copied by a kernel, by the widest elements."""
+    """Without gaps it is one call to the copy engine. Parts of a fused stack are copied by a kernel, by the
+    widest elements."""
     if not target.is_contiguous():
         target, rows = (_widest(x) for x in (target, rows))
     target.copy_(rows)
@@ -323,7 +345,7 @@ def _zero_copy(tensor: torch.Tensor, name: str, view: Callable[[torch.Tensor], j
     seen = view(tensor)
     if seen.unsafe_buffer_pointer() != tensor.data_ptr():
         raise BridgeError(f"JAX takes {name} by copy alone, so that it could not see what the engine holds",
-                          "publish by vLLM's own reload: transport VllmReload")  # fmt: skip
+                          "publish by vLLM's own reload: transport VllmReload")
     return seen
 
 
@@ -337,8 +359,9 @@ def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
 
 
 class _CopyStream:
-    """A stream of torch's own, of higher priority than JAX's: copies do not queue behind the layer that is being made, and are
-    waited for alone. Entered when nothing is at work on the device; on a CPU it is nothing."""
+    """A stream of torch's own, of higher priority than JAX's: copies do not queue behind the layer that is
+    being made, and are waited for alone. Entered when nothing is at work on the device; on a CPU it is
+    nothing."""
 
     def __init__(self, target: torch.Tensor):
         import torch

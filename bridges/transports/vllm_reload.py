@@ -1,4 +1,5 @@
-"""Weights from JAX into a vLLM engine of the same process: DLPack views, read by vLLM's own layerwise reload."""
+"""Weights from JAX into a vLLM engine of the same process: DLPack views, read by vLLM's own layerwise
+reload."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from bridges.proof import manifest
 from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, WeightSource
 from bridges.engines.vllm_engine import VllmEngine
 from bridges.inside_vllm.kv_scales import check_host, loader_takes, on_device
+from bridges.proof import manifest
 from bridges.sources.dlpack import torch_view
 
 if TYPE_CHECKING:
@@ -17,25 +18,29 @@ if TYPE_CHECKING:
 
 
 class VllmReload:
-    """WeightTransport into a `VllmEngine`. One copy on the device, none on the host; the source's buffers are only read."""
+    """WeightTransport into a `VllmEngine`. One copy on the device, none on the host; the source's buffers are
+    only read."""
 
     def __init__(self):
         self._engine: VllmEngine | None = None
         self._scales: dict[str, float] = {}
 
     def open(self, engine: VllmEngine) -> None:
-        """Raises BridgeError for an engine that is not a VllmEngine, or whose scales of attention vLLM's loader does not take."""
+        """Raises BridgeError for an engine that is not a VllmEngine, or whose scales of attention vLLM's
+        loader does not take."""
         if not isinstance(engine, VllmEngine):
-            raise BridgeError(f"VllmReload loads a VllmEngine, not a {type(engine).__name__}", "choose its own transport")
+            raise BridgeError(f"VllmReload loads a VllmEngine, not a {type(engine).__name__}",
+                              "choose its own transport")
         if not loader_takes(engine.kv_scale_places):
             raise BridgeError("vLLM's own reload takes scales of FP8 attention only beside FP8 weights",
-                              'publish in place: transport VllmInplace, rollout.publish = "in_place"')  # fmt: skip
+                              'publish in place: transport VllmInplace, rollout.publish = "in_place"')
         self._engine = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Load every tensor of `source`, drop the prefix cache, declare `version` current.
 
-        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, the engine being dirty.
+        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, the
+        engine being dirty.
         """
         engine, metas = self._opened(), source.manifest()
         manifest.check(metas, engine.expected_manifest())
@@ -44,7 +49,8 @@ class VllmReload:
         try:
             engine.load(stream, version)
         except Exception as e:
-            raise PublishFailed(f"vLLM could not load version {version}: {e}", "close the engine and build a new one") from e
+            raise PublishFailed(f"vLLM could not load version {version}: {e}",
+                                "close the engine and build a new one") from e
         if stream.error:
             raise PublishFailed(
                 f"version {version} broke off after {stream.sent} of {len(metas)} tensors: {stream.error}",
@@ -58,15 +64,18 @@ class VllmReload:
             raise
         except Exception as e:
             next_step = getattr(e, "next_step", "") or "publish again in full"
-            raise PublishFailed(f"version {version} arrived and is not in use: {str(e).partition('\n')[0]}", next_step) from e
-        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, time.perf_counter() - start, caches)
+            raise PublishFailed(f"version {version} arrived and is not in use: {str(e).partition('\n')[0]}",
+                                next_step) from e
+        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest,
+                              time.perf_counter() - start, caches)
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Raises PublishFailed when the engine is dirty or holds another publish than the receipt's."""
         engine = self._opened()
         have, want = (engine.weight_version(), engine.weight_digest()), (receipt.version, receipt.digest)
         if have != want:
-            raise PublishFailed(f"the engine holds (version, digest) {have}, the receipt says {want}", "publish again")
+            raise PublishFailed(f"the engine holds (version, digest) {have}, the receipt says {want}",
+                                "publish again")
         try:
             self._check_scales()
         except PublishFailed:
@@ -77,11 +86,13 @@ class VllmReload:
         self._engine = None
 
     def _check_scales(self) -> None:
-        """vLLM's loader leaves out scales that it has no place for, with a warning alone: so they are read back."""
+        """vLLM's loader leaves out scales that it has no place for, with a warning alone: so they are read
+        back."""
         check_host(self._engine.kv_scale_places)
         for name, have in on_device(self._engine.kv_scale_places).items():
             if have != self._scales[name]:
-                raise PublishFailed(f"{name} is {have} in the engine, {self._scales[name]} was sent", "publish again in full")
+                raise PublishFailed(f"{name} is {have} in the engine, {self._scales[name]} was sent",
+                                    "publish again in full")
 
     def _opened(self) -> VllmEngine:
         if self._engine is None:
@@ -92,15 +103,17 @@ class VllmReload:
 class _Stream:
     """The source as (HF name, torch view), each held to its manifest entry.
 
-    It ends early instead of raising: an exception that passes through vLLM leaves its reload half open, so that the next
-    publish would mix with this one. It holds every view until it is dropped, as vLLM copies asynchronously and lets go of
-    a view at once, when a source that makes its tensors on the fly would see their memory reused under the copy.
+    It ends early instead of raising: an exception that passes through vLLM leaves its reload half open, so
+    that the next publish would mix with this one. It holds every view until it is dropped, as vLLM copies
+    asynchronously and lets go of a view at once, when a source that makes its tensors on the fly would see
+    their memory reused under the copy.
     """
 
     def __init__(self, source: WeightSource, metas: tuple[ParamMeta, ...]):
         self.sent, self.error, self.scales = 0, None, {}
         self._source, self._metas, self._views = source, metas, []
-        self._sound: dict[str, torch.Tensor] = {}  # whether a tensor's scales are: asked at the end, not to wait for each
+        # whether a tensor's scales are: asked at the end, not to wait for each
+        self._sound: dict[str, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:

@@ -1,7 +1,8 @@
-"""The model that a run began with, but for its weights: `base_model/` of the run directory, with what is small of its folders.
+"""The model that a run began with, but for its weights: `base_model/` of the run directory, with what is
+small of its folders.
 
-A checkpoint has all parameters. With config.json and the tokenizer beside it a run goes on, is evaluated and exported though the
-folder that it began from is gone, or lies elsewhere.
+A checkpoint has all parameters. With config.json and the tokenizer beside it a run goes on, is evaluated and
+exported though the folder that it began from is gone, or lies elsewhere.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import shutil
 from pathlib import Path
 
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX
 from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import TOKENIZER_FILES
-from jaxfp8rl.config.toml import load_config
 
 FOLDER = "base_model"
 NEEDED = {"path": "config.json", "tokenizer": "tokenizer.json"}  # of the folder that a key of [model] names
@@ -37,28 +38,33 @@ def with_base_model(cfg: Config, run: str | Path) -> Config:
     begun = load_config(str(own)) if own.is_file() else cfg
     for key, folder in _folders(cfg).items():
         copy = Path(run) / FOLDER / key
-        if not (folder / NEEDED[key]).is_file() and (copy / NEEDED[key]).is_file() and folder == _folders(begun).get(key):
+        if not (folder / NEEDED[key]).is_file() and (copy / NEEDED[key]).is_file() and folder == _folders(
+                begun).get(key):
             print(f"model.{key}: {folder} is gone; {copy} has its copies of what is needed, which are taken")
             gone[key] = str(copy)
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=gone)}) if gone else cfg
 
 
 def check_base_model(cfg: Config, run: str | Path) -> None:
-    """Raise CheckpointError where model.path is another model than the run began with: rope, norms and the like, which no
-    checkpoint has. Where nothing tells, because an earlier version has kept no copy, this is said."""
+    """Raise CheckpointError where model.path is another model than the run began with: rope, norms and the
+    like, which no checkpoint has. Where nothing tells, because an earlier version has kept no copy, this is
+    said."""
     own = Path(run) / "config.toml"
     if not (cfg.model.path and own.is_file()):
         return
     before = load_config(str(own)).model.path
-    known = next((p for p in (Path(run) / FOLDER / "path", Path(before)) if before and (p / NEEDED["path"]).is_file()), None)
+    known = next((p for p in (Path(run) / FOLDER / "path", Path(before)) if before
+                  and (p / NEEDED["path"]).is_file()), None)
     if known is None:
-        print(f"model.path: nothing is left to compare {cfg.model.path} with but the shapes of the checkpoint")
+        print(
+            f"model.path: nothing is left to compare {cfg.model.path} with but the shapes of the checkpoint")
         return
     was, now = (dataclasses.asdict(ModelConfig.from_hf(Path(folder))) for folder in (known, cfg.model.path))
     names = sorted(name for name in was.keys() - {"dtype", "extra"} if was[name] != now[name])
     if differ := [f"{name}: {was[name]!r} -> {now[name]!r}" for name in names]:
-        raise CheckpointError(f"model.path: {cfg.model.path} is another model than the run began with: {'; '.join(differ)}",
-                              f"name the folder that is the same one; {known} has its config.json")  # fmt: skip
+        raise CheckpointError(
+            f"model.path: {cfg.model.path} is another model than the run began with: {'; '.join(differ)}",
+                              f"name the folder that is the same one; {known} has its config.json")
 
 
 def _folders(cfg: Config) -> dict[str, Path]:

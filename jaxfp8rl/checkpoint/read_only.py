@@ -1,4 +1,5 @@
-"""What a run has learned: its config and the masters of one of its checkpoints, read without touching the run, which may go on.
+"""What a run has learned: its config and the masters of one of its checkpoints, read without touching the
+run, which may go on.
 
 A config stands for a run that has not begun: the weights it starts from, at step 0.
 """
@@ -14,21 +15,22 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxfp8rl.checkpoint.base_model import check_base_model, with_base_model
-from jaxfp8rl.run.context import model_config, starting_params
 from jaxfp8rl.checkpoint.store import Checkpoints, damage, unlike
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError
-from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
+from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
 from jaxfp8rl.rollout.engines import share_gpu
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.run.context import model_config, starting_params
 from jaxfp8rl.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """`params`: the masters, one stack of layers, float types alone. `loop`: the loop's own state, {} before step 1."""
+    """`params`: the masters, one stack of layers, float types alone. `loop`: the loop's own state, {} before
+    step 1."""
 
     cfg: Config
     model: ModelConfig
@@ -38,7 +40,8 @@ class Trained:
 
 
 def load_trained(source: str, step: int | None = None, overrides: Sequence[str] = ()) -> Trained:
-    """The newest checkpoint of the run directory `source`, or that of `step`; or the starting weights of a config.
+    """The newest checkpoint of the run directory `source`, or that of `step`; or the starting weights of a
+    config.
 
     Raises ConfigError for what is neither, CheckpointError for a step that the run has not kept.
     """
@@ -47,7 +50,8 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
     if is_run and not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} holds no config.toml: it is no run directory", "give what run.dir was")
     if step and not is_run:
-        raise ConfigError(f"--step {step}: {source} is a config, which has no checkpoints", "name a run directory")
+        raise ConfigError(f"--step {step}: {source} is a config, which has no checkpoints",
+                          "name a run directory")
     cfg = load_config(str(folder / "config.toml") if is_run else source, overrides)
     if is_run:
         cfg = with_base_model(cfg, folder)
@@ -61,7 +65,8 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
 
 
 def _sound_step(folder: Path, step: int | None) -> int:
-    """The newest, or `step` where it was kept. Raises CheckpointError, also for files that are not as they were written."""
+    """The newest, or `step` where it was kept. Raises CheckpointError, also for files that are not as they
+    were written."""
     checkpoints = Checkpoints(folder, keep=1)
     step = checkpoints.kept(step, "--step ")
     if problem := damage(folder / str(step)):
@@ -73,7 +78,8 @@ def _sound_step(folder: Path, step: int | None) -> int:
 def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[str, Any]]:
     """(masters, the loop's state) of a checkpoint; the optimiser's state stays on the disk."""
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    fresh = jax.eval_shape(lambda: jax.tree.map(lambda p: encode(p, cfg.optim.master), init_params(model, jax.random.key(0))))
+    fresh = jax.eval_shape(lambda: jax.tree.map(lambda p: encode(p, cfg.optim.master),
+                                                init_params(model, jax.random.key(0))))
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), fresh)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
@@ -83,8 +89,9 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
     except Exception as e:  # Orbax's are of many kinds
         if not folder.is_dir():
             raise CheckpointError(f"{folder} was there, and is not any more: the run keeps fewer checkpoints",
-                                  "try again, or set run.keep_checkpoints higher") from e  # fmt: skip
-        raise CheckpointError(f"{folder} cannot be read as the run's config.toml says: {unlike(folder, {'params': like}, e)}",
-                              "restore the run's own config.toml") from e  # fmt: skip
+                                  "try again, or set run.keep_checkpoints higher") from e
+        raise CheckpointError(
+            f"{folder} cannot be read as the run's config.toml says: {unlike(folder, {'params': like}, e)}",
+                              "restore the run's own config.toml") from e
     numbers = lambda p: decode(p) if is_scaled(p) else p
     return jax.tree.map(numbers, saved["state"]["params"], is_leaf=is_scaled), saved["loop"]

@@ -14,40 +14,44 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8rl.checkpoint.base_model import check_base_model, with_base_model
-from jaxfp8rl.run.context import Data, Parts, on_devices
 from jaxfp8rl.checkpoint.store import Checkpoints
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.resume_rules import changes, described, settled
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.seen import check_unseen, read_seen
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
-from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import make_schedule, rescaled
-from jaxfp8rl.training.checks import bad_tensors, check_finite
+from jaxfp8rl.optim.low_bit import decode, is_scaled
+from jaxfp8rl.run.context import Data, Parts, on_devices
 from jaxfp8rl.run.run_directory import RunDirectory
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.checks import bad_tensors, check_finite
 from jaxfp8rl.types import TrainState
 
 
 def save(parts: Parts, run: RunDirectory, state: TrainState, step: int, last: bool = False) -> None:
-    """A checkpoint of finite parameters, so that the newest is always one to go on from. Raises NonFiniteStep otherwise."""
+    """A checkpoint of finite parameters, so that the newest is always one to go on from. Raises NonFiniteStep
+    otherwise."""
     if bad := bad_tensors(state.params, parts.model):
         raise NonFiniteStep(f"after step {step} the parameters are not finite, and are not saved: {bad[0]}",
-                            "resume from the last checkpoint with --resume and a lower optim.lr")  # fmt: skip
+                            "resume from the last checkpoint with --resume and a lower optim.lr")
     clip = parts.calibration.state() if parts.calibration else {}
-    seen = {n: np.asarray(x).tolist() for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
-    loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "contents": parts.contents, "kv_amax": seen}
+    seen = {n: np.asarray(x).tolist()
+            for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
+    loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "contents": parts.contents,
+                                    "kv_amax": seen}
     loop |= {"spikes": parts.spikes.state(), "eos_token_ids": list(parts.tokenizer.eos_token_ids)}
     run.save(step, state, loop | clip, last)
 
 
 def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
-    """The newest sound checkpoint: state, step; the prompt stream goes back to where it was, later metrics are forgotten.
+    """The newest sound checkpoint: state, step; the prompt stream goes back to where it was, later metrics
+    are forgotten.
 
-    Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data or another
-    tokenizer.
+    Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data
+    or another tokenizer.
     """
     run.phase("restore")
     state, loop, step = run.restore(_like(parts))
@@ -66,24 +70,29 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
 
 
 def check_data(cfg: Config, data: Data) -> None:
-    """Refuse, as `restore` does, other data than the newest checkpoint was taken on; whether that is sound is not asked."""
-    _check_same(Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).loop_state(), data.tokenizer, data.contents())
+    """Refuse, as `restore` does, other data than the newest checkpoint was taken on; whether that is sound is
+    not asked."""
+    _check_same(Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).loop_state(), data.tokenizer,
+                data.contents())
 
 
 def _check_same(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[str, str]) -> None:
     if loop["tokenizer"] != tokenizer.fingerprint():
-        raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary", "resume with the same one")
+        raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary",
+                              "resume with the same one")
     for what in (what for what, digest in contents.items() if loop["contents"][what] != digest):
-        raise CheckpointError(f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
-                              "restore the task's files and the tokenizer, or begin another run (--fork)")  # fmt: skip
+        raise CheckpointError(
+            f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
+                              "restore the task's files and the tokenizer, or begin another run (--fork)")
 
 
 def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
-    """The config that a run takes: `settled`, and with the run's own copies where what it began from is gone. Raises ConfigError
-    and CheckpointError, before anything loads, for what cannot be begun this way."""
+    """The config that a run takes: `settled`, and with the run's own copies where what it began from is gone.
+    Raises ConfigError and CheckpointError, before anything loads, for what cannot be begun this way."""
     cfg = settled(cfg.check(), resume)
     if resume and fork_of:
-        raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there", "give one of them")
+        raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there",
+                          "give one of them")
     if fork_of:
         check_forkable(cfg, fork_of)
     if resume:
@@ -93,15 +102,19 @@ def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
 
 
 def check_forkable(cfg: Config, source: str) -> None:
-    """Refuse, before anything loads, to begin from what is not there. Raises ConfigError and CheckpointError."""
+    """Refuse, before anything loads, to begin from what is not there. Raises ConfigError and
+    CheckpointError."""
     name, step = _source(source)
     if not (name / "config.toml").is_file():
-        raise ConfigError(f"--fork {source}: {name} holds no config.toml: it is no run directory", "give what run.dir was")
+        raise ConfigError(f"--fork {source}: {name} holds no config.toml: it is no run directory",
+                          "give what run.dir was")
     if name.resolve() == Path(cfg.run.dir).resolve():
-        raise ConfigError(f"--fork {source}: that is run.dir itself", "go on with it by --resume, or choose another --run.dir")
+        raise ConfigError(f"--fork {source}: that is run.dir itself",
+                          "go on with it by --resume, or choose another --run.dir")
     step = Checkpoints(name / "checkpoints", 1).kept(step, f"--fork {name}@")
     if step >= cfg.run.steps:
-        raise ConfigError(f"run.steps = {cfg.run.steps}: the checkpoint is of step {step}", "set run.steps higher")
+        raise ConfigError(f"run.steps = {cfg.run.steps}: the checkpoint is of step {step}",
+                          "set run.steps higher")
 
 
 def _source(text: str) -> tuple[Path, int | None]:
@@ -111,11 +124,12 @@ def _source(text: str) -> tuple[Path, int | None]:
 
 
 def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]:
-    """State and step of a checkpoint of another run, "RUN" (the newest) or "RUN@STEP", as the first of this one.
+    """State and step of a checkpoint of another run, "RUN" (the newest) or "RUN@STEP", as the first of this
+    one.
 
-    Whatever fits the state may differ. Of the same problems in the same order those come that would have come; others are
-    begun from the start; what was sampled ahead is sampled anew. The reference of a KL is the other run's, or else the policy
-    that this one begins with.
+    Whatever fits the state may differ. Of the same problems in the same order those come that would have
+    come; others are begun from the start; what was sampled ahead is sampled anew. The reference of a KL is
+    the other run's, or else the policy that this one begins with.
     """
     run.phase("restore")
     name, step = _source(source)
@@ -144,9 +158,11 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
 
 
 def unseen_by(run: Path, loop: dict[str, Any], parts: Parts) -> np.ndarray:
-    """What the weights of `run` were trained on, none of which is held out in `parts`. `loop`: of its checkpoint.
+    """What the weights of `run` were trained on, none of which is held out in `parts`. `loop`: of its
+    checkpoint.
 
-    Raises DataError where some is, and where the split is another and an earlier version has not written down what it was."""
+    Raises DataError where some is, and where the split is another and an earlier version has not written down
+    what it was."""
     seen = read_seen(run)
     if seen is None and loop["contents"]["problems"] == parts.contents["problems"]:
         seen = parts.questions.seen
@@ -161,21 +177,24 @@ def unseen_by(run: Path, loop: dict[str, Any], parts: Parts) -> np.ndarray:
 
 
 def rate_notes(before: Config, now: Config, update: int) -> Iterator[str]:
-    """What a reader should know of the learning rate from `update` on, a decay that has ended or another rate than before's."""
+    """What a reader should know of the learning rate from `update` on, a decay that has ended or another rate
+    than before's."""
     was, rate = (float(make_schedule(cfg.optim, cfg.updates)(update)) for cfg in (before, now))
     if not math.isclose(was, rate, rel_tol=1e-3):
         yield f"the learning rate of the next update is {rate:.3g}; with the settings before it would have been {was:.3g}"
     elif now.optim.schedule != "constant" and (now.optim.total_steps or now.updates) <= update < now.updates:
         longer = make_schedule(now.optim.model_copy(update={"total_steps": now.updates}), now.updates)
-        yield (f"the learning rate has fallen as far as it does, by update {now.optim.total_steps} (optim.total_steps): it stays "
+        yield (
+            f"the learning rate has fallen as far as it does, by update {now.optim.total_steps} (optim.total_steps): it stays "
                f"{rate:.3g}. With --optim.total_steps {now.updates} it would be {longer(update):.3g} now, and fall from there")
 
 
 def _like(parts: Parts) -> TrainState:
-    """What is restored has its shapes, types and places; its arrays are gone before those that are restored come. No weights are
-    read: the checkpoint has them, and the folder that they began from may be gone."""
+    """What is restored has its shapes, types and places; its arrays are gone before those that are restored
+    come. No weights are read: the checkpoint has them, and the folder that they began from may be gone."""
     like = jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0)))
-    fresh = parts.fresh_state(on_devices(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), like), parts.layout))
+    fresh = parts.fresh_state(on_devices(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), like),
+                                         parts.layout))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
 
 
@@ -192,4 +211,5 @@ def _take_up(parts: Parts, loop: dict[str, Any]) -> None:
 
 def _differences(parts: Parts, other: Path) -> str:
     found = changes(load_config(str(other / "config.toml")), parts.cfg)
-    return "settings that differ: " + "; ".join(described({k: v for k, v in found.items() if k != ("run", "dir")}) or ["none"])
+    return "settings that differ: " + "; ".join(
+        described({k: v for k, v in found.items() if k != ("run", "dir")}) or ["none"])

@@ -1,9 +1,11 @@
-"""Checkpoints of a whole run: parameters, optimiser, counters (arrays, by Orbax) and the loop's own state (JSON).
+"""Checkpoints of a whole run: parameters, optimiser, counters (arrays, by Orbax) and the loop's own state
+(JSON).
 
-A checkpoint is whole or absent. It is written under another name; then every file is digested and synced to the disk, and only
-then is the folder renamed. Whatever stops the process in between leaves a draft, which nobody reads. Before a checkpoint is
-restored its files are compared with their digests, so that one which has been cut short or changed since is never resumed from.
-Everything random in a run is drawn from (seed, step), so the step and the seed are the RNG's state.
+A checkpoint is whole or absent. It is written under another name; then every file is digested and synced to
+the disk, and only then is the folder renamed. Whatever stops the process in between leaves a draft, which
+nobody reads. Before a checkpoint is restored its files are compared with their digests, so that one which has
+been cut short or changed since is never resumed from. Everything random in a run is drawn from (seed, step),
+so the step and the seed are the RNG's state.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 from orbax.checkpoint import v1 as ocp
 
-from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
+from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.types import TrainState
 
 DIGESTS, DRAFT = "digests.json", ".draft-"
@@ -30,8 +32,8 @@ NAMED = 4  # arrays that a message lists
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run directory. Only `save` and `set_aside` write to it. Of several processes all save and
-    restore, each its part of the arrays; the first does the rest."""
+    """The folder `checkpoints/` of a run directory. Only `save` and `set_aside` write to it. Of several
+    processes all save and restore, each its part of the arrays; the first does the rest."""
 
     def __init__(self, folder: str | Path, keep: int, group: ProcessGroup = ALONE):
         self._folder, self._keep, self._group = Path(folder).absolute(), keep, group
@@ -47,11 +49,13 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any]) -> None:
-        """Write both parts of `step`; returns when they are durable. The oldest go only then, the newest `keep` stay."""
+        """Write both parts of `step`; returns when they are durable. The oldest go only then, the newest
+        `keep` stay."""
         draft, together = self._folder / f"{DRAFT}{step}", self._group.together
         together(self._clear, alone=True)
         try:
-            together(lambda: ocp.save_checkpointables(draft, {"state": state, "loop": loop | {"step": step, "format": FORMAT}}))
+            together(lambda: ocp.save_checkpointables(
+                draft, {"state": state, "loop": loop | {"step": step, "format": FORMAT}}))
             together(lambda: seal(draft), alone=True)
         except BaseException:
             if self._group.first:
@@ -76,17 +80,20 @@ class Checkpoints:
             shutil.rmtree(gone)
 
     def kept(self, step: int | None, flag: str) -> int:
-        """The newest, or `step` where it was kept. Raises CheckpointError, which names the others, each after `flag`."""
+        """The newest, or `step` where it was kept. Raises CheckpointError, which names the others, each after
+        `flag`."""
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"{self._folder}: no complete checkpoint", "run.save_every = 0 keeps none")
         if step not in (None, *steps):
-            raise CheckpointError(f"{self._folder} has no checkpoint of step {step}", " or ".join(f"{flag}{s}" for s in steps))
+            raise CheckpointError(f"{self._folder} has no checkpoint of step {step}",
+                                  " or ".join(f"{flag}{s}" for s in steps))
         return steps[-1] if step is None else step
 
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
-        """The newest sound checkpoint, or that of `step`, its arrays placed and typed as in `like`; loop["step"] says which.
-        `like` needs no arrays (jax.ShapeDtypeStruct with a sharding): beside those of the state there is room for few.
+        """The newest sound checkpoint, or that of `step`, its arrays placed and typed as in `like`;
+        loop["step"] says which. `like` needs no arrays (jax.ShapeDtypeStruct with a sharding): beside those
+        of the state there is room for few.
 
         Raises CheckpointError when there is none, or when it does not fit the model or the optimiser at hand.
         """
@@ -94,7 +101,8 @@ class Checkpoints:
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         try:
             saved = ocp.load_checkpointables(self._folder / str(step), {"state": abstract, "loop": None})
-        except jax.errors.JaxRuntimeError:  # the device's, out of memory above all: no fault of the checkpoint
+        # the device's, out of memory above all: no fault of the checkpoint
+        except jax.errors.JaxRuntimeError:
             raise
         except Exception as e:
             raise CheckpointError(
@@ -103,17 +111,20 @@ class Checkpoints:
                 "resume with the configuration that wrote it (config.toml of the run directory)",
             ) from e
         if (wrote := saved["loop"].get("format")) != FORMAT:
-            raise CheckpointError(f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
-                                  "go on with the version that wrote it, or begin another run from what it exports")  # fmt: skip
+            raise CheckpointError(
+                f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
+                                  "go on with the version that wrote it, or begin another run from what it exports")
         return jax.tree.map(_typed, saved["state"]), saved["loop"]
 
     def loop_state(self) -> dict[str, Any]:
-        """The loop's own state of the newest checkpoint, whose other files are not read. Raises CheckpointError."""
+        """The loop's own state of the newest checkpoint, whose other files are not read. Raises
+        CheckpointError."""
         folder = self._folder / str(self.kept(None, ""))
         try:
             return ocp.load_checkpointables(folder, {"loop": None})["loop"]
         except Exception as e:  # Orbax's are of many kinds
-            raise CheckpointError(f"{folder} cannot be read: {str(e)[:300]}", "--resume goes back to a sound one") from e
+            raise CheckpointError(f"{folder} cannot be read: {str(e)[:300]}",
+                                  "--resume goes back to a sound one") from e
 
     def _sound(self, steps: list[int]) -> int:
         """The newest of `steps` whose files are what was written."""
@@ -130,11 +141,13 @@ class Checkpoints:
     def none_to_go_on_from(self) -> CheckpointError:
         """What is to be raised, with the damage found in each."""
         said = "; ".join(f"{step} is damaged: {why}" for step, why in self.damaged.items())
-        return CheckpointError(f"{self._folder}: no complete checkpoint to go on from" + (f" ({said})" if said else ""),
-                               "begin another run, in another --run.dir")  # fmt: skip
+        return CheckpointError(f"{self._folder}: no complete checkpoint to go on from"
+                               + (f" ({said})" if said else ""),
+                               "begin another run, in another --run.dir")
 
     def set_aside(self, after: int, why: str = "damaged") -> list[int]:
-        """Move what is newer than the step that the run goes on from to `WHY-STEP`: it is about to pass there itself."""
+        """Move what is newer than the step that the run goes on from to `WHY-STEP`: it is about to pass there
+        itself."""
         steps = [s for s in self.steps() if s > after]
         for step in steps:
             shutil.rmtree(aside := self._folder / f"{why}-{step}", ignore_errors=True)
@@ -143,16 +156,19 @@ class Checkpoints:
 
 
 def unlike(folder: Path, like: Any, error: Exception) -> str:
-    """What of the state in `folder` is not as in `like`, a tree or the part of one that was asked for: the first few arrays, or
-    else the beginning of the error, of which Orbax's have pages."""
-    named = lambda tree: {keystr(path, simple=True, separator="/"): list(x.shape) for path, x in tree_flatten_with_path(tree)[0]}
+    """What of the state in `folder` is not as in `like`, a tree or the part of one that was asked for: the
+    first few arrays, or else the beginning of the error, of which Orbax's have pages."""
+    named = lambda tree: {keystr(path, simple=True, separator="/"): list(x.shape)
+                          for path, x in tree_flatten_with_path(tree)[0]}
     try:
         saved, wanted = named(ocp.checkpointables_metadata(folder).metadata["state"]), named(like)
     except Exception:  # of a folder that is no checkpoint, say
         saved = wanted = {}
     parts = {name.partition("/")[0] for name in wanted}
-    names = [n for n in saved.keys() | wanted.keys() if n.partition("/")[0] in parts and saved.get(n) != wanted.get(n)]
-    said = [f"{n} is {saved.get(n, 'not there')}, wanted {wanted.get(n, 'not at all')}" for n in sorted(names)[:NAMED]]
+    names = [n for n in saved.keys() | wanted.keys() if n.partition("/")[0] in parts
+             and saved.get(n) != wanted.get(n)]
+    said = [f"{n} is {saved.get(n, 'not there')}, wanted {wanted.get(n, 'not at all')}"
+            for n in sorted(names)[:NAMED]]
     more = f"; {len(names) - NAMED} more" if len(names) > NAMED else ""
     return "; ".join(said) + more or str(error)[:300]
 
@@ -181,7 +197,8 @@ def damage(folder: Path) -> str:
         return f"{DIGESTS} cannot be read: {e}"
     if not names:
         return ""
-    how = "missing" if names[0] not in have else "not what was written" if names[0] in want else "not of this checkpoint"
+    how = "missing" if names[0] not in have else "not what was written" if names[
+        0] in want else "not of this checkpoint"
     return f"{names[0]} is {how}" + (f", and {len(names) - 1} more files" if len(names) > 1 else "")
 
 

@@ -1,4 +1,5 @@
-"""`jaxfp8rl bench`: the benchmarks of the repository, by name. What they are for and what they need is read from their files."""
+"""`jaxfp8rl bench`: the benchmarks of the repository, by name. What they are for and what they need is read
+from their files."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ COMMIT = "--commit-result"
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """purpose: the first paragraph of its docstring; needs: what the docstring's line "Needs ... ." says, up to the full stop.
-    What comes after a semicolon there it can do without."""
+    """purpose: the first paragraph of its docstring; needs: what the docstring's line "Needs ... ." says, up
+    to the full stop. What comes after a semicolon there it can do without."""
 
     name: str
     purpose: str
@@ -45,8 +46,9 @@ class Benchmark:
 def benchmarks() -> dict[str, Benchmark]:
     """By name. Raises UserError where the package was installed without them."""
     if not (FOLDER / "common.py").exists():
-        raise UserError(f"no benchmarks at {FOLDER}: they are in the repository, not in the installed package",
-                        "clone the repository and run `pip install -e .` there")  # fmt: skip
+        raise UserError(
+            f"no benchmarks at {FOLDER}: they are in the repository, not in the installed package",
+                        "clone the repository and run `pip install -e .` there")
     return {found.name: found for path in sorted(FOLDER.glob("*.py")) if (found := _read(path))}
 
 
@@ -57,12 +59,14 @@ def _read(path: Path) -> Benchmark | None:
         return None
     doc = ast.get_docstring(tree) or ""
     needs = re.search(r"^Needs (.+)\.$", doc, re.MULTILINE)
-    return Benchmark(path.stem, " ".join(doc.partition("\n\n")[0].split()), needs[1] if needs else "what its first lines say")
+    return Benchmark(path.stem, " ".join(doc.partition("\n\n")[0].split()),
+                     needs[1] if needs else "what its first lines say")
 
 
 def run_bench(name: str | None, options: Sequence[str]) -> None:
-    """Run the benchmark `name` with its own command line, or without a name print which there are. Its result goes to the working
-    directory; to the repository's, in place of the committed one, where COMMIT is among the options.
+    """Run the benchmark `name` with its own command line, or without a name print which there are. Its result
+    goes to the working directory; to the repository's, in place of the committed one, where COMMIT is among
+    the options.
 
     Raises UserError for an unknown name, and where what it needs is missing.
     """
@@ -73,10 +77,12 @@ def run_bench(name: str | None, options: Sequence[str]) -> None:
         raise UserError(f'no benchmark "{name}"{nearest(name, known)}', "`jaxfp8rl bench` lists them")
     if (missing := known[name].missing()) and not {"-h", "--help"} & set(options):
         fit = ", ".join(b.name for b in known.values() if not b.missing())
-        raise UserError(f"benchmark {name} needs {known[name].needs}: there is no {missing} here", f"those that run here: {fit}")
+        raise UserError(f"benchmark {name} needs {known[name].needs}: there is no {missing} here",
+                        f"those that run here: {fit}")
     sys.path.insert(0, str(FOLDER.parent))
     common = importlib.import_module("benchmarks.common")
     if COMMIT not in options:
         common.RESULTS = Path()
-    sys.argv = [f"jaxfp8rl bench {name}", *(option for option in options if option != COMMIT)]  # its main reads them
+    # its main reads them
+    sys.argv = [f"jaxfp8rl bench {name}", *(option for option in options if option != COMMIT)]
     importlib.import_module(f"benchmarks.{name}").main()

@@ -1,4 +1,5 @@
-"""`jaxfp8rl completion SHELL`: a script, by shtab, that has the shell complete commands, options, settings and presets."""
+"""`jaxfp8rl completion SHELL`: a script, by shtab, that has the shell complete commands, options, settings
+and presets."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one of SHELLS. `parser` is changed: each command that takes a config gets every setting as an option."""
+    """The script for one of SHELLS. `parser` is changed: each command that takes a config gets every setting
+    as an option."""
     import shtab
 
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))

@@ -1,7 +1,8 @@
 """`jaxfp8rl doctor`: is this machine fit, one line a check; what fails says its fix.
 
-"ok" is fine, "-" is absent and needed for some uses alone (the line says which), "FAIL" must be mended. torch and vLLM are
-looked at in a child process, so that a broken install of theirs is a line here and not the end of the doctor.
+"ok" is fine, "-" is absent and needed for some uses alone (the line says which), "FAIL" must be mended. torch
+and vLLM are looked at in a child process, so that a broken install of theirs is a line here and not the end
+of the doctor.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from jaxfp8rl.errors import UserError
 from jaxfp8rl.config.toml import load_config, presets
+from jaxfp8rl.errors import UserError
 
-PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers", "pydantic")  # shown
+# shown
+PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers",
+            "pydantic")
 LEAST_DRIVER = {12: 525, 13: 580}  # of each CUDA (its release notes, table of drivers)
 UNTESTED_VLLM = Version("0.33")  # from here on; the oldest is said by what jaxfp8rl requires
 PROBE_SECONDS = 180
@@ -51,7 +54,8 @@ class DoctorFailed(UserError):
 
 
 def run_doctor(as_json: bool = False) -> None:
-    """Print every check as it is made, or all of them as one JSON object. Raises DoctorFailed if any failed."""
+    """Print every check as it is made, or all of them as one JSON object. Raises DoctorFailed if any
+    failed."""
     checks = []
     for group in (_python, _gpu, _jax, _cuda, _nvcc, _packages, _bridge, _memory, _disk, _configs):
         for check in _guarded(group):
@@ -70,14 +74,17 @@ def _guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from group()
     except Exception as e:
-        yield Check(group.__name__.strip("_"), "FAIL", f"{type(e).__name__}: {e}", "install again: see README, Install")
+        yield Check(group.__name__.strip("_"), "FAIL", f"{type(e).__name__}: {e}",
+                    "install again: see README, Install")
 
 
 def _python() -> Iterator[Check]:
     if sys.version_info[:2] >= (3, 12):  # noqa: UP036 - a checkout can be run by any Python
-        yield Check("python", "ok", f"{platform.python_version()} on {platform.machine()} {platform.system()}")
+        yield Check("python", "ok",
+                    f"{platform.python_version()} on {platform.machine()} {platform.system()}")
     else:
-        yield Check("python", "FAIL", platform.python_version(), "install Python 3.12 and make the environment anew")
+        yield Check("python", "FAIL", platform.python_version(),
+                    "install Python 3.12 and make the environment anew")
 
 
 def _gpu() -> Iterator[Check]:
@@ -87,7 +94,8 @@ def _gpu() -> Iterator[Check]:
         return
     done = _nvidia_smi("name,compute_cap,driver_version,memory.total")
     if done.returncode:
-        yield Check("gpu", "FAIL", f"nvidia-smi: {(done.stderr or done.stdout).strip()}", "mend the NVIDIA driver")
+        yield Check("gpu", "FAIL", f"nvidia-smi: {(done.stderr or done.stdout).strip()}",
+                    "mend the NVIDIA driver")
         return
     for line in done.stdout.strip().splitlines():
         name, capability, driver, memory = line.split(", ")
@@ -117,12 +125,14 @@ def _jax() -> Iterator[Check]:
 
 
 def _cuda() -> Iterator[Check]:
-    """JAX's plug-in beside its own library and the driver: of other versions it is left out, or fails at the first kernel."""
+    """JAX's plug-in beside its own library and the driver: of other versions it is left out, or fails at the
+    first kernel."""
     majors = [major for major in LEAST_DRIVER if _version(f"jax-cuda{major}-plugin")]
     if not majors:
         return
     if len(majors) > 1:
-        yield Check("cuda", "FAIL", "JAX has plug-ins for CUDA 12 and 13", "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt")
+        yield Check("cuda", "FAIL", "JAX has plug-ins for CUDA 12 and 13",
+                    "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt")
         return
     major, version, jaxlib = majors[0], _version(f"jax-cuda{majors[0]}-plugin"), _version("jaxlib")
     detail, fix = f"JAX's plug-in for CUDA {major} is {version}", f'pip install "jax[cuda{major}]=={_version("jax")}"'
@@ -131,7 +141,8 @@ def _cuda() -> Iterator[Check]:
     elif _has_gpu() and (driver := _driver()) < LEAST_DRIVER[major]:
         older = [f'pip install "jaxfp8rl[cuda{m}]"' for m, least in LEAST_DRIVER.items() if least <= driver]
         fixes = [f"a driver of {LEAST_DRIVER[major]} or newer", *older]
-        yield Check("cuda", "FAIL", f"{detail}, the driver {driver}: too old for CUDA {major}", ", or ".join(fixes))
+        yield Check("cuda", "FAIL", f"{detail}, the driver {driver}: too old for CUDA {major}",
+                    ", or ".join(fixes))
     else:
         yield Check("cuda", "ok", detail)
 
@@ -140,8 +151,10 @@ def _nvcc() -> Iterator[Check]:
     from jaxfp8rl.rollout.engines import cuda_compiler
 
     if _has_gpu():
-        found, detail = cuda_compiler(), 'not found; wanted for rollout.fp8_kernel = "deep_gemm", which some presets have'
-        yield Check("nvcc", "ok", found) if found else Check("nvcc", "-", detail, 'set CUDA_HOME, or fp8_kernel = "native"')
+        found, detail = cuda_compiler(
+            ), 'not found; wanted for rollout.fp8_kernel = "deep_gemm", which some presets have'
+        yield Check("nvcc", "ok",
+                    found) if found else Check("nvcc", "-", detail, 'set CUDA_HOME, or fp8_kernel = "native"')
 
 
 def _driver() -> int:
@@ -156,15 +169,18 @@ def _packages() -> Iterator[Check]:
     missing = sorted(p for p in always if not _version(p))
     old = [r for r in asked if (v := _version(r.name)) and not r.specifier.contains(v, prereleases=True)]
     if missing:
-        yield Check("packages", "FAIL", f"missing: {', '.join(missing)}", "pip install jaxfp8rl, or make demo in a checkout")
+        yield Check("packages", "FAIL", f"missing: {', '.join(missing)}",
+                    "pip install jaxfp8rl, or make demo in a checkout")
     if old:
         said = ", ".join(f"{r.name} {_version(r.name)} is not {r.specifier}" for r in old)
-        yield Check("packages", "FAIL", said, "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in old))
+        yield Check("packages", "FAIL", said,
+                    "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in old))
     if not missing and not old:
         yield Check("packages", "ok", ", ".join(f"{p} {_version(p)}" for p in PACKAGES))
     tasks = [p for p in ("reasoning-gym", "math-verify", "transformers") if not _version(p)]
     detail, fix = f"missing: {', '.join(tasks)}; wanted for their tasks and scorers", 'pip install "jaxfp8rl[tasks]"'
-    yield Check("tasks", "-", detail, fix) if tasks else Check("tasks", "ok", "reasoning-gym, math-verify, transformers")
+    yield Check("tasks", "-", detail,
+                fix) if tasks else Check("tasks", "ok", "reasoning-gym, math-verify, transformers")
 
 
 def _version(package: str) -> str | None:
@@ -175,7 +191,8 @@ def _version(package: str) -> str | None:
 
 
 def _requires(package: str) -> list[str]:
-    """What it declares that it needs; nothing for one that is not installed, such as a checkout on PYTHONPATH."""
+    """What it declares that it needs; nothing for one that is not installed, such as a checkout on
+    PYTHONPATH."""
     try:
         return importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -188,7 +205,8 @@ def _bridge() -> Iterator[Check]:
     done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS)
     if done.returncode:
         why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        yield Check("torch", "FAIL", f"breaks when used: {why}", 'pip install --force-reinstall "jaxfp8rl[vllm]"')
+        yield Check("torch", "FAIL", f"breaks when used: {why}",
+                    'pip install --force-reinstall "jaxfp8rl[vllm]"')
         return
     found = json.loads(done.stdout.splitlines()[-1])
     if not found["torch"]:
@@ -208,7 +226,8 @@ def _torch(found: dict) -> Check:
     if not _has_gpu():
         return Check("torch", "ok", version)
     if not cuda:
-        return Check("torch", "FAIL", f"{version} is a build for CPUs, and there is a GPU", 'pip install "jaxfp8rl[vllm]"')
+        return Check("torch", "FAIL", f"{version} is a build for CPUs, and there is a GPU",
+                     'pip install "jaxfp8rl[vllm]"')
     other = [m for m in LEAST_DRIVER if _version(f"jax-cuda{m}-plugin") and m != int(cuda.partition(".")[0])]
     if other:
         fix = f'pip install "jaxfp8rl[cuda{cuda.partition(".")[0]}]": not tested otherwise'
@@ -218,8 +237,10 @@ def _torch(found: dict) -> Check:
 
 def _vllm(found: dict) -> Check:
     if not found["vllm"]:
-        return Check("vllm", "-", 'not installed; wanted for rollout.engine = "vllm"', 'pip install "jaxfp8rl[vllm]"')
-    wants = [r for r in map(Requirement, _requires("vllm")) if r.name == "torch" and (not r.marker or r.marker.evaluate())]
+        return Check("vllm", "-", 'not installed; wanted for rollout.engine = "vllm"',
+                     'pip install "jaxfp8rl[vllm]"')
+    wants = [r for r in map(Requirement, _requires("vllm")) if r.name == "torch"
+             and (not r.marker or r.marker.evaluate())]
     if any(not r.specifier.contains(found["torch"], prereleases=True) for r in wants):
         detail = f"{found['vllm']} was built for torch{wants[0].specifier}, {found['torch']} is installed"
         return Check("vllm", "FAIL", detail, f'pip install "torch{wants[0].specifier}"')

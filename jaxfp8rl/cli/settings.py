@@ -1,4 +1,5 @@
-"""What there is to set: every key of the configuration with its type, limits, default and meaning; a search; a difference."""
+"""What there is to set: every key of the configuration with its type, limits, default and meaning; a search;
+a difference."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 
 from jaxfp8rl import other_names
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.resume_rules import changes
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.toml import SECTIONS, presets, to_toml
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.other_names import plain
-from jaxfp8rl.config.toml import SECTIONS, presets, to_toml
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 KINDS = {str: "text", int: "integer", float: "number", bool: "true or false"}
@@ -25,7 +26,8 @@ WIDTH = 110
 
 
 class Setting(NamedTuple):
-    """One key of a section. `default` is as TOML has it; "" where it is absent, None where it must be given."""
+    """One key of a section. `default` is as TOML has it; "" where it is absent, None where it must be
+    given."""
 
     section: str
     key: str
@@ -41,42 +43,49 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         given = "required" if self.default is None else f"default {self.default or 'absent'}"
         indent = dict(initial_indent=" " * 6, subsequent_indent=" " * 6)
-        return "\n".join([f"  --{self.name}  {self.kind}; {given}", *textwrap.wrap(self.description, WIDTH, **indent)])
+        return "\n".join([f"  --{self.name}  {self.kind}; {given}",
+                          *textwrap.wrap(self.description, WIDTH, **indent)])
 
 
 def settings() -> list[Setting]:
     """All of them, in the order of the file."""
     return [
-        Setting(section, key, _kind(field), _default(field), field.description or "", _choices(field.annotation))
+        Setting(section, key, _kind(field), _default(field), field.description or "",
+                _choices(field.annotation))
         for section, model in SECTIONS.items() for key, field in model.model_fields.items()
-    ]  # fmt: skip
+    ]
 
 
 def describe(found: list[Setting]) -> str:
     """`found` by sections, for the terminal."""
     by_section: dict[str, list[str]] = {}
     for s in found:
-        by_section.setdefault(s.section, [f"[{s.section}]  {_first_line(SECTIONS[s.section])}"]).append(str(s))
+        by_section.setdefault(s.section,
+                              [f"[{s.section}]  {_first_line(SECTIONS[s.section])}"]).append(str(s))
     return "\n\n".join("\n".join(lines) for lines in by_section.values())
 
 
 def find(*words: str) -> list[Setting]:
-    """Settings whose name, choices or description have all `words` in them, as whole words if any has, those first that are
-    called so; and of a name of other frameworks those that stand for it. Raises ConfigError, with the nearest, where none is."""
+    """Settings whose name, choices or description have all `words` in them, as whole words if any has, those
+    first that are called so; and of a name of other frameworks those that stand for it. Raises ConfigError,
+    with the nearest, where none is."""
     everything, asked = settings(), " ".join(words)
     words = tuple(plain(word) for word in asked.split())
     meant = re.findall(r"\w+\.\w+", " ".join(other_names.here("_".join(words))))
     theirs = [s for s in everything if s.name in meant]
     whole = _speak_of([rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])" for word in words], everything)
-    found = theirs + [s for s in whole if s not in theirs] or _speak_of(list(map(re.escape, words)), everything)
+    found = theirs + [s for s in whole
+                      if s not in theirs] or _speak_of(list(map(re.escape, words)), everything)
     if not found:
         near = next((hit for word in words for hit in _nearest(word, everything)), "")
-        raise ConfigError(f"no setting speaks of {asked!r}", f"jaxfp8rl config --find {near}" if near else "jaxfp8rl config: all")
+        raise ConfigError(f"no setting speaks of {asked!r}",
+                          f"jaxfp8rl config --find {near}" if near else "jaxfp8rl config: all")
     return found
 
 
 def _speak_of(patterns: list[str], everything: list[Setting]) -> list[Setting]:
-    """Those whose name has all of them, then those whose name and meaning have, with or without underscores."""
+    """Those whose name has all of them, then those whose name and meaning have, with or without
+    underscores."""
     spaced = [re.compile(pattern.replace("_", "[_ ]")) for pattern in patterns]
     have = lambda text: all(pattern.search(text.lower()) for pattern in spaced)
     named = sorted((s for s in everything if have(s.name)), key=lambda s: not spaced[0].fullmatch(s.key))
@@ -90,15 +99,18 @@ def _nearest(word: str, everything: list[Setting]) -> list[str]:
 def format_differences(a: Config, b: Config) -> str:
     """A line for each setting in which they differ, for the terminal, its values as TOML has them."""
     said = lambda value: "absent" if value is None else to_toml(value)
-    lines = [f"{section}.{key}: {said(ours)} -> {said(theirs)}" for (section, key), (ours, theirs) in changes(a, b).items()]
+    lines = [f"{section}.{key}: {said(ours)} -> {said(theirs)}"
+             for (section, key), (ours, theirs) in changes(a, b).items()]
     return "\n".join(lines) or "no setting differs"
 
 
 def format_presets() -> str:
     """The shipped configs, each with the comment that it begins with."""
-    heads = {name: itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
-             for name, file in sorted(presets().items())}  # fmt: skip
-    return "\n\n".join("\n".join([name, *(f"  {line.lstrip('# ')}" for line in head)]) for name, head in heads.items())
+    heads = {name: itertools.takewhile(lambda line: line.startswith("#"),
+                                       file.read_text(encoding="utf-8").splitlines())
+             for name, file in sorted(presets().items())}
+    return "\n\n".join("\n".join([name, *(f"  {line.lstrip('# ')}" for line in head)])
+                       for name, head in heads.items())
 
 
 def overview() -> str:
@@ -110,7 +122,8 @@ def overview() -> str:
 
 def _kind(field: pydantic.fields.FieldInfo) -> str:
     """Its type and limits in words, or its choices."""
-    limits = [f"{sign} {getattr(m, name):g}" for m in field.metadata for name, sign in SIGNS.items() if hasattr(m, name)]
+    limits = [f"{sign} {getattr(m, name):g}" for m in field.metadata for name, sign in SIGNS.items()
+              if hasattr(m, name)]
     return ", ".join([_type(field.annotation), *limits])
 
 

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.config.toml import load_config, parse_overrides
+from jaxfp8rl.errors import CheckpointError
 
-# Where things are, what is watched, how the same numbers are computed; and those that a run in trouble is told to change. The
-# contents of a model's config.json, of a data set and of a tokenizer are compared with the run's own, wherever they lie.
+# Where things are, what is watched, how the same numbers are computed; and those that a run in trouble is
+# told to change. The contents of a model's config.json, of a data set and of a tokenizer are compared with
+# the run's own, wherever they lie.
 MAY_CHANGE = {
-    "run": {"dir", "steps", "eval_every", "eval_problems", "save_every", "keep_checkpoints", "save_patience_s", "watchdog_s",
+    "run": {"dir", "steps", "eval_every", "eval_problems", "save_every", "keep_checkpoints",
+            "save_patience_s", "watchdog_s",
             "samples_per_step", "samples_top_k", "trackers"},
     "model": {"path", "tokenizer"},
     "task": {"path", "held_out_path", "reward_timeout_s", "reward_workers", "scorer_folder"},
-    "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep", "link",
+    "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep",
+                "link",
                 "engines", "server_gpus", "server_url", "server_token_file", "restarts"},
     "precision": {"products", "attention"},
     "train": {"row_tokens", "rows_per_microbatch", "remat", "compilation_cache", "data", "fsdp", "tensor",
@@ -25,11 +28,12 @@ MAY_CHANGE = {
     "optim": {"lr", "warmup_steps", "total_steps", "min_lr_ratio", "clip_norm", "max_bad_steps", "offload"},
     "gate": {"completions", "max_new_tokens", "max_mean_gap", "max_gap"},
     "monitor": {"profile_step", "precision_every"},
-}  # fmt: skip
+}
 
 
 def settled(cfg: Config, resume: bool = False) -> Config:
-    """With the end of a decaying learning rate: run.steps says it where the run is begun, and what goes on longer keeps it."""
+    """With the end of a decaying learning rate: run.steps says it where the run is begun, and what goes on
+    longer keeps it."""
     if cfg.optim.schedule == "constant" or cfg.optim.total_steps:
         return cfg
     own = Path(cfg.run.dir) / "config.toml"
@@ -41,7 +45,7 @@ def settled(cfg: Config, resume: bool = False) -> Config:
 def changes(before: Config, now: Config) -> dict[tuple[str, str], tuple[Any, Any]]:
     """(section, key) -> (value before, value now) of every setting that differs."""
     pairs = ((s, k, getattr(getattr(before, s), k), getattr(getattr(now, s), k))
-             for s in Config.model_fields for k in type(getattr(now, s)).model_fields)  # fmt: skip
+             for s in Config.model_fields for k in type(getattr(now, s)).model_fields)
     return {(s, k): (old, new) for s, k, old, new in pairs if old != new}
 
 
@@ -50,13 +54,15 @@ def described(found: dict[tuple[str, str], tuple[Any, Any]]) -> list[str]:
 
 
 def check_typed(cfg: Config, overrides: Sequence[str]) -> None:
-    """Raise CheckpointError, with the difference, where `cfg` differs from the run in its run directory in what none of the
-    `overrides` says: a file or a preset that is not what the run was begun with changes nothing unasked."""
+    """Raise CheckpointError, with the difference, where `cfg` differs from the run in its run directory in
+    what none of the `overrides` says: a file or a preset that is not what the run was begun with changes
+    nothing unasked."""
     own = Path(cfg.run.dir) / "config.toml"
     if not own.is_file():  # no run: said by `check_run_directory`
         return
     typed = {o.path[:2] for o in parse_overrides(overrides)} | {("run", "dir")}
-    if unasked := {key: values for key, values in changes(load_config(str(own)), cfg).items() if key not in typed}:
+    if unasked := {key: values for key, values in changes(load_config(str(own)), cfg).items()
+                   if key not in typed}:
         listing = "\n  ".join(described(unasked))
         raise CheckpointError(
             f"run.dir: {cfg.run.dir} was begun with other settings:\n  {listing}",
@@ -65,7 +71,8 @@ def check_typed(cfg: Config, overrides: Sequence[str]) -> None:
 
 
 def check_resumable(cfg: Config) -> None:
-    """Raise CheckpointError, with the difference, where `cfg` is of another run than the one in its run directory."""
+    """Raise CheckpointError, with the difference, where `cfg` is of another run than the one in its run
+    directory."""
     found = changes(load_config(str(Path(cfg.run.dir) / "config.toml")), cfg)
     refused = {(s, k): values for (s, k), values in found.items() if k not in MAY_CHANGE.get(s, ())}
     if refused:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:  # it loads jax, which a misspelt key need not wait for
 
 REMOTE_SETTINGS = ("link", "engines", "server_gpus", "server_url", "server_token_file", "restarts")
 SERVER_SETTINGS = (
-    "engines", "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "attention", "publish",
+    "engines", "server_gpus", "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "fp8_kernel",
+    "attention", "publish",
     "enforce_eager", "sleep", "restarts",
-)  # fmt: skip
+)
 VLLM_SETTINGS = ("gpu_memory_utilization", "kv_cache_gib", "fp8_kernel", "attention", "enforce_eager")
 VLLM_TEMPERATURES = 0.01, 2.0  # a lower one vLLM raises without saying so, a higher one it refuses
 DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the leading one counted
@@ -34,10 +35,12 @@ def check(cfg: Config) -> None:
     _check_fp8_formats(cfg, recipe)
     _check_loss(cfg, recipe)
     if bool(cfg.model.path) == bool(cfg.model.config):
-        raise ConfigError("model: give either `path` (an HF folder) or `config` (a table), not both or neither",
-                          "--model.path FOLDER, and where the file has a [model.config] also --model.config '{}'")  # fmt: skip
+        raise ConfigError(
+            "model: give either `path` (an HF folder) or `config` (a table), not both or neither",
+                          "--model.path FOLDER, and where the file has a [model.config] also --model.config '{}'")
     if not (cfg.model.tokenizer or cfg.model.path):
-        raise ConfigError("model.tokenizer: a model from scratch needs one", 'an HF folder, or "chars:0123456789+="')
+        raise ConfigError("model.tokenizer: a model from scratch needs one",
+                          'an HF folder, or "chars:0123456789+="')
     if cfg.max_model_len > cfg.train.row_tokens:
         raise ConfigError(
             f"train.row_tokens = {cfg.train.row_tokens} cannot hold task.max_prompt_tokens + rollout.max_new_tokens"
@@ -70,20 +73,25 @@ def _check_task(cfg: Config) -> None:
         raise ConfigError("task.path: a file task needs a JSONL or Parquet file")
     if task.scorer and task.kind != "file":
         raise ConfigError(f'task.scorer: a task of kind "{task.kind}" scores by itself',
-                          'leave it out, or give [[task.rewards]], of which one may be "generator"')  # fmt: skip
+                          'leave it out, or give [[task.rewards]], of which one may be "generator"')
     if task.rewards and task.scorer:
-        raise ConfigError("task.rewards with task.scorer: one of the two", "name the scorer in one of [[task.rewards]]")
+        raise ConfigError("task.rewards with task.scorer: one of the two",
+                          "name the scorer in one of [[task.rewards]]")
     if task.scorer:
         check_scorer_name(task.scorer)
     if task.scorer_folder and not task.has_own_scorer:
-        raise ConfigError("task.scorer_folder: no scorer of your own is to be looked for", "leave it out, or set task.scorer")
-    if task.think_tags and (len(task.think_tags) != 2 or not all(task.think_tags) or len(set(task.think_tags)) != 2):
-        raise ConfigError(f"task.think_tags = {list(task.think_tags)}: what opens a block of thoughts, and what closes it",
-                          'for example ["<think>", "</think>"]; [] where there are none')  # fmt: skip
+        raise ConfigError("task.scorer_folder: no scorer of your own is to be looked for",
+                          "leave it out, or set task.scorer")
+    if task.think_tags and (len(task.think_tags) != 2 or not all(task.think_tags)
+                            or len(set(task.think_tags)) != 2):
+        raise ConfigError(
+            f"task.think_tags = {list(task.think_tags)}: what opens a block of thoughts, and what closes it",
+                          'for example ["<think>", "</think>"]; [] where there are none')
 
 
 def _check_float_types(cfg: Config, recipe: Recipe) -> None:
-    """float16 is a recipe of its own: its small gradients need the loss scaling, and both sides the same type."""
+    """float16 is a recipe of its own: its small gradients need the loss scaling, and both sides the same
+    type."""
     used = (cfg.precision.compute_dtype, cfg.precision.weight_dtype)
     if recipe.dtype and used != (recipe.dtype,) * 2:
         raise ConfigError(
@@ -93,7 +101,7 @@ def _check_float_types(cfg: Config, recipe: Recipe) -> None:
         )
     if "float16" in used and not recipe.dtype:
         raise ConfigError(f'precision.compute_dtype, weight_dtype: float16 is not for recipe "{recipe.name}"',
-                          'set precision.recipe = "fp16"')  # fmt: skip
+                          'set precision.recipe = "fp16"')
 
 
 def _check_schedules(cfg: Config) -> None:
@@ -104,10 +112,12 @@ def _check_schedules(cfg: Config) -> None:
         ends[f"optim.total_steps = {optim.total_steps}"] = optim.total_steps
     for what, end in ends.items():
         if optim.warmup_steps >= end:
-            raise ConfigError(f"optim.warmup_steps = {optim.warmup_steps}: {what}, none of them after the warm-up",
-                              f"set optim.warmup_steps to {end - 1} at most")  # fmt: skip
+            raise ConfigError(
+                f"optim.warmup_steps = {optim.warmup_steps}: {what}, none of them after the warm-up",
+                              f"set optim.warmup_steps to {end - 1} at most")
     if optim.schedule == "constant":
-        _refuse_given(cfg, "optim", ("total_steps", "min_lr_ratio"), 'optim.schedule = "constant"', 'optim.schedule = "cosine"')
+        _refuse_given(cfg, "optim", ("total_steps", "min_lr_ratio"), 'optim.schedule = "constant"',
+                      'optim.schedule = "cosine"')
     elif not optim.min_lr_ratio and (optim.total_steps or updates) < updates:
         raise ConfigError(
             f"optim.total_steps = {optim.total_steps} with optim.min_lr_ratio = 0: the learning rate is 0 from then to the last "
@@ -155,9 +165,10 @@ def _check_processes(cfg: Config) -> None:
     problems = {
         f"rollout.lag = {cfg.rollout.lag}": cfg.rollout.lag, 'moe.replay = "R3"': cfg.moe.replay == "R3",
         "loss.calibrate_clip_every": cfg.loss.calibrate_clip_every,
-    }  # fmt: skip
+    }
     for name in (name for name, given in problems.items() if given):
-        raise ConfigError(f"train.processes = {t.processes}: {name} is for a learner in one process", f"leave out {name}")
+        raise ConfigError(f"train.processes = {t.processes}: {name} is for a learner in one process",
+                          f"leave out {name}")
     if t.devices % t.processes:
         raise ConfigError(
             f"train.processes = {t.processes} does not divide train.data * train.fsdp * train.tensor = {t.devices}: each has as "
@@ -171,11 +182,13 @@ def _check_mesh(cfg: Config) -> None:
     t = cfg.train
     if t.devices == 1:
         return
-    mesh = " * ".join(f"train.{axis} = {size}" for axis in ("data", "fsdp", "tensor") if (size := getattr(t, axis)) > 1)
+    mesh = " * ".join(f"train.{axis} = {size}" for axis in ("data", "fsdp", "tensor")
+                      if (size := getattr(t, axis)) > 1)
     problems = {
         "rollout.one_copy": cfg.rollout.one_copy, "monitor.precision_every": cfg.monitor.precision_every,
-        'rollout.kv_scales = "calibrated"': cfg.rollout.kv_scales == "calibrated", "optim.offload": cfg.optim.offload,
-    }  # fmt: skip
+        'rollout.kv_scales = "calibrated"': cfg.rollout.kv_scales == "calibrated",
+        "optim.offload": cfg.optim.offload,
+    }
     for name in (name for name, given in problems.items() if given):
         raise ConfigError(f"{mesh}: {name} is for a learner on one device", f"leave out {name}")
     if (rows := t.rows_per_microbatch) % t.over_rows:
@@ -230,32 +243,36 @@ def _check_server(cfg: Config) -> None:
     """Settings of another engine would be ignored, and a server that runs already has its own."""
     r, default = cfg.rollout, {name: field.default for name, field in Rollout.model_fields.items()}
     if r.engine == "jax" and r.sleep != "off":
-        raise ConfigError(f'rollout.sleep = "{r.sleep}": the embedded engine has none', 'set rollout.engine = "vllm"')
+        raise ConfigError(f'rollout.sleep = "{r.sleep}": the embedded engine has none',
+                          'set rollout.engine = "vllm"')
     if r.engine != "remote":
         if given := [n for n in REMOTE_SETTINGS if getattr(r, n) != default[n]]:
             raise ConfigError(f'rollout.{given[0]} has no effect with rollout.engine = "{r.engine}"',
-                              'leave it out, or set rollout.engine = "remote"')  # fmt: skip
+                              'leave it out, or set rollout.engine = "remote"')
     elif bool(r.server_url) != bool(r.server_token_file):
         raise ConfigError("rollout.server_url and rollout.server_token_file go together: both or neither",
-                          "give both for a server that runs already, neither to have one started")  # fmt: skip
+                          "give both for a server that runs already, neither to have one started")
     elif r.server_url and (given := [n for n in SERVER_SETTINGS if getattr(r, n) != default[n]]):
-        raise ConfigError(f"rollout.{given[0]}: the server at {r.server_url} runs already, with settings of its own",
-                          "leave it out, and give it to the server when that is started")  # fmt: skip
+        raise ConfigError(
+            f"rollout.{given[0]}: the server at {r.server_url} runs already, with settings of its own",
+                          "leave it out, and give it to the server when that is started")
     elif r.link == "nccl" and not (r.server_gpus or r.server_url):
         raise ConfigError('rollout.link = "nccl" is between two GPUs', "set rollout.server_gpus = [1], say")
     elif len(r.server_gpus) % r.engines:
-        raise ConfigError(f"rollout.engines = {r.engines} does not divide the {len(r.server_gpus)} rollout.server_gpus",
-                          "give each the same number of GPUs")  # fmt: skip
+        raise ConfigError(
+            f"rollout.engines = {r.engines} does not divide the {len(r.server_gpus)} rollout.server_gpus",
+                          "give each the same number of GPUs")
     elif r.link in ("cuda_ipc", "nccl") and r.publish == "reload":
         raise ConfigError(f'rollout.link = "{r.link}" is written in place, rollout.publish = "reload" is not',
-                          'leave rollout.publish out, or set rollout.link = "file"')  # fmt: skip
+                          'leave rollout.publish out, or set rollout.link = "file"')
 
 
 def _check_temperature(cfg: Config) -> None:
     low, high = VLLM_TEMPERATURES
     if cfg.rollout.engine != "jax" and not low <= cfg.rollout.temperature <= high:
-        raise ConfigError(f"rollout.temperature = {cfg.rollout.temperature:g}: vLLM samples at {low:g} to {high:g}",
-                          'set one of these, or rollout.engine = "jax"')  # fmt: skip
+        raise ConfigError(
+            f"rollout.temperature = {cfg.rollout.temperature:g}: vLLM samples at {low:g} to {high:g}",
+                          'set one of these, or rollout.engine = "jax"')
 
 
 def _check_idle(cfg: Config, recipe: Recipe) -> None:
@@ -267,9 +284,11 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
     else:
         _refuse_given(cfg, "precision", ("embedded_activations",), engine, 'rollout.engine = "jax"')
     if not recipe.engine_fp8:
-        _refuse_given(cfg, "precision", ("embedded_activations",), f'precision.recipe = "{recipe.name}"', "an FP8 recipe")
+        _refuse_given(cfg, "precision", ("embedded_activations",), f'precision.recipe = "{recipe.name}"',
+                      "an FP8 recipe")
     if r.kv_scales == "one":
-        _refuse_given(cfg, "rollout", ("kv_scale_decay",), 'rollout.kv_scales = "one"', 'rollout.kv_scales = "calibrated"')
+        _refuse_given(cfg, "rollout", ("kv_scale_decay",), 'rollout.kv_scales = "one"',
+                      'rollout.kv_scales = "calibrated"')
     if not loss.overlong_buffer:
         _refuse_given(cfg, "loss", ("overlong_penalty",), "loss.overlong_buffer = 0", "loss.overlong_buffer")
     if not loss.kl_coef:
@@ -282,18 +301,21 @@ def _check_idle(cfg: Config, recipe: Recipe) -> None:
     if moe.replay != "R3":
         _refuse_given(cfg, "moe", ("measure_every",), f'moe.replay = "{moe.replay}"', 'moe.replay = "R3"')
     if not (recipe.engine_fp8 or r.kv_cache == "fp8"):
-        _refuse_given(cfg, "monitor", ("precision_every",), f'precision.recipe = "{recipe.name}"', "an FP8 recipe or cache")
+        _refuse_given(cfg, "monitor", ("precision_every",), f'precision.recipe = "{recipe.name}"',
+                      "an FP8 recipe or cache")
     if set(cfg.task.scorers) == {"exact"} and cfg.task.kind != "reasoning_gym":
         scorer = "a scorer that runs in the learner's process"
         _refuse_given(cfg, "task", ("reward_workers", "reward_timeout_s"), scorer, "task.scorer")
     if cfg.task.kind == "arithmetic":
-        _refuse_given(cfg, "task", ("think_tags",), 'task.kind = "arithmetic"', 'task.kind = "reasoning_gym" or "file"')
+        _refuse_given(cfg, "task", ("think_tags",), 'task.kind = "arithmetic"',
+                      'task.kind = "reasoning_gym" or "file"')
     if not cfg.task.chat and cfg.task.kind != "file":  # rows may be messages, which are rendered without it
         _refuse_given(cfg, "task", ("date", "chat_template_kwargs"), "task.chat = false", "task.chat")
     if not cfg.run.samples_per_step:
         _refuse_given(cfg, "run", ("samples_top_k",), "run.samples_per_step = 0", "run.samples_per_step")
     if loss.old_policy != "recomputed":
-        _refuse_given(cfg, "moe", ("measure_every",), f'loss.old_policy = "{loss.old_policy}"', 'loss.old_policy = "recomputed"')
+        _refuse_given(cfg, "moe", ("measure_every",), f'loss.old_policy = "{loss.old_policy}"',
+                      'loss.old_policy = "recomputed"')
 
 
 def _refuse_given(cfg: Config, section: str, keys: tuple[str, ...], where: str, instead: str) -> None:
@@ -302,7 +324,7 @@ def _refuse_given(cfg: Config, section: str, keys: tuple[str, ...], where: str, 
     if given := [key for key in keys if values[key] != fields[key].default]:
         defaults = " ".join(f"--{section}.{key}={_word(fields[key].default)}" for key in given)
         raise ConfigError(f"{', '.join(f'{section}.{key}' for key in given)}: no effect with {where}",
-                          f"leave it out ({defaults}), or set {instead}")  # fmt: skip
+                          f"leave it out ({defaults}), or set {instead}")
 
 
 def _word(value: object) -> str:
@@ -314,16 +336,19 @@ def _word(value: object) -> str:
 def _check_fp8_formats(cfg: Config, recipe: Recipe) -> None:
     """A format for a pass that the recipe does not run in FP8 would be ignored."""
     ignored = {
-        f'precision.gradients = "{cfg.precision.gradients}"': cfg.precision.gradients != "e4m3" and not recipe.backward_fp8,
+        f'precision.gradients = "{cfg.precision.gradients}"': cfg.precision.gradients != "e4m3"
+        and not recipe.backward_fp8,
         f'precision.products = "{cfg.precision.products}"': cfg.precision.products != "auto" and not (
             recipe.forward_fp8 or (recipe.engine_fp8 and cfg.rollout.engine == "jax")
         ),
-        'precision.saved_activations = "fp8"': cfg.precision.saved_activations == "fp8" and not recipe.forward_fp8,
-        'precision.wgrad_inputs = "128x128"': cfg.precision.wgrad_inputs == "128x128" and not recipe.backward_fp8,
+        'precision.saved_activations = "fp8"': cfg.precision.saved_activations == "fp8"
+        and not recipe.forward_fp8,
+        'precision.wgrad_inputs = "128x128"': cfg.precision.wgrad_inputs == "128x128"
+        and not recipe.backward_fp8,
     }
     for what in (what for what, is_ignored in ignored.items() if is_ignored):
         raise ConfigError(f'{what} has no effect under precision.recipe "{recipe.name}"',
-                          'leave it out, or set precision.recipe = "fp8_unified"')  # fmt: skip
+                          'leave it out, or set precision.recipe = "fp8_unified"')
 
 
 def _check_loss(cfg: Config, recipe: Recipe) -> None:
@@ -363,8 +388,9 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
             "set it to 1, or rollout.samples_per_prompt higher",
         )
     if loss.advantage == "pass_at_k" and loss.overlong_buffer:
-        raise ConfigError('loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
-                          "set it to 0, or choose another advantage")  # fmt: skip
+        raise ConfigError(
+            'loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
+                          "set it to 0, or choose another advantage")
     if is_uncorrected(cfg) and not cfg.correction.allow_uncorrected_fp8:
         raise ConfigError(
             f'precision.recipe "{recipe.name}" samples in FP8 with correction.preset = "{name}", which does nothing: runs '
@@ -415,7 +441,8 @@ def _about(key: str):
 
 def is_uncorrected(cfg: Config) -> bool:
     """Whether the engine samples in FP8 and nothing weighs what it sampled by its own probability."""
-    return get_recipe(cfg.precision.recipe).engine_fp8 and not cfg.correction.resolve().corrects and not _carries_ratio(cfg.loss)
+    return get_recipe(cfg.precision.recipe).engine_fp8 and not cfg.correction.resolve(
+        ).corrects and not _carries_ratio(cfg.loss)
 
 
 def _carries_ratio(loss: Loss) -> bool:
@@ -424,7 +451,8 @@ def _carries_ratio(loss: Loss) -> bool:
 
 
 def _check_unscored(loss: Loss, correction: CorrectionConfig, name: str) -> None:
-    """Without a scoring pass the correction is worked out a micro-batch at a time, from the policy as it is now."""
+    """Without a scoring pass the correction is worked out a micro-batch at a time, from the policy as it is
+    now."""
     if _carries_ratio(loss) and correction.weight != "none":
         raise ConfigError(
             f'loss.old_policy = "rollout" with loss.objective "{loss.objective}": its ratio is already that to the engine, and '

@@ -1,8 +1,9 @@
 """TOML files and command-line overrides -> `Config`, and back.
 
-A refusal names the file, the line, the key, what was wrong and the nearest right thing, and all problems of a file are
-listed at once. tomllib forgets where a key stood, so on an error `key_lines` finds it again: it parses ever longer prefixes
-of the file and notes when each key first appears, which is right for multi-line values, dotted keys and inline tables alike.
+A refusal names the file, the line, the key, what was wrong and the nearest right thing, and all problems of a
+file are listed at once. tomllib forgets where a key stood, so on an error `key_lines` finds it again: it
+parses ever longer prefixes of the file and notes when each key first appears, which is right for multi-line
+values, dotted keys and inline tables alike.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def _as_it_was_meant(data: dict[str, Any]) -> None:
-    """A resolved config names every key: one without a key of today is of a version that had none, and meant this."""
+    """A resolved config names every key: one without a key of today is of a version that had none, and meant
+    this."""
     run, task, optim = (data.get(name) for name in ("run", "task", "optim"))
     if not all(isinstance(section, dict) for section in (run, task, optim, task and task.get("options", {}))):
         return  # it is refused
@@ -79,8 +81,8 @@ def _as_it_was_meant(data: dict[str, Any]) -> None:
 
 
 def _fitted(cfg: Config, given: Sequence[Override]) -> Config:
-    """A preset for a run, or a warm start, that `given` makes no longer than the preset's warm-up: that one gives way, and this
-    is said. A warm-up that was asked for is refused instead."""
+    """A preset for a run, or a warm start, that `given` makes no longer than the preset's warm-up: that one
+    gives way, and this is said. A warm-up that was asked for is refused instead."""
     for section, end in (("optim", cfg.updates), ("sft", cfg.sft.steps)):
         part = getattr(cfg, section)
         if 0 < end <= part.warmup_steps and (section, "warmup_steps") not in {o.path for o in given}:
@@ -95,19 +97,23 @@ def of_table(data: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(dict(data)).check()
     except pydantic.ValidationError as e:
-        raise _config_error("config", [f"{'.'.join(map(str, err['loc']))}: {_explain(err)}" for err in e.errors()]) from e
+        raise _config_error("config", [f"{'.'.join(map(str, err['loc']))}: {_explain(err)}"
+                                       for err in e.errors()]) from e
 
 
 def _beside(cfg: Config, file: Path, text: str) -> Config:
-    """With the folder in which the module of a scorer of one's own is looked for: the config file's. A resolved config has it
-    written down."""
-    if not (cfg.task.has_own_scorer and not cfg.task.scorer_folder and file.is_file()) or text.startswith(RESOLVED):
+    """With the folder in which the module of a scorer of one's own is looked for: the config file's. A
+    resolved config has it written down."""
+    if not (cfg.task.has_own_scorer and not cfg.task.scorer_folder
+            and file.is_file()) or text.startswith(RESOLVED):
         return cfg
-    return cfg.model_copy(update={"task": cfg.task.model_copy(update={"scorer_folder": str(file.absolute().parent)})})
+    return cfg.model_copy(
+        update={"task": cfg.task.model_copy(update={"scorer_folder": str(file.absolute().parent)})})
 
 
 def dump_config(cfg: Config) -> str:
-    """The resolved config as TOML: every field, with its description as a comment. Loads back to an equal Config."""
+    """The resolved config as TOML: every field, with its description as a comment. Loads back to an equal
+    Config."""
     return "\n".join(line for name in Config.model_fields for line in _dump_section(name, getattr(cfg, name)))
 
 
@@ -115,7 +121,8 @@ def dump_config(cfg: Config) -> str:
 
 
 def presets() -> dict[str, Traversable]:
-    """The shipped configs by name: `configs/` beside the package in a checkout, `jaxfp8rl/_presets` in a wheel."""
+    """The shipped configs by name: `configs/` beside the package in a checkout, `jaxfp8rl/_presets` in a
+    wheel."""
     package = importlib.resources.files("jaxfp8rl")
     shipped = package / "_presets"
     folder = shipped if shipped.is_dir() else Path(str(package)).parent / "configs"
@@ -138,11 +145,12 @@ def _read(path: str) -> tuple[str, str]:
         raise ConfigError(f"{path} {why}", way_on)
     else:
         raise ConfigError(f"{path}: no such file, nor a shipped preset{nearest(file.stem, shipped)}",
-                          "give the path of a TOML file or the bare name of a preset: jaxfp8rl train demo")  # fmt: skip
+                          "give the path of a TOML file or the bare name of a preset: jaxfp8rl train demo")
     try:
         return str(file) if source is file else f"{path}.toml", source.read_text(encoding="utf-8")
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read: {e.strerror}", "see that you may read it, or give another") from e
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}",
+                          "see that you may read it, or give another") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {e}", "save it as UTF-8") from e
 
@@ -160,8 +168,8 @@ def _syntax_problem(name: str, text: str, e: tomllib.TOMLDecodeError) -> str:
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:
-    """`--optim.lr 1e-6` and `--optim.lr=1e-6`; the value is TOML, a bare word a string, an empty one the absence of
-    what may be absent. Raises ConfigError."""
+    """`--optim.lr 1e-6` and `--optim.lr=1e-6`; the value is TOML, a bare word a string, an empty one the
+    absence of what may be absent. Raises ConfigError."""
     out, rest = [], list(words)
     while rest:
         word = rest.pop(0)
@@ -181,9 +189,11 @@ def _parse_value(flag: str, text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as e:
         if text.lstrip()[:1] in ('"', "'", "[", "{"):
-            raise ConfigError(f"{flag}: {text} is not valid TOML: {e}", 'lists look like \'["a", "b"]\'') from e
+            raise ConfigError(f"{flag}: {text} is not valid TOML: {e}",
+                              'lists look like \'["a", "b"]\'') from e
         return text
-    is_word = len(parsed) > 1 or isinstance(parsed["value"], datetime.date | datetime.time)  # a run named by its date
+    # a run named by its date
+    is_word = len(parsed) > 1 or isinstance(parsed["value"], datetime.date | datetime.time)
     return text if is_word else parsed["value"]
 
 
@@ -193,7 +203,8 @@ def _set(data: dict[str, Any], override: Override) -> None:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
             raise ConfigError(f"{override.flag}: {parent} is a value, not a table of keys")
-    field = SECTIONS[parents[0]].model_fields.get(key) if len(parents) == 1 and parents[0] in SECTIONS else None
+    field = SECTIONS[parents[0]].model_fields.get(key) if len(parents) == 1 and parents[
+        0] in SECTIONS else None
     if override.value == "" and field is not None and field.default is None:
         data.pop(key, None)  # TOML has no null: a word that is empty stands for it
     else:
@@ -253,21 +264,25 @@ def _paths(data: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]:
 # --- what was wrong
 
 SECTIONS: dict[str, type[Section]] = {n: f.annotation for n, f in Config.model_fields.items()}
-TOML_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
+TOML_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
+              dict: "a table"}
 LIMITS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "greater than"),
-          "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}  # fmt: skip
-EXPECTED = {"int": "an integer", "float": "a number", "string": "a string", "bool": "true or false", "tuple": "a list",
-            "dict": "a table", "model": "a section of keys, [section]"}  # fmt: skip
+          "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
+EXPECTED = {"int": "an integer", "float": "a number", "string": "a string", "bool": "true or false",
+            "tuple": "a list",
+            "dict": "a table", "model": "a section of keys, [section]"}
 
 
 def unknown_key(path: KeyPath, got: Any = None) -> str:
-    """Why `path` is no key: the section it belongs to, what it is called here, or the nearest name. `got`: what was given, of
-    another framework's table its keys."""
+    """Why `path` is no key: the section it belongs to, what it is called here, or the nearest name. `got`:
+    what was given, of another framework's table its keys."""
     *sections, key = path[:-1] + (plain(path[-1]),)
     if ours := key_here(".".join(path)):
         return f'unknown key: "{path[-1]}" of other frameworks is {ours} here'
-    if inner := [(".".join(p), ours) for p in _paths(got) if (ours := key_here(".".join(p)))] if isinstance(got, dict) else []:
-        return "unknown section of other frameworks: " + ", ".join(f'"{name}" is {ours} here' for name, ours in inner[:NAMED])
+    if inner := [(".".join(p), ours) for p in _paths(got)
+                 if (ours := key_here(".".join(p)))] if isinstance(got, dict) else []:
+        return "unknown section of other frameworks: " + ", ".join(
+            f'"{name}" is {ours} here' for name, ours in inner[:NAMED])
     homes = [f"{s}.{key}" for s, model in SECTIONS.items() if key in model.model_fields]
     if ".".join((*sections, key)) in homes:
         return f'unknown key (did you mean "{key}"?)'
@@ -290,7 +305,8 @@ def _section_at(path: Sequence[str]) -> type[Section]:
     found = SECTIONS[path[0]]
     for key in path[1:]:
         annotation = found.model_fields[key].annotation if key in found.model_fields else ()
-        parts = [annotation, *typing.get_args(annotation), *(b for a in typing.get_args(annotation) for b in typing.get_args(a))]
+        parts = [annotation, *typing.get_args(annotation),
+                 *(b for a in typing.get_args(annotation) for b in typing.get_args(a))]
         found = next((p for p in parts if isinstance(p, type) and issubclass(p, Section)), found)
     return found
 
@@ -317,7 +333,8 @@ def _explain(err: Mapping[str, Any]) -> str:
     expected = EXPECTED.get(kind.removesuffix("_type").removesuffix("_parsing"))
     if expected is None:
         return f"{err['msg'].lower()}, got {got!r}"
-    hint = f"; quote it: '\"{got}\"'" if expected == "a string" and isinstance(got, bool | int | float) else ""
+    hint = f"; quote it: '\"{got}\"'" if expected == "a string" and isinstance(
+        got, bool | int | float) else ""
     return f"expected {expected}, got {json.dumps(got, default=str)} ({TOML_TYPES.get(type(got), type(got).__name__)}){hint}"
 
 
@@ -334,14 +351,17 @@ def _config_error(name: str, problems: list[str]) -> ConfigError:
     more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     listing = "\n  ".join(problems[:MAX_PROBLEMS] + more)
     return ConfigError(
-        f"{name}: {len(problems)} problems\n  {listing}", "`jaxfp8rl config demo` prints every key with its meaning"
+        f"{name}: {len(problems)} problems\n  {listing}",
+        "`jaxfp8rl config demo` prints every key with its meaning"
     )
 
 
 def _place_cross_check(e: ConfigError, where: _Places) -> ConfigError:
-    """A refusal by `Config.check`, headed by the place of a key it names: one given on the command line before others."""
+    """A refusal by `Config.check`, headed by the place of a key it names: one given on the command line
+    before others."""
     message = e.message
-    keys = [m for m in re.findall(r"\b([a-z]+)\.([a-z_0-9]+)", message) if m[0] in SECTIONS] or [(message.split(":")[0],)]
+    keys = [m for m in re.findall(r"\b([a-z]+)\.([a-z_0-9]+)", message)
+            if m[0] in SECTIONS] or [(message.split(":")[0],)]
     path = next((key for key in keys if key in where.flags), keys[0])
     place = where.of(path)
     if path in where.flags:  # it is named already
@@ -363,7 +383,8 @@ def _dump_section(name: str, section: Section) -> list[str]:
         elif isinstance(value, dict) and value:
             tables += [f"[{name}.{key}]", *(f"{_toml_key(k)} = {to_toml(v)}" for k, v in value.items())]
         else:
-            options = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is Literal else ()
+            options = typing.get_args(field.annotation) if typing.get_origin(
+                field.annotation) is Literal else ()
             choices = " | ".join(map(str, options))
             comment = ": ".join(filter(None, (choices, field.description)))
             lines.append(f"{key} = {to_toml(value)}" + (f"  # {comment}" if comment else ""))
@@ -375,7 +396,8 @@ def to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is, TOML forbids it
+        # JSON leaves DEL as it is, TOML forbids it
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, datetime.date | datetime.time):

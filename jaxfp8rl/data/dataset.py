@@ -1,4 +1,5 @@
-"""The order of problems: seeded, resumable, and the same on every machine; and their tokens, checked once at start-up."""
+"""The order of problems: seeded, resumable, and the same on every machine; and their tokens, checked once at
+start-up."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A uniform permutation of range(n), [n] int64, fixed by (seed, epoch).
 
-    It sorts raw Philox words, which numpy promises never to change; `Generator.permutation` carries no such promise
-    (NEP 19).
+    It sorts raw Philox words, which numpy promises never to change; `Generator.permutation` carries no such
+    promise (NEP 19).
     """
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(n)
     return np.argsort(words, kind="stable")
@@ -36,7 +37,8 @@ def fingerprint(items: Sequence[Any]) -> str:
 
 
 def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool = True) -> str:
-    """SHA-256 over all that is learned from: the `fingerprint`, the prompts as tokens and, if `answers`, the answers."""
+    """SHA-256 over all that is learned from: the `fingerprint`, the prompts as tokens and, if `answers`, the
+    answers."""
     digest = hashlib.sha256(fingerprint(prompts).encode())
     for problem, tokens in prompts:
         digest.update(json.dumps([len(tokens), *(problem.answers if answers else [""])]).encode())
@@ -45,23 +47,27 @@ def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool =
 
 
 def demonstrable[Item](items: Sequence[Item], name: str) -> list[Item]:
-    """The items whose problem has a reference answer for a warm start to imitate. Raises ConfigError where none has."""
+    """The items whose problem has a reference answer for a warm start to imitate. Raises ConfigError where
+    none has."""
     found = [item for item in items if item[0].answer.strip()]
     if items and not found:
-        raise ConfigError(f'sft.steps: no problem of "{name}" has a reference answer, which a warm start would imitate',
-                          "set sft.steps = 0, or choose another task for the warm start")  # fmt: skip
+        raise ConfigError(
+            f'sft.steps: no problem of "{name}" has a reference answer, which a warm start would imitate',
+                          "set sft.steps = 0, or choose another task for the warm start")
     return found
 
 
 class PromptStream[Item]:
-    """An endless order over items: each epoch is a permutation fixed by (seed, epoch); a batch may span two epochs.
+    """An endless order over items: each epoch is a permutation fixed by (seed, epoch); a batch may span two
+    epochs.
 
     Raises DataError when there is nothing to draw from.
     """
 
     def __init__(self, items: Sequence[Item], seed: int):
         if not items:
-            raise DataError("there are no problems to train on", "check task.options and task.max_prompt_tokens")
+            raise DataError("there are no problems to train on",
+                            "check task.options and task.max_prompt_tokens")
         self._items, self._seed, self._fingerprint = items, seed, fingerprint(items)
         self._seek(0, 0)
 
@@ -78,24 +84,28 @@ class PromptStream[Item]:
 
     def state(self) -> dict[str, Any]:
         """JSON-able place in the stream."""
-        return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "items": len(self._items),
+        return {"seed": self._seed, "epoch": self._epoch, "position": self._position,
+                "items": len(self._items),
                 "fingerprint": self._fingerprint}
 
     @classmethod
     def from_state(cls, items: Sequence[Item], state: dict[str, Any]) -> PromptStream[Item]:
-        """Continue where `state` was taken. Raises CheckpointError when the state is damaged or of other data."""
+        """Continue where `state` was taken. Raises CheckpointError when the state is damaged or of other
+        data."""
         try:
             stream = cls(items, int(state["seed"]))
             epoch, position, have = int(state["epoch"]), int(state["position"]), state["fingerprint"]
         except (KeyError, TypeError, ValueError) as e:
-            raise CheckpointError(f"the data state of the checkpoint is damaged: {e!r}", "resume from an older one") from e
+            raise CheckpointError(f"the data state of the checkpoint is damaged: {e!r}",
+                                  "resume from an older one") from e
         if have != stream._fingerprint:
             raise CheckpointError(
                 f"the checkpoint was taken on other problems ({state.get('items')} with fingerprint {str(have)[:12]}; "
                 f"now {len(items)} with {stream._fingerprint[:12]})",
                 "restore task.options and the task's files, or start a new run from the weights (--fork)")
         if epoch < 0 or not 0 <= position <= len(items):
-            raise CheckpointError(f"the data state of the checkpoint is damaged: epoch {epoch}, position {position} "
+            raise CheckpointError(
+                f"the data state of the checkpoint is damaged: epoch {epoch}, position {position} "
                                   f"of {len(items)}", "resume from an older one")
         stream._seek(epoch, position)
         return stream
@@ -107,8 +117,8 @@ class PromptStream[Item]:
 
 @dataclasses.dataclass(frozen=True)
 class PrepareReport:
-    """What `prepare` did: problems kept; left out for having no tokens, too many, or for what template or tokenizer refuse; the
-    longest kept, in tokens; and what is said of the first left out."""
+    """What `prepare` did: problems kept; left out for having no tokens, too many, or for what template or
+    tokenizer refuse; the longest kept, in tokens; and what is said of the first left out."""
 
     kept: int
     empty: int
@@ -119,8 +129,8 @@ class PrepareReport:
 
 
 def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids [T] of a prompt; chat messages go through the tokenizer's template. May be empty. Raises DataError for a prompt
-    that the template or the vocabulary refuses."""
+    """Token ids [T] of a prompt; chat messages go through the tokenizer's template. May be empty. Raises
+    DataError for a prompt that the template or the vocabulary refuses."""
     if isinstance(problem.prompt, str):
         return tuple(tokenizer.encode(problem.prompt))
     return tuple(tokenizer.apply_chat(problem.prompt))
@@ -128,7 +138,8 @@ def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def prepare(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_tokens: int,
             skip: bool = False) -> tuple[list[tuple[Problem, tuple[int, ...]]], PrepareReport]:
-    """Encode every prompt, once, at start-up. With `skip`, prompts that are empty, too long or refused are left out and counted.
+    """Encode every prompt, once, at start-up. With `skip`, prompts that are empty, too long or refused are
+    left out and counted.
 
     Raises DataError naming the first five such prompts when `skip` is off, and when none is left.
     """
@@ -149,8 +160,9 @@ def prepare(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_tokens
     if bad and (not skip or not kept):
         more = f"\n  ... and {len(bad) - 5} more" if len(bad) > 5 else ""
         ways = {"too_long": "raise task.max_prompt_tokens, ", "refused": "change the roles or the text, "}
-        raise DataError(f"{len(bad)} of {len(problems)} prompts cannot be used:\n  " + "\n  ".join(bad[:5]) + more,
+        raise DataError(f"{len(bad)} of {len(problems)} prompts cannot be used:\n  " + "\n  ".join(bad[:5])
+                        + more,
                         "".join(way for kind, way in ways.items() if counts[kind])
-                        + "or set task.skip_bad_rows = true to leave them out and count them")  # fmt: skip
+                        + "or set task.skip_bad_rows = true to leave them out and count them")
     longest = max((len(tokens) for _, tokens in kept), default=0)
     return kept, PrepareReport(len(kept), **counts, longest=longest, first=bad[0] if bad else "")

@@ -22,9 +22,11 @@ from jaxfp8rl.errors import DataError, nearest
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 KINDS = ".jsonl, .json, .csv, .tsv (each also with .gz, .bz2 or .xz) and .parquet"
-OF_HUB = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}  # they describe a set, and hold no rows
-SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "validation": "validation",
-          "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
+# they describe a set, and hold no rows
+OF_HUB = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",
+          "validation": "validation",
+          "valid": "validation", "val": "validation", "dev": "validation"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Written(float):
 def data_files(path: str) -> list[str]:
     """The files of rows that a file, a folder or a glob means, in the order of their names.
 
-    Raises DataError where there are none, or where they are not of one kind, one split and, for a folder, one place.
+    Raises DataError where there are none, or where they are not of one kind, one split and, for a folder, one
+    place.
     """
     whole = os.path.expanduser(path)
     if os.path.isdir(whole):
@@ -68,7 +71,8 @@ def data_files(path: str) -> list[str]:
         raise DataError(f"no such file: {whole}{_neighbour(whole)}",
                         "check task.path; a relative path starts at the working directory")
     root = whole if os.path.isdir(whole) else os.path.dirname(whole[: re.search(r"[*?\[]|$", whole).start()])
-    rows = sorted(name for name in found if _kind_of(name) and not _is_aside(os.path.relpath(name, root or ".")))
+    rows = sorted(name for name in found if _kind_of(name)
+                  and not _is_aside(os.path.relpath(name, root or ".")))
     if not rows:
         raise DataError(f"{whole}: no file of rows ({KINDS}) among {len(found)} files", "check task.path")
     _check_alike(whole, root or ".", rows)
@@ -76,8 +80,8 @@ def data_files(path: str) -> list[str]:
 
 
 def raw_rows(path: str, columns: Collection[str] | None = None) -> Iterator[tuple[int, Any]]:
-    """(line, value) of every row, the value a BadRow where it is malformed. Lines count from 1; where a file has no lines of
-    rows (Parquet, a list in JSON), rows do. `columns`: of a Parquet file, read these alone.
+    """(line, value) of every row, the value a BadRow where it is malformed. Lines count from 1; where a file
+    has no lines of rows (Parquet, a list in JSON), rows do. `columns`: of a Parquet file, read these alone.
 
     Raises DataError when the file as a whole cannot be read.
     """
@@ -97,7 +101,8 @@ def _kind_of(path: str) -> str:
 
 
 def _is_aside(name: str) -> bool:
-    return os.path.basename(name) in OF_HUB or any(part.startswith(".") for part in name.split(os.sep) if part != "..")
+    return os.path.basename(name) in OF_HUB or any(part.startswith(".") for part in name.split(os.sep)
+                                                   if part != "..")
 
 
 def _neighbour(path: str) -> str:
@@ -107,7 +112,8 @@ def _neighbour(path: str) -> str:
 
 
 def _check_alike(path: str, root: str, files: Sequence[str]) -> None:
-    """Raise DataError where the files seem to be more than one set: what is trained on must not be guessed."""
+    """Raise DataError where the files seem to be more than one set: what is trained on must not be
+    guessed."""
 
     def split(name: str) -> str:
         words = re.split("[^a-z]+", os.path.relpath(name, root).lower())
@@ -118,7 +124,8 @@ def _check_alike(path: str, root: str, files: Sequence[str]) -> None:
                         "name those of one split; task.held_out_path names others to evaluate on")
     if groups := _differing(files, _kind_of):
         raise DataError(f"{path}: files of several kinds: {groups}", "name those of one kind")
-    if os.path.isdir(path) and (groups := _differing(files, lambda name: os.path.relpath(os.path.dirname(name), root))):
+    if os.path.isdir(path) and (
+            groups := _differing(files, lambda name: os.path.relpath(os.path.dirname(name), root))):
         raise DataError(f"{path}: files in several folders: {groups}",
                         f"name one of them, or all: {os.path.join(path, '**', '*')}")
 
@@ -128,7 +135,8 @@ def _differing(files: Sequence[str], of) -> str:
     groups: dict[str, list[str]] = {}
     for name in files:
         groups.setdefault(of(name), []).append(name)
-    globs = {key: names[0] if len(names) == 1 else os.path.commonprefix(names) + "*" for key, names in groups.items()}
+    globs = {key: names[0] if len(names) == 1 else os.path.commonprefix(names) + "*"
+             for key, names in groups.items()}
     return ", ".join(f"{key} ({pattern})" for key, pattern in globs.items()) if len(groups) > 1 else ""
 
 
@@ -157,14 +165,16 @@ def _lines(path: str, file: io.BufferedIOBase) -> Iterator[tuple[int, Any]]:
 
 
 def _json(path: str) -> Iterator[tuple[int, Any]]:
-    """A list of rows, an object whose "data" (or whose only value) is one, or JSON Lines under this name, as often."""
+    """A list of rows, an object whose "data" (or whose only value) is one, or JSON Lines under this name, as
+    often."""
     with _open(path) as f:
         raw = f.read()
     try:
         value = _parse(raw)
     except (ValueError, RecursionError) as e:
         if getattr(e, "msg", "") != "Extra data":
-            raise DataError(f"{path}: malformed JSON: {e}", "mend it, or write one row a line as .jsonl") from e
+            raise DataError(f"{path}: malformed JSON: {e}",
+                            "mend it, or write one row a line as .jsonl") from e
         yield from _lines(path, io.BytesIO(raw))
         return
     if isinstance(value, dict):
@@ -174,13 +184,15 @@ def _json(path: str) -> Iterator[tuple[int, Any]]:
 
 
 def _csv(path: str, delimiter: str = ",") -> Iterator[tuple[int, Any]]:
-    """Every value is text, as it stands. A byte that is no UTF-8 becomes a lone surrogate, which no row may have."""
+    """Every value is text, as it stands. A byte that is no UTF-8 becomes a lone surrogate, which no row may
+    have."""
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(_open(path), "utf-8-sig", "surrogateescape", newline="") as f:
         reader = csv.reader(f, delimiter=delimiter, strict=True)
         header = next(reader, [])
         if twice := {name for name in header if header.count(name) > 1}:
-            raise DataError(f"{path}: the header names {sorted(twice)} twice", "give each column a name of its own")
+            raise DataError(f"{path}: the header names {sorted(twice)} twice",
+                            "give each column a name of its own")
         while True:
             line = reader.line_num + 1
             try:
@@ -207,12 +219,14 @@ def _parquet(path: str, columns: Collection[str] | None) -> Iterator[tuple[int, 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
-            for batch in file.iter_batches(1024, columns=names):  # rows of reasoning traces are of 100 kB each
+            # rows of reasoning traces are of 100 kB each
+            for batch in file.iter_batches(1024, columns=names):
                 for value in batch.to_pylist():
                     yield (line := line + 1), value
     except (pyarrow.ArrowException, OSError, ValueError) as e:
-        raise DataError(f"{path}: cannot be read as Parquet after row {line}: {e}", "write the file again") from e
+        raise DataError(f"{path}: cannot be read as Parquet after row {line}: {e}",
+                        "write the file again") from e
 
 
 READERS = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".csv": _csv,
-           ".tsv": functools.partial(_csv, delimiter="\t"), ".parquet": _parquet}  # fmt: skip
+           ".tsv": functools.partial(_csv, delimiter="\t"), ".parquet": _parquet}

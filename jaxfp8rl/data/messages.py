@@ -1,4 +1,5 @@
-"""A row's prompt: text, or chat messages in whichever of the usual forms, down to what a model is to answer."""
+"""A row's prompt: text, or chat messages in whichever of the usual forms, down to what a model is to
+answer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ ANSWERERS = {"assistant", "gpt", "model", "bot", "chatgpt"}
 def as_prompt(value: Any) -> tuple[Prompt, bool]:
     """The prompt in a field, and whether turns that answer it were cut off its end.
 
-    Messages are {role, content} or ShareGPT's {from, value}, as a list or as JSON. Raises ValueError, saying what is wrong.
+    Messages are {role, content} or ShareGPT's {from, value}, as a list or as JSON. Raises ValueError, saying
+    what is wrong.
     """
     if isinstance(value, str):
         messages = _messages_in(value)
@@ -36,12 +38,14 @@ def check_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise ValueError(f"half a character, U+{ord(text[e.start]):04X}, at position {e.start}: this is no text") from e
+        raise ValueError(
+            f"half a character, U+{ord(text[e.start]):04X}, at position {e.start}: this is no text") from e
     return text
 
 
 def kind(value: Any) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string",
+             list: "a list"}
     one = next((names[t] for t in type(value).__mro__ if t in names), type(value).__name__)
     return "an object" if isinstance(value, dict) else one
 
@@ -61,7 +65,8 @@ def _messages_in(text: str) -> list | None:
     except ValueError:
         return None
     keys = ({"role", "content"}, {"from", "value"})
-    return value if value and all(isinstance(m, dict) and any(k <= m.keys() for k in keys) for m in value) else None
+    return value if value and all(isinstance(m, dict) and any(k <= m.keys() for k in keys)
+                                  for m in value) else None
 
 
 def _message(i: int, message: Any) -> dict[str, Any]:
@@ -70,21 +75,23 @@ def _message(i: int, message: Any) -> dict[str, Any]:
         raise ValueError(f"message {i} must be {{role, content}}, this is {kind(message)}")
     if "role" not in message and "from" in message:
         message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message.get("value"),
-                   **{k: v for k, v in message.items() if k not in ("from", "value")}}  # fmt: skip
+                   **{k: v for k, v in message.items() if k not in ("from", "value")}}
     role, content = message.get("role"), message.get("content")
     if content is None and message.get("tool_calls"):
         content = ""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str)
+                                         for p in content):
         content = "".join(part["text"] for part in content)
     if not (isinstance(role, str) and isinstance(content, str)):
-        raise ValueError(f"message {i} must be {{role, content}} with two strings, the content has {kind(content)}")
+        raise ValueError(
+            f"message {i} must be {{role, content}} with two strings, the content has {kind(content)}")
     rest = {k: v for k, v in message.items() if v is not None and k not in ("role", "content")}
     return {"role": role, "content": check_text(content), **rest}
 
 
 def _end_of_question(messages: Sequence[dict[str, Any]]) -> int:
-    """How many messages there are before the assistant's answer to the last user: behind it, too, the answer may stand. A call
-    of a tool with its result is part of the question."""
+    """How many messages there are before the assistant's answer to the last user: behind it, too, the answer
+    may stand. A call of a tool with its result is part of the question."""
     end = max((i for i, m in enumerate(messages) if m["role"].lower() == "user"), default=-1) + 1
     while end < len(messages):
         message = messages[end]

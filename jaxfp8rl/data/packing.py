@@ -1,8 +1,10 @@
-"""Packing sequences of different lengths into rows of one length, so that the jitted step sees one shape for ever.
+"""Packing sequences of different lengths into rows of one length, so that the jitted step sees one shape for
+ever.
 
-First-fit decreasing (Johnson 1973): longest first, each into the first row that still has room. The number of micro-batches
-is fixed by the worst case of the configuration, not by the batch at hand: a step that was compiled once never compiles
-again, and micro-batches that stay empty are skipped on the device (see train_step.py).
+First-fit decreasing (Johnson 1973): longest first, each into the first row that still has room. The number of
+micro-batches is fixed by the worst case of the configuration, not by the batch at hand: a step that was
+compiled once never compiles again, and micro-batches that stay empty are skipped on the device (see
+train_step.py).
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from jaxfp8rl.types import TrainBatch
 
 
 class Sample(NamedTuple):
-    """A prompt with its completion. `logprobs` [len(completion)] float32 are the engine's; `advantage` is one number. `routes`
-    [tokens but the last, ...] unsigned: the experts of each (TrainBatch). `weights` [len(completion)] float32: factors of the
-    tokens' losses; None: all are 1. `support`: the engine's ids and sizes (Completion)."""
+    """A prompt with its completion. `logprobs` [len(completion)] float32 are the engine's; `advantage` is one
+    number. `routes` [tokens but the last, ...] unsigned: the experts of each (TrainBatch). `weights`
+    [len(completion)] float32: factors of the tokens' losses; None: all are 1. `support`: the engine's ids and
+    sizes (Completion)."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -32,7 +35,8 @@ class Sample(NamedTuple):
 
 
 def microbatches_needed(samples: int, longest: int, row_tokens: int, rows: int) -> int:
-    """Micro-batches of `rows` rows that hold any `samples` sequences of at most `longest` tokens, however they fall.
+    """Micro-batches of `rows` rows that hold any `samples` sequences of at most `longest` tokens, however
+    they fall.
 
     With one sequence of the longest kind always fitting, at least floor(row_tokens / longest) share a row.
     """
@@ -40,7 +44,8 @@ def microbatches_needed(samples: int, longest: int, row_tokens: int, rows: int) 
 
 
 def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Indices of the sequences in each row, first-fit decreasing; ties keep their order, so the result is deterministic.
+    """Indices of the sequences in each row, first-fit decreasing; ties keep their order, so the result is
+    deterministic.
 
     Raises ValueError when a sequence is longer than a row.
     """
@@ -60,13 +65,15 @@ def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack(
-    samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, microbatches: int, like: np.ndarray | None = None,
+    samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, microbatches: int,
+    like: np.ndarray | None = None,
     support: int = 0,
-) -> TrainBatch:  # fmt: skip
+) -> TrainBatch:
     """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
 
-    like: routes of no tokens, where a batch has routes though there be no sample. support: width of its supports, where all
-    samples have one; a token whose own is not known is no response, then. Raises ValueError when they do not fit.
+    like: routes of no tokens, where a batch has routes though there be no sample. support: width of its
+    supports, where all samples have one; a token whose own is not known is no response, then. Raises
+    ValueError when they do not fit.
     """
     rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
     shape = (microbatches * rows_per_microbatch, row_tokens)
@@ -109,11 +116,12 @@ def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | 
 
 
 def unpack(values: np.ndarray, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The part of each sample's completion, [tokens, ...], of [M, R, T, ...] `values` aligned with the batch that `samples` were
-    packed to."""
+    """The part of each sample's completion, [tokens, ...], of [M, R, T, ...] `values` aligned with the batch
+    that `samples` were packed to."""
     rows = values.reshape(-1, *values.shape[2:])
     found: dict[int, np.ndarray] = {}
-    for r, members in enumerate(assign_rows([len(s.prompt) + len(s.completion) for s in samples], rows.shape[1])):
+    for r, members in enumerate(assign_rows([len(s.prompt) + len(s.completion) for s in samples],
+                                            rows.shape[1])):
         at = 0
         for i in members:
             start = at + len(samples[i].prompt)

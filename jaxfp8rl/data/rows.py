@@ -1,4 +1,5 @@
-"""Rows of files, checked one by one: a prompt, accepted answers, the other columns; or what is wrong, in which line and field."""
+"""Rows of files, checked one by one: a prompt, accepted answers, the other columns; or what is wrong, in
+which line and field."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*?)\s*\Z")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One usable row. `line` counts from 1 (of a file without lines, the row). `reference`: what the answer was taken out of."""
+    """One usable row. `line` counts from 1 (of a file without lines, the row). `reference`: what the answer
+    was taken out of."""
 
     file: str
     line: int
@@ -38,8 +40,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """Where things are in a row. A name with dots leads into an object, unless a column is called so. `answer` "": there is none.
-    `meta`: the columns that a scorer is given; none named: all but prompt and answer."""
+    """Where things are in a row. A name with dots leads into an object, unless a column is called so.
+    `answer` "": there is none. `meta`: the columns that a scorer is given; none named: all but prompt and
+    answer."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -55,7 +58,8 @@ class Fields:
 
 @dataclasses.dataclass
 class Rows:
-    """What was read: usable rows and unusable ones, in the order of files and lines; and what was done to get there."""
+    """What was read: usable rows and unusable ones, in the order of files and lines; and what was done to get
+    there."""
 
     files: list[str]
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -73,9 +77,11 @@ class Rows:
         found = []
         if len(self.files) > 1:
             more = f" and {len(self.files) - 5} more" if len(self.files) > 5 else ""
-            found.append(f"read {self.total:,} rows of {len(self.files)} files: {', '.join(self.files[:5])}{more}")
+            found.append(
+                f"read {self.total:,} rows of {len(self.files)} files: {', '.join(self.files[:5])}{more}")
         if self.repeats:
-            found.append(f"dropped {self.repeats:,} of {self.total:,} rows that repeat a prompt and its answer "
+            found.append(
+                f"dropped {self.repeats:,} of {self.total:,} rows that repeat a prompt and its answer "
                          'of before (task.options.repeats = "keep" keeps them)')
         if self.replies:
             found.append(f"cut the assistant's reply off {self.replies:,} of {len(self.rows):,} prompts")
@@ -85,7 +91,8 @@ class Rows:
 
 
 def read_rows(path: str, fields: Fields = Fields(), keep_repeats: bool = False) -> Rows:
-    """The rows of a file, a folder or a glob. A row whose prompt and answers have both been before is a repeat, counted only.
+    """The rows of a file, a folder or a glob. A row whose prompt and answers have both been before is a
+    repeat, counted only.
 
     Raises DataError when a file as a whole cannot be read, or the path means no set of rows.
     """
@@ -112,7 +119,8 @@ def read_rows(path: str, fields: Fields = Fields(), keep_repeats: bool = False) 
         named.update(meta)
         found.rows.append(Row(file, line, prompt, answers, reference, meta))
     if found.rows and (lost := [name for name in fields.meta if name not in named]):
-        raise DataError(f"{path}: no row has {', '.join(lost)}, of task.options.meta_fields", "leave it out, or correct it")
+        raise DataError(f"{path}: no row has {', '.join(lost)}, of task.options.meta_fields",
+                        "leave it out, or correct it")
     return found
 
 
@@ -142,7 +150,8 @@ _MISSING = object()
 
 
 def _get(value: Any, name: str) -> Any:
-    """What a row has under a name: a column of just this name, or the way into objects (also into their JSON)."""
+    """What a row has under a name: a column of just this name, or the way into objects (also into their
+    JSON)."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)
@@ -159,7 +168,8 @@ def _get(value: Any, name: str) -> Any:
 def _field(row: dict[str, Any], name: str) -> Any:
     value = _get(row, name)
     if value is _MISSING:
-        inner = [f"{column}.{key}" for column, value in row.items() if isinstance(value, dict) for key in value]
+        inner = [f"{column}.{key}" for column, value in row.items() if isinstance(value, dict)
+                 for key in value]
         raise Unusable(name, "missing" + nearest(name, [*row, *inner]))
     return value
 
@@ -169,14 +179,16 @@ def _prompt(row: dict[str, Any], fields: Fields) -> tuple[Prompt, bool]:
     try:
         prompt, replied = as_prompt(_field(row, fields.prompt))
         if replied and fields.replies == "refuse":
-            raise ValueError('ends with the assistant\'s reply, perhaps the answer: task.options.replies = "drop" cuts it off')
+            raise ValueError(
+                'ends with the assistant\'s reply, perhaps the answer: task.options.replies = "drop" cuts it off')
         return prompt, replied
     except ValueError as e:
         raise Unusable(fields.prompt, str(e)) from e
 
 
 def _answers(row: dict[str, Any], fields: Fields) -> tuple[tuple[str, ...], str]:
-    """Accepted answers, and the text that the first of them was taken out of ("" where that is the answer itself)."""
+    """Accepted answers, and the text that the first of them was taken out of ("" where that is the answer
+    itself)."""
     if not fields.answer:
         return ("",), ""
     value = _field(row, fields.answer)
@@ -203,7 +215,8 @@ def _text(value: Any) -> str:
         raise ValueError(f"must be a string, a number or a list of these, this is {_called(value)}{inside}")
     if isinstance(value, Written):
         return value.text
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)  # 2.0: an integer beside a null
+    # 2.0: an integer beside a null
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
 
 
 def _called(value: Any) -> str:
@@ -211,13 +224,15 @@ def _called(value: Any) -> str:
 
 
 def extract_reference(text: str, how: AnswerExtract) -> str:
-    """The answer in a reference. hash: behind the last `####`, as in GSM8K, a number without separators of thousands. boxed: in
-    the last \\boxed{}. auto: as hash where the last line has one, else all of it. Raises ValueError where there is none."""
+    """The answer in a reference. hash: behind the last `####`, as in GSM8K, a number without separators of
+    thousands. boxed: in the last \\boxed{}. auto: as hash where the last line has one, else all of it. Raises
+    ValueError where there is none."""
     if how in ("auto", "hash") and (found := _HASH.search(text)):
         return numbers.whole_number(found[1].removeprefix("$")) or found[1]
     if how in ("auto", "all"):
         return text
-    answer = {"hash": None, "boxed": boxed(text)}[how] if how in ("hash", "boxed") else scorers.extract(text, how)
+    answer = {"hash": None,
+              "boxed": boxed(text)}[how] if how in ("hash", "boxed") else scorers.extract(text, how)
     if not answer:
         raise ValueError(f'has no answer of the form that task.options.answer_extract = "{how}" takes')
     return answer
@@ -250,8 +265,8 @@ def _meta(row: dict[str, Any], fields: Fields, left_out: collections.Counter[str
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: dates in ISO's form, bytes as the text that they are. Raises TypeError or ValueError for what has
-    no such form (an image)."""
+    """A value as JSON has it: dates in ISO's form, bytes as the text that they are. Raises TypeError or
+    ValueError for what has no such form (an image)."""
     match value:
         case None | str() | int():
             return value

@@ -1,7 +1,9 @@
-"""Which problems weights were trained on: `trained_on.npy`, in a run directory and in each folder of weights that comes of one.
+"""Which problems weights were trained on: `trained_on.npy`, in a run directory and in each folder of weights
+that comes of one.
 
-Weights go on to other runs (`--fork`, a shared warm start, an export), which may hold out other problems. A problem that weights
-were trained on is refused where it is to be held out, whatever put it there: a seed, a share, a file, another size.
+Weights go on to other runs (`--fork`, a shared warm start, an export), which may hold out other problems. A
+problem that weights were trained on is refused where it is to be held out, whatever put it there: a seed, a
+share, a file, another size.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ def digests_of(problems: Sequence[Problem]) -> np.ndarray:
 
 
 def question(problem: Problem) -> str:
-    """What a problem asks, however it is put: without system prompt, chat template and, where the task says so, instruction."""
+    """What a problem asks, however it is put: without system prompt, chat template and, where the task says
+    so, instruction."""
     if problem.question:
         return problem.question
     if isinstance(problem.prompt, str):
         return problem.prompt.strip()
-    return "\n".join(str(message["content"]) for message in problem.prompt if message["role"] != "system").strip()
+    return "\n".join(str(message["content"]) for message in problem.prompt
+                     if message["role"] != "system").strip()
 
 
 def _digest(text: str) -> int:
@@ -47,7 +51,8 @@ def _digest(text: str) -> int:
 
 
 def read_seen(folder: str | Path) -> np.ndarray | None:
-    """What the weights in `folder` were trained on; None where nothing says so. Raises DataError for a damaged file."""
+    """What the weights in `folder` were trained on; None where nothing says so. Raises DataError for a
+    damaged file."""
     path = Path(folder) / FILE
     if not path.is_file():
         return None

@@ -1,8 +1,8 @@
 """Tasks: where problems come from and how an answer is scored.
 
-A task is a frozen dataclass whose fields are its options, so that `as_json()` can rebuild it in the scoring process. Three
-kinds: "arithmetic" (built in), "reasoning_gym" (any generator of that package) and "file" (your rows). `make_task` checks
-the options of a task; problems are made or read on first use.
+A task is a frozen dataclass whose fields are its options, so that `as_json()` can rebuild it in the scoring
+process. Three kinds: "arithmetic" (built in), "reasoning_gym" (any generator of that package) and "file"
+(your rows). `make_task` checks the options of a task; problems are made or read on first use.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A prompt (plain text, or chat messages of `role` and `content`) and its reference answer. `meta` is JSON-able.
+    """A prompt (plain text, or chat messages of `role` and `content`) and its reference answer. `meta` is
+    JSON-able.
 
-    `alternatives`: other answers that are as right. `reference`: the text that the answer was found in (a worked
-    solution, say), where it is more than the answer. `question`: two problems that have it in common are one to a split, however
-    they are put; by default what stands in the prompt (jaxfp8rl.data.seen).
+    `alternatives`: other answers that are as right. `reference`: the text that the answer was found in (a
+    worked solution, say), where it is more than the answer. `question`: two problems that have it in common
+    are one to a split, however they are put; by default what stands in the prompt (jaxfp8rl.data.seen).
     """
 
     id: str
@@ -65,7 +66,8 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """One of several rewards of a task: what its `scorer` says of what `extract` finds, "" as the task's own does."""
+    """One of several rewards of a task: what its `scorer` says of what `extract` finds, "" as the task's own
+    does."""
 
     name: str
     scorer: str
@@ -74,7 +76,8 @@ class Reward:
 
 
 class Task(Protocol):
-    """What the loop needs. `in_child`: `score` may be slow or crash, so it must run in the scoring process."""
+    """What the loop needs. `in_child`: `score` may be slow or crash, so it must run in the scoring
+    process."""
 
     kind: ClassVar[str]
     name: str
@@ -89,10 +92,12 @@ class Task(Protocol):
         """Problems that are never trained on; empty when the options ask for none."""
 
     def score(self, problem: Problem, text: str) -> float | None:
-        """Score of a completion's text (special tokens removed); None: undefined. May raise: undefined as well."""
+        """Score of a completion's text (special tokens removed); None: undefined. May raise: undefined as
+        well."""
 
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
-        """An answer for the supervised warm start to imitate; the reference answer unless the task says otherwise."""
+        """An answer for the supervised warm start to imitate; the reference answer unless the task says
+        otherwise."""
 
     def load_scorer(self) -> None:
         """Import what `score` needs, so that no item's clock pays for it."""
@@ -104,17 +109,18 @@ class _ReferenceDemonstrations:
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
         if self.extract != "tag":
             return problem.reference or problem.answer
-        return "\n".join([problem.reference] * bool(problem.reference) + [f"<answer>{problem.answer}</answer>"])
+        return "\n".join([problem.reference] * bool(problem.reference)
+                         + [f"<answer>{problem.answer}</answer>"])
 
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticTask:
     """`a+b=` with plain decimal answers: `operands` numbers from 0 to `max_operand`, one operation a problem.
 
-    `size` problems are drawn (all, when fewer exist) and split by a hash of the unordered operands: a held-out set of operands
-    occurs in training neither in another order nor under another operation. `demonstration_error` is the share of
-    demonstrations whose answer is one too large, drawn anew each time: a sloppy teacher, whom the warm start imitates and
-    whom reinforcement learning has to surpass.
+    `size` problems are drawn (all, when fewer exist) and split by a hash of the unordered operands: a
+    held-out set of operands occurs in training neither in another order nor under another operation.
+    `demonstration_error` is the share of demonstrations whose answer is one too large, drawn anew each time:
+    a sloppy teacher, whom the warm start imitates and whom reinforcement learning has to surpass.
     """
 
     kind: ClassVar[str] = "arithmetic"
@@ -133,10 +139,12 @@ class ArithmeticTask:
     def __post_init__(self):
         check_rewards(self.rewards, (GENERATOR, *scorers.SCORERS))
         if not self.operations or len(set(self.operations)) != len(self.operations):
-            raise ConfigError(f"task.options.operations = {list(self.operations)}: name each once", 'for example ["+", "-"]')
+            raise ConfigError(f"task.options.operations = {list(self.operations)}: name each once",
+                              'for example ["+", "-"]')
         if (possible := (self.max_operand + 1) ** self.operands * len(self.operations)) > 10**7:
-            raise ConfigError(f"task.options: max_operand and operands give {possible:,} problems, more than 10 million",
-                              "lower one of them")  # fmt: skip
+            raise ConfigError(
+                f"task.options: max_operand and operands give {possible:,} problems, more than 10 million",
+                              "lower one of them")
 
     def problems(self) -> Sequence[Problem]:
         return self._split[0]
@@ -148,13 +156,15 @@ class ArithmeticTask:
         return str(int(problem.answer) + int(rng.random() < self.demonstration_error))
 
     def score(self, problem: Problem, text: str) -> float:
-        """1.0 for exactly the answer, no blank around it: what stands before the stop token is the answer or is wrong."""
+        """1.0 for exactly the answer, no blank around it: what stands before the stop token is the answer or
+        is wrong."""
         return float(text == problem.answer)
 
     def rewarding(self, reward: Reward) -> Task:
         if reward.scorer == GENERATOR:
             return dataclasses.replace(self, rewards=())
-        return FileTask(self.name, scorer=reward.scorer, extract=reward.extract or "all", scorer_folder=self.scorer_folder)
+        return FileTask(self.name, scorer=reward.scorer, extract=reward.extract or "all",
+                        scorer_folder=self.scorer_folder)
 
     def load_scorer(self) -> None:
         pass
@@ -178,11 +188,13 @@ class ArithmeticTask:
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningGymTask(_ReferenceDemonstrations):
-    """Any generator of the package reasoning-gym, scored by that generator. `options` are the generator's own.
+    """Any generator of the package reasoning-gym, scored by that generator. `options` are the generator's
+    own.
 
-    Training takes items [0, size) and held-out the `held_out_size` items after them: most generators draw item i from
-    `Random(seed + i)`, so that a neighbouring seed would repeat training items. Held-out items whose question occurs in
-    training are dropped. A few generators depend on Python's hash seed: to resume one of those, fix PYTHONHASHSEED.
+    Training takes items [0, size) and held-out the `held_out_size` items after them: most generators draw
+    item i from `Random(seed + i)`, so that a neighbouring seed would repeat training items. Held-out items
+    whose question occurs in training are dropped. A few generators depend on Python's hash seed: to resume
+    one of those, fix PYTHONHASHSEED.
     """
 
     kind: ClassVar[str] = "reasoning_gym"
@@ -212,8 +224,9 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         return self._split[1]
 
     def score(self, problem: Problem, text: str) -> float:
-        """The generator's score in [0, 1] of the extracted answer, 0.0 when there is none. Some give partial credit. What breaks
-        the scorer, which takes the reference answer, is no answer either; raises where it does not take that."""
+        """The generator's score in [0, 1] of the extracted answer, 0.0 when there is none. Some give partial
+        credit. What breaks the scorer, which takes the reference answer, is no answer either; raises where it
+        does not take that."""
         answer = scorers.extract(text, self.extract, self.think_tags)
         entry = ast.literal_eval(problem.meta["entry"])
         if not answer:  # which the generator may ask for, but one that names no answer does not
@@ -242,7 +255,8 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         known = _reasoning_gym_options(self.name)
         for key in self.options.keys() - known:
             own = {f.name for f in dataclasses.fields(self)} - {"options"}
-            raise ConfigError(f'task.options.{key}: generator "{self.name}" has no option "{key}"{nearest(key, known | own)}')
+            raise ConfigError(
+                f'task.options.{key}: generator "{self.name}" has no option "{key}"{nearest(key, known | own)}')
         import reasoning_gym
 
         try:
@@ -250,7 +264,8 @@ class ReasoningGymTask(_ReferenceDemonstrations):
             if self.name == "composite":
                 from reasoning_gym.composite import DatasetSpec
 
-                options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **d}) for d in options.get("datasets", ())]
+                options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **d})
+                                       for d in options.get("datasets", ())]
             return reasoning_gym.create_dataset(self.name, size=total, seed=self.seed, **options)
         except (AssertionError, TypeError, ValueError) as e:
             raise ConfigError(f'task.options: generator "{self.name}" refuses {self.options}: {e}') from e
@@ -262,15 +277,18 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         seen = {json.dumps(p.prompt) for p in train}
         held_out = [p for p in items[self.size:] if json.dumps(p.prompt) not in seen]
         if self.held_out_size and not held_out:
-            raise ConfigError(f'generator "{self.name}" repeats itself: every held-out question also occurs in training',
+            raise ConfigError(
+                f'generator "{self.name}" repeats itself: every held-out question also occurs in training',
                               "make task.options.size smaller, or the options of the generator wider")
         return train, held_out
 
     def _problem(self, index: int) -> Problem:
         entry = _plain(self._dataset[index])
-        text = repr(entry)  # a literal keeps the tuples and integer keys that scorers rely on and JSON would lose
+        # a literal keeps the tuples and integer keys that scorers rely on and JSON would lose
+        text = repr(entry)
         if ast.literal_eval(text) != entry:
-            raise DataError(f'generator "{self.name}", item {index}: its metadata does not survive as a literal')
+            raise DataError(
+                f'generator "{self.name}", item {index}: its metadata does not survive as a literal')
         instruction = self.instruction or (ANSWER_TAG_INSTRUCTION if self.extract == "tag" else "")
         question = entry["question"] + (f"\n{instruction}" if instruction else "")
         prompt = _prompt(question, self.chat, self.system_prompt)
@@ -280,7 +298,8 @@ class ReasoningGymTask(_ReferenceDemonstrations):
 
 @dataclasses.dataclass(frozen=True)
 class FileReport:
-    """Rows read, and those left out (with `skip_bad_rows`), training and held-out files together; what else was done to them."""
+    """Rows read, and those left out (with `skip_bad_rows`), training and held-out files together; what else
+    was done to them."""
 
     rows: int
     bad: tuple[BadRow, ...]
@@ -289,13 +308,14 @@ class FileReport:
 
 @dataclasses.dataclass(frozen=True)
 class FileTask(_ReferenceDemonstrations):
-    """Rows of files (JSON, JSON Lines, CSV, Parquet): a prompt (a string or a list of {role, content}) and an answer (a string, a
-    number or a list of accepted ones).
+    """Rows of files (JSON, JSON Lines, CSV, Parquet): a prompt (a string or a list of {role, content}) and an
+    answer (a string, a number or a list of accepted ones).
 
-    Held-out rows come from `held_out_path`, or else are the share `held_out_fraction` of `path` chosen by a hash of the
-    prompt, which keeps equal prompts together: a row's place does not depend on the others, so that a file may grow. They come in
-    the order of a hash of the prompt alone: the first of them, which a run evaluates on, depend neither on the file's order (by
-    subject, say) nor, for a `held_out_path`, on the run. `scorer`: "exact", "math_verify" or "package.module:function".
+    Held-out rows come from `held_out_path`, or else are the share `held_out_fraction` of `path` chosen by a
+    hash of the prompt, which keeps equal prompts together: a row's place does not depend on the others, so
+    that a file may grow. They come in the order of a hash of the prompt alone: the first of them, which a run
+    evaluates on, depend neither on the file's order (by subject, say) nor, for a `held_out_path`, on the run.
+    `scorer`: "exact", "math_verify" or "package.module:function".
     """
 
     kind: ClassVar[str] = "file"
@@ -342,13 +362,15 @@ class FileTask(_ReferenceDemonstrations):
         return self._split[1]
 
     def score(self, problem: Problem, text: str) -> float | None:
-        """Of several accepted answers, each is as good; a scorer of one's own is given all of them, in `problem.answers`."""
+        """Of several accepted answers, each is as good; a scorer of one's own is given all of them, in
+        `problem.answers`."""
         if self.scorer not in scorers.SCORERS or not problem.alternatives:
             return self._score_one(problem, text)
         scores, failed = [], None
         for answer in problem.answers:
             try:
-                scores.append(self._score_one(dataclasses.replace(problem, answer=answer, alternatives=()), text))
+                scores.append(self._score_one(dataclasses.replace(problem, answer=answer, alternatives=()),
+                                              text))
             except ValueError as e:  # "two", beside "2", is no mathematical expression
                 failed = e
         if failed and not scores:
@@ -360,8 +382,10 @@ class FileTask(_ReferenceDemonstrations):
         if answer is None:
             return 0.0
         if self.extract == "last_number" and (number := numbers.whole_number(problem.answer)):
-            problem = dataclasses.replace(problem, answer=number)  # written as what is extracted: 1000 for 1,000
-        if self.scorer == "math_verify" and self.extract == "tag":  # cut out of its tag, an answer has no delimiters left
+            # written as what is extracted: 1000 for 1,000
+            problem = dataclasses.replace(problem, answer=number)
+        # cut out of its tag, an answer has no delimiters left
+        if self.scorer == "math_verify" and self.extract == "tag":
             return self._scorer(problem, scorers.as_latex(answer)) or self._scorer(problem, answer)
         return self._scorer(problem, answer)
 
@@ -371,7 +395,8 @@ class FileTask(_ReferenceDemonstrations):
         return whole if self.scorer != "exact" or self.score(problem, whole) else problem.answer
 
     def rewarding(self, reward: Reward) -> Task:
-        return dataclasses.replace(self, scorer=reward.scorer, extract=reward.extract or self.extract, rewards=())
+        return dataclasses.replace(self, scorer=reward.scorer, extract=reward.extract or self.extract,
+                                   rewards=())
 
     def load_scorer(self) -> None:
         self._scorer  # noqa: B018
@@ -395,28 +420,33 @@ class FileTask(_ReferenceDemonstrations):
         if not rows:
             raise DataError(f"{self.path}: no usable row is left to train on ({total} read, {len(bad)} bad)",
                             "check prompt_field, answer_field and held_out_fraction of task.options")
-        held_out.sort(key=lambda r: _unit_hash(r.prompt))  # no seed in it: runs of other seeds are compared on the same
+        # no seed in it: runs of other seeds are compared on the same
+        held_out.sort(key=lambda r: _unit_hash(r.prompt))
         roots = [os.path.commonpath([os.path.dirname(file) for file in r.files]) for r in (read[0], read[-1])]
         train, test = ([self._problem(root, r) for r in part] for root, part in zip(roots, (rows, held_out)))
         return train, test, FileReport(total, tuple(bad), tuple(note for r in read for note in r.notes()))
 
     def _divide(self, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-        """(rows to train on, rows held out): those of the lowest hashes. A few rows may all lie above the share: then it is the
-        lowest one's prompt, for as long as there are others."""
+        """(rows to train on, rows held out): those of the lowest hashes. A few rows may all lie above the
+        share: then it is the lowest one's prompt, for as long as there are others."""
         places = [_unit_hash(self.seed, r.prompt) for r in rows]
         share = self.held_out_fraction
         if share and places and min(places) >= share and len(set(places)) > 1:
             share = math.nextafter(min(places), 1)
-        return ([r for r, place in zip(rows, places) if place >= share], [r for r, place in zip(rows, places) if place < share])
+        return ([r for r, place in zip(rows, places) if place >= share],
+                [r for r, place in zip(rows, places) if place < share])
 
     def _read(self, path: str) -> Rows:
         """`read_rows`; an answer that no completion can match is unusable too."""
-        fields = Fields(self.prompt_field, self.answer_field, self.answer_extract, self.replies, self.meta_fields)
+        fields = Fields(self.prompt_field, self.answer_field, self.answer_extract, self.replies,
+                        self.meta_fields)
         found = read_rows(path, fields, self.repeats == "keep")
         if self.extract == "last_number" and self.scorer == "exact" and not self.rewards:
             why = 'is no number, which extract = "last_number" gives: write the number alone'
-            scores = [any(self.score(self._problem("", r), answer) for answer in r.answers) for r in found.rows]
-            lost = [BadRow(r.file, r.line, self.answer_field, why) for r, right in zip(found.rows, scores) if not right]
+            scores = [any(self.score(self._problem("", r), answer) for answer in r.answers)
+                      for r in found.rows]
+            lost = [BadRow(r.file, r.line, self.answer_field, why) for r, right in zip(found.rows, scores)
+                    if not right]
             found.rows = [r for r, right in zip(found.rows, scores) if right]
             found.bad = sorted([*found.bad, *lost], key=lambda b: (found.files.index(b.file), b.line))
         return found
@@ -428,23 +458,27 @@ class FileTask(_ReferenceDemonstrations):
 
 
 def named(task: Task) -> dict[str, Task]:
-    """A task for each of its named rewards, the same but for the scorer; the task itself, without a name, where it has none."""
+    """A task for each of its named rewards, the same but for the scorer; the task itself, without a name,
+    where it has none."""
     return {r.name: task.rewarding(r) for r in getattr(task, "rewards", ())} or {"": task}
 
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
 OF_SECTION = (  # keys of [task] itself
-    "name", "path", "held_out_path", "seed", "system_prompt", "chat", "think_tags", "scorer", "scorer_folder", "rewards",
+    "name", "path", "held_out_path", "seed", "system_prompt", "chat", "think_tags", "scorer", "scorer_folder",
+    "rewards",
     "skip_bad_rows",
-)  # fmt: skip
+)
 TOML = "as TOML"  # marks in JSON what only TOML can write
 
 
 def make_task(task: Any, **options: Any) -> Task:
-    """Build a task from its kind ("arithmetic", "reasoning_gym", "file") and options, or from a configuration's `[task]`.
+    """Build a task from its kind ("arithmetic", "reasoning_gym", "file") and options, or from a
+    configuration's `[task]`.
 
-    What the section sets comes before `options`. Options that reasoning_gym does not know go to the generator. Raises
-    ConfigError for an unknown kind, generator or option, an option given twice, and a value of the wrong type or out of range.
+    What the section sets comes before `options`. Options that reasoning_gym does not know go to the
+    generator. Raises ConfigError for an unknown kind, generator or option, an option given twice, and a value
+    of the wrong type or out of range.
     """
     if not isinstance(task, str):
         return make_task(task.kind, **{**options, **_section_options(task)})
@@ -457,8 +491,9 @@ def make_task(task: Any, **options: Any) -> Task:
         inner = {k: options.pop(k) for k in options.keys() - fields.keys()}
         options["options"] = {**options.get("options", {}), **inner}
     for key in options.keys() - fields.keys():
-        raise ConfigError(f'{_full(key)}: a task of kind "{task}" has no option "{key}"{nearest(key, fields)}',
-                          "docs/tasks.md lists them")  # fmt: skip
+        raise ConfigError(
+            f'{_full(key)}: a task of kind "{task}" has no option "{key}"{nearest(key, fields)}',
+                          "docs/tasks.md lists them")
     for key, field in fields.items():
         if field.default is field.default_factory is dataclasses.MISSING and not options.get(key):
             raise ConfigError(f'task.{key}: a task of kind "{task}" needs it')
@@ -466,17 +501,22 @@ def make_task(task: Any, **options: Any) -> Task:
 
 
 def as_json(task: Task) -> str:
-    """What `from_json` makes the same task of, in another process: JSON has neither dates nor times, TOML and generators have."""
-    return json.dumps({"task": task.kind, **dataclasses.asdict(task)}, default=lambda date: {TOML: date.isoformat()})
+    """What `from_json` makes the same task of, in another process: JSON has neither dates nor times, TOML and
+    generators have."""
+    return json.dumps({"task": task.kind, **dataclasses.asdict(task)},
+                      default=lambda date: {TOML: date.isoformat()})
 
 
 def from_json(text: str) -> Task:
-    return make_task(**json.loads(text, object_hook=lambda x: tomllib.loads(f"x = {x[TOML]}")["x"] if x.keys() == {TOML} else x))
+    return make_task(**json.loads(text, object_hook=lambda x: tomllib.loads(f"x = {x[TOML]}")["x"]
+                                  if x.keys() == {TOML} else x))
 
 
 def _section_options(section: Any) -> dict[str, Any]:
-    """The fields of `jaxfp8rl.config.schema.Task` that are set and concern a task, and its `options`, side by side."""
-    given = {f: getattr(section, f) for f in OF_SECTION if getattr(section, f) != type(section).model_fields[f].default}
+    """The fields of `jaxfp8rl.config.schema.Task` that are set and concern a task, and its `options`, side by
+    side."""
+    given = {f: getattr(section, f) for f in OF_SECTION
+             if getattr(section, f) != type(section).model_fields[f].default}
     if section.kind != "file":  # it has no rows, but prompts, which `prepare` skips
         given.pop("skip_bad_rows", None)
     if "rewards" in given:
@@ -495,25 +535,33 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
     value = tuple(value) if isinstance(value, list) else value  # TOML and JSON have no tuples
     try:
         if key == "rewards":
-            return tuple(r if isinstance(r, Reward) else pydantic.TypeAdapter(Reward).validate_python(r) for r in value)
+            return tuple(r if isinstance(r, Reward) else pydantic.TypeAdapter(Reward).validate_python(r)
+                         for r in value)
         return pydantic.TypeAdapter(hint).validate_python(value, strict=True)
     except pydantic.ValidationError as e:
-        raise ConfigError(f"{_full(key)} = {value!r}: {e.errors()[0]['msg']}", "docs/tasks.md lists them") from e
+        raise ConfigError(f"{_full(key)} = {value!r}: {e.errors()[0]['msg']}",
+                          "docs/tasks.md lists them") from e
 
 
 def check_rewards(rewards: Sequence[Any], built_in: Sequence[str]) -> None:
-    """Raise ConfigError for rewards (`Reward`, or the config's) of one name, of a weight that is no number, or of no scorer."""
+    """Raise ConfigError for rewards (`Reward`, or the config's) of one name, of a weight that is no number,
+    or of no scorer."""
     for reward in rewards:
-        if [r.name for r in rewards].count(reward.name) > 1 or not re.fullmatch(r"[a-z][a-z0-9_]*", reward.name):
-            raise ConfigError(f'task.rewards: name "{reward.name}": each has a name of its own, of a-z, 0-9 and _', "rename it")
+        if [r.name
+                for r in rewards].count(reward.name) > 1 or not re.fullmatch(r"[a-z][a-z0-9_]*", reward.name):
+            raise ConfigError(
+                f'task.rewards: name "{reward.name}": each has a name of its own, of a-z, 0-9 and _',
+                "rename it")
         if not math.isfinite(reward.weight):
-            raise ConfigError(f'task.rewards: weight {reward.weight} of "{reward.name}" is no number', "weight = 1.0, say")
+            raise ConfigError(f'task.rewards: weight {reward.weight} of "{reward.name}" is no number',
+                              "weight = 1.0, say")
         scorers.check_scorer_name(reward.scorer, built_in, "task.rewards")
 
 
 def _check_chat(chat: bool, system_prompt: str) -> None:
     if system_prompt and not chat:
-        raise ConfigError("task.system_prompt: only a prompt rendered with the chat template has one", "set task.chat = true")
+        raise ConfigError("task.system_prompt: only a prompt rendered with the chat template has one",
+                          "set task.chat = true")
 
 
 def _prompt(prompt: Prompt, chat: bool, system_prompt: str) -> Prompt:
@@ -521,7 +569,8 @@ def _prompt(prompt: Prompt, chat: bool, system_prompt: str) -> Prompt:
         return prompt
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     has_own = messages[0]["role"] == "system"
-    return messages if not system_prompt or has_own else ({"role": "system", "content": system_prompt}, *messages)
+    return messages if not system_prompt or has_own else ({"role": "system", "content": system_prompt},
+                                                          *messages)
 
 
 def _unit_hash(*parts: Any) -> float:
@@ -533,7 +582,8 @@ def _without(rows: list[Row], held_out: list[Row], field: str) -> tuple[list[Row
     """Training rows whose prompt is not held out, and the others as bad rows."""
     held = {json.dumps(r.prompt) for r in held_out}
     shared = [json.dumps(r.prompt) in held for r in rows]
-    bad = [BadRow(r.file, r.line, field, "this prompt is also held out") for r, twice in zip(rows, shared) if twice]
+    bad = [BadRow(r.file, r.line, field, "this prompt is also held out") for r, twice in zip(rows, shared)
+           if twice]
     return [r for r, twice in zip(rows, shared) if not twice], bad
 
 
@@ -541,7 +591,8 @@ def _reasoning_gym_options(name: str) -> set[str]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as e:
-        raise ConfigError(f"task.kind: reasoning_gym cannot be imported: {e}", "pip install 'jaxfp8rl[tasks]'") from e
+        raise ConfigError(f"task.kind: reasoning_gym cannot be imported: {e}",
+                          "pip install 'jaxfp8rl[tasks]'") from e
     if name not in DATASETS:
         raise ConfigError(f'task.name: reasoning-gym has no generator "{name}"{nearest(name, DATASETS)}')
     return {f.name for f in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}

@@ -29,10 +29,12 @@ class Tokenizer:
     `eos_token_ids`: every id that ends a completion, the usual one first. `vocab_size`: largest id + 1.
     """
 
-    def __init__(self, backend: Any, config: Mapping[str, Any], eos_token_ids: Sequence[int], pad_token_id: int,
+    def __init__(self, backend: Any, config: Mapping[str, Any], eos_token_ids: Sequence[int],
+                 pad_token_id: int,
                  chat_templates: Mapping[str, str] | None = None, date: str = DATE,
                  template_kwargs: Mapping[str, Any] | None = None):
-        backend.no_truncation()  # a folder may carry the settings of its last use; both would change prompts silently
+        # a folder may carry the settings of its last use; both would change prompts silently
+        backend.no_truncation()
         backend.no_padding()
         self._backend, self._config, self._date = backend, dict(config), date
         self._templates, self._kwargs = dict(chat_templates or {}), dict(template_kwargs or {})
@@ -43,20 +45,24 @@ class Tokenizer:
             self._check_kwargs()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids [T]. `add_special_tokens` puts what the tokenizer starts a text with (a BOS, say) in front.
+        """Token ids [T]. `add_special_tokens` puts what the tokenizer starts a text with (a BOS, say) in
+        front.
 
         Raises DataError when the text has characters outside a vocabulary that has no unknown token.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as e:  # tokenizers raises bare Exception
-            half = sorted({c for c in text if "\ud800" <= c <= "\udfff"})  # surrogates, which the library cannot even look up
+            # surrogates, which the library cannot even look up
+            half = sorted({c for c in text if "\ud800" <= c <= "\udfff"})
             unknown = half or sorted({c for c in text if self._backend.token_to_id(c) is None})
-            raise DataError(f"cannot encode {text[:60]!r}: {e}" + (f" (unknown: {unknown})" if unknown else ""),
+            raise DataError(f"cannot encode {text[:60]!r}: {e}"
+                            + (f" (unknown: {unknown})" if unknown else ""),
                             "use a tokenizer whose vocabulary covers the task's text") from e
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids [T]. An id without a token (a model's vocabulary may be padded) shows as U+FFFD, never as nothing."""
+        """Text of ids [T]. An id without a token (a model's vocabulary may be padded) shows as U+FFFD, never
+        as nothing."""
         runs = itertools.groupby(map(int, ids), lambda i: self._backend.id_to_token(i) is not None)
         return "".join(self._backend.decode(list(run), skip_special_tokens=skip_special_tokens) if known
                        else "\ufffd" * len(list(run)) for known, run in runs)
@@ -64,14 +70,17 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Messages (`role`, `content`) as the text the model was trained on.
 
-        Raises ModelError when the folder has no chat template, DataError when the template refuses the messages.
+        Raises ModelError when the folder has no chat template, DataError when the template refuses the
+        messages.
         """
         template = self._compiled
         told = {"tools": None, "documents": None, **self._special, **self._kwargs}
         try:
-            return template.render(messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **told)
+            return template.render(messages=[dict(m) for m in messages],
+                                   add_generation_prompt=add_generation_prompt, **told)
         except Exception as e:  # a template may do anything with what it is given: None + "text", 1 / 0
-            raise DataError(f"the chat template refused the messages: {e}", "change the roles or the system prompt") from e
+            raise DataError(f"the chat template refused the messages: {e}",
+                            "change the roles or the system prompt") from e
 
     @functools.cached_property
     def _compiled(self):
@@ -81,15 +90,18 @@ class Tokenizer:
         try:
             return _jinja_environment(self._date).from_string(self._template)
         except jinja2.TemplateError as e:
-            raise ModelError(f"the chat template is damaged: {e}", "download the tokenizer's folder again") from e
+            raise ModelError(f"the chat template is damaged: {e}",
+                             "download the tokenizer's folder again") from e
 
     @property
     def _template(self) -> str:
         """Of several templates transformers takes "tool_use" where there are tools, else "default"."""
-        name = "tool_use" if self._kwargs.get("tools") is not None and "tool_use" in self._templates else "default"
+        name = "tool_use" if self._kwargs.get(
+            "tools") is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise ModelError("this tokenizer has no chat template (chat_template.jinja, or chat_template in "
-                             "tokenizer_config.json)", "use plain prompts (task.chat = false) or an instruct model")
+                             "tokenizer_config.json)",
+                             "use plain prompts (task.chat = false) or an instruct model")
         return self._templates[name]
 
     @functools.cached_property
@@ -97,11 +109,13 @@ class Tokenizer:
         return {k: _token_text(self._config[k]) for k in _SPECIAL if self._config.get(k)}
 
     def _check_kwargs(self) -> None:
-        """Raise ConfigError for a variable that the template never reads: it would seem to have been tried."""
+        """Raise ConfigError for a variable that the template never reads: it would seem to have been
+        tried."""
         import jinja2.meta
 
         environment = self._compiled.environment
-        read = jinja2.meta.find_undeclared_variables(environment.parse(self._template)) - environment.globals.keys()
+        read = jinja2.meta.find_undeclared_variables(
+            environment.parse(self._template)) - environment.globals.keys()
         known = read - _OURS - set(_SPECIAL)
         for name in self._kwargs.keys() - (read - _OURS):
             key = f"task.chat_template_kwargs.{name}"
@@ -110,7 +124,7 @@ class Tokenizer:
             day = "; the day that strftime_now tells is task.date" if "date" in name and "strftime_now" in self._template else ""
             hint = nearest(name, known) if known else " (it reads none)"
             raise ConfigError(f"{key}: this tokenizer's chat template reads no such variable{hint}{day}",
-                              "leave it out: it would change no prompt")  # fmt: skip
+                              "leave it out: it would change no prompt")
         for name in self._kwargs.keys() & {"tools", "documents"}:
             value = self._kwargs[name]
             if not (isinstance(value, list) and all(isinstance(x, dict) for x in value)):
@@ -119,7 +133,8 @@ class Tokenizer:
 
     def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids [T] of messages, ending where the assistant's reply begins. Raises as `render_chat`."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)  # the template writes its own BOS
+        # the template writes its own BOS
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def added_tokens(self) -> dict[str, int]:
         """Text -> id of the tokens that were added to the vocabulary, special ones among them."""
@@ -139,7 +154,8 @@ class Tokenizer:
         return tuple(i for i, text in zip(ids, texts) if any(string in text for string in strings))
 
     def with_stops(self, turn_end: int | None, token_ids: Sequence[int]) -> Tokenizer:
-        """The same with further tokens that end a completion: the one that ends a turn, which comes first, and `token_ids`."""
+        """The same with further tokens that end a completion: the one that ends a turn, which comes first,
+        and `token_ids`."""
         other, ends = copy.copy(self), () if turn_end is None else (turn_end,)
         other.eos_token_ids = tuple(dict.fromkeys([*ends, *self.eos_token_ids, *token_ids]))
         special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
@@ -147,8 +163,8 @@ class Tokenizer:
         return other
 
     def completion_text(self, ids: Sequence[int]) -> str:
-        """Text of a completion [T]. Special tokens stay in it, save the one that ended it: a sampled <pad> must not vanish from
-        "1<pad>9". A stop token that is an ordinary word stays, too."""
+        """Text of a completion [T]. Special tokens stay in it, save the one that ended it: a sampled <pad>
+        must not vanish from "1<pad>9". A stop token that is an ordinary word stays, too."""
         ids = [int(i) for i in ids]
         silent = ids and ids[-1] in self.eos_token_ids and ids[-1] not in self._spoken
         return self.decode(ids[:-1] if silent else ids, skip_special_tokens=False)
@@ -164,31 +180,37 @@ class Tokenizer:
         self._backend.save(os.path.join(folder, "tokenizer.json"))
         config = {k: v for k, v in self._config.items() if k != "chat_template"}
         named = [{"name": name, "template": template} for name, template in self._templates.items()]
-        config |= {"chat_template": named if self._templates.keys() - {"default"} else named[0]["template"]} if named else {}
+        config |= {"chat_template": named if self._templates.keys() - {"default"}
+                   else named[0]["template"]} if named else {}
         _write_json(folder, "tokenizer_config.json", config)
         _write_json(folder, "generation_config.json",
                     {"eos_token_id": list(self.eos_token_ids), "pad_token_id": self.pad_token_id})
 
 
-def load_tokenizer(spec: str, date: str = DATE, template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
-    """A tokenizer from an HF folder, or `chars:0123456789+=`: one token for each character, `<pad>` 0 and `<eos>` 1. `date`: the
-    day, YYYY-MM-DD, that a chat template is told when it asks for today. `template_kwargs`: other variables that it reads.
+def load_tokenizer(spec: str, date: str = DATE,
+                   template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
+    """A tokenizer from an HF folder, or `chars:0123456789+=`: one token for each character, `<pad>` 0 and
+    `<eos>` 1. `date`: the day, YYYY-MM-DD, that a chat template is told when it asks for today.
+    `template_kwargs`: other variables that it reads.
 
-    Raises ModelError when the folder lacks a file, a file is damaged, or no end-of-sequence token is known; ConfigError for
-    a variable that the template never reads.
+    Raises ModelError when the folder lacks a file, a file is damaged, or no end-of-sequence token is known;
+    ConfigError for a variable that the template never reads.
     """
     if not spec.startswith(CHARS_PREFIX):
         return _from_folder(os.path.expanduser(spec), date, template_kwargs)
     if template_kwargs:
-        raise ConfigError(f'task.chat_template_kwargs: model.tokenizer = "{spec}" has no chat template', "leave them out")
+        raise ConfigError(f'task.chat_template_kwargs: model.tokenizer = "{spec}" has no chat template',
+                          "leave them out")
     return _char_tokenizer(spec.removeprefix(CHARS_PREFIX))
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise ModelError when the tokenizer can produce an id that the model has no embedding for."""
     if tokenizer.vocab_size > vocab_size:
-        raise ModelError(f"the tokenizer's largest id is {tokenizer.vocab_size - 1}, the model's vocabulary has "
-                         f"{vocab_size} entries", "use the tokenizer that came with the model, or raise vocab_size")
+        raise ModelError(
+            f"the tokenizer's largest id is {tokenizer.vocab_size - 1}, the model's vocabulary has "
+                         f"{vocab_size} entries",
+                         "use the tokenizer that came with the model, or raise vocab_size")
 
 
 def _char_tokenizer(chars: str) -> Tokenizer:
@@ -212,7 +234,8 @@ def _from_folder(folder: str, date: str, template_kwargs: Mapping[str, Any] | No
 
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(path):
-        raise ModelError(f"no tokenizer.json in {folder!r}", "download the model's folder first (nothing is fetched at run "
+        raise ModelError(f"no tokenizer.json in {folder!r}",
+                         "download the model's folder first (nothing is fetched at run "
                          "time); a folder with tokenizer.model alone: load and save it once with transformers")
     try:
         backend = Backend.from_file(path)
@@ -221,19 +244,23 @@ def _from_folder(folder: str, date: str, template_kwargs: Mapping[str, Any] | No
     config = _read_json(folder, "tokenizer_config.json")
     eos = _eos_token_ids(folder, config, backend)
     pad = backend.token_to_id(_token_text(config["pad_token"])) if config.get("pad_token") else None
-    return Tokenizer(backend, config, eos, eos[0] if pad is None else pad, _chat_templates(folder, config), date, template_kwargs)
+    return Tokenizer(backend, config, eos, eos[0] if pad is None else pad, _chat_templates(folder, config),
+                     date, template_kwargs)
 
 
 def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's own, generation_config.json (chat models list several), else config.json.
+    """What ends a completion: the tokenizer's own, generation_config.json (chat models list several), else
+    config.json.
 
-    The tokenizer's own ends a turn. The list need not begin with it: Llama 3.1's begins with what ends a text.
+    The tokenizer's own ends a turn. The list need not begin with it: Llama 3.1's begins with what ends a
+    text.
     """
     ids = _as_list(backend.token_to_id(_token_text(config["eos_token"]))) if config.get("eos_token") else []
     ids += _as_list(_read_json(folder, "generation_config.json").get("eos_token_id"))
     ids += _as_list(_read_json(folder, "config.json").get("eos_token_id")) if not ids else []
     if not ids:
-        raise ModelError(f"{folder}: no end-of-sequence token in generation_config.json, tokenizer_config.json or "
+        raise ModelError(
+            f"{folder}: no end-of-sequence token in generation_config.json, tokenizer_config.json or "
                          "config.json", 'set "eos_token" in tokenizer_config.json')
     return tuple(dict.fromkeys(ids))
 
@@ -243,7 +270,8 @@ def _chat_templates(folder: str, config: Mapping[str, Any]) -> dict[str, str]:
     files = {"default": os.path.join(folder, "chat_template.jinja")}
     others = os.path.join(folder, "additional_chat_templates")
     names = sorted(os.listdir(others)) if os.path.isdir(others) else []
-    files |= {name.removesuffix(".jinja"): os.path.join(others, name) for name in names if name.endswith(".jinja")}
+    files |= {name.removesuffix(".jinja"): os.path.join(others, name) for name in names
+              if name.endswith(".jinja")}
     if found := {name: _read_text(path) for name, path in files.items() if os.path.isfile(path)}:
         return found
     template = config.get("chat_template")
@@ -253,13 +281,15 @@ def _chat_templates(folder: str, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _jinja_environment(date: str):
-    """The dialect of chat templates: sandboxed, blocks trimmed, loop controls, `{% generation %}`, two helper functions."""
+    """The dialect of chat templates: sandboxed, blocks trimmed, loop controls, `{% generation %}`, two helper
+    functions."""
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's tokens for supervised masks; here it renders as its content."""
+        """`{% generation %}` marks the assistant's tokens for supervised masks; here it renders as its
+        content."""
 
         tags: ClassVar = {"generation"}
 
@@ -272,7 +302,8 @@ def _jinja_environment(date: str):
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])

@@ -1,15 +1,16 @@
-"""A learner on several devices: one mesh of three axes, each of any size, in one process or several (docs/sharding.md).
+"""A learner on several devices: one mesh of three axes, each of any size, in one process or several
+(docs/sharding.md).
 
     data     rows of a micro-batch, R over the devices; weights are repeated along it, and gradients summed once an update
     fsdp     rows of a micro-batch, too, and the rows of every weight [N, K], or its experts (ZeRO-3, Rajbhandari et al. 2020,
-             section 5). A layer's are gathered where it is computed, and again where it is computed again; codes at a byte an
-             element. What leaves the backward is the shard of the summed gradient
+             section 5). A layer's are gathered where it is computed, and again where it is computed again;
+             codes at a byte an element. What leaves the backward is the shard of the summed gradient
     tensor   heads, the width of the MLP, experts and words: each device multiplies with its own part of every weight, and what
              their products leave is summed (Shoeybi et al. 2019, section 3). Nothing of a weight is sent
 
-What computes with the model runs inside a `shard_map`, where kernels see the arrays of one device: to XLA's partitioner they are
-opaque, it would gather their operands and run them whole everywhere. What is elementwise (the optimiser) or small (corrections)
-is left to the partitioner. With one device nothing of this is there.
+What computes with the model runs inside a `shard_map`, where kernels see the arrays of one device: to XLA's
+partitioner they are opaque, it would gather their operands and run them whole everywhere. What is elementwise
+(the optimiser) or small (corrections) is left to the partitioner. With one device nothing of this is there.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from pallas_kernels.quantize.reference import E4M3
 DATA, FSDP, TENSOR = AXES = "data", "fsdp", "tensor"
 ALL = P()  # on every device
 ROWS = P(None, (DATA, FSDP))  # [M, R, T] over R
-BY_COLUMNS = "o_proj", "down_proj"  # of what their input's parts are multiplied with, so K, not N, lies over "tensor"
+# of what their input's parts are multiplied with, so K, not N, lies over "tensor"
+BY_COLUMNS = "o_proj", "down_proj"
 
 
 class Layout(NamedTuple):
@@ -56,7 +58,8 @@ class Layout(NamedTuple):
         """The same arrays where they belong; committed, as those that a program returns are."""
         if self.mesh is None:
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
-        return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(self.mesh, spec)), tree, self.specs(tree))
+        return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(self.mesh, spec)), tree,
+                            self.specs(tree))
 
     def keep(self, tree: Any) -> Any:
         """Inside `jit`: a program's result lies as its arguments do."""
@@ -79,11 +82,12 @@ class Layout(NamedTuple):
         return self.run(f, (self.specs(weights),), self.specs(jax.eval_shape(f, weights)))(weights)
 
     def gather(self, weights: Any) -> Any:
-        """Inside `run`: a device's shards, a layer's [N, K] or those outside the layers -> all rows of its part along "tensor";
-        differentiable."""
+        """Inside `run`: a device's shards, a layer's [N, K] or those outside the layers -> all rows of its
+        part along "tensor"; differentiable."""
         if self.mesh is None:
             return weights
-        one, is_leaf = lambda path, w: _gathered(w) if _is_split(path, w) else w, lambda w: isinstance(w, TrainableWeight)
+        one, is_leaf = lambda path, w: _gathered(w) if _is_split(path, w) else w, lambda w: isinstance(
+            w, TrainableWeight)
         return jax.tree_util.tree_map_with_path(one, weights, is_leaf=is_leaf)
 
     def enter(self, x: Array) -> Array:
@@ -100,10 +104,12 @@ class Layout(NamedTuple):
             return table[words]
         here = words - lax.axis_index(TENSOR) * table.shape[0]
         own = (here >= 0) & (here < table.shape[0])
-        return self.leave(jnp.where(own[..., None], table[jnp.where(own, here, 0)], jnp.zeros((), table.dtype)))
+        return self.leave(jnp.where(own[..., None], table[jnp.where(own, here, 0)],
+                                    jnp.zeros((), table.dtype)))
 
     def experts(self, ids: Array, count: int) -> tuple[Array, int]:
-        """Inside `run`: numbers of experts -> those among a device's own, and how many these are, which stands for all others."""
+        """Inside `run`: numbers of experts -> those among a device's own, and how many these are, which
+        stands for all others."""
         if self.tensor == 1:
             return ids, count
         own = count // self.tensor
@@ -119,8 +125,8 @@ class Layout(NamedTuple):
         return x if self.mesh is None else lax.psum(x, (DATA, FSDP))
 
     def sum_gradients(self, grads: Any) -> Any:
-        """Inside `run`: over the rows of all devices. Those of shards have been summed along "fsdp" on their way out of `gather`,
-        and all of them along "tensor"."""
+        """Inside `run`: over the rows of all devices. Those of shards have been summed along "fsdp" on their
+        way out of `gather`, and all of them along "tensor"."""
         if self.mesh is None:
             return grads
         over = lambda path, g: lax.psum(g, DATA if _is_split(path, g) else (DATA, FSDP))
@@ -131,24 +137,29 @@ ONE = Layout()
 
 
 def make_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: int = 1) -> Layout:
-    """Over the first data * fsdp * tensor local devices, or over all devices of several processes; those along "tensor" are
-    neighbours. Raises ConfigError where there are fewer, or where a process would have none of it."""
+    """Over the first data * fsdp * tensor local devices, or over all devices of several processes; those
+    along "tensor" are neighbours. Raises ConfigError where there are fewer, or where a process would have
+    none of it."""
     here, count = jax.devices() if processes > 1 else jax.local_devices(), data * fsdp * tensor
     if count > len(here) or (processes > 1 and count != len(here)):
         settings = {"train.data": data, "train.fsdp": fsdp, "train.tensor": tensor}
-        product = " * ".join(f"{name} = {size}" for name, size in settings.items() if size > 1) or "train.data = 1"
+        product = " * ".join(f"{name} = {size}" for name, size in settings.items()
+                             if size > 1) or "train.data = 1"
         have = f"{len(here)} device{'s' if len(here) > 1 else ''}"
         if processes > 1:
-            raise ConfigError(f"{product}: the {processes} processes have {have}", f"{len(here)} together, no fewer")
+            raise ConfigError(f"{product}: the {processes} processes have {have}",
+                              f"{len(here)} together, no fewer")
         raise ConfigError(f"{product}: this process has {have}", f"{len(here)} together, or fewer")
     if len(kinds := sorted({device.device_kind for device in here[:count]})) > 1:
-        raise ConfigError(f"devices of several kinds: {', '.join(kinds)}: all compute one program", "leave out those of a kind")
+        raise ConfigError(f"devices of several kinds: {', '.join(kinds)}: all compute one program",
+                          "leave out those of a kind")
     grid = np.array(here[:count]).reshape(data, fsdp, tensor)
     return ONE if count == 1 else Layout(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3))
 
 
 def whole(x: Array) -> Array:
-    """On one device of this process, where its engine can read it. Where it is split over processes, all of them call this."""
+    """On one device of this process, where its engine can read it. Where it is split over processes, all of
+    them call this."""
     devices = x.sharding.device_set
     if len(devices) == 1:
         return x
@@ -160,7 +171,8 @@ def whole(x: Array) -> Array:
 
 
 def fetch(tree: Any) -> Any:
-    """As numpy arrays, wherever their parts are. Where these are with several processes, all of them call this."""
+    """As numpy arrays, wherever their parts are. Where these are with several processes, all of them call
+    this."""
     split = lambda x: isinstance(x, Array) and not (x.is_fully_addressable or x.is_fully_replicated)
     return jax.device_get(jax.tree.map(lambda x: whole(x) if split(x) else x, tree))
 
@@ -180,7 +192,8 @@ def _placed(x: Any, sharding: NamedSharding) -> Array:
 def gloo_warning(layout: Layout) -> str | None:
     """What to say at the start of a run whose gradients are scattered between processes on CPUs."""
     mesh = layout.mesh
-    if mesh is None or not mesh.is_multi_process or mesh.shape[FSDP] == 1 or mesh.devices.flat[0].platform != "cpu":
+    if mesh is None or not mesh.is_multi_process or mesh.shape[FSDP] == 1 or mesh.devices.flat[
+            0].platform != "cpu":
         return None
     return (
         f"train.fsdp = {mesh.shape[FSDP]} in several processes on CPUs: JAX's reduce-scatter there may return wrong sums of "
@@ -189,18 +202,22 @@ def gloo_warning(layout: Layout) -> str | None:
 
 
 def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
-    """Raises ConfigError, naming the first weight that does not divide; `quantized`: linears in blocks of 128."""
+    """Raises ConfigError, naming the first weight that does not divide; `quantized`: linears in blocks of
+    128."""
     if model.num_key_value_heads % tensor:
         heads = f"num_key_value_heads = {model.num_key_value_heads}"
-        raise ConfigError(f"train.tensor = {tensor} does not divide {heads}: a device has whole heads", "use fewer")
+        raise ConfigError(f"train.tensor = {tensor} does not divide {heads}: a device has whole heads",
+                          "use fewer")
     if model.experts and model.experts.num_experts % (fsdp * tensor):
-        raise ConfigError(f"{_over(fsdp, tensor)} does not divide num_experts = {model.experts.num_experts}", "use fewer")
+        raise ConfigError(f"{_over(fsdp, tensor)} does not divide num_experts = {model.experts.num_experts}",
+                          "use fewer")
     for e in param_table(model):
         if len(e.shape) < 2 or len(e.index) == 2:  # a vector; of an expert, which lies on a device whole
             continue
         block = BLOCK if quantized and e.role == "linear" else 1
         along_tensor = 1 if e.path[-2] in BY_COLUMNS or e.role == "router" else tensor
-        if e.shape[0] % (fsdp * along_tensor * block):  # columns divide, too: they are the rows of another weight
+        # columns divide, too: they are the rows of another weight
+        if e.shape[0] % (fsdp * along_tensor * block):
             blocks = f" in whole blocks of {BLOCK}" if block > 1 else ""
             rows = f"the {e.shape[0]} rows of {e.hf_name}{blocks}"
             raise ConfigError(f"{_over(fsdp, along_tensor)} does not divide {rows}", "use fewer")
@@ -215,8 +232,8 @@ def _is_split(path: tuple, leaf: Any) -> bool:
 
 
 def _spec(path: tuple, leaf: Any) -> P:
-    """Of a leaf [N, K], [L, N, K], or of experts [L, E, N, K]: whole experts lie on a device. All devices along "tensor" have the
-    router, for all of them choose."""
+    """Of a leaf [N, K], [L, N, K], or of experts [L, E, N, K]: whole experts lie on a device. All devices
+    along "tensor" have the router, for all of them choose."""
     if not _is_split(path, leaf):
         return ALL
     where = jax.tree_util.keystr(path)
@@ -253,4 +270,5 @@ def _whole(handle: Array) -> Array:
     return jnp.zeros((handle.shape[0] * lax.axis_size(FSDP), *handle.shape[1:]), handle.dtype)
 
 
-_whole.defvjp(lambda handle: (_whole(handle), None), lambda _, gradient: (lax.psum_scatter(gradient, FSDP, tiled=True),))
+_whole.defvjp(lambda handle: (_whole(handle), None),
+              lambda _, gradient: (lax.psum_scatter(gradient, FSDP, tiled=True),))

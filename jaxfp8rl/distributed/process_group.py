@@ -1,8 +1,10 @@
-"""A learner of several processes, one a host or a GPU (docs/sharding.md): each runs the same loop, the first sees the world.
+"""A learner of several processes, one a host or a GPU (docs/sharding.md): each runs the same loop, the first
+sees the world.
 
-What it hears of engine, rewards and disk it tells the others through the key-value store of `jax.distributed`, in order. They
-hold no device while they wait, and wait as long as it takes: a collective would give up, on a CPU after half a minute. Meanwhile
-they take part in what it asks of all devices, weights put whole for a publish. With one process nothing is sent.
+What it hears of engine, rewards and disk it tells the others through the key-value store of
+`jax.distributed`, in order. They hold no device while they wait, and wait as long as it takes: a collective
+would give up, on a CPU after half a minute. Meanwhile they take part in what it asks of all devices, weights
+put whole for a publish. With one process nothing is sent.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import jax
 from jax.experimental import multihost_utils
 
 from bridges.api import BridgeError
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.resume_rules import described
-from jaxfp8rl.errors import ConfigError, ProcessFailed, UserError
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.mesh import whole
+from jaxfp8rl.errors import ConfigError, ProcessFailed, UserError
 
 SLICE_MS = 1000  # of a wait: between two of them signals are heard
-PART, PART_MS = 4 * 2**20, 60_000  # bytes of what is told that cross at once, and what they may take: they are there already
+# bytes of what is told that cross at once, and what they may take: they are there already
+PART, PART_MS = 4 * 2**20, 60_000
 SHUTDOWN_S = 60  # that a process which has failed is waited for
 SHARED_S = 60.0  # until a file on a shared disk is seen
 LOOPBACK = "127.", "localhost:", "[::1]:"
@@ -38,7 +41,8 @@ class ProcessGroup:
 
     def __init__(self, count: int = 1, number: int = 0, store: Any = None):
         self.count, self.number, self.first, self._store = count, number, number == 0, store
-        self._name, self._sent, self._deleted, self._rounds, self._lent = f"jaxfp8rl/{next(RUNS)}", 0, 0, 0, []
+        self._name, self._sent, self._deleted, self._rounds, self._lent = f"jaxfp8rl/{next(RUNS)}", 0, 0, 0, [
+            ]
         self._ended: BaseException | None = None  # as the first process has
 
     @property
@@ -66,14 +70,15 @@ class ProcessGroup:
             self._store.key_value_set_bytes(keys[self.number], str(code).encode())
             return self._hear()
         codes = [int(self._wait_for(key)) for key in keys[1:]]
-        for key in (*keys[1:], *(f"{self._name}/told/{n}" for n in range(self._deleted, self._sent))):  # all have heard those
+        # all have heard those
+        for key in (*keys[1:], *(f"{self._name}/told/{n}" for n in range(self._deleted, self._sent))):
             self._store.key_value_delete(key)  # and what is below it: the parts
         self._deleted = self._sent
         return self.told(lambda: max(code, *codes))
 
     def together(self, f: Callable[[], None], alone: bool = False) -> None:
-        """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all where it does in one.
-        Nothing is told in it: who has failed does not hear."""
+        """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all where it
+        does in one. Nothing is told in it: who has failed does not hear."""
         error = None
         try:
             if self.first or not alone:
@@ -92,8 +97,8 @@ class ProcessGroup:
         return multihost_utils.broadcast_one_to_all(made)
 
     def lend(self, policy: Any) -> Callable[[jax.Array], jax.Array]:
-        """-> what puts a leaf of `policy` whole on one device. The first process asks for it; the others take part while they
-        wait for what it tells."""
+        """-> what puts a leaf of `policy` whole on one device. The first process asks for it; the others take
+        part while they wait for what it tells."""
         if self.count == 1:
             return whole
         self._lent = jax.tree.leaves(policy)
@@ -108,16 +113,20 @@ class ProcessGroup:
     def leave(self, error: BaseException) -> None:
         """Tell the others what has ended the first process."""
         asked = isinstance(error, SystemExit | KeyboardInterrupt)
-        code = getattr(error, "code", 130) if asked else 5 if isinstance(error, BridgeError) else getattr(error, "exit_code", 1)
-        said = str(error) if isinstance(error, UserError | BridgeError) else f"{type(error).__name__}: {error}"
+        code = getattr(error, "code", 130) if asked else 5 if isinstance(error, BridgeError) else getattr(
+            error, "exit_code", 1)
+        said = str(error) if isinstance(error,
+                                        UserError | BridgeError) else f"{type(error).__name__}: {error}"
         self._tell({"ended": said, "code": code, "asked": asked})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """In parts, then how many: a wait's deadline is for the transfer, too, and what did not cross in it never would."""
+        """In parts, then how many: a wait's deadline is for the transfer, too, and what did not cross in it
+        never would."""
         key, data = f"{self._name}/told/{self._sent}", json.dumps(message).encode()
         starts = range(0, len(data), PART)
         for i, start in enumerate(starts):
-            self._store.key_value_set_bytes(f"{key}/{i}", data[start : start + PART], True)  # over what was interrupted
+            # over what was interrupted
+            self._store.key_value_set_bytes(f"{key}/{i}", data[start : start + PART], True)
         self._store.key_value_set_bytes(key, str(len(starts)).encode())
         self._sent += 1
 
@@ -135,7 +144,8 @@ class ProcessGroup:
             elif message["asked"]:
                 self._ended = SystemExit(message["code"])
             else:
-                self._ended = ProcessFailed(f"the first process has ended: {message['ended']}", exit_code=message["code"])
+                self._ended = ProcessFailed(f"the first process has ended: {message['ended']}",
+                                            exit_code=message["code"])
         raise self._ended
 
     def _wait_for(self, key: str, slice_ms: int = 0) -> bytes:
@@ -144,7 +154,8 @@ class ProcessGroup:
                 return self._store.blocking_key_value_get_bytes(key, slice_ms or SLICE_MS)
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
-                    raise ProcessFailed(f"another process is gone: {str(e).splitlines()[0]}", "see what it said last") from e
+                    raise ProcessFailed(f"another process is gone: {str(e).splitlines()[0]}",
+                                        "see what it said last") from e
 
 
 ALONE = ProcessGroup()
@@ -154,8 +165,9 @@ ALONE = ProcessGroup()
 def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
     """The group of train.processes that this process is one of. What ends the first ends them all.
 
-    Called before anything asks JAX for its devices. Raises ConfigError where nothing says which process this is, where there are
-    more or fewer, or where this one was started with other settings than the first, or another way (`how`).
+    Called before anything asks JAX for its devices. Raises ConfigError where nothing says which process this
+    is, where there are more or fewer, or where this one was started with other settings than the first, or
+    another way (`how`).
     """
     if cfg.train.processes == 1:
         yield ALONE
@@ -164,7 +176,8 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
     try:
         _compare(group, cfg, how)
         yield group
-        group.largest(0)  # nobody waits in JAX's own farewell for an engine of the first that takes long to end
+        # nobody waits in JAX's own farewell for an engine of the first that takes long to end
+        group.largest(0)
     except BaseException as e:
         if group.first:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is nobody to hear it
@@ -173,12 +186,14 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
 
 
 def check_environment(count: int) -> str | None:
-    """Which of `count` processes the environment says that this is, or None. Raises ConfigError for what it cannot be."""
+    """Which of `count` processes the environment says that this is, or None. Raises ConfigError for what it
+    cannot be."""
     number, told = os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_NUM_PROCESSES", str(count))
     if told != str(count):
         raise ConfigError(f"train.processes = {count}, JAX_NUM_PROCESSES = {told}", "give both the same")
     if number is not None and number not in map(str, range(count)):
-        raise ConfigError(f"JAX_PROCESS_ID = {number}: train.processes = {count} are 0 to {count - 1}", "give each one of them")
+        raise ConfigError(f"JAX_PROCESS_ID = {number}: train.processes = {count} are 0 to {count - 1}",
+                          "give each one of them")
     return number
 
 
@@ -192,7 +207,8 @@ def _connected(count: int) -> ProcessGroup:
         named = {} if number is None else {"num_processes": count, "process_id": int(number)}
         address = os.environ.get("JAX_COORDINATOR_ADDRESS", "")
         if address.startswith(LOOPBACK) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-            named["coordinator_bind_address"] = address  # JAX would listen on every network that the machine is on
+            # JAX would listen on every network that the machine is on
+            named["coordinator_bind_address"] = address
         try:
             jax.distributed.initialize(**named, shutdown_timeout_seconds=SHUTDOWN_S)
         except (ValueError, IndexError) as e:  # the latter of an address without a port
@@ -202,10 +218,12 @@ def _connected(count: int) -> ProcessGroup:
                 "Slurm, Open MPI or Kubernetes (docs/sharding.md)",
             ) from e
         except jax.errors.JaxRuntimeError as e:
-            raise ConfigError(f"train.processes = {count}: not all of them have come: {str(e).splitlines()[0]}",
-                              "start so many, all with the address of the first") from e  # fmt: skip
+            raise ConfigError(
+                f"train.processes = {count}: not all of them have come: {str(e).splitlines()[0]}",
+                              "start so many, all with the address of the first") from e
     if global_state.num_processes != count:
-        raise ConfigError(f"train.processes = {count}, and {global_state.num_processes} were started", "give the number of both")
+        raise ConfigError(f"train.processes = {count}, and {global_state.num_processes} were started",
+                          "give the number of both")
     return ProcessGroup(count, global_state.process_id, global_state.client)
 
 
@@ -213,13 +231,14 @@ def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:
     """All processes run the same, else they would wait for each other for ever, or learn apart."""
     own, way = json.loads(json.dumps([cfg.model_dump(mode="json"), how]))
     theirs, their_way = group.told(lambda: (own, way))
-    differ = {(s, k): (theirs[s][k], value) for s in own for k, value in own[s].items() if theirs[s][k] != value}
+    differ = {(s, k): (theirs[s][k], value) for s in own for k, value in own[s].items()
+              if theirs[s][k] != value}
     said = "; ".join(described(differ)) or "--resume or --fork"
 
     def refuse() -> None:
         if differ or their_way != way:
             raise ConfigError(f"process {group.number} was started with other words than the first: {said}",
-                              "start all with the same")  # fmt: skip
+                              "start all with the same")
 
     group.together(refuse)
 
@@ -233,7 +252,7 @@ def check_shared(group: ProcessGroup, file: Path) -> None:
         while not (file.is_file() and file.read_text() == content):
             if time.monotonic() > last:
                 raise ConfigError(f"run.dir: process {group.number} does not see the first one's {file}",
-                                  "put run.dir on a disk that all processes share")  # fmt: skip
+                                  "put run.dir on a disk that all processes share")
             time.sleep(0.2)
 
     group.together(look)

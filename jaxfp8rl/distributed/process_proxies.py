@@ -1,4 +1,5 @@
-"""What the loop sees of the world, engine and rewards, in a learner of several processes: the first one's, in all of them."""
+"""What the loop sees of the world, engine and rewards, in a learner of several processes: the first one's, in
+all of them."""
 
 from __future__ import annotations
 
@@ -7,12 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridges.api import (
-    Capabilities, Completion, EngineFormats, GenRequest, Health, PublishReceipt, RolloutEngine, WeightSource, WeightTransport,
-)  # fmt: skip
-from jaxfp8rl.rollout.pipeline import packed, unpacked
+    Capabilities,
+    Completion,
+    EngineFormats,
+    GenRequest,
+    Health,
+    PublishReceipt,
+    RolloutEngine,
+    WeightSource,
+    WeightTransport,
+)
 from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.rewards.runner import RewardRunner, Score
+from jaxfp8rl.rollout.pipeline import packed, unpacked
 
 World = tuple[RewardRunner, RolloutEngine, WeightTransport]
 
@@ -41,7 +50,8 @@ class _OfFirst:
 
 class _Rewards(_OfFirst):
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[Score]:
-        return [Score(**s) for s in self._group.told(lambda: [dataclasses.asdict(s) for s in self._part.score(items)])]
+        return [Score(**s)
+                for s in self._group.told(lambda: [dataclasses.asdict(s) for s in self._part.score(items)])]
 
 
 class _Engine(_OfFirst):
@@ -54,7 +64,8 @@ class _Engine(_OfFirst):
         return self._capabilities
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        answers = self._group.told(lambda: [[packed(c) for c in group] for group in self._part.generate(requests)])
+        answers = self._group.told(lambda: [[packed(c) for c in group]
+                                            for group in self._part.generate(requests)])
         return [[unpacked(c) for c in group] for group in answers]
 
     def pause(self) -> None:
@@ -81,7 +92,8 @@ class _Engine(_OfFirst):
 
 
 class _Transport(_OfFirst):
-    """Opened already. While the others wait for the receipt, they put whole what the first asks for (ProcessGroup.lend)."""
+    """Opened already. While the others wait for the receipt, they put whole what the first asks for
+    (ProcessGroup.lend)."""
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         said = self._group.told(lambda: dataclasses.asdict(self._part.publish(source, version)))

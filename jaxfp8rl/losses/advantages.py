@@ -1,7 +1,8 @@
-"""Advantages from rewards, on the host: the completions of one prompt, or of the whole batch, are each other's baseline.
+"""Advantages from rewards, on the host: the completions of one prompt, or of the whole batch, are each
+other's baseline.
 
-A reward of NaN is undefined: its completion gets advantage 0 and stays out of every statistic. A completion that is alone
-in its group has nobody to be compared with: advantage 0 (verl keeps its raw reward).
+A reward of NaN is undefined: its completion gets advantage 0 and stays out of every statistic. A completion
+that is alone in its group has nobody to be compared with: advantage 0 (verl keeps its raw reward).
 """
 
 from __future__ import annotations
@@ -17,33 +18,39 @@ STD_FLOOR = 1e-6  # rewards spread no wider than this are equal; also the epsilo
 
 
 def advantages(groups: Sequence[np.ndarray], kind: str = "grpo", k: int | None = None) -> list[np.ndarray]:
-    """Rewards [n_g] of each group, one group a prompt, sizes may differ -> advantages float32 of the same shapes.
+    """Rewards [n_g] of each group, one group a prompt, sizes may differ -> advantages float32 of the same
+    shapes.
 
-    Give the whole batch at once: the reinforce_pp kinds are normalised over it. With a group's mean, standard deviation and
-    size n over its defined rewards r:
+    Give the whole batch at once: the reinforce_pp kinds are normalised over it. With a group's mean, standard
+    deviation and size n over its defined rewards r:
 
     - grpo: (r - mean) / std, population std (DeepSeekMath, arXiv 2402.03300, section 4.1)
     - grpo_sample_std: (r - mean) / (std + 1e-6), sample std (verl's GRPO)
     - dr_grpo: r - mean (Dr. GRPO, arXiv 2503.20783, section 3)
     - rloo: r - mean of the others, which is (r - mean) n / (n - 1) (arXiv 2402.14740)
-    - leave_one_out: rloo / (sample std of the others + 1e-6), not divided where the others are equal (NeMo RL's GRPO)
-    - reinforce_pp: (r - m) / sqrt(v + 1e-8), m and v the batch's mean and sample variance (REINFORCE++, arXiv 2501.03262;
-      here over completions, in verl over tokens, where a long completion counts more)
-    - reinforce_pp_baseline: (r - mean) / sqrt(v + 1e-8), v the batch's sample variance of r - mean (same paper; verl subtracts
-      the tokens' mean here, too, which is not 0 where completions differ in length)
-    - pass_at_k: for the chance that one of k completions is right; rewards 0 or 1 (Pass@k Training, arXiv 2508.10751)
+    - leave_one_out: rloo / (sample std of the others + 1e-6), not divided where the others are equal (NeMo
+      RL's GRPO)
+    - reinforce_pp: (r - m) / sqrt(v + 1e-8), m and v the batch's mean and sample variance (REINFORCE++, arXiv
+      2501.03262; here over completions, in verl over tokens, where a long completion counts more)
+    - reinforce_pp_baseline: (r - mean) / sqrt(v + 1e-8), v the batch's sample variance of r - mean (same
+      paper; verl subtracts the tokens' mean here, too, which is not 0 where completions differ in length)
+    - pass_at_k: for the chance that one of k completions is right; rewards 0 or 1 (Pass@k Training, arXiv
+      2508.10751)
 
-    A group whose rewards are all equal gets exactly 0 from all but reinforce_pp. Raises ConfigError for an unknown kind, a
-    missing, needless or too large k; DataError for an infinite reward, and for one that is neither 0 nor 1 with pass_at_k.
+    A group whose rewards are all equal gets exactly 0 from all but reinforce_pp. Raises ConfigError for an
+    unknown kind, a missing, needless or too large k; DataError for an infinite reward, and for one that is
+    neither 0 nor 1 with pass_at_k.
     """
     check_advantage(kind, k)
     if kind == "pass_at_k" and groups and k > (largest := max(map(len, groups))):
-        raise ConfigError(f"k = {k} is impossible for groups of at most {largest}", f"choose k from 1 to {largest}")
+        raise ConfigError(f"k = {k} is impossible for groups of at most {largest}",
+                          f"choose k from 1 to {largest}")
     rewards = [np.asarray(g, np.float64) for g in groups]
     defined = [r[~np.isnan(r)] for r in rewards]
     for i, r in enumerate(defined):
         if np.isinf(r).any():
-            raise DataError(f"group {i} has an infinite reward: {r.tolist()}", "score with a finite number, or with none")
+            raise DataError(f"group {i} has an infinite reward: {r.tolist()}",
+                            "score with a finite number, or with none")
     if kind in _OVER_BATCH:
         values = _OVER_BATCH[kind](defined)
     elif kind == "pass_at_k":
@@ -54,21 +61,22 @@ def advantages(groups: Sequence[np.ndarray], kind: str = "grpo", k: int | None =
 
 
 def check_advantage(kind: str, k: int | None = None, n: int | None = None) -> None:
-    """Raises ConfigError unless `advantages` takes this kind and k, and learns by it from n completions a prompt where n is
-    known: all n are one set, which is compared with no other."""
+    """Raises ConfigError unless `advantages` takes this kind and k, and learns by it from n completions a
+    prompt where n is known: all n are one set, which is compared with no other."""
     if kind not in ADVANTAGES:
         raise ConfigError(f'advantage "{kind}" is unknown{nearest(kind, ADVANTAGES)}')
     if kind != "pass_at_k":
         if k is not None:
-            raise ConfigError(f'k = {k} means nothing to the advantage "{kind}"', 'leave it out, or choose "pass_at_k"')
+            raise ConfigError(f'k = {k} means nothing to the advantage "{kind}"',
+                              'leave it out, or choose "pass_at_k"')
     elif k is None or k < 1 or (n is not None and k >= max(n, 2)):
         of = "one less than the completions a prompt" if n is None else f"{max(n - 1, 1)}, below the {n} completions a prompt"
         raise ConfigError(f'k = {k} is impossible for the advantage "pass_at_k"', f"choose k from 1 to {of}")
 
 
 def informative_groups(groups: Sequence[np.ndarray]) -> np.ndarray:
-    """bool [G]: which groups have defined rewards that differ. The others carry no gradient, and DAPO's dynamic sampling
-    (arXiv 2503.14476, section 3.2) replaces them."""
+    """bool [G]: which groups have defined rewards that differ. The others carry no gradient, and DAPO's
+    dynamic sampling (arXiv 2503.14476, section 3.2) replaces them."""
     rewards = [np.asarray(g, np.float64) for g in groups]
     return np.array([_informative(r[~np.isnan(r)]) for r in rewards], bool)
 
@@ -76,8 +84,9 @@ def informative_groups(groups: Sequence[np.ndarray]) -> np.ndarray:
 def overlong_penalty(lengths: np.ndarray, max_length: int, buffer: int, factor: float = 1.0) -> np.ndarray:
     """Completion lengths [...] in tokens -> what to add to their rewards, float64 in [-factor, 0].
 
-    DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_length - buffer, falling in a line to -factor at
-    max_length, -factor beyond. Raises ConfigError unless 0 < buffer <= max_length and factor >= 0.
+    DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_length - buffer, falling in a line
+    to -factor at max_length, -factor beyond. Raises ConfigError unless 0 < buffer <= max_length and factor >=
+    0.
     """
     if not 0 < buffer <= max_length or not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(
@@ -112,12 +121,13 @@ def _leave_one_out(r: np.ndarray) -> np.ndarray:
 
 
 def _pass_at_k(r: np.ndarray, k: int) -> np.ndarray:
-    """The mean GRPO advantage of all sets of k completions a completion is in, a set's reward being its best one.
+    """The mean GRPO advantage of all sets of k completions a completion is in, a set's reward being its best
+    one.
 
-    Of n completions w are wrong. A set succeeds with p = 1 - C(w, k)/C(n, k); its reward has mean p, std sqrt(p (1 - p)). A
-    right one is only in sets that succeed: (1 - p)/std. A wrong one is in a failing set with q = C(w-1, k-1)/C(n-1, k-1):
-    (1 - p - q)/std. The sum over the group is 0; k = 1 gives grpo. With fewer than k defined rewards there is no set, with k of
-    them one, compared with no other: 0.
+    Of n completions w are wrong. A set succeeds with p = 1 - C(w, k)/C(n, k); its reward has mean p, std
+    sqrt(p (1 - p)). A right one is only in sets that succeed: (1 - p)/std. A wrong one is in a failing set
+    with q = C(w-1, k-1)/C(n-1, k-1): (1 - p - q)/std. The sum over the group is 0; k = 1 gives grpo. With
+    fewer than k defined rewards there is no set, with k of them one, compared with no other: 0.
     """
     if not np.isin(r, (0, 1)).all():
         raise DataError(
@@ -148,11 +158,13 @@ def _reinforce_pp(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _reinforce_pp_baseline(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """The batch's mean of r - mean is 0, so there is nothing more to subtract, and equal rewards stay exactly 0."""
+    """The batch's mean of r - mean is 0, so there is nothing more to subtract, and equal rewards stay exactly
+    0."""
     return _over_batch_std([_centred(r) if _informative(r) else np.zeros_like(r) for r in groups])
 
 
-_OVER_GROUP: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of the defined rewards of a group in which they differ
+# of the defined rewards of a group in which they differ
+_OVER_GROUP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "grpo": lambda r: _centred(r) / r.std(),
     "grpo_sample_std": lambda r: _centred(r) / (r.std(ddof=1) + STD_FLOOR),
     "dr_grpo": _centred,

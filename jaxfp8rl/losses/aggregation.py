@@ -1,7 +1,7 @@
 """From a loss a token to one number: five aggregations, each written as a weight a token.
 
-The weights carry the denominators of the whole batch, so the sum of `scale * loss` over any split of the batch into
-micro-batches, rows or devices is the same number.
+The weights carry the denominators of the whole batch, so the sum of `scale * loss` over any split of the
+batch into micro-batches, rows or devices is the same number.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from jax import Array
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.losses.segments import first_live, segment_total
 
-AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean")
+AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm",
+                "seq_mean_token_mean")
 
 
 def token_scale(
     mask: Array, segment_ids: Array, kind: str, horizon: float | None = None, weights: Array | None = None
 ) -> Array:
-    """mask bool [..., T] of the *whole* batch, segment_ids int [..., T] -> scale float32 [..., T], 0 off the mask.
+    """mask bool [..., T] of the *whole* batch, segment_ids int [..., T] -> scale float32 [..., T], 0 off the
+    mask.
 
     With N live tokens, S sequences that have a live token, n_i live tokens in sequence i, a live token weighs
 
@@ -31,12 +33,12 @@ def token_scale(
       (Dr. GRPO, arXiv 2503.20783, section 3)
     - seq_mean_token_mean: 1/(S n_i) (GRPO, arXiv 2402.03300, eq. 3)
 
-    weights float32 [..., T]: factors of the tokens' losses, 0 only where mask is False. They leave N, S and n_i as they are, as
-    in prime-rl, whose denominator counts the tokens of a weight other than 0.
+    weights float32 [..., T]: factors of the tokens' losses, 0 only where mask is False. They leave N, S and
+    n_i as they are, as in prime-rl, whose denominator counts the tokens of a weight other than 0.
 
-    These are verl's five modes; where verl divides by the rows it was given, fully masked ones included, S here counts
-    only sequences with a live token. An all-False mask gives zeros. Raises ConfigError for an unknown kind, a horizon that
-    is missing or not positive, or a horizon for a kind that has none.
+    These are verl's five modes; where verl divides by the rows it was given, fully masked ones included, S
+    here counts only sequences with a live token. An all-False mask gives zeros. Raises ConfigError for an
+    unknown kind, a horizon that is missing or not positive, or a horizon for a kind that has none.
     """
     check_aggregation(kind, horizon)
     scale = _unweighted(mask, segment_ids, kind, horizon)

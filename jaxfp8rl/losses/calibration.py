@@ -1,8 +1,10 @@
-"""Calibrated clipping (arXiv 2609.22870): PPO bounds for noisy FP8 ratios that act as the nominal ones act on BF16 ratios.
+"""Calibrated clipping (arXiv 2609.22870): PPO bounds for noisy FP8 ratios that act as the nominal ones act on
+BF16 ratios.
 
-FP8 noise in both log-probabilities widens the ratios. Tokens with a negative advantage then fall below 1 - clip_low by noise
-alone and lose their gradient, so that what should be punished is not. Every N steps a shadow forward pass in BF16 gives the
-ratios as they would be without the noise, and the bounds are moved until the FP8 ratios meet them as often.
+FP8 noise in both log-probabilities widens the ratios. Tokens with a negative advantage then fall below 1 -
+clip_low by noise alone and lose their gradient, so that what should be punished is not. Every N steps a
+shadow forward pass in BF16 gives the ratios as they would be without the noise, and the bounds are moved
+until the FP8 ratios meet them as often.
 """
 
 from __future__ import annotations
@@ -15,22 +17,26 @@ BISECTIONS = 40  # each halves the bracket: enough to meet float32's own resolut
 
 
 def calibrated_bounds(
-    ratio: Array, shadow_ratio: Array, advantages: Array, mask: Array, clip_low: Array | float, clip_high: Array | float
+    ratio: Array, shadow_ratio: Array, advantages: Array, mask: Array, clip_low: Array | float,
+    clip_high: Array | float
 ) -> tuple[Array, Array]:
-    """ratio = exp(logp - old_logp) in FP8 and its BF16 shadow, advantages, mask bool, all [..., T] of the whole batch ->
-    (clip_low', clip_high'), float32 scalars for `policy_loss(clip=...)` of the objectives that clip a ratio.
+    """ratio = exp(logp - old_logp) in FP8 and its BF16 shadow, advantages, mask bool, all [..., T] of the
+    whole batch -> (clip_low', clip_high'), float32 scalars for `policy_loss(clip=...)` of the objectives that
+    clip a ratio.
 
-    The paper's lower bound is L = F_fp8^-1(F_bf16(1 - clip_low)), F the distributions over tokens with A < 0; its upper
-    bound H makes the ratio of positive to negative contributions that of BF16. Our reading where it is silent:
+    The paper's lower bound is L = F_fp8^-1(F_bf16(1 - clip_low)), F the distributions over tokens with A < 0;
+    its upper bound H makes the ratio of positive to negative contributions that of BF16. Our reading where it
+    is silent:
 
-    - L: a quantile of n numbers is an interval between two of them; L is its point nearest to 1 - clip_low, so that exactly
-      as many FP8 tokens are below L as BF16 tokens are below 1 - clip_low, and nothing moves without need. L <= 1.
-    - a token's contribution is what it adds to the clipped surrogate: A min(r, H) where A > 0, |A| max(r, L) where A < 0.
-      The positive side grows with H, so bisection finds it. If the target lies above what H = max r gives, H = max r (no
-      positive token is cut); if below what H = 1 gives, H = 1.
+    - L: a quantile of n numbers is an interval between two of them; L is its point nearest to 1 - clip_low,
+      so that exactly as many FP8 tokens are below L as BF16 tokens are below 1 - clip_low, and nothing moves
+      without need. L <= 1.
+    - a token's contribution is what it adds to the clipped surrogate: A min(r, H) where A > 0, |A| max(r, L)
+      where A < 0. The positive side grows with H, so bisection finds it. If the target lies above what H =
+      max r gives, H = max r (no positive token is cut); if below what H = 1 gives, H = 1.
 
-    Equal ratios give back the nominal bounds. With no token of one sign, the bounds that need it stay nominal. What is off
-    the mask changes nothing; a NaN on it makes both NaN. Jittable, no gradient.
+    Equal ratios give back the nominal bounds. With no token of one sign, the bounds that need it stay
+    nominal. What is off the mask changes nothing; a NaN on it makes both NaN. Jittable, no gradient.
     """
     ratio, shadow_ratio, advantages = jax.lax.stop_gradient((ratio, shadow_ratio, advantages))
     ratio, shadow = (jnp.where(mask, jnp.asarray(r, jnp.float32), 1.0) for r in (ratio, shadow_ratio))
@@ -44,7 +50,8 @@ def calibrated_bounds(
 
 
 def _lower_bound(ratio: Array, shadow: Array, negative: Array, nominal: Array) -> Array:
-    """The point nearest to `nominal` with as many negative-advantage ratios below it as the shadow has below `nominal`."""
+    """The point nearest to `nominal` with as many negative-advantage ratios below it as the shadow has below
+    `nominal`."""
     below = jnp.sum(negative & (shadow < nominal))
     ordered = jnp.sort(jnp.where(negative, ratio, jnp.inf).ravel())
     ordered = jnp.concatenate([jnp.array([-jnp.inf]), ordered, jnp.array([jnp.inf])])
@@ -53,10 +60,13 @@ def _lower_bound(ratio: Array, shadow: Array, negative: Array, nominal: Array) -
     return jnp.minimum(jnp.clip(nominal, just_above, first_kept), 1.0)
 
 
-def _upper_bound(ratio: Array, shadow: Array, advantages: Array, lower: Array, nominal_low: Array, nominal: Array) -> Array:
-    """H with P(ratio, H) / N(ratio, lower) = P(shadow, nominal) / N(shadow, nominal_low), P and N the sides' contributions.
+def _upper_bound(ratio: Array, shadow: Array, advantages: Array, lower: Array, nominal_low: Array,
+                 nominal: Array) -> Array:
+    """H with P(ratio, H) / N(ratio, lower) = P(shadow, nominal) / N(shadow, nominal_low), P and N the sides'
+    contributions.
 
-    Both sides are taken as their differences from the shadow's, token by token, so that equal ratios give exactly 0.
+    Both sides are taken as their differences from the shadow's, token by token, so that equal ratios give
+    exactly 0.
     """
     gain, loss = jnp.maximum(advantages, 0), jnp.maximum(-advantages, 0)
     shadow_gain, shadow_loss = jnp.minimum(shadow, nominal), jnp.maximum(shadow, nominal_low)

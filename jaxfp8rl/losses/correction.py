@@ -1,7 +1,9 @@
-"""The correction of the rollout mismatch: importance weights from the engine's policy mu to the learner's pi_old.
+"""The correction of the rollout mismatch: importance weights from the engine's policy mu to the learner's
+pi_old.
 
-The engine samples from mu (FP8, other kernels); the gradient is meant for pi_old. All published corrections are built from
-three moves on the log-ratio D_t = old_logp - rollout_logp of each sampled token, and a config names them:
+The engine samples from mu (FP8, other kernels); the gradient is meant for pi_old. All published corrections
+are built from three moves on the log-ratio D_t = old_logp - rollout_logp of each sampled token, and a config
+names them:
 
     weight      w = exp(D_t)              of the token,
                 w = exp(sum_t D_t)        of its sequence, or
@@ -11,8 +13,9 @@ three moves on the log-ratio D_t = old_logp - rollout_logp of each sampled token
                 clip       lower if w < lower, upper if w > upper     CIS
     rejections  a token or a whole sequence is left out when a statistic of its ratios leaves its bounds
 
-then the loss is  sum_t scale_t sg(w_t) L_t,  with the scales of `jaxfp8rl.losses.aggregation` over the returned mask.
-Presets under the names that other frameworks use: `jaxfp8rl.losses.presets`. Which to choose: docs/corrections.md.
+then the loss is  sum_t scale_t sg(w_t) L_t,  with the scales of `jaxfp8rl.losses.aggregation` over the
+returned mask. Presets under the names that other frameworks use: `jaxfp8rl.losses.presets`. Which to choose:
+docs/corrections.md.
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfp8rl.errors import nearest
-from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND, kish, mean_over, mismatch_metrics, relative_spread, spread
+from jaxfp8rl.losses.mismatch import (
+    LOG_RATIO_BOUND,
+    kish,
+    mean_over,
+    mismatch_metrics,
+    relative_spread,
+    spread,
+)
 from jaxfp8rl.losses.segments import first_live, segment_total
 
 INF = math.inf
@@ -34,10 +44,11 @@ INF = math.inf
 class Rejection(NamedTuple):
     """Keep a token, or a sequence with all its tokens, iff lower <= statistic <= upper.
 
-    statistic, of a token's log-ratio d: "ratio" e^d, "k1" d in nats, "k2" d^2/2, "k3" e^d - 1 - d (Schulman 2020),
-    "mult_error" e^|d| (NeMo RL). aggregation over a sequence's live tokens. Ratios multiply: their "sum" is the sequence's
-    ratio exp(sum d), their "mean" the geometric mean exp(mean d). inverse: the statistic of mu/pi_old (d -> -d), as verl and
-    AReaL define some of theirs. clamp: to +-20 a token, before the aggregation (verl); others sum what is there.
+    statistic, of a token's log-ratio d: "ratio" e^d, "k1" d in nats, "k2" d^2/2, "k3" e^d - 1 - d (Schulman
+    2020), "mult_error" e^|d| (NeMo RL). aggregation over a sequence's live tokens. Ratios multiply: their
+    "sum" is the sequence's ratio exp(sum d), their "mean" the geometric mean exp(mean d). inverse: the
+    statistic of mu/pi_old (d -> -d), as verl and AReaL define some of theirs. clamp: to +-20 a token, before
+    the aggregation (verl); others sum what is there.
     """
 
     level: Literal["token", "sequence"]
@@ -57,11 +68,11 @@ class Rejection(NamedTuple):
 class AdaptiveMix(NamedTuple):
     """Adaptive importance sampling: the batch's weights become (1 - a) + a w, with one a in [0, 1] a batch.
 
-    After "Adaptive Importance Sampling for Quantized RL" (arXiv 2605.13907), whose closed form is not public: the paper names
-    three diagnostics, the formula that joins them is OUR RECONSTRUCTION.
+    After "Adaptive Importance Sampling for Quantized RL" (arXiv 2605.13907), whose closed form is not public:
+    the paper names three diagnostics, the formula that joins them is OUR RECONSTRUCTION.
         a = ESS^power * sigmoid((mean_t |D_t| - onset) / slope) / (1 + CV / cv_scale)
-    Trust the correction while its weights are reliable (ESS, coefficient of variation CV), ask for it once the policies
-    differ by more than `onset` nats a token.
+    Trust the correction while its weights are reliable (ESS, coefficient of variation CV), ask for it once
+    the policies differ by more than `onset` nats a token.
     """
 
     power: float = 1.0
@@ -73,13 +84,14 @@ class AdaptiveMix(NamedTuple):
 class CorrectionConfig(NamedTuple):
     """One correction. Hashable: a change of config is a new compilation, a change of data never is.
 
-    overflow: "cap" clamps the log-ratio to +-20 before exp (verl); "zero" does not, and a weight past float32's range is 0
-    (NeMo RL). batch_normalize: after the action, divide by the mean weight (of tokens; of sequences' means).
-    in_turn: rejections one after another, each over the tokens that those before it left, and the sequences' weights over
-    what all of them left (SkyRL); else each looks at all tokens.
-    denominator: rejected tokens leave the mask ("kept") or stay in it with weight 0 ("all"). m2_limit: drop the tokens of
-    largest D^2 until the mean of those left is below this, at least one always staying (M2PO as AReaL has it; the paper,
-    arXiv 2510.01161, clips ratios instead). A NaN weight stays NaN, where NeMo RL makes it 0.
+    overflow: "cap" clamps the log-ratio to +-20 before exp (verl); "zero" does not, and a weight past
+    float32's range is 0 (NeMo RL). batch_normalize: after the action, divide by the mean weight (of tokens;
+    of sequences' means). in_turn: rejections one after another, each over the tokens that those before it
+    left, and the sequences' weights over what all of them left (SkyRL); else each looks at all tokens.
+    denominator: rejected tokens leave the mask ("kept") or stay in it with weight 0 ("all"). m2_limit: drop
+    the tokens of largest D^2 until the mean of those left is below this, at least one always staying (M2PO as
+    AReaL has it; the paper, arXiv 2510.01161, clips ratios instead). A NaN weight stays NaN, where NeMo RL
+    makes it 0.
     """
 
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
@@ -105,17 +117,19 @@ class CorrectionConfig(NamedTuple):
 
     @property
     def needs_batch(self) -> bool:
-        """Whether a token's weight depends on other sequences: such a correction cannot be worked out by micro-batch."""
+        """Whether a token's weight depends on other sequences: such a correction cannot be worked out by
+        micro-batch."""
         return self.batch_normalize or self.adaptive is not None or self.m2_limit is not None
 
     def check(self) -> CorrectionConfig:
-        """Raises ValueError for a word that is no choice, for bounds that are reversed, negative, missing or not a number, and
-        for what has no effect; returns self."""
+        """Raises ValueError for a word that is no choice, for bounds that are reversed, negative, missing or
+        not a number, and for what has no effect; returns self."""
         for record in (self, *self.rejections):
             _check_words(record)
         _check_bounds("weight", self.lower, self.upper, positive=True)
         if self.action == "truncate" and self.lower > 0:
-            raise ValueError(f'lower = {self.lower} has no effect under action "truncate": use "clip" or "mask"')
+            raise ValueError(
+                f'lower = {self.lower} has no effect under action "truncate": use "clip" or "mask"')
         if self.batch_normalize and self.weight == "none":
             raise ValueError('batch_normalize has no effect with weight "none"')
         if self.in_turn and not self.rejections:
@@ -129,9 +143,11 @@ class CorrectionConfig(NamedTuple):
             _check_bounds(f"rejection {r.name()}", r.lower, r.upper, positive=r.statistic != "k1")
             least = {"k1": -INF, "mult_error": 1.0}.get(r.statistic, 0.0)
             if r.upper < least:
-                raise ValueError(f"rejection {r.name()}: upper = {r.upper} rejects all, the statistic never is below {least:g}")
+                raise ValueError(
+                    f"rejection {r.name()}: upper = {r.upper} rejects all, the statistic never is below {least:g}")
             if r.lower <= least and r.upper == INF:
-                raise ValueError(f"rejection {r.name()} has no bounds and rejects nothing: set upper, or lower above {least:g}")
+                raise ValueError(
+                    f"rejection {r.name()} has no bounds and rejects nothing: set upper, or lower above {least:g}")
             if r.level == "token" and r.aggregation != "mean":
                 raise ValueError(
                     f'rejection {r.name()}: aggregation "{r.aggregation}" has no effect at level "token": leave it out, or set '
@@ -140,13 +156,14 @@ class CorrectionConfig(NamedTuple):
         if self.m2_limit is not None and not 0 < self.m2_limit < INF:
             raise ValueError(f"m2_limit = {self.m2_limit} must be positive and finite; M2PO uses 0.04")
         if self.adaptive and not all(0 < x < INF for x in self.adaptive[:1] + self.adaptive[2:]):
-            raise ValueError(f"adaptive power, slope and cv_scale must be positive and finite: {self.adaptive}")
+            raise ValueError(
+                f"adaptive power, slope and cv_scale must be positive and finite: {self.adaptive}")
         return self
 
 
 class Correction(NamedTuple):
-    """weights: float32, a constant to the gradient, 0 off the mask and where a token is rejected. mask: the tokens that count
-    in the loss's denominator. metrics: float32 scalars."""
+    """weights: float32, a constant to the gradient, 0 off the mask and where a token is rejected. mask: the
+    tokens that count in the loss's denominator. metrics: float32 scalars."""
 
     weights: Array
     mask: Array
@@ -154,29 +171,33 @@ class Correction(NamedTuple):
 
 
 def rollout_correction(
-    old_logp: Array, rollout_logp: Array, mask: Array, config: CorrectionConfig, segment_ids: Array | None = None
+    old_logp: Array, rollout_logp: Array, mask: Array, config: CorrectionConfig,
+    segment_ids: Array | None = None
 ) -> Correction:
     """Weights, mask and metrics of a whole batch. Pure; config static.
 
-    old_logp, rollout_logp [..., T] of any float type, mask [..., T] bool, segment_ids [..., T] int in runs along a row (a row
-    that is one sequence: all ones). Metrics, whatever the config: `mismatch/*` as in `mismatch_metrics`; `correction/ess`
-    and `correction/weight_{mean,std,max,min}` of the weights applied, `correction/raw_*` of those before the action (of
-    exp(D_t) where the weight is "none"), `correction/raw_ess` also before clamp and overflow;
-    `correction/truncated_fraction` and `correction/below_fraction`, the share of tokens whose weight lay above `upper` and below
-    `lower`; `correction/rejected_fraction`, of tokens, and for each rejection `correction/rejected/NAME`. With segment_ids also
-    the shares of sequences with a rejected token, `correction/rejected_sequences` (verl's seq_masked_fraction) and
-    `correction/rejected_sequences/NAME`, and of those that lose all their tokens, `correction/lost_sequences`; and of the
-    sequences' mean weights, over the tokens that are left, `correction/sequence_weight_{mean,std,max,min,max_deviation}`, the
-    last the largest distance from 1 (verl's rollout_is_seq_*).
+    old_logp, rollout_logp [..., T] of any float type, mask [..., T] bool, segment_ids [..., T] int in runs
+    along a row (a row that is one sequence: all ones). Metrics, whatever the config: `mismatch/*` as in
+    `mismatch_metrics`; `correction/ess` and `correction/weight_{mean,std,max,min}` of the weights applied,
+    `correction/raw_*` of those before the action (of exp(D_t) where the weight is "none"),
+    `correction/raw_ess` also before clamp and overflow; `correction/truncated_fraction` and
+    `correction/below_fraction`, the share of tokens whose weight lay above `upper` and below `lower`;
+    `correction/rejected_fraction`, of tokens, and for each rejection `correction/rejected/NAME`. With
+    segment_ids also the shares of sequences with a rejected token, `correction/rejected_sequences` (verl's
+    seq_masked_fraction) and `correction/rejected_sequences/NAME`, and of those that lose all their tokens,
+    `correction/lost_sequences`; and of the sequences' mean weights, over the tokens that are left,
+    `correction/sequence_weight_{mean,std,max,min,max_deviation}`, the last the largest distance from 1
+    (verl's rollout_is_seq_*).
 
-    Laws: equal policies give weight 1 and neutral metrics; whatever stands where mask is False, NaN and Inf included,
-    changes nothing; a NaN at a live token comes through to the weights, and so to the finite guard; an empty mask gives
-    weights 0 and neutral metrics. Raises ValueError for a config that does not check, or one at the level of sequences
-    without segment_ids.
+    Laws: equal policies give weight 1 and neutral metrics; whatever stands where mask is False, NaN and Inf
+    included, changes nothing; a NaN at a live token comes through to the weights, and so to the finite guard;
+    an empty mask gives weights 0 and neutral metrics. Raises ValueError for a config that does not check, or
+    one at the level of sequences without segment_ids.
     """
     config.check()
     if segment_ids is None and config.needs_segments:
-        raise ValueError("a correction at the level of sequences needs segment_ids [..., T]; rows of one sequence: all ones")
+        raise ValueError(
+            "a correction at the level of sequences needs segment_ids [..., T]; rows of one sequence: all ones")
     diff = old_logp.astype(jnp.float32) - rollout_logp.astype(jnp.float32)
     diff = jax.lax.stop_gradient(jnp.where(mask, diff, 0.0))
 
@@ -225,7 +246,8 @@ def _raw_weights(log_weight: Array, mask: Array, config: CorrectionConfig) -> Ar
     return jnp.where(mask, raw, 1.0)
 
 
-def _act(raw: Array, mask: Array, config: CorrectionConfig, segment_ids: Array | None) -> tuple[Array, dict[str, Array]]:
+def _act(raw: Array, mask: Array, config: CorrectionConfig,
+         segment_ids: Array | None) -> tuple[Array, dict[str, Array]]:
     above, below = raw > config.upper, raw < config.lower
     if config.action == "mask":
         weights = jnp.where(above | below, 0.0, raw)
@@ -247,9 +269,11 @@ def _act(raw: Array, mask: Array, config: CorrectionConfig, segment_ids: Array |
 def _rejections(
     diff: Array, mask: Array, config: CorrectionConfig, segment_ids: Array | None
 ) -> tuple[Array, dict[str, Array]]:
-    """(keep [..., T] bool, share of tokens, and of sequences, that each rejection alone would drop, or drops in its turn).
+    """(keep [..., T] bool, share of tokens, and of sequences, that each rejection alone would drop, or drops
+    in its turn).
 
-    A comparison with NaN is False, hence "outside the bounds" and not "inside": a NaN is kept, to be seen by the guard.
+    A comparison with NaN is False, hence "outside the bounds" and not "inside": a NaN is kept, to be seen by
+    the guard.
     """
     keep, facts = jnp.ones_like(mask), {}
 
@@ -273,7 +297,8 @@ def _rejections(
 
 
 def _statistic(diff: Array, r: Rejection) -> tuple[Array, float, float]:
-    """(statistic of each token, bounds on it). Ratios are compared by their logarithms, which cannot overflow."""
+    """(statistic of each token, bounds on it). Ratios are compared by their logarithms, which cannot
+    overflow."""
     d = -diff if r.inverse else diff
     d = jnp.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND) if r.clamp else d
     match r.statistic:
@@ -291,7 +316,8 @@ def _statistic(diff: Array, r: Rejection) -> tuple[Array, float, float]:
 
 
 def _per_sequence(x: Array, mask: Array, segment_ids: Array, aggregation: str) -> Array:
-    """Each token gets its sequence's sum, mean, max or min of x over the live tokens; 0 for a sequence without any."""
+    """Each token gets its sequence's sum, mean, max or min of x over the live tokens; 0 for a sequence
+    without any."""
     if aggregation in ("max", "min"):
         neutral = -INF if aggregation == "max" else INF
         extreme = jnp.maximum if aggregation == "max" else jnp.minimum
@@ -302,10 +328,11 @@ def _per_sequence(x: Array, mask: Array, segment_ids: Array, aggregation: str) -
 
 
 def _m2_cut(squares: Array, mask: Array, limit: float) -> Array:
-    """The largest c such that the mean of the live squares up to c is below `limit`, or the smallest square: a scalar.
+    """The largest c such that the mean of the live squares up to c is below `limit`, or the smallest square:
+    a scalar.
 
-    That mean grows with c, so bisection finds it, over the floats themselves: positive ones are ordered as their bits are,
-    and 32 halvings are exact. (A sort would need all tokens on one device.)
+    That mean grows with c, so bisection finds it, over the floats themselves: positive ones are ordered as
+    their bits are, and 32 halvings are exact. (A sort would need all tokens on one device.)
     """
     live = jnp.where(mask, squares, INF)
 
@@ -334,7 +361,8 @@ def _weight_metrics(prefix: str, weights: Array, mask: Array) -> dict[str, Array
 def _of_sequences(applied: Array, mask: Array, kept: Array, segment_ids: Array) -> dict[str, Array]:
     """Shares of sequences, and statistics of their mean weights."""
     left, live = segment_total(kept.astype(jnp.float32), segment_ids), first_live(kept, segment_ids)
-    shares = jnp.where(kept, applied / jnp.maximum(left, 1), 0.0)  # divided first: a sum of large weights would overflow
+    # divided first: a sum of large weights would overflow
+    shares = jnp.where(kept, applied / jnp.maximum(left, 1), 0.0)
     means = segment_total(shares, segment_ids)
     unit, mean, std = relative_spread(means, live, 1.0)
     highest, lowest = _extreme(jnp.max, means, live, -INF), _extreme(jnp.min, means, live, INF)
@@ -356,8 +384,10 @@ def _share_touched(mask: Array, outside: Array, segment_ids: Array) -> Array:
 
 
 def _unclamped_ess(log_weight: Array, mask: Array) -> Array:
-    """Of exp(log_weight) over the largest: weights that all lie beyond the clamp are equal after it, and may have collapsed."""
-    log_weight = jnp.clip(log_weight, -1e30, 1e30)  # infinities are as far from the others, and not from each other
+    """Of exp(log_weight) over the largest: weights that all lie beyond the clamp are equal after it, and may
+    have collapsed."""
+    # infinities are as far from the others, and not from each other
+    log_weight = jnp.clip(log_weight, -1e30, 1e30)
     largest = jnp.max(jnp.where(mask, log_weight, -1e30), initial=-1e30)
     return kish(*spread(jnp.exp(log_weight - largest), mask, 1.0))
 
@@ -381,4 +411,5 @@ def _check_bounds(what: str, lower: float, upper: float, positive: bool) -> None
     if lower > upper:
         raise ValueError(f"{what}: bounds [{lower}, {upper}] are reversed; write [{upper}, {lower}]")
     if positive and (upper <= 0 or (lower < 0 and lower != -INF)):
-        raise ValueError(f"{what}: bounds [{lower}, {upper}] must be positive: the statistic never is below 0")
+        raise ValueError(
+            f"{what}: bounds [{lower}, {upper}] must be positive: the statistic never is below 0")

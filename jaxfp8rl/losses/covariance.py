@@ -1,9 +1,9 @@
 """Which tokens move the entropy most: the choice of Clip-Cov and KL-Cov (arXiv 2505.22617, section 4.2).
 
-A token's covariance is (A - mean A) (logp - mean logp), both means over the live tokens of the whole batch (its eq. 10): large
-where a likely token is rewarded or an unlikely one punished. Frameworks choose within a micro-batch and by the policy now, so
-that the choice changes with the split. Here it is made once, before a batch is split, by pi_old: in the first update of a step
-the two policies are one.
+A token's covariance is (A - mean A) (logp - mean logp), both means over the live tokens of the whole batch
+(its eq. 10): large where a likely token is rewarded or an unlikely one punished. Frameworks choose within a
+micro-batch and by the policy now, so that the choice changes with the split. Here it is made once, before a
+batch is split, by pi_old: in the first update of a step the two policies are one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ def covariances(old_logp: Array, advantages: Array, mask: Array) -> Array:
     return jnp.where(mask, jax.lax.stop_gradient(centred[0] * centred[1]), 0.0)
 
 
-def select_tokens(old_logp: Array, advantages: Array, mask: Array, places: Array, config: ObjectiveConfig) -> Array:
-    """The tokens that the objective treats apart, bool [..., T]. All arrays [..., T], of the *whole* batch: mask bool, the tokens
-    that count; places int, a number of a token's own (its id and position say), the same however the batch is packed.
+def select_tokens(old_logp: Array, advantages: Array, mask: Array, places: Array,
+                  config: ObjectiveConfig) -> Array:
+    """The tokens that the objective treats apart, bool [..., T]. All arrays [..., T], of the *whole* batch:
+    mask bool, the tokens that count; places int, a number of a token's own (its id and position say), the
+    same however the batch is packed.
 
-    With N live tokens, n = max(1, floor(cov_fraction N)). "kl_cov" selects the n of largest covariance, and those that
-    equal the last of them. "clip_cov" draws n of those with cov_low < covariance < cov_high, all where there are fewer.
-    verl draws by torch's generator. Here the order is a hash of log-probability and place, which packing, sharding and
-    resuming leave as it is. A NaN is not selected.
+    With N live tokens, n = max(1, floor(cov_fraction N)). "kl_cov" selects the n of largest covariance, and
+    those that equal the last of them. "clip_cov" draws n of those with cov_low < covariance < cov_high, all
+    where there are fewer. verl draws by torch's generator. Here the order is a hash of log-probability and
+    place, which packing, sharding and resuming leave as it is. A NaN is not selected.
     """
     p, cov = objective_parameters(config), covariances(old_logp, advantages, mask)
     count = jnp.maximum(jnp.floor(p["cov_fraction"] * jnp.sum(mask)).astype(jnp.int32), 1)
@@ -45,8 +47,8 @@ def select_tokens(old_logp: Array, advantages: Array, mask: Array, places: Array
 
 
 def _largest(keys: Array, among: Array, count: Array) -> Array:
-    """The `count` largest of the uint32 keys [..., T] where `among`, ties with the last of them included. By bisection over the
-    bits: a sort would need all tokens on one device."""
+    """The `count` largest of the uint32 keys [..., T] where `among`, ties with the last of them included. By
+    bisection over the bits: a sort would need all tokens on one device."""
     reaches = lambda bound: jnp.sum(among & (keys >= bound)) >= count
 
     def halve(i: Array, bound: Array) -> Array:

@@ -1,4 +1,5 @@
-"""Token log-probabilities and entropy from hidden states, in float32, without ever holding all logits [B, T, V]."""
+"""Token log-probabilities and entropy from hidden states, in float32, without ever holding all logits [B, T,
+V]."""
 
 from __future__ import annotations
 
@@ -15,22 +16,25 @@ TOP_K_ROWS = 256  # whose logits are there at a time
 
 def token_logprobs(
     hidden: Array, head: Array, tokens: Array, temperature: float = 1.0, memory: int = api.MEMORY,
-    logits_dtype: str = "float32", mask: Array | None = None, axis_name: str | None = None, backend: Backend = "auto",
+    logits_dtype: str = "float32", mask: Array | None = None, axis_name: str | None = None,
+    backend: Backend = "auto",
     support: Array | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Log-probability of each token given those before it, and the entropy of the distribution it was drawn from.
+) -> tuple[Array, Array]:
+    """Log-probability of each token given those before it, and the entropy of the distribution it was drawn
+    from.
 
-    hidden [B, T, D] (after the final norm), head [V, D], tokens [B, T] -> logp [B, T], entropy [B, T], float32. Position t
-    is computed from hidden t - 1; position 0 has no predecessor and is 0. Logits are divided by `temperature`, as the
-    engine does before it samples, after the rounding to `logits_dtype` that the engine's head leaves them with (which the
-    gradient passes by): a bfloat16 logit of 20 is off by up to 0.06.
+    hidden [B, T, D] (after the final norm), head [V, D], tokens [B, T] -> logp [B, T], entropy [B, T],
+    float32. Position t is computed from hidden t - 1; position 0 has no predecessor and is 0. Logits are
+    divided by `temperature`, as the engine does before it samples, after the rounding to `logits_dtype` that
+    the engine's head leaves them with (which the gradient passes by): a bfloat16 logit of 20 is off by up to
+    0.06.
 
-    support [B, T, K] int: the tokens that each was drawn among, -1 for none; both numbers are then of the distribution over these
-    alone. None: over the whole vocabulary.
+    support [B, T, K] int: the tokens that each was drawn among, -1 for none; both numbers are then of the
+    distribution over these alone. None: over the whole vocabulary.
 
-    mask [B, T] bool: the tokens to compute; others are 0 and cost little. `axis_name`: head is this device's part of the
-    vocabulary, in a `shard_map` over that axis. How, `memory` (bytes) and `backend`: `pallas_kernels.logprob.api`, and
-    docs/logprob.md.
+    mask [B, T] bool: the tokens to compute; others are 0 and cost little. `axis_name`: head is this device's
+    part of the vocabulary, in a `shard_map` over that axis. How, `memory` (bytes) and `backend`:
+    `pallas_kernels.logprob.api`, and docs/logprob.md.
     """
     b, t, d = hidden.shape
     logp, entropy = api.linear_logprob(
@@ -38,7 +42,7 @@ def token_logprobs(
         None if mask is None else mask[:, 1:].reshape(-1), temperature=temperature, logits_dtype=logits_dtype,
         axis_name=axis_name, memory=memory, backend=backend,
         support=None if support is None else support[:, 1:].reshape(-1, support.shape[-1]),
-    )  # fmt: skip
+    )
     first = ((0, 0), (1, 0))
     return jnp.pad(logp.reshape(b, t - 1), first), jnp.pad(entropy.reshape(b, t - 1), first)
 
@@ -46,16 +50,17 @@ def token_logprobs(
 def token_top_k(
     hidden: Array, head: Array, mask: Array, k: int, temperature: float = 1.0, logits_dtype: str = "float32",
     axis_name: str | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """The k likeliest tokens in place of each, the likeliest first, with their log-probabilities: ids [B, T, k] int32 and logp
-    [B, T, k] float32, of positions in `mask` [B, T] bool; 0 elsewhere, which costs little. Arguments else as of `token_logprobs`;
-    not for gradients.
+) -> tuple[Array, Array]:
+    """The k likeliest tokens in place of each, the likeliest first, with their log-probabilities: ids [B, T,
+    k] int32 and logp [B, T, k] float32, of positions in `mask` [B, T] bool; 0 elsewhere, which costs little.
+    Arguments else as of `token_logprobs`; not for gradients.
     """
     api.check_temperature(temperature)
     b, t, d = hidden.shape
     blocks = -(-b * t // TOP_K_ROWS)
     missing = blocks * TOP_K_ROWS - b * t
-    x = jnp.pad(jnp.roll(hidden, 1, axis=1).reshape(-1, d), ((0, missing), (0, 0)))  # position t is computed from hidden t - 1
+    # position t is computed from hidden t - 1
+    x = jnp.pad(jnp.roll(hidden, 1, axis=1).reshape(-1, d), ((0, missing), (0, 0)))
     live = jnp.pad(mask.at[:, 0].set(False).reshape(-1), (0, missing))
 
     def of_block(x: Array) -> tuple[Array, Array]:

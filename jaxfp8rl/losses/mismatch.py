@@ -1,7 +1,8 @@
-"""How far the engine and the learner disagree about the tokens that were sampled: diagnostics, never part of a gradient.
+"""How far the engine and the learner disagree about the tokens that were sampled: diagnostics, never part of
+a gradient.
 
-D_t = old_logp - rollout_logp, rho = exp(D). Means are over live tokens, or over sequences where said. Log-ratios are clamped
-to +-20 before exp, so that one broken token reads as 5e8 and not as infinity.
+D_t = old_logp - rollout_logp, rho = exp(D). Means are over live tokens, or over sequences where said.
+Log-ratios are clamped to +-20 before exp, so that one broken token reads as 5e8 and not as infinity.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ def spread(x: Array, mask: Array, neutral: float = 0.0) -> tuple[Array, Array]:
 
 
 def relative_spread(x: Array, mask: Array, neutral: float = 0.0) -> tuple[Array, Array, Array]:
-    """(unit, mean / unit, standard deviation / unit) of x [..., T] >= 0 where mask, scalars: no square overflows in units of
-    about the largest x, 1 where nothing is above 0."""
+    """(unit, mean / unit, standard deviation / unit) of x [..., T] >= 0 where mask, scalars: no square
+    overflows in units of about the largest x, 1 where nothing is above 0."""
     peak = jnp.max(jnp.where(mask, x, 0.0), initial=0.0)
-    unit = jnp.where(peak > 0, jnp.clip(peak, 1e-30, 1e30), 1.0)  # XLA multiplies by 1 / unit, which must not underflow
+    # XLA multiplies by 1 / unit, which must not underflow
+    unit = jnp.where(peak > 0, jnp.clip(peak, 1e-30, 1e30), 1.0)
     return unit, *spread(x / unit, mask, neutral)
 
 
 def kish(mean: Array, std: Array) -> Array:
-    """Effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965), from mean and standard deviation in any unit."""
+    """Effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965), from mean and standard deviation
+    in any unit."""
     return mean**2 / jnp.maximum(mean**2 + std**2, 1e-30)
 
 
@@ -46,17 +49,20 @@ def mismatch_metrics(
 ) -> dict[str, Array]:
     """Scalars under `mismatch/`; diff = D where mask, 0 elsewhere. All arrays [..., T].
 
-    Estimators of KL(mu || pi_old): k1 = mean(-D), k3 = mean(rho - 1 - D) (Schulman 2020). k3_reverse = mean(1/rho - 1 + D).
-    js = the k3 terms of both against their mixture (NeMo RL's js_divergence_error). abs_logp_diff = mean |D| (slime).
-    max_logp_diff = max |D|. token_mult_prob_error = mean(e^|D|) (NeMo RL). chi2_token = mean(rho^2) - 1.
-    prob_diff_{mean,max,std} of |e^old_logp - e^rollout_logp| and prob_correlation, Pearson's, of the two (MiniMax-M1).
+    Estimators of KL(mu || pi_old): k1 = mean(-D), k3 = mean(rho - 1 - D) (Schulman 2020). k3_reverse =
+    mean(1/rho - 1 + D). js = the k3 terms of both against their mixture (NeMo RL's js_divergence_error).
+    abs_logp_diff = mean |D| (slime). max_logp_diff = max |D|. token_mult_prob_error = mean(e^|D|) (NeMo RL).
+    chi2_token = mean(rho^2) - 1. prob_diff_{mean,max,std} of |e^old_logp - e^rollout_logp| and
+    prob_correlation, Pearson's, of the two (MiniMax-M1).
 
     With segment_ids also, over sequences: learner_ppl and rollout_ppl = mean_i exp(-mean_t logp); ppl_ratio =
-    mean_i exp(-mean_t D); log_ppl_diff_{mean,abs_mean,max,min} of -mean_t D; chi2_seq = mean_i exp(2 sum_t D) - 1;
-    seq_mult_prob_error_max = max_i mean_t e^|D| (verl's rollout_corr metrics; NeMo RL's per-sequence error).
+    mean_i exp(-mean_t D); log_ppl_diff_{mean,abs_mean,max,min} of -mean_t D; chi2_seq = mean_i exp(2 sum_t D)
+    - 1; seq_mult_prob_error_max = max_i mean_t e^|D| (verl's rollout_corr metrics; NeMo RL's per-sequence
+    error).
     """
     d = jnp.clip(diff, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    old, rollout = (jnp.where(mask, jax.lax.stop_gradient(x).astype(jnp.float32), 0.0) for x in (old_logp, rollout_logp))
+    old, rollout = (jnp.where(mask, jax.lax.stop_gradient(x).astype(jnp.float32), 0.0)
+                    for x in (old_logp, rollout_logp))
     mult = jnp.exp(jnp.abs(d))
     mixture = jnp.logaddexp(old, rollout) - jnp.log(2.0)
     js = sum(jnp.expm1(x - mixture) - (x - mixture) for x in (old, rollout)) / 2
@@ -77,7 +83,8 @@ def mismatch_metrics(
         "prob_diff_std": gap_std,
         "prob_diff_max": jnp.max(jnp.where(mask, jnp.abs(p - q), 0.0), initial=0.0),
         # two constants correlate perfectly: where nothing varies there is nothing to disagree on
-        "prob_correlation": jnp.where(p_std * q_std > 0, covariance / jnp.where(p_std * q_std > 0, p_std * q_std, 1.0), 1.0),
+        "prob_correlation": jnp.where(p_std * q_std > 0,
+                                      covariance / jnp.where(p_std * q_std > 0, p_std * q_std, 1.0), 1.0),
     }
     if segment_ids is not None:
         metrics |= _sequence_metrics(diff, mult, old, rollout, mask, segment_ids)
@@ -87,7 +94,8 @@ def mismatch_metrics(
 def _sequence_metrics(diff, mult, old, rollout, mask, segment_ids) -> dict[str, Array]:
     stacked = jnp.stack([jnp.where(mask, x, 0.0) for x in (jnp.ones_like(diff), diff, mult, old, rollout)])
     count, total, mult_total, old_total, rollout_total = segment_total(stacked, segment_ids)
-    sequences = segment_ends(segment_ids) & (count > 0)  # totals stand at every token: one of each sequence speaks for it
+    # totals stand at every token: one of each sequence speaks for it
+    sequences = segment_ends(segment_ids) & (count > 0)
     count = jnp.maximum(count, 1)
     log_ppl_diff = -total / count
     bound = LOG_RATIO_BOUND
@@ -109,10 +117,11 @@ def _sequence_metrics(diff, mult, old, rollout, mask, segment_ids) -> dict[str, 
 
 
 def advantage_skew(old_logp: Array, rollout_logp: Array, advantages: Array, mask: Array) -> dict[str, Array]:
-    """What the mismatch does to the two signs of advantage: mean of (rho - 1) A over live tokens with A > 0 and with A < 0.
+    """What the mismatch does to the two signs of advantage: mean of (rho - 1) A over live tokens with A > 0
+    and with A < 0.
 
-    The damage that VeXact (arXiv 2605.14220) found is this one-sided skew, which KL estimates do not show; both are 0 when
-    the policies agree.
+    The damage that VeXact (arXiv 2605.14220) found is this one-sided skew, which KL estimates do not show;
+    both are 0 when the policies agree.
     """
     diff = jnp.where(mask, old_logp.astype(jnp.float32) - rollout_logp.astype(jnp.float32), 0.0)
     excess = jnp.expm1(jnp.clip(jax.lax.stop_gradient(diff), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)) * advantages

@@ -1,7 +1,8 @@
 """Totals over the sequences of packed rows, without knowing how many there are.
 
-A sequence is a run of equal `segment_ids` within a row. Its total is found by a segmented scan and handed to each of its
-tokens: static shapes, no table of sequences, and always summed in the same order (a scatter would use atomics on a GPU).
+A sequence is a run of equal `segment_ids` within a row. Its total is found by a segmented scan and handed to
+each of its tokens: static shapes, no table of sequences, and always summed in the same order (a scatter would
+use atomics on a GPU).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from jax import Array
 
 
 def segment_total(x: Array, segment_ids: Array, op: Callable[[Array, Array], Array] = jnp.add) -> Array:
-    """Every token gets the total of its segment: x [..., T], segment_ids [..., T] int -> [..., T] of x's dtype.
+    """Every token gets the total of its segment: x [..., T], segment_ids [..., T] int -> [..., T] of x's
+    dtype.
 
-    op: an associative function, jnp.add, jnp.maximum or jnp.minimum. x may have leading axes that segment_ids lacks.
+    op: an associative function, jnp.add, jnp.maximum or jnp.minimum. x may have leading axes that segment_ids
+    lacks.
     """
     t = segment_ids.shape[-1]
     end = jnp.where(segment_ends(segment_ids), jnp.arange(t), t - 1)
@@ -30,7 +33,8 @@ def segment_ends(segment_ids: Array) -> Array:
 
 
 def first_live(mask: Array, segment_ids: Array) -> Array:
-    """True at the first live token of each segment that has one: one token to stand for each sequence. Both [..., T]."""
+    """True at the first live token of each segment that has one: one token to stand for each sequence. Both
+    [..., T]."""
     return mask & (_running(mask.astype(jnp.int32), segment_ids, jnp.add) == 1)
 
 
@@ -40,9 +44,10 @@ def _starts(segment_ids: Array) -> Array:
 
 
 def _running(x: Array, segment_ids: Array, op: Callable) -> Array:
-    """The inclusive scan that begins anew at each segment, by doubling (Hillis and Steele 1986): ceil(log2 T) rounds, each of
-    which joins to a token's total that of as many tokens before it. `reached`: the segment's start is in the total, no more
-    may join; it holds of the first tokens of a row before a shift could wrap around to them.
+    """The inclusive scan that begins anew at each segment, by doubling (Hillis and Steele 1986): ceil(log2 T)
+    rounds, each of which joins to a token's total that of as many tokens before it. `reached`: the segment's
+    start is in the total, no more may join; it holds of the first tokens of a row before a shift could wrap
+    around to them.
 
     A loop and not lax.associative_scan, whose unrolled tree takes seconds to compile.
     """

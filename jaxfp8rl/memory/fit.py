@@ -1,4 +1,5 @@
-"""Whether a run fits on its GPU, asked before anything loads: the learner's plan and an engine beside it, moment by moment."""
+"""Whether a run fits on its GPU, asked before anything loads: the learner's plan and an engine beside it,
+moment by moment."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ from pathlib import Path
 import jax
 
 from bridges.proof import manifest
-from jaxfp8rl.run.context import engine_runs, model_config
 from jaxfp8rl.checkpoint.store import Checkpoints
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.memory.plan import F32, RESIDENT, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.publish.wire import wire_manifest
 from jaxfp8rl.rollout.engines import device_memory, share_gpu
+from jaxfp8rl.run.context import engine_runs, model_config
 from jaxfp8rl.run.run_directory import PHASE
 
-ENGINE_REST = 5 * 2**29  # CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
+# CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
+ENGINE_REST = 5 * 2**29
 MASTERS = 2  # of the plan's first rows those that the start has: masters and moments
 KNOBS = 3
 WARM = "the warm start"
@@ -30,8 +32,9 @@ Change = dict[str, dict[str, object]]  # section -> key -> value
 
 
 def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> dict[str, int]:
-    """Bytes on a device of `total` bytes at the start, when the weights are there in float32, too, in the warm start of a `fresh`
-    run, while the learner updates and while the engine samples. Engines of other processes are left out."""
+    """Bytes on a device of `total` bytes at the start, when the weights are there in float32, too, in the
+    warm start of a `fresh` run, while the learner updates and while the engine samples. Engines of other
+    processes are left out."""
     plan = [size for _, size in memory_plan(cfg, model)]
     warm = sum(size for _, size in warm_start_plan(cfg, model)) if fresh and cfg.sft.steps else 0
     if cfg.rollout.engine != "vllm":  # the embedded one holds nothing before a publish
@@ -47,8 +50,9 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
     asleep = 0 if cfg.rollout.sleep != "off" else awake
     return {
         "the start": start + awake + ENGINE_REST, **({WARM: warm + asleep + ENGINE_REST} if warm else {}),
-        "an update": sum(plan) + asleep + ENGINE_REST, "a rollout": sum(plan[:resident]) + awake + ENGINE_REST,
-    }  # fmt: skip
+        "an update": sum(plan) + asleep + ENGINE_REST,
+        "a rollout": sum(plan[:resident]) + awake + ENGINE_REST,
+    }
 
 
 def check_memory(cfg: Config, fresh: bool) -> None:
@@ -59,7 +63,8 @@ def check_memory(cfg: Config, fresh: bool) -> None:
 
 
 def check_fits(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> None:
-    """Raise ConfigError, with the settings that would give most, where a moment of the run needs more than `total` bytes."""
+    """Raise ConfigError, with the settings that would give most, where a moment of the run needs more than
+    `total` bytes."""
     _check(cfg, total, lambda changed: needs(changed, model, total, fresh))
 
 
@@ -74,7 +79,8 @@ def _check(cfg: Config, total: int, needs_of: Callable[[Config], dict[str, int]]
     moment = max(needed, key=needed.get)
     if needed[moment] <= total:
         return
-    apart = "; or make it apart, as it fits: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(needed) > 1 else ""
+    apart = "; or make it apart, as it fits: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(
+        needed) > 1 else ""
     raise ConfigError(
         f"{moment} needs {needed[moment] / 2**30:.1f} GiB, the device has {total / 2**30:.1f} (`--dry-run` prints the plan)",
         _advice(cfg, lambda changed: needs_of(changed)[moment]) + apart,
@@ -83,15 +89,16 @@ def _check(cfg: Config, total: int, needs_of: Callable[[Config], dict[str, int]]
 
 @contextlib.contextmanager
 def explained(cfg: Config, fresh: bool = True) -> Iterator[None]:
-    """Say of memory that ran out all the same in which phase, what the plan was, and what would give most: of settings with which
-    a run may go on alone, where it has saved something to go on from."""
+    """Say of memory that ran out all the same in which phase, what the plan was, and what would give most: of
+    settings with which a run may go on alone, where it has saved something to go on from."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
         model, total = model_config(cfg), device_memory() or 0
-        phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
+        phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)),
+                     PHASE + "start")
         moments = needs(cfg, model, total, fresh)
         most = max(moments, key=moments.get)
         plan = ", ".join(f"{size / 2**30:.1f} GiB for {moment}" for moment, size in moments.items())
@@ -116,21 +123,24 @@ def format_needs(cfg: Config, model: ModelConfig) -> str:
     if cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib is None:
         return ""
     moments = needs(cfg, model, 0)
-    return "\nwith vLLM\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  during {moment}" for moment, size in moments.items())
+    return "\nwith vLLM\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  during {moment}"
+                                       for moment, size in moments.items())
 
 
 def _savings(cfg: Config, need: Callable[[Config], int], resumed: bool) -> list[tuple[int, str]]:
     """(bytes saved, setting) of each single change that saves any and is allowed beside the rest."""
     before, found = need(cfg), []
     for change in _changes(cfg):
-        changed = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys) for name, keys in change.items()})
+        changed = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys)
+                                         for name, keys in change.items()})
         if resumed and any(key not in MAY_CHANGE.get(section, ()) for section, key in changes(cfg, changed)):
             continue
         try:
             changed.check()
         except ConfigError:
             continue
-        said = ", ".join(f"{name}.{key} = {_toml(value)}" for name, keys in change.items() for key, value in keys.items())
+        said = ", ".join(f"{name}.{key} = {_toml(value)}" for name, keys in change.items()
+                         for key, value in keys.items())
         if (saved := before - need(changed)) > 0:
             found.append((saved, said))
     return found
@@ -138,12 +148,14 @@ def _savings(cfg: Config, need: Callable[[Config], int], resumed: bool) -> list[
 
 def _changes(cfg: Config) -> list[Change]:
     t, r = cfg.train, cfg.rollout
-    rows = lambda at_least, parts: {"rows_per_microbatch": -(-at_least // parts) * parts}  # whole ones in each part
+    # whole ones in each part
+    rows = lambda at_least, parts: {"rows_per_microbatch": -(-at_least // parts) * parts}
     changes: list[Change] = [
         {"optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}},
         {"optim": {"offload": True}},
         {"train": {"remat": "layer"}},
-        {"train": rows(t.rows_per_microbatch // 2, t.over_rows)} if t.rows_per_microbatch > t.over_rows else {},
+        {"train": rows(t.rows_per_microbatch // 2, t.over_rows)} if t.rows_per_microbatch > t.over_rows
+        else {},
         {"train": {"fsdp": 2 * t.fsdp} | rows(t.rows_per_microbatch, 2 * t.over_rows)},
     ]
     if r.engine == "vllm":

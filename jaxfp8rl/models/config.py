@@ -11,11 +11,13 @@ from typing import Any
 from jaxfp8rl.errors import ModelError
 
 MOE = "Qwen3MoeForCausalLM"
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama", MOE: "qwen3_moe"}  # architecture -> model_type
+# architecture -> model_type
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama", MOE: "qwen3_moe"}
 DTYPES = ("bfloat16", "float16", "float32")
 HUB = {"Qwen": "Qwen", "Llama": "meta-llama"}  # how a model's name begins -> who publishes it
 
-# Keys that change the arithmetic, with the values under which it is the arithmetic of `models/transformer.py`.
+# Keys that change the arithmetic, with the values under which it is the arithmetic of
+# `models/transformer.py`.
 _ONLY = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -27,18 +29,22 @@ _ONLY = {
     "quantization_config": (None,),
 }
 _INTEGERS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
     "head_dim", "max_position_embeddings",
-)  # fmt: skip
+)
 _EXPERT_INTEGERS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_EXPERT_KEYS = (*_EXPERT_INTEGERS, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "num_local_experts")
-_READ = {*_INTEGERS, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling",
-         "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"}  # fmt: skip
+_EXPERT_KEYS = (*_EXPERT_INTEGERS, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
+                "num_local_experts")
+_READ = {*_INTEGERS, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta",
+         "rope_scaling",
+         "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
-    """Frequency scaling of Llama 3.1 (Grattafiori et al. 2024, section 3.4.2): slow frequencies are divided by `factor`."""
+    """Frequency scaling of Llama 3.1 (Grattafiori et al. 2024, section 3.4.2): slow frequencies are divided
+    by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -48,8 +54,8 @@ class Llama3Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The mixture of experts of a sparse layer, and which layers are sparse. Names are those of config.json, but for
-    `frozen_router`: its weight gets no gradient."""
+    """The mixture of experts of a sparse layer, and which layers are sparse. Names are those of config.json,
+    but for `frozen_router`: its weight gets no gradient."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -68,8 +74,8 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder, dense or with mixtures of experts. Names are those of config.json; hashable, so it can be a static argument of
-    jit.
+    """A decoder, dense or with mixtures of experts. Names are those of config.json; hashable, so it can be a
+    static argument of jit.
 
     `extra` keeps the keys that do not change the arithmetic, for `to_hf`; it takes no part in equality.
     """
@@ -102,13 +108,15 @@ class ModelConfig:
     @property
     def sparse_layers(self) -> tuple[bool, ...]:
         """Of each layer whether its MLP is a mixture of experts."""
-        return tuple(self.experts is not None and self.experts.in_layer(i) for i in range(self.num_hidden_layers))
+        return tuple(self.experts is not None and self.experts.in_layer(i)
+                     for i in range(self.num_hidden_layers))
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelConfig:
         """From the content of a config.json, its path, or the folder that holds it.
 
-        Raises ModelError, naming key and value, for anything that would change the arithmetic and is not implemented.
+        Raises ModelError, naming key and value, for anything that would change the arithmetic and is not
+        implemented.
         """
         raw, where = (dict(source), "config") if isinstance(source, Mapping) else _read(Path(source))
         architecture = _architecture(raw, where)
@@ -127,12 +135,15 @@ class ModelConfig:
             pad_token_id=raw.get("pad_token_id"),
             dtype=_dtype(raw, where),
             experts=_experts(raw, where) if architecture == MOE else None,
-            extra={k: v for k, v in raw.items() if k not in (_READ if architecture != MOE else _READ.union(_EXPERT_KEYS))},
+            extra={k: v for k, v in raw.items()
+                   if k not in (_READ if architecture != MOE else _READ.union(_EXPERT_KEYS))},
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json. RoPE is written in both spellings: `rope_parameters` (transformers 5) and the older pair."""
-        scaling = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)} if self.rope_scaling else None
+        """The config.json. RoPE is written in both spellings: `rope_parameters` (transformers 5) and the
+        older pair."""
+        scaling = {"rope_type": "llama3",
+                   **dataclasses.asdict(self.rope_scaling)} if self.rope_scaling else None
         eos = self.eos_token_ids
         return {
             **self.extra,
@@ -179,16 +190,19 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 def _architecture(raw: Mapping[str, Any], where: str) -> str:
     by_type = {v: k for k, v in ARCHITECTURES.items()}
-    names = raw.get("architectures") or [by_type.get(raw.get("model_type"), f"model_type {raw.get('model_type')!r}")]
+    names = raw.get("architectures") or [by_type.get(raw.get("model_type"),
+                                                     f"model_type {raw.get('model_type')!r}")]
     if len(names) == 1 and names[0] in ARCHITECTURES:
         return names[0]
-    raise ModelError(f"{where}: architectures = {names} is not implemented", f"use one of: {', '.join(ARCHITECTURES)}")
+    raise ModelError(f"{where}: architectures = {names} is not implemented",
+                     f"use one of: {', '.join(ARCHITECTURES)}")
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
     for key, allowed in _ONLY.items():
         if key in raw and raw[key] not in allowed:
-            raise ModelError(f"{where}: {key} = {raw[key]!r} is not implemented, only {allowed[0]!r} is", _next_step(key))
+            raise ModelError(f"{where}: {key} = {raw[key]!r} is not implemented, only {allowed[0]!r} is",
+                             _next_step(key))
     odd = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
     if odd:
         raise ModelError(f'{where}: layer_types has {", ".join(odd)}, only "full_attention" is implemented')
@@ -201,8 +215,8 @@ def _next_step(key: str) -> str:
 
 
 def _integers(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str, int]:
-    """The sizes. Llama may leave out head_dim and num_key_value_heads, Qwen3-MoE the first; Qwen3's own defaults fit no real
-    model."""
+    """The sizes. Llama may leave out head_dim and num_key_value_heads, Qwen3-MoE the first; Qwen3's own
+    defaults fit no real model."""
     values = {key: raw.get(key) for key in _INTEGERS}
     if architecture != "Qwen3ForCausalLM" and values["num_attention_heads"] and values["hidden_size"]:
         if architecture == "LlamaForCausalLM":
@@ -229,31 +243,38 @@ def _positive(values: dict[str, Any], where: str) -> dict[str, int]:
 def _experts(raw: Mapping[str, Any], where: str) -> Experts:
     """Their sizes must be given, as above; the rest may be left out, as Hugging Face has it."""
     layers = _positive({"num_hidden_layers": raw.get("num_hidden_layers")}, where)["num_hidden_layers"]
-    count, other = raw.get("num_experts"), raw.get("num_local_experts")  # the latter is what transformers 5 writes
+    # the latter is what transformers 5 writes
+    count, other = raw.get("num_experts"), raw.get("num_local_experts")
     if None not in (count, other) and count != other:
-        raise ModelError(f"{where}: num_experts = {count} and num_local_experts = {other}", "keep one of them")
+        raise ModelError(f"{where}: num_experts = {count} and num_local_experts = {other}",
+                         "keep one of them")
     given = {**raw, "num_experts": other if count is None else count}
     sizes = _positive({key: given.get(key) for key in _EXPERT_INTEGERS}, where)
     if sizes["num_experts_per_tok"] > sizes["num_experts"]:
-        raise ModelError(f"{where}: num_experts_per_tok = {sizes['num_experts_per_tok']} of num_experts = {sizes['num_experts']}")
+        raise ModelError(
+            f"{where}: num_experts_per_tok = {sizes['num_experts_per_tok']} of num_experts = {sizes['num_experts']}")
     step = _positive({"decoder_sparse_step": raw.get("decoder_sparse_step", 1)}, where)["decoder_sparse_step"]
     dense = tuple(raw.get("mlp_only_layers") or ())
     if odd := [i for i in dense if not (isinstance(i, int) and 0 <= i < layers)]:
         raise ModelError(f"{where}: mlp_only_layers names layer {odd[0]!r}, num_hidden_layers is {layers}")
-    experts = Experts(**sizes, norm_topk_prob=bool(raw.get("norm_topk_prob")), decoder_sparse_step=step, mlp_only_layers=dense)
+    experts = Experts(**sizes, norm_topk_prob=bool(raw.get("norm_topk_prob")), decoder_sparse_step=step,
+                      mlp_only_layers=dense)
     if not any(map(experts.in_layer, range(layers))):
         raise ModelError(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts",
-                         'use the architecture "Qwen3ForCausalLM"')  # fmt: skip
+                         'use the architecture "Qwen3ForCausalLM"')
     return experts
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
-    """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`; both may be there when they agree."""
+    """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`; both may be there when
+    they agree."""
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    thetas = {float(x) for x in (new.get("rope_theta"), old.get("rope_theta"), raw.get("rope_theta")) if x is not None}
+    thetas = {float(x) for x in (new.get("rope_theta"), old.get("rope_theta"), raw.get("rope_theta"))
+              if x is not None}
     if len(thetas) > 1:
         raise ModelError(f"{where}: rope_theta has two values, {sorted(thetas)}", "keep one of them")
-    found = {_scaling(d, f"{where}: {key}") for key, d in (("rope_parameters", new), ("rope_scaling", old)) if d}
+    found = {_scaling(d, f"{where}: {key}") for key, d in (("rope_parameters", new), ("rope_scaling", old))
+             if d}
     if len(found) > 1:
         raise ModelError(f"{where}: rope_parameters and rope_scaling disagree", "keep one of them")
     return (thetas or {10000.0}).pop(), (found or {None}).pop()
@@ -262,7 +283,8 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]
 def _scaling(d: Mapping[str, Any], where: str) -> Llama3Rope | None:
     kind = d.get("rope_type", d.get("type", "default"))
     if d.get("partial_rotary_factor", 1) != 1:
-        raise ModelError(f"{where}.partial_rotary_factor = {d['partial_rotary_factor']!r} is not implemented, only 1 is")
+        raise ModelError(
+            f"{where}.partial_rotary_factor = {d['partial_rotary_factor']!r} is not implemented, only 1 is")
     if kind == "default":
         return None
     if kind != "llama3":

@@ -1,4 +1,5 @@
-"""The one table that joins a tensor's Hugging Face name, its place in the parameter tree and its precision role.
+"""The one table that joins a tensor's Hugging Face name, its place in the parameter tree and its precision
+role.
 
 Loading, saving and publishing all walk it, so they cannot disagree about names, order or shapes.
 """
@@ -19,8 +20,9 @@ ParamRole = Literal["linear", "norm", "embedding", "head", "router"]  # only "li
 
 
 class Entry(NamedTuple):
-    """One HF tensor of shape `shape`: `params[path]`, or, if it belongs to a layer, what is at `index` of that stack: at (row,),
-    an expert's at (row, expert). A stack has a row for each layer that has such a tensor."""
+    """One HF tensor of shape `shape`: `params[path]`, or, if it belongs to a layer, what is at `index` of
+    that stack: at (row,), an expert's at (row, expert). A stack has a row for each layer that has such a
+    tensor."""
 
     hf_name: str
     path: tuple[str, ...]
@@ -32,7 +34,8 @@ class Entry(NamedTuple):
 
 @functools.cache
 def linear_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The quantisable products of the layers, "self_attn.q_proj" -> (N, K), in HF order; "mlp.experts.up_proj" of an expert."""
+    """The quantisable products of the layers, "self_attn.q_proj" -> (N, K), in HF order;
+    "mlp.experts.up_proj" of an expert."""
     D, F, d = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
     q, kv = cfg.num_attention_heads * d, cfg.num_key_value_heads * d
     attention = {"q_proj": (q, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, q)}
@@ -40,7 +43,8 @@ def linear_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
     if not all(cfg.sparse_layers):
         shapes |= {f"mlp.{k}": s for k, s in _mlp_shapes(D, F).items()}
     if cfg.experts:
-        shapes |= {f"mlp.experts.{k}": s for k, s in _mlp_shapes(D, cfg.experts.moe_intermediate_size).items()}
+        shapes |= {f"mlp.experts.{k}": s
+                   for k, s in _mlp_shapes(D, cfg.experts.moe_intermediate_size).items()}
     return shapes
 
 
@@ -50,12 +54,14 @@ def _mlp_shapes(D: int, F: int) -> dict[str, tuple[int, int]]:
 
 @functools.cache
 def param_table(cfg: ModelConfig) -> tuple[Entry, ...]:
-    """Every tensor of the model in the order of a Hugging Face checkpoint. A tied `lm_head.weight` is not in it."""
+    """Every tensor of the model in the order of a Hugging Face checkpoint. A tied `lm_head.weight` is not in
+    it."""
     D, V, sparse = cfg.hidden_size, cfg.vocab_size, cfg.sparse_layers
     table = [Entry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, "embedding", (V, D))]
     for i in range(cfg.num_hidden_layers):
         rank = sparse[:i].count(sparse[i])  # among the layers whose MLP is of this kind
-        modules = [*_attention(cfg, i), *(_mixture(cfg, rank) if sparse[i] else _mlp(cfg, rank)), *_norms(cfg, i)]
+        modules = [*_attention(cfg, i), *(_mixture(cfg, rank) if sparse[i] else _mlp(cfg, rank)),
+                   *_norms(cfg, i)]
         table += [
             Entry(f"model.layers.{i}.{module}.weight", ("layers", *path, "weight"), i, role, shape, index)
             for module, path, role, shape, index in modules
@@ -66,7 +72,8 @@ def param_table(cfg: ModelConfig) -> tuple[Entry, ...]:
     return tuple(table)
 
 
-Module = tuple[str, tuple[str, ...], ParamRole, tuple[int, ...], tuple[int, ...]]  # name, path, role, shape, index
+# name, path, role, shape, index
+Module = tuple[str, tuple[str, ...], ParamRole, tuple[int, ...], tuple[int, ...]]
 
 
 def _attention(cfg: ModelConfig, i: int) -> Iterator[Module]:
@@ -96,8 +103,8 @@ def _norms(cfg: ModelConfig, i: int) -> Iterator[Module]:
 
 
 def get_param(params: dict[str, Any], entry: Entry) -> Any:
-    """The entry's own tensor, a QuantizedWeight of its layer where it is one. Layers may be one stack or a tuple of stacks, of
-    which each has those leaves that its layers have."""
+    """The entry's own tensor, a QuantizedWeight of its layer where it is one. Layers may be one stack or a
+    tuple of stacks, of which each has those leaves that its layers have."""
     if entry.layer is None:
         return _at(params, entry.path)
     (row, *expert), stacks = entry.index, params["layers"]

@@ -1,4 +1,5 @@
-"""Shapes of published models as their config.json has them, so that a run can be planned before its model is downloaded."""
+"""Shapes of published models as their config.json has them, so that a run can be planned before its model is
+downloaded."""
 
 from __future__ import annotations
 
@@ -10,28 +11,33 @@ from jaxfp8rl.models.config import MOE, ModelConfig
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _QWEN3_MOE = _QWEN3 | {
-    "architectures": [MOE], "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-}  # fmt: skip
+    "architectures": [MOE], "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 _LLAMA3 = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _SMOLLM2 = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 100000.0, "tie_word_embeddings": True,
-}  # fmt: skip
+}
 _TIED, _LONG = {"tie_word_embeddings": True}, {"max_position_embeddings": 262144}
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
-    return {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+            "num_attention_heads": heads}
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
-    return {"rope_scaling": {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                             "original_max_position_embeddings": 8192}}  # fmt: skip
+    return {"rope_scaling": {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192}}
 
 
 KNOWN: dict[str, dict[str, Any]] = {
@@ -43,7 +49,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Qwen3-14B": _QWEN3 | _sizes(5120, 17408, 40, 40),
     "Qwen3-32B": _QWEN3 | _sizes(5120, 25600, 64, 64),
     "Qwen3-30B-A3B": _QWEN3_MOE | _sizes(2048, 6144, 48, 32) | {"moe_intermediate_size": 768},
-    "Qwen3-30B-A3B-Instruct-2507": _QWEN3_MOE | _sizes(2048, 6144, 48, 32) | _LONG | {"moe_intermediate_size": 768,
+    "Qwen3-30B-A3B-Instruct-2507": _QWEN3_MOE | _sizes(2048, 6144, 48, 32) | _LONG
+    | {"moe_intermediate_size": 768,
                                                                                      "rope_theta": 1e7},
     "Qwen3-235B-A22B": _QWEN3_MOE | _sizes(4096, 12288, 94, 64) | {"moe_intermediate_size": 1536},
     "Llama-3.1-8B": _LLAMA3 | _sizes(4096, 14336, 32, 32) | _llama3_rope(8.0),
@@ -51,10 +58,11 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Llama-3.2-3B": _LLAMA3 | _sizes(3072, 8192, 28, 24) | _TIED | _llama3_rope(32.0),
     "SmolLM2-135M": _SMOLLM2 | _sizes(576, 1536, 30, 9) | {"num_key_value_heads": 3},
     "SmolLM2-360M": _SMOLLM2 | _sizes(960, 2560, 32, 15) | {"num_key_value_heads": 5},
-}  # fmt: skip
+}
 PLACE = Path("models")  # where the shipped configs have their models, none of which is there in a fresh clone
 _BY_NAME = {name.lower(): name for name in KNOWN}
-VARIANTS = "-instruct", "-base"  # the same shape; a base model of Qwen3 takes fewer positions, which no plan depends on
+# the same shape; a base model of Qwen3 takes fewer positions, which no plan depends on
+VARIANTS = "-instruct", "-base"
 
 
 def known_shape(path: str | Path) -> ModelConfig | None:

@@ -19,9 +19,10 @@ from pallas_kernels.attention import masked
 from pallas_kernels.quantize.reference import E4M3_MAX
 
 
-def rms_norm(x: Array | Stream, weight: Array, eps: float, dtype: DTypeLike | None = None, once: bool = False) -> Array:
-    """x [..., D] / rms(x) * weight [D] in `dtype`, x's own by default. Rounded to it before and after the weight, as Hugging
-    Face does, or `once`, after it, as compilers do that fuse the two."""
+def rms_norm(x: Array | Stream, weight: Array, eps: float, dtype: DTypeLike | None = None,
+             once: bool = False) -> Array:
+    """x [..., D] / rms(x) * weight [D] in `dtype`, x's own by default. Rounded to it before and after the
+    weight, as Hugging Face does, or `once`, after it, as compilers do that fuse the two."""
     x32 = total(x).astype(jnp.float32)
     normed, dtype = x32 * inverse_rms(x32, x, eps), dtype or x.dtype
     if once:
@@ -35,16 +36,17 @@ def _weighted(normed: Array, weight: Array, dtype: DTypeLike) -> Array:
 
 
 def inverse_rms(x32: Array, x: Array | Stream, eps: float) -> Array:
-    """[..., 1] float32 of x32 [..., D], which is `x` in float32. The sum of squares, which the derivative needs, is little enough
-    to be kept for it."""
+    """[..., 1] float32 of x32 [..., D], which is `x` in float32. The sum of squares, which the derivative
+    needs, is little enough to be kept for it."""
     return jax.lax.rsqrt(checkpoint_name(_sum_of_squares(x32, x), "statistics") / x32.shape[-1] + eps)
 
 
 @jax.custom_vjp
 @jax.named_scope("sum_of_squares")
 def _sum_of_squares(x32: Array, x: Array | Stream) -> Array:
-    """In every program a kernel of its own, which reads x and writes this: fused with what else is made of x, or of the sum, as
-    suits the program, XLA for GPUs adds up in another order. Score and update would differ, in FP8 by whole roundings."""
+    """In every program a kernel of its own, which reads x and writes this: fused with what else is made of x,
+    or of the sum, as suits the program, XLA for GPUs adds up in another order. Score and update would differ,
+    in FP8 by whole roundings."""
     x32 = total(jax.lax.optimization_barrier(x)).astype(jnp.float32)
     return jax.lax.optimization_barrier(jnp.sum(jnp.square(x32), axis=-1, keepdims=True))
 
@@ -53,8 +55,9 @@ _sum_of_squares.defvjp(lambda x32, x: (_sum_of_squares(x32, x), x32), lambda x32
 
 
 class Stream(NamedTuple):
-    """A residual stream [..., D] as its last two parts, of one type: `x`, rounded, and what was added to it. A norm sees their
-    sum unrounded; what travels on is the rounded one, made when the next part is added. Neither is ever written in float32."""
+    """A residual stream [..., D] as its last two parts, of one type: `x`, rounded, and what was added to it.
+    A norm sees their sum unrounded; what travels on is the rounded one, made when the next part is added.
+    Neither is ever written in float32."""
 
     x: Array
     added: Array
@@ -66,8 +69,8 @@ class Stream(NamedTuple):
 
 @jax.custom_vjp
 def one_cotangent(x: Array | Stream) -> Array | Stream:
-    """x. Backwards what comes back for the two parts of a Stream, of which only their sum is used, is the same: one of them is
-    read."""
+    """x. Backwards what comes back for the two parts of a Stream, of which only their sum is used, is the
+    same: one of them is read."""
     return x
 
 
@@ -87,7 +90,8 @@ def add_residual(x: Array | Stream, y: Array) -> Array | Stream:
 
 
 def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
-    """Radians a position for each rotated pair, [Hd/2] float32, with Llama 3.1's scaling when the config asks for it.
+    """Radians a position for each rotated pair, [Hd/2] float32, with Llama 3.1's scaling when the config asks
+    for it.
 
     Every step is rounded to float32, as in transformers and vLLM: positions multiply what differs."""
     exponents = np.arange(0, cfg.head_dim, 2, dtype=np.float32) / np.float32(cfg.head_dim)
@@ -95,7 +99,8 @@ def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
     if s := cfg.rope_scaling:
         length = s.original_max_position_embeddings
         wave = 1 / freq * np.float32(2 * math.pi)  # positions a turn, as torch divides a number by a tensor
-        smooth = (1 / wave * np.float32(length) - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        smooth = (1 / wave * np.float32(length)
+                  - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         between = (1 - smooth) * freq / s.factor + smooth * freq
         slower = np.where(wave > length / s.low_freq_factor, freq / s.factor, between)
         freq = np.where(wave < length / s.high_freq_factor, freq, slower)
@@ -103,8 +108,8 @@ def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
 
 
 def rope_tables(positions_BT: Array, cfg: ModelConfig, dtype: str = "float32") -> tuple[Array, Array]:
-    """Cosine and sine of each position's angles, [B, T, 1, Hd/2] float32, ready to broadcast over heads; rounded to `dtype`,
-    the type that the engine keeps its table in."""
+    """Cosine and sine of each position's angles, [B, T, 1, Hd/2] float32, ready to broadcast over heads;
+    rounded to `dtype`, the type that the engine keeps its table in."""
     angles = positions_BT.astype(jnp.float32)[..., None, None] * rope_frequencies(cfg)
     return round_to(jnp.cos(angles), dtype), round_to(jnp.sin(angles), dtype)
 
@@ -112,51 +117,60 @@ def rope_tables(positions_BT: Array, cfg: ModelConfig, dtype: str = "float32") -
 def apply_rope(
     x_BTHd: Array, cos: Array, sin: Array, norm: Array | None = None, eps: float = 0.0, fused: bool = False
 ) -> Array:
-    """Rotate the pairs (i, i + Hd/2), Hugging Face's layout of RoPE (Su et al. 2021); before that RMSNorm over each head where
-    `norm` [Hd] is its weight, rounded as `rms_norm` is; with no rounding between the two if `fused`. The halves are normalised
-    apart: whole, a head would be written in float32 for both to read."""
+    """Rotate the pairs (i, i + Hd/2), Hugging Face's layout of RoPE (Su et al. 2021); before that RMSNorm
+    over each head where `norm` [Hd] is its weight, rounded as `rms_norm` is; with no rounding between the two
+    if `fused`. The halves are normalised apart: whole, a head would be written in float32 for both to read.
+    """
     x32 = x_BTHd.astype(jnp.float32)
     a, b = jnp.split(x32, 2, axis=-1)
     if norm is not None:
         inverse = inverse_rms(x32, x_BTHd, eps)
         halves = [(half * inverse, weight) for half, weight in zip((a, b), jnp.split(norm, 2))]
-        a, b = (h * w.astype(jnp.float32) if fused else _weighted(h, w, x_BTHd.dtype).astype(jnp.float32) for h, w in halves)
+        a, b = (h * w.astype(jnp.float32) if fused else _weighted(h, w, x_BTHd.dtype).astype(jnp.float32)
+                for h, w in halves)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHd.dtype)
 
 
 def packed_mask(segment_ids_BT: Array) -> Array:
-    """[B, T, S] bool: t sees s <= t of its own segment. Padding (segment 0) sees padding, so its softmax is never empty."""
+    """[B, T, S] bool: t sees s <= t of its own segment. Padding (segment 0) sees padding, so its softmax is
+    never empty."""
     t = jnp.arange(segment_ids_BT.shape[1])
     return (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & (t[:, None] >= t[None, :])
 
 
 def attention(
-    q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8: bool = False, q_scale: Array | float = 1.0,
+    q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8: bool = False,
+    q_scale: Array | float = 1.0,
     probabilities: DTypeLike | None = None,
 ) -> Array:
-    """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K); none is repeated.
+    """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K); none is
+    repeated.
 
-    Rounded where FlashAttention rounds (Dao et al. 2022, algorithm 1): exp(score - max) enters the product with the values
-    in their type and is divided by its float32 sum afterwards. `fp8`: queries and those exponentials enter as E4M3, the
-    latter times 2^8, as in FlashAttention 3 (over one block of keys; over several, its maximum is the running one), and queries
-    over `q_scale`, a power of two. `probabilities`: the type in which exponentials enter the product, if not the values'.
+    Rounded where FlashAttention rounds (Dao et al. 2022, algorithm 1): exp(score - max) enters the product
+    with the values in their type and is divided by its float32 sum afterwards. `fp8`: queries and those
+    exponentials enter as E4M3, the latter times 2^8, as in FlashAttention 3 (over one block of keys; over
+    several, its maximum is the running one), and queries over `q_scale`, a power of two. `probabilities`: the
+    type in which exponentials enter the product, if not the values'.
     """
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
     v_BSKd = v_BSKd.astype(probabilities or v_BSKd.dtype)
-    exact = jax.lax.Precision.HIGHEST if v_BSKd.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
+    # else a GPU multiplies float32 as TF32
+    exact = jax.lax.Precision.HIGHEST if v_BSKd.dtype == jnp.float32 else None
     product = {"precision": exact, "preferred_element_type": jnp.float32}
     q_BTKGd = (round_scaled(q_BTHd, q_scale) if fp8 else q_BTHd).reshape(B, T, K, H // K, d)
     scores = masked.scores(q_BTKGd, k_BSKd, mask_BTS, **product) * d**-0.5
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     rounded = round_e4m3(exps * 2**8) * 2**-8 if fp8 else exps
-    out = masked.weighted_sum(rounded.astype(v_BSKd.dtype), v_BSKd, mask_BTS, **product) / exps.sum(-1, keepdims=True)
+    out = masked.weighted_sum(rounded.astype(v_BSKd.dtype), v_BSKd, mask_BTS,
+                              **product) / exps.sum(-1, keepdims=True)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, d).astype(q_BTHd.dtype)
 
 
 def swiglu(gate: Array, up: Array, fused: bool = False) -> Array:
-    """silu(gate) * up, [..., F] (Shazeer 2020), in gate's dtype, silu rounded to it first; in float32, unrounded, if `fused`."""
+    """silu(gate) * up, [..., F] (Shazeer 2020), in gate's dtype, silu rounded to it first; in float32,
+    unrounded, if `fused`."""
     silu = jax.nn.silu(gate.astype(jnp.float32))
     return silu * up.astype(jnp.float32) if fused else silu.astype(gate.dtype) * up
 
@@ -168,19 +182,22 @@ def to_e4m3(x: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_e4m3(x: Array, truncate: bool = False) -> Array:
-    """x as it reads back from an FP8 KV cache, in x's dtype: the nearest E4M3 number, or the next towards zero if `truncate`.
-    Straight-through: its derivative is the identity.
+    """x as it reads back from an FP8 KV cache, in x's dtype: the nearest E4M3 number, or the next towards
+    zero if `truncate`. Straight-through: its derivative is the identity.
 
     By arithmetic: XLA for GPUs drops a cast to E4M3 and back as "excess precision", and the rounding with it.
     """
     x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
     subnormal = (jnp.trunc if truncate else jnp.round)(x * 2.0**9) * 2.0**-9  # below 2^-6 the step is 2^-9
-    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, _three_bits(x, truncate))  # above it three bits follow the leading one
+    # above it three bits follow the leading one
+    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, _three_bits(x, truncate))
 
 
 def round_scaled(x: Array, scale: Array | float, truncate: bool = False) -> Array:
-    """`round_e4m3` of x / scale, times scale, in x's dtype; exact but for that rounding if scale is a power of two."""
-    return (round_e4m3(x / jnp.asarray(scale, x.dtype), truncate) * jnp.asarray(scale, x.dtype)).astype(x.dtype)
+    """`round_e4m3` of x / scale, times scale, in x's dtype; exact but for that rounding if scale is a power
+    of two."""
+    return (round_e4m3(x / jnp.asarray(scale, x.dtype), truncate)
+            * jnp.asarray(scale, x.dtype)).astype(x.dtype)
 
 
 def _three_bits(x: Array, truncate: bool) -> Array:

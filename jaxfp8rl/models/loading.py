@@ -23,9 +23,10 @@ from jaxfp8rl.models.hf_names import Entry, empty_params, get_param, param_table
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt",
     "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+)
 _DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(bfloat16)}
 _TIED, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -33,10 +34,11 @@ _TIED, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def load_params(
     folder: str | Path, cfg: ModelConfig | None = None, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in flight at a time, and
-    of a model with tied embeddings these.
+    """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in
+    flight at a time, and of a model with tied embeddings these.
 
-    `cfg` defaults to the folder's config.json. Raises ModelError as `check_weights` does, before a weight is read.
+    `cfg` defaults to the folder's config.json. Raises ModelError as `check_weights` does, before a weight is
+    read.
     """
     folder = Path(folder)
     cfg = check_weights(folder, cfg)
@@ -48,12 +50,14 @@ def load_params(
 
 
 def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelConfig:
-    """Raise ModelError for a missing, corrupt or pickled checkpoint, and for any tensor that is missing, unknown, of another
-    shape than the config says or of a type that cannot be trained. Headers are read, and of weights only an lm_head that is said
-    to be the embedding: it takes a second for any model. Returns `cfg`, by default the folder's config.json."""
+    """Raise ModelError for a missing, corrupt or pickled checkpoint, and for any tensor that is missing,
+    unknown, of another shape than the config says or of a type that cannot be trained. Headers are read, and
+    of weights only an lm_head that is said to be the embedding: it takes a second for any model. Returns
+    `cfg`, by default the folder's config.json."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelError(f"no model folder at {folder}", f"nothing is downloaded at run time: {how_to_get(folder)}")
+        raise ModelError(f"no model folder at {folder}",
+                         f"nothing is downloaded at run time: {how_to_get(folder)}")
     cfg = cfg or ModelConfig.from_hf(folder)
     entries, seen = {e.hf_name: e for e in param_table(cfg)}, set()
     for tensor in _stored(folder):
@@ -62,7 +66,7 @@ def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelCo
             _check_shape(entries[tensor.name], tensor, folder)
         elif not _may_be_left(tensor.name, cfg):
             raise ModelError(f"{folder}: unknown tensor {tensor.name}{nearest(tensor.name, entries)}",
-                             "does config.json belong to it?")  # fmt: skip
+                             "does config.json belong to it?")
         seen.add(tensor.name)
     _check_complete(entries, seen, folder)
     if cfg.tie_word_embeddings and _TIED in seen:
@@ -71,7 +75,8 @@ def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelCo
 
 
 def _may_be_left(name: str, cfg: ModelConfig) -> bool:
-    """An lm_head that is the embedding; and RoPE's frequencies, which older Llama exports store and the config determines."""
+    """An lm_head that is the embedding; and RoPE's frequencies, which older Llama exports store and the
+    config determines."""
     return (name == _TIED and cfg.tie_word_embeddings) or name.endswith(".rotary_emb.inv_freq")
 
 
@@ -94,11 +99,12 @@ def check_empty(folder: Path) -> None:
 def save_params(
     folder: str | Path, cfg: ModelConfig, params: dict[str, Any], dtype: str = "bfloat16",
     max_shard_bytes: float = 5e9, tokenizer_from: str | Path | None = None,
-) -> None:  # fmt: skip
-    """Write a Hugging Face folder: safetensors in `dtype` (sharded past `max_shard_bytes`), config.json, tokenizer files.
+) -> None:
+    """Write a Hugging Face folder: safetensors in `dtype` (sharded past `max_shard_bytes`), config.json,
+    tokenizer files.
 
-    All of it appears at once, by renaming a finished temporary folder. Raises ModelError when `folder` is not empty, or
-    the disk does not take it.
+    All of it appears at once, by renaming a finished temporary folder. Raises ModelError when `folder` is not
+    empty, or the disk does not take it.
     """
     folder = Path(folder)
     check_empty(folder)
@@ -138,17 +144,20 @@ def _stored(folder: Path) -> Iterator[Stored]:
             with safe_open(path, "np") as file:
                 names = list(file.keys())
                 if absent := expected - set(names):
-                    raise ModelError(f"{path}: the index places {min(absent)} here and it is not", "download it again")
+                    raise ModelError(f"{path}: the index places {min(absent)} here and it is not",
+                                     "download it again")
                 for name in names:
                     header = file.get_slice(name)
                     read = functools.partial(file.get_tensor, name)
                     yield Stored(path, name, tuple(header.get_shape()), header.get_dtype(), read)
         except (SafetensorError, OSError) as e:
-            raise ModelError(f"{path} cannot be read, it is corrupt or cut short: {e}", "download or copy it again") from e
+            raise ModelError(f"{path} cannot be read, it is corrupt or cut short: {e}",
+                             "download or copy it again") from e
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """The safetensors files, each with the tensor names that the index promises there (none for a single file)."""
+    """The safetensors files, each with the tensor names that the index promises there (none for a single
+    file)."""
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: set()}
     if not (folder / INDEX).is_file():
@@ -171,7 +180,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         files.setdefault(folder / file, set()).add(name)
     for path in files:
         if not path.is_file():
-            raise ModelError(f"{path} is named in {INDEX} and missing", "the download is incomplete: fetch it again")
+            raise ModelError(f"{path} is named in {INDEX} and missing",
+                             "the download is incomplete: fetch it again")
     return files
 
 
@@ -198,25 +208,30 @@ def _check_complete(entries: dict[str, Entry], seen: set[str], folder: Path) -> 
         hint = "does it share the embedding? then set tie_word_embeddings to true in config.json"
         raise ModelError(
             f"{folder}: {len(missing)} of {len(entries)} tensors are missing: {', '.join(missing[:5])}{more}",
-            hint if missing == [_TIED] else "the checkpoint is incomplete, or config.json belongs to a larger model",
+            hint if missing == [_TIED]
+            else "the checkpoint is incomplete, or config.json belongs to a larger model",
         )
 
 
-def _write_tensors(folder: Path, cfg: ModelConfig, params: dict[str, Any], dtype: np.dtype, max_shard_bytes: float) -> None:
+def _write_tensors(folder: Path, cfg: ModelConfig, params: dict[str, Any], dtype: np.dtype,
+                   max_shard_bytes: float) -> None:
     shards, total = _plan_shards(cfg, dtype.itemsize, max_shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
-    ]  # fmt: skip
+    ]
     for file, shard in zip(names, shards):
-        tensors = {e.hf_name: np.ascontiguousarray(np.asarray(get_param(params, e)).astype(dtype)) for e in shard}
-        save_file(tensors, folder / file, metadata={"format": "pt"})  # transformers refuses a file that does not say so
+        tensors = {e.hf_name: np.ascontiguousarray(np.asarray(get_param(params, e)).astype(dtype))
+                   for e in shard}
+        # transformers refuses a file that does not say so
+        save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {e.hf_name: file for file, shard in zip(names, shards) for e in shard}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _plan_shards(cfg: ModelConfig, itemsize: int, max_shard_bytes: float) -> tuple[list[list[Entry]], int]:
-    """Consecutive tensors, each shard within `max_shard_bytes` unless one tensor alone exceeds it; and the bytes in all."""
+    """Consecutive tensors, each shard within `max_shard_bytes` unless one tensor alone exceeds it; and the
+    bytes in all."""
     shards, filled, total = [[]], 0, 0
     for entry in param_table(cfg):
         size = int(np.prod(entry.shape)) * itemsize

@@ -46,7 +46,8 @@ class Expert(nnx.Module):
     """The SwiGLU weights of all experts of all sparse layers, stacked."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        L, E, D, F = sum(cfg.sparse_layers), cfg.experts.num_experts, cfg.hidden_size, cfg.experts.moe_intermediate_size
+        L, E, D, F = sum(
+            cfg.sparse_layers), cfg.experts.num_experts, cfg.hidden_size, cfg.experts.moe_intermediate_size
         self.gate_proj, self.up_proj = (Weight(_normal(rngs, (L, E, F, D))) for _ in range(2))
         self.down_proj = Weight(_normal(rngs, (L, E, D, F), _residual_std(cfg)))
 
@@ -73,7 +74,8 @@ class Layers(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Owns the parameters, float32, drawn as N(0, 0.02) with residual outputs scaled by 1/sqrt(2L) (GPT-2, section 2.3)."""
+    """Owns the parameters, float32, drawn as N(0, 0.02) with residual outputs scaled by 1/sqrt(2L) (GPT-2,
+    section 2.3)."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -87,7 +89,8 @@ class Transformer(nnx.Module):
         """The tree that the pure functions take."""
         return nnx.to_pure_dict(nnx.state(self, nnx.Param))
 
-    def __call__(self, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array, precision: Precision) -> Array:
+    def __call__(self, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
+                 precision: Precision) -> Array:
         """`forward` on these parameters."""
         return forward(self.params(), self.cfg, tokens_BT, positions_BT, segment_ids_BT, precision)
 

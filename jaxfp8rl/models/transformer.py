@@ -1,12 +1,13 @@
 """A decoder as pure functions over a parameter tree (models/module.py makes one).
 
-The tree mirrors Hugging Face names, with the layers stacked along a leading axis L so that one `scan` runs them:
-`{"embed_tokens": {"weight" [V, D]}, "layers": {"self_attn": {"q_proj": {"weight" [L, N, K]}, ...}, ...}, "norm", ...}`.
-In a mixture of experts "moe" stands beside "mlp": a stack has rows for those layers alone that have such a tensor.
-`params["layers"]` may also be a tuple of such dicts, one for each run of equal precision (`split_layers`), and `params` may
-hold "kv_scales" for FP8 attention (`precision/kv_scales.py`).
+The tree mirrors Hugging Face names, with the layers stacked along a leading axis L so that one `scan` runs
+them: `{"embed_tokens": {"weight" [V, D]}, "layers": {"self_attn": {"q_proj": {"weight" [L, N, K]}, ...},
+...}, "norm", ...}`. In a mixture of experts "moe" stands beside "mlp": a stack has rows for those layers
+alone that have such a tensor. `params["layers"]` may also be a tuple of such dicts, one for each run of equal
+precision (`split_layers`), and `params` may hold "kv_scales" for FP8 attention (`precision/kv_scales.py`).
 
-Letters: B rows, T tokens, S keys, D width, F hidden, H query heads, K key-value heads, d head size, V vocabulary, L layers.
+Letters: B rows, T tokens, S keys, D width, F hidden, H query heads, K key-value heads, d head size, V
+vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxfp8rl.distributed.mesh import ONE, Layout
 from jaxfp8rl.microbatch import sums_end, tap
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
@@ -30,22 +32,23 @@ from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import handles_of, linear, linears, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
-from jaxfp8rl.distributed.mesh import ONE, Layout
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
 Remat = Literal["none", "layer", "products", "mlp"]
-# By what the backward pass computes again of a layer: what is kept for it besides the layer's input. "attention" is its result
-# with the logarithms of its sums, "projections" the results of q, k, v and o_proj, "statistics" a number a norm and token.
-SAVED = {"layer": (), "products": ("attention", "statistics"), "mlp": ("attention", "projections", "statistics")}
+# By what the backward pass computes again of a layer: what is kept for it besides the layer's input.
+# "attention" is its result with the logarithms of its sums, "projections" the results of q, k, v and o_proj,
+# "statistics" a number a norm and token.
+SAVED = {"layer": (), "products": ("attention", "statistics"),
+         "mlp": ("attention", "projections", "statistics")}
 PAGE = 64  # slots of the embedded engine's cache that decode attention reads at a time, at most
 
 
 class KVCache(NamedTuple):
-    """k, v [L, B, S, K, d]: slot s of a row holds the key and value of its position s, and of sparse layers its experts: routes
-    [sparse layers, B, S, k] (jaxfp8rl.models.moe)."""
+    """k, v [L, B, S, K, d]: slot s of a row holds the key and value of its position s, and of sparse layers
+    its experts: routes [sparse layers, B, S, k] (jaxfp8rl.models.moe)."""
 
     k: Array
     v: Array
@@ -55,13 +58,13 @@ class KVCache(NamedTuple):
 def forward(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
     precision: Precision, remat: Remat = "none", layout: Layout = ONE,
-) -> Array:  # fmt: skip
+) -> Array:
     """Hidden states [B, T, D] after the final norm, in `precision.compute_dtype`.
 
-    Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT` counts from 0
-    in each segment. `remat`: what of a layer the backward pass computes again (SAVED). `layout`: where it is of several devices,
-    `params` are a device's shards (jaxfp8rl.distributed.mesh). Gradients of layers are added to `params["sums"]` if there are any
-    (jaxfp8rl.microbatch).
+    Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT`
+    counts from 0 in each segment. `remat`: what of a layer the backward pass computes again (SAVED).
+    `layout`: where it is of several devices, `params` are a device's shards (jaxfp8rl.distributed.mesh).
+    Gradients of layers are added to `params["sums"]` if there are any (jaxfp8rl.microbatch).
     """
     return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout)[0]
 
@@ -69,19 +72,22 @@ def forward(
 def forward_and_amax(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
     precision: Precision, remat: Remat = "none", layout: Layout = ONE,
-) -> tuple[Array, KvScales]:  # fmt: skip
-    """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L] float32."""
-    return forward_and_seen(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout)[:2]
+) -> tuple[Array, KvScales]:
+    """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L]
+    float32."""
+    return forward_and_seen(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat,
+                            layout)[:2]
 
 
 def forward_and_seen(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
     precision: Precision, remat: Remat = "none", layout: Layout = ONE,
     routes: Array | None = None,
-) -> tuple[Array, KvScales, moe.Routing | None]:  # fmt: skip
-    """`forward_and_amax`, and what the routers of sparse layers said, stacked (None if there are none). `routes` [B, T, sparse
-    layers, k]: the experts to take in place of the routers' choice."""
-    rope, attend = nn.rope_tables(positions_BT, cfg, precision.rope_dtype), packed_attention(segment_ids_BT, precision)
+) -> tuple[Array, KvScales, moe.Routing | None]:
+    """`forward_and_amax`, and what the routers of sparse layers said, stacked (None if there are none).
+    `routes` [B, T, sparse layers, k]: the experts to take in place of the routers' choice."""
+    rope, attend = nn.rope_tables(positions_BT, cfg,
+                                  precision.rope_dtype), packed_attention(segment_ids_BT, precision)
     x, seen = embed({"embed_tokens": layout.gather(params["embed_tokens"])}, tokens_BT, precision, layout), []
     sums, live = params.get("sums", {}), segment_ids_BT > 0
     for run, weights in runs_of(params, cfg, precision):
@@ -90,10 +96,12 @@ def forward_and_seen(
         def layer(x: Array, w: Params, routes: Array | None, run: LayerRun = run) -> tuple[Array, tuple]:
             scaled, said = functools.partial(attend, scales=w.get("kv_scales")), []
             mixture = _mixture(cfg, said, live, routes, layout)
-            x, amax = decoder_layer(x, layout.gather(w), cfg, precision, run, rope, scaled, mixture=mixture, layout=layout)
+            x, amax = decoder_layer(x, layout.gather(w), cfg, precision, run, rope, scaled, mixture=mixture,
+                                    layout=layout)
             return x, (amax, *said)
 
-        def body(carry: tuple[Array, Params], at: tuple, layer: Callable = layer, run: LayerRun = run) -> tuple:
+        def body(carry: tuple[Array, Params], at: tuple, layer: Callable = layer,
+                 run: LayerRun = run) -> tuple:
             (x, sums), (i, w, routes) = carry, at
             for name in [name for name in sums if name in w]:
                 row = i - run.start + rows_of(run, precision.runs, name).start
@@ -102,7 +110,8 @@ def forward_and_seen(
             x, said = layer(x, w, routes)
             return (nn.one_cotangent(x), sums), said
 
-        replayed = None if routes is None or not run.sparse else jnp.moveaxis(routes, 2, 0)[rows_of(run, precision.runs, "moe")]
+        replayed = None if routes is None or not run.sparse else jnp.moveaxis(routes, 2, 0)[
+            rows_of(run, precision.runs, "moe")]
         (x, sums), said = jax.lax.scan(body, (x, sums), (jnp.arange(run.start, run.stop), weights, replayed))
         seen.append(said)
     x = final_norm(sums_end(x, sums), params, cfg, precision)
@@ -111,7 +120,8 @@ def forward_and_seen(
 
 
 def _mixture(
-    cfg: ModelConfig, said: list, live_BT: Array | None = None, routes_BTk: Array | None = None, layout: Layout = ONE
+    cfg: ModelConfig, said: list, live_BT: Array | None = None, routes_BTk: Array | None = None,
+    layout: Layout = ONE
 ) -> Callable:
     """mixture(x, weights, precision, fp8) -> its output; what its router said is added to `said`."""
 
@@ -130,10 +140,12 @@ def _rematerialised(layer: Callable, remat: Remat) -> Callable:
 
 
 def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
-    """attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v): within segments,
-    keys and values rounded as the engine's cache holds them, over their scales, 1 if None."""
+    """attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v):
+    within segments, keys and values rounded as the engine's cache holds them, over their scales, 1 if None.
+    """
     by_kernel = precision.attention == "pallas"
-    tables, mask_BTS = (packed.tables_of(segment_ids_BT), None) if by_kernel else (None, nn.packed_mask(segment_ids_BT))
+    tables, mask_BTS = (packed.tables_of(segment_ids_BT),
+                        None) if by_kernel else (None, nn.packed_mask(segment_ids_BT))
 
     def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
         amax, s = amax_of(q, k, v, segment_ids_BT > 0), scales or UNIT
@@ -148,7 +160,8 @@ def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
 
 
 def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) -> KVCache:
-    """An empty cache for `batch` rows of at most `length` positions: E4M3 with scale 1 when `kv_fp8`, else compute dtype."""
+    """An empty cache for `batch` rows of at most `length` positions: E4M3 with scale 1 when `kv_fp8`, else
+    compute dtype."""
     dtype = jnp.float8_e4m3fn if precision.kv_fp8 else jnp.dtype(precision.compute_dtype)
     shape = (cfg.num_hidden_layers, batch, length, cfg.num_key_value_heads, cfg.head_dim)
     routes = None
@@ -159,14 +172,17 @@ def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) 
 
 
 def forward_cached(
-    params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, cache: KVCache, precision: Precision
+    params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, cache: KVCache,
+    precision: Precision
 ) -> tuple[Array, KVCache]:
-    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values. Prefill, and decode with T = 1.
+    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values. Prefill, and decode
+    with T = 1.
 
-    A token writes slot `positions_BT` of its row, then sees the slots up to its own. So a right-padded prompt is harmless:
-    the slots of its padding are overwritten by decoded tokens before anything may see them. Writes past the end are dropped.
-    With `precision.attention` "pallas" decode goes by the kernel for paged caches; prefill, and FP8 attention, by XLA.
-    The cache is carried through the scan and updated in place when the caller donates it.
+    A token writes slot `positions_BT` of its row, then sees the slots up to its own. So a right-padded prompt
+    is harmless: the slots of its padding are overwritten by decoded tokens before anything may see them.
+    Writes past the end are dropped. With `precision.attention` "pallas" decode goes by the kernel for paged
+    caches; prefill, and FP8 attention, by XLA. The cache is carried through the scan and updated in place
+    when the caller donates it.
     """
     rope = nn.rope_tables(positions_BT, cfg, precision.rope_dtype)
     mask_BTS = jnp.arange(cache.k.shape[2]) <= positions_BT[:, :, None]
@@ -193,51 +209,61 @@ def head_weight(params: Params, cfg: ModelConfig) -> Array:
 
 
 def split_layers(params: Params, precision: Precision) -> Params:
-    """The same tree with one stack of layers for each run of equal precision, so that runs can differ in leaf types."""
+    """The same tree with one stack of layers for each run of equal precision, so that runs can differ in leaf
+    types."""
 
     def stack_of(run: LayerRun) -> Params:
         rows = {name: rows_of(run, precision.runs, name) for name in params["layers"]}
-        return {name: jax.tree.map(operator.itemgetter(at), params["layers"][name]) for name, at in rows.items() if at}
+        return {name: jax.tree.map(operator.itemgetter(at), params["layers"][name])
+                for name, at in rows.items() if at}
 
     return {**params, "layers": tuple(map(stack_of, precision.runs))}
 
 
 def embed(params: Params, tokens_BT: Array, precision: Precision, layout: Layout = ONE) -> Array | nn.Stream:
-    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; a Stream where norms see unrounded sums."""
+    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; a Stream where norms see
+    unrounded sums."""
     x = layout.lookup(params["embed_tokens"]["weight"], tokens_BT).astype(precision.compute_dtype)
     return nn.Stream(x, jnp.zeros_like(x)) if precision.fused or precision.unrounded_sums else x
 
 
 def final_norm(x_BTD: Array | nn.Stream, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
     """The norm after the last layer, [B, T, D] in `precision.compute_dtype`."""
-    return nn.rms_norm(x_BTD, params["norm"]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once=precision.fused)
+    return nn.rms_norm(x_BTD, params["norm"]["weight"], cfg.rms_norm_eps, precision.compute_dtype,
+                       once=precision.fused)
 
 
 def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
-    """Each run of equal precision with its stacked layers, and their scales of keys and values where the tree has any; a single
-    stack that is one run is not sliced (a slice copies)."""
+    """Each run of equal precision with its stacked layers, and their scales of keys and values where the tree
+    has any; a single stack that is one run is not sliced (a slice copies)."""
     runs, stacks = precision.runs, params["layers"]
     if runs[-1].stop != cfg.num_hidden_layers:
-        raise ValueError(f"the precision covers {runs[-1].stop} layers, the model has {cfg.num_hidden_layers}")
+        raise ValueError(
+            f"the precision covers {runs[-1].stop} layers, the model has {cfg.num_hidden_layers}")
     if any(set(cfg.sparse_layers[run.start : run.stop]) != {run.sparse} for run in runs):
-        raise ValueError("the precision's runs are not of layers with and without experts: see precision.recipe.plain_runs")
+        raise ValueError(
+            "the precision's runs are not of layers with and without experts: see precision.recipe.plain_runs")
     if isinstance(stacks, dict):
         stacks = (stacks,) if len(runs) == 1 else split_layers(params, precision)["layers"]
     if scales := params.get("kv_scales"):
         spans = [slice(run.start, run.stop) for run in runs]
-        stacks = [{**stack, "kv_scales": {n: s[at] for n, s in scales.items()}} for stack, at in zip(stacks, spans)]
+        stacks = [{**stack, "kv_scales": {n: s[at] for n, s in scales.items()}}
+                  for stack, at in zip(stacks, spans)]
     return list(zip(runs, stacks, strict=True))
 
 
 def decoder_layer(
-    x_BTD: Array | nn.Stream, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun, rope: tuple[Array, Array],
+    x_BTD: Array | nn.Stream, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun,
+    rope: tuple[Array, Array],
     attend: Callable, product: Callable | None = None, mixture: Callable | None = None, layout: Layout = ONE,
-) -> tuple[Array | nn.Stream, Any]:  # fmt: skip
-    """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is as `embed` makes it. `attend(q, k, v)` gets rotated,
-    normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"), for who wants to look on; `mixture(x,
-    weights, ...)` a mixture of experts, for who wants to hear what its router said or to say otherwise. Of several devices along
-    "tensor" (`layout`) each has some of the heads and of the MLP's width."""
-    # the products whose input is quantised as it is made: all but o_proj's, which attention makes, and the experts'
+) -> tuple[Array | nn.Stream, Any]:
+    """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is as `embed` makes it. `attend(q, k,
+    v)` gets rotated, normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"),
+    for who wants to look on; `mixture(x, weights, ...)` a mixture of experts, for who wants to hear what its
+    router said or to say otherwise. Of several devices along "tensor" (`layout`) each has some of the heads
+    and of the MLP's width."""
+    # the products whose input is quantised as it is made: all but o_proj's, which attention makes, and the
+    # experts'
     unfused = {"o_proj"}.union(MLP_MODULES if run.sparse else ())
     quantizes = run.fp8 - unfused if precision.fused_quantizer else frozenset()
 
@@ -247,7 +273,8 @@ def decoder_layer(
         if product is None and all(fp8):
             return linears(x, weights, precision, floors[0])
         compute = product or (lambda name, *args: linear(*args))
-        return [compute(name, x, weight, precision, *how) for name, weight, *how in zip(names, weights, fp8, floors)]
+        return [compute(name, x, weight, precision, *how)
+                for name, weight, *how in zip(names, weights, fp8, floors)]
 
     def saved(y: Array) -> Array:
         return checkpoint_name(y, "projections")
@@ -284,11 +311,12 @@ def decoder_layer(
 
 
 def _attend_cached(
-    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, precision: Precision, scales: KvScales,
+    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, precision: Precision,
+    scales: KvScales,
     q: Array, k: Array, v: Array,
-):  # fmt: skip
-    """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the row's slots up to the
-    token's -> (o [B, T, H, d], cache)."""
+):
+    """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the row's
+    slots up to the token's -> (o [B, T, H, d], cache)."""
     is_fp8 = cache.k.dtype == jnp.float8_e4m3fn
 
     def store(into: Array, x: Array, scale: Array) -> Array:
@@ -301,23 +329,28 @@ def _attend_cached(
 
     cache = cache._replace(k=store(cache.k, k, scales["k"]), v=store(cache.v, v, scales["v"]))
     if precision.attention == "pallas" and q.shape[1] == 1 and not precision.attention_fp8:
-        return _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT, q[:, 0])[:, None], cache
+        return _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT,
+                             q[:, 0])[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
-    return nn.attention(q, keys, values, mask_BTS, precision.attention_fp8, scales["q"], precision.probabilities), cache
+    return nn.attention(q, keys, values, mask_BTS, precision.attention_fp8, scales["q"],
+                        precision.probabilities), cache
 
 
 def _store(into: Array, layer: Array, positions_BT: Array, x: Array) -> Array:
-    """x [B, T, ...] in the slots of its positions of `into` [L, B, S, ...]; what is past the end is dropped."""
+    """x [B, T, ...] in the slots of its positions of `into` [L, B, S, ...]; what is past the end is
+    dropped."""
     return into.at[layer, jnp.arange(x.shape[0])[:, None], positions_BT].set(x, mode="drop")
 
 
 def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvScales, q: Array) -> Array:
-    """q [B, H, d] -> o [B, H, d] by the kernel for paged caches, which reads the slots up to the token's and no more. A layer's
-    rows are runs of pages in order, so the cache is taken as it lies."""
+    """q [B, H, d] -> o [B, H, d] by the kernel for paged caches, which reads the slots up to the token's and
+    no more. A layer's rows are runs of pages in order, so the cache is taken as it lies."""
     L, B, S, K, d = cache.k.shape
     page = math.gcd(S, PAGE)
-    table = (layer * B + jnp.arange(B, dtype=jnp.int32))[:, None] * (S // page) + jnp.arange(S // page, dtype=jnp.int32)
+    table = (layer * B
+             + jnp.arange(B, dtype=jnp.int32))[:, None] * (S // page) + jnp.arange(S // page, dtype=jnp.int32)
     k, v = (x.reshape(L * B * S // page, page, K, d) for x in (cache.k, cache.v))
     k_scale, v_scale = (jnp.full(K, scales[n], jnp.float32) for n in ("k", "v"))
     lengths = jnp.minimum(positions_B + 1, S).astype(jnp.int32)
-    return paged.decode_attention(q, k, v, table.astype(jnp.int32), lengths, k_scale, v_scale, backend="pallas")
+    return paged.decode_attention(q, k, v, table.astype(jnp.int32), lengths, k_scale, v_scale,
+                                  backend="pallas")

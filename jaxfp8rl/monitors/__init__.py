@@ -1,1 +1,2 @@
-"""Where a run's numbers go: console, JSONL, TensorBoard, Weights & Biases; and the table and plot at the end."""
+"""Where a run's numbers go: console, JSONL, TensorBoard, Weights & Biases; and the table and plot at the
+end."""

@@ -1,4 +1,5 @@
-"""Axes of plots: ends that make no course of rounding, round ticks, and labels that tell one tick from the next."""
+"""Axes of plots: ends that make no course of rounding, round ticks, and labels that tell one tick from the
+next."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ Bounds = tuple[float | None, float | None]
 
 
 def value_axis(ys: Sequence[float], bounds: Bounds = (None, None)) -> tuple[tuple[float, float], list[float]]:
-    """((low, high), ticks) of a linear axis. It spans SPAN of the largest value at least, so that a constant stays level however
-    its last digits vary; and nothing past `bounds`, the ends that a metric cannot pass, unless a value is."""
+    """((low, high), ticks) of a linear axis. It spans SPAN of the largest value at least, so that a constant
+    stays level however its last digits vary; and nothing past `bounds`, the ends that a metric cannot pass,
+    unless a value is."""
     ys = [min(max(y, -HUGE), HUGE) for y in ys if math.isfinite(y)]
     low, high = min(ys, default=0.0), max(ys, default=1.0)
-    least, most = (end if end is None or not ys else f(end, x) for end, f, x in zip(bounds, (min, max), (low, high)))
+    least, most = (end if end is None or not ys else f(end, x)
+                   for end, f, x in zip(bounds, (min, max), (low, high)))
     largest = max(abs(low), abs(high))
     missing = (SPAN * largest if largest > TINY else 1.0) - (high - low)
     if missing > 0:
@@ -66,7 +69,8 @@ def _scientific(x: float, digits: int) -> str:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`: 1, 2 or 5 times a power of ten apart (Heckbert 1990)."""
+    """Round numbers from at most `low` to at least `high`: 1, 2 or 5 times a power of ten apart (Heckbert
+    1990)."""
     span = (high - low) / max(wanted - 1, 1)
     power = 10.0 ** math.floor(math.log10(span))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.75 * span)

@@ -1,5 +1,5 @@
-"""The run on the terminal: a line a step, which stays. Where there is a terminal to draw on, a live line stands below: how far
-the run is, the course of the reward, and what is being done."""
+"""The run on the terminal: a line a step, which stays. Where there is a terminal to draw on, a live line
+stands below: how far the run is, the course of the reward, and what is being done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jaxfp8rl.monitors.base import Record
 from jaxfp8rl.monitors.health import STYLES, level_of
 from jaxfp8rl.monitors.sparkline import sparkline
 
-# (metric, label, format): what a reader watches; a record shows those it holds, an evaluation's first, the last if there is room.
+# (metric, label, format): what a reader watches; a record shows those it holds, an evaluation's first, the
+# last if there is room.
 _SHOWN = (
     ("eval/reward_mean", "held-out", ".3f"),
     ("reward/mean", "reward", ".3f"),
@@ -22,13 +23,15 @@ _SHOWN = (
     ("tokens/rollout_per_s", "tok/s", ",.0f"),
 )
 COLUMNS = 80  # of a line, wherever it goes
-BEGINS, ENDS = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"  # of compiling
+# of compiling
+BEGINS, ENDS = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
 TOLD = 0.05  # seconds that a phase has to take to be worth a line
 
 
 class ConsoleMonitor:
-    """Shows steps out of `total_steps`. `note` prints a line of text; `phase` says what begins, and names it while it lasts: the
-    first time that each ends its seconds are printed, and how many of them went into compiling."""
+    """Shows steps out of `total_steps`. `note` prints a line of text; `phase` says what begins, and names it
+    while it lasts: the first time that each ends its seconds are printed, and how many of them went into
+    compiling."""
 
     def __init__(self, total_steps: int, console: Console | None = None):
         self.total_steps = total_steps
@@ -50,7 +53,8 @@ class ConsoleMonitor:
             return
         before, seconds, compiling = self.doing.begin(name)
         if self._progress is not None and before in self._bars:  # its bar has gone with it
-            self._progress.update(self._task, description="step", completed=0, total=self.total_steps, left="")
+            self._progress.update(self._task, description="step", completed=0, total=self.total_steps,
+                                  left="")
         if before and before not in self._told and seconds >= TOLD:
             self._told.add(before)
             said = f", {compiling:.1f} s of it compiling" if compiling >= TOLD else ""
@@ -62,13 +66,15 @@ class ConsoleMonitor:
         self._bars.add(name)
         if self._progress is not None:
             left = f"left {took}" if (took := self._time_left(name, done, total)) else ""
-            self._progress.update(self._task, description=name, completed=done, total=total, left=left, refresh=first)
+            self._progress.update(self._task, description=name, completed=done, total=total, left=left,
+                                  refresh=first)
 
     def log(self, record: Record) -> None:
         step = int(record["step"])
         left = self._time_left("step", step, self.total_steps)
         held = [(key, label, form) for key, label, form in _SHOWN if isinstance(record.get(key), int | float)]
-        facts = [Text(f"{label} {record[key]:{form}}", STYLES.get(level_of(key, record[key]), "")) for key, label, form in held]
+        facts = [Text(f"{label} {record[key]:{form}}", STYLES.get(level_of(key, record[key]), ""))
+                 for key, label, form in held]
         head, tail = [Text(f"step {step}/{self.total_steps}")], [Text(f"left {left}")] if left else []
         while (line := Text("  ").join([*head, *facts, *tail])).cell_len > COLUMNS and len(facts) > 1:
             facts.pop()
@@ -76,12 +82,14 @@ class ConsoleMonitor:
         reward = record.get("reward/mean")
         self._rewards += [reward] if isinstance(reward, int | float) and reward == reward else []
         if "eval/reward_mean" in record and len(self._rewards) > 1:
-            self.note(f"rewards so far  {self._rewards[0]:.3f} {sparkline(self._rewards)} {self._rewards[-1]:.3f}")
+            self.note(
+                f"rewards so far  {self._rewards[0]:.3f} {sparkline(self._rewards)} {self._rewards[-1]:.3f}")
         if self._progress is not None:
             self._progress.update(
-                self._task, description="step", completed=step, total=self.total_steps, left=f"left {left}" * bool(left),
+                self._task, description="step", completed=step, total=self.total_steps,
+                left=f"left {left}" * bool(left),
                 course=sparkline(self._rewards, 16) if self._rewards else "",
-            )  # fmt: skip
+            )
 
     def close(self) -> None:
         self.phase("")
@@ -91,15 +99,17 @@ class ConsoleMonitor:
 
     def _live(self) -> Progress:
         progress = Progress(
-            TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=8), TextColumn("{task.fields[course]}"),
+            TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=8),
+            TextColumn("{task.fields[course]}"),
             TextColumn("{task.fields[left]}"), self.doing, console=self.console, transient=True,
-        )  # fmt: skip
+        )
         self._task = progress.add_task("step", total=self.total_steps, course="", left="")
         progress.start()
         return progress
 
     def _time_left(self, name: str, step: int, total: int) -> str:
-        """hours:minutes:seconds until the last step at the mean pace since the first record; "" before there is a pace."""
+        """hours:minutes:seconds until the last step at the mean pace since the first record; "" before there
+        is a pace."""
         now = time.monotonic()
         first, since = self._begun.setdefault(name, (step, now))
         if step == first:
@@ -109,11 +119,13 @@ class ConsoleMonitor:
 
 
 class Doing(ProgressColumn):
-    """What is being done, for how long, and whether it is being compiled: JAX says when that begins and ends."""
+    """What is being done, for how long, and whether it is being compiled: JAX says when that begins and
+    ends."""
 
     def __init__(self):
         super().__init__()
-        self.name, self.closed, self._since, self._compiling, self._seconds = "", False, time.perf_counter(), False, 0.0
+        self.name, self.closed, self._since, self._compiling, self._seconds = "", False, time.perf_counter(
+            ), False, 0.0
 
     def begin(self, name: str) -> tuple[str, float, float]:
         """(what ends, its seconds, those of them that went into compiling)."""

@@ -11,11 +11,14 @@ from jaxfp8rl.monitors.judges import OFTEN, Level, Records, Series, at, median_o
 
 Found = tuple[Level, str] | None
 
-WINDOW, KNOWN = 100, 3  # steps before one, at most and at least, whose median its gradient norm is compared with
+# steps before one, at most and at least, whose median its gradient norm is compared with
+WINDOW, KNOWN = 100, 3
 TEACHING = 0.1  # of the groups with rewards that differ: below, most of what is sampled teaches nothing
 FALL = 0.2, 0.5  # of the best reward lost
-SURE = {"reward/mean": 5, "eval/reward_mean": 3}  # standard deviations of its noise that a fall has; of many steps one is extreme
-ENTROPY_FLOOR, ENTROPY_FALL, ENTROPY_RISE = 0.01, (5, 20), (2, 3)  # nats a token; factors from the beginning to the end
+# standard deviations of its noise that a fall has; of many steps one is extreme
+SURE = {"reward/mean": 5, "eval/reward_mean": 3}
+# nats a token; factors from the beginning to the end
+ENTROPY_FLOOR, ENTROPY_FALL, ENTROPY_RISE = 0.01, (5, 20), (2, 3)
 SPIKE = (10, 100)  # times the median before it
 
 
@@ -27,11 +30,13 @@ def _rose(records: Records) -> bool:
     """Whether the reward is higher at the end than at the beginning, by more than its noise."""
     values = [value for _, value in _finite(records, "reward/mean")]
     part = tenth(values)
-    return len(values) > 1 and statistics.fmean(values[-part:]) - statistics.fmean(values[:part]) > 3 * _noise(values, part)
+    return len(values) > 1 and statistics.fmean(values[-part:]) - statistics.fmean(
+        values[:part]) > 3 * _noise(values, part)
 
 
 def _noise(values: Sequence[float], part: int) -> float:
-    """The standard deviation of a mean of `part` values, from how much neighbours differ: a trend is no noise."""
+    """The standard deviation of a mean of `part` values, from how much neighbours differ: a trend is no
+    noise."""
     differences = [abs(b - a) for a, b in zip(values, values[1:])]
     return 1.4826 * statistics.median(differences) / math.sqrt(2 * part) if differences else 0.0
 
@@ -62,11 +67,13 @@ def zeros(records: Records) -> Found:
 
 
 def alike(records: Records) -> Found:
-    """Steps whose rewards are equal within every group; without those in which all are 0, and those at the end of a task that
-    has been learned."""
+    """Steps whose rewards are equal within every group; without those in which all are 0, and those at the
+    end of a task that has been learned."""
     rose, zeros = _rose(records), set(zero_steps(records))
-    equal = {int(r["step"]): r for r in records if r.get("reward/groups_solved_in_part", r.get("reward/std")) == 0}
-    steps = [step for step, r in equal.items() if step not in zeros and not (rose and r.get("reward/std", 1) == 0)]
+    equal = {int(r["step"]): r for r in records if r.get("reward/groups_solved_in_part",
+                                                         r.get("reward/std")) == 0}
+    steps = [step for step, r in equal.items() if step not in zeros
+             and not (rose and r.get("reward/std", 1) == 0)]
     found = series_of(records, "reward/mean") or series_of(records, "reward/groups_solved_in_part")
     if steps and (level := _milder(_often(steps, found), rose)):
         values = {equal[step].get("reward/mean") for step in steps if equal[step].get("reward/std") == 0}
@@ -108,7 +115,8 @@ def entropy(records: Records) -> Found:
     first, last = median_of(found[: tenth(found)]), median_of(found[-tenth(found) :])
     said = f"entropy went from {shown(first)} to {shown(last)} nats a token"
     fall, rise = first / max(last, 1e-12), last / max(first, 1e-12)
-    low, high = 1 + (last < ENTROPY_FLOOR or fall > ENTROPY_FALL[1]), 1 + (rise > ENTROPY_RISE[1] and last - first > 1)
+    low, high = 1 + (last < ENTROPY_FLOOR
+                     or fall > ENTROPY_FALL[1]), 1 + (rise > ENTROPY_RISE[1] and last - first > 1)
     if last < ENTROPY_FLOOR or fall > ENTROPY_FALL[0]:
         level = _milder(Level(low), _rose(records))
     elif rise > ENTROPY_RISE[0] and last - first > 0.5:
@@ -119,7 +127,8 @@ def entropy(records: Records) -> Found:
 
 
 def gradients(records: Records) -> Found:
-    """Those that overflowed under a loss scale are none: the update was left out, and the scale made smaller."""
+    """Those that overflowed under a loss scale are none: the update was left out, and the scale made
+    smaller."""
     found = series_of([r for r in records if not r.get("update/overflow")], "grad_norm")
     if broken := [step for step, value in found if not math.isfinite(value)]:
         return Level.ILL, f"gradient norm not finite {at(broken, found)}"

@@ -16,15 +16,16 @@ def read_evaluations(path: Path) -> list[dict[str, Any]]:
     found = json.loads(path.read_text(encoding="utf-8"))
     found = found if isinstance(found, list) else [found]  # as older versions wrote it
     for n, record in enumerate(found, 1):
-        if not (isinstance(record, dict) and {"step", "problems", "samples"} <= record.keys() and _estimates(record)):
+        if not (isinstance(record, dict) and {"step", "problems", "samples"} <= record.keys()
+                and _estimates(record)):
             raise ValueError(f"record {n} is not of `jaxfp8rl eval`")
     return found
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """The file for this process alone, where the disk has locks. Its .lock stays: were it removed, who waits for it would get the
-    removed one's lock, and who comes later that of a new one."""
+    """The file for this process alone, where the disk has locks. Its .lock stays: were it removed, who waits
+    for it would get the removed one's lock, and who comes later that of a new one."""
     with path.with_name(path.name + ".lock").open("a") as file:
         with contextlib.suppress(OSError):  # some network file systems have none
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -34,13 +35,15 @@ def locked(path: Path) -> Iterator[None]:
 def write_evaluations(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """A key a line; whole or not at all."""
     draft = path.with_name(path.name + ".tmp")
-    lines = (",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) for record in records)
+    lines = (",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+             for record in records)
     draft.write_text("[\n" + ",\n".join(f"{{\n{record}\n}}" for record in lines) + "\n]\n", encoding="utf-8")
     os.replace(draft, path)
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop the evaluations of later checkpoints: the run goes on from `step` to others. Raises as `read_evaluations`."""
+    """Drop the evaluations of later checkpoints: the run goes on from `step` to others. Raises as
+    `read_evaluations`."""
     if path.is_file():
         with locked(path):
             records = read_evaluations(path)

@@ -15,8 +15,8 @@ ROOM = 220  # characters of a text on the terminal
 
 
 def extremes(path: Path) -> dict[str, dict[str, Any]]:
-    """`best` and `worst` of samples.jsonl by their reward, of equals the latest; `worst` alone where all are equal, and nothing
-    where none has a reward."""
+    """`best` and `worst` of samples.jsonl by their reward, of equals the latest; `worst` alone where all are
+    equal, and nothing where none has a reward."""
     found: dict[str, dict[str, Any]] = {}
     for row in map(json.loads, whole_lines(path)) if path.is_file() else ():
         if not is_reward(row.get("reward")):
@@ -52,6 +52,7 @@ def lines_of(found: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
 def one_line(text: Any, room: int = ROOM) -> str:
     """With line breaks and what a terminal would obey as escapes; what is too long without its middle."""
     if isinstance(text, list):  # a chat
-        text = "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, Mapping) else str(m) for m in text)
+        text = "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, Mapping) else str(m)
+                         for m in text)
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
     return text if len(text) <= room else f"{text[: room * 2 // 3]} ... {text[-room // 3 :]}"

@@ -1,7 +1,8 @@
-"""The healthy ranges of a run's metrics, in one table: console, notes, summary, report and docs all read RULES.
+"""The healthy ranges of a run's metrics, in one table: console, notes, summary, report and docs all read
+RULES.
 
-`verdict` judges a whole run by all of them, in one line. docs/health.md is the table as a page, which a test compares
-(`python -m jaxfp8rl.monitors.health` prints it anew).
+`verdict` judges a whole run by all of them, in one line. docs/health.md is the table as a page, which a test
+compares (`python -m jaxfp8rl.monitors.health` prints it anew).
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxfp8rl.monitors import courses
-from jaxfp8rl.monitors.courses import ENTROPY_FLOOR, ENTROPY_RISE, FALL, SPIKE, TEACHING, WINDOW, completions, share_of
+from jaxfp8rl.monitors.courses import (
+    ENTROPY_FLOOR,
+    ENTROPY_RISE,
+    FALL,
+    SPIKE,
+    TEACHING,
+    WINDOW,
+    completions,
+    share_of,
+)
 from jaxfp8rl.monitors.judges import OFTEN, Bound, Course, Fault, Finding, Level, Records, Rule, is_number
 
 SHOWN = 3  # findings that the line names
@@ -29,7 +39,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Bound(
         "mismatch/k3", "mismatch k3", 3e-3, 1e-2, ENGINE,
-        "NeMo RL: below 1e-3 is good, below 3e-3 in FP8 from end to end; verl rejects a sequence above 1e-2", once=False,
+        "NeMo RL: below 1e-3 is good, below 3e-3 in FP8 from end to end; verl rejects a sequence above 1e-2",
+        once=False,
     ),
     Bound(
         "correction/ess", "effective sample size", 0.5, 0.3,
@@ -43,7 +54,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Bound("correction/weight_mean", "mean weight", 0.5, 0.5, "as above 2", "as above 2", above=False),
     Bound(
-        "correction/truncated_fraction", "truncated tokens", 0.01, 0.1, "find the mismatch's cause before you raise the cap",
+        "correction/truncated_fraction", "truncated tokens", 0.01, 0.1,
+        "find the mismatch's cause before you raise the cap",
         "IcePop's authors: 1 to 2 per mille of the tokens lie outside its bounds",
     ),
     Bound(
@@ -52,7 +64,8 @@ RULES: tuple[Rule, ...] = (
         "this project's laboratory: a few percent. Where a third is left out, the rest is no sample of the policy",
     ),
     Bound(
-        "clip/fraction", "clipped tokens", 0.2, 0.5, "fewer updates a step, a lower `optim.lr`, or wider clip distances",
+        "clip/fraction", "clipped tokens", 0.2, 0.5,
+        "fewer updates a step, a lower `optim.lr`, or wider clip distances",
         "PPO and DAPO clip a few percent, GSPO 15% (2507.18071)",
     ),
     Bound(
@@ -67,13 +80,15 @@ RULES: tuple[Rule, ...] = (
         "take easier problems, a warm start", "without a reward there is no gradient",
     ),
     Course(
-        "reward/mean", "reward", "not falling", f"a loss of {FALL[0]:.0%} of its best at the end", f"a loss of {FALL[1]:.0%}",
+        "reward/mean", "reward", "not falling", f"a loss of {FALL[0]:.0%} of its best at the end",
+        f"a loss of {FALL[1]:.0%}",
         courses.fall("reward/mean", "reward"),
         "go back: `--fork RUN@STEP`, with a lower `optim.lr` or a stronger correction",
         "collapses in Jet-RL (2601.14243) and FP16 (2510.26788)",
     ),
     Course(
-        "eval/reward_mean", "held-out reward", "not falling", f"a loss of {FALL[0]:.0%} of its best at the end",
+        "eval/reward_mean", "held-out reward", "not falling",
+        f"a loss of {FALL[0]:.0%} of its best at the end",
         f"a loss of {FALL[1]:.0%}", courses.fall("eval/reward_mean", "held-out reward"),
         "go back to the checkpoint of the best evaluation: `--fork RUN@STEP`",
         "as `reward/mean`, on problems that the run did not train on",
@@ -87,10 +102,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Fault(
         "reward/undefined", "completions had no score", "0", lambda value, r: share_of(value, completions(r)),
-        "score one by hand (docs/tasks.md); `task.reward_timeout_s`", "nothing is known of a completion without a score",
+        "score one by hand (docs/tasks.md); `task.reward_timeout_s`",
+        "nothing is known of a completion without a score",
     ),
     Fault(
-        "eval/undefined", "held-out completions had no score", "0", lambda value, r: share_of(value, r.get("eval/problems", 0)),
+        "eval/undefined", "held-out completions had no score", "0",
+        lambda value, r: share_of(value, r.get("eval/problems", 0)),
         "as `reward/undefined`", "they count as failed",
     ),
     Fault(
@@ -99,7 +116,8 @@ RULES: tuple[Rule, ...] = (
         "look at the engine's log", "an engine without log-probabilities is broken",
     ),
     Fault(
-        "update/applied", "an update was not applied", "1", lambda value, r: max(0.0, 1 - value - r.get("update/overflow", 0)),
+        "update/applied", "an update was not applied", "1",
+        lambda value, r: max(0.0, 1 - value - r.get("update/overflow", 0)),
         "the note of that step says why", "what is not finite, or has nothing to learn from, is left out",
     ),
     Fault(
@@ -108,30 +126,36 @@ RULES: tuple[Rule, ...] = (
         "mixed precision training (1710.03740)", any=False,
     ),
     Fault(
-        "loss", "the loss was not finite", "finite", lambda value, r: 0, "lower `optim.lr`; look at bad_batch.safetensors",
+        "loss", "the loss was not finite", "finite", lambda value, r: 0,
+        "lower `optim.lr`; look at bad_batch.safetensors",
         "such an update is not applied", often=0,
     ),
     Course(
         "grad_norm", "gradient norm", f"below {SPIKE[0]} times the median of the {WINDOW} steps before it",
         f"above {SPIKE[0]} times",
-        f"above {SPIKE[1]} times; above {SPIKE[0]} times in more than {OFTEN:.0%} of the steps; not finite", courses.gradients,
-        "lower `optim.lr` or `optim.clip_norm`; look at the mismatch of that step", "it moves before reward and KL do (IcePop)",
+        f"above {SPIKE[1]} times; above {SPIKE[0]} times in more than {OFTEN:.0%} of the steps; not finite",
+        courses.gradients,
+        "lower `optim.lr` or `optim.clip_norm`; look at the mismatch of that step",
+        "it moves before reward and KL do (IcePop)",
     ),
     Course(
-        "entropy", "entropy", "steady", f"a fifth of its beginning; {ENTROPY_RISE[0]} times it, and 0.5 nats above",
-        f"below {ENTROPY_FLOOR:g} nats; a twentieth; {ENTROPY_RISE[1]} times, and 1 nat above", courses.entropy,
+        "entropy", "entropy", "steady",
+        f"a fifth of its beginning; {ENTROPY_RISE[0]} times it, and 0.5 nats above",
+        f"below {ENTROPY_FLOOR:g} nats; a twentieth; {ENTROPY_RISE[1]} times, and 1 nat above",
+        courses.entropy,
         "a fall: a wider `loss.clip_high`, `loss.entropy_coef`; a rise in FP8: `loss.calibrate_clip_every`",
         "the fall: DAPO (2503.14476); the rise: calibrated clipping (2609.22870). A level milder where the reward has risen",
     ),
     Fault(
-        "engine/healthy", "the engine was not healthy", "1", lambda value, r: max(0.0, 1 - value), "look at the engine's log",
+        "engine/healthy", "the engine was not healthy", "1", lambda value, r: max(0.0, 1 - value),
+        "look at the engine's log",
         "its own word",
     ),
     Course(
         "engine/restarts", "restarts", "0", "any", f"in more than {OFTEN:.0%} of the steps", courses.restarts,
         "look at the engine's log", "what ended it does so again",
     ),
-)  # fmt: skip
+)
 
 
 class Verdict(NamedTuple):
@@ -146,7 +170,8 @@ class Verdict(NamedTuple):
 
     @property
     def line(self) -> str:
-        """For example "healthy", or "ill: mismatch 1.15 in the median, 20.8 at step 41 (healthy below 1.05)"."""
+        """For example "healthy", or "ill: mismatch 1.15 in the median, 20.8 at step 41 (healthy below
+        1.05)"."""
         if self.level is None:
             return "unknown: no step was taken"
         said = [f.text for f in self.findings[:SHOWN]]
@@ -166,7 +191,8 @@ def verdict(records: Records) -> Verdict:
 
 def level_of(key: str, value: float) -> Level | None:
     """Of one step's value; None for a metric without bounds."""
-    return max((rule.level_of(value) for rule in RULES if isinstance(rule, Bound) and rule.key == key), default=None)
+    return max((rule.level_of(value) for rule in RULES if isinstance(rule, Bound) and rule.key == key),
+               default=None)
 
 
 class Watch:
@@ -183,7 +209,8 @@ class Watch:
                 continue
             if rule.level_of(value) == Level.ILL:
                 self._said.add(rule.key)
-                found.append(f"step {record['step']}: {rule.name} {rule.show(value)} (healthy {rule.healthy}); {rule.remedy}")
+                found.append(
+                    f"step {record['step']}: {rule.name} {rule.show(value)} (healthy {rule.healthy}); {rule.remedy}")
         return found
 
 

@@ -1,7 +1,8 @@
 """One JSON object a line, flushed at once: metrics.jsonl, and samples.jsonl.
 
-JSON has no NaN and no infinity, so a non-finite float is written as the string "nan", "inf" or "-inf", which Python's
-`float` reads back: every line stays valid JSON for every reader. `read_metrics` turns them into floats again.
+JSON has no NaN and no infinity, so a non-finite float is written as the string "nan", "inf" or "-inf", which
+Python's `float` reads back: every line stays valid JSON for every reader. `read_metrics` turns them into
+floats again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _LONE = "backslashreplace"  # half of a surrogate pair, which no encoding has, b
 
 
 class JsonlMonitor:
-    """Appends records to `path`, whose folder is made. A record of a sample may hold nested JSON values and text."""
+    """Appends records to `path`, whose folder is made. A record of a sample may hold nested JSON values and
+    text."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -31,7 +33,8 @@ class JsonlMonitor:
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Forget what came after the restored `step`: lines of later steps, and a line cut short by a crash."""
+        """Forget what came after the restored `step`: lines of later steps, and a line cut short by a
+        crash."""
         self._file.close()
         kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] <= step]
         draft = self.path.with_name(self.path.name + ".tmp")
@@ -44,8 +47,8 @@ class JsonlMonitor:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float | int | str]]:
-    """The records of metrics.jsonl, non-finite floats restored; a last line cut short by a crash is left out. Raises ValueError,
-    which names the line, for what is no record of a step."""
+    """The records of metrics.jsonl, non-finite floats restored; a last line cut short by a crash is left out.
+    Raises ValueError, which names the line, for what is no record of a step."""
     return [_record(n, line) for n, line in enumerate(whole_lines(Path(path)), 1)]
 
 

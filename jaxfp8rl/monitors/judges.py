@@ -1,4 +1,5 @@
-"""How a run's metrics are judged: by a bound at each step, by what should not be at all, or by their course over the run."""
+"""How a run's metrics are judged: by a bound at each step, by what should not be at all, or by their course
+over the run."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ class Finding(NamedTuple):
 class Bound(NamedTuple):
     """A metric that has a bound at every step.
 
-    A warning beyond `warn`, ill beyond `sick`: as the median of the run or of its last tenth, or in more than OFTEN of the steps.
-    Less often beyond `sick` is a warning, where `once` says so. Ill also is a step beyond `never`, and what is not finite.
+    A warning beyond `warn`, ill beyond `sick`: as the median of the run or of its last tenth, or in more than
+    OFTEN of the steps. Less often beyond `sick` is a warning, where `once` says so. Ill also is a step beyond
+    `never`, and what is not finite.
     """
 
     key: str
@@ -59,7 +61,8 @@ class Bound(NamedTuple):
     @property
     def ill(self) -> str:
         never = [] if math.isnan(self.never) else [f"a step {self._beyond} {self.never:g}"]
-        return "; ".join([f"{self._beyond} {self.sick:g} in the median, or in more than {OFTEN:.0%} of the steps", *never])
+        return "; ".join(
+            [f"{self._beyond} {self.sick:g} in the median, or in more than {OFTEN:.0%} of the steps", *never])
 
     def level_of(self, value: float) -> Level:
         """Of one step's value, or of a median."""
@@ -102,8 +105,8 @@ class Bound(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A metric of what should not be at all. `share`: of (value, record) how much of a step is wrong, from 0 to 1. More than
-    `often` of all steps together is ill; less is a warning, where `any` says so."""
+    """A metric of what should not be at all. `share`: of (value, record) how much of a step is wrong, from 0
+    to 1. More than `often` of all steps together is ill; less is a warning, where `any` says so."""
 
     key: str
     name: str
@@ -167,7 +170,8 @@ def is_number(value: Any) -> bool:
 
 
 def tenth(found: Sequence) -> int:
-    """How many values the first or the last part of a series has: a tenth, three at least, and never more than half."""
+    """How many values the first or the last part of a series has: a tenth, three at least, and never more
+    than half."""
     return max(1, min(max(3, len(found) // 10), len(found) // 2))
 
 
@@ -176,4 +180,5 @@ def median_of(found: Series) -> float:
 
 
 def at(steps: Sequence[int], found: Sequence) -> str:
-    return f"at step {steps[0]}" if len(steps) == 1 else f"in {len(steps)} of {len(found)} steps, first in step {steps[0]}"
+    return f"at step {steps[0]}" if len(
+        steps) == 1 else f"in {len(steps)} of {len(found)} steps, first in step {steps[0]}"

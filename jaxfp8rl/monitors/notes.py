@@ -1,4 +1,5 @@
-"""What a run directory says of the run in words: notes.txt, with the time; run.json, how each start of it was made."""
+"""What a run directory says of the run in words: notes.txt, with the time; run.json, how each start of it was
+made."""
 
 from __future__ import annotations
 

@@ -15,12 +15,14 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#4269d0", "#efb118", "#3ca951", "#d1495b", "#a463f2", "#9aa0a6"
-COLORS = {"rollout": BLUE, "wait": BLUE, "reward": VIOLET, "score": GREY, "update": ORANGE, "publish": GREEN}  # of phases
+# of phases
+COLORS = {"rollout": BLUE, "wait": BLUE, "reward": VIOLET, "score": GREY, "update": ORANGE, "publish": GREEN}
 STYLE = {
-    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.grid": True,
+    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.grid": True,
     "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
     "legend.frameon": False, "figure.facecolor": "white",
-}  # fmt: skip
+}
 
 
 def write_plot(records: Records, path: str | Path) -> Path:

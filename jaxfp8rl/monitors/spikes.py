@@ -1,9 +1,10 @@
 """A counter of spikes in a series of losses, robust against the spikes themselves.
 
-Value x is a spike when x > median + threshold * sigma, where median and sigma = 1.4826 * MAD (the median absolute deviation
-from the median: a normal distribution's standard deviation, Rousseeuw and Croux 1993) are those of the last `window` finite
-values before it; or when x is not finite. Nothing counts before `warmup` values are known. A spike enters the window too: the
-median does not mind a few, and a lasting change of level soon is the new normal instead of a spike for ever.
+Value x is a spike when x > median + threshold * sigma, where median and sigma = 1.4826 * MAD (the median
+absolute deviation from the median: a normal distribution's standard deviation, Rousseeuw and Croux 1993) are
+those of the last `window` finite values before it; or when x is not finite. Nothing counts before `warmup`
+values are known. A spike enters the window too: the median does not mind a few, and a lasting change of level
+soon is the new normal instead of a spike for ever.
 """
 
 from __future__ import annotations

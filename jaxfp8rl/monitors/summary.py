@@ -1,4 +1,5 @@
-"""What a run came to, read from its directory: tables, completions and verdict on the terminal; `plot.png`, `summary.json`."""
+"""What a run came to, read from its directory: tables, completions and verdict on the terminal; `plot.png`,
+`summary.json`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def phases_of(records: Records) -> tuple[str, ...]:
 
 
 def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
-    """Print what the run in `run_dir` came to, its verdict last; write plot.png, whose path it returns, and summary.json.
+    """Print what the run in `run_dir` came to, its verdict last; write plot.png, whose path it returns, and
+    summary.json.
 
     Raises UserError when the directory holds no metrics.
     """
@@ -50,9 +52,11 @@ def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
     path = run_dir / "metrics.jsonl"
     records = read_metrics(path) if path.is_file() else []
     if not records:
-        raise UserError(f"{path}: no metrics to summarise", "give the directory of a run that took at least one step")
+        raise UserError(f"{path}: no metrics to summarise",
+                        "give the directory of a run that took at least one step")
     console, found = console or Console(), verdict(records)
-    plain = lambda text, style=None: console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    plain = lambda text, style=None: console.print(text, style=style, markup=False, highlight=False,
+                                                   soft_wrap=True)
     console.print(summary_table(records, found))
     console.print(phase_table(records))
     kept = extremes(run_dir / "samples.jsonl")
@@ -70,9 +74,10 @@ def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
 def write_json(run_dir: Path, records: Records, found: Verdict, kept: Mapping[str, Any]) -> Path:
     """summary.json: the verdict, each measure, the best and the worst completion, for programs."""
     measures = {key: reduced(values) for key, *_ in _MEASURES if (values := series(records, key)[1])}
-    findings = [{"metric": f.key, "level": str(f.level), "text": f.text, "remedy": f.remedy} for f in found.findings]
+    findings = [{"metric": f.key, "level": str(f.level), "text": f.text, "remedy": f.remedy}
+                for f in found.findings]
     whole = {"verdict": found.word, "line": found.line, "steps": records[-1]["step"], "findings": findings,
-             "measures": measures, **kept}  # fmt: skip
+             "measures": measures, **kept}
     path = run_dir / "summary.json"
     path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return path
@@ -80,8 +85,10 @@ def write_json(run_dir: Path, records: Records, found: Verdict, kept: Mapping[st
 
 def history(records: Records) -> list[str]:
     """Of what a reader watches a line, from its first to its last value: it fits 80 columns, and a file."""
-    found = [(name, form, values) for key, name, form in _MEASURES[:3] if len(values := series(records, key)[1]) > 1]
-    return [f"{name:<18} {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}" for name, form, values in found]
+    found = [(name, form, values) for key, name, form in _MEASURES[:3]
+             if len(values := series(records, key)[1]) > 1]
+    return [f"{name:<18} {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}"
+            for name, form, values in found]
 
 
 def level_style(found: Verdict, key: str) -> str | None:
@@ -90,24 +97,29 @@ def level_style(found: Verdict, key: str) -> str | None:
 
 
 def reduced(values: Sequence[float]) -> dict[str, float]:
-    return {"first": values[0], "last": values[-1], "median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {"first": values[0], "last": values[-1], "median": statistics.median(values), "min": min(values),
+            "max": max(values)}
 
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
     """(steps, values) of the records that hold a finite number under `key`."""
-    points = [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float) and math.isfinite(r[key])]
+    points = [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float)
+              and math.isfinite(r[key])]
     return [step for step, _ in points], [float(value) for _, value in points]
 
 
 def summary_table(records: Records, found: Verdict) -> Table:
-    """First, last, median, smallest and largest of each measure the run logged; coloured where it is not healthy."""
-    table = Table("", "first", "last", "median", "min", "max", title=f"{records[-1]['step']} steps", title_justify="left")
+    """First, last, median, smallest and largest of each measure the run logged; coloured where it is not
+    healthy."""
+    table = Table("", "first", "last", "median", "min", "max", title=f"{records[-1]['step']} steps",
+                  title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for key, name, form in _MEASURES:
         _, values = series(records, key)
         if values:
-            table.add_row(name, *(f"{value:{form}}" for value in reduced(values).values()), style=level_style(found, key))
+            table.add_row(name, *(f"{value:{form}}" for value in reduced(values).values()),
+                          style=level_style(found, key))
     return table
 
 

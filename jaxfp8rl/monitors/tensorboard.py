@@ -1,6 +1,8 @@
-"""TensorBoard event files, written by tensorboardX: no TensorFlow, though it loads torch where torch is installed.
+"""TensorBoard event files, written by tensorboardX: no TensorFlow, though it loads torch where torch is
+installed.
 
-Not by its SummaryWriter: that writes in a thread, which ends at the first error, and then whoever logs waits for ever.
+Not by its SummaryWriter: that writes in a thread, which ends at the first error, and then whoever logs waits
+for ever.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ class TensorboardMonitor:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        numbers = {key: float(value) for key, value in record.items() if key != "step" and not isinstance(value, str)}
+        numbers = {key: float(value) for key, value in record.items() if key != "step"
+                   and not isinstance(value, str)}
         values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
-        self._writer.write_event(Event(wall_time=time.time(), step=int(record["step"]), summary=Summary(value=values)))
+        self._writer.write_event(Event(wall_time=time.time(), step=int(record["step"]),
+                                       summary=Summary(value=values)))
         self._writer.flush()
 
     def rewind(self, step: int, records: Iterable[Record]) -> None:
-        """What is logged from here on comes after `step`: TensorBoard shows nothing of the steps after it that was logged before
-        (a session that starts, as tf.summary and torch write it for `purge_step`)."""
+        """What is logged from here on comes after `step`: TensorBoard shows nothing of the steps after it
+        that was logged before (a session that starts, as tf.summary and torch write it for `purge_step`)."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)

@@ -1,4 +1,5 @@
-"""The sinks that run.trackers names. None of them may stop a run: metrics.jsonl has everything that they are given."""
+"""The sinks that run.trackers names. None of them may stop a run: metrics.jsonl has everything that they are
+given."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def check_trackers(cfg: Config) -> None:
     for name in cfg.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise UserError(f'run.trackers: "{name}" needs the package {PACKAGES[name]}',
-                            'pip install "jaxfp8rl[trackers]", or leave it out of run.trackers')  # fmt: skip
+                            'pip install "jaxfp8rl[trackers]", or leave it out of run.trackers')
 
 
 def make_trackers(cfg: Config, folder: Path, note: Callable[[str], None]) -> list[Tracker]:
@@ -36,7 +37,8 @@ def _make(name: str, cfg: Config, folder: Path) -> Monitor:
 
 
 class Tracker:
-    """What `make` makes, until its first error, which `note` is told: then it is off for the rest of the run."""
+    """What `make` makes, until its first error, which `note` is told: then it is off for the rest of the
+    run."""
 
     def __init__(self, name: str, make: Callable[[], Monitor], note: Callable[[str], None]):
         self._name, self._note, self._monitor = name, note, None

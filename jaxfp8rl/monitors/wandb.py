@@ -1,4 +1,5 @@
-"""Weights & Biases. Project, entity, offline mode and the key are its own environment's: WANDB_PROJECT, WANDB_MODE, ..."""
+"""Weights & Biases. Project, entity, offline mode and the key are its own environment's: WANDB_PROJECT,
+WANDB_MODE, ..."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from jaxfp8rl.monitors.base import Record
 
 
 class WandbMonitor:
-    """A run of its own for each run directory, which a resumed run goes on with: its name is kept in `folder`/wandb-id. Where
-    steps were undone it is another run from there on, with the record until then: nothing can be taken out of one."""
+    """A run of its own for each run directory, which a resumed run goes on with: its name is kept in
+    `folder`/wandb-id. Where steps were undone it is another run from there on, with the record until then:
+    nothing can be taken out of one."""
 
     def __init__(self, folder: str | Path, config: Mapping[str, Any]):
         self._folder, self._config = Path(folder), dict(config)
@@ -30,7 +32,7 @@ class WandbMonitor:
             name=os.environ.get("WANDB_NAME", self._folder.resolve().name),
             id=kept.read_text(), resume="allow", dir=self._folder, config=self._config,
             settings=wandb.Settings(console="off", silent=True),  # the console is the run's own
-        )  # fmt: skip
+        )
         self._run.define_metric("*", step_metric="step")
 
     def log(self, record: Record) -> None:

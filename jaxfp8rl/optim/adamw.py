@@ -1,8 +1,9 @@
 """AdamW with warm-up and global-norm clipping, and the guard that never applies a non-finite update.
 
-Masters and moments are kept in the formats that `optim` names (jaxfp8rl.optim.low_bit). They are read, updated and written where they
-lie, in one elementwise pass after one look ahead: besides them and the gradients an update needs next to nothing
-(docs/optimizer.md). What is kept in host memory comes and goes a layer of one parameter at a time.
+Masters and moments are kept in the formats that `optim` names (jaxfp8rl.optim.low_bit). They are read,
+updated and written where they lie, in one elementwise pass after one look ahead: besides them and the
+gradients an update needs next to nothing (docs/optimizer.md). What is kept in host memory comes and goes a
+layer of one parameter at a time.
 """
 
 from __future__ import annotations
@@ -16,23 +17,35 @@ import optax
 from jax import Array
 
 from jaxfp8rl.config.schema import Optim
-from jaxfp8rl.optim.low_bit import Format, Kept, block_amax, blocks, decode, encode, is_scaled, random_words, zeros
+from jaxfp8rl.optim.low_bit import (
+    Format,
+    Kept,
+    block_amax,
+    blocks,
+    decode,
+    encode,
+    is_scaled,
+    random_words,
+    zeros,
+)
 from jaxfp8rl.types import Params, StepMetrics, TrainState
 
 FIRST_LOSS_SCALE, LARGEST_LOSS_SCALE, LOSS_SCALE_PATIENCE = 2.0**15, 2.0**16, 200
 
-# How masters and moments are rounded that are too faint for the digits of their format: moments so that a step gets smaller,
-# for a first moment rounded up, or a second one rounded to 0, makes a step of a thousand learning rates.
+# How masters and moments are rounded that are too faint for the digits of their format: moments so that a
+# step gets smaller, for a first moment rounded up, or a second one rounded to 0, makes a step of a thousand
+# learning rates.
 FAINT = ("stochastic", "down", "up")
 MARGIN = 1 + 2.0**-20  # of a bound on numbers that are computed again, and may then round another way
 
 
 class Optimizer(NamedTuple):
-    """An optax.GradientTransformation whose update gives the new parameters themselves, because only it can round them.
+    """An optax.GradientTransformation whose update gives the new parameters themselves, because only it can
+    round them.
 
-    init(params float32) -> (parameters as they are kept, state)
-    update(grads float32, scale, state, params, finite) -> (params, state, global norm), the gradients being grads * scale: the
-    very bytes that it got unless `finite`, a traced bool, and the norm is finite.
+    init(params float32) -> (parameters as they are kept, state) update(grads float32, scale, state, params,
+    finite) -> (params, state, global norm), the gradients being grads * scale: the very bytes that it got
+    unless `finite`, a traced bool, and the norm is finite.
     """
 
     init: Callable[[Params], tuple[Params, Any]]
@@ -49,8 +62,8 @@ class Formats(NamedTuple):
 
 
 def make_schedule(cfg: Optim, updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up to `lr`, then constant, or a cosine or linear decay to lr * min_lr_ratio at update
-    `total_steps`, or else `updates`; there it stays."""
+    """Learning rate by update: linear warm-up to `lr`, then constant, or a cosine or linear decay to lr *
+    min_lr_ratio at update `total_steps`, or else `updates`; there it stays."""
     after = max((cfg.total_steps or updates) - cfg.warmup_steps, 1)
     tail = {
         "constant": lambda: optax.constant_schedule(cfg.lr),
@@ -62,13 +75,16 @@ def make_schedule(cfg: Optim, updates: int) -> optax.Schedule:
 
 
 def make_optimizer(cfg: Optim, updates: int) -> Optimizer:
-    """Clip by global norm, then AdamW. Weight decay spares vectors (norm weights), stacked [L, D] ones included."""
-    return adamw(cfg, make_schedule(cfg, updates), Formats(cfg.master, cfg.first_moment, cfg.second_moment, cfg.offload))
+    """Clip by global norm, then AdamW. Weight decay spares vectors (norm weights), stacked [L, D] ones
+    included."""
+    return adamw(cfg, make_schedule(cfg, updates),
+                 Formats(cfg.master, cfg.first_moment, cfg.second_moment, cfg.offload))
 
 
 def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
     """optax.adamw after optax.clip_by_global_norm, in float32 between reading and rounding. The state is an
-    optax.ScaleByAdamState, its moments in their formats; the bits that round are drawn by (count, leaf, place).
+    optax.ScaleByAdamState, its moments in their formats; the bits that round are drawn by (count, leaf,
+    place).
     """
 
     def init(params: Params) -> tuple[Params, optax.ScaleByAdamState]:
@@ -79,15 +95,19 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
         return masters, optax.ScaleByAdamState(jnp.int32(0), *moments)
 
     def peaks(g: Array, mu: Kept) -> tuple[Array, Array]:
-        """The largest of each block of the new first moment, if gradients are not clipped, and if they are clipped to 0: it is
-        no more than between the two when they are clipped by a factor between."""
+        """The largest of each block of the new first moment, if gradients are not clipped, and if they are
+        clipped to 0: it is no more than between the two when they are clipped by a factor between."""
         before = cfg.b1 * decode(mu)
         return block_amax(before + (1 - cfg.b1) * g), block_amax(before)
 
-    def update(grads: Params, scale: Array, state: optax.ScaleByAdamState, params: Params, finite: Array) -> tuple:
+    def update(grads: Params, scale: Array, state: optax.ScaleByAdamState, params: Params,
+               finite: Array) -> tuple:
         sums, ahead = lambda g: jnp.sum(blocks(g * g), -1), formats.first == "float8" and not formats.offload
-        seen = jax.tree.map(lambda g, mu: (sums(g), *(peaks(scale * g, mu) if ahead else ())), grads, state.mu)
-        if ahead:  # all that is looked at before anything is written, in a pass of its own: else XLA makes one, slow, of the two
+        seen = jax.tree.map(lambda g, mu: (sums(g), *(peaks(scale * g, mu) if ahead else ())), grads,
+                            state.mu)
+        # all that is looked at before anything is written, in a pass of its own: else XLA makes one, slow, of
+        # the two
+        if ahead:
             seen, grads, state, params = jax.lax.optimization_barrier((seen, grads, state, params))
         seen = jax.tree.structure(grads).flatten_up_to(seen)
         norm = scale * jnp.sqrt(sum(jnp.sum(squares) for squares, *_ in seen))
@@ -100,7 +120,8 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
 
             def step(first: Array | int, g: Array, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
                 param, mu, nu = map(decode, kept)
-                free, still = (seen[number][1:] or peaks(scale * g, kept[1])) if is_scaled(kept[1]) else (0.0, 0.0)
+                free, still = (seen[number][1:]
+                               or peaks(scale * g, kept[1])) if is_scaled(kept[1]) else (0.0, 0.0)
                 amax = None, MARGIN * (clip * free + (1 - clip) * still), None
                 g *= scale * clip
                 mu = cfg.b1 * mu + (1 - cfg.b1) * g
@@ -111,10 +132,12 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
                 after = tuple(map(encode, (param, mu, nu), formats[:3], words, FAINT, amax))
                 return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, kept)
 
-            return _from_host(step, grads, kept, path[0].key == "layers") if formats.offload else step(0, grads, kept)
+            return _from_host(step, grads, kept,
+                              path[0].key == "layers") if formats.offload else step(0, grads, kept)
 
         paths, tree = jax.tree_util.tree_flatten_with_path(grads)
-        salts = jax.random.bits(jax.random.fold_in(jax.random.key(0), state.count), (len(paths), 2), jnp.uint32)
+        salts = jax.random.bits(jax.random.fold_in(jax.random.key(0), state.count), (len(paths), 2),
+                                jnp.uint32)
         kept = (tree.flatten_up_to(t) for t in (params, state.mu, state.nu))
         leaves = [leaf(n, path, g, *x) for n, ((path, g), *x) in enumerate(zip(paths, *kept))]
         params, mu, nu = map(tree.unflatten, zip(*leaves))
@@ -127,8 +150,9 @@ _nearest = jax.jit(encode, static_argnums=1)  # jitted, so that nothing of a sta
 
 
 def _from_host(step: Callable, grads: Array, kept: tuple[Kept, ...], stacked: bool) -> tuple[Kept, ...]:
-    """`step` with moments that are fetched and put back, a layer of a stack [L, ...] at a time, each in its place. The barrier
-    reads a layer before any of it is written: otherwise XLA copies the whole stack first."""
+    """`step` with moments that are fetched and put back, a layer of a stack [L, ...] at a time, each in its
+    place. The barrier reads a layer before any of it is written: otherwise XLA copies the whole stack first.
+    """
 
     def layer(i: Array, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
         row = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1)
@@ -166,7 +190,8 @@ def from_optax(transformation: optax.GradientTransformation) -> Optimizer:
 def init_state(
     params: Params, optimizer: Optimizer | optax.GradientTransformation, compute_dtype: str = "float32"
 ) -> TrainState:
-    """A fresh TrainState around float32 parameters, which become its masters; under float16 with a loss scale."""
+    """A fresh TrainState around float32 parameters, which become its masters; under float16 with a loss
+    scale."""
     steps, bad, good = (jnp.zeros((), jnp.int32) for _ in range(3))  # three buffers: each is donated
     masters, opt_state = _ours(optimizer).init(params)
     return TrainState(steps, masters, opt_state, bad, jnp.float32(first_loss_scale(compute_dtype)), good)
@@ -177,7 +202,8 @@ def first_loss_scale(compute_dtype: str) -> float:
 
 
 def rescaled(state: TrainState, compute_dtype: str) -> TrainState:
-    """A state of another run: with a loss scale exactly where `compute_dtype` asks for one, in the memory that it was in."""
+    """A state of another run: with a loss scale exactly where `compute_dtype` asks for one, in the memory
+    that it was in."""
     if bool(state.loss_scale > 1) == (compute_dtype == "float16"):
         return state
     scale = 0 * state.loss_scale + first_loss_scale(compute_dtype)
@@ -189,24 +215,29 @@ def _ours(optimizer: Optimizer | optax.GradientTransformation) -> Optimizer:
 
 
 def guarded_update(
-    optimizer: Optimizer | optax.GradientTransformation, state: TrainState, loss: Array, grads: Params, live: Array | bool = True
+    optimizer: Optimizer | optax.GradientTransformation, state: TrainState, loss: Array, grads: Params,
+    live: Array | bool = True
 ) -> tuple[TrainState, StepMetrics]:
-    """Apply `grads`, the gradients times state.loss_scale, unless the loss or their global norm is not finite; then keep every
-    byte of params and optimiser state and count up `bad_steps`. (optax.apply_if_finite applies the bad update after N in a row: a
-    delay, not a guard.) Every byte is also kept where nothing is `live`: Adam's momentum is no reason to move by itself. Such an
-    update is neither good nor bad, unless it is not finite: both counts in a row stay.
+    """Apply `grads`, the gradients times state.loss_scale, unless the loss or their global norm is not
+    finite; then keep every byte of params and optimiser state and count up `bad_steps`.
+    (optax.apply_if_finite applies the bad update after N in a row: a delay, not a guard.) Every byte is also
+    kept where nothing is `live`: Adam's momentum is no reason to move by itself. Such an update is neither
+    good nor bad, unless it is not finite: both counts in a row stay.
 
-    With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is halved; it doubles
-    after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). At 2
-    it is halved no more, since 1 is none at all: gradients that overflow then are a bad step.
+    With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is
+    halved; it doubles after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed
+    Precision Training", section 3.2). At 2 it is halved no more, since 1 is none at all: gradients that
+    overflow then are a bad step.
     """
     finite = jnp.isfinite(loss)
     scale = 1 / state.loss_scale  # a power of two
-    params, opt_state, norm = _ours(optimizer).update(grads, scale, state.opt_state, state.params, finite & live)
+    params, opt_state, norm = _ours(optimizer).update(grads, scale, state.opt_state, state.params,
+                                                      finite & live)
     sound = finite & jnp.isfinite(norm)
     ok, scaling = sound & live, state.loss_scale > 1
     overflow = (state.loss_scale > 2) & finite & ~sound
-    grow = ok & scaling & (state.good_steps + 1 >= LOSS_SCALE_PATIENCE) & (state.loss_scale < LARGEST_LOSS_SCALE)
+    grow = ok & scaling & (state.good_steps
+                           + 1 >= LOSS_SCALE_PATIENCE) & (state.loss_scale < LARGEST_LOSS_SCALE)
     new = TrainState(
         step=state.step + ok,
         params=params,
@@ -218,4 +249,4 @@ def guarded_update(
     return new, {
         "grad_norm": norm, "update/applied": ok.astype(jnp.float32), "update/bad_in_a_row": new.bad_steps,
         "update/overflow": overflow.astype(jnp.float32), "update/loss_scale": new.loss_scale,
-    }  # fmt: skip
+    }

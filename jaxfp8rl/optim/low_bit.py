@@ -1,14 +1,16 @@
-"""Arrays that are kept in few bits between updates, as FP8-LM keeps an optimiser's (Peng et al. 2023, arXiv 2310.18313, section
-2.2): in a narrower float type, with a scale a block of 128 along the last axis where the type's range is narrow, too.
+"""Arrays that are kept in few bits between updates, as FP8-LM keeps an optimiser's (Peng et al. 2023, arXiv
+2310.18313, section 2.2): in a narrower float type, with a scale a block of 128 along the last axis where the
+type's range is narrow, too.
 
     "float32"   as it is                                    4 bytes an element
     "bfloat16"  float32's range: no scale                   2
     "float16"   8 times bfloat16's digits, with scales      2 + 4/128
     "float8"    E4M3, with scales                           1 + 4/128
 
-Scales are powers of two: multiplying by them is exact, so that what can be stood for is stood for to the bit, on any device and
-however XLA fuses. FP8-LM has one scale a tensor and rounds to nearest. Here rounding is stochastic, for a number that moves by
-less than half a digit an update would otherwise never move: a master at a learning rate of 1e-6, or an average with b2 = 0.999.
+Scales are powers of two: multiplying by them is exact, so that what can be stood for is stood for to the bit,
+on any device and however XLA fuses. FP8-LM has one scale a tensor and rounds to nearest. Here rounding is
+stochastic, for a number that moves by less than half a digit an update would otherwise never move: a master
+at a learning rate of 1e-6, or an average with b2 = 0.999.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ Faint = Literal["stochastic", "down", "up"]
 DTYPES = {
     "float32": jnp.dtype(jnp.float32), "bfloat16": jnp.dtype(jnp.bfloat16),
     "float16": jnp.dtype(jnp.float16), "float8": jnp.dtype(jnp.float8_e4m3fn),
-}  # fmt: skip
+}
 CODES = {"float16": jnp.dtype(jnp.float16), "float8": jnp.dtype(jnp.uint8)}  # of the formats with scales
-BIAS, FRACTION, SMALLEST = 127, 23, -126  # of float32: exponents are stored with 127 added, above 23 bits; the least normal one
+# of float32: exponents are stored with 127 added, above 23 bits; the least normal one
+BIAS, FRACTION, SMALLEST = 127, 23, -126
 
 
 class Scaled(NamedTuple):
-    """codes [..., K] float16, or uint8, the bytes of E4M3; scale [..., ceil(K/128)] float32, powers of two. The number is codes *
-    scale. Bytes, because to write one layer of a float8 stack XLA for CPUs converts the whole stack there and back."""
+    """codes [..., K] float16, or uint8, the bytes of E4M3; scale [..., ceil(K/128)] float32, powers of two.
+    The number is codes * scale. Bytes, because to write one layer of a float8 stack XLA for CPUs converts the
+    whole stack there and back."""
 
     codes: Array
     scale: Array
@@ -50,12 +54,14 @@ def is_scaled(x: Any) -> bool:
 
 
 def encode(
-    x: Array, kept_as: Format, bits: Array | None = None, faint: Faint = "stochastic", amax: Array | None = None
-) -> Kept:  # fmt: skip
-    """x [..., K] float32, finite, rounded to a format: with `bits` [..., K] uint32 stochastically, without to nearest.
+    x: Array, kept_as: Format, bits: Array | None = None, faint: Faint = "stochastic",
+    amax: Array | None = None
+) -> Kept:
+    """x [..., K] float32, finite, rounded to a format: with `bits` [..., K] uint32 stochastically, without to
+    nearest.
 
-    faint: how numbers are rounded that are too small for the type's full digits, in its block. amax [..., ceil(K/128)]: no less
-    than the largest of each block, from who knows it without looking at x.
+    faint: how numbers are rounded that are too small for the type's full digits, in its block. amax [...,
+    ceil(K/128)]: no less than the largest of each block, from who knows it without looking at x.
     """
     dtype = DTYPES[kept_as]
     narrow = lambda x: x.astype(dtype) if bits is None else round_stochastically(x, dtype, bits, faint)
@@ -77,7 +83,8 @@ def decode(kept: Kept) -> Array:
 
 
 def _e4m3(codes: Array) -> Array:
-    """Bytes of E4M3, none NaN -> float32. Shifted, they are float16 of an exponent less by 8, which one instruction converts."""
+    """Bytes of E4M3, none NaN -> float32. Shifted, they are float16 of an exponent less by 8, which one
+    instruction converts."""
     shifted = (jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16) << 7) & ~0x4000
     return jax.lax.bitcast_convert_type(shifted, jnp.float16).astype(jnp.float32) * 2.0**8
 
@@ -97,12 +104,14 @@ def nbytes(shape: Sequence[int], kept_as: Format) -> int:
 
 
 def round_stochastically(x: Array, dtype: jnp.dtype, bits: Array, faint: Faint = "stochastic") -> Array:
-    """x float32 -> one of its two neighbours in `dtype`, each with the chance that makes the mean x; x itself if it is one.
+    """x float32 -> one of its two neighbours in `dtype`, each with the chance that makes the mean x; x itself
+    if it is one.
 
-    bits: uint32 of x's shape, of which as many upper ones are used as x has more digits than `dtype`: added to the digits that
-    go, they carry over with just that chance. So over all bits the mean is x exactly, down to the type's least normal number, and
-    to 2^-13 of the spacing below it, unless `faint` numbers go towards zero or away from it. |x| must not exceed the largest
-    number of `dtype`. bfloat16 has float32's exponents: nothing is faint in it.
+    bits: uint32 of x's shape, of which as many upper ones are used as x has more digits than `dtype`: added
+    to the digits that go, they carry over with just that chance. So over all bits the mean is x exactly, down
+    to the type's least normal number, and to 2^-13 of the spacing below it, unless `faint` numbers go towards
+    zero or away from it. |x| must not exceed the largest number of `dtype`. bfloat16 has float32's exponents:
+    nothing is faint in it.
 
     By integers throughout: XLA's own conversion to E4M3 alone takes more instructions than all of this.
     """
@@ -113,27 +122,30 @@ def round_stochastically(x: Array, dtype: jnp.dtype, bits: Array, faint: Faint =
     code = (magnitude + extra >> spare) - (to.minexp - SMALLEST << to.nmant)
     if to.minexp > SMALLEST:  # the codes of multiples of the least spacing are 0, 1, 2, ...
         steps = jnp.abs(x) * 2.0 ** (to.nmant - to.minexp)
-        steps = {"stochastic": lambda: steps + extra * 2.0**-spare, "down": lambda: steps, "up": lambda: jnp.ceil(steps)}[faint]()
+        steps = {"stochastic": lambda: steps + extra * 2.0**-spare, "down": lambda: steps,
+                 "up": lambda: jnp.ceil(steps)}[faint]()
         code = jnp.where(magnitude < to.minexp + BIAS << FRACTION, steps.astype(jnp.int32), code)
     code |= digits >> (32 - to.bits) & 1 << (to.bits - 1)
     return jax.lax.bitcast_convert_type(code.astype(unsigned), dtype)
 
 
 def random_words(salt: Array, first: Array | int, shape: Sequence[int]) -> tuple[Array, Array, Array]:
-    """Three uint32 for each element: a hash of `salt` [2] uint32 and the element's place, its index along the first of several
-    axes counted from `first`. It is as good as rounding needs, a tenth of jax.random's instructions, so that XLA may fuse it
-    anywhere, and the same however the array is sharded or cut."""
+    """Three uint32 for each element: a hash of `salt` [2] uint32 and the element's place, its index along the
+    first of several axes counted from `first`. It is as good as rounding needs, a tenth of jax.random's
+    instructions, so that XLA may fuse it anywhere, and the same however the array is sharded or cut."""
     *lead, width = shape
     index = lambda axis: jax.lax.broadcasted_iota(jnp.uint32, (*lead, 1), axis)
     row = sum((index(a) * np.uint32(math.prod(lead[a + 1 :])) for a in range(len(lead))), jnp.uint32(0))
     row += jnp.uint32(first) * np.uint32(math.prod(lead[1:]))
     row = jax.lax.optimization_barrier(_mix(_mix(row + salt[0]) ^ salt[1]))  # once a row, not once an element
     word = _mix(row ^ jnp.arange(width, dtype=jnp.uint32))
-    return word, word * np.uint32(0x9E3779B9), word * np.uint32(0x85EBCA6B)  # each bit depends on all of word's below it
+    # each bit depends on all of word's below it
+    return word, word * np.uint32(0x9E3779B9), word * np.uint32(0x85EBCA6B)
 
 
 def _mix(x: Array) -> Array:
-    """lowbias32 (C. Wellons, "Prospecting for hash functions", 2018): every bit of the result depends on every bit of x."""
+    """lowbias32 (C. Wellons, "Prospecting for hash functions", 2018): every bit of the result depends on
+    every bit of x."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -152,8 +164,8 @@ def block_amax(x: Array) -> Array:
 
 
 def _exponent(amax: Array, dtype: jnp.dtype) -> Array:
-    """The least k with amax <= MAX * 2^k, int32. Bits of float32 are ordered as the numbers are, and an exponent more adds 2^23
-    to them."""
+    """The least k with amax <= MAX * 2^k, int32. Bits of float32 are ordered as the numbers are, and an
+    exponent more adds 2^23 to them."""
     largest = int(np.float32(jnp.finfo(dtype).max).view(np.int32))
     return jnp.maximum((_as_int(amax) - largest + 2**FRACTION - 1) >> FRACTION, SMALLEST)
 

@@ -1,1 +1,2 @@
-"""From master weights to the policy that computes and is published; routing replay; the hardware it runs on."""
+"""From master weights to the policy that computes and is published; routing replay; the hardware it runs
+on."""

@@ -16,8 +16,8 @@ FP8_TENSOR_CORES = 8.9  # the first compute capability that has them
 
 
 def products_of(choice: str, compute_dtype: str) -> str:
-    """`precision.products` on this machine: "auto" is "pallas" on a Hopper GPU, else "tensor_core" where there are FP8 tensor
-    cores, which has the same bits, else "float32".
+    """`precision.products` on this machine: "auto" is "pallas" on a Hopper GPU, else "tensor_core" where
+    there are FP8 tensor cores, which has the same bits, else "float32".
 
     Raises ConfigError for a choice that this machine has no hardware for, or as `check_kernels`.
     """
@@ -31,14 +31,16 @@ def products_of(choice: str, compute_dtype: str) -> str:
         return next(name for name, here in runs.items() if here)
     _check_products(choice, compute_dtype)
     if not runs[choice]:
-        needed = {"pallas": f"a Hopper GPU (capability {HOPPER})", "tensor_core": "a GPU with FP8 tensor cores"}[choice]
+        needed = {"pallas": f"a Hopper GPU (capability {HOPPER})",
+                  "tensor_core": "a GPU with FP8 tensor cores"}[choice]
         raise ConfigError(f'precision.products = "{choice}" needs {needed}; this is {_name()}',
-                          'set precision.products = "auto": the same products by what is here')  # fmt: skip
+                          'set precision.products = "auto": the same products by what is here')
     return choice
 
 
 def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> str:
-    """`precision.attention` on this machine: "auto" is "pallas" where the kernels are for the model and run, else "xla".
+    """`precision.attention` on this machine: "auto" is "pallas" where the kernels are for the model and run,
+    else "xla".
 
     Raises ConfigError for "pallas" where they are not or do not.
     """
@@ -48,15 +50,17 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> str:
 
 
 def check_kernels(products: str, attention: str, compute_dtype: str, model: ModelConfig) -> None:
-    """Raise ConfigError for kernels that are not for this model or type on any machine. No device is asked."""
+    """Raise ConfigError for kernels that are not for this model or type on any machine. No device is
+    asked."""
     _check_products(products, compute_dtype)
     _refuse_attention(attention, _no_attention(compute_dtype, model))
 
 
 def _check_products(choice: str, compute_dtype: str) -> None:
     if choice == "pallas" and compute_dtype == "float16":
-        raise ConfigError('precision.products = "pallas" has no results in precision.compute_dtype = "float16"',
-                          'set precision.products = "auto"')  # fmt: skip
+        raise ConfigError(
+            'precision.products = "pallas" has no results in precision.compute_dtype = "float16"',
+                          'set precision.products = "auto"')
 
 
 def _refuse_attention(choice: str, problem: str) -> None:
@@ -78,9 +82,10 @@ def _no_hopper() -> str:
 
 
 def computed_by(precision: Precision, model: ModelConfig, support: bool = False) -> str:
-    """What a run says when it starts: by what the learner computes, and where a kernel is left for something slower, why.
-    `support`: log-probabilities are over the tokens that a filter has left."""
-    logprobs = logprob.why_reference(precision.compute_dtype, model.hidden_size, support)  # any part of a vocabulary is padded
+    """What a run says when it starts: by what the learner computes, and where a kernel is left for something
+    slower, why. `support`: log-probabilities are over the tokens that a filter has left."""
+    # any part of a vocabulary is padded
+    logprobs = logprob.why_reference(precision.compute_dtype, model.hidden_size, support)
     parts = [
         _by("attention", precision.attention, _no_attention(precision.compute_dtype, model)),
         _by("log-probabilities", "xla" if logprobs or _no_hopper() else "pallas", logprobs),
@@ -95,7 +100,7 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
     if precision.compute_dtype == engine:
         return said
     return f'{said}, in {precision.compute_dtype} where the engine computes in {engine}, whose roundings are then not mirrored ' \
-           f'(precision.compute_dtype = "{engine}")'  # fmt: skip
+           f'(precision.compute_dtype = "{engine}")'
 
 
 def _by(what: str, chosen: str, why: str) -> str:

@@ -1,9 +1,10 @@
 """The policy: what the masters are rounded to, once an update, for everything that computes with it.
 
-Score, update and publish take the same tree, so the engine and the learner's FP8 forward hold equal bytes because there is but
-one copy of them. Its leaves are arrays of the masters' shapes in `compute_dtype`, rounded to `weight_dtype` first, and
-QuantizedWeights where the learner's forward is FP8. `layers` is a tuple of stacks, one for each run of equal precision. Whoever
-calibrates FP8 attention adds "kv_scales" (jaxfp8rl.precision.kv_scales), which no gradient concerns.
+Score, update and publish take the same tree, so the engine and the learner's FP8 forward hold equal bytes
+because there is but one copy of them. Its leaves are arrays of the masters' shapes in `compute_dtype`,
+rounded to `weight_dtype` first, and QuantizedWeights where the learner's forward is FP8. `layers` is a tuple
+of stacks, one for each run of equal precision. Whoever calibrates FP8 attention adds "kv_scales"
+(jaxfp8rl.precision.kv_scales), which no gradient concerns.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.models.transformer import split_layers
+from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, handles_of, round_to
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.types import Params
@@ -27,7 +28,8 @@ def policy_of(params: Params, precision: Precision, codes: bool = True) -> Param
     rounded = jax.tree.map(round_one, params, is_leaf=is_scaled)
     policy = split_layers(rounded, precision)
     quantize = QuantizedWeight.of if codes else lambda weight: None
-    stacks = tuple(_quantize(stack, run.fp8, quantize) for stack, run in zip(policy["layers"], precision.runs))
+    stacks = tuple(_quantize(stack, run.fp8, quantize)
+                   for stack, run in zip(policy["layers"], precision.runs))
     return {**policy, "layers": stacks}
 
 
@@ -37,11 +39,12 @@ def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Par
         name: {"weight": quantize(node["weight"])} if name in modules
         else _quantize(node, modules, quantize) if isinstance(node, dict) else node
         for name, node in stack.items()
-    }  # fmt: skip
+    }
 
 
 def handles(policy: Params, dtype: str) -> Params:
-    """What a loss is differentiated by: the policy's float leaves themselves, and zeros of `dtype` for quantised ones."""
+    """What a loss is differentiated by: the policy's float leaves themselves, and zeros of `dtype` for
+    quantised ones."""
     return handles_of(without_scales(policy), dtype)
 
 
@@ -70,13 +73,16 @@ def as_params(tree: Params) -> Params:
     stacks = tree["layers"]
     if len(stacks) == 1:
         return {**tree, "layers": stacks[0]}
-    parts = {name: [stack[name] for stack in stacks if name in stack] for name in dict.fromkeys(n for s in stacks for n in s)}
-    return {**tree, "layers": {name: jax.tree.map(lambda *xs: jnp.concatenate(xs), *nodes) for name, nodes in parts.items()}}
+    parts = {name: [stack[name] for stack in stacks if name in stack]
+             for name in dict.fromkeys(n for s in stacks for n in s)}
+    return {**tree, "layers": {name: jax.tree.map(lambda *xs: jnp.concatenate(xs), *nodes)
+                               for name, nodes in parts.items()}}
 
 
 def shared(policy: Params, precision: Precision, lend: Callable[[Sequence[str]], tuple]) -> Params:
-    """A policy without codes -> the same with those in the engine's memory. `lend(HF names of one linear in consecutive layers)`
-    -> (fused codes [L, R, K], scales, and the first and last row of the linear in them)."""
+    """A policy without codes -> the same with those in the engine's memory. `lend(HF names of one linear in
+    consecutive layers)` -> (fused codes [L, R, K], scales, and the first and last row of the linear in them).
+    """
 
     def filled(node: Any, run: LayerRun, path: str) -> Any:
         if node is None:
@@ -85,7 +91,8 @@ def shared(policy: Params, precision: Precision, lend: Callable[[Sequence[str]],
             return node
         return {key: filled(value, run, f"{path}.{key}".lstrip(".")) for key, value in node.items()}
 
-    return {**policy, "layers": tuple(filled(stack, run, "") for stack, run in zip(policy["layers"], precision.runs))}
+    return {**policy,
+            "layers": tuple(filled(stack, run, "") for stack, run in zip(policy["layers"], precision.runs))}
 
 
 def _is_lent(leaf: Any) -> bool:
@@ -93,7 +100,8 @@ def _is_lent(leaf: Any) -> bool:
 
 
 def parted(policy: Params) -> tuple[Params, Params]:
-    """(what is the learner's own, what is the engine's), each with None for the other: one may be donated, the other never."""
+    """(what is the learner's own, what is the engine's), each with None for the other: one may be donated,
+    the other never."""
 
     def pick(lent: bool) -> Params:
         return jax.tree.map(lambda w: w if _is_lent(w) == lent else None, policy, is_leaf=_is_lent)
@@ -103,4 +111,5 @@ def parted(policy: Params) -> tuple[Params, Params]:
 
 def rejoined(own: Params, lent: Params) -> Params:
     """The policy that was `parted`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, own, lent, is_leaf=lambda w: w is None or _is_lent(w))
+    return jax.tree.map(lambda a, b: b if a is None else a, own, lent,
+                        is_leaf=lambda w: w is None or _is_lent(w))

@@ -21,41 +21,48 @@ from jax import Array
 from bridges.api import Capabilities, Completion, GenRequest
 from jaxfp8rl.config.schema import Config, Moe
 from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.distributed.mesh import ALL, ROWS, Layout
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND, mean_over
 from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.models.moe import no_route, route_dtype
-from jaxfp8rl.distributed.mesh import ALL, ROWS, Layout
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.types import Params, TrainBatch
 
 
 def check_moe(cfg: Config, model: ModelConfig) -> None:
-    """Raises ConfigError for what is not for this model: `moe` of a dense one, or what mixtures of experts do not have yet."""
+    """Raises ConfigError for what is not for this model: `moe` of a dense one, or what mixtures of experts do
+    not have yet."""
     if model.experts is None:
-        if given := [name for name, value in cfg.moe if value != getattr(Moe(), name)]:  # a resolved config names them all
-            raise ConfigError(f"moe.{given[0]} is set and {model.architecture} has no experts", "leave the section [moe] out")
+        # a resolved config names them all
+        if given := [name for name, value in cfg.moe if value != getattr(Moe(), name)]:
+            raise ConfigError(f"moe.{given[0]} is set and {model.architecture} has no experts",
+                              "leave the section [moe] out")
         return
     if cfg.rollout.one_copy:
         raise ConfigError("rollout.one_copy is not for mixtures of experts", "rollout.one_copy = false")
     if cfg.monitor.precision_every:
-        raise ConfigError("monitor.precision_every: there are no probes of experts' roundings", "monitor.precision_every = 0")
+        raise ConfigError("monitor.precision_every: there are no probes of experts' roundings",
+                          "monitor.precision_every = 0")
     if cfg.moe.replay == "R2" and cfg.loss.old_policy != "recomputed":
         old = f'loss.old_policy = "{cfg.loss.old_policy}"'
         raise ConfigError(f'moe.replay = "R2" records in the scoring pass, {old} has none', 'use "R3"')
     if cfg.moe.replay != "none" and cfg.rollout.kv_scales == "calibrated":
-        raise ConfigError(f'moe.replay = "{cfg.moe.replay}" and rollout.kv_scales = "calibrated" each make the scoring pass',
-                          'rollout.kv_scales = "one"')  # fmt: skip
+        raise ConfigError(
+            f'moe.replay = "{cfg.moe.replay}" and rollout.kv_scales = "calibrated" each make the scoring pass',
+                          'rollout.kv_scales = "one"')
     if cfg.moe.freeze_router and cfg.optim.weight_decay:
-        raise ConfigError("moe.freeze_router leaves routers to optim.weight_decay alone", "optim.weight_decay = 0")
+        raise ConfigError("moe.freeze_router leaves routers to optim.weight_decay alone",
+                          "optim.weight_decay = 0")
 
 
 def check_engine(cfg: Config, capabilities: Capabilities) -> None:
     """Raises ConfigError where the engine's routes are to be replayed and it returns none."""
     if cfg.moe.replay == "R3" and not capabilities.routed_experts:
-        raise ConfigError(f'moe.replay = "R3" and engine {capabilities.engine} {capabilities.engine_version} returns no routes',
-                          'moe.replay = "R2", or an engine that returns routed experts')  # fmt: skip
+        raise ConfigError(
+            f'moe.replay = "R3" and engine {capabilities.engine} {capabilities.engine_version} returns no routes',
+                          'moe.replay = "R2", or an engine that returns routed experts')
 
 
 def route_problem(model: ModelConfig, request: GenRequest, completion: Completion) -> str | None:
@@ -86,7 +93,8 @@ def compact(samples: Sequence[Sample], model: ModelConfig) -> list[Sample]:
 
 def of_no_tokens(model: ModelConfig) -> np.ndarray:
     """[0, sparse layers, k]: what `compact` makes of a sample, but for its length."""
-    return np.zeros((0, sum(model.sparse_layers), model.experts.num_experts_per_tok), route_dtype(model.experts))
+    return np.zeros((0, sum(model.sparse_layers), model.experts.num_experts_per_tok),
+                    route_dtype(model.experts))
 
 
 class RouteReplay:
@@ -98,7 +106,8 @@ class RouteReplay:
     def __init__(self, cfg: Config, record: Callable):
         self.mode, self._every, self._record = cfg.moe.replay, cfg.moe.measure_every, record
         self._recorded: list[Array] = []
-        self._seen: list[tuple[dict[str, Array], dict[str, Array]]] = []  # (metrics, the tokens that those of a kind are of)
+        # (metrics, the tokens that those of a kind are of)
+        self._seen: list[tuple[dict[str, Array], dict[str, Array]]] = []
         self.steps = 0  # so far: which of them are measured goes by it
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
@@ -110,7 +119,8 @@ class RouteReplay:
             if self._every and self.steps % self._every == 0:
                 unreplayed = self._record(policy, batch._replace(routes=None))[0]
                 seen |= _mismatch(unreplayed, batch.rollout_logp, batch.response_mask)
-            tokens = {"routing": jnp.sum(_routed(batch.routes, batch.segment_ids)), "mismatch": jnp.sum(batch.response_mask)}
+            tokens = {"routing": jnp.sum(_routed(batch.routes, batch.segment_ids)),
+                      "mismatch": jnp.sum(batch.response_mask)}
             self._seen.append((seen, tokens))
         return old
 
@@ -124,7 +134,8 @@ class RouteReplay:
     def metrics(self) -> dict[str, float]:
         """Of the step: means over the tokens of its batches."""
         seen, self._seen = jax.device_get(self._seen), []
-        tokens = lambda name: [max(float(count[name.partition("/")[0]]), 1e-9) for _, count in seen]  # of none: what is neutral
+        # of none: what is neutral
+        tokens = lambda name: [max(float(count[name.partition("/")[0]]), 1e-9) for _, count in seen]
         names = seen[0][0] if seen else ()
         return {name: float(np.average([s[name] for s, _ in seen], weights=tokens(name))) for name in names}
 
@@ -149,15 +160,16 @@ def make_record(logprobs: Callable, layout: Layout) -> Callable:
 
 @jax.jit
 def disagreement(own: Array, routes: Array, segment_ids: Array) -> dict[str, Array]:
-    """`routing/disagreement/L`: the share of the experts in `routes` [M, R, T, sparse layers, k] that the learner's routers did
-    not choose (`own`), in the L-th sparse layer; `routing/disagreement`: in all; `routing/tokens_differing`: tokens of which any
-    was. Over tokens that have routes."""
+    """`routing/disagreement/L`: the share of the experts in `routes` [M, R, T, sparse layers, k] that the
+    learner's routers did not choose (`own`), in the L-th sparse layer; `routing/disagreement`: in all;
+    `routing/tokens_differing`: tokens of which any was. Over tokens that have routes."""
     live = _routed(routes, segment_ids)
     missed = ~(routes[..., :, None] == own[..., None, :]).any(-1)  # [M, R, T, L, k]
     by_layer = [mean_over(live, missed[..., layer, :].mean(-1)) for layer in range(routes.shape[-2])]
     found = {f"routing/disagreement/{layer}": share for layer, share in enumerate(by_layer)}
     differing = mean_over(live, missed.any((-1, -2)))
-    return found | {"routing/disagreement": jnp.mean(jnp.stack(by_layer)), "routing/tokens_differing": differing}
+    return found | {"routing/disagreement": jnp.mean(jnp.stack(by_layer)),
+                    "routing/tokens_differing": differing}
 
 
 def _routed(routes: Array, segment_ids: Array) -> Array:
@@ -169,7 +181,8 @@ def _routed(routes: Array, segment_ids: Array) -> Array:
 def _mismatch(logp: Array, rollout_logp: Array, mask: Array) -> dict[str, Array]:
     """k1 and k3 (jaxfp8rl.losses.mismatch) of a scoring pass that replays nothing."""
     d = jnp.clip(jnp.where(mask, logp - rollout_logp, 0), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return {"mismatch/k1_unreplayed": mean_over(mask, -d), "mismatch/k3_unreplayed": mean_over(mask, jnp.expm1(d) - d)}
+    return {"mismatch/k1_unreplayed": mean_over(mask, -d),
+            "mismatch/k3_unreplayed": mean_over(mask, jnp.expm1(d) - d)}
 
 
 def with_options(model: ModelConfig, cfg: Config) -> ModelConfig:

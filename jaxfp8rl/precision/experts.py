@@ -1,12 +1,14 @@
-"""The products of a mixture of experts, in high precision or FP8, and their derivatives: `linear` for rows grouped by expert.
+"""The products of a mixture of experts, in high precision or FP8, and their derivatives: `linear` for rows
+grouped by expert.
 
-Every token has k copies, one for each of its experts. Copies are sorted by expert and padded, so that an expert's begin at a
-multiple of 128: P rows (pallas_kernels.grouped_matmul). No copy is dropped. Each has one row and each row one copy at most, so
-all that moves between tokens and rows is gathered, forwards and backwards: nothing is added in an order that may change.
+Every token has k copies, one for each of its experts. Copies are sorted by expert and padded, so that an
+expert's begin at a multiple of 128: P rows (pallas_kernels.grouped_matmul). No copy is dropped. Each has one
+row and each row one copy at most, so all that moves between tokens and rows is gathered, forwards and
+backwards: nothing is added in an order that may change.
 
-In FP8 a token is quantised once, for all its experts and for gate and up, and its codes are copied. wgrad contracts over the rows
-of an expert, so there every copy is quantised again, with its neighbours. Formats and their backward are those of
-`jaxfp8rl.precision.linear`.
+In FP8 a token is quantised once, for all its experts and for gate and up, and its codes are copied. wgrad
+contracts over the rows of an expert, so there every copy is quantised again, with its neighbours. Formats and
+their backward are those of `jaxfp8rl.precision.linear`.
 """
 
 from __future__ import annotations
@@ -19,15 +21,26 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfp8rl.precision.linear import (
-    GRADIENT_DTYPES, QuantizedWeight, SharedWeight, TrainableWeight, Weight, backend_of, in_codes, quantize_both, quantize_rows,
-    quantize_tokens, round_to, scaled_product,
-)  # fmt: skip
+    GRADIENT_DTYPES,
+    QuantizedWeight,
+    SharedWeight,
+    TrainableWeight,
+    Weight,
+    backend_of,
+    in_codes,
+    quantize_both,
+    quantize_rows,
+    quantize_tokens,
+    round_to,
+    scaled_product,
+)
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.grouped_matmul import api, high
 from pallas_kernels.grouped_matmul.groups import Groups, by_block, plan_groups
 from pallas_kernels.quantize import reference as q
 
-grouped_matmul = jax.jit(api.grouped_matmul, static_argnames=("out_dtype", "backend"))  # one kernel of all calls: see linear.py
+# one kernel of all calls: see linear.py
+grouped_matmul = jax.jit(api.grouped_matmul, static_argnames=("out_dtype", "backend"))
 grouped_wgrad = jax.jit(api.grouped_wgrad, static_argnames=("out_dtype", "backend"))
 high_matmul = jax.jit(high.grouped_matmul, static_argnames=("out_dtype", "backend"))
 high_wgrad = jax.jit(high.grouped_wgrad, static_argnames=("out_dtype", "backend"))
@@ -36,8 +49,8 @@ high_wgrad = jax.jit(high.grouped_wgrad, static_argnames=("out_dtype", "backend"
 class Dispatch(NamedTuple):
     """Where the k copies of T tokens lie among P padded rows sorted by expert; all int32.
 
-    groups: the rows of each expert. copy [P]: which of the T * k copies a row is, T * k for padding. row [T, k]: a copy's row, P
-    for a copy of no expert.
+    groups: the rows of each expert. copy [P]: which of the T * k copies a row is, T * k for padding. row [T,
+    k]: a copy's row, P for a copy of no expert.
     """
 
     groups: Groups
@@ -50,9 +63,10 @@ def is_expert(ids: Array, experts: int) -> Array:
 
 
 def dispatch(ids_Tk: Array, experts: int) -> Dispatch:
-    """ids [T, k] int32, the experts of each token. The copy of a number of no expert, below 0 or `experts` and more, is not
-    computed."""
-    flat = jnp.where(is_expert(ids_Tk, experts), ids_Tk, experts).reshape(-1)  # indices below 0 would count from the end
+    """ids [T, k] int32, the experts of each token. The copy of a number of no expert, below 0 or `experts`
+    and more, is not computed."""
+    # indices below 0 would count from the end
+    flat = jnp.where(is_expert(ids_Tk, experts), ids_Tk, experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     groups = plan_groups(jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop"), flat.size)
     copy = order.astype(jnp.int32).at[groups.source].get(mode="fill", fill_value=flat.size)
@@ -103,11 +117,13 @@ class _How(NamedTuple):
         return _sum_copies(dx_PK, d) if self.of_tokens else dx_PK
 
 
-def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, fp8: bool, of_tokens: bool = False) -> Array:
-    """Rows times their experts' `weight` [E, N, K] transposed -> [P, N] in `precision.compute_dtype`; zeros for padding.
+def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, fp8: bool,
+                   of_tokens: bool = False) -> Array:
+    """Rows times their experts' `weight` [E, N, K] transposed -> [P, N] in `precision.compute_dtype`; zeros
+    for padding.
 
-    x: the rows [P, K], or if `of_tokens` the tokens [T, K], of which the rows are copies. `weight` as `linear` takes it, with an
-    axis of experts before.
+    x: the rows [P, K], or if `of_tokens` the tokens [T, K], of which the rows are copies. `weight` as
+    `linear` takes it, with an axis of experts before.
     """
     how = _How(precision, of_tokens)
     if not (fp8 or isinstance(weight, QuantizedWeight | SharedWeight | TrainableWeight)):
@@ -143,7 +159,8 @@ def _high_bwd(how: _How, saved: tuple, dy: Array):
 _high.defvjp(_high_fwd, _high_bwd)
 
 
-def _fp8_forward(how: _How, x: Array, weight: QuantizedWeight, d: Dispatch) -> tuple[Array, tuple[Array, Array]]:
+def _fp8_forward(how: _How, x: Array, weight: QuantizedWeight,
+                 d: Dispatch) -> tuple[Array, tuple[Array, Array]]:
     """The product, and x as codes and scales."""
     precision, backend = how.precision, backend_of(how.precision)
     quantized = quantize_rows(x, backend=backend)
@@ -151,16 +168,20 @@ def _fp8_forward(how: _How, x: Array, weight: QuantizedWeight, d: Dispatch) -> t
         return _scaled_product(precision, *(how.rows(a, d) for a in quantized), weight, d), quantized
     dtype = jnp.dtype(precision.compute_dtype)
     w = round_to(q.dequantize_blocks(*weight), precision.compute_dtype).astype(dtype)
-    y = high_matmul(how.rows(x.astype(dtype), d), w, d.groups, out_dtype=dtype, backend=_high_backend(precision))
+    y = high_matmul(how.rows(x.astype(dtype), d), w, d.groups, out_dtype=dtype,
+                    backend=_high_backend(precision))
     return y, quantized
 
 
-def _scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight, d: Dispatch) -> Array:
-    """Rows as codes and scales times their experts' weights, block of 128 rows by block where no kernel does it."""
+def _scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight,
+                    d: Dispatch) -> Array:
+    """Rows as codes and scales times their experts' weights, block of 128 rows by block where no kernel does
+    it."""
     if precision.products == "pallas":
         dtype = jnp.dtype(precision.compute_dtype)
         return grouped_matmul(codes, scale, *weight, d.groups, out_dtype=dtype, backend="pallas")
-    product = lambda codes, scale, *of_expert: scaled_product(precision, codes, scale, QuantizedWeight(*of_expert))
+    product = lambda codes, scale, *of_expert: scaled_product(
+        precision, codes, scale, QuantizedWeight(*of_expert))
     return by_block(product, (codes, scale), weight, d.groups)
 
 
@@ -188,7 +209,8 @@ _fp8.defvjp(_fp8_fwd, _fp8_bwd)
 
 
 def _high_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, d: Dispatch, *dtypes):
-    """dy [P, N], x [P, K] -> dx [P, K], dw [E, N, K]: operands in `compute_dtype`, the weight the forward's."""
+    """dy [P, N], x [P, K] -> dx [P, K], dw [E, N, K]: operands in `compute_dtype`, the weight the
+    forward's."""
     dy, x, w = (a.astype(precision.compute_dtype) for a in (dy, x, q.dequantize_blocks(*weight)))
     backend = _high_backend(precision)
     dx = high_matmul(dy, jnp.swapaxes(w, 1, 2), d.groups, out_dtype=dtypes[0], backend=backend)
@@ -196,7 +218,8 @@ def _high_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedW
 
 
 def _fp8_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, d: Dispatch, *dtypes):
-    """As `_high_backward`, with FP8 operands: dy by rows for dgrad, dy and x along the rows of an expert for wgrad."""
+    """As `_high_backward`, with FP8 operands: dy by rows for dgrad, dy and x along the rows of an expert for
+    wgrad."""
     backend, dtype = backend_of(precision), GRADIENT_DTYPES[precision.gradients]
     by_rows, by_tokens = quantize_both(dy, dtype, backend=backend)
     turned = (jnp.swapaxes(w, 1, 2) for w in weight)

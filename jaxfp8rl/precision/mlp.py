@@ -1,9 +1,9 @@
 """The MLP of a decoder layer on the Hopper kernels, with SwiGLU and its derivative inside the quantisers.
 
-`linear` computes the same product by product. Between its products lie silu(gate) * up, unrounded in float32, and d_gate, d_up in
-bfloat16, written and read again to be quantised; here codes are all that is written of them, and gate and up are one product.
-The forward is that of `linear` to the last bit. In the backward what enters SwiGLU's derivative is rounded to bfloat16, and dx is
-one sum over gate and up, rounded once.
+`linear` computes the same product by product. Between its products lie silu(gate) * up, unrounded in float32,
+and d_gate, d_up in bfloat16, written and read again to be quantised; here codes are all that is written of
+them, and gate and up are one product. The forward is that of `linear` to the last bit. In the backward what
+enters SwiGLU's derivative is rounded to bfloat16, and dx is one sum over gate and up, rounded once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfp8rl.precision.linear import (
-    GRADIENT_DTYPES, QuantizedWeight, Weight, backend_of, dgrad, flat, in_codes, joined, quantize_both, quantize_rows,
-    quantize_tokens, scaled_product, wgrad,
-)  # fmt: skip
+    GRADIENT_DTYPES,
+    QuantizedWeight,
+    Weight,
+    backend_of,
+    dgrad,
+    flat,
+    in_codes,
+    joined,
+    quantize_both,
+    quantize_rows,
+    quantize_tokens,
+    scaled_product,
+    wgrad,
+)
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
@@ -37,7 +48,8 @@ def fuses(p: Precision, fp8: frozenset[str]) -> bool:
 
 
 def swiglu_mlp(x: Array, gate: Weight, up: Weight, down: Weight, precision: Precision) -> Array:
-    """down(silu(gate(x)) * up(x)): x [..., D], gate and up [F, D], down [D, F] -> [..., D], bfloat16; F is a multiple of 128.
+    """down(silu(gate(x)) * up(x)): x [..., D], gate and up [F, D], down [D, F] -> [..., D], bfloat16; F is a
+    multiple of 128.
 
     Weights as `linear` takes them.
     """
@@ -58,11 +70,13 @@ def _forward(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...], handles: tuple[Array, ...]) -> Array:
+def _mlp(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...],
+         handles: tuple[Array, ...]) -> Array:
     return _forward(precision, x, weights)[0]
 
 
-def _mlp_fwd(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...], handles: tuple[Array, ...]):
+def _mlp_fwd(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...],
+             handles: tuple[Array, ...]):
     y, gate_up = _forward(precision, x, weights)
     return y, (x, gate_up, weights, handles[0][:0, :0])
 

@@ -1,7 +1,7 @@
 """The precision recipes: the single source of which tensor is in which format.
 
-A `Recipe` is what a user names in the config. Together with what the engine reports it computes in and the model's shapes
-it resolves to a `Precision`, the hashable record that the model's forward pass reads.
+A `Recipe` is what a user names in the config. Together with what the engine reports it computes in and the
+model's shapes it resolves to a `Precision`, the hashable record that the model's forward pass reads.
 
 | recipe        | engine            | learner forward          | learner backward   | reproduces                |
 |---------------|-------------------|--------------------------|--------------------|---------------------------|
@@ -32,7 +32,8 @@ FP8_KV = "fp8_e4m3"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """`engine_fp8`: the engine's linears. `forward_fp8`, `backward_fp8`: the learner's, mirroring the engine's report."""
+    """`engine_fp8`: the engine's linears. `forward_fp8`, `backward_fp8`: the learner's, mirroring the
+    engine's report."""
 
     name: str
     engine_fp8: bool
@@ -55,8 +56,8 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class LayerRun:
-    """Layers [start, stop) share the set `fp8` of modules ("q_proj", ...) that compute in FP8, and all or none of their MLPs are
-    mixtures of experts (`sparse`)."""
+    """Layers [start, stop) share the set `fp8` of modules ("q_proj", ...) that compute in FP8, and all or
+    none of their MLPs are mixtures of experts (`sparse`)."""
 
     start: int
     stop: int
@@ -81,8 +82,8 @@ def _runs(fp8: Sequence[frozenset[str]], sparse_layers: Sequence[bool]) -> tuple
 
 
 def rows_of(run: LayerRun, runs: tuple[LayerRun, ...], name: str) -> slice | None:
-    """Where in a stack of all layers that have a "self_attn", "mlp", "moe" (`name`) or so on those of `run` are; None where they
-    have none."""
+    """Where in a stack of all layers that have a "self_attn", "mlp", "moe" (`name`) or so on those of `run`
+    are; None where they have none."""
     if name not in ("mlp", "moe"):
         return slice(run.start, run.stop)
     if run.sparse != (name == "moe"):
@@ -95,25 +96,26 @@ def rows_of(run: LayerRun, runs: tuple[LayerRun, ...], name: str) -> slice | Non
 class Precision:
     """How one forward pass computes. Hashable: a static argument of the jitted step.
 
-    runs: consecutive layers with equal FP8 modules, covering all layers.
-    activations_fp8: activations enter FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16).
-    products: what computes FP8 products: "float32"; "tensor_core" or "pallas", which sum as the engine's kernels on a GPU do.
-    attention: "xla", which makes scores of [T, T]; or "pallas", the Hopper kernels, which skip what is of other segments.
-    gradients: "e4m3" or "e5m2" for the gradients that enter dgrad and wgrad of FP8 products, all of whose operands are then
+    runs: consecutive layers with equal FP8 modules, covering all layers. activations_fp8: activations enter
+    FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16). products: what computes FP8 products:
+    "float32"; "tensor_core" or "pallas", which sum as the engine's kernels on a GPU do. attention: "xla",
+    which makes scores of [T, T]; or "pallas", the Hopper kernels, which skip what is of other segments.
+    gradients: "e4m3" or "e5m2" for the gradients that enter dgrad and wgrad of FP8 products, all of whose
+    operands are then
         FP8; "high": neither is.
-    saved_activations: what wgrad gets of an FP8 product's input, "high" as it was or "fp8" the forward's codes.
-    wgrad_inputs: the blocks that wgrad quantises it in, "1x128" along the tokens, or "128x128"; of experts always the former.
-    kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's cache holds them.
-    kv_truncated: towards zero, in the learner's forward (see EngineFormats); the embedded engine's cache never is.
-    attention_fp8: queries and probabilities are rounded to E4M3 likewise, each before its product.
-    rope_dtype: the float type of the engine's table of cosines and sines.
-    router_dtype: the float type the logits of the engine's routers are rounded to.
-    logits_dtype: the float type the engine's logits are rounded to.
-    fused, fused_quantizer: where a compiled engine does not round, or quantises in a fused kernel: see EngineFormats.
-    unrounded_sums: norms see the residual stream's last sum unrounded, as they do with `fused`, too.
-    probabilities: the float type in which exp(score - max) enters its product with the values; None: the values' own.
-    amax_floor: of activations whose quantiser is not fused.
-    weight_dtype: the float type the published policy is rounded to; the float32 master weights only feed the optimiser.
+    saved_activations: what wgrad gets of an FP8 product's input, "high" as it was or "fp8" the forward's
+    codes. wgrad_inputs: the blocks that wgrad quantises it in, "1x128" along the tokens, or "128x128"; of
+    experts always the former. kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's
+    cache holds them. kv_truncated: towards zero, in the learner's forward (see EngineFormats); the embedded
+    engine's cache never is. attention_fp8: queries and probabilities are rounded to E4M3 likewise, each
+    before its product. rope_dtype: the float type of the engine's table of cosines and sines. router_dtype:
+    the float type the logits of the engine's routers are rounded to. logits_dtype: the float type the
+    engine's logits are rounded to. fused, fused_quantizer: where a compiled engine does not round, or
+    quantises in a fused kernel: see EngineFormats. unrounded_sums: norms see the residual stream's last sum
+    unrounded, as they do with `fused`, too. probabilities: the float type in which exp(score - max) enters
+    its product with the values; None: the values' own. amax_floor: of activations whose quantiser is not
+    fused. weight_dtype: the float type the published policy is rounded to; the float32 master weights only
+    feed the optimiser.
     """
 
     runs: tuple[LayerRun, ...]
@@ -148,24 +150,29 @@ class Precision:
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of that name; ConfigError otherwise, with the name that it is a slip of, or all: "fp8" is a part of several."""
+    """The recipe of that name; ConfigError otherwise, with the name that it is a slip of, or all: "fp8" is a
+    part of several."""
     if name not in RECIPES:
-        close, ours = difflib.get_close_matches(name, RECIPES, 1, 0.8), value_here("precision.recipe", name, RECIPES)
+        close, ours = difflib.get_close_matches(name, RECIPES, 1,
+                                                0.8), value_here("precision.recipe", name, RECIPES)
         hint = f"here it is {ours}" if ours else f'did you mean "{close[0]}"?' if close else f"known: {', '.join(RECIPES)}"
-        raise ConfigError(f'precision.recipe: "{name}" is no recipe ({hint})', "fp8_unified is the usual one (docs/precision.md)")
+        raise ConfigError(f'precision.recipe: "{name}" is no recipe ({hint})',
+                          "fp8_unified is the usual one (docs/precision.md)")
     return RECIPES[name]
 
 
 def fp8_runs(
-    shapes: dict[str, tuple[int, int]], num_layers: int, first_bf16: int = 0, last_bf16: int = 0, exclude: str = "",
+    shapes: dict[str, tuple[int, int]], num_layers: int, first_bf16: int = 0, last_bf16: int = 0,
+    exclude: str = "",
     sparse_layers: tuple[bool, ...] = (),
 ) -> tuple[LayerRun, ...]:
     """Group layers by which of their linears (`shapes`: "self_attn.q_proj" -> (N, K)) the engine runs in FP8.
 
-    A layer's linear is excluded when it is among the first or last layers named or when the pattern `exclude` is found in
-    its HF module name, "model.layers.3.mlp.down_proj" (of a sparse layer's experts, all or none:
-    "model.layers.3.mlp.experts.down_proj"). A linear that is left must have a contraction of whole blocks, and
-    a member of a fused product (q, k, v; gate, up) whole blocks of outputs: ConfigError names the pattern that excludes it.
+    A layer's linear is excluded when it is among the first or last layers named or when the pattern `exclude`
+    is found in its HF module name, "model.layers.3.mlp.down_proj" (of a sparse layer's experts, all or none:
+    "model.layers.3.mlp.experts.down_proj"). A linear that is left must have a contraction of whole blocks,
+    and a member of a fused product (q, k, v; gate, up) whole blocks of outputs: ConfigError names the pattern
+    that excludes it.
     """
     try:
         pattern = re.compile(exclude) if exclude else None
@@ -189,14 +196,17 @@ def fp8_runs(
 
 def _in_layer(shapes: dict[str, tuple[int, int]], sparse: bool) -> dict[str, tuple[int, int]]:
     """Those of `shapes` that a layer with or without experts has."""
-    return {m: s for m, s in shapes.items() if not m.startswith("mlp.") or m.startswith("mlp.experts.") == sparse}
+    return {m: s for m, s in shapes.items() if not m.startswith("mlp.")
+            or m.startswith("mlp.experts.") == sparse}
 
 
 _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-_FUSED_SPARSE = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj", "down_proj"})  # a layer's experts are of one format
+# a layer's experts are of one format
+_FUSED_SPARSE = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj", "down_proj"})
 
 
-def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str], together: tuple[set[str], ...]) -> None:
+def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str],
+                  together: tuple[set[str], ...]) -> None:
     odd = []
     for module, (n, k) in shapes.items():
         short = module.split(".")[-1]
@@ -206,7 +216,8 @@ def _check_shapes(shapes: dict[str, tuple[int, int]], used: frozenset[str], toge
     if odd:
         listing = ", ".join(f"{s} [{n}, {k}]" for s, n, k in odd)
         names = {s for s, _, _ in odd}
-        whole = sorted(names.union(*(group for group in together if group & names)))  # the engine fuses them: all or none
+        # the engine fuses them: all or none
+        whole = sorted(names.union(*(group for group in together if group & names)))
         raise ConfigError(
             f"precision: FP8 blocks are {BLOCK}x{BLOCK} and these linears of every layer do not divide: {listing}",
             f'leave them in high precision: precision.exclude = "{"|".join(whole)}"',
@@ -228,10 +239,11 @@ def resolve(
     recipe: Recipe, runs: tuple[LayerRun, ...], formats: EngineFormats, compute_dtype: str, weight_dtype: str,
     gradients: str = "e4m3", saved_activations: str = "high", products: str = "float32",
     attention: str = "xla", wgrad_inputs: str = "1x128",
-) -> Precision:  # fmt: skip
+) -> Precision:
     """The learner's Precision: the recipe, mirroring what the engine reports (W8A8 or W8A16, FP8 KV or not).
 
-    Raises ConfigError when the engine does not compute in what the recipe asks of it: nothing falls back silently.
+    Raises ConfigError when the engine does not compute in what the recipe asks of it: nothing falls back
+    silently.
     """
     engine_fp8 = formats.weights == FP8_WEIGHT
     if engine_fp8 != recipe.engine_fp8:

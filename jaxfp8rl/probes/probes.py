@@ -1,5 +1,6 @@
-"""Where FP8 loses what, on one micro-batch of real tokens: rounding errors by layer and linear, the layers that cause the
-mismatch, the sharpness of the logits. Diagnostics beside the training step, which knows nothing of them.
+"""Where FP8 loses what, on one micro-batch of real tokens: rounding errors by layer and linear, the layers
+that cause the mismatch, the sharpness of the logits. Diagnostics beside the training step, which knows
+nothing of them.
 
 Rounding errors of each product, of the weight (128x128 blocks) and of the activation that enters it (1x128):
 
@@ -9,13 +10,14 @@ Rounding errors of each product, of the weight (128x128 blocks) and of the activ
     underflow   x != 0 but code = 0                 values 2^18.8 and more below their block's largest: the block is ill-scaled
     scale       smallest and largest
 
-Mismatch, as mean |d logp| over response tokens in nats. Any layer can compute in any of several formats (`lax.switch` in the
-scan over layers), chosen at run time, so that one compiled program measures them all:
+Mismatch, as mean |d logp| over response tokens in nats. Any layer can compute in any of several formats
+(`lax.switch` in the scan over layers), chosen at run time, so that one compiled program measures them all:
 
     one-in          these layers alone FP8, against none            what they cause by themselves
     left without    all FP8 but these layers, against none          what would be left if they were kept in high precision
     leave-one-out   all FP8 but these layers, against all           how far that would move the policy; large for early layers
-                                                                    always, as all later roundings fall otherwise then
+                                                                    always, as all later roundings fall
+                                                                    otherwise then
 """
 
 from __future__ import annotations
@@ -30,20 +32,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import mean_over
-from jaxfp8rl.probes.sharpness import logit_sharpness
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention, runs_of
+from jaxfp8rl.models.transformer import (
+    decoder_layer,
+    embed,
+    final_norm,
+    head_weight,
+    packed_attention,
+    runs_of,
+)
 from jaxfp8rl.policy.policy import as_params, policy_of, scales_in, without_scales
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.kv_scales import UNIT
 from jaxfp8rl.precision.linear import QuantizedWeight, linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision, without_fp8
 from jaxfp8rl.probes.report import PrecisionReport
+from jaxfp8rl.probes.sharpness import logit_sharpness
 from jaxfp8rl.types import Params, TrainBatch
 from pallas_kernels.quantize import reference as q
 
@@ -51,21 +60,23 @@ Stats = dict[str, Array]  # statistic -> [L] or [L, linears]
 
 
 def precision_report(
-    params: Params, batch: TrainBatch, model: ModelConfig, precision: Precision, temperature: float = 1.0, max_groups: int = 16
+    params: Params, batch: TrainBatch, model: ModelConfig, precision: Precision, temperature: float = 1.0,
+    max_groups: int = 16
 ) -> PrecisionReport:
-    """Every probe of the policy `params` (float32 masters, layers in one stack, and "kv_scales" where there are any) on the first
-    micro-batch of `batch` [M, R, T].
+    """Every probe of the policy `params` (float32 masters, layers in one stack, and "kv_scales" where there
+    are any) on the first micro-batch of `batch` [M, R, T].
 
-    `precision` is that of the engine, mirrored: `resolve` with "fp8_unified", also where the learner itself is BF16 and the
-    question is what the engine's rounding costs. Consecutive layers are measured together where there are more than
-    `max_groups`: 2 * max_groups + 5 forward passes at most, in two programs, and a third for the weights; each is compiled once
-    a model and batch shape.
+    `precision` is that of the engine, mirrored: `resolve` with "fp8_unified", also where the learner itself
+    is BF16 and the question is what the engine's rounding costs. Consecutive layers are measured together
+    where there are more than `max_groups`: 2 * max_groups + 5 forward passes at most, in two programs, and a
+    third for the weights; each is compiled once a model and batch shape.
     """
     weights = unquantized_policy(params, precision)
     micro = jax.tree.map(lambda x: x[0], batch)  # packing fills the first row first: it is never empty
     found, sharpness = _roundings(weights, micro, model, precision, temperature)
     spans = layer_groups(model.num_hidden_layers, max_groups)
-    gaps = mismatch_gaps(weights, micro, model, precision, spans, temperature) if precision.any_fp8 or precision.kv_fp8 else {}
+    gaps = mismatch_gaps(weights, micro, model, precision, spans,
+                         temperature) if precision.any_fp8 or precision.kv_fp8 else {}
     return PrecisionReport(
         linears=tuple(name.split(".")[-1] for name in linear_shapes(model)),
         fp8=fp8_table(model, precision),
@@ -83,7 +94,8 @@ def precision_report(
 def fp8_table(model: ModelConfig, precision: Precision) -> np.ndarray:
     """[L, linears] bool: which products of which layers are FP8."""
     names = [name.split(".")[-1] for name in linear_shapes(model)]
-    return np.array([[n in run.fp8 for n in names] for run in precision.runs for _ in range(run.start, run.stop)])
+    return np.array([[n in run.fp8 for n in names] for run in precision.runs
+                     for _ in range(run.start, run.stop)])
 
 
 def layer_groups(num_layers: int, max_groups: int) -> tuple[tuple[int, int], ...]:
@@ -92,7 +104,8 @@ def layer_groups(num_layers: int, max_groups: int) -> tuple[tuple[int, int], ...
     return tuple((int(p[0]), int(p[-1]) + 1) for p in parts)
 
 
-# Rounding errors -------------------------------------------------------------------------------------------------------
+# Rounding errors
+# -------------------------------------------------------------------------------------------------------
 
 
 def rounding_stats(x: Array, codes: Array, scale: Array, back: Array, live: Array | None = None) -> Stats:
@@ -101,7 +114,8 @@ def rounding_stats(x: Array, codes: Array, scale: Array, back: Array, live: Arra
     live [...]: leave out the rows, and the scales that lead with them, where it is False.
     """
     x, code = x.astype(jnp.float32), jnp.abs(codes.astype(jnp.float32))
-    rows, blocks = (jnp.ones(a.shape, bool) if live is None else jnp.broadcast_to(live[..., None], a.shape) for a in (x, scale))
+    rows, blocks = (jnp.ones(a.shape, bool) if live is None else jnp.broadcast_to(live[..., None], a.shape)
+                    for a in (x, scale))
 
     def fraction(where: Array) -> Array:
         return mean_over(rows, where)
@@ -132,7 +146,8 @@ def weight_stats(weights: Params, model: ModelConfig) -> Stats:
 
 
 @functools.partial(exact_jit, static_argnums=(2, 3, 4))
-def _roundings(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision, temperature: float):
+def _roundings(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
+               temperature: float):
     """({linear, "key" or "value": statistics [L]}, sharpness) of a forward pass in `precision`."""
     hidden, found = walk(weights, micro, model, precision, functools.partial(_look, precision))
     head = head_weight(weights, model)
@@ -161,13 +176,16 @@ def _relative_error(got: Array, want: Array, where: Array) -> Array:
 
 
 def walk(
-    weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision, look: Callable[[str, Array, Array], Any]
+    weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
+    look: Callable[[str, Array, Array], Any]
 ) -> tuple[Array, dict[str, Any]]:
-    """The model's forward on one micro-batch of [R, T] fields with a spectator -> (hidden [R, T, D], what it saw).
+    """The model's forward on one micro-batch of [R, T] fields with a spectator -> (hidden [R, T, D], what it
+    saw).
 
-    look(name, x, live [R, T]) is called in every layer with the input of each linear ("q_proj", ..., [R, T, K]), "key" and
-    "value" as they enter the cache, over their scales [R, T, K, d], and the layer's "output" [R, T, D]; what it returns is
-    stacked: [L, ...]. Of a mixture of experts "gate_proj" and "up_proj" are its input, "down_proj" its output.
+    look(name, x, live [R, T]) is called in every layer with the input of each linear ("q_proj", ..., [R, T,
+    K]), "key" and "value" as they enter the cache, over their scales [R, T, K, d], and the layer's "output"
+    [R, T, D]; what it returns is stacked: [L, ...]. Of a mixture of experts "gate_proj" and "up_proj" are its
+    input, "down_proj" its output.
     """
     rope = nn.rope_tables(micro.positions, model, precision.rope_dtype)
     live, attention = micro.segment_ids > 0, packed_attention(micro.segment_ids, precision)
@@ -202,24 +220,29 @@ def walk(
     return final_norm(x, weights, model, precision), seen
 
 
-# The layers that cause the mismatch --------------------------------------------------------------------------------------
+# The layers that cause the mismatch
+# --------------------------------------------------------------------------------------
 
 
 def mismatch_gaps(
-    weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision, spans: tuple, temperature: float = 1.0
+    weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision, spans: tuple,
+    temperature: float = 1.0
 ) -> dict[str, Array]:
-    """Mean |d logp| in nats: "one_in", "left_without" and "leave_one_out" [len(spans)] (see above), and scalars against no FP8 at
-    all: "all", "weights" (FP8 weights alone), "kv" (FP8 keys, values and attention alone; 0 without)."""
+    """Mean |d logp| in nats: "one_in", "left_without" and "leave_one_out" [len(spans)] (see above), and
+    scalars against no FP8 at all: "all", "weights" (FP8 weights alone), "kv" (FP8 keys, values and attention
+    alone; 0 without)."""
     plain, full, only_weights, only_kv = range(4)
     rows = [[full], [plain], [only_weights], [only_kv]]  # of one choice for all layers, then of two
     rows = [row * model.num_hidden_layers for row in rows]
     inside = [[start <= i < stop for i in range(model.num_hidden_layers)] for start, stop in spans]
-    rows += [[plain if x else full for x in span] for span in inside] + [[full if x else plain for x in span] for span in inside]
+    rows += [[plain if x else full for x in span]
+             for span in inside] + [[full if x else plain for x in span] for span in inside]
     return _gaps(weights, micro, jnp.asarray(rows), model, _formats(precision), temperature)
 
 
 def _formats(full: Precision) -> tuple[Precision, ...]:
-    """What a layer can be told to compute in: nothing FP8; all that `full` says; its weights alone; its cache alone."""
+    """What a layer can be told to compute in: nothing FP8; all that `full` says; its weights alone; its cache
+    alone."""
     high = tuple(dataclasses.replace(run, fp8=frozenset()) for run in full.runs)
     no_kv = {"kv_fp8": False, "attention_fp8": False}
     return (
@@ -231,13 +254,15 @@ def _formats(full: Precision) -> tuple[Precision, ...]:
 
 
 @functools.partial(exact_jit, static_argnums=(3, 4, 5))
-def _gaps(weights: Params, micro: TrainBatch, choices: Array, model: ModelConfig, formats: tuple, temperature: float):
+def _gaps(weights: Params, micro: TrainBatch, choices: Array, model: ModelConfig, formats: tuple,
+          temperature: float):
     """choices [S, L] int32 into `formats`, rows as `mismatch_gaps` lays them out."""
 
     def logprobs(choice: Array) -> Array:
         hidden = mixed_forward(weights, micro, model, formats, choice)
         head = head_weight(weights, model)
-        return token_logprobs(hidden, head, micro.tokens, temperature, logits_dtype=formats[0].logits_dtype)[0]
+        return token_logprobs(hidden, head, micro.tokens, temperature,
+                              logits_dtype=formats[0].logits_dtype)[0]
 
     logp = jax.lax.map(logprobs, choices)
     full, plain, only_weights, only_kv = logp[:4]
@@ -259,14 +284,16 @@ def _gaps(weights: Params, micro: TrainBatch, choices: Array, model: ModelConfig
 def mixed_forward(
     weights: Params, micro: TrainBatch, model: ModelConfig, formats: tuple[Precision, ...], choice: Array
 ) -> Array:
-    """Hidden states [R, T, D] with layer l in formats[choice[l]]; choice [L] int32. The formats' runs cover the same layers."""
+    """Hidden states [R, T, D] with layer l in formats[choice[l]]; choice [L] int32. The formats' runs cover
+    the same layers."""
     rope = nn.rope_tables(micro.positions, model, formats[0].rope_dtype)
 
     def layer_in(precision: Precision, run: LayerRun) -> Callable:
         attend = packed_attention(micro.segment_ids, precision)
 
         def layer(x: Array, w: Params) -> Array:
-            return decoder_layer(x, w, model, precision, run, rope, functools.partial(attend, scales=w.get("kv_scales")))[0]
+            return decoder_layer(x, w, model, precision, run, rope,
+                                 functools.partial(attend, scales=w.get("kv_scales")))[0]
 
         return layer
 
@@ -278,12 +305,13 @@ def mixed_forward(
     return final_norm(x, weights, model, formats[0])
 
 
-# Small things ------------------------------------------------------------------------------------------------------------
+# Small things
+# ------------------------------------------------------------------------------------------------------------
 
 
 def unquantized_policy(params: Params, precision: Precision) -> Params:
-    """The policy before any FP8, in one stack of layers: masters rounded to `weight_dtype`, in `compute_dtype`; scales as they
-    are."""
+    """The policy before any FP8, in one stack of layers: masters rounded to `weight_dtype`, in
+    `compute_dtype`; scales as they are."""
     plain = dataclasses.replace(precision, runs=without_fp8(precision.runs))
     return as_params(policy_of(without_scales(params), plain)) | scales_in(params)
 

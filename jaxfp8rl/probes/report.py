@@ -1,4 +1,5 @@
-"""What the probes found: a bounded number of metrics for the log, tables for a reader, and a JSON file. No JAX in here."""
+"""What the probes found: a bounded number of metrics for the log, tables for a reader, and a JSON file. No
+JAX in here."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from rich.table import Table
 
 Stats = dict[str, np.ndarray]
 
-_WORST = {"error": np.max, "clipped": np.max, "zero": np.max, "underflow": np.max, "scale_min": np.min, "scale_max": np.max}
-_BY_SPAN = {"one_in": "max", "left_without": "min", "leave_one_out": "max"}  # gaps by group of layers, and the telling extreme
+_WORST = {"error": np.max, "clipped": np.max, "zero": np.max, "underflow": np.max, "scale_min": np.min,
+          "scale_max": np.max}
+# gaps by group of layers, and the telling extreme
+_BY_SPAN = {"one_in": "max", "left_without": "min", "leave_one_out": "max"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +25,10 @@ class PrecisionReport:
     """Found by `probes.precision_report`, which defines the statistics.
 
     linears: names; fp8 [L, linears] bool: which are FP8; the others are shown as what FP8 would do to them.
-    weights, activations: statistic -> [L, linears]. kv: "key_error", "key_clipped", "key_amax", "value_..." -> [L], of keys and
-    values over their scales.
-    spans: the layers [start, stop) that were measured together; gaps: see `probes.mismatch_gaps`, empty without any FP8.
-    sharpness: percent, see losses/sharpness.py. activations_fp8, kv_fp8: whether those are rounded at all.
+    weights, activations: statistic -> [L, linears]. kv: "key_error", "key_clipped", "key_amax", "value_..."
+    -> [L], of keys and values over their scales. spans: the layers [start, stop) that were measured together;
+    gaps: see `probes.mismatch_gaps`, empty without any FP8. sharpness: percent, see losses/sharpness.py.
+    activations_fp8, kv_fp8: whether those are rounded at all.
     """
 
     linears: tuple[str, ...]
@@ -40,8 +43,8 @@ class PrecisionReport:
     kv_fp8: bool
 
     def metrics(self) -> dict[str, float]:
-        """Flat `precision/...` numbers, some 30 whatever the depth. A layer or linear is named by its index from 0; the span of
-        layers that matters most by its first. Only what is FP8 is in them."""
+        """Flat `precision/...` numbers, some 30 whatever the depth. A layer or linear is named by its index
+        from 0; the span of layers that matters most by its first. Only what is FP8 is in them."""
         found = {"precision/sharpness": self.sharpness}
         if self.fp8.any():
             found |= self._extremes("weight", self.weights)
@@ -58,8 +61,8 @@ class PrecisionReport:
         return found
 
     def _extremes(self, kind: str, stats: Stats) -> dict[str, float]:
-        """The mean error, the worst of each statistic, and where error and underflow are worst: blocks that an outlier has
-        spoilt show as underflow, not as error, in whose norm the outlier itself prevails."""
+        """The mean error, the worst of each statistic, and where error and underflow are worst: blocks that
+        an outlier has spoilt show as underflow, not as error, in whose norm the outlier itself prevails."""
         found = {"error_mean": float(stats["error"][self.fp8].mean())}
         for name, pick in _WORST.items():
             key = name if name.startswith("scale") else f"{name}_worst"
@@ -89,15 +92,18 @@ class PrecisionReport:
         return table
 
     def _kv_table(self) -> Table:
-        table = _table("Keys and values over their scales, E4M3", "layer", *(k.replace("_", " ") for k in self.kv))
+        table = _table("Keys and values over their scales, E4M3", "layer",
+                       *(k.replace("_", " ") for k in self.kv))
         for layer in range(len(self.fp8)):
-            table.add_row(str(layer), *(f"{v[layer]:.2g}" for v in self.kv.values()), style="" if self.kv_fp8 else "dim")
+            table.add_row(str(layer), *(f"{v[layer]:.2g}" for v in self.kv.values()),
+                          style="" if self.kv_fp8 else "dim")
         table.caption = None if self.kv_fp8 else "dim: the cache stays in high precision; what FP8 would do to it"
         return table
 
     def _gap_table(self) -> Table:
         whole = ", ".join(f"{name} {float(self.gaps[name]):.4g}" for name in ("all", "weights", "kv"))
-        table = _table(f"Mean |d logp| of FP8, nats: {whole}", "layers", *(name.replace("_", " ") for name in _BY_SPAN))
+        table = _table(f"Mean |d logp| of FP8, nats: {whole}", "layers",
+                       *(name.replace("_", " ") for name in _BY_SPAN))
         for i, (start, stop) in enumerate(self.spans):
             cells = [f"{self.gaps[name][i]:.4g}" for name in _BY_SPAN]
             table.add_row(str(start) if stop == start + 1 else f"{start}-{stop - 1}", *cells)
@@ -112,15 +118,18 @@ class PrecisionReport:
     def load(cls, path: str | Path) -> PrecisionReport:
         """What `save` wrote."""
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        arrays = {k: {n: np.asarray(v, np.float32) for n, v in raw[k].items()} for k in ("weights", "activations", "kv", "gaps")}
+        arrays = {k: {n: np.asarray(v, np.float32) for n, v in raw[k].items()}
+                  for k in ("weights", "activations", "kv", "gaps")}
         spans = tuple(map(tuple, raw["spans"]))
-        return cls(**{**raw, **arrays, "linears": tuple(raw["linears"]), "fp8": np.asarray(raw["fp8"], bool), "spans": spans})
+        return cls(**{**raw, **arrays, "linears": tuple(raw["linears"]), "fp8": np.asarray(raw["fp8"], bool),
+                      "spans": spans})
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(name, no_wrap=True, justify="left" if name in ("layer", "layers", "linear") else "right")
+        table.add_column(name, no_wrap=True, justify="left" if name in ("layer", "layers", "linear")
+                         else "right")
     return table
 
 

@@ -1,8 +1,8 @@
 """Logit sharpness: how much the loss of a token can rise when its logits are wrong by a little.
 
-In the spirit of "To FP8 and Back Again" (arXiv 2405.18710), which perturbs the logits of the last token instead of the weights
-and saw the measure rise before the loss did. The exact form here is ours: Keskar et al. 2017 (equation 4) applied to the
-logits z of each sampled token y, with loss L(z) = logsumexp(z) - z_y,
+In the spirit of "To FP8 and Back Again" (arXiv 2405.18710), which perturbs the logits of the last token
+instead of the weights and saw the measure rise before the loss did. The exact form here is ours: Keskar et
+al. 2017 (equation 4) applied to the logits z of each sampled token y, with loss L(z) = logsumexp(z) - z_y,
 
     phi = 100 (max L(z + d) - L(z)) / (1 + L(z))        over |d_j| <= epsilon (|z_j| + 1)
 
@@ -25,16 +25,19 @@ CHUNK_ELEMENTS = 2**25  # logits held at once, in a few forms: 128 MiB each
 
 
 def logit_sharpness(
-    hidden: Array, head: Array, tokens: Array, mask: Array, temperature: float = 1.0, epsilon: float = EPSILON,
+    hidden: Array, head: Array, tokens: Array, mask: Array, temperature: float = 1.0,
+    epsilon: float = EPSILON,
     chunk_elements: int = CHUNK_ELEMENTS,
-) -> Array:  # fmt: skip
+) -> Array:
     """Mean phi over the tokens where `mask`, a float32 scalar in percent of 1 + loss.
 
-    hidden [B, T, D] (after the final norm), head [V, D], tokens and mask [B, T]: position t is judged from hidden t - 1, its
-    logits divided by `temperature`, as in `token_logprobs`; like there, never all logits at once.
+    hidden [B, T, D] (after the final norm), head [V, D], tokens and mask [B, T]: position t is judged from
+    hidden t - 1, its logits divided by `temperature`, as in `token_logprobs`; like there, never all logits at
+    once.
     """
     check_temperature(temperature)
-    inputs, targets, live = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1), mask[:, 1:].reshape(-1)
+    inputs, targets, live = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1), mask[
+        :, 1:].reshape(-1)
     chunk = max(1, min(len(targets), chunk_elements // head.shape[0]))
     chunks = jax.tree.map(lambda a: _split(a, chunk), (inputs, targets))
     phi = jax.lax.map(lambda x: sharpness_of(logits_of(x[0], head) / temperature, x[1], epsilon), chunks)

@@ -6,9 +6,10 @@
     trained_on.npy                  which problems, so that no run holds them out (jaxfp8rl.data.seen)
     publish.json                    step, manifest and the SHA-256 of each tensor
 
-FP8 is what the run's engine holds: the bytes are those that a publish of this step hands over, quantised from the same rounded
-weights. A run whose engine is not in FP8 is quantised by the same rule. The scales of a calibrated FP8 cache
-(rollout.kv_scales) are not written: what serves the folder uses 1, or calibrates its own.
+FP8 is what the run's engine holds: the bytes are those that a publish of this step hands over, quantised from
+the same rounded weights. A run whose engine is not in FP8 is quantised by the same rule. The scales of a
+calibrated FP8 cache (rollout.kv_scales) are not written: what serves the folder uses 1, or calibrates its
+own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxfp8rl.run.context import weights_in_fp8
+from jaxfp8rl.checkpoint.read_only import load_trained
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.seen import read_seen, write_seen
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX, load_tokenizer
@@ -32,21 +33,24 @@ from jaxfp8rl.models.loading import TOKENIZER_FILES, check_empty
 from jaxfp8rl.precision.recipe import LayerRun, plain_runs
 from jaxfp8rl.publish.wire import LearnerWeights, high_precision_modules
 from jaxfp8rl.rollout.engines import write_weights
-from jaxfp8rl.checkpoint.read_only import load_trained
+from jaxfp8rl.run.context import weights_in_fp8
 from pallas_kernels.quantize import BLOCK
 
 
 def export(
-    run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", step: int | None = None, overrides: Sequence[str] = ()
+    run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", step: int | None = None,
+    overrides: Sequence[str] = ()
 ) -> Path:
-    """Write the newest checkpoint of the run directory `run`, or that of `step`, to the folder `out`; returns it. `overrides`: of
-    model.path and model.tokenizer, where these are now.
+    """Write the newest checkpoint of the run directory `run`, or that of `step`, to the folder `out`; returns
+    it. `overrides`: of model.path and model.tokenizer, where these are now.
 
-    All of it appears at once, by renaming a finished folder. Raises ModelError when `out` is not empty, ConfigError for shapes
-    that FP8 cannot take and where `run` is a config, CheckpointError as `load_trained`, BridgeError when the disk is too small.
+    All of it appears at once, by renaming a finished folder. Raises ModelError when `out` is not empty,
+    ConfigError for shapes that FP8 cannot take and where `run` is a config, CheckpointError as
+    `load_trained`, BridgeError when the disk is too small.
     """
     out = Path(out)
-    if not Path(run).is_dir():  # `load_trained` takes a config for the weights that it starts from, which are nobody's to serve
+    # `load_trained` takes a config for the weights that it starts from, which are nobody's to serve
+    if not Path(run).is_dir():
         raise ConfigError(f"{run} is no run directory", "give what run.dir was, for example runs/demo")
     check_empty(out)
     if taken := next((p for p in out.parents if p.is_file()), None):
@@ -62,7 +66,8 @@ def export(
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as partial:
         folder = Path(partial) / "model"
         write_weights(source, folder, found.step)
-        (folder / "config.json").write_text(json.dumps(hf_config(model, runs, dtype), indent=2, sort_keys=True) + "\n")
+        (folder / "config.json").write_text(json.dumps(hf_config(model, runs, dtype), indent=2,
+                                                       sort_keys=True) + "\n")
         _write_tokenizer(cfg, folder, found.loop.get("eos_token_ids"))
         if (seen := read_seen(run)) is not None:
             write_seen(folder, seen)
@@ -74,14 +79,16 @@ def export(
 
 
 def hf_config(model: ModelConfig, runs: tuple[LayerRun, ...], dtype: str) -> dict[str, Any]:
-    """config.json; with the quantisation of fine-grained FP8 as transformers and vLLM read it, where `runs` has any."""
+    """config.json; with the quantisation of fine-grained FP8 as transformers and vLLM read it, where `runs`
+    has any."""
     raw = dataclasses.replace(model, dtype=dtype).to_hf()
     if not any(run.fp8 for run in runs):
         return raw
     quantization = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK],
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": [*high_precision_modules(model, runs), "lm_head"],
-    }  # fmt: skip
+    }
     return {**raw, "quantization_config": quantization}
 
 
@@ -94,4 +101,5 @@ def _write_tokenizer(cfg: Config, folder: Path, eos_token_ids: list[int] | None)
             shutil.copyfile(Path(spec) / name, folder / name)
     if eos_token_ids:
         generation = folder / "generation_config.json"
-        generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": eos_token_ids}, indent=2) + "\n")
+        generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": eos_token_ids},
+                                         indent=2) + "\n")

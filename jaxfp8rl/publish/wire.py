@@ -1,7 +1,8 @@
-"""The policy on the wire: the learner as a WeightSource in checkpoint layout, and the way back for the embedded engine.
+"""The policy on the wire: the learner as a WeightSource in checkpoint layout, and the way back for the
+embedded engine.
 
-What is quantised in the policy leaves as it is: these bytes are the learner's own. What the engine alone holds in FP8 (recipe
-fp8_rollout) is quantised here, from the policy's rounded weights.
+What is quantised in the policy leaves as it is: these bytes are the learner's own. What the engine alone
+holds in FP8 (recipe fp8_rollout) is quantised here, from the policy's rounded weights.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from bridges.api import ParamMeta, Rows, StackRow
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, param_table
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.precision.linear import QuantizedWeight, round_to
 from jaxfp8rl.precision.recipe import LayerRun
-from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.types import Params
 from pallas_kernels.quantize.reference import BLOCK
 
@@ -39,7 +40,8 @@ def is_fp8(entry: Entry, runs: tuple[LayerRun, ...]) -> bool:
 
 
 def high_precision_modules(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[str]:
-    """HF names of the linears and routers that stay unquantised: what a quantisation config has to leave out."""
+    """HF names of the linears and routers that stay unquantised: what a quantisation config has to leave
+    out."""
     products = [e for e in param_table(cfg) if e.role in ("linear", "router")]
     return [e.hf_name.removesuffix(".weight") for e in products if not is_fp8(e, runs)]
 
@@ -48,14 +50,15 @@ def high_precision_modules(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list
 def wire_manifest(
     cfg: ModelConfig, runs: tuple[LayerRun, ...], weight_dtype: str, kv_scales: bool = False
 ) -> tuple[ParamMeta, ...]:
-    """What crosses, in HF order: E4M3 weights each followed by their float32 scales, everything else in `weight_dtype`; at the
-    end, if `kv_scales`, those of FP8 attention under vLLM's names."""
+    """What crosses, in HF order: E4M3 weights each followed by their float32 scales, everything else in
+    `weight_dtype`; at the end, if `kv_scales`, those of FP8 attention under vLLM's names."""
     metas: list[ParamMeta] = []
     for e in param_table(cfg):
         if is_fp8(e, runs):
             scale_shape = tuple(-(-n // BLOCK) for n in e.shape)
             metas.append(ParamMeta(e.hf_name, "float8_e4m3fn", e.shape, "weight", (BLOCK, BLOCK)))
-            metas.append(ParamMeta(e.hf_name + SCALE_SUFFIX, "float32", scale_shape, "block_scale", (BLOCK, BLOCK)))
+            metas.append(ParamMeta(e.hf_name + SCALE_SUFFIX, "float32", scale_shape, "block_scale",
+                                   (BLOCK, BLOCK)))
         else:
             metas.append(ParamMeta(e.hf_name, weight_dtype, e.shape))
     if kv_scales:
@@ -71,17 +74,18 @@ def kv_scale_names(cfg: ModelConfig) -> Iterator[tuple[str, str, int]]:
 
 
 class LearnerWeights:
-    """StackSource over a policy (jaxfp8rl.policy.policy), or over masters, of which the same is made. `runs`: which linears the engine
-    computes in FP8.
+    """StackSource over a policy (jaxfp8rl.policy.policy), or over masters, of which the same is made. `runs`:
+    which linears the engine computes in FP8.
 
-    What the policy holds as it crosses is given out where it lies. The rest is computed when it is asked for and not waited for,
-    and no more of it than what the caller keeps lives at once. `whole` puts a leaf on one device, where an engine can read it.
+    What the policy holds as it crosses is given out where it lies. The rest is computed when it is asked for
+    and not waited for, and no more of it than what the caller keeps lives at once. `whole` puts a leaf on one
+    device, where an engine can read it.
     """
 
     def __init__(
         self, cfg: ModelConfig, policy: Params, runs: tuple[LayerRun, ...], weight_dtype: str,
         whole: Callable[[Array], Array] = whole,
-    ):  # fmt: skip
+    ):
         self._args, self._policy, self._whole = (cfg, runs, weight_dtype), policy, whole
 
     def manifest(self) -> tuple[ParamMeta, ...]:
@@ -95,7 +99,8 @@ class LearnerWeights:
             leaves = {path: _at(policy, places[layer, path].path) for path in rows}
             absent = {path: leaf for path, leaf in leaves.items() if not _crosses(leaf, path in fp8, dtype)}
             made = {}  # what was made of the last layer goes before this one's is made
-            made |= _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype, fp8) if absent else {}
+            made |= _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype,
+                                fp8) if absent else {}
             for e in entries:
                 if e.path in made:
                     tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
@@ -118,8 +123,10 @@ class LearnerWeights:
             elif span.first is None:
                 yield _rows(span.names, _made(whole, None, 1, dtype, False), None, held=False)
             else:
-                for at, names in _parts(span, leaf.shape, 1 if span.fp8 else jnp.dtype(dtype).itemsize, nbytes):
-                    count = len(names) // span.experts  # no name for what is made: nothing is left of it when the next is
+                for at, names in _parts(span, leaf.shape, 1 if span.fp8 else jnp.dtype(dtype).itemsize,
+                                        nbytes):
+                    # no name for what is made: nothing is left of it when the next is
+                    count = len(names) // span.experts
                     yield _rows(names, _made(whole, _on_device(at), count, dtype, span.fp8), 0, held=False)
             del whole  # what lay over several devices is gathered one leaf at a time
         if scales := self._policy.get("kv_scales"):
@@ -137,7 +144,8 @@ def _crosses(leaf: Array | QuantizedWeight, fp8: bool, dtype: str) -> bool:
     return isinstance(leaf, QuantizedWeight) if fp8 else leaf.dtype == dtype
 
 
-def _rows(names: tuple[str, ...], stack: Array | QuantizedWeight, first: int | None, held: bool) -> list[Rows]:
+def _rows(names: tuple[str, ...], stack: Array | QuantizedWeight, first: int | None,
+          held: bool) -> list[Rows]:
     if not isinstance(stack, QuantizedWeight):
         return [Rows(names, stack, first, held)]
     return [Rows(names, stack.codes, first, held), Rows(_scales_of(names), stack.scale, first, held)]
@@ -149,8 +157,10 @@ def _scales_of(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @functools.cache
-def _parts(span: Span, shape: tuple[int, ...], itemsize: int, nbytes: int) -> list[tuple[int, tuple[str, ...]]]:
-    """(first row, names) of parts of up to `nbytes`, as equal as can be, for all but one to share a program."""
+def _parts(span: Span, shape: tuple[int, ...], itemsize: int,
+           nbytes: int) -> list[tuple[int, tuple[str, ...]]]:
+    """(first row, names) of parts of up to `nbytes`, as equal as can be, for all but one to share a
+    program."""
     each, row_bytes = span.experts, math.prod(shape[1:]) * itemsize
     rows = len(span.names) // each
     size = -(-rows // -(-rows // max(nbytes // row_bytes, 1)))
@@ -161,10 +171,13 @@ Path = tuple[str, ...]
 
 
 @functools.cache
-def _by_layer(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[tuple[int | None, list[Entry], frozenset[Path]]]:
+def _by_layer(cfg: ModelConfig,
+              runs: tuple[LayerRun, ...]) -> list[tuple[int | None, list[Entry], frozenset[Path]]]:
     """The table of tensors in wire order as (layer or None, its entries, paths of what crosses in FP8)."""
-    groups = ((layer, list(entries)) for layer, entries in itertools.groupby(param_table(cfg), key=lambda e: e.layer))
-    return [(layer, entries, frozenset(e.path for e in entries if is_fp8(e, runs))) for layer, entries in groups]
+    groups = ((layer, list(entries))
+              for layer, entries in itertools.groupby(param_table(cfg), key=lambda e: e.layer))
+    return [(layer, entries, frozenset(e.path for e in entries if is_fp8(e, runs)))
+            for layer, entries in groups]
 
 
 class Place(NamedTuple):
@@ -176,8 +189,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _places(cfg: ModelConfig, held: tuple[int, ...]) -> dict[tuple[int | None, Path], Place]:
-    """(layer or None, path) -> where it is, of `held` layers in each stack. A leaf has rows for those layers of its stack that
-    have such a tensor."""
+    """(layer or None, path) -> where it is, of `held` layers in each stack. A leaf has rows for those layers
+    of its stack that have such a tensor."""
     stack_of = [stack for stack, count in enumerate(held) for _ in range(count)]
     places, first = {}, {}
     for e in param_table(cfg):
@@ -195,8 +208,8 @@ def _layers_of(policy: Params) -> tuple[int, ...]:
 
 
 class Span(NamedTuple):
-    """Tensors that cross alike: rows of a leaf from `first` on, or if that is None a leaf outside the layers. Of each row there
-    are `experts` tensors."""
+    """Tensors that cross alike: rows of a leaf from `first` on, or if that is None a leaf outside the layers.
+    Of each row there are `experts` tensors."""
 
     names: tuple[str, ...]
     path: tuple[str | int, ...]
@@ -231,7 +244,8 @@ def _row(leaf: Array | QuantizedWeight, index: tuple[int, ...]) -> Any:
     if not index:
         return leaf
     at = index[0] if len(index) == 1 else index
-    return QuantizedWeight(*(StackRow(w, at) for w in leaf)) if isinstance(leaf, QuantizedWeight) else StackRow(leaf, at)
+    return QuantizedWeight(*(StackRow(w, at) for w in leaf)) if isinstance(
+        leaf, QuantizedWeight) else StackRow(leaf, at)
 
 
 @functools.cache
@@ -244,7 +258,8 @@ def _on_device(index: int | None) -> Array | None:
 def _made_layer(
     leaves: dict[Path, Array], rows: dict[Path, Array | None], dtype: str, fp8: frozenset[Path]
 ) -> dict[Path, Any]:
-    """Its row of each leaf, or if that is None the leaf itself, by one program for all layers of a kind in a stack."""
+    """Its row of each leaf, or if that is None the leaf itself, by one program for all layers of a kind in a
+    stack."""
 
     def one(path: Path) -> Array | QuantizedWeight:
         if rows[path] is None:
@@ -256,8 +271,8 @@ def _made_layer(
 
 @functools.partial(exact_jit, static_argnums=(2, 3, 4))
 def _made(leaf: Array, first: Array | None, count: int, dtype: str, fp8: bool) -> Array | QuantizedWeight:
-    """`count` rows of `leaf` from the first on, or if that is None the leaf itself. `first` is traced: all parts of a stack share
-    a program."""
+    """`count` rows of `leaf` from the first on, or if that is None the leaf itself. `first` is traced: all
+    parts of a stack share a program."""
     return _rounded(leaf, dtype) if first is None else _rows_made(leaf, first, count, dtype, fp8)
 
 
@@ -281,7 +296,8 @@ def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str,
 
     def leaf(e: Entry) -> Array | QuantizedWeight:
         codes = jnp.asarray(tensors[e.hf_name])
-        return QuantizedWeight(codes, jnp.asarray(tensors[e.hf_name + SCALE_SUFFIX])) if is_fp8(e, runs) else codes
+        return QuantizedWeight(codes,
+                               jnp.asarray(tensors[e.hf_name + SCALE_SUFFIX])) if is_fp8(e, runs) else codes
 
     table = param_table(cfg)
     params: Params = {}

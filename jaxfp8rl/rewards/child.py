@@ -1,6 +1,8 @@
-"""The scoring process: `python -m jaxfp8rl.rewards.child SOCKET_FD TIMEOUT_S TASK_JSON`. Never imports jax or torch.
+"""The scoring process: `python -m jaxfp8rl.rewards.child SOCKET_FD TIMEOUT_S TASK_JSON`. Never imports jax or
+torch.
 
-One JSON object a line each way: first `{"ready": true}` or `{"fatal": why}`, then for every problem and text the scores by name.
+One JSON object a line each way: first `{"ready": true}` or `{"fatal": why}`, then for every problem and text
+the scores by name.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def main(fd: int, timeout_s: float, task_json: str) -> None:
     reply(hello)
     for line in stream if tasks else ():
         request = json.loads(line)
-        # The parent's clock comes first. This alarm, whose default is death, ends a scorer whose parent was killed.
+        # The parent's clock comes first. This alarm, whose default is death, ends a scorer whose parent was
+        # killed.
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 1)
         problem, text = Problem(**request["problem"]), request["text"]
         scores = {name: dataclasses.asdict(judge(task, problem, text)) for name, task in tasks.items()}

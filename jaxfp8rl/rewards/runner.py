@@ -1,7 +1,8 @@
-"""Scores a batch of completions without trusting the scorer: each item has a clock, and what overruns it is killed.
+"""Scores a batch of completions without trusting the scorer: each item has a clock, and what overruns it is
+killed.
 
-Scorers run in fresh Python processes, never in forks of a process that has loaded JAX. A process that overruns or dies
-costs one undefined score; it is replaced and the rest of the batch goes on.
+Scorers run in fresh Python processes, never in forks of a process that has loaded JAX. A process that
+overruns or dies costs one undefined score; it is replaced and the rest of the batch goes on.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ STDERR_BYTES = 2**20  # of what a scorer wrote, from which its last words are re
 
 
 class RewardRunner:
-    """Scores (problem, text) pairs of one task, by each of its rewards; cheap scorers and functions of this process run here, the
-    others in `workers` child processes, 0 standing for one a core but at most 8.
+    """Scores (problem, text) pairs of one task, by each of its rewards; cheap scorers and functions of this
+    process run here, the others in `workers` child processes, 0 standing for one a core but at most 8.
 
-    `timeout_s` is wall clock per item, in seconds. `counts` adds up outcomes (the first word of `Score.why`) over the runner's
-    life. Use it as a context manager, or call `close`.
+    `timeout_s` is wall clock per item, in seconds. `counts` adds up outcomes (the first word of `Score.why`)
+    over the runner's life. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, task: Task, timeout_s: float = 5.0, workers: int = 1):
@@ -59,7 +60,8 @@ class RewardRunner:
         self._closed = False
 
     def wait_until_ready(self) -> None:
-        """Block until each child has loaded the scorer, so that one that cannot be is known before an engine starts.
+        """Block until each child has loaded the scorer, so that one that cannot be is known before an engine
+        starts.
 
         Raises ConfigError as `score` does.
         """
@@ -100,7 +102,8 @@ class RewardRunner:
         self.close()
 
     def _score_here(self, task: Task, problem: Problem, text: str) -> Score:
-        """A function that was handed over has a thread, in which nothing can stop it: one that overruns is left behind."""
+        """A function that was handed over has a thread, in which nothing can stop it: one that overruns is
+        left behind."""
         if not isinstance(task, FileTask) or task.scorer == "exact":
             return judge(task, problem, text)
         found: list[Score] = []
@@ -115,16 +118,20 @@ class RewardRunner:
         return found[0] if found else Score(None, "timeout" if thread.is_alive() else "crash")
 
     def _report(self, scores: Sequence[Score]) -> None:
-        """What the scorer raised most often; it may hold what the model wrote: quoted, and not at any length."""
+        """What the scorer raised most often; it may hold what the model wrote: quoted, and not at any
+        length."""
         kinds = ("error", "unreachable")
         if errors := collections.Counter(s.why for s in scores if s.why.startswith(kinds)):
-            log.warning("the scorer failed at %d of %d completions, whose scores are undefined; most often: %.200r",
-                        errors.total(), len(scores), errors.most_common(1)[0][0])  # fmt: skip
+            log.warning(
+                "the scorer failed at %d of %d completions, whose scores are undefined; most often: %.200r",
+                        errors.total(), len(scores), errors.most_common(1)[0][0])
         malformed = [s.why for s in scores if s.why.startswith("malformed")]
         if malformed and not self._said_malformed:
             self._said_malformed = True
-            log.warning("the scorer broke on %d of %d completions, which score 0, for it takes the reference answer; the first: "
-                        "%.200r; from now on they are only counted", len(malformed), len(scores), malformed[0])  # fmt: skip
+            log.warning(
+                "the scorer broke on %d of %d completions, which score 0, for it takes the reference answer; the first: "
+                        "%.200r; from now on they are only counted", len(malformed), len(scores),
+                        malformed[0])
 
     def _start(self) -> _Child:
         return _Child(as_json(self._task), self._timeout_s)
@@ -175,7 +182,8 @@ class RewardRunner:
             if why:
                 self._bury(child, job, why, scores, items)
 
-    def _bury(self, child: _Child, job: int | None, why: str, scores: list, items: Sequence[tuple[Problem, str]]) -> None:
+    def _bury(self, child: _Child, job: int | None, why: str, scores: list,
+              items: Sequence[tuple[Problem, str]]) -> None:
         if not child.ready:
             raise ConfigError(f"the scoring process did not start ({why}): {child.last_words()}",
                               "run the scorer by hand in a fresh Python")
@@ -186,9 +194,10 @@ class RewardRunner:
 
 
 def _acquit(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Score]], name: str) -> None:
-    """A scorer may break on the reference answer, which need not look like a completion, and not be broken: where it has scored
-    another completion of the same problem, the one on which it broke was no answer."""
-    scored = {problem.id for (problem, _), by_name in zip(items, found) if by_name[name].why in ("ok", "none")}
+    """A scorer may break on the reference answer, which need not look like a completion, and not be broken:
+    where it has scored another completion of the same problem, the one on which it broke was no answer."""
+    scored = {problem.id for (problem, _), by_name in zip(items, found)
+              if by_name[name].why in ("ok", "none")}
     for (problem, _), by_name in zip(items, found):
         kind, _, rest = by_name[name].why.partition(": ")
         if kind == "error" and problem.id in scored:
@@ -196,7 +205,8 @@ def _acquit(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Scor
 
 
 class _Child:
-    """One scoring process. `job`: index of the item it works on. `deadline`: of that item, or of its own start."""
+    """One scoring process. `job`: index of the item it works on. `deadline`: of that item, or of its own
+    start."""
 
     def __init__(self, task_json: str, timeout_s: float):
         self.sock, theirs = socket.socketpair()
@@ -206,7 +216,8 @@ class _Child:
         self.deadline = time.monotonic() + _START_TIMEOUT_S
         self._timeout_s, self._buffer = timeout_s, b""
         self._stderr = tempfile.TemporaryFile()  # closed by kill()
-        argv = [sys.executable, "-P", "-m", "jaxfp8rl.rewards.child", str(theirs.fileno()), str(timeout_s), task_json]
+        argv = [sys.executable, "-P", "-m", "jaxfp8rl.rewards.child", str(theirs.fileno()), str(timeout_s),
+                task_json]
         with theirs:
             # A session of its own, so that one signal reaches whatever the scorer forks.
             self._process = subprocess.Popen(
@@ -215,7 +226,8 @@ class _Child:
 
     def send(self, job: int, problem: Problem, text: str) -> None:
         """Give it an item. Raises OSError when it is dead or does not read."""
-        if os.fstat(self._stderr.fileno()).st_size > STDERR_BYTES:  # what a scorer prints at each call is kept of the last ones
+        # what a scorer prints at each call is kept of the last ones
+        if os.fstat(self._stderr.fileno()).st_size > STDERR_BYTES:
             self._stderr.seek(0)  # of both: the place is the file's, which it inherited
             self._stderr.truncate()
         line = json.dumps({"problem": dataclasses.asdict(problem), "text": text}) + "\n"
@@ -223,7 +235,8 @@ class _Child:
         self.job, self.deadline = job, time.monotonic() + self._timeout_s
 
     def receive(self) -> dict | None:
-        """A score, or None when the message is not whole yet or only says that the child is ready. Raises EOFError."""
+        """A score, or None when the message is not whole yet or only says that the child is ready. Raises
+        EOFError."""
         try:
             data = self.sock.recv(1 << 16)
         except ConnectionError:
@@ -235,7 +248,8 @@ class _Child:
             return None
         message, self._buffer = json.loads(self._buffer), b""
         if "fatal" in message:
-            raise ConfigError(message["fatal"], message.get("next_step", "run the scorer by hand in a fresh Python"))
+            raise ConfigError(message["fatal"],
+                              message.get("next_step", "run the scorer by hand in a fresh Python"))
         was_ready, self.ready = self.ready, True
         self.job, self.deadline = None, _PEACE
         return message if was_ready else None
@@ -255,13 +269,16 @@ class _Child:
         self._stderr.close()
 
 
-# Rather a name too many. Neither PWD, which is a folder, nor what only begins as such words do, as PATH and TOKENIZERS.
-_SECRET = re.compile(r"PASSW|PASSPHRASE|SECRET|CREDENTIAL|(TOKEN|KEY|PASS|CRED)S?(?![A-Z])|(_PWD|(?<![A-Z])PAT)(?![A-Z])",
-                     re.IGNORECASE)  # fmt: skip
+# Rather a name too many. Neither PWD, which is a folder, nor what only begins as such words do, as PATH and
+# TOKENIZERS.
+_SECRET = re.compile(
+    r"PASSW|PASSPHRASE|SECRET|CREDENTIAL|(TOKEN|KEY|PASS|CRED)S?(?![A-Z])|(_PWD|(?<![A-Z])PAT)(?![A-Z])",
+                     re.IGNORECASE)
 
 
 def _child_environment() -> dict[str, str]:
-    """This process's modules, no GPU, one thread a library: scorers must not slow the learner. And none of its secrets."""
+    """This process's modules, no GPU, one thread a library: scorers must not slow the learner. And none of
+    its secrets."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return {**kept, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,7 +1,8 @@
 """What a scorer's answer is worth: a number, or, where it has none, why, and whose fault that is.
 
-A scorer that breaks on what the model wrote has said that it is no answer, and the model must not escape with it: it scores 0.
-But a scorer that is broken has said nothing. The reference answer tells the two apart: only the latter breaks on that as well.
+A scorer that breaks on what the model wrote has said that it is no answer, and the model must not escape with
+it: it scores 0. But a scorer that is broken has said nothing. The reference answer tells the two apart: only
+the latter breaks on that as well.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ OURS = str(Path(__file__).parents[1])
 class Score:
     """`value` None: undefined. `why` begins with one of
 
-    ok; malformed: what the model wrote broke the scorer, which takes the reference answer, 0; none: the scorer returned None;
-    error: the scorer is broken; unreachable: what it asks is; timeout; crash.
+    ok; malformed: what the model wrote broke the scorer, which takes the reference answer, 0; none: the
+    scorer returned None; error: the scorer is broken; unreachable: what it asks is; timeout; crash.
 
     `parts`: of several named rewards the value of each.
     """
@@ -36,7 +37,8 @@ class Score:
 
 
 def judge(task: Task, problem: Problem, text: str) -> Score:
-    """Score one completion. Raises MemoryError where this process has no memory left: it is not to be asked again."""
+    """Score one completion. Raises MemoryError where this process has no memory left: it is not to be asked
+    again."""
     try:
         return _defined(task.score(problem, text))
     except OSError as e:  # a server that cannot be reached says nothing of what the model wrote
@@ -44,21 +46,25 @@ def judge(task: Task, problem: Problem, text: str) -> Score:
     except Exception as e:
         if isinstance(e, MemoryError) and _memory_is_full():
             raise
-        return Score(None, f"error: {_said(e)}") if _is_broken(task, problem) else Score(0.0, f"malformed: {_said(e)}")
+        return Score(None, f"error: {_said(e)}") if _is_broken(task, problem) else Score(
+            0.0, f"malformed: {_said(e)}")
 
 
 def total(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """Several rewards as one: the sum by weight of those that are not None; undefined where one failed, or all are None."""
+    """Several rewards as one: the sum by weight of those that are not None; undefined where one failed, or
+    all are None."""
     if "" in scores:
         return scores[""]
     parts = {name: score.value for name, score in scores.items()}
     known = {name: value for name, value in parts.items() if value is not None}
     first = {score.why.partition(":")[0]: f"{score.why} ({name})" for name, score in reversed(scores.items())}
-    if failed := next((first[kind] for kind in ("timeout", "crash", "error", "unreachable") if kind in first), None):
+    if failed := next((first[kind] for kind in ("timeout", "crash", "error", "unreachable") if kind in first),
+                      None):
         return Score(None, failed, parts)
     if not known:
         return Score(None, first["none"], parts)
-    return Score(sum(weights[name] * value for name, value in known.items()), first.get("malformed", "ok"), parts)
+    return Score(sum(weights[name] * value for name, value in known.items()), first.get("malformed", "ok"),
+                 parts)
 
 
 def _defined(value: Any) -> Score:
@@ -66,7 +72,8 @@ def _defined(value: Any) -> Score:
     if value is None:
         return Score(None, "none: the scorer returned None")
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"the scorer returned {value!r:.60}, {type(value).__name__}, where a number was to be")
+        raise TypeError(
+            f"the scorer returned {value!r:.60}, {type(value).__name__}, where a number was to be")
     if not math.isfinite(number := float(value)):
         raise ValueError(f"the scorer returned {number}")
     return Score(number, "ok")
@@ -84,11 +91,13 @@ def _is_broken(task: Task, problem: Problem) -> bool:
 def _said(e: Exception) -> str:
     """The exception, and where in the scorer it was raised."""
     frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(OURS)]
-    return f"{type(e).__name__}: {e}" + (f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else "")
+    return f"{type(e).__name__}: {e}" + (f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames
+                                         else "")
 
 
 def _memory_is_full() -> bool:
-    """Whether it is near its limit. Else somebody asked for far too much, or nested so deep that Python's parser gave up."""
+    """Whether it is near its limit. Else somebody asked for far too much, or nested so deep that Python's
+    parser gave up."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return limit != resource.RLIM_INFINITY and pages * resource.getpagesize() > limit // 2

@@ -1,4 +1,5 @@
-"""The one place where the learner meets concrete engines and transports. Each is imported only when it is asked for."""
+"""The one place where the learner meets concrete engines and transports. Each is imported only when it is
+asked for."""
 
 from __future__ import annotations
 
@@ -47,18 +48,21 @@ def cuda_compiler() -> str | None:
 
 
 def write_weights(source: WeightSource, folder: Path, version: int) -> str:
-    """As a folder of safetensors (bridges.transports.safetensors_file); returns the manifest's digest. Raises BridgeError."""
+    """As a folder of safetensors (bridges.transports.safetensors_file); returns the manifest's digest. Raises
+    BridgeError."""
     from bridges.transports.safetensors_file import write_folder
 
     return write_folder(source, folder, version)
 
 
 def check_engine_settings(cfg: Config) -> None:
-    """Raise ConfigError for what an engine would refuse on any machine. No device is asked, no package of an engine imported."""
+    """Raise ConfigError for what an engine would refuse on any machine. No device is asked, no package of an
+    engine imported."""
     r = cfg.rollout
     if r.engine == "jax" and r.publish != "auto":
-        raise ConfigError(f'rollout.publish = "{r.publish}" is a way into vLLM, rollout.engine "jax" has but one',
-                          "leave rollout.publish out")  # fmt: skip
+        raise ConfigError(
+            f'rollout.publish = "{r.publish}" is a way into vLLM, rollout.engine "jax" has but one',
+                          "leave rollout.publish out")
     if r.server_token_file:
         _token(r.server_token_file)
 
@@ -68,21 +72,23 @@ def engine_lacks(cfg: Config) -> UserError | None:
     if cfg.rollout.engine == "jax" or cfg.rollout.server_url or importlib.util.find_spec("vllm"):
         return None
     return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
-                     'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` says what else is missing')  # fmt: skip
+                     'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` says what else is missing')
 
 
-def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+def build_engine(cfg: Config, model: ModelConfig,
+                 runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     """The engine the config names, with a transport opened on it. `runs`: which linears it holds in FP8.
 
-    Raises BridgeError from the engine's own checks, or UserError with the extra to install. What of the settings is decided
-    without it `check_engine_settings` refuses.
+    Raises BridgeError from the engine's own checks, or UserError with the extra to install. What of the
+    settings is decided without it `check_engine_settings` refuses.
     """
     if lack := engine_lacks(cfg):
         raise lack
     return {"jax": _jax, "vllm": _vllm, "remote": _remote}[cfg.rollout.engine](cfg, model, runs)
 
 
-def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+def _jax(cfg: Config, model: ModelConfig,
+         runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     from bridges.engines.embedded_engine import EngineModel, JaxEngine
     from bridges.transports.embedded import JaxInprocess
     from jaxfp8rl.losses.logprobs import logits_of
@@ -97,19 +103,21 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[R
         compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
-    )  # fmt: skip
+    )
 
     def to_compute(w: Array | QuantizedWeight) -> Array | QuantizedWeight:
         return w if isinstance(w, QuantizedWeight) else w.astype(precision.compute_dtype)
 
     def to_params(tensors: Mapping[str, Array]) -> dict:
-        return jax.tree.map(to_compute, assemble(model, runs, tensors), is_leaf=lambda w: isinstance(w, QuantizedWeight))
+        return jax.tree.map(to_compute, assemble(model, runs, tensors),
+                            is_leaf=lambda w: isinstance(w, QuantizedWeight))
 
     functions = EngineModel(
         manifest=wire_manifest(model, runs, precision.weight_dtype, cfg.rollout.kv_scales == "calibrated"),
         assemble=to_params,
         init_cache=lambda batch, length: init_cache(model, batch, length, precision),
-        step=lambda params, tokens, positions, cache: forward_cached(params, model, tokens, positions, cache, precision),
+        step=lambda params, tokens, positions, cache: forward_cached(
+            params, model, tokens, positions, cache, precision),
         logits=lambda params, hidden: logits_of(hidden, head_weight(params, model)),
         formats=formats,
         vocab_size=model.vocab_size,
@@ -139,7 +147,8 @@ def _embedded_formats(cfg: Config) -> EngineFormats:
     )
 
 
-def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+def _vllm(cfg: Config, model: ModelConfig,
+          runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     from bridges.engines.vllm_engine import VllmEngine
     from bridges.transports.vllm_choice import open_vllm_transport
 
@@ -172,8 +181,10 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
     )
 
 
-def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
-    """vLLM in processes of its own: those that are started here and end with the run, or one that was given by its address."""
+def _remote(cfg: Config, model: ModelConfig,
+            runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    """vLLM in processes of its own: those that are started here and end with the run, or one that was given
+    by its address."""
     from bridges.served.engine_pool import EnginePool, Member
     from bridges.served.remote_engine import RemoteEngine, start
     from bridges.served.supervised_engine import SupervisedEngine
@@ -188,7 +199,8 @@ def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tupl
     def started(number: int) -> tuple[RolloutEngine, WeightTransport]:
         gpus = ",".join(map(str, r.server_gpus[number * share :][:share]))
         environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        options = _vllm_options(cfg, model, runs) | {"seed": cfg.run.seed + number}  # unseeded requests draw each its own
+        # unseeded requests draw each its own
+        options = _vllm_options(cfg, model, runs) | {"seed": cfg.run.seed + number}
         engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **options)
         return engine, _opened(cfg, engine)
 
@@ -196,7 +208,8 @@ def _remote(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> tupl
         supervised = SupervisedEngine(functools.partial(started, number), r.restarts)
         return Member(supervised, supervised)
 
-    engine = member(0).engine if r.engines == 1 else EnginePool.start([functools.partial(member, i) for i in range(r.engines)])
+    engine = member(0).engine if r.engines == 1 else EnginePool.start(
+        [functools.partial(member, i) for i in range(r.engines)])
     return engine, engine
 
 
@@ -219,11 +232,12 @@ def _token(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError as e:
         raise ConfigError(f"rollout.server_token_file: {path} cannot be read: {e.strerror}",
-                          'the server names the file when it starts: "token_file"') from e  # fmt: skip
+                          'the server names the file when it starts: "token_file"') from e
 
 
 def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> None:
-    """Raise ConfigError where a server that runs already is not what the config asks for. Weights are compared by publishing."""
+    """Raise ConfigError where a server that runs already is not what the config asks for. Weights are
+    compared by publishing."""
     c = engine.capabilities()
     problem = None
     if c.vocab_size != model.vocab_size:
@@ -233,4 +247,5 @@ def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> Non
     elif (c.formats.kv_cache == FP8_KV) != (cfg.rollout.kv_cache == "fp8"):
         problem = f'a cache in {c.formats.kv_cache}, rollout.kv_cache is "{cfg.rollout.kv_cache}"'
     if problem:
-        raise ConfigError(f"rollout.server_url: the server at {cfg.rollout.server_url} has {problem}", "start it for this model")
+        raise ConfigError(f"rollout.server_url: the server at {cfg.rollout.server_url} has {problem}",
+                          "start it for this model")

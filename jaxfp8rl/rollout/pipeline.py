@@ -1,13 +1,15 @@
-"""The rollout batch of each step: sampled when its turn comes, or (rollout.lag = 1) while the step before it learns.
+"""The rollout batch of each step: sampled when its turn comes, or (rollout.lag = 1) while the step before it
+learns.
 
     lag 0    sample 1 | learn 1 | publish 1 | sample 2 | learn 2 | publish 2 | ...
     lag 1    sample 1 | learn 1, sample 2 | publish 1 | learn 2, sample 3 | publish 2 | ...
 
-With a lag the batch of step s was sampled at the weights of step s - 2, one version older than those that learn from it, and no
-older: a publish waits for what is being sampled, and so for each completion there is one version (Completion.version_spans).
-pi_old is scored by the learner as it is when it learns, so the correction's pi_old / mu is of both, numbers and age. A checkpoint
-holds the answers of the engine that are waiting, because the weights they are of are gone: a resumed run takes them from there.
-The last step has none: a finished run that is given more steps begins them as it began the first, at the newest weights.
+With a lag the batch of step s was sampled at the weights of step s - 2, one version older than those that
+learn from it, and no older: a publish waits for what is being sampled, and so for each completion there is
+one version (Completion.version_spans). pi_old is scored by the learner as it is when it learns, so the
+correction's pi_old / mu is of both, numbers and age. A checkpoint holds the answers of the engine that are
+waiting, because the weights they are of are gone: a resumed run takes them from there. The last step has
+none: a finished run that is given more steps begins them as it began the first, at the newest weights.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridges.api import Completion, GenRequest, Health, RolloutEngine, VersionSpan
-from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.data.dataset import PromptStream
+from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.run.run_directory import Clock
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class Batches:
         self._parts, self._waiting, self._kept = parts, None, {}
 
     def take(self, step: int, clock: Clock) -> scored_groups.Rollouts:
-        """The batch of `step`. What it cost is added to `clock`, with a lag also of what was sampled beside the last step."""
+        """The batch of `step`. What it cost is added to `clock`, with a lag also of what was sampled beside
+        the last step."""
         if not self._parts.cfg.rollout.lag:
             return collect(self._parts, self._parts.engine, step, step - 1, clock)
         if self._waiting is None:
@@ -58,16 +61,20 @@ class Batches:
                 self._waiting.result()
 
     def state(self) -> dict[str, Any]:
-        """JSON-able, of a checkpoint: the place in the prompt stream and, settled, what has been sampled for the next step."""
+        """JSON-able, of a checkpoint: the place in the prompt stream and, settled, what has been sampled for
+        the next step."""
         if self._waiting is None:
             return {"stream": self._parts.stream.state()}
         answers = [[[packed(c) for c in group] for group in call] for call in self._kept["answers"]]
-        return {"stream": self._kept["stream"], "ahead": {"version": self._kept["version"], "answers": answers}}
+        return {"stream": self._kept["stream"],
+                "ahead": {"version": self._kept["version"], "answers": answers}}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        """Where the run was after `step`. Raises CheckpointError when the state is damaged or of other data."""
+        """Where the run was after `step`. Raises CheckpointError when the state is damaged or of other
+        data."""
         self._parts.stream = PromptStream.from_state(self._parts.train, state["stream"])
-        if (ahead := state.get("ahead")) and self._parts.cfg.rollout.lag:  # without one the same prompts are sampled anew
+        # without one the same prompts are sampled anew
+        if (ahead := state.get("ahead")) and self._parts.cfg.rollout.lag:
             answers = [[[unpacked(c) for c in group] for group in call] for call in ahead["answers"]]
             self._begin(step + 1, ahead["version"], answers)
 
@@ -111,21 +118,28 @@ def packed(c: Completion) -> dict[str, Any]:
 def unpacked(d: dict[str, Any]) -> Completion:
     arrays = {name: np.array(values, dtype) for name, (dtype, values) in d["arrays"].items()}
     rest = {k: v for k, v in d.items() if k != "arrays"}
-    return Completion(**rest | arrays | {"version_spans": tuple(VersionSpan(*span) for span in d["version_spans"])})
+    return Completion(**rest | arrays
+                      | {"version_spans": tuple(VersionSpan(*span) for span in d["version_spans"])})
 
 
-def collect(parts: Parts, engine: RolloutEngine, step: int, version: int, clock: Clock) -> scored_groups.Rollouts:
-    """Sample and score a batch of prompts; under dynamic sampling further ones, until enough groups have rewards that differ."""
+def collect(parts: Parts, engine: RolloutEngine, step: int, version: int,
+            clock: Clock) -> scored_groups.Rollouts:
+    """Sample and score a batch of prompts; under dynamic sampling further ones, until enough groups have
+    rewards that differ."""
     cfg, rounds = parts.cfg, []
     for again in range(cfg.loss.dynamic_sampling_rounds):
         with clock("rollout"):
             prompts = parts.stream.next(cfg.rollout.prompts_per_step)
             n, seed = cfg.rollout.samples_per_prompt, cfg.run.seed
             requests = scored_groups.make_requests(prompts, parts.sampling, n, seed, step, again)
-            kept, rejected = scored_groups.generate(engine, prompts, requests, version, parts.unfit, parts.stops.cut)
+            kept, rejected = scored_groups.generate(engine, prompts, requests, version, parts.unfit,
+                                                    parts.stops.cut)
         with clock("reward"):
-            groups = tuple(scored_groups.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags))
+            groups = tuple(scored_groups.score(kept, parts.tokenizer, parts.rewards,
+                                               parts.cfg.task.think_tags))
         rounds.append(scored_groups.Rollouts(groups, rejected, groups))
-        if len(scored_groups.choose(rounds, cfg.rollout.prompts_per_step).chosen) == cfg.rollout.prompts_per_step:
+        if len(scored_groups.choose(rounds,
+                                    cfg.rollout.prompts_per_step).chosen) == cfg.rollout.prompts_per_step:
             break
-    return rounds[0] if cfg.loss.dynamic_sampling_rounds == 1 else scored_groups.choose(rounds, cfg.rollout.prompts_per_step)
+    return rounds[0] if cfg.loss.dynamic_sampling_rounds == 1 else scored_groups.choose(
+        rounds, cfg.rollout.prompts_per_step)

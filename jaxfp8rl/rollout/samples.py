@@ -1,4 +1,5 @@
-"""The completions a run keeps to be looked at: rows of samples.jsonl, with what engine and learner said of each token."""
+"""The completions a run keeps to be looked at: rows of samples.jsonl, with what engine and learner said of
+each token."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from jax import Array
 
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, Layout, fetch
 from jaxfp8rl.losses.correction import rollout_correction
 from jaxfp8rl.losses.logprobs import token_top_k
 from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_seen, head_weight
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts
-from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, Layout, fetch
 from jaxfp8rl.types import Params, TrainBatch
 
 if TYPE_CHECKING:
@@ -30,29 +31,34 @@ DIGITS = 4  # of log-probabilities and weights: a ratio is known to 1e-4, in a t
 
 
 def sample_rows(
-    parts: Parts, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]], packed: Sequence[TrainBatch], scored: Sequence,
+    parts: Parts, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]],
+    packed: Sequence[TrainBatch], scored: Sequence,
     likeliest: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Those that `kept` chooses. One that was learned from comes with `old_logp` and `weights`, the correction's, 0 where the
-    token is left out; without a scoring pass (loss.old_policy) these are of the update alone. `likeliest`: what `top_tokens` said
-    of these completions, for `top_ids` and `top_logp` [tokens, k].
+) -> list[dict[str, Any]]:
+    """Those that `kept` chooses. One that was learned from comes with `old_logp` and `weights`, the
+    correction's, 0 where the token is left out; without a scoring pass (loss.old_policy) these are of the
+    update alone. `likeliest`: what `top_tokens` said of these completions, for `top_ids` and `top_logp`
+    [tokens, k].
     """
     chosen = kept(batch.groups, parts.cfg.run.samples_per_step)
     learned = {}
     if chosen and parts.cfg.loss.old_policy == "recomputed":
         for members, rows, (old, _) in zip(samples, packed, scored):
             facts = fetch((old, _weights(old, rows, parts.cfg.correction.resolve())))
-            learned |= {id(s.completion): pair for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
+            learned |= {id(s.completion): pair
+                        for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
     rows = [_row(g, i, step, parts.tokenizer, learned.get(id(g.completions[i].token_ids))) for g, i in chosen]
-    return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)} for row, (ids, logp) in zip(rows, likeliest)] or rows
+    return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)}
+            for row, (ids, logp) in zip(rows, likeliest)] or rows
 
 
 def kept(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
-    """`count` completions of a step, each a group and a place in it: the first ones of the first groups; from two on the step's
-    worst and its best by reward are among them."""
+    """`count` completions of a step, each a group and a place in it: the first ones of the first groups; from
+    two on the step's worst and its best by reward are among them."""
     places = [(g, 0) for g in range(min(count, len(groups)))]
     reward = lambda place: groups[place[0]].rewards[place[1]]
-    scored = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rewards)) if not np.isnan(reward((g, i)))]
+    scored = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rewards))
+              if not np.isnan(reward((g, i)))]
     if count < 2 or not scored:
         return [(groups[g], i) for g, i in places]
     ends = {reward(end): end for end in (min(scored, key=reward), max(scored, key=reward))}
@@ -61,9 +67,10 @@ def kept(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
     return [(groups[g], i) for g, i in sorted([*ends, *rest[: count - len(ends)]])]
 
 
-def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: int, layout: Layout = ONE) -> Callable:
-    """Jitted top_k(policy, batch) -> the k likeliest tokens in place of each that was sampled: ids [M, R, T, k] int32, and their
-    log-probabilities, float32; 0 off the response mask."""
+def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: int,
+               layout: Layout = ONE) -> Callable:
+    """Jitted top_k(policy, batch) -> the k likeliest tokens in place of each that was sampled: ids [M, R, T,
+    k] int32, and their log-probabilities, float32; 0 off the response mask."""
 
     def of_micro(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
         fields = batch.tokens, batch.positions, batch.segment_ids
@@ -81,15 +88,19 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
 
 
 def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of the completions that `sample_rows` keeps the policy's likeliest tokens, [tokens, k], and their log-probabilities; none
-    unless run.samples_top_k asks for them. The policy is the one that the step scores with."""
+    """Of the completions that `sample_rows` keeps the policy's likeliest tokens, [tokens, k], and their
+    log-probabilities; none unless run.samples_top_k asks for them. The policy is the one that the step scores
+    with."""
     if parts.top_k is None:
         return []
-    first = [(g.prompt.token_ids, g.completions[i]) for g, i in kept(batch.groups, parts.cfg.run.samples_per_step)]
+    first = [(g.prompt.token_ids, g.completions[i])
+             for g, i in kept(batch.groups, parts.cfg.run.samples_per_step)]
     samples = [Sample(prompt, c.token_ids, c.logprobs, 0.0, c.routed_experts) for prompt, c in first]
     t = parts.cfg.train
-    needed = microbatches_needed(parts.cfg.run.samples_per_step, parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
-    packed = pack(parts.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed, like=parts.no_routes)
+    needed = microbatches_needed(parts.cfg.run.samples_per_step, parts.cfg.max_model_len, t.row_tokens,
+                                 t.rows_per_microbatch)
+    packed = pack(parts.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed,
+                  like=parts.no_routes)
     found = fetch(parts.top_k(policy, packed))
     return list(zip(*(unpack(x, samples) for x in found)))
 
@@ -97,24 +108,28 @@ def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.n
 @functools.partial(jax.jit, static_argnames="correction")
 def _weights(old_logp, rows: TrainBatch, correction):
     """[M, R, T], as the update works them out again."""
-    return rollout_correction(old_logp, rows.rollout_logp, rows.response_mask, correction, rows.segment_ids).weights
+    return rollout_correction(old_logp, rows.rollout_logp, rows.response_mask, correction,
+                              rows.segment_ids).weights
 
 
-def _row(group: Group, i: int, step: int, tokenizer: Tokenizer, learned: Sequence[np.ndarray] | None) -> dict[str, Any]:
+def _row(group: Group, i: int, step: int, tokenizer: Tokenizer,
+         learned: Sequence[np.ndarray] | None) -> dict[str, Any]:
     c, problem = group.completions[i], group.prompt.problem
     row = {
-        "step": step, "id": problem.id, "prompt": problem.prompt, "completion": group.texts[i], "answer": problem.answer,
+        "step": step, "id": problem.id, "prompt": problem.prompt, "completion": group.texts[i],
+        "answer": problem.answer,
         "reward": float(group.rewards[i]), "tokens": len(c.token_ids), "finish_reason": c.finish_reason,
-        "token_lengths": token_lengths(tokenizer, c.token_ids, group.texts[i]), "rollout_logp": _rounded(c.logprobs),
-    }  # fmt: skip
+        "token_lengths": token_lengths(tokenizer, c.token_ids, group.texts[i]),
+        "rollout_logp": _rounded(c.logprobs),
+    }
     if group.named:
         row["rewards"] = {name: None if np.isnan(x[0]) else float(x[0]) for name, x in group.named.items()}
     return row | dict(zip(("old_logp", "weights"), map(_rounded, learned))) if learned else row
 
 
 def token_lengths(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
-    """Characters of `text` that each of `ids` [T] stands for. 0 for a token that ends within a character, whose next one has
-    it all, and for the stop token, which is not in the text."""
+    """Characters of `text` that each of `ids` [T] stands for. 0 for a token that ends within a character,
+    whose next one has it all, and for the stop token, which is not in the text."""
     pieces = [_piece(tokenizer, int(i)) for i in ids]
     for alone in (pieces, [*pieces[:-1], ""]):  # cut off at the limit, or ended by a stop token
         if "".join(alone) == text:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridges.api import Completion, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
-from jaxfp8rl.rollout import support
 from jaxfp8rl.config.schema import Loss
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.tasks import Problem
@@ -19,6 +18,7 @@ from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
 from jaxfp8rl.monitors.extremes import told
 from jaxfp8rl.rewards.runner import RewardRunner, Score
+from jaxfp8rl.rollout import support
 from jaxfp8rl.verifiers.scorers import THINK_TAGS, thinks_on
 
 THINK_TOKENS = 32  # more than the tag that a prompt ends with has, blanks included
@@ -33,8 +33,9 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The n completions of one prompt with their rewards [n], NaN where the scorer has no answer; each of several by name, which
-    these are the sum of; and of how many the scorer broke on what was written, for a reward of 0."""
+    """The n completions of one prompt with their rewards [n], NaN where the scorer has no answer; each of
+    several by name, which these are the sum of; and of how many the scorer broke on what was written, for a
+    reward of 0."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -46,7 +47,8 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """All usable groups of a step; `rejected` says of each refused group why. `chosen`: those to learn from."""
+    """All usable groups of a step; `rejected` says of each refused group why. `chosen`: those to learn
+    from."""
 
     groups: tuple[Group, ...]
     rejected: tuple[str, ...]
@@ -64,7 +66,8 @@ class Rollouts:
             "reward/undefined": int(undefined.sum()),
             "reward/malformed": sum(g.malformed for g in self.groups),
             **named_means(self.groups),
-            "reward/groups_solved_in_part": float(np.mean(informative_groups([g.rewards for g in self.groups]))),
+            "reward/groups_solved_in_part": float(
+                np.mean(informative_groups([g.rewards for g in self.groups]))),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": int(lengths.max()),
             "response/cut_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
@@ -74,44 +77,52 @@ class Rollouts:
         }
 
     def age(self, version: int) -> dict[str, float]:
-        """weights/version that all was sampled at, and how much older than `version`, the learner's, it is: a token, at most."""
+        """weights/version that all was sampled at, and how much older than `version`, the learner's, it is: a
+        token, at most."""
         spans = [span for g in self.groups for c in g.completions for span in c.version_spans]
         tokens = np.array([span.stop - span.start for span in spans])
         ages = version - np.array([span.version for span in spans])
         return {
             "weights/version": min(span.version for span in spans),
-            "staleness/versions_mean": float((ages * tokens).sum() / tokens.sum()), "staleness/versions_max": int(ages.max()),
-        }  # fmt: skip
+            "staleness/versions_mean": float((ages * tokens).sum() / tokens.sum()),
+            "staleness/versions_max": int(ages.max()),
+        }
 
 
 def named_means(groups: Sequence[Group], undefined: float = np.nan) -> dict[str, float]:
-    """The mean of each named reward over the completions that it has a value for; those without count as `undefined`."""
-    columns = {name: np.concatenate([g.named[name] for g in groups]) for name in (groups[0].named if groups else ())}
+    """The mean of each named reward over the completions that it has a value for; those without count as
+    `undefined`."""
+    columns = {name: np.concatenate([g.named[name] for g in groups])
+               for name in (groups[0].named if groups else ())}
     filled = {name: np.where(np.isnan(x), undefined, x) for name, x in columns.items()}
     return {f"reward/{name}/mean": float(np.mean(x[~np.isnan(x)])) if not np.isnan(x).all() else float("nan")
-            for name, x in filled.items()}  # fmt: skip
+            for name, x in filled.items()}
 
 
 def make_requests(
     prompts: Sequence[Prompt], sampling: SamplingParams, n: int, seed: int, step: int, again: int = 0
 ) -> list[GenRequest]:
-    """One request a prompt. Each seed is drawn from (run seed, step, place), so a resumed run samples the same. `again`
-    counts the further rounds of a step that samples dynamically."""
-    seeds = np.random.SeedSequence([seed, step, again] if again else [seed, step]).generate_state(len(prompts))
+    """One request a prompt. Each seed is drawn from (run seed, step, place), so a resumed run samples the
+    same. `again` counts the further rounds of a step that samples dynamically."""
+    seeds = np.random.SeedSequence([seed, step, again] if again
+                                   else [seed, step]).generate_state(len(prompts))
     name = f"{step}.{again}" if again else f"{step}"
-    return [GenRequest(f"{name}/{i}", p.token_ids, sampling, n, int(s)) for i, (p, s) in enumerate(zip(prompts, seeds))]
+    return [GenRequest(f"{name}/{i}", p.token_ids, sampling, n, int(s))
+            for i, (p, s) in enumerate(zip(prompts, seeds))]
 
 
 def generate(
     engine: RolloutEngine, prompts: Sequence[Prompt], requests: Sequence[GenRequest], version: int,
     unfit: Callable[[GenRequest, Completion], str | None] = lambda request, completion: None,
     cut: Callable[[GenRequest, Completion], Completion] = lambda request, completion: completion,
-):  # fmt: skip
-    """The engine's answers in order, with those groups set apart that cannot be learned from -> (kept, rejected).
+):
+    """The engine's answers in order, with those groups set apart that cannot be learned from -> (kept,
+    rejected).
 
-    A group is rejected whole when one of its completions has missing, short or non-finite log-probabilities, was sampled at
-    another weight version than `version`, or is `unfit`, which says why: half a group has another baseline. What is kept is
-    `cut` (jaxfp8rl.rollout.stops). Raises EngineUnhealthy when none is left.
+    A group is rejected whole when one of its completions has missing, short or non-finite log-probabilities,
+    was sampled at another weight version than `version`, or is `unfit`, which says why: half a group has
+    another baseline. What is kept is `cut` (jaxfp8rl.rollout.stops). Raises EngineUnhealthy when none is
+    left.
     """
     kept, rejected = [], []
     for prompt, request, completions in zip(prompts, requests, engine.generate(requests), strict=True):
@@ -128,7 +139,8 @@ def generate(
     return kept, tuple(rejected)
 
 
-def _problem(request: GenRequest, completions: Sequence[Completion], version: int, unfit: Callable) -> str | None:
+def _problem(request: GenRequest, completions: Sequence[Completion], version: int,
+             unfit: Callable) -> str | None:
     if len(completions) != request.n:
         return f"{len(completions)} completions, {request.n} asked for"
     for c in completions:
@@ -144,21 +156,25 @@ def _problem(request: GenRequest, completions: Sequence[Completion], version: in
 def score(
     kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner,
     think_tags: Sequence[str] = THINK_TAGS,
-) -> list[Group]:  # fmt: skip
-    """Decode every completion and ask the task what it is worth; what a prompt opens of the `think_tags` is put before it. Raises
-    DataError where no score is defined: nothing could be learned from it, nor an evaluation be believed."""
+) -> list[Group]:
+    """Decode every completion and ask the task what it is worth; what a prompt opens of the `think_tags` is
+    put before it. Raises DataError where no score is defined: nothing could be learned from it, nor an
+    evaluation be believed."""
     texts = [[tokenizer.completion_text(c.token_ids) for c in completions] for _, completions in kept]
     begun = [thinks_on(tokenizer.decode(p.token_ids[-THINK_TOKENS:], False), think_tags) for p, _ in kept]
-    flat = [(prompt.problem, tag + text) for (prompt, _), tag, group in zip(kept, begun, texts) for text in group]
+    flat = [(prompt.problem, tag + text) for (prompt, _), tag, group in zip(kept, begun, texts)
+            for text in group]
     scores = rewards.score(flat)
     if all(s.value is None for s in scores):
         why, times = collections.Counter(s.why for s in scores).most_common(1)[0]
         problem, first = flat[0]
-        example = told({"prompt": problem.prompt, "completion": first, "answer": problem.answer}, "  for example:")
+        example = told({"prompt": problem.prompt, "completion": first, "answer": problem.answer},
+                       "  for example:")
         raise DataError(f"none of {len(scores)} completions could be scored; {times} times: {why}\n{example}",
-                        "score one by hand (docs/tasks.md); a run goes on with --resume")  # fmt: skip
+                        "score one by hand (docs/tasks.md); a run goes on with --resume")
     rest = iter(scores)
-    return [Group(*pair, tuple(group), **_rewards([next(rest) for _ in group])) for pair, group in zip(kept, texts)]
+    return [Group(*pair, tuple(group), **_rewards([next(rest) for _ in group]))
+            for pair, group in zip(kept, texts)]
 
 
 def _rewards(scores: Sequence[Score]) -> dict[str, Any]:
@@ -171,7 +187,8 @@ def _rewards(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:
-    """The rounds of a dynamically sampled step as one: of their groups the first `wanted` whose rewards differ."""
+    """The rounds of a dynamically sampled step as one: of their groups the first `wanted` whose rewards
+    differ."""
     groups = tuple(g for r in rounds for g in r.groups)
     useful = informative_groups([g.rewards for g in groups])
     chosen = tuple(g for g, keep in zip(groups, useful) if keep)[:wanted]
@@ -181,13 +198,14 @@ def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:
 def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list[list[Sample]]:
     """The completions of each group with their advantages, ready to pack. Groups may differ in size.
 
-    Rewards are shaped for length first; a completion that was cut is left out under loss.mask_cut, but was part of the
-    baseline. One without a score is left out, too, and was not: nothing is known of it.
+    Rewards are shaped for length first; a completion that was cut is left out under loss.mask_cut, but was
+    part of the baseline. One without a score is left out, too, and was not: nothing is known of it.
     """
     shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
     return [
         [
-            Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts, support=support_of(c))
+            Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts,
+                   support=support_of(c))
             for c, a, reward in zip(g.completions, group, g.rewards)
             if not (np.isnan(reward) or (loss.mask_cut and c.finish_reason == "length"))
         ]

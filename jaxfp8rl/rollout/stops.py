@@ -4,9 +4,9 @@
     rollout.stop_token_ids              tokens
     rollout.stop                        strings, however tokens put them together
 
-Engines know tokens alone. They stop at each token that has a stop string in its own text; a string of several tokens is
-found when the text is there, and what was sampled behind it is dropped. The token in which a stop ends is the completion's
-last one, with the log-probability that it was drawn with, and is learned from.
+Engines know tokens alone. They stop at each token that has a stop string in its own text; a string of several
+tokens is found when the text is there, and what was sampled behind it is dropped. The token in which a stop
+ends is the completion's last one, with the log-probability that it was drawn with, and is learned from.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NEXT = {"role": "user", "content": "What the user says next."}
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """tokenizer: its end-of-sequence tokens are all that end a completion. strings: rollout.stop. token_ids: those that an engine
-    stops at, for both. notes: what a run says of them when it starts."""
+    """tokenizer: its end-of-sequence tokens are all that end a completion. strings: rollout.stop. token_ids:
+    those that an engine stops at, for both. notes: what a run says of them when it starts."""
 
     tokenizer: Tokenizer
     strings: tuple[str, ...]
@@ -40,10 +40,12 @@ class Stops:
         length = self._length(completion.token_ids)
         if length is None:
             return completion
-        return dataclasses.replace(completion.first(length, len(request.prompt_token_ids)), finish_reason="stop")
+        return dataclasses.replace(completion.first(length, len(request.prompt_token_ids)),
+                                   finish_reason="stop")
 
     def _length(self, ids: Sequence[int]) -> int | None:
-        """The least number of tokens whose text has a stop string, by bisection; None where all of them have none."""
+        """The least number of tokens whose text has a stop string, by bisection; None where all of them have
+        none."""
         if not self.strings or not self._stopped(ids):
             return None
         low, high = 0, len(ids)  # the text of `low` tokens has none, that of `high` has one
@@ -58,8 +60,8 @@ class Stops:
 
 
 def stops_of(rollout: Rollout, tokenizer: Tokenizer, chat: bool) -> Stops:
-    """What ends the completions of a run; `chat`: its prompts are rendered with the chat template. Raises ConfigError for a stop
-    token that the tokenizer does not have."""
+    """What ends the completions of a run; `chat`: its prompts are rendered with the chat template. Raises
+    ConfigError for a stop token that the tokenizer does not have."""
     end, note = _turn_end(tokenizer) if chat else (None, "")
     ends = tokenizer.with_stops(end, [_token_id(tokenizer, token) for token in rollout.stop_token_ids])
     token_ids = dict.fromkeys([*ends.eos_token_ids, *tokenizer.tokens_with(rollout.stop)])
@@ -69,15 +71,18 @@ def stops_of(rollout: Rollout, tokenizer: Tokenizer, chat: bool) -> Stops:
 def _token_id(tokenizer: Tokenizer, token: int | str) -> int:
     found = tokenizer.token_id(token) if isinstance(token, str) else token
     if found is None:
-        raise ConfigError(f"rollout.stop_token_ids: {token!r} is no token of the tokenizer", f"set rollout.stop = [{token!r}]")
+        raise ConfigError(f"rollout.stop_token_ids: {token!r} is no token of the tokenizer",
+                          f"set rollout.stop = [{token!r}]")
     if not 0 <= found < tokenizer.vocab_size:
-        raise ConfigError(f"rollout.stop_token_ids: there is no token {found}, the tokenizer has 0 to {tokenizer.vocab_size - 1}",
-                          'give an id, or the token as it is written: ["<|im_end|>"]')  # fmt: skip
+        raise ConfigError(
+            f"rollout.stop_token_ids: there is no token {found}, the tokenizer has 0 to {tokenizer.vocab_size - 1}",
+                          'give an id, or the token as it is written: ["<|im_end|>"]')
     return found
 
 
 def _turn_end(tokenizer: Tokenizer) -> tuple[int | None, str]:
-    """(the token that ends a turn of the assistant in the chat template, or None; what there is to say of it, or "")."""
+    """(the token that ends a turn of the assistant in the chat template, or None; what there is to say of it,
+    or "")."""
     eos = ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in tokenizer.eos_token_ids)
     otherwise = f"completions stop at {eos} alone, unless rollout.stop_token_ids or rollout.stop name what the model writes"
     try:
@@ -88,8 +93,9 @@ def _turn_end(tokenizer: Tokenizer) -> tuple[int | None, str]:
     if token is None:
         return None, f"the chat template ends a turn with {behind[0] or behind[1]!r}, which is no token of its own: {otherwise}"
     end = tokenizer.added_tokens()[token]
-    note = (f"the chat template ends a turn with {token!r} ({end}), which the tokenizer's eos ({eos}) does not name: "
-            "completions stop there, too")  # fmt: skip
+    note = (
+        f"the chat template ends a turn with {token!r} ({end}), which the tokenizer's eos ({eos}) does not name: "
+            "completions stop there, too")
     return end, "" if end in tokenizer.eos_token_ids else note
 
 
@@ -100,7 +106,8 @@ def _behind_reply(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> s
 
 
 def _first_token(tokenizer: Tokenizer, text: str) -> str | None:
-    """The first token in `text` that was added to the vocabulary and is not white space (Gemma's line breaks are)."""
+    """The first token in `text` that was added to the vocabulary and is not white space (Gemma's line breaks
+    are)."""
     added = sorted(filter(str.strip, tokenizer.added_tokens()), key=len, reverse=True)
     found = re.search("|".join(map(re.escape, added)), text) if added else None
     return found and found[0]

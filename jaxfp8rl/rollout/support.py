@@ -1,12 +1,14 @@
-"""Sampling among the likeliest tokens alone (rollout.top_k, rollout.top_p): both sides normalise over the same ones.
+"""Sampling among the likeliest tokens alone (rollout.top_k, rollout.top_p): both sides normalise over the
+same ones.
 
-Engine and learner differ by rounding, and by age, so that each would filter in its own way. The engine therefore reports of every
-token the support that it was drawn among, and the learner's softmax is over these tokens, in every log-probability that a run
-compares with another: pi, pi_old, the reference's, and the entropy (DeepSeek-V3.2's "keep sampling mask", arXiv 2512.02556).
+Engine and learner differ by rounding, and by age, so that each would filter in its own way. The engine
+therefore reports of every token the support that it was drawn among, and the learner's softmax is over these
+tokens, in every log-probability that a run compares with another: pi, pi_old, the reference's, and the
+entropy (DeepSeek-V3.2's "keep sampling mask", arXiv 2512.02556).
 
-Shapes are static, so a support has a bound, to which the engine keeps: top_k; of a nucleus alone the whole vocabulary, if that
-is small, else the LIKELIEST. Tokens that tie with the last one are drawn, too, and there is room for some. A token with more
-of them is not learned from, and is counted (`support/unknown`).
+Shapes are static, so a support has a bound, to which the engine keeps: top_k; of a nucleus alone the whole
+vocabulary, if that is small, else the LIKELIEST. Tokens that tie with the last one are drawn, too, and there
+is room for some. A token with more of them is not learned from, and is counted (`support/unknown`).
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def note(r: Rollout, vocab_size: int) -> str | None:
         return None
     given = [f"rollout.top_p = {r.top_p:g}"] * (r.top_p < 1) + [f"rollout.top_k = {r.top_k}"] * (r.top_k > 0)
     cut = "" if r.top_k or vocab_size <= WHOLE else f" (the {LIKELIEST} likeliest at most: rollout.top_k sets another bound)"
-    return (f"{' and '.join(given)}: engine and learner normalise over the tokens that each was drawn among{cut}; "
-            "log-probabilities are computed by XLA, not by the kernel")  # fmt: skip
+    return (
+        f"{' and '.join(given)}: engine and learner normalise over the tokens that each was drawn among{cut}; "
+            "log-probabilities are computed by XLA, not by the kernel")
 
 
 def check_engine(cfg: Config, capabilities: Capabilities) -> None:
@@ -76,8 +79,10 @@ def padded(ids: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
 
 
 def metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """support/tokens_mean, of those that are known, and support/unknown, the share that is not; none without filters."""
+    """support/tokens_mean, of those that are known, and support/unknown, the share that is not; none without
+    filters."""
     if any(c.support_sizes is None for c in completions):
         return {}
     sizes = np.concatenate([c.support_sizes for c in completions])
-    return {"support/tokens_mean": float(sizes.sum() / max((sizes > 0).sum(), 1)), "support/unknown": float((sizes == 0).mean())}
+    return {"support/tokens_mean": float(sizes.sum() / max((sizes > 0).sum(), 1)),
+            "support/unknown": float((sizes == 0).mean())}

@@ -13,17 +13,16 @@ import numpy as np
 import optax
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
-from jaxfp8rl.rollout import support
-from jaxfp8rl.rollout.pipeline import Batches
-from jaxfp8rl.training.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import PromptStream, contents, demonstrable, prepare
 from jaxfp8rl.data.packing import Sample, microbatches_needed
 from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, read_seen
 from jaxfp8rl.data.tasks import FileTask, Problem, Task, make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from jaxfp8rl.distributed.mesh import ONE, Layout, check_divides, make_layout
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
+from jaxfp8rl.distributed.process_proxies import World, shared
 from jaxfp8rl.errors import ConfigError, DataError
-from jaxfp8rl.precision.jit import check_kept, keep_compiled
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.loading import check_weights, load_params
@@ -31,26 +30,34 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim.adamw import Optimizer, init_state, make_optimizer, make_schedule
 from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
-from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, plain_runs, resolve
-from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
-from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, share_gpu
-from jaxfp8rl.rewards.runner import RewardRunner
-from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.policy.routing_replay import (
-    RouteReplay, check_engine, check_moe, compact, make_record, of_no_tokens, route_problem, with_options,
-)  # fmt: skip
+    RouteReplay,
+    check_engine,
+    check_moe,
+    compact,
+    make_record,
+    of_no_tokens,
+    route_problem,
+    with_options,
+)
+from jaxfp8rl.precision.jit import check_kept, keep_compiled
+from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, plain_runs, resolve
+from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.rollout import support
+from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, share_gpu
+from jaxfp8rl.rollout.pipeline import Batches
 from jaxfp8rl.rollout.samples import make_top_k
-from jaxfp8rl.distributed.mesh import ONE, Layout, check_divides, make_layout
+from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops, stops_of
+from jaxfp8rl.training.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import Params, TrainState
-from jaxfp8rl.distributed.process_proxies import World, shared
 
 
 @dataclasses.dataclass
 class Parts:
-    """What the loop works with. `runs`: which linears the engine holds in FP8; `precision`: how the learner computes; `policy`
-    makes no codes where those in the engine's memory are used (rollout.one_copy)."""
+    """What the loop works with. `runs`: which linears the engine holds in FP8; `precision`: how the learner
+    computes; `policy` makes no codes where those in the engine's memory are used (rollout.one_copy)."""
 
     cfg: Config
     group: ProcessGroup
@@ -90,7 +97,8 @@ class Parts:
     def sampling(self) -> SamplingParams:
         r, words = self.cfg.rollout, self.model.vocab_size
         top_k = 0 if (most := support.bound(r, words)) == words else most
-        return SamplingParams(r.max_new_tokens, r.temperature, top_k, r.top_p, self.stops.token_ids, self.support_width)
+        return SamplingParams(r.max_new_tokens, r.temperature, top_k, r.top_p, self.stops.token_ids,
+                              self.support_width)
 
     @property
     def support_width(self) -> int:
@@ -115,14 +123,16 @@ class Parts:
         return route_problem(self.model, request, completion) if self.cfg.moe.replay == "R3" else None
 
     def with_routes(self, samples: list[Sample]) -> list[Sample]:
-        """The samples with the engine's routes if these are to be replayed, else without. (The gate's never have any.)"""
+        """The samples with the engine's routes if these are to be replayed, else without. (The gate's never
+        have any.)"""
         if self.cfg.moe.replay == "R3" and all(s.routes is not None for s in samples):
             return compact(samples, self.model)
         return [s._replace(routes=None) for s in samples]
 
     @property
     def no_routes(self) -> np.ndarray | None:
-        """Those of an update without samples, which has the shape of others; None if the engine's are not replayed."""
+        """Those of an update without samples, which has the shape of others; None if the engine's are not
+        replayed."""
         return of_no_tokens(self.model) if self.cfg.moe.replay == "R3" else None
 
     def initial_params(self) -> Params:
@@ -133,8 +143,8 @@ class Parts:
         return fresh_state(params, self.optimizer, self.precision.compute_dtype, self.layout)
 
     def hold_reference(self, params: Params) -> None:
-        """With codes of its own, whatever the policy does: the engine's are of newer versions. Over several devices each gets its
-        part of `params` alone."""
+        """With codes of its own, whatever the policy does: the engine's are of newer versions. Over several
+        devices each gets its part of `params` alone."""
         params = params if self.layout.mesh else jax.tree.map(jnp.asarray, params)
         self.reference = make_policy(self.precision, layout=self.layout)(self.layout.place(params))
 
@@ -158,9 +168,9 @@ class Prepared:
 
 
 def preflight(cfg: Config, fresh: bool = False) -> Prepared:
-    """All that can be checked of a run without a device, which `--dry-run` does as well as a run. `fresh`: it begins with the
-    weights in model.path, not with a checkpoint. Raises UserErrors in the order cheapest first: config, model shape, the headers
-    of its weights, tokenizer, data."""
+    """All that can be checked of a run without a device, which `--dry-run` does as well as a run. `fresh`: it
+    begins with the weights in model.path, not with a checkpoint. Raises UserErrors in the order cheapest
+    first: config, model shape, the headers of its weights, tokenizer, data."""
     cfg.check()
     check_kept(cfg.train.compilation_cache)
     check_engine_settings(cfg)
@@ -173,11 +183,13 @@ def preflight(cfg: Config, fresh: bool = False) -> Prepared:
 
 
 def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    """Which linears of which layers the engine holds in FP8. Raises ConfigError for a model that this config is not for."""
+    """Which linears of which layers the engine holds in FP8. Raises ConfigError for a model that this config
+    is not for."""
     check_moe(cfg, model)
     if cfg.run.samples_top_k > model.vocab_size:
-        raise ConfigError(f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} words",
-                          "the likeliest few of them say what there is to see")  # fmt: skip
+        raise ConfigError(
+            f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} words",
+                          "the likeliest few of them say what there is to see")
     runs = engine_runs(cfg, model)
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)
     check_kernels(cfg.precision.products, cfg.precision.attention, cfg.precision.compute_dtype, model)
@@ -187,8 +199,8 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
 def build(
     cfg: Config, group: ProcessGroup = ALONE, fresh: bool = False, phase: Callable[[str], None] = ignored
 ) -> Parts:
-    """Assemble a run, as this process of its `group` has it; `phase` is told of what takes long. Raises UserErrors: those of
-    `preflight`, then what devices or the engine refuse."""
+    """Assemble a run, as this process of its `group` has it; `phase` is told of what takes long. Raises
+    UserErrors: those of `preflight`, then what devices or the engine refuse."""
     share_gpu(cfg)  # before anything asks JAX for its devices
     phase("reading the data")
     prepared = preflight(cfg, fresh)
@@ -203,24 +215,29 @@ def build(
     support.check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
     precision = resolve(
-        get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype, cfg.precision.weight_dtype,
+        get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype,
+        cfg.precision.weight_dtype,
         cfg.precision.gradients, cfg.precision.saved_activations,
-        products_of(cfg.precision.products, cfg.precision.compute_dtype), attention, cfg.precision.wgrad_inputs,
-    )  # fmt: skip
+        products_of(cfg.precision.products, cfg.precision.compute_dtype), attention,
+        cfg.precision.wgrad_inputs,
+    )
     optimizer = make_optimizer(cfg.optim, cfg.updates)
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
     return Parts(
-        cfg, group, model, data.tokenizer, data.stops, data.task, data.train, PromptStream(data.train, cfg.run.seed),
+        cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
+        PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems], digests, prepared.questions,
         rewards, engine, transport, runs, precision, layout, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
-        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout, cfg.moe.balance_coef),
+        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout,
+                        cfg.moe.balance_coef),
         optimizer, make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout),
         KvCalibration(model, precision, cfg.rollout.temperature, cfg.rollout.kv_scale_decay)
         if cfg.rollout.kv_scales == "calibrated" else None,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
-        make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout) if cfg.run.samples_top_k else None,
-    )  # fmt: skip
+        make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
+        if cfg.run.samples_top_k else None,
+    )
 
 
 def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task) -> World:
@@ -250,8 +267,9 @@ def check_same(group: ProcessGroup, digests: dict[str, str]) -> None:
 
     def compare() -> None:
         for what in (what for what, digest in theirs.items() if digests[what] != digest):
-            raise DataError(f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
-                            "give all the same files and the same tokenizer")  # fmt: skip
+            raise DataError(
+                f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
+                            "give all the same files and the same tokenizer")
 
     group.together(compare)
 
@@ -264,7 +282,7 @@ def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCal
     plain = Precision(
         plain_runs(model.sparse_layers), compute_dtype=compute, weight_dtype=cfg.precision.weight_dtype,
         attention=attention_of(cfg.precision.attention, compute, model),
-    )  # fmt: skip
+    )
     logprobs = make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat, layout)
     policy, score = make_policy(plain, layout=layout), make_score(logprobs, layout)
     return ClipCalibration(lambda params, batch: score(policy(params), batch), cfg.loss)
@@ -289,9 +307,11 @@ def engine_runs(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
 
 
 def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    """Which linears of which layers FP8 takes, whatever the recipe. Raises ConfigError for shapes that it cannot take."""
+    """Which linears of which layers FP8 takes, whatever the recipe. Raises ConfigError for shapes that it
+    cannot take."""
     p, layers = cfg.precision, model.num_hidden_layers
-    return fp8_runs(linear_shapes(model), layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude, model.sparse_layers)
+    return fp8_runs(linear_shapes(model), layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude,
+                    model.sparse_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,14 +328,16 @@ class Data:
         return self.stops.tokenizer
 
     def contents(self) -> dict[str, str]:
-        """Digests of what a resumed run must find again. The options of a generator fix its answers, and some of reasoning_gym's
-        write down another right one in each process."""
+        """Digests of what a resumed run must find again. The options of a generator fix its answers, and some
+        of reasoning_gym's write down another right one in each process."""
         answers = self.task.kind != "reasoning_gym"
-        return {"problems": contents(self.train, answers), "held-out problems": contents(self.held_out, answers)}
+        return {"problems": contents(self.train, answers),
+                "held-out problems": contents(self.held_out, answers)}
 
     def questions(self, cfg: Config) -> Questions:
         """Raises DataError where the weights in model.path were trained on what is held out here."""
-        train, held_out = (digests_of([p.problem for p in prompts]) for prompts in (self.train, self.held_out))
+        train, held_out = (digests_of([p.problem for p in prompts])
+                           for prompts in (self.train, self.held_out))
         if not cfg.model.path or (seen := read_seen(cfg.model.path)) is None:
             return Questions(train, held_out)
         check_unseen(held_out, seen, f"model.path, {cfg.model.path},")
@@ -323,8 +345,10 @@ class Data:
 
 
 def load_data(cfg: Config, model: ModelConfig) -> Data:
-    """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises UserErrors."""
-    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date, cfg.task.chat_template_kwargs)
+    """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises
+    UserErrors."""
+    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date,
+                               cfg.task.chat_template_kwargs)
     check_fits(tokenizer, model.vocab_size)
     task = make_task(cfg.task)
     train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))
@@ -336,18 +360,21 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
     if not held_out:
         print("no problem is held out: there will be no evaluation (docs/tasks.md)")
     if cfg.sft.steps and (lost := len(train) - len(demonstrable(train, task.name))):
-        print(f"the warm start leaves out {lost} of {len(train)} problems, which have no reference answer to imitate")
+        print(
+            f"the warm start leaves out {lost} of {len(train)} problems, which have no reference answer to imitate")
     if len(train) < cfg.rollout.prompts_per_step:
-        raise DataError(f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
+        raise DataError(
+            f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
     chat = any(not isinstance(prompt.problem.prompt, str) for prompt in [*train, *held_out])
     return Data(stops_of(cfg.rollout, tokenizer, chat), task, train, held_out)
 
 
 def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout: Layout) -> TrainState:
-    """A first state around float32 `params`, which lie where the masters will. Each array is made in its place: no device holds
-    what all of them do together."""
+    """A first state around float32 `params`, which lie where the masters will. Each array is made in its
+    place: no device holds what all of them do together."""
     if layout.mesh is None:
-        return layout.place(init_state(params, optimizer, compute_dtype))  # committed, as restored: the same programs
+        # committed, as restored: the same programs
+        return layout.place(init_state(params, optimizer, compute_dtype))
     return jax.jit(lambda params: layout.keep(init_state(params, optimizer, compute_dtype)))(params)
 
 
@@ -372,7 +399,8 @@ def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> 
 
 
 def _not_in(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """The held-out problems that training has not, put otherwise (another system prompt, say): a split goes by prompts."""
+    """The held-out problems that training has not, put otherwise (another system prompt, say): a split goes
+    by prompts."""
     asked = {question(p.problem) for p in train}
     kept = [p for p in held_out if question(p.problem) not in asked]
     if left_out := len(held_out) - len(kept):

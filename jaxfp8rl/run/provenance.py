@@ -1,4 +1,5 @@
-"""run.json: by which command, code, engine and hardware a run was made. Each start, the first and every resumption, adds one."""
+"""run.json: by which command, code, engine and hardware a run was made. Each start, the first and every
+resumption, adds one."""
 
 from __future__ import annotations
 
@@ -38,10 +39,11 @@ def about(parts: Parts) -> dict[str, Any]:
         "recipe": f"{cfg.precision.recipe}, learner in {cfg.precision.compute_dtype}",
         "engine": f"{engine.engine} {engine.engine_version}: weights {formats.weights}, cache {formats.kv_cache}",
         "correction": cfg.correction.preset, "objective": cfg.loss.objective,
-        "hardware": hardware(), "commit": commit(), "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "hardware": hardware(), "commit": commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "versions": versions(),
-    }  # fmt: skip
+    }
 
 
 def write_about(folder: Path, start: dict[str, Any]) -> None:
@@ -52,7 +54,8 @@ def write_about(folder: Path, start: dict[str, Any]) -> None:
 
 def size(model: ModelConfig) -> str:
     """How many parameters: "8.2 B", "596.0 M", "16,512"."""
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(lambda: init_params(model, jax.random.key(0)))))
+    count = sum(math.prod(x.shape)
+                for x in jax.tree.leaves(jax.eval_shape(lambda: init_params(model, jax.random.key(0)))))
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
 
 
@@ -73,11 +76,13 @@ def _processor() -> str:
 def commit() -> str:
     """Of the code that runs; "+ changes" where its files differ from it; "none" for an installed package."""
     here = ["git", "-C", str(Path(__file__).parent)]
-    git = lambda *words: subprocess.run([*here, *words], capture_output=True, text=True, timeout=10).stdout.strip()
+    git = lambda *words: subprocess.run([*here, *words], capture_output=True, text=True,
+                                        timeout=10).stdout.strip()
     try:
         if not git("ls-files", Path(__file__).name):  # no repository, or one that this code is not of
             return "none"
-        return git("rev-parse", "--short", "HEAD") + " + changes" * bool(git("diff", "HEAD", "--stat", "--", "."))
+        return git("rev-parse", "--short",
+                   "HEAD") + " + changes" * bool(git("diff", "HEAD", "--stat", "--", "."))
     except (OSError, subprocess.TimeoutExpired):
         return "none"
 

@@ -1,4 +1,5 @@
-"""The run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/; and the clock and signals of a run."""
+"""The run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/; and the clock and
+signals of a run."""
 
 from __future__ import annotations
 
@@ -21,24 +22,24 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxfp8rl.checkpoint.base_model import FOLDER, keep_base_model
-from jaxfp8rl.run.provenance import write_about
 from jaxfp8rl.checkpoint.store import Checkpoints
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.resume_rules import changes, check_resumable, described
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.data.seen import write_seen
+from jaxfp8rl.distributed.mesh import fetch
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared
 from jaxfp8rl.errors import CheckpointError, ConfigError, UserError, check_writable
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
-from jaxfp8rl.monitors.health import Watch
 from jaxfp8rl.monitors.evaluations import forget_after
+from jaxfp8rl.monitors.health import Watch
 from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
 from jaxfp8rl.monitors.notes import ABOUT, write_note
 from jaxfp8rl.monitors.trackers import check_trackers, make_trackers
-from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared
-from jaxfp8rl.distributed.mesh import fetch
-from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.run.provenance import write_about
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 PHASE = "phase: "  # begins the note that a Clock adds to what went wrong
@@ -47,9 +48,11 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 @contextlib.contextmanager
 def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[None]:
-    """The run directory for this process, or group, alone until it ends, however that goes: the system holds the lock, no file.
+    """The run directory for this process, or group, alone until it ends, however that goes: the system holds
+    the lock, no file.
 
-    Raises as `check_run_directory` and `check_trackers` do, and ConfigError when another process is in it or it cannot be made.
+    Raises as `check_run_directory` and `check_trackers` do, and ConfigError when another process is in it or
+    it cannot be made.
     """
     lock = Path(cfg.run.dir) / ".lock"
     if not group.first:
@@ -62,7 +65,8 @@ def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"run.dir: {cfg.run.dir} cannot be made: {e.strerror}", "choose another --run.dir") from e
+        raise ConfigError(f"run.dir: {cfg.run.dir} cannot be made: {e.strerror}",
+                          "choose another --run.dir") from e
     with lock.open("a+") as file:
         _take(file, cfg)
         file.truncate(0)
@@ -79,9 +83,10 @@ def _take(file: TextIO, cfg: Config) -> None:
     except BlockingIOError:
         file.seek(0)
         raise ConfigError(f"run.dir: {cfg.run.dir} is in use by process {file.read().strip() or '?'}",
-                          "wait for it or end it, or choose another --run.dir") from None  # fmt: skip
+                          "wait for it or end it, or choose another --run.dir") from None
     except OSError as e:  # some network file systems
-        print(f"run.dir: {cfg.run.dir} is on a disk without locks ({e.strerror}): see that no other run uses it")
+        print(
+            f"run.dir: {cfg.run.dir} is on a disk without locks ({e.strerror}): see that no other run uses it")
 
 
 def check_claimable(cfg: Config, resume: bool) -> None:
@@ -94,26 +99,30 @@ def check_claimable(cfg: Config, resume: bool) -> None:
 
 
 def check_run_directory(cfg: Config, resume: bool) -> None:
-    """Refuse, before anything loads, to start over a run, or to resume where there is none, as another, or to before its newest
-    checkpoint.
+    """Refuse, before anything loads, to start over a run, or to resume where there is none, as another, or to
+    before its newest checkpoint.
 
-    One that failed before its first line of metrics, at the gate say, may be resumed from what it saved, or begun anew.
+    One that failed before its first line of metrics, at the gate say, may be resumed from what it saved, or
+    begun anew.
     """
     folder = Path(cfg.run.dir)
     check_writable(folder, "run.dir")
     begun, checkpoints = _size(folder / "metrics.jsonl") > 0, Checkpoints(folder / "checkpoints", 1)
     if begun and not resume:
-        raise ConfigError(f"run.dir: {folder} holds a run already", "continue it with --resume, or choose another --run.dir")
+        raise ConfigError(f"run.dir: {folder} holds a run already",
+                          "continue it with --resume, or choose another --run.dir")
     if not resume:
         return
     if (newest := checkpoints.latest()) is None:
         if begun:
             raise checkpoints.none_to_go_on_from()
-        raise CheckpointError(f"run.dir: {folder} holds no run to resume", "train without --resume (a warm start begins anew)")
+        raise CheckpointError(f"run.dir: {folder} holds no run to resume",
+                              "train without --resume (a warm start begins anew)")
     check_resumable(cfg)
     if newest > cfg.run.steps:
-        raise ConfigError(f"run.steps = {cfg.run.steps}: the newest checkpoint of {folder} is of step {newest}",
-                          "set run.steps no lower; --fork RUN@STEP --run.dir NEW begins another run before it")  # fmt: skip
+        raise ConfigError(
+            f"run.steps = {cfg.run.steps}: the newest checkpoint of {folder} is of step {newest}",
+                          "set run.steps no lower; --fork RUN@STEP --run.dir NEW begins another run before it")
 
 
 def _size(path: Path) -> int:
@@ -122,17 +131,19 @@ def _size(path: Path) -> int:
 
 def by_first(f: Callable[..., None]) -> Callable[..., None]:
     """A method that does nothing but in the first process."""
-    return functools.wraps(f)(lambda self, *args, **options: f(self, *args, **options) if self.group.first else None)
+    return functools.wraps(f)(lambda self, *args, **options: f(self, *args, **options) if self.group.first
+                              else None)
 
 
 class RunDirectory:
-    """Everything a run writes; of several processes the first writes, but for checkpoints. A context manager: leaving it closes
-    every file. `phase` is told of what takes long."""
+    """Everything a run writes; of several processes the first writes, but for checkpoints. A context manager:
+    leaving it closes every file. `phase` is told of what takes long."""
 
     def __init__(
-        self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None, group: ProcessGroup = ALONE,
+        self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None,
+        group: ProcessGroup = ALONE,
         console: ConsoleMonitor | None = None,
-    ):  # fmt: skip
+    ):
         self.path, self._began, self.group = Path(cfg.run.dir), phase, group
         self._console, self._watch = console, Watch()
         self._cfg, self._config_changed, self._detailed = cfg, False, set()
@@ -147,7 +158,8 @@ class RunDirectory:
         try:
             if not resume:
                 self._begin()
-            self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl") for n in ("metrics", "samples"))
+            self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl")
+                                            for n in ("metrics", "samples"))
             self._trackers = make_trackers(self._cfg, self.path, self.note)
             self._monitors = Monitors([self._metrics, self._console, *self._trackers])
         except BaseException:  # else its live line would go on, and the terminal be without a cursor
@@ -160,7 +172,8 @@ class RunDirectory:
     @by_first
     def __exit__(self, kind: type | None, *_: object) -> None:
         for part in (self._monitors, self._samples):
-            with contextlib.suppress(*[OSError] if kind else []):  # what could not be written cannot be at the end either
+            # what could not be written cannot be at the end either
+            with contextlib.suppress(*[OSError] if kind else []):
                 part.close()
 
     @by_first
@@ -177,12 +190,14 @@ class RunDirectory:
         except OSError as e:
             if e.errno not in DISK_ERRORS:
                 raise
-            raise CheckpointError(f"run.dir: what step {record['step']} came to could not be written: {e.strerror}",
-                                  "make room in run.dir, then --resume") from e  # fmt: skip
+            raise CheckpointError(
+                f"run.dir: what step {record['step']} came to could not be written: {e.strerror}",
+                                  "make room in run.dir, then --resume") from e
 
     def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
         """While entered, if `wanted`, host and device are traced to `profile/`."""
-        return jax.profiler.trace(str(self.path / "profile")) if wanted and self.group.first else contextlib.nullcontext()
+        return jax.profiler.trace(
+            str(self.path / "profile")) if wanted and self.group.first else contextlib.nullcontext()
 
     def phase(self, name: str) -> None:
         """Something begins that takes long."""
@@ -197,8 +212,8 @@ class RunDirectory:
 
     @by_first
     def note(self, text: str, detail: str = "", kind: str = "") -> None:
-        """Something a reader should know: on the console, and in notes.txt with the time. `detail` is added the first time that
-        something of the `kind` is noted."""
+        """Something a reader should know: on the console, and in notes.txt with the time. `detail` is added
+        the first time that something of the `kind` is noted."""
         if detail and kind not in self._detailed:
             self._detailed.add(kind)
             text += f"\n{detail}"
@@ -216,8 +231,9 @@ class RunDirectory:
             write_about(self.path, start)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any], last: bool = False) -> None:
-        """Write a checkpoint. One that cannot be written (a full disk) is said and to be tried again after the next step, the
-        older ones being there still; CheckpointError when it has not succeeded for run.save_patience_s, or is the `last`."""
+        """Write a checkpoint. One that cannot be written (a full disk) is said and to be tried again after
+        the next step, the older ones being there still; CheckpointError when it has not succeeded for
+        run.save_patience_s, or is the `last`."""
         self.phase("save")
         try:
             self._checkpoints.save(step, state, loop)
@@ -225,11 +241,13 @@ class RunDirectory:
         except Exception as e:  # Orbax, tensorstore and the system have their own each
             self.unsaved_since = self.unsaved_since or time.monotonic()
             said = f"the checkpoint of step {step} could not be written: {type(e).__name__}: {e}"
-            passed, newest = self.group.told(lambda: time.monotonic() - self.unsaved_since), self._checkpoints.latest()
+            passed, newest = self.group.told(lambda: time.monotonic()
+                                             - self.unsaved_since), self._checkpoints.latest()
             if last or passed > self._patience:
                 there = "there is none" if newest is None else f"the newest is that of step {newest}"
                 raise CheckpointError(f"{said}; {there}", "make room in run.dir, then --resume") from e
-            self.note(f"{said}; it is tried again after each step, for {self._patience - passed:.0f} s (run.save_patience_s)")
+            self.note(
+                f"{said}; it is tried again after each step, for {self._patience - passed:.0f} s (run.save_patience_s)")
 
     @property
     def begun(self) -> bool:
@@ -244,7 +262,8 @@ class RunDirectory:
         raise SystemExit(code)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any], int]:
-        """(state, loop state, step) of the newest sound checkpoint. Nothing is written: the run may still be refused."""
+        """(state, loop state, step) of the newest sound checkpoint. Nothing is written: the run may still be
+        refused."""
         state, loop = self._checkpoints.restore(like)
         for step, why in self._checkpoints.damaged.items():
             self.note(f"checkpoint {step} is damaged, going on from {loop['step']}: {why}")
@@ -252,8 +271,8 @@ class RunDirectory:
 
     @by_first
     def rewind(self, step: int) -> None:
-        """Continue from `step`: forget what is of later ones in metrics, samples, trackers and evaluations. What the config has
-        that is other is of the steps that follow: it is kept with the first of them."""
+        """Continue from `step`: forget what is of later ones in metrics, samples, trackers and evaluations.
+        What the config has that is other is of the steps that follow: it is kept with the first of them."""
         other = described(changes(load_config(str(self.path / "config.toml")), self._cfg))
         if other and step < self._cfg.run.steps:
             self.note(f"resumed at step {step} with other settings: {'; '.join(other)}")
@@ -279,7 +298,8 @@ class RunDirectory:
     def _begin(self) -> None:
         """What another start left, which failed before its first line, is none of this run's."""
         if left := self._checkpoints.set_aside(-1, "left"):
-            self.note(f"of a start that failed: checkpoint {', '.join(map(str, left))}, set aside as checkpoints/left-STEP")
+            self.note(
+                f"of a start that failed: checkpoint {', '.join(map(str, left))}, set aside as checkpoints/left-STEP")
         if self._was_ours():
             self._forget_evaluations(-1)
             for name in ("reference", FOLDER):
@@ -288,7 +308,8 @@ class RunDirectory:
         keep_base_model(self._cfg, self.path)
 
     def _was_ours(self) -> bool:
-        """Whether a start left its config here. A folder of anyone else's is not looked into, whatever its things are called."""
+        """Whether a start left its config here. A folder of anyone else's is not looked into, whatever its
+        things are called."""
         try:
             return bool(load_config(str(self.path / "config.toml")))
         except UserError:
@@ -312,7 +333,8 @@ class RunDirectory:
     def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
         """Keep the policy that the run began with: a Hugging Face folder, `reference`."""
         params = fetch(params) if self.group.count > 1 else params
-        self.group.together(lambda: save_params(self.path / "reference", model, params, dtype=dtype), alone=True)
+        self.group.together(lambda: save_params(self.path / "reference", model, params, dtype=dtype),
+                            alone=True)
 
     def load_reference(self, model: ModelConfig) -> Params:
         """On the host, in float32."""
@@ -321,7 +343,8 @@ class RunDirectory:
     def save_bad_batch(self, batch: TrainBatch, old_logp: jax.Array) -> Path:
         """Keep the newest batch whose update was not finite, to be looked at."""
         path = self.path / "bad_batch.safetensors"
-        arrays = {name: x for name, x in fetch(batch._asdict() | {"old_logp": old_logp}).items() if x is not None}
+        arrays = {name: x for name, x in fetch(batch._asdict() | {"old_logp": old_logp}).items()
+                  if x is not None}
         if self.group.first:
             save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, path)
         return path
@@ -350,13 +373,16 @@ class Clock:
 
     def metrics(self) -> dict[str, float]:
         """time/<phase>_s for each phase, and time/step_s since the clock was made."""
-        return {f"time/{k}_s": v for k, v in (*self._phases.items(), ("step", time.perf_counter() - self._start))}
+        return {f"time/{k}_s": v for k, v in (*self._phases.items(),
+                                              ("step", time.perf_counter() - self._start))}
 
 
 class StopSignals:
-    """While entered, the first SIGINT or SIGTERM asks the loop to stop after the step in progress; the second stops at once.
+    """While entered, the first SIGINT or SIGTERM asks the loop to stop after the step in progress; the second
+    stops at once.
 
-    asked: the exit code by which this process was asked to, or 0. exit_code: the same of the whole group, since `settle`.
+    asked: the exit code by which this process was asked to, or 0. exit_code: the same of the whole group,
+    since `settle`.
     """
 
     def __init__(self, group: ProcessGroup = ALONE):
@@ -391,7 +417,8 @@ class StopSignals:
 
 
 def peak_memory_gib() -> float:
-    """The GPU allocator's peak on the first device, or the process's peak resident size where there is no GPU."""
+    """The GPU allocator's peak on the first device, or the process's peak resident size where there is no
+    GPU."""
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use", 0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return peak / 2**30

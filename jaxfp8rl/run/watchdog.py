@@ -14,11 +14,13 @@ GRACE_SECONDS = 30.0
 
 
 class Watchdog:
-    """While entered, ends the process with EXIT_CODE when one phase of the run takes more than `seconds`; 0: never.
+    """While entered, ends the process with EXIT_CODE when one phase of the run takes more than `seconds`; 0:
+    never.
 
-    It names the phase, and writes the stacks of all threads to `path`. Should a thread hold the interpreter, so that this
-    one never comes to run, faulthandler does the same from outside Python after GRACE_SECONDS more, with exit code 1 and
-    without the phase. Children of the run end with it: each of them watches its parent.
+    It names the phase, and writes the stacks of all threads to `path`. Should a thread hold the interpreter,
+    so that this one never comes to run, faulthandler does the same from outside Python after GRACE_SECONDS
+    more, with exit code 1 and without the phase. Children of the run end with it: each of them watches its
+    parent.
     """
 
     def __init__(self, seconds: float, path: str | Path):
@@ -49,8 +51,9 @@ class Watchdog:
 
     def _end(self, phase: str, passed: float) -> None:
         said = f'the phase "{phase}" has not ended within {passed:.0f} s (run.watchdog_s = {self._seconds:g})'
-        print(f"jaxfp8rl: {said}\n  next step: see where it stood in {self._path}; --resume goes on from what is saved, "
-              "with a longer run.watchdog_s if it was slow and did not hang", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"jaxfp8rl: {said}\n  next step: see where it stood in {self._path}; --resume goes on from what is saved, "
+              "with a longer run.watchdog_s if it was slow and did not hang", file=sys.stderr, flush=True)
         try:
             with self._path.open("w") as file:
                 print(said, file=file, flush=True)

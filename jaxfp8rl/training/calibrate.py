@@ -1,8 +1,9 @@
-"""What a run measures of itself to set its own numbers: clip bounds for a noisy FP8 ratio, and scales of FP8 attention.
+"""What a run measures of itself to set its own numbers: clip bounds for a noisy FP8 ratio, and scales of FP8
+attention.
 
-FP8 rounding noise in both log-probabilities widens the distribution of pi / pi_old; tokens with a negative advantage then
-fall below the lower bound and keep their probability though nobody wanted them (arXiv 2609.22870). The bounds are set from time
-to time by what the same learner without FP8 would have clipped.
+FP8 rounding noise in both log-probabilities widens the distribution of pi / pi_old; tokens with a negative
+advantage then fall below the lower bound and keep their probability though nobody wanted them (arXiv
+2609.22870). The bounds are set from time to time by what the same learner without FP8 would have clipped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import numpy as np
 from jax import Array
 
 from jaxfp8rl.config.schema import Loss
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.losses.calibration import calibrated_bounds
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
@@ -25,16 +25,18 @@ from jaxfp8rl.losses.objectives import objective_parameters
 from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_amax, head_weight
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.kv_scales import KvScales, finite, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.types import Params, TrainBatch
 
 
 class ClipCalibration:
-    """`clip` are the distances in force. `shadow_score(params, batch)`: the learner's log-probabilities without FP8.
+    """`clip` are the distances in force. `shadow_score(params, batch)`: the learner's log-probabilities
+    without FP8.
 
-    In a step that is due, `begin` scores the last update's batch before the step's updates move the policy, and `finish`
-    compares the ratios of both learners just before that update.
+    In a step that is due, `begin` scores the last update's batch before the step's updates move the policy,
+    and `finish` compares the ratios of both learners just before that update.
     """
 
     def __init__(self, shadow_score: Callable, loss: Loss):
@@ -46,10 +48,12 @@ class ClipCalibration:
     def begin(self, step: int, params: Params, batch: TrainBatch) -> Array | None:
         return self._score(params, batch) if step % self._every == 0 else None
 
-    def finish(self, params: Params, batch: TrainBatch, logp: Array, old_logp: Array, shadow_old: Array) -> None:
+    def finish(self, params: Params, batch: TrainBatch, logp: Array, old_logp: Array,
+               shadow_old: Array) -> None:
         ratio, shadow = _ratio(logp, old_logp), _ratio(self._score(params, batch), shadow_old)
         bounds = jax.device_get(_bounds(ratio, shadow, batch.advantages, batch.response_mask, *self.nominal))
-        if np.isfinite(bounds).all():  # else the update that follows is not finite either, and its guard reports it
+        # else the update that follows is not finite either, and its guard reports it
+        if np.isfinite(bounds).all():
             self.clip = tuple(map(np.float32, bounds))
 
     def state(self) -> dict[str, list[float]]:
@@ -57,22 +61,25 @@ class ClipCalibration:
         return {"clip": [float(x) for x in self.clip], "clip_of": list(self.nominal)}
 
     def take_up(self, state: dict[str, Any]) -> None:
-        """Go on with the distances of a checkpoint, unless they were calibrated from others than ours: a fork may set its own."""
+        """Go on with the distances of a checkpoint, unless they were calibrated from others than ours: a fork
+        may set its own."""
         if "clip" in state and tuple(state.get("clip_of", self.nominal)) == self.nominal:
             self.clip = tuple(map(np.float32, state["clip"]))
 
 
 class KvCalibration:
-    """Scales of FP8 attention from the largest queries, keys and values of the scoring pass, which it therefore makes.
+    """Scales of FP8 attention from the largest queries, keys and values of the scoring pass, which it
+    therefore makes.
 
-    `amax` [L] of each is the largest seen, forgotten by `decay` a step (jaxfp8rl/precision/kv_scales.py); None before the first.
-    A step ends with `apply`, however many batches it scored.
+    `amax` [L] of each is the largest seen, forgotten by `decay` a step (jaxfp8rl/precision/kv_scales.py);
+    None before the first. A step ends with `apply`, however many batches it scored.
     """
 
     def __init__(self, model: ModelConfig, precision: Precision, temperature: float, decay: float):
         self.amax: KvScales | None = None
         self._seen: KvScales | None = None  # in this step
-        self._decay, self._observe = decay, exact_jit(functools.partial(_observe, model, precision, temperature))
+        self._decay, self._observe = decay, exact_jit(
+            functools.partial(_observe, model, precision, temperature))
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
         """old_logp [M, R, T], as `score` gives it; what was seen on the way is remembered."""
@@ -92,12 +99,15 @@ class KvCalibration:
 
 
 def _observe(model: ModelConfig, precision: Precision, temperature: float, policy: Params, batch: TrainBatch):
-    """(log-probabilities [M, R, T], {"q", "k", "v": [L]}) of the policy on `batch`; empty micro-batches are skipped."""
+    """(log-probabilities [M, R, T], {"q", "k", "v": [L]}) of the policy on `batch`; empty micro-batches are
+    skipped."""
 
     def one(micro: TrainBatch) -> tuple[Array, KvScales]:
-        hidden, amax = forward_and_amax(policy, model, micro.tokens, micro.positions, micro.segment_ids, precision)
+        hidden, amax = forward_and_amax(policy, model, micro.tokens, micro.positions, micro.segment_ids,
+                                        precision)
         options = dict(logits_dtype=precision.logits_dtype, mask=micro.response_mask, support=micro.support)
-        return token_logprobs(hidden, head_weight(policy, model), micro.tokens, temperature, **options)[0], amax
+        return token_logprobs(hidden, head_weight(policy, model), micro.tokens, temperature,
+                              **options)[0], amax
 
     logp, amax = map_live(one, batch)
     return logp, jax.tree.map(lambda x: finite(x).max(0), amax)  # a bad micro-batch hides no other

@@ -1,4 +1,5 @@
-"""Bad input to FP8, named: tensors and layers that are not finite, and a cache format that the model is not made for."""
+"""Bad input to FP8, named: tensors and layers that are not finite, and a cache format that the model is not
+made for."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ import numpy as np
 from jax import Array
 
 from bridges.api import Capabilities, EngineFormats
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.rules import is_uncorrected
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.distributed.mesh import fetch
 from jaxfp8rl.errors import ModelError
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.losses.logprobs import token_logprobs
-from jaxfp8rl.optim.low_bit import Kept, decode, is_scaled
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.transformer import head_weight
-from jaxfp8rl.probes.probes import unquantized_policy, walk
+from jaxfp8rl.optim.low_bit import Kept, decode, is_scaled
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import FP8_KV, Precision
-from jaxfp8rl.distributed.mesh import fetch
+from jaxfp8rl.probes.probes import unquantized_policy, walk
 from jaxfp8rl.types import Params, TrainBatch
 
 NAMED = 3  # tensors a message lists
@@ -43,14 +44,15 @@ class BadTensor(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _count_bad(x: Kept, stacked: int) -> Array:
-    """Non-finite elements: of each of a stack of layers [L, ...] -> [L], of their experts [L, E, ...] -> [L, E], of any other
-    tensor -> a scalar; `stacked`: how many axes that are."""
+    """Non-finite elements: of each of a stack of layers [L, ...] -> [L], of their experts [L, E, ...] -> [L,
+    E], of any other tensor -> a scalar; `stacked`: how many axes that are."""
     bad = ~jnp.isfinite(decode(x))
     return jnp.sum(bad, range(stacked, bad.ndim))
 
 
 def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
-    """The tensors of a tree with one stack of layers (parameters, gradients) that are not all finite, in HF order."""
+    """The tensors of a tree with one stack of layers (parameters, gradients) that are not all finite, in HF
+    order."""
     axes = {e.path: len(e.index) for e in param_table(model)}
     count = lambda path, x: _count_bad(x, axes[tuple(node.key for node in path)])
     counts = fetch(jax.tree_util.tree_map_with_path(count, params, is_leaf=is_scaled))
@@ -59,7 +61,8 @@ def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
 
 
 def check_finite(params: Params, model: ModelConfig, what: str = "the model's weights") -> None:
-    """Raises ModelError when `what` holds NaN or infinities, naming the first tensors (and so their layers) and how many."""
+    """Raises ModelError when `what` holds NaN or infinities, naming the first tensors (and so their layers)
+    and how many."""
     bad = bad_tensors(params, model)
     if bad:
         more = f" and {len(bad) - NAMED} more tensors" if len(bad) > NAMED else ""
@@ -70,17 +73,20 @@ def check_finite(params: Params, model: ModelConfig, what: str = "the model's we
 
 
 def find_nonfinite(
-    params: Params, batch: TrainBatch, model: ModelConfig, precision: Precision, old_logp: Array | None = None,
+    params: Params, batch: TrainBatch, model: ModelConfig, precision: Precision,
+    old_logp: Array | None = None,
     temperature: float = 1.0,
-) -> str:  # fmt: skip
-    """One sentence on where an update that was not finite went wrong: the batch, a weight, the layer and product of the forward
-    pass, the log-probabilities, or, all these being finite, the loss or the backward pass.
+) -> str:
+    """One sentence on where an update that was not finite went wrong: the batch, a weight, the layer and
+    product of the forward pass, the log-probabilities, or, all these being finite, the loss or the backward
+    pass.
 
     batch [M, R, T], old_logp [M, R, T] as the update had them.
     """
     fields = {"rollout_logp": batch.rollout_logp, "advantages": batch.advantages, "old_logp": old_logp}
     for name, values in fields.items():
-        if values is not None and (bad := np.argwhere(np.asarray(batch.response_mask) & ~np.isfinite(values))).size:
+        if values is not None and (bad := np.argwhere(np.asarray(batch.response_mask)
+                                                      & ~np.isfinite(values))).size:
             m, r, t = map(int, bad[0])
             return f"{name} of the batch is not finite at {len(bad)} tokens, first at micro-batch {m}, row {r}, token {t}"
     if bad := bad_tensors(params, model):
@@ -106,8 +112,10 @@ _SEEN = {  # in the order in which a layer computes them
 
 
 @functools.partial(exact_jit, static_argnums=(2, 3, 4))
-def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision, temperature: float):
-    """({seen: [L]}, scalar): tokens at which something is not finite, in each layer and in the log-probabilities."""
+def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
+                           temperature: float):
+    """({seen: [L]}, scalar): tokens at which something is not finite, in each layer and in the
+    log-probabilities."""
 
     def look(name: str, x: Array, live: Array) -> Array:
         return jnp.sum(live & ~jnp.isfinite(x).reshape(*live.shape, -1).all(-1))
@@ -117,10 +125,12 @@ def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfi
     return seen, jnp.sum(micro.response_mask & ~jnp.isfinite(logp))
 
 
-_SEEN_SPARSE = _SEEN | {"gate_proj": "what enters the mixture of experts", "down_proj": "what the mixture of experts returns"}
+_SEEN_SPARSE = _SEEN | {"gate_proj": "what enters the mixture of experts",
+                        "down_proj": "what the mixture of experts returns"}
 
 
-def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray, sparse: tuple[bool, ...]) -> str | None:
+def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray,
+                          sparse: tuple[bool, ...]) -> str | None:
     for layer in range(len(seen["output"])):
         for name, words in (_SEEN_SPARSE if sparse[layer] else _SEEN).items():
             if count := int(seen[name][layer]):
@@ -129,7 +139,8 @@ def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray, sparse:
 
 
 def untested_warning(engine: Capabilities) -> str | None:
-    """What to say at the start of a run on a vLLM that may round elsewhere than those that the learner mirrors."""
+    """What to say at the start of a run on a vLLM that may round elsewhere than those that the learner
+    mirrors."""
     if engine.engine != "vllm" or engine.engine_version.startswith(TESTED_VLLM):
         return None
     return (
@@ -139,7 +150,8 @@ def untested_warning(engine: Capabilities) -> str | None:
 
 
 def uncorrected_warning(cfg: Config) -> str | None:
-    """What to say at the start of a run whose engine samples in FP8 and that corrects nothing, as it was told it may."""
+    """What to say at the start of a run whose engine samples in FP8 and that corrects nothing, as it was told
+    it may."""
     if not is_uncorrected(cfg):
         return None
     return (
@@ -150,8 +162,8 @@ def uncorrected_warning(cfg: Config) -> str | None:
 
 
 def kv_fp8_warning(model: ModelConfig, formats: EngineFormats, calibrated: bool = False) -> str | None:
-    """What to say at the start of a run whose engine caches keys and values in E4M3 for a model without query/key norm. Nothing
-    where their scales are `calibrated`: these follow the largest key."""
+    """What to say at the start of a run whose engine caches keys and values in E4M3 for a model without
+    query/key norm. Nothing where their scales are `calibrated`: these follow the largest key."""
     if formats.kv_cache != FP8_KV or model.qk_norm or calibrated:
         return None
     return (

@@ -1,5 +1,6 @@
-"""The start-up gate: learner and engine score the same tokens at equal weights. A gap means the two compute different models,
-and every later number would be about that difference. (A silently unsynced engine is found here too.)
+"""The start-up gate: learner and engine score the same tokens at equal weights. A gap means the two compute
+different models, and every later number would be about that difference. (A silently unsynced engine is found
+here too.)
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from jaxfp8rl.errors import GateFailed
 from jaxfp8rl.types import TrainBatch
 
 
-def check_gate(cfg: Gate, batch: TrainBatch, learner_logp: np.ndarray, tokenizer: Tokenizer) -> dict[str, float]:
+def check_gate(cfg: Gate, batch: TrainBatch, learner_logp: np.ndarray,
+               tokenizer: Tokenizer) -> dict[str, float]:
     """Compare the learner's [M, R, T] log-probabilities with the engine's in `batch`; both float32, in nats.
 
-    Returns gate/mean_gap and gate/max_gap. Raises GateFailed, showing the worst token in its context, past a limit of `cfg`
-    or when a gap is not finite.
+    Returns gate/mean_gap and gate/max_gap. Raises GateFailed, showing the worst token in its context, past a
+    limit of `cfg` or when a gap is not finite.
     """
     gaps = np.abs(np.asarray(learner_logp) - batch.rollout_logp)
     gaps = np.where(batch.response_mask, np.where(np.isfinite(gaps), gaps, np.inf), 0.0)

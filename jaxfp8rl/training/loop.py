@@ -1,7 +1,7 @@
 """The other page: sample prompts -> generate -> score -> pack -> step -> publish -> save -> log.
 
-A step samples at the weights of the step before (`weights/version` = step - 1; with rollout.lag at those before them, beside the
-step before: jaxfp8rl.rollout.pipeline), learns from what it sampled, and publishes.
+A step samples at the weights of the step before (`weights/version` = step - 1; with rollout.lag at those
+before them, beside the step before: jaxfp8rl.rollout.pipeline), learns from what it sampled, and publishes.
 Everything random is drawn from (run.seed, step), so a resumed run continues as if it had never stopped.
 """
 
@@ -14,39 +14,40 @@ import jax
 import numpy as np
 
 from bridges.api import PublishReceipt
-from jaxfp8rl.rollout import scored_groups, support
-from jaxfp8rl.run.provenance import about
-from jaxfp8rl.run.context import Parts, build, ignored
+from jaxfp8rl.checkpoint.read_only import Trained
+from jaxfp8rl.checkpoint.resume import check_start, fork, restore, save
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
-from jaxfp8rl.memory.flops import mfu, update_flops
-from jaxfp8rl.training.gate import check_gate
+from jaxfp8rl.distributed.mesh import fetch, gloo_warning
+from jaxfp8rl.distributed.process_group import joined
 from jaxfp8rl.memory.fit import check_memory, explained
+from jaxfp8rl.memory.flops import mfu, update_flops
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.summary import write_summary
-from jaxfp8rl.policy.policy import shared
-from jaxfp8rl.training.checks import check_finite, kv_fp8_warning, uncorrected_warning, untested_warning
 from jaxfp8rl.policy.hardware import computed_by
-from jaxfp8rl.distributed.process_group import joined
+from jaxfp8rl.policy.policy import shared
 from jaxfp8rl.publish.wire import LearnerWeights
-from jaxfp8rl.checkpoint.resume import check_start, fork, restore, save
-from jaxfp8rl.run.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
+from jaxfp8rl.rollout import scored_groups, support
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
-from jaxfp8rl.training.sft import lost, warm_start
-from jaxfp8rl.distributed.mesh import fetch, gloo_warning
-from jaxfp8rl.checkpoint.read_only import Trained
-from jaxfp8rl.types import Params, TrainBatch, TrainState
-from jaxfp8rl.training.updates import learn, probe, score
+from jaxfp8rl.run.context import Parts, build, ignored
+from jaxfp8rl.run.provenance import about
+from jaxfp8rl.run.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
 from jaxfp8rl.run.watchdog import Watchdog
+from jaxfp8rl.training.checks import check_finite, kv_fp8_warning, uncorrected_warning, untested_warning
+from jaxfp8rl.training.gate import check_gate
+from jaxfp8rl.training.sft import lost, warm_start
+from jaxfp8rl.training.updates import learn, probe, score
+from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 EVAL_STEP = 2**31  # evaluation draws its seeds from here on, apart from training's
 
 
 def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
-    """Run `cfg` to its last step: from the newest checkpoint of its run directory when `resume`, or of another one, `fork_of`.
+    """Run `cfg` to its last step: from the newest checkpoint of its run directory when `resume`, or of
+    another one, `fork_of`.
 
-    Raises UserError and BridgeError kinds with their next step; leaves with exit code 130 or 143 after SIGINT or SIGTERM, when
-    the step in progress has been finished and saved.
+    Raises UserError and BridgeError kinds with their next step; leaves with exit code 130 or 143 after SIGINT
+    or SIGTERM, when the step in progress has been finished and saved.
     """
     cfg = check_start(cfg, resume, fork_of)
     fresh = not (resume or fork_of)
@@ -55,8 +56,10 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         stack.enter_context(claimed(cfg, resume, group))
         check_memory(cfg, fresh)
         stack.enter_context(explained(cfg, fresh))
-        watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s, f"{cfg.run.dir}/stacks{group.suffix}.txt"))
-        console = stack.enter_context(contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
+        watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s,
+                                                f"{cfg.run.dir}/stacks{group.suffix}.txt"))
+        console = stack.enter_context(
+            contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
         told = console.phase if console else ignored
         parts = stack.enter_context(contextlib.closing(build(cfg, group, fresh, told)))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group, console))
@@ -64,9 +67,10 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run.note(computed_by(parts.precision, parts.model, parts.support_width > 0))
         engine, calibrated = parts.engine.capabilities(), parts.kv_scales is not None
         warnings = (
-            untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated), gloo_warning(parts.layout),
+            untested_warning(engine), kv_fp8_warning(parts.model, engine.formats, calibrated),
+            gloo_warning(parts.layout),
             uncorrected_warning(cfg), *parts.stops.notes, support.note(cfg.rollout, parts.model.vocab_size),
-        )  # fmt: skip
+        )
         for warning in filter(None, warnings):
             run.note(warning)
         if fork_of:
@@ -100,19 +104,21 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
 
 
 def with_scales(parts: Parts, policy: Params) -> Params:
-    """The policy with scales for FP8 attention where they are calibrated: before the first step, on prompts alone."""
+    """The policy with scales for FP8 attention where they are calibrated: before the first step, on prompts
+    alone."""
     if parts.kv_scales is None:
         return policy
     if parts.kv_scales.amax is None:
         prompts = [p.token_ids for p in parts.train[: parts.cfg.rollout.prompts_per_step]]
-        parts.kv_scales.score(policy, pack_samples(parts, [Sample(p[:-1], p[-1:], np.zeros(1), 0.0) for p in prompts]))
+        parts.kv_scales.score(policy, pack_samples(parts, [Sample(p[:-1], p[-1:], np.zeros(1), 0.0)
+                                                           for p in prompts]))
     return parts.kv_scales.apply(policy)
 
 
 def begin(parts: Parts, run: RunDirectory, stop: StopSignals) -> TrainState:
-    """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has one; saved as
-    step 0, so that whatever stops the run later leaves something to resume. A signal in the warm start ends it at once, with the
-    word that it cannot be resumed."""
+    """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has
+    one; saved as step 0, so that whatever stops the run later leaves something to resume. A signal in the
+    warm start ends it at once, with the word that it cannot be resumed."""
 
     def warming(step: int) -> None:
         run.phase("warm start")
@@ -127,7 +133,8 @@ def begin(parts: Parts, run: RunDirectory, stop: StopSignals) -> TrainState:
     if parts.cfg.sft.steps:
         if parts.cfg.rollout.sleep != "off":
             parts.engine.sleep()  # until the first publish
-        warmed = lambda: warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer, run.note, warming)
+        warmed = lambda: warm_start(parts.cfg, parts.model, params, parts.task, parts.train, parts.tokenizer,
+                                    run.note, warming)
         params = parts.group.made_by_first(warmed, params)
     state = parts.fresh_state(params)
     if parts.cfg.loss.kl_coef:
@@ -141,7 +148,8 @@ def begin(parts: Parts, run: RunDirectory, stop: StopSignals) -> TrainState:
 def one_step(
     parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int
 ) -> tuple[TrainState, Params, dict, list[dict]]:
-    """One rollout batch, its updates and a publish -> (state, its policy, the step's metrics, samples to look at)."""
+    """One rollout batch, its updates and a publish -> (state, its policy, the step's metrics, samples to look
+    at)."""
     cfg, clock = parts.cfg, Clock(run.phase)
     batch = parts.batches.take(step, clock)
     if cfg.rollout.sleep != "off":
@@ -150,7 +158,8 @@ def one_step(
         samples = split(batch, parts)
         packed = [pack_samples(parts, s) for s in samples]
         scored = jax.block_until_ready([score(parts, policy, p) for p in packed])
-        packed, likeliest = parts.replay.replayed(packed) if parts.replay else packed, top_tokens(parts, policy, batch)
+        packed, likeliest = parts.replay.replayed(packed) if parts.replay else packed, top_tokens(
+            parts, policy, batch)
     with clock("update"):
         lr = float(parts.schedule(state.step))
         state, policy, updates = learn(parts, run, state, policy, step, batch, packed, scored)
@@ -162,9 +171,10 @@ def one_step(
         receipt, policy = hand_over(parts, state, policy, step)
     metrics = {
         "step": step, "lr": lr, **batch.metrics(), **batch.age(step - 1), **updates, **clock.metrics(),
-        "publish/bytes": receipt.bytes, "engine/healthy": int(parts.engine.health().ok), "memory/peak_gib": peak_memory_gib(),
+        "publish/bytes": receipt.bytes, "engine/healthy": int(parts.engine.health().ok),
+        "memory/peak_gib": peak_memory_gib(),
         "engine/restarts": getattr(parts.engine, "restarts", 0),
-    }  # fmt: skip
+    }
     for part in filter(None, (parts.kv_scales, parts.replay)):
         metrics |= part.metrics()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
@@ -174,9 +184,11 @@ def one_step(
     return state, policy, metrics, sample_rows(parts, batch, step, samples, packed, scored, likeliest)
 
 
-def hand_over(parts: Parts, state: TrainState | Trained, policy: Params, version: int) -> tuple[PublishReceipt, Params]:
-    """Publish -> (receipt, the policy to go on with). With rollout.one_copy codes are made from the masters on their way to the
-    engine, a layer at a time, and the policy has them there; what it had of the last version is gone before the first byte is.
+def hand_over(parts: Parts, state: TrainState | Trained, policy: Params,
+              version: int) -> tuple[PublishReceipt, Params]:
+    """Publish -> (receipt, the policy to go on with). With rollout.one_copy codes are made from the masters
+    on their way to the engine, a layer at a time, and the policy has them there; what it had of the last
+    version is gone before the first byte is.
     """
     if not parts.cfg.rollout.one_copy:
         return publish(parts, policy, version), policy
@@ -185,12 +197,15 @@ def hand_over(parts: Parts, state: TrainState | Trained, policy: Params, version
 
 
 def publish(parts: Parts, policy: Params, version: int) -> PublishReceipt:
-    """Hand the policy to the engine as `version`. What the transport has not read back already it confirms."""
+    """Hand the policy to the engine as `version`. What the transport has not read back already it
+    confirms."""
     if parts.cfg.rollout.sleep != "off":
         parts.engine.wake()
-    source = LearnerWeights(parts.model, policy, parts.runs, parts.cfg.precision.weight_dtype, parts.group.lend(policy))
+    source = LearnerWeights(parts.model, policy, parts.runs, parts.cfg.precision.weight_dtype,
+                            parts.group.lend(policy))
     receipt = parts.transport.publish(source, version)
-    if not receipt.content:  # else every byte was read from the engine and found equal before the receipt was made
+    # else every byte was read from the engine and found equal before the receipt was made
+    if not receipt.content:
         parts.transport.verify(receipt)
     return receipt
 
@@ -210,25 +225,29 @@ def gate(parts: Parts, policy: Params, version: int) -> dict[str, float]:
 
 
 def evaluate(parts: Parts, version: int) -> dict[str, float]:
-    """Mean reward of one greedy completion for each held-out problem, of which those without a score, and those that cannot be
-    scored, count as 0, and how many these are. Nothing when the task holds none out."""
+    """Mean reward of one greedy completion for each held-out problem, of which those without a score, and
+    those that cannot be scored, count as 0, and how many these are. Nothing when the task holds none out."""
     if not parts.held_out:
         return {}
-    requests = scored_groups.make_requests(parts.held_out, parts.greedy, 1, parts.cfg.run.seed, EVAL_STEP + version)
-    kept, rejected = scored_groups.generate(parts.engine, parts.held_out, requests, version, cut=parts.stops.cut)
+    requests = scored_groups.make_requests(parts.held_out, parts.greedy, 1, parts.cfg.run.seed,
+                                           EVAL_STEP + version)
+    kept, rejected = scored_groups.generate(parts.engine, parts.held_out, requests, version,
+                                            cut=parts.stops.cut)
     groups = scored_groups.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags)
     rewards = np.concatenate([[], *(g.rewards for g in groups)])
     problems, undefined = len(kept) + len(rejected), int(np.isnan(rewards).sum()) + len(rejected)
     named = {f"eval/{name}": mean for name, mean in scored_groups.named_means(groups, 0.0).items()}
     return {"eval/reward_mean": float(np.nan_to_num(rewards).sum() / problems), "eval/problems": problems,
-            "eval/undefined": undefined, **named}  # fmt: skip
+            "eval/undefined": undefined, **named}
 
 
 def split(batch: scored_groups.Rollouts, parts: Parts) -> list[list[Sample]]:
-    """The samples of each update: whole groups in order, as many in one update as in another, or one more. A group without a
-    sample is none. There are fewer updates than train.updates_per_step where there are fewer groups, and one of nothing where
-    there is no group. None has more groups than the configured share, so that the shape holds."""
-    groups = [g for g in scored_groups.to_samples(batch.chosen, parts.cfg.loss, parts.cfg.rollout.max_new_tokens) if g]
+    """The samples of each update: whole groups in order, as many in one update as in another, or one more. A
+    group without a sample is none. There are fewer updates than train.updates_per_step where there are fewer
+    groups, and one of nothing where there is no group. None has more groups than the configured share, so
+    that the shape holds."""
+    groups = [g for g in scored_groups.to_samples(batch.chosen, parts.cfg.loss,
+                                                  parts.cfg.rollout.max_new_tokens) if g]
     updates = max(min(parts.cfg.train.updates_per_step, len(groups)), 1)
     size, more = divmod(len(groups), updates)
     ends = [i * size + min(i, more) for i in range(updates + 1)]
@@ -236,7 +255,8 @@ def split(batch: scored_groups.Rollouts, parts: Parts) -> list[list[Sample]]:
 
 
 def pack_samples(parts: Parts, samples: list[Sample]) -> TrainBatch:
-    """Packed to the shape of an update; to a larger one when there are more samples than that holds (the gate's)."""
+    """Packed to the shape of an update; to a larger one when there are more samples than that holds (the
+    gate's)."""
     t, samples = parts.cfg.train, parts.with_routes(samples)
     needed = microbatches_needed(len(samples), parts.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
     shape = t.row_tokens, t.rows_per_microbatch, max(needed, parts.microbatches)

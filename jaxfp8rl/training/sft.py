@@ -16,7 +16,6 @@ import numpy as np
 import optax
 from jax import Array
 
-from jaxfp8rl.run.context import Data, load_data, model_config, starting_params
 from jaxfp8rl.config.schema import Config, Optim
 from jaxfp8rl.data.dataset import demonstrable
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
@@ -24,26 +23,28 @@ from jaxfp8rl.data.seen import Questions, write_seen
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep, check_writable
-from jaxfp8rl.precision.jit import check_kept, gradient_jit, keep_compiled
-from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.memory.fit import check_warm_start
 from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.optim.adamw import guarded_update, init_state, make_optimizer
-from jaxfp8rl.policy.policy import gradients_like, outer, policy_of
+from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.policy.hardware import attention_of, check_kernels
+from jaxfp8rl.policy.policy import gradients_like, outer, policy_of
+from jaxfp8rl.policy.routing_replay import with_options
+from jaxfp8rl.precision.jit import check_kept, gradient_jit, keep_compiled
 from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.rollout.engines import device_memory
 from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.policy.routing_replay import with_options
+from jaxfp8rl.run.context import Data, load_data, model_config, starting_params
 from jaxfp8rl.training.step import make_logprobs
 from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
 
 
 def run_sft(cfg: Config) -> None:
-    """`jaxfp8rl sft`: warm-start the config's model and write it to <run.dir>/sft, an HF folder for `model.path`."""
+    """`jaxfp8rl sft`: warm-start the config's model and write it to <run.dir>/sft, an HF folder for
+    `model.path`."""
     model, data, questions = prepare_sft(cfg)
     keep_compiled(cfg.train.compilation_cache)
     check_warm_start(cfg, model, device_memory())
@@ -54,7 +55,8 @@ def run_sft(cfg: Config) -> None:
             console.phase("warm start")
             began = lambda step: console.bar("warm start", step - 1, cfg.sft.steps)
             params = starting_params(cfg, model)
-            params = warm_start(cfg, model, params, data.task, data.train, data.tokenizer, console.note, began)
+            params = warm_start(cfg, model, params, data.task, data.train, data.tokenizer, console.note,
+                                began)
     except KeyboardInterrupt:
         print(f"stopped; {lost(cfg.sft.steps)}")
         raise
@@ -79,7 +81,8 @@ def prepare_sft(cfg: Config) -> tuple[ModelConfig, Data, Questions]:
 def check_sft(cfg: Config) -> None:
     """Refuse what cannot be begun, before anything loads. Raises UserErrors."""
     if not cfg.sft.steps:
-        raise ConfigError("sft.steps = 0: nothing to train", "set sft.steps, sft.lr and sft.examples_per_step")
+        raise ConfigError("sft.steps = 0: nothing to train",
+                          "set sft.steps, sft.lr and sft.examples_per_step")
     cfg.check()
     check_empty(sft_folder(cfg))
     check_writable(sft_folder(cfg))
@@ -91,23 +94,27 @@ def sft_folder(cfg: Config) -> Path:
 
 
 def warm_start(
-    cfg: Config, model: ModelConfig, params: Params, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, note: Callable,
+    cfg: Config, model: ModelConfig, params: Params, task: Task, prompts: Sequence[Prompt],
+    tokenizer: Tokenizer, note: Callable,
     began: Callable[[int], None] = lambda step: None,
 ) -> Params:
-    """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters. `began` is called before
-    each, when the one before it is done.
+    """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters.
+    `began` is called before each, when the one before it is done.
 
-    The learning rate warms up to `sft.lr` and falls linearly to 0, so that the policy settles on the mean of what it saw.
+    The learning rate warms up to `sft.lr` and falls linearly to 0, so that the policy settles on the mean of
+    what it saw.
     """
     precision = Precision(
-        plain_runs(model.sparse_layers), compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
+        plain_runs(model.sparse_layers), compute_dtype=cfg.precision.compute_dtype,
+        weight_dtype=cfg.precision.weight_dtype,
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
-    )  # fmt: skip
+    )
     optimizer = make_optimizer(optim_of(cfg), cfg.sft.steps)
     step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
     shape = cfg.train.row_tokens, cfg.train.rows_per_microbatch
     microbatches = microbatches_needed(cfg.sft.examples_per_step, cfg.max_model_len, *shape)
-    state, prompts = init_state(params, optimizer, cfg.precision.compute_dtype), demonstrable(prompts, task.name)
+    state, prompts = init_state(params, optimizer,
+                                cfg.precision.compute_dtype), demonstrable(prompts, task.name)
     for step in range(1, cfg.sft.steps + 1):
         batch = pack(_drawn(cfg, task, prompts, tokenizer, step), *shape, microbatches)
         jax.block_until_ready(state)
@@ -121,13 +128,15 @@ def warm_start(
 
 
 def check_demonstrations(cfg: Config, data: Data) -> None:
-    """Raise DataError, as the warm start would, for a demonstration that it draws and the tokenizer has no tokens for."""
+    """Raise DataError, as the warm start would, for a demonstration that it draws and the tokenizer has no
+    tokens for."""
     prompts = demonstrable(data.train, data.task.name)
     for step in range(1, cfg.sft.steps + 1):
         _drawn(cfg, data.task, prompts, data.tokenizer, step)
 
 
-def _drawn(cfg: Config, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, step: int) -> list[Sample]:
+def _drawn(cfg: Config, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer,
+           step: int) -> list[Sample]:
     """The demonstrations of an update."""
     rng = np.random.default_rng([cfg.run.seed, step])
     chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]
@@ -138,20 +147,25 @@ def _drawn(cfg: Config, task: Task, prompts: Sequence[Prompt], tokenizer: Tokeni
 def lost(steps: int, done: int | None = None) -> str:
     """What to say of a warm start that ends before its last update."""
     what = "what it had learned is" if done is None else f"{done} of its {steps} updates are"
-    return (f"nothing is saved: a warm start cannot be resumed, and {what} lost. The same command begins it anew; one made by "
-            "`jaxfp8rl sft` is kept, for model.path of as many runs as you like")  # fmt: skip
+    return (
+        f"nothing is saved: a warm start cannot be resumed, and {what} lost. The same command begins it anew; one made by "
+            "`jaxfp8rl sft` is kept, for model.path of as many runs as you like")
 
 
 def optim_of(cfg: Config) -> Optim:
     """The run's optimiser with the learning rate of the warm start."""
-    own = {"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear", "total_steps": None, "min_lr_ratio": 0.0}
+    own = {"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear", "total_steps": None,
+           "min_lr_ratio": 0.0}
     return cfg.optim.model_copy(update=own)
 
 
-def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.GradientTransformation) -> Callable:
-    """Jitted step(state, batch) -> (state, metrics): mean negative log-likelihood of the response tokens, in nats."""
+def make_sft_step(logprobs: Callable, precision: Precision,
+                  optimizer: optax.GradientTransformation) -> Callable:
+    """Jitted step(state, batch) -> (state, metrics): mean negative log-likelihood of the response tokens, in
+    nats."""
 
-    def loss_fn(weights: Params, sums: Params, micro: tuple, policy: Params, tokens: Array) -> tuple[Array, StepMetrics]:
+    def loss_fn(weights: Params, sums: Params, micro: tuple, policy: Params,
+                tokens: Array) -> tuple[Array, StepMetrics]:
         (batch,) = micro
         logp, *_ = logprobs(policy | weights | {"sums": sums}, batch)
         return -jnp.sum(jnp.where(batch.response_mask, logp, 0.0)) / tokens, {}
@@ -161,7 +175,8 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.Gra
         tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
         policy = policy_of(state.params, precision)  # nothing in it is quantised
         loss, live = functools.partial(loss_fn, policy=policy, tokens=tokens), batch.response_mask.any((1, 2))
-        value, _, grads = accumulate(loss, outer(policy), gradients_like(policy), (batch,), live, state.loss_scale)
+        value, _, grads = accumulate(loss, outer(policy), gradients_like(policy), (batch,), live,
+                                     state.loss_scale)
         state, metrics = guarded_update(optimizer, state, value, grads)
         return state, {"loss": value, **metrics}
 
@@ -169,6 +184,7 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: optax.Gra
 
 
 def _example(prompt: Sequence[int], answer: str, tokenizer: Tokenizer, longest: int) -> Sample:
-    """Prompt, answer, stop token, the last two cut to `longest` tokens: what was cut must not teach to stop there."""
+    """Prompt, answer, stop token, the last two cut to `longest` tokens: what was cut must not teach to stop
+    there."""
     completion = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_ids[0]][:longest]
     return Sample(prompt, completion, np.zeros(len(completion), np.float32), 0.0)

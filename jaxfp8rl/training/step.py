@@ -1,13 +1,15 @@
 """The page: log-probabilities -> correction -> objective -> gradients -> finite guard -> update, in one jit.
 
-    mu (engine)  --rho = pi_old / mu, corrected once a batch-->  pi_old  --r = pi / pi_old, clipped-->  pi (now)
+    mu (engine)  --rho = pi_old / mu, corrected once a batch-->  pi_old  --r = pi / pi_old, clipped-->  pi
+    (now)
 
-Without a scoring pass what the correction weighs and rejects is worked out a micro-batch at a time from pi. pi_old is then pi
-itself, the ratio 1 (loss.old_policy = "current", for one update a step), or with two policies ("rollout") mu, the ratio pi / mu.
+Without a scoring pass what the correction weighs and rejects is worked out a micro-batch at a time from pi.
+pi_old is then pi itself, the ratio 1 (loss.old_policy = "current", for one update a step), or with two
+policies ("rollout") mu, the ratio pi / mu.
 
-Micro-batches are a `lax.scan`; every denominator is counted over the whole batch before it, so no result depends on how
-the batch was split, padded or packed. (An FP8 backward is the exception: the blocks of its wgrad run along the tokens of a
-micro-batch.) Nothing here leaves the device.
+Micro-batches are a `lax.scan`; every denominator is counted over the whole batch before it, so no result
+depends on how the batch was split, padded or packed. (An FP8 backward is the exception: the blocks of its
+wgrad run along the tokens of a micro-batch.) Nothing here leaves the device.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfp8rl.config.schema import Loss
-from jaxfp8rl.precision.jit import exact_jit, gradient_jit
+from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, Layout
 from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import Correction, CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.covariance import select_tokens
@@ -34,34 +36,39 @@ from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.transformer import Remat, forward_and_seen, head_weight
 from jaxfp8rl.optim.adamw import Optimizer, guarded_update
 from jaxfp8rl.policy.policy import gradients_like, outer, parted, policy_of, rejoined, scales_in
+from jaxfp8rl.precision.jit import exact_jit, gradient_jit
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, Layout
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
 def make_policy(precision: Precision, codes: bool = True, layout: Layout = ONE) -> Callable:
     """Jitted policy(params) -> the policy as it computes and as it is published (jaxfp8rl.policy.policy)."""
-    return exact_jit(functools.partial(layout.on_weights, functools.partial(policy_of, precision=precision, codes=codes)))
+    return exact_jit(functools.partial(layout.on_weights,
+                                       functools.partial(policy_of, precision=precision, codes=codes)))
 
 
-def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat, layout: Layout = ONE) -> Callable:
-    """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first two [R, T] float32,
-    over batch.support, 0 off the response mask. On several devices f is what one of them computes, of its part of both."""
+def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat,
+                  layout: Layout = ONE) -> Callable:
+    """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first
+    two [R, T] float32, over batch.support, 0 off the response mask. On several devices f is what one of them
+    computes, of its part of both."""
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
         fields = batch.tokens, batch.positions, batch.segment_ids
         hidden, _, routing = forward_and_seen(policy, model, *fields, precision, remat, layout, batch.routes)
         head = layout.gather(head_weight(policy, model))
         return *token_logprobs(
-            hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype, mask=batch.response_mask,
+            hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype,
+            mask=batch.response_mask,
             axis_name=TENSOR if layout.tensor > 1 else None, support=batch.support,
-        ), routing  # fmt: skip
+        ), routing
 
     return logprobs
 
 
 def make_score(logprobs: Callable, layout: Layout = ONE) -> Callable:
-    """Jitted score(policy, batch) -> old_logp [M, R, T]: the learner's log-probabilities of what the engine sampled."""
+    """Jitted score(policy, batch) -> old_logp [M, R, T]: the learner's log-probabilities of what the engine
+    sampled."""
 
     def of_rows(policy: Params, batch: TrainBatch, live: Array) -> Array:
         return map_live(lambda micro: logprobs(policy, micro)[0], batch, live)
@@ -77,25 +84,27 @@ def make_score(logprobs: Callable, layout: Layout = ONE) -> Callable:
 def make_train_step(
     logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: Optimizer,
     layout: Layout = ONE, balance_coef: float = 0.0,
-) -> Callable:  # fmt: skip
-    """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy, metrics). The buffers of
-    state and policy are donated, but for weights in an engine's memory; the policy that comes back is that of the new state, then
-    without codes.
+) -> Callable:
+    """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy,
+    metrics). The buffers of state and policy are donated, but for weights in an engine's memory; the policy
+    that comes back is that of the new state, then without codes.
 
-    old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under loss.kl_coef;
-    clip: two scalars in place of the objective's clip distances.
+    old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under
+    loss.kl_coef; clip: two scalars in place of the objective's clip distances.
 
-    An update in which no token can have a gradient (all weights or advantages 0, and no term of the loss that is free of them) is
-    not applied and counts no token.
+    An update in which no token can have a gradient (all weights or advantages 0, and no term of the loss that
+    is free of them) is not applied and counts no token.
     """
     scored = loss.old_policy == "recomputed"
 
     def taught(fix: Correction, advantages: Array, masked: Array | bool) -> Array:
-        """Tokens that can have a gradient [M, R, T] bool: without any it is exactly 0, and only Adam's momentum would move."""
+        """Tokens that can have a gradient [M, R, T] bool: without any it is exactly 0, and only Adam's
+        momentum would move."""
         if loss.kl_coef or loss.entropy_coef or balance_coef:
             return fix.mask  # these terms know neither weight nor advantage
         penalised = loss.objective in ("prime_rl", "kl_cov")  # their penalties have no advantage, either
-        weighed = (fix.weights != 0) & (penalised | (advantages != 0))  # of a NaN both hold, so that the guard sees it
+        # of a NaN both hold, so that the guard sees it
+        weighed = (fix.weights != 0) & (penalised | (advantages != 0))
         return fix.mask & weighed & jnp.logical_not(masked)
 
     def selection(batch: TrainBatch, known_logp: Array, heard: Array) -> Array | None:
@@ -106,19 +115,23 @@ def make_train_step(
         places = batch.tokens + 262147 * batch.positions  # any number that tells tokens apart
         return select_tokens(known_logp, batch.advantages, heard, places, loss.objective_config)
 
-    def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params, clip: tuple | None) -> tuple[Array, dict]:
+    def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params,
+                        clip: tuple | None) -> tuple[Array, dict]:
         batch, old_logp, ref_logp, importance, mask, scale, selected, share = micro
         logp, entropy, routing = logprobs(policy | weights | {"sums": sums}, batch)
         if not scored:
-            importance = rollout_correction(logp, batch.rollout_logp, mask, correction, batch.segment_ids).weights
+            importance = rollout_correction(logp, batch.rollout_logp, mask, correction,
+                                            batch.segment_ids).weights
         if loss.old_policy == "current":
             old_logp = jax.lax.stop_gradient(logp)
-        heard = mask & (importance != 0)  # what is rejected says nothing: its ratio is in no mean over its sequence, either
+        # what is rejected says nothing: its ratio is in no mean over its sequence, either
+        heard = mask & (importance != 0)
         fields = logp, old_logp, batch.advantages, heard, batch.segment_ids
         surrogate, cut = policy_loss(*fields, loss.objective_config, clip, selected)
         sampled = batch.rollout_logp if loss.sampled_by == "rollout" else old_logp
         if loss.opsm_delta is not None:
-            sequences = batch.advantages, batch.response_mask, batch.segment_ids  # whole, with what was rejected
+            # whole, with what was rejected
+            sequences = batch.advantages, batch.response_mask, batch.segment_ids
             cut["opsm/fraction"] = off_policy(logp, sampled, *sequences, loss.opsm_delta) & mask
             surrogate = jnp.where(cut["opsm/fraction"], 0.0, surrogate)
         total = importance * surrogate
@@ -129,18 +142,21 @@ def make_train_step(
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
         value = jnp.sum(jnp.where(mask, scale * total, 0.0))
-        if balance_coef:  # by the micro-batch's share of the tokens: its weight is one, however their losses are aggregated
+        # by the micro-batch's share of the tokens: its weight is one, however their losses are aggregated
+        if balance_coef:
             value += balance_coef * jnp.mean(routing.balance) * jnp.sum(share)
         return value, {"logp": logp, "entropy": entropy, **cut}
 
     def of_rows(policy: Params, batch: tuple, live: Array, loss_scale: Array, clip: tuple | None) -> tuple:
         """Loss and gradients of all rows, from a device's own."""
         of_micro = functools.partial(microbatch_loss, policy=policy, clip=clip)
-        value, seen, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live, loss_scale)
+        value, seen, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live,
+                                        loss_scale)
         return layout.sum(value), seen, layout.sum_gradients(grads)
 
     @functools.partial(gradient_jit, donate_argnums=(0, 1))
-    def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array, ref_logp=None, clip=None):
+    def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array,
+                 ref_logp=None, clip=None):
         policy, in_engine = rejoined(own, lent), bool(jax.tree.leaves(lent))
         sampled = batch.response_mask
         if batch.loss_weights is not None:
@@ -163,7 +179,8 @@ def make_train_step(
         live = jnp.any(taught(fix, batch.advantages, silent))
         state, update = guarded_update(optimizer, state, value, grads, live)
         before = batch.rollout_logp if loss.old_policy == "rollout" else old_logp
-        metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask & live), "staleness/k1": mean_over(mask, before - logp)}
+        metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask & live),
+                   "staleness/k1": mean_over(mask, before - logp)}
         metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
         state = layout.keep(state)

@@ -1,4 +1,5 @@
-"""Metrics of a step from those of its updates, which need not have as many tokens as each other: as if it had been one batch."""
+"""Metrics of a step from those of its updates, which need not have as many tokens as each other: as if it had
+been one batch."""
 
 from __future__ import annotations
 
@@ -12,17 +13,21 @@ from jaxfp8rl.types import TrainBatch
 
 SUMS = {"tokens/update"}
 LAST = {"update/loss_scale", "clip/bound_low", "clip/bound_high"}
-OF_AN_UPDATE = {"loss", "grad_norm", "update/applied", "update/overflow", "correction/mix", "correction/batch_norm_factor"}
+OF_AN_UPDATE = {"loss", "grad_norm", "update/applied", "update/overflow", "correction/mix",
+                "correction/batch_norm_factor"}
 OF_SEQUENCES = {
-    f"mismatch/{name}" for name in ("learner_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff_mean", "log_ppl_diff_abs_mean",
-                                    "log_ppl_diff_max", "log_ppl_diff_min", "chi2_seq", "seq_mult_prob_error_max")
-}  # fmt: skip
+    f"mismatch/{name}" for name in ("learner_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff_mean",
+                                    "log_ppl_diff_abs_mean",
+                                    "log_ppl_diff_max", "log_ppl_diff_min", "chi2_seq",
+                                    "seq_mult_prob_error_max")
+}
 LARGEST = {"mismatch/max_logp_diff", "correction/sequence_weight_max_deviation"}  # and *_max
 
 
 class Counts(NamedTuple):
-    """What the metrics of an update are means over: response tokens as sampled, without the rejected, and as its loss counts
-    them; sequences, and those that a token is left of; tokens with a positive and with a negative advantage."""
+    """What the metrics of an update are means over: response tokens as sampled, without the rejected, and as
+    its loss counts them; sequences, and those that a token is left of; tokens with a positive and with a
+    negative advantage."""
 
     sampled: int
     kept: int
@@ -46,9 +51,10 @@ def counts_of(batch: TrainBatch, update: dict[str, float], drops_rejected: bool)
 
 
 def of_step(rows: Sequence[dict[str, float]], counts: Sequence[Counts]) -> dict[str, float]:
-    """Sums, extremes and last values as the names above say; of what is one number an update the mean over updates; of all else
-    the mean over the tokens or sequences that it is a mean over, a standard deviation about it, and Kish's sample size of both.
-    (prob_correlation and raw_ess do not follow from their parts: means over tokens.)"""
+    """Sums, extremes and last values as the names above say; of what is one number an update the mean over
+    updates; of all else the mean over the tokens or sequences that it is a mean over, a standard deviation
+    about it, and Kish's sample size of both. (prob_correlation and raw_ess do not follow from their parts:
+    means over tokens.)"""
     found = {key: _joined(key, rows, counts) for key in rows[0]}
     if len(rows) > 1 and "correction/ess" in found:
         mean, std = found["correction/weight_mean"], found["correction/weight_std"]

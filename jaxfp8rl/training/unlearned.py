@@ -1,4 +1,5 @@
-"""Why an update has nothing to learn from: the cause, of the few there are, with an example and the next step."""
+"""Why an update has nothing to learn from: the cause, of the few there are, with an example and the next
+step."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def cause(sampled: Rollouts, batch: TrainBatch, cfg: Config, metrics: Mapping[st
     if np.any(batch.advantages[live]):
         return _rejected(sampled, metrics)
     return equal_rewards(sampled, cfg) or Cause(
-        "the rewards of this update's groups are equal in each", _example(sampled.groups[0]), f"{HARDER}; or fewer updates a step"
+        "the rewards of this update's groups are equal in each", _example(sampled.groups[0]),
+        f"{HARDER}; or fewer updates a step"
     )
 
 
@@ -50,11 +52,11 @@ def equal_rewards(sampled: Rollouts, cfg: Config) -> Cause | None:
     if len(values) > 1:
         more = "" if cfg.rollout.temperature else "; at rollout.temperature = 0 completions do not differ"
         return Cause("the rewards are equal in every group", example,
-                     f"raise rollout.samples_per_prompt or the temperature{more}; or {HARDER}")  # fmt: skip
+                     f"raise rollout.samples_per_prompt or the temperature{more}; or {HARDER}")
     if values[0] == 0:
         return Cause("every reward is 0", example, _without_reward(sampled, cfg))
     return Cause(f"every reward is {values[0]:g}", example,
-                 f"see whether the scorer tells answers apart (docs/tasks.md); if it does, {HARDER}")  # fmt: skip
+                 f"see whether the scorer tells answers apart (docs/tasks.md); if it does, {HARDER}")
 
 
 def _without_reward(sampled: Rollouts, cfg: Config) -> str:
@@ -63,8 +65,9 @@ def _without_reward(sampled: Rollouts, cfg: Config) -> str:
         return f"{cut:.0%} of the completions were cut: raise rollout.max_new_tokens (now {cfg.rollout.max_new_tokens})"
     if broken := sum(g.malformed for g in sampled.groups):
         return f"{broken} completions broke the scorer, which gives them 0 (reward/malformed): score one by hand (docs/tasks.md)"
-    return ("if the completion is right, look at the extraction and the scorer (docs/tasks.md); if it is not, take easier "
-            "problems, or a warm start (sft.steps)")  # fmt: skip
+    return (
+        "if the completion is right, look at the extraction and the scorer (docs/tasks.md); if it is not, take easier "
+            "problems, or a warm start (sft.steps)")
 
 
 def _left_out(sampled: Rollouts, cfg: Config) -> Cause | None:
@@ -85,7 +88,7 @@ def _rejected(sampled: Rollouts, metrics: Mapping[str, float]) -> Cause:
     names = ("correction/rejected_fraction", "opsm/fraction", "mismatch/token_mult_prob_error")
     facts = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
     return Cause("the correction left out every token that had an advantage", f"  {facts}",
-                 "see why engine and learner disagree (docs/health.md); or wider bounds (docs/corrections.md)")  # fmt: skip
+                 "see why engine and learner disagree (docs/health.md); or wider bounds (docs/corrections.md)")
 
 
 def _example(group: Group) -> str:

@@ -7,39 +7,43 @@ import math
 
 import jax
 
-from jaxfp8rl.run.context import Parts
+from jaxfp8rl.distributed.mesh import fetch
 from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.policy.policy import scales_in
-from jaxfp8rl.training.checks import find_nonfinite
-from jaxfp8rl.probes.probes import precision_report
 from jaxfp8rl.precision.recipe import FP8_KV
+from jaxfp8rl.probes.probes import precision_report
 from jaxfp8rl.rollout.scored_groups import Rollouts
+from jaxfp8rl.run.context import Parts
 from jaxfp8rl.run.run_directory import RunDirectory
-from jaxfp8rl.distributed.mesh import fetch
+from jaxfp8rl.training.checks import find_nonfinite
 from jaxfp8rl.training.step_metrics import counts_of, of_step
-from jaxfp8rl.types import Params, TrainBatch, TrainState
 from jaxfp8rl.training.unlearned import cause, equal_rewards
+from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
 def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
-    """(old_logp, reference_logp or None), [M, R, T]. old_logp is recomputed by the learner, or the engine's own word where the
-    update needs no scoring pass."""
+    """(old_logp, reference_logp or None), [M, R, T]. old_logp is recomputed by the learner, or the engine's
+    own word where the update needs no scoring pass."""
     recompute = (parts.kv_scales or parts.replay or parts).score
     old = recompute(policy, batch) if parts.cfg.loss.old_policy == "recomputed" else batch.rollout_logp
     if parts.reference is None:
         return old, None
-    return old, parts.score(parts.reference | scales_in(policy), batch._replace(routes=None))  # in the same attention
+    # in the same attention
+    return old, parts.score(parts.reference | scales_in(policy), batch._replace(routes=None))
 
 
 def learn(
-    parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int, sampled: Rollouts, packed: list[TrainBatch],
+    parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int, sampled: Rollouts,
+    packed: list[TrainBatch],
     scored: list[tuple],
 ) -> tuple[TrainState, Params, dict[str, float]]:
-    """Apply the step's updates in turn -> (state, its policy, the step's metrics). `state` and `policy` are donated; `sampled`
-    is what `packed` was made of. Raises NonFiniteStep after too many bad ones in a row."""
+    """Apply the step's updates in turn -> (state, its policy, the step's metrics). `state` and `policy` are
+    donated; `sampled` is what `packed` was made of. Raises NonFiniteStep after too many bad ones in a row."""
     rows, counts, calibration = [], [], parts.calibration
-    drops_rejected = parts.cfg.loss.old_policy == "recomputed" and parts.cfg.correction.resolve().denominator == "kept"
-    shadow = calibration.begin(step, state.params, packed[-1]) if calibration and len(packed) > 1 else None  # one has no ratios
+    drops_rejected = parts.cfg.loss.old_policy == "recomputed" and parts.cfg.correction.resolve(
+        ).denominator == "kept"
+    # one has no ratios
+    shadow = calibration.begin(step, state.params, packed[-1]) if calibration and len(packed) > 1 else None
     for batch, (old, reference) in zip(packed, scored):
         if shadow is not None and batch is packed[-1]:
             calibration.finish(state.params, batch, parts.score(policy, batch), old, shadow)
@@ -52,7 +56,8 @@ def learn(
         parts.spikes.add(rows[-1]["loss"])
         if is_bad(rows[-1]):
             saved = run.save_bad_batch(batch, old)
-            where = find_nonfinite(state.params, batch, parts.model, parts.precision, fetch(old), parts.cfg.rollout.temperature)
+            where = find_nonfinite(state.params, batch, parts.model, parts.precision, fetch(old),
+                                   parts.cfg.rollout.temperature)
             run.note(f"step {step}: an update was not finite and was not applied: {where}")
             if rows[-1]["update/bad_in_a_row"] >= parts.cfg.optim.max_bad_steps:
                 raise NonFiniteStep(
@@ -63,24 +68,30 @@ def learn(
             why = cause(sampled, batch, parts.cfg, rows[-1])
             run.note(f"step {step}: no update: {why.text}", why.detail, why.text)
     if any(r["tokens/update"] for r in rows) and (why := equal_rewards(sampled, parts.cfg)):
-        run.note(f"step {step}: {why.text}", why.detail, why.text)  # the update was of a penalty alone, or of the groups' levels
+        # the update was of a penalty alone, or of the groups' levels
+        run.note(f"step {step}: {why.text}", why.detail, why.text)
     return state, policy, of_step(rows, counts)
 
 
 def is_bad(update: dict[str, float]) -> bool:
-    """Whether it was not finite, with or without anything to learn from, and not for a loss scale that was too large."""
-    return not (update["update/overflow"] or (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])))
+    """Whether it was not finite, with or without anything to learn from, and not for a loss scale that was
+    too large."""
+    return not (update["update/overflow"]
+                or (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])))
 
 
-def probe(parts: Parts, run: RunDirectory, state: TrainState, policy: Params, batch: TrainBatch) -> dict[str, float]:
-    """What FP8 rounds away in weights, activations and the cache, and which layers that shows in: metrics of the step, and the
-    whole report as precision.json. All as the engine has it: a learner without FP8 is asked what that would cost it. `policy` is
-    of `state` and has the scales of FP8 attention, where there are any."""
+def probe(parts: Parts, run: RunDirectory, state: TrainState, policy: Params,
+          batch: TrainBatch) -> dict[str, float]:
+    """What FP8 rounds away in weights, activations and the cache, and which layers that shows in: metrics of
+    the step, and the whole report as precision.json. All as the engine has it: a learner without FP8 is asked
+    what that would cost it. `policy` is of `state` and has the scales of FP8 attention, where there are any.
+    """
     formats = parts.engine.capabilities().formats
     precision = dataclasses.replace(
-        parts.precision, runs=parts.runs, kv_fp8=formats.kv_cache == FP8_KV, kv_truncated=formats.kv_truncated,
+        parts.precision, runs=parts.runs, kv_fp8=formats.kv_cache == FP8_KV,
+        kv_truncated=formats.kv_truncated,
         attention_fp8=formats.attention == FP8_KV, fused_quantizer=formats.fused_quantizer,
-    )  # fmt: skip
+    )
     if not (precision.any_fp8 or precision.kv_fp8):
         return {}
     params = {**state.params, **scales_in(policy)}

@@ -1,7 +1,8 @@
-"""Numbers as people and models write them: 1,234.0, \\$18, 9{,}500, \u22123, 3/4, 1e3; found in a text, and read exactly.
+"""Numbers as people and models write them: 1,234.0, \\$18, 9{,}500, \u22123, 3/4, 1e3; found in a text, and
+read exactly.
 
-Decimal and Fraction, never float: 0.30000000000000004 is not 0.3. A percent or currency sign says what is counted, not how many:
-50% is the number 50.
+Decimal and Fraction, never float: 0.30000000000000004 is not 0.3. A percent or currency sign says what is
+counted, not how many: 50% is the number 50.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ _PLAIN = [(re.compile(pattern), plain) for pattern, plain in (
     (r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1/\2"),
     (r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)", r"\1/\2"),
     (r"(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?", r"e\1"),
-    # Thousands: LaTeX's comma and thin spaces, those of typography, 1'000 and 1_000; a blank where no number begins with 0.
+    # Thousands: LaTeX's comma and thin spaces, those of typography, 1'000 and 1_000; a blank where no number
+    # begins with 0.
     (r"(?<=\d)(?:\{,\}|\\[,;:! ]|~|[\u00a0\u2007\u2009\u202f'_])(?=\d{3}(?!\d))", ","),
     (r"(?<![\d.,])(\d{1,3}) (?=0\d\d(?!\d))", r"\1,"),
-    (r"(?:(?<!\d)([-+]))?\s{0,2}\\?[$\u20ac\u00a3\u00a5]\s{0,2}(?=\.?\d)", r" \1"),  # -$5 is -5, and 10-$5 ends with 5
-)]  # fmt: skip
+    # -$5 is -5, and 10-$5 ends with 5
+    (r"(?:(?<!\d)([-+]))?\s{0,2}\\?[$\u20ac\u00a3\u00a5]\s{0,2}(?=\.?\d)", r" \1"),
+)]
 # A minus directly after a digit is a subtraction, not a sign; commas count as thousands separators.
 _NUMBER = re.compile(
     r"(?<!\d)(?<!\w\.)(?:(?<!\d)-)?(?:(?<!/)\d+/0*[1-9]\d*(?![\d/]|\.\d)"
@@ -30,11 +33,13 @@ _NUMBER = re.compile(
 )
 _COUNTED = re.compile(r"\s?(?:\\?%|\\?[$\u20ac\u00a3\u00a5])$")
 _BLANK = re.compile(r"(?<=\d) (?=\d{3}(?!\d))")
-_WRAPPED = re.compile(r"\\boxed\s*\{(.*)\}|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\\text\s*\{(.*)\}|\*\*(.*)\*\*", re.DOTALL)
+_WRAPPED = re.compile(r"\\boxed\s*\{(.*)\}|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\\text\s*\{(.*)\}|\*\*(.*)\*\*",
+                      re.DOTALL)
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, in plain notation: a decimal, .5 and 1e-5 among them, or a fraction of whole numbers."""
+    """The last number of a text, in plain notation: a decimal, .5 and 1e-5 among them, or a fraction of whole
+    numbers."""
     if whole := whole_number(text):
         return whole
     numbers = _NUMBER.findall(_plain(text))
@@ -42,7 +47,8 @@ def last_number(text: str) -> str | None:
 
 
 def whole_number(text: str) -> str | None:
-    """A text that is one number, whatever is around it of dollars, boxes and a full stop, in plain notation; else None."""
+    """A text that is one number, whatever is around it of dollars, boxes and a full stop, in plain notation;
+    else None."""
     text = text.strip().removesuffix(".")
     while wrapped := _WRAPPED.fullmatch(text):
         text = next(inner for inner in wrapped.groups() if inner is not None).strip().removesuffix(".")

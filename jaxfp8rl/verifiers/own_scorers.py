@@ -1,4 +1,5 @@
-"""Scorers of one's own: a function by the name of its module or file, or one that a Python program has handed over."""
+"""Scorers of one's own: a function by the name of its module or file, or one that a Python program has handed
+over."""
 
 from __future__ import annotations
 
@@ -33,12 +34,14 @@ def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
 
 
 def find(name: str, folder: str = "") -> Callable[[Any, str], Any]:
-    """The function behind `module:function`, `file.py:function` or `callable:NAME`. Raises ConfigError where there is none."""
+    """The function behind `module:function`, `file.py:function` or `callable:NAME`. Raises ConfigError where
+    there is none."""
     module, _, function = name.rpartition(":")
     if name.startswith(CALLABLE):
         if function not in _HANDED_OVER:
-            raise ConfigError(f'task.scorer: "{name}" is a function that a Python program handed over, and this one has not',
-                              "jaxfp8rl.train(RUN, resume=True, reward=FUNCTION); docs/tasks.md shows it")  # fmt: skip
+            raise ConfigError(
+                f'task.scorer: "{name}" is a function that a Python program handed over, and this one has not',
+                              "jaxfp8rl.train(RUN, resume=True, reward=FUNCTION); docs/tasks.md shows it")
         return _HANDED_OVER[function]
     found = _module(name, module, folder)
     if not hasattr(found, function):
@@ -66,7 +69,8 @@ def check_signature(function: Any, name: str) -> None:
 
 
 def _module(name: str, module: str, folder: str) -> ModuleType:
-    """Imported, its neighbours in reach. What Python has installed does not hide what lies beside the config."""
+    """Imported, its neighbours in reach. What Python has installed does not hide what lies beside the
+    config."""
     file = _file(name, module, folder) if module.endswith(".py") else None
     places = [str(file.parent)] if file else [folder] if folder else []
     sys.path[:0] = [p for p in places if p not in sys.path]
@@ -77,11 +81,12 @@ def _module(name: str, module: str, folder: str) -> ModuleType:
         looked = ", ".join(filter(None, (folder, "PYTHONPATH", os.getcwd())))
         raise ConfigError(f'task.scorer: cannot load "{name}": {e} (looked in {looked})',
                           "put the module beside the config file, install it, name its folder in PYTHONPATH, or set "
-                          "task.scorer_folder") from e  # fmt: skip
+                          "task.scorer_folder") from e
     except Exception as e:
         at = traceback.extract_tb(e.__traceback__)[-1]
-        raise ConfigError(f'task.scorer: cannot load "{name}": {type(e).__name__}: {e} ({at.filename}:{at.lineno})',
-                          "import it by hand in a fresh Python") from e  # fmt: skip
+        raise ConfigError(
+            f'task.scorer: cannot load "{name}": {type(e).__name__}: {e} ({at.filename}:{at.lineno})',
+                          "import it by hand in a fresh Python") from e
 
 
 def _file(name: str, path: str, folder: str) -> Path:
@@ -89,7 +94,7 @@ def _file(name: str, path: str, folder: str) -> Path:
     found = [file for file in (Path(place, Path(path).expanduser()) for place in places) if file.is_file()]
     if not found:
         raise ConfigError(f'task.scorer: cannot load "{name}": no file {path} in {" or ".join(places)}',
-                          "give its path, absolute or from the config file's folder")  # fmt: skip
+                          "give its path, absolute or from the config file's folder")
     return found[0].absolute()
 
 

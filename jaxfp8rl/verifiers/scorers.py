@@ -1,7 +1,7 @@
 """From the text of a completion to an answer, and from an answer to a score in [0, 1].
 
-Everything here takes text and returns numbers. `math_verify` may loop on hostile input for longer than anyone would wait:
-call it only inside the child process of `jaxfp8rl.rewards.runner`, whose clock can kill it.
+Everything here takes text and returns numbers. `math_verify` may loop on hostile input for longer than anyone
+would wait: call it only inside the child process of `jaxfp8rl.rewards.runner`, whose clock can kill it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _SHORT = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.\d+)")  # 1e3, -
 
 
 def extract(text: str, how: Extract, think_tags: Sequence[str] = THINK_TAGS) -> str | None:
-    """The answer inside a completion, stripped; None when there is none of that form (which scores 0, not undefined).
+    """The answer inside a completion, stripped; None when there is none of that form (which scores 0, not
+    undefined).
 
-    It is looked for behind the thoughts (`behind_thoughts`), but for raw: the whole text as it was written, thoughts and all.
-    all: the whole text. tag: inside the last `<answer>...</answer>`. last_line: the last line that is not blank.
-    last_number: the last number, in plain notation (jaxfp8rl.verifiers.numbers).
+    It is looked for behind the thoughts (`behind_thoughts`), but for raw: the whole text as it was written,
+    thoughts and all. all: the whole text. tag: inside the last `<answer>...</answer>`. last_line: the last
+    line that is not blank. last_number: the last number, in plain notation (jaxfp8rl.verifiers.numbers).
     """
     if how == "raw":
         return text
@@ -48,7 +49,8 @@ def extract(text: str, how: Extract, think_tags: Sequence[str] = THINK_TAGS) -> 
 
 
 def behind_thoughts(text: str, think_tags: Sequence[str]) -> str | None:
-    """What follows the last closed think block; None where the last block is still open. Without tags, or a block: all."""
+    """What follows the last closed think block; None where the last block is still open. Without tags, or a
+    block: all."""
     if not think_tags:
         return text
     start, end = think_tags
@@ -57,7 +59,8 @@ def behind_thoughts(text: str, think_tags: Sequence[str]) -> str | None:
 
 
 def thinks_on(prompt: str, think_tags: Sequence[str]) -> str:
-    """The opening tag where a prompt ends with it, as templates of thinking models do: completions begin in a block. Else ""."""
+    """The opening tag where a prompt ends with it, as templates of thinking models do: completions begin in a
+    block. Else ""."""
     return think_tags[0] if think_tags and prompt.rstrip().endswith(think_tags[0]) else ""
 
 
@@ -69,7 +72,8 @@ def normalise(text: str) -> str:
 def exact_match(answer: str, candidate: str) -> float:
     """1.0 when both are the same number, or normalise to the same text, else 0.0."""
     number = value(answer)
-    return float(normalise(answer) == normalise(candidate) or (number is not None and number == value(candidate)))
+    return float(normalise(answer) == normalise(candidate)
+                 or (number is not None and number == value(candidate)))
 
 
 @functools.cache
@@ -82,23 +86,27 @@ def _math_verify():
 
 
 def _plain(text: str) -> str:
-    """1e3 as 1000.0 and -.5 as -0.5, where math_verify would read 1 and nothing; what is more than a number as it is."""
+    """1e3 as 1000.0 and -.5 as -0.5, where math_verify would read 1 and nothing; what is more than a number
+    as it is."""
     return f"{Decimal(repr(float(text))):f}" if _SHORT.fullmatch(text) else text
 
 
 def as_latex(text: str) -> str:
-    """Text that is one mathematical expression, in dollars where nothing delimits it: math_verify reads no bare LaTeX."""
+    """Text that is one mathematical expression, in dollars where nothing delimits it: math_verify reads no
+    bare LaTeX."""
     return text if _DELIMITED.search(text) else f"${text}$"
 
 
 def math_verify(answer: str, candidate: str) -> float:
-    """1.0 when the candidate's last mathematical expression equals the answer's (package math-verify), else 0.0.
+    """1.0 when the candidate's last mathematical expression equals the answer's (package math-verify), else
+    0.0.
 
     Raises ValueError when the reference answer itself does not parse: the score is then undefined, not 0.
     """
     same = answer.strip() == candidate.strip()  # of bare LaTeX, say, it would find the numbers alone
     lib, answer, candidate = _math_verify(), _plain(answer.strip()), _plain(candidate)
-    # Bare text is searched for numbers ("2x+3" would read as 3), so a reference without delimiters is given as LaTeX.
+    # Bare text is searched for numbers ("2x+3" would read as 3), so a reference without delimiters is given
+    # as LaTeX.
     gold = lib.parse(as_latex(answer), fallback_mode="no_fallback", parsing_timeout=None)
     if not gold:
         raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
@@ -106,15 +114,16 @@ def math_verify(answer: str, candidate: str) -> float:
 
 
 def check_scorer_name(name: str, built_in: Sequence[str] = SCORERS, key: str = "task.scorer") -> None:
-    """Raise ConfigError unless `name` is a built-in scorer or has the form `package.module:function` or `file.py:function`."""
+    """Raise ConfigError unless `name` is a built-in scorer or has the form `package.module:function` or
+    `file.py:function`."""
     if name not in built_in and not re.fullmatch(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*", name):
         raise ConfigError(f'{key}: unknown scorer "{name}"{nearest(name, built_in)}',
                           'for a scorer of your own give "package.module:function", function(problem, text) -> float | None')
 
 
 def load_scorer(name: str, folder: str = "") -> Callable[[Any, str], float | None]:
-    """The function (problem, candidate text) -> score behind a name; imports what it needs. A module of one's own is looked for
-    in `folder`, then where Python looks, and in the working directory.
+    """The function (problem, candidate text) -> score behind a name; imports what it needs. A module of one's
+    own is looked for in `folder`, then where Python looks, and in the working directory.
 
     Raises ConfigError for an unknown name, a module that cannot be imported, or a function it does not have.
     """

@@ -1,4 +1,5 @@
-"""One torch thread: the models are tiny, and two thread pools on two cores wait for each other. Before torch is imported."""
+"""One torch thread: the models are tiny, and two thread pools on two cores wait for each other. Before torch
+is imported."""
 
 import gc
 import os

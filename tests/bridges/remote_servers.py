@@ -20,14 +20,16 @@ SHORT = Deadlines(connect=1.0, generate=1.0, publish=1.0, call=1.0)
 SERVER = [sys.executable, "-m", "bridges.served.engine_server"]
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 128,
-    "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}  # fmt: skip
+}
 TINY = {"max_model_len": 256, "max_num_seqs": 32, "enforce_eager": True}
 
 
-def under(engine: RemoteEngine, transport: RemoteFile | None = None, scale: float = 1.0, **kwargs) -> EngineUnderTest:
+def under(engine: RemoteEngine, transport: RemoteFile | None = None, scale: float = 1.0,
+          **kwargs) -> EngineUnderTest:
     transport = transport or RemoteFile()
     transport.open(engine)
     metas = engine.expected_manifest()

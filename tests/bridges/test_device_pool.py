@@ -1,4 +1,5 @@
-"""The pool that JAX shares with an engine: what it chooses, and that it leaves a machine without a GPU alone."""
+"""The pool that JAX shares with an engine: what it chooses, and that it leaves a machine without a GPU
+alone."""
 
 from __future__ import annotations
 

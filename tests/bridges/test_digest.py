@@ -1,4 +1,5 @@
-"""The digest of a tensor's bytes: the same by every road, another for any change that a publish could make by accident."""
+"""The digest of a tensor's bytes: the same by every road, another for any change that a publish could make by
+accident."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from bridges.proof.digest import checked_row_digests, joined, stack_digests, ten
 SHAPES = [(7,), (5, 3), (257, 520)]  # the last in two kernels
 TYPES = ["float8_e4m3fn", "bfloat16", "float32"]
 SOME = [(SHAPES[0], "bfloat16"), (SHAPES[1], "float32"), (SHAPES[2], "float8_e4m3fn")]
-ROADS = [r if r in SOME else pytest.param(*r, marks=pytest.mark.slow) for r in itertools.product(SHAPES, TYPES)]
+ROADS = [r if r in SOME else pytest.param(*r, marks=pytest.mark.slow)
+         for r in itertools.product(SHAPES, TYPES)]
 
 
 def random_bytes(shape, dtype: str, seed: int = 0) -> jnp.ndarray:
@@ -53,7 +55,8 @@ def test_every_road_gives_the_formula(shape, dtype):
     assert tuple(np.asarray(stack_digests(stack))[1].tolist()) == want
     rows = words.shape[0]
     twice = jnp.concatenate([words, words])
-    found = np.asarray(checked_row_digests([jnp.stack([twice, twice])], (((0, rows, False), (rows, 2 * rows, False)),)))
+    found = np.asarray(checked_row_digests([jnp.stack([twice, twice])],
+                                           (((0, rows, False), (rows, 2 * rows, False)),)))
     assert found.tolist() == [[*want, 0]] * 4
 
 

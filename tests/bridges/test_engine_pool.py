@@ -11,7 +11,8 @@ from bridges.sources.array_source import random_source
 
 from bridges import conformance
 from bridges.api import (
-    BridgeError, EngineDirty, EngineUnhealthy, GenRequest, ManifestMismatch, PublishFailed, RolloutEngine, WeightTransport,
+    BridgeError, EngineDirty, EngineUnhealthy, GenRequest, ManifestMismatch, PublishFailed, RolloutEngine,
+    WeightTransport,
 )
 from bridges.api import SamplingParams as Sampling
 from bridges.conformance import CHECKS, EngineUnderTest
@@ -71,7 +72,8 @@ def test_requests_are_shared_out_and_answered_in_order(under_test, requests):
     asked, members = [], under_test.engine.members
     for i, m in enumerate(members):
         generate = type(m.engine).generate
-        m.engine.generate = lambda rs, m=m, i=i, generate=generate: asked.append((i, len(rs))) or generate(m.engine, rs)
+        m.engine.generate = lambda rs, m=m, i=i, generate=generate: asked.append((i, len(rs))) or generate(
+            m.engine, rs)
     try:
         requests = [GenRequest(f"r{i}", (i + 1,), Sampling(4), 2, i) for i in range(requests)]
         answers = under_test.engine.generate(requests)
@@ -229,7 +231,8 @@ def test_engines_of_a_run_have_seeds_of_their_own(monkeypatch):
 
     monkeypatch.setattr(remote_engine, "start", start)
     monkeypatch.setattr(registry, "_opened", lambda cfg, engine: FakeTransport())
-    options = ["--rollout.engine", "remote", "--rollout.link", "file", "--rollout.engines", "3", "--run.seed", "5"]
+    options = ["--rollout.engine", "remote", "--rollout.link", "file", "--rollout.engines", "3", "--run.seed",
+               "5"]
     cfg = load_config("demo", options).check()
     model = model_config(cfg)
     registry.build_engine(cfg, model, engine_runs(cfg, model))

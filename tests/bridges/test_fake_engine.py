@@ -1,4 +1,5 @@
-"""The conformance suite on the numpy engine, and the suite's own ability to fail: each fault must be caught by it."""
+"""The conformance suite on the numpy engine, and the suite's own ability to fail: each fault must be caught
+by it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from bridges.engines.fake_engine import EMBED, FakeEngine, FakeTransport, Faults
 def build(**kwargs) -> EngineUnderTest:
     engine, transport = FakeEngine(**kwargs), FakeTransport()
     transport.open(engine)
-    return EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
+    return EngineUnderTest(engine, transport,
+                           lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,8 @@ def test_death_at_a_tensor_leaves_it_dirty_until_a_full_publish(tensor):
     assert e.publish(1).version == e.sample()[0].version_spans[0].version
 
 
-@pytest.mark.parametrize("fault, problem", [("missing", "none"), ("short", "4 log-prob"), ("nan", "nan at token 2")])
+@pytest.mark.parametrize("fault, problem",
+                         [("missing", "none"), ("short", "4 log-prob"), ("nan", "nan at token 2")])
 def test_unfit_logprobs_show_in_the_completion_and_in_health_until_a_publish(fault, problem):
     e = build(faults=Faults(logprobs=fault))
     e.publish(0)
@@ -118,4 +121,5 @@ def test_the_suite_sees_that_completions_are_missing():
     one = build()
     one.publish(0)
     done = one.sample()
-    assert conformance._same(done, done) and not conformance._same(done, []) and not conformance._same([], done)
+    assert conformance._same(done,
+                             done) and not conformance._same(done, []) and not conformance._same([], done)

@@ -1,4 +1,5 @@
-"""The conformance suite on the embedded engine, built as the registry builds it: high precision, and FP8 with FP8 KV."""
+"""The conformance suite on the embedded engine, built as the registry builds it: high precision, and FP8 with
+FP8 KV."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from jaxfp8rl.rollout.engines import build_engine
 from jaxfp8rl.config.toml import load_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-COMMON = ["--precision.compute_dtype", "float32", "--task.max_prompt_tokens", "48", "--train.row_tokens", "64",
-          "--rollout.max_new_tokens", "16", "--model.config.max_position_embeddings", "128"]  # fmt: skip
+COMMON = ["--precision.compute_dtype", "float32", "--task.max_prompt_tokens", "48", "--train.row_tokens",
+          "64",
+          "--rollout.max_new_tokens", "16", "--model.config.max_position_embeddings", "128"]
 ENGINES = {
     "float32": ["--precision.recipe", "bf16", "--rollout.kv_cache", "auto"],
-    "fp8-kv8": ["--precision.recipe", "fp8_unified", "--rollout.kv_cache", "fp8", "--precision.first_layers_bf16", "1"],
+    "fp8-kv8": ["--precision.recipe", "fp8_unified", "--rollout.kv_cache", "fp8",
+                "--precision.first_layers_bf16", "1"],
 }
 
 
@@ -42,13 +45,16 @@ def test_conformance(check, under_test):
 
 def test_buffers_of_other_libraries_are_taken():
     """As the contract has it: whatever has __dlpack__."""
-    torch, metas = pytest.importorskip("torch"), (ParamMeta("w", "bfloat16", (4, 8)), ParamMeta("s", "float32", ()))
-    engine = JaxEngine(EngineModel(metas, dict, None, None, None, EngineFormats(*["float32"] * 4), 8), max_model_len=8)
+    torch, metas = pytest.importorskip("torch"), (ParamMeta("w", "bfloat16", (4, 8)),
+                                                  ParamMeta("s", "float32", ()))
+    engine = JaxEngine(EngineModel(metas, dict, None, None, None, EngineFormats(*["float32"] * 4), 8),
+                       max_model_len=8)
     (transport := JaxInprocess()).open(engine)
     weight = torch.arange(32.0).reshape(4, 8).bfloat16()
     transport.publish(ArraySource(metas, {"w": weight, "s": np.float32(2)}), 1)
     weight.zero_()
     params = engine._params
-    assert params["w"].dtype == jnp.bfloat16 and params["w"].astype(jnp.float32).ravel().tolist() == list(range(32))
+    assert params["w"].dtype == jnp.bfloat16 and params["w"].astype(jnp.float32).ravel().tolist() == list(
+        range(32))
     with pytest.raises(PublishFailed, match="where its manifest says"):
         transport.publish(ArraySource(metas, {"w": weight.float(), "s": np.float32(2)}), 2)

@@ -1,4 +1,5 @@
-"""Weights from process to process without a file: what goes through the slots, its proof, and what becomes of a broken link."""
+"""Weights from process to process without a file: what goes through the slots, its proof, and what becomes of
+a broken link."""
 
 from __future__ import annotations
 
@@ -26,19 +27,23 @@ from bridges.served.remote_direct import RemoteDirect
 
 TOKEN = "a token of the tests, 32 letters"
 FP8 = ParamMeta("w", "float8_e4m3fn", (33, 40), "weight", (128, 128))
-METAS = (ParamMeta("a", "bfloat16", (7, 13)), FP8, ParamMeta("s", "float32", ()), ParamMeta("b", "float32", (3, 5, 11)))
+METAS = (ParamMeta("a", "bfloat16", (7, 13)), FP8, ParamMeta("s", "float32", ()),
+         ParamMeta("b", "float32", (3, 5, 11)))
 
 
 @pytest.fixture(params=links.HOST_LINKS)
 def under_test(request, serving, tmp_path):
-    """An engine behind a server in a thread of this process, and a link whose slots are smaller than a tensor."""
+    """An engine behind a server in a thread of this process, and a link whose slots are smaller than a
+    tensor."""
     engine, transport = FakeEngine(), FakeTransport(proof=True)
     transport.open(engine)
     with serving(engine, transport, tmp_path) as url:
-        remote, direct = RemoteEngine(url, TOKEN, Deadlines(2.0, 5.0, 5.0, 30.0)), RemoteDirect(request.param, slot_bytes=700)
+        remote, direct = RemoteEngine(url, TOKEN, Deadlines(2.0, 5.0, 5.0, 30.0)), RemoteDirect(
+            request.param, slot_bytes=700)
         direct.open(remote)
         assert os.listdir(tmp_path) == [], "what is mapped needs no name"
-        yield EngineUnderTest(remote, direct, lambda seed: random_source(remote.expected_manifest(), seed, 1.0))
+        yield EngineUnderTest(remote, direct,
+                              lambda seed: random_source(remote.expected_manifest(), seed, 1.0))
         direct.close()
 
 
@@ -70,11 +75,14 @@ def test_the_host_digests_as_the_gpu_does():
 
 def test_what_leaves_from_a_gpu_is_what_leaves_from_the_host():
     """The GPU's reader, on JAX arrays of this CPU, rows of stacks among them: the same bytes and digests."""
-    metas = tuple(ParamMeta(f"model.layers.{i}.{n}", "float8_e4m3fn", (6, 8)) for i in range(2) for n in "ab") + METAS
+    metas = tuple(ParamMeta(f"model.layers.{i}.{n}", "float8_e4m3fn", (6, 8)) for i in range(2)
+                  for n in "ab") + METAS
     plain = random_source(metas, 1)
-    stacks = {n: jnp.stack([jnp.asarray(plain.arrays[f"model.layers.{i}.{n}"]) for i in range(2)]) for n in "ab"}
+    stacks = {n: jnp.stack([jnp.asarray(plain.arrays[f"model.layers.{i}.{n}"]) for i in range(2)])
+              for n in "ab"}
     stacks["a"] = stacks["a"].reshape(1, 2, 6, 8)  # as experts lie
-    rows = {f"model.layers.{i}.{n}": StackRow(stacks[n], (0, i) if n == "a" else i) for i in range(2) for n in "ab"}
+    rows = {f"model.layers.{i}.{n}": StackRow(stacks[n], (0, i) if n == "a" else i) for i in range(2)
+            for n in "ab"}
     on_device = ArraySource(metas, {name: jnp.asarray(x) for name, x in plain.arrays.items()} | rows)
     host, gpu = _SentFromHost(metas), _SentFromGpu(metas)
     for name, a, b in zip(plain.arrays, host.read(plain), gpu.read(on_device), strict=True):
@@ -184,7 +192,8 @@ def test_a_folder_that_is_not_the_servers_is_refused_and_left_clean(serving, tmp
 
 
 def test_all_cuda_links_of_a_process_have_the_same_slots(monkeypatch):
-    """Torch keeps what another process had open when it died: every engine that dies would cost the learner a pair."""
+    """Torch keeps what another process had open when it died: every engine that dies would cost the learner a
+    pair."""
     made, shared = [], []
 
     class Slots(types.SimpleNamespace):
@@ -208,7 +217,8 @@ def test_what_cannot_be_linked_is_refused(serving, tmp_path):
     transport.open(engine)
     with serving(engine, transport, tmp_path) as url:
         remote = RemoteEngine(url, TOKEN)
-        with pytest.raises(BridgeError, match="FakeTransport takes weights over shared_memory or gloo, not over nccl"):
+        with pytest.raises(BridgeError,
+                           match="FakeTransport takes weights over shared_memory or gloo, not over nccl"):
             remote.call("connect", said={"kind": "nccl", "name": "x", "tensors": 2, "slot_bytes": 512})
         with pytest.raises(BridgeError, match="named '../x'"):
             remote.call("connect", said={"kind": "gloo", "name": "../x", "tensors": 2, "slot_bytes": 512})

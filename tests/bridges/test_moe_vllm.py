@@ -1,7 +1,9 @@
-"""A mixture of experts from the learner into a real vLLM: after every publish both sides give the same log-probabilities.
+"""A mixture of experts from the learner into a real vLLM: after every publish both sides give the same
+log-probabilities.
 
-In float32 they differ in the order of sums alone, so one expert, router or layer that did not arrive shows as a gap thousands of
-times as wide. (vLLM's CPU build leaves reloaded experts in the wrong layout and says nothing: bridges.inside_vllm.experts.)
+In float32 they differ in the order of sums alone, so one expert, router or layer that did not arrive shows as
+a gap thousands of times as wide. (vLLM's CPU build leaves reloaded experts in the wrong layout and says
+nothing: bridges.inside_vllm.experts.)
 """
 
 import jax
@@ -22,11 +24,13 @@ from jaxfp8rl.publish.wire import LearnerWeights  # noqa: E402
 from jaxfp8rl.training.step import make_logprobs, make_score  # noqa: E402
 
 MODEL = ModelConfig.from_hf({
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 128,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 300,
+    "hidden_size": 128,
     "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "num_experts": 4, "num_experts_per_tok": 2,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "num_experts": 4,
+    "num_experts_per_tok": 2,
     "norm_topk_prob": True, "mlp_only_layers": [1], "hidden_act": "silu", "rms_norm_eps": 1e-6,
-})  # fmt: skip
+})
 RUNS = plain_runs(MODEL.sparse_layers)
 LEARNER = Precision(RUNS, compute_dtype="float32", weight_dtype="float32")
 SHORT = {"max_model_len": 128, "max_num_seqs": 16, "enforce_eager": True}
@@ -56,7 +60,8 @@ def transport(engine):
 
 
 def policy(seed: int):
-    return policy_of(jax.tree.map(lambda a: 3 * a if a.ndim > 2 else a, init_params(MODEL, jax.random.key(seed))), LEARNER)
+    return policy_of(jax.tree.map(lambda a: 3 * a if a.ndim > 2 else a,
+                                  init_params(MODEL, jax.random.key(seed))), LEARNER)
 
 
 def test_three_publishes_give_the_learners_log_probabilities(engine, transport):

@@ -1,4 +1,5 @@
-"""rollout.one_copy: the learner computes with the codes in the engine's memory, to the bit as with its own."""
+"""rollout.one_copy: the learner computes with the codes in the engine's memory, to the bit as with its
+own."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ from machine import packs_bfloat16
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 OPTIONS = [
-    "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.fp8_kernel", "emulated", "--rollout.kv_cache", "auto",
+    "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.fp8_kernel", "emulated",
+    "--rollout.kv_cache", "auto",
     "--rollout.enforce_eager", "true", "--run.dir", "unused", "--rollout.prompts_per_step", "4",
     "--rollout.samples_per_prompt", "2",
-    "--model.config.num_hidden_layers", "4", "--model.config.num_key_value_heads", "2", "--model.config.num_attention_heads", "4",
-]  # fmt: skip
+    "--model.config.num_hidden_layers", "4", "--model.config.num_key_value_heads", "2",
+    "--model.config.num_attention_heads", "4",
+]
 THREE_RUNS = ["--precision.first_layers_bf16", "1", "--precision.exclude", r"layers\.2\.self_attn\.o_proj"]
 ONE_COPY = ["--rollout.one_copy", "true"]
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
@@ -39,7 +42,8 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated ke
 
 def begun(parts: Parts):
     """State and policy after a first publish."""
-    state = init_state(jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, parts.initial_params()), parts.optimizer, "float32")
+    state = init_state(jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, parts.initial_params()),
+                       parts.optimizer, "float32")
     state = jax.device_put(state, jax.local_devices()[0])  # as an update leaves it: the same programs
     return state, loop.hand_over(parts, state, parts.policy(state.params), 0)[1]
 
@@ -49,8 +53,9 @@ def two_steps(options: list[str]) -> list[np.ndarray]:
     found = []
     with contextlib.closing(build(load_config("demo", [*OPTIONS, *options]))) as parts:
         state, policy = begun(parts)
-        batch = loop.pack_samples(parts, [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32), 1.0 - i % 2)
-                                          for i, p in enumerate(parts.train[:8])])  # fmt: skip
+        batch = loop.pack_samples(parts, [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32),
+                                                      1.0 - i % 2)
+                                          for i, p in enumerate(parts.train[:8])])
         for version in (1, 2):
             old = parts.score(policy, batch)
             found.append(np.asarray(old))
@@ -94,15 +99,18 @@ def test_the_reference_keeps_codes_of_its_own(lending):
     parts, state, _ = lending
     parts.hold_reference(state.params)
     _, lent = parted(parts.reference)
-    assert not jax.tree.leaves(lent) and None not in jax.tree.leaves(parts.reference, is_leaf=lambda w: w is None)
-    assert sum(isinstance(a, jax.Array) and a.dtype.itemsize == 1 for a in jax.tree.leaves(parts.reference)) == 7 + 6 + 7
+    assert not jax.tree.leaves(lent) and None not in jax.tree.leaves(
+        parts.reference, is_leaf=lambda w: w is None)
+    assert sum(isinstance(a, jax.Array) and a.dtype.itemsize == 1
+               for a in jax.tree.leaves(parts.reference)) == 7 + 6 + 7
 
 
 @cpu_only
 def test_a_publish_takes_back_what_was_lent_and_a_stale_policy_is_refused(lending):
     parts, state, policy = lending
     _, fresh = loop.hand_over(parts, state, parts.policy(state.params), 7)
-    batch = loop.pack_samples(parts, [loop.Sample(parts.train[0].token_ids, (1,), np.zeros(1, np.float32), 1.0)])
+    batch = loop.pack_samples(parts,
+                              [loop.Sample(parts.train[0].token_ids, (1,), np.zeros(1, np.float32), 1.0)])
     with pytest.raises(Exception, match="deleted"):
         parts.score(policy, batch)
     assert np.isfinite(parts.score(fresh, batch)).all()
@@ -122,7 +130,8 @@ def test_what_cannot_be_lent_is_refused_by_name(lending):
     parts, state, _ = lending
     names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 3)]
     loop.publish(parts, {**state.params, "layers": (state.params["layers"],)}, 9)
-    with pytest.raises(BridgeError, match="model.layers.1.self_attn.o_proj.weight and those .* one after the other"):
+    with pytest.raises(BridgeError,
+                       match="model.layers.1.self_attn.o_proj.weight and those .* one after the other"):
         parts.transport.lend(names)
     parts.engine.drop("for a test")
     with pytest.raises(BridgeError, match="publish first"):
@@ -132,7 +141,8 @@ def test_what_cannot_be_lent_is_refused_by_name(lending):
 @cpu_only
 def test_layers_of_a_linear_are_one_tensor(lending):
     parts, _, _ = lending
-    rows = [r for r in parts.transport._rows if r.meta.name.endswith("gate_proj.weight") and ".0." not in r.meta.name]
+    rows = [r for r in parts.transport._rows if r.meta.name.endswith("gate_proj.weight")
+            and ".0." not in r.meta.name]
     stack = stack_of(rows)
     assert stack.shape == (3, 512, 128) and stack.dtype == torch.float8_e4m3fn
     for i, r in enumerate(rows):
@@ -146,7 +156,8 @@ def test_layers_of_a_linear_are_one_tensor(lending):
         (["--precision.recipe", "fp8_rollout"], "has no FP8 forward"),
         (["--train.updates_per_step", "2"], "nothing is published between the updates"),
         (["--rollout.sleep", "keep_weights"], "takes away what the learner reads"),
-        (["--rollout.kv_cache", "fp8", "--rollout.kv_scales", "calibrated"], "calibrated before there are weights"),
+        (["--rollout.kv_cache", "fp8", "--rollout.kv_scales", "calibrated"],
+         "calibrated before there are weights"),
     ],
 )
 def test_one_copy_that_cannot_be_is_refused(options, says):

@@ -1,4 +1,5 @@
-"""Random weights of the benchmarks, made while they are published: names, shapes, and the way of a mixture into a real vLLM."""
+"""Random weights of the benchmarks, made while they are published: names, shapes, and the way of a mixture
+into a real vLLM."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ from jaxfp8rl.precision.recipe import plain_runs  # noqa: E402
 from jaxfp8rl.publish.wire import LearnerWeights  # noqa: E402
 
 TINY = config("30b-a3b", 2) | {
-    "vocab_size": 384, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 4,
+    "vocab_size": 384, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-}  # fmt: skip
+}
 
 
 def runs_of(model: ModelConfig, fp8: bool):
@@ -52,7 +54,8 @@ def test_every_tensor_of_the_manifest_is_made_once_in_its_shape(size, fp8, monke
 
 def test_the_mixture_has_the_bytes_that_its_name_says():
     model = ModelConfig.from_hf(config("30b-a3b"))
-    assert manifest.nbytes(RandomWeights(model, runs_of(model, False)).manifest()) / 2 == pytest.approx(30.5e9, rel=0.01)
+    assert manifest.nbytes(RandomWeights(model, runs_of(model, False)).manifest()) / 2 == pytest.approx(
+        30.5e9, rel=0.01)
     read = rollout.read_by_a_step(RandomWeights(model, runs_of(model, True)), 64)
     assert 0.95 < read / manifest.nbytes(RandomWeights(model, runs_of(model, True)).manifest()) < 0.98
     assert rollout.read_by_a_step(RandomWeights(model, runs_of(model, False)), 1) / 2 < 3.5e9  # "A3B"
@@ -66,7 +69,7 @@ def test_rows_and_stacks_are_the_same_and_no_two_tensors_are(fp8):
     given = dict(source)
     assert list(given) == [m.name for m in source.manifest()]
     small = {name: rows.stack if rows.first is None else rows.stack[i]
-             for part in source.stacks(1) for rows in part for i, name in enumerate(rows.names)}  # fmt: skip
+             for part in source.stacks(1) for rows in part for i, name in enumerate(rows.names)}
     assert small.keys() == given.keys()
     matrices = [np.asarray(x).tobytes() for n, x in given.items() if "norm" not in n and "scale" not in n]
     assert len(set(matrices)) == len(matrices)
@@ -75,10 +78,12 @@ def test_rows_and_stacks_are_the_same_and_no_two_tensors_are(fp8):
 
 def test_a_policy_made_in_codes_is_the_one_that_is_quantised_on_the_way():
     model = ModelConfig.from_hf(TINY)
-    plain, coded = (dict(LearnerWeights(model, random_policy(model, c), fp8_runs_of(model), "bfloat16")) for c in (False, True))
+    plain, coded = (dict(LearnerWeights(model, random_policy(model, c), fp8_runs_of(model), "bfloat16"))
+                    for c in (False, True))
     assert list(plain) == list(coded)
     for name, x in plain.items():
-        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(coded[name]).view(np.uint8), err_msg=name)
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(coded[name]).view(np.uint8),
+                                      err_msg=name)
     shapes = jax.eval_shape(lambda: random_policy(ModelConfig.from_hf(config("30b-a3b"))))
     assert sum(2 * math.prod(x.shape) for x in jax.tree.leaves(shapes)) == pytest.approx(61e9, rel=0.01)
 

@@ -1,4 +1,5 @@
-"""An engine in another process: the conformance suite over the wire, what crosses it, and the real vLLM there."""
+"""An engine in another process: the conformance suite over the wire, what crosses it, and the real vLLM
+there."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_it_is_the_engine_that_answers(served):
     """What crosses the wire is what the engine says, to the last bit."""
     engine, e = served
     e.publish(3)
-    assert e.engine.capabilities() == engine.capabilities() and e.engine.expected_manifest() == engine.expected_manifest()
+    assert e.engine.capabilities() == engine.capabilities() and e.engine.expected_manifest(
+        ) == engine.expected_manifest()
     request = GenRequest("r", (1, 2, 3), SamplingParams(9, 0.7, 20, 0.95, (5,), 30), 3, seed=11)
     (here,), (there,) = engine.generate([request]), e.engine.generate([request])
     arrays = dict.fromkeys(("token_ids", "logprobs", "support_ids", "support_sizes"), 0)
@@ -63,7 +65,7 @@ def test_a_completion_crosses_unchanged(logprobs, experts, request_id, reason):
     routed = None if experts is None else np.arange(n * 6).reshape(n, 3, 2).astype(experts)
     among = () if experts is None else (np.arange(n * 2, dtype=np.int32), np.full(n, 2, np.int32))
     sent = Completion(request_id, 2, np.arange(n, dtype=np.int32), np.asarray(logprobs, np.float32), reason,
-                      (VersionSpan(0, n, 4),), routed, *among)  # fmt: skip
+                      (VersionSpan(0, n, 4),), routed, *among)
     got = wire.unpack_completion(json.loads(json.dumps(wire.pack_completion(sent))))
     for field in dataclasses.fields(Completion):
         a, b = getattr(sent, field.name), getattr(got, field.name)
@@ -71,12 +73,14 @@ def test_a_completion_crosses_unchanged(logprobs, experts, request_id, reason):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()) and b.flags.writeable
         else:
             assert a == b
-    assert wire.unpack_completion(wire.pack_completion(dataclasses.replace(sent, logprobs=None))).logprobs is None
+    assert wire.unpack_completion(
+        wire.pack_completion(dataclasses.replace(sent, logprobs=None))).logprobs is None
 
 
 @pytest.mark.parametrize(
     "edit, message",
-    [({"dtype": "object"}, "an array of 'object'"), ({"shape": [3]}, "reshape"), ({"data": "AAA*"}, "base64")],
+    [({"dtype": "object"}, "an array of 'object'"), ({"shape": [3]}, "reshape"),
+     ({"data": "AAA*"}, "base64")],
     ids=["pickles", "another shape", "no base64"],
 )
 def test_arrays_that_are_none_are_refused(edit, message):
@@ -106,7 +110,8 @@ def test_an_error_nobody_planned_is_an_unhealthy_engine(serving, tmp_path):
         def generate(self, requests):
             raise MemoryError("out of memory in a kernel")
 
-    with serving(Failing(), FakeTransport(), tmp_path) as url, pytest.raises(EngineUnhealthy, match="MemoryError: out of memory"):
+    with serving(Failing(), FakeTransport(),
+                 tmp_path) as url, pytest.raises(EngineUnhealthy, match="MemoryError: out of memory"):
         RemoteEngine(url, TOKEN).generate([])
 
 
@@ -153,11 +158,12 @@ def edit(**change):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (cut, "cut short"), (flip, f"the bytes of {HEAD} are not those"), (edit(digest="0" * 64), "its digest is not that of"),
+        (cut, "cut short"), (flip, f"the bytes of {HEAD} are not those"),
+        (edit(digest="0" * 64), "its digest is not that of"),
         (edit(version=1), r"holds \(version, digest\) \(1, "),
     ],
     ids=["a shard cut short", "a byte changed", "another digest", "another version"],
-)  # fmt: skip
+)
 def test_a_damaged_folder_is_refused_and_leaves_it_dirty(remote, damage, message):
     e = under(remote.engine, Damaging(damage), versions=remote.versions)
     with pytest.raises(PublishFailed, match=message):
@@ -205,20 +211,30 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
 @pytest.mark.parametrize(
     "settings, message, next_step",
     [
-        ({"link": "nccl"}, 'rollout.link has no effect with rollout.engine = "jax"', 'set rollout.engine = "remote"'),
-        ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect", 'set rollout.engine = "remote"'),
+        ({"link": "nccl"}, 'rollout.link has no effect with rollout.engine = "jax"',
+         'set rollout.engine = "remote"'),
+        ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect",
+         'set rollout.engine = "remote"'),
         ({"sleep": "drop_weights"}, "the embedded engine has none", 'set rollout.engine = "vllm"'),
-        ({"engine": "vllm", "lag": "1"}, 'rollout.lag = 1: engine "vllm" is in the', '"remote", on GPUs of its own'),
-        ({"engine": "remote", "lag": "1", "sleep": "keep_weights"}, "stops the engine while", 'set rollout.sleep = "off"'),
-        ({"engine": "remote", "lag": "1"}, "rollout.restarts = 3 gives a new engine the last weights", "rollout.restarts = 0"),
-        ({"engine": "remote", "server_url": "http://127.0.0.1:1"}, "rollout.server_token_file go together", "give both"),
-        ({"engine": "remote", "server_url": "http://127.0.0.1:1", "server_token_file": "t", "enforce_eager": "true"},
-         "rollout.enforce_eager: the server at http://127.0.0.1:1 runs already", "give it to the server when that is started"),
-        ({"engine": "remote", "link": "cuda_ipc", "publish": "reload"}, '"reload" is not', "leave rollout.publish out"),
+        ({"engine": "vllm", "lag": "1"}, 'rollout.lag = 1: engine "vllm" is in the',
+         '"remote", on GPUs of its own'),
+        ({"engine": "remote", "lag": "1", "sleep": "keep_weights"}, "stops the engine while",
+         'set rollout.sleep = "off"'),
+        ({"engine": "remote", "lag": "1"}, "rollout.restarts = 3 gives a new engine the last weights",
+         "rollout.restarts = 0"),
+        ({"engine": "remote", "server_url": "http://127.0.0.1:1"}, "rollout.server_token_file go together",
+         "give both"),
+        ({"engine": "remote", "server_url": "http://127.0.0.1:1", "server_token_file": "t",
+          "enforce_eager": "true"},
+         "rollout.enforce_eager: the server at http://127.0.0.1:1 runs already",
+         "give it to the server when that is started"),
+        ({"engine": "remote", "link": "cuda_ipc", "publish": "reload"}, '"reload" is not',
+         "leave rollout.publish out"),
     ],
-    ids=["a link alone", "another engine's", "no sleep", "one process", "asleep while it samples", "overwritten weights",
+    ids=["a link alone", "another engine's", "no sleep", "one process", "asleep while it samples",
+         "overwritten weights",
          "half an address", "the server's own", "not in place"],
-)  # fmt: skip
+)
 def test_settings_that_would_be_ignored_are_refused(settings, message, next_step):
     from jaxfp8rl.errors import ConfigError
     from jaxfp8rl.config.toml import load_config
@@ -230,17 +246,19 @@ def test_settings_that_would_be_ignored_are_refused(settings, message, next_step
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"vocab_size": 64}, "a vocabulary of 64, the model has 128"), ({"max_model_len": 8}, "max_model_len 8, a prompt and its"),
+    [({"vocab_size": 64}, "a vocabulary of 64, the model has 128"),
+     ({"max_model_len": 8}, "max_model_len 8, a prompt and its"),
      ({}, "a cache in float32, rollout.kv_cache is")],
     ids=["vocabulary", "length", "cache"],
-)  # fmt: skip
+)
 def test_a_server_that_runs_already_must_be_what_the_config_asks_for(serving, tmp_path, options, message):
     from jaxfp8rl.run import context
     from jaxfp8rl.errors import ConfigError
     from jaxfp8rl.rollout.engines import build_engine
     from jaxfp8rl.config.toml import load_config
 
-    engine, transport, token = FakeEngine(**{"vocab_size": 128} | options), FakeTransport(), tmp_path / "token"
+    engine, transport, token = FakeEngine(**{"vocab_size": 128}
+                                          | options), FakeTransport(), tmp_path / "token"
     transport.open(engine)
     with serving(engine, transport, tmp_path) as url:
         settings = {"engine": "remote", "server_url": url, "server_token_file": str(token)}
@@ -258,19 +276,21 @@ def test_a_server_that_runs_already_must_be_what_the_config_asks_for(serving, tm
 
 SMALL = {
     "precision.recipe": "bf16", "precision.compute_dtype": "bfloat16", "rollout.kv_cache": "auto",
-    "rollout.enforce_eager": "true", "rollout.engine": "remote", "rollout.link": "shared_memory", "rollout.max_num_seqs": 32,
-    "rollout.max_new_tokens": 8, "rollout.prompts_per_step": 2, "rollout.samples_per_prompt": 2, "gate.completions": 2,
+    "rollout.enforce_eager": "true", "rollout.engine": "remote", "rollout.link": "shared_memory",
+    "rollout.max_num_seqs": 32,
+    "rollout.max_new_tokens": 8, "rollout.prompts_per_step": 2, "rollout.samples_per_prompt": 2,
+    "gate.completions": 2,
     "sft.steps": 0, "run.steps": 1, "run.eval_problems": 2, "task.max_prompt_tokens": 248,
     "model.config.max_position_embeddings": 256, "model.config.num_hidden_layers": 1, "train.row_tokens": 256,
     "train.rows_per_microbatch": 1, "train.updates_per_step": 1,
-}  # fmt: skip
+}
 GIVEN_TO_THE_SERVER = ("rollout.max_num_seqs", "rollout.enforce_eager")
 
 
 @pytest.mark.usefixtures("quick_compile")
 def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(tmp_path):
-    """One start of vLLM, as `jaxfp8rl train` makes it; the suite, two ways of publishing; then a run that samples ahead, and its
-    resumption, by its address."""
+    """One start of vLLM, as `jaxfp8rl train` makes it; the suite, two ways of publishing; then a run that
+    samples ahead, and its resumption, by its address."""
     if importlib.util.find_spec("vllm") is None:  # importing it here, too, would take as long as all the rest
         pytest.skip("vLLM is not installed: see requirements/vllm-cpu.in")
     from jaxfp8rl.run import context
@@ -292,11 +312,13 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
         assert engine.capabilities().engine == "vllm" and engine.pid != os.getpid()
         # vLLM's CPU build caches prompts in blocks of 128 tokens
         metas = engine.expected_manifest()
-        e = EngineUnderTest(supervised, transport, lambda seed: random_source(metas, seed, 0.1), prompt_tokens=150)
+        e = EngineUnderTest(supervised, transport, lambda seed: random_source(metas, seed, 0.1),
+                            prompt_tokens=150)
         for check in CHECKS:
             check(e)
         first, second = e.publish(1), e.publish(1)
-        assert first.content == second.content and bool(first.content) != packs_bfloat16(), "it has proved what it holds"
+        assert first.content == second.content and bool(first.content) != packs_bfloat16(
+            ), "it has proved what it holds"
         a = e.sample(temperature=0.0)[0]
         by_file = under(engine, scale=0.1, prompt_tokens=150, versions=e.versions)
         by_file.publish(1)
@@ -305,12 +327,15 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
 
         (tmp_path / "token").write_text(engine._token)
         served = {"rollout.server_url": engine.url, "rollout.server_token_file": tmp_path / "token"}
-        served |= {"rollout.lag": 1, "run.steps": 2, "rollout.top_p": 0.8, "correction.preset": "sequence_tis"}
+        served |= {"rollout.lag": 1, "run.steps": 2, "rollout.top_p": 0.8,
+                   "correction.preset": "sequence_tis"}
         loop.train(config(**served))
         e.publish(0)
         loop.train(config(**served), resume=True)
-        assert engine.weight_version() == 2, "the runs left the server running, and the second published what the first had saved"
+        assert engine.weight_version(
+            ) == 2, "the runs left the server running, and the second published what the first had saved"
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [m["weights/version"] for m in steps] == [0, 0, 0] and steps[1]["mismatch/max_logp_diff"] < 0.1
-    assert [m["staleness/versions_max"] for m in steps[1:]] == [0, 1], "the second batch is of the weights of the first"
+    assert [m["staleness/versions_max"]
+            for m in steps[1:]] == [0, 1], "the second batch is of the weights of the first"
     assert all(1 < m["support/tokens_mean"] < 100 and m["support/unknown"] == 0 for m in steps[1:])

@@ -68,7 +68,8 @@ def test_a_long_reply_may_take_longer_than_a_connection_may_be_idle(monkeypatch)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with contextlib.closing(socket.create_connection(server.server_address)) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
-        s.sendall(f"POST /v1/x HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        s.sendall(
+            f"POST /v1/x HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
         begun, got = time.monotonic(), 0
         while data := s.recv(2**18):
             got += len(data)
@@ -108,11 +109,13 @@ def test_the_command_refuses_a_taken_port_the_network_and_unknown_options(remote
 
 def test_the_command_makes_a_token_for_this_user_alone(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != wire.TOKEN_VARIABLE}
-    child = subprocess.Popen([*SERVER, "--engine", "fake", "--vocab-size", "9"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True, env=environment)  # fmt: skip
+    child = subprocess.Popen([*SERVER, "--engine", "fake", "--vocab-size", "9"], stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE,
+                             text=True, env=environment)
     ready = json.loads(child.stdout.readline())
     token = open(ready["token_file"]).read()
-    assert os.stat(ready["token_file"]).st_mode & 0o777 == 0o600 and len(token) > 40 and ready["pid"] == child.pid
+    assert os.stat(ready["token_file"]).st_mode & 0o777 == 0o600 and len(token) > 40 and ready[
+        "pid"] == child.pid
     engine = RemoteEngine(ready["url"], token)
     assert engine.capabilities().vocab_size == 9
     engine.close()
@@ -124,7 +127,8 @@ def test_the_command_makes_a_token_for_this_user_alone(tmp_path):
 def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path):
     for error, message, arguments in (
         (EngineUnhealthy, "TypeError: .*'unheard'", dict(engine="fake", faults={"unheard": 1})),
-        (BridgeError, "no transport 'teleport' into vLLM", dict(engine="vllm", hf_config=QWEN3, transport="teleport", **TINY)),
+        (BridgeError, "no transport 'teleport' into vLLM",
+         dict(engine="vllm", hf_config=QWEN3, transport="teleport", **TINY)),
         (BridgeError, "wants to know the model", dict(engine="vllm", **TINY)),
         (EngineUnhealthy, "exit code 2", dict(engine="vllm", hf_config=QWEN3)),
         (EngineUnhealthy, "exit code 2", dict(engine="fake", unheard=1)),
@@ -141,7 +145,8 @@ def test_another_protocol_and_other_addresses_are_refused(served, monkeypatch):
         with pytest.raises(BridgeError, match="is not the address"):
             RemoteEngine(odd, TOKEN)
     original = RemoteEngine.call
-    monkeypatch.setattr(RemoteEngine, "call", lambda self, *a, **k: {**original(self, *a, **k), "protocol": 0})
+    monkeypatch.setattr(RemoteEngine, "call",
+                        lambda self, *a, **k: {**original(self, *a, **k), "protocol": 0})
     with pytest.raises(BridgeError, match="speaks protocol 0"):
         RemoteEngine(e.engine.url, TOKEN)
 

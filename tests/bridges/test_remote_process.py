@@ -119,7 +119,8 @@ def test_the_engine_ends_with_its_parent():
 with spawn("fake") as e:
     print(e.pid, e.url, e.folder, flush=True)
     input()"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True)
     pid, url, folder = parent.stdout.readline().split()
     parent.kill()
     parent.communicate()

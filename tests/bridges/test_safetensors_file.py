@@ -1,4 +1,5 @@
-"""Weights through files: the same bytes come back, and whatever is wrong with a folder is said before a tensor is used."""
+"""Weights through files: the same bytes come back, and whatever is wrong with a folder is said before a
+tensor is used."""
 
 from __future__ import annotations
 
@@ -49,11 +50,12 @@ def test_the_same_bytes_come_back_in_order(folder):
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(sorted(SAFETENSORS_DTYPES)), st.lists(st.integers(0, 5), max_size=3).map(tuple)),
+        st.tuples(st.sampled_from(sorted(SAFETENSORS_DTYPES)),
+                  st.lists(st.integers(0, 5), max_size=3).map(tuple)),
         min_size=1, max_size=6,
     ),
     st.integers(1, 200),
-)  # fmt: skip
+)
 def test_any_dtype_shape_and_shard_size(tmp_path_factory, tensors, shard_bytes):
     rng, arrays = np.random.default_rng(0), {}
     metas = tuple(ParamMeta(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors))
@@ -111,20 +113,25 @@ def cut(folder):
 
 
 DAMAGE = {
-    "a shard cut short": (cut, r"00002-of-00002.safetensors cannot be read, it is missing, damaged or cut short"),
+    "a shard cut short": (cut,
+                          r"00002-of-00002.safetensors cannot be read, it is missing, damaged or cut short"),
     "a shard missing": (lambda f: shard(f).unlink(), "00002-of-00002.safetensors cannot be read"),
     "a shard of noise": (lambda f: shard(f).write_bytes(b"\xff" * 999), "cannot be read"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} cannot be read"),
     "no index": (lambda f: (f / INDEX).unlink(), f"{INDEX} cannot be read"),
-    "a manifest cut short": (lambda f: (f / MANIFEST).write_text('{"version": 7'), f"{MANIFEST} cannot be read"),
-    "another digest": (lambda f: change(f / MANIFEST, lambda c: c.update(digest="0" * 64)), "its digest is not that of"),
+    "a manifest cut short": (lambda f: (f / MANIFEST).write_text('{"version": 7'),
+                             f"{MANIFEST} cannot be read"),
+    "another digest": (lambda f: change(f / MANIFEST, lambda c: c.update(digest="0" * 64)),
+                       "its digest is not that of"),
     "an edited manifest": (
-        lambda f: change(f / MANIFEST, lambda c: c["tensors"][0].update(shape=[24, 50])), "its digest is not that of",
+        lambda f: change(f / MANIFEST, lambda c: c["tensors"][0].update(shape=[24, 50])),
+        "its digest is not that of",
     ),
     "an index that leads outside": (
-        lambda f: change(f / INDEX, lambda c: c["weight_map"].update({METAS[0].name: "../v7/x"})), "is not a file name",
+        lambda f: change(f / INDEX, lambda c: c["weight_map"].update({METAS[0].name: "../v7/x"})),
+        "is not a file name",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DAMAGE)
@@ -137,7 +144,8 @@ def test_damage_is_said_on_opening(what, folder):
 
 def test_every_difference_is_listed_on_opening(folder, tmp_path):
     """A folder whose shards were exchanged for those of another model."""
-    other = (ParamMeta("model.norm.weight", "float32", (25,)), ParamMeta("unheard_of", "bfloat16", (2,)), *METAS[:3])
+    other = (ParamMeta("model.norm.weight", "float32", (25,)), ParamMeta("unheard_of", "bfloat16", (2,)),
+             *METAS[:3])
     write_folder(random_source(other, 0), tmp_path / "other", 7)
     for file in folder.glob("*.safetensors"):
         file.unlink()

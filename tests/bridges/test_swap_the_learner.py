@@ -20,11 +20,14 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.precision.recipe import Precision
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 40, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "attention_bias": False,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 40, "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+    "attention_bias": False,
     "eos_token_id": 7,
-}  # fmt: skip
+}
 PROMPTS = [(1, 2, 3), (4, 5), (6,), (8, 9, 10, 11)]
 
 
@@ -51,7 +54,8 @@ def reward(tokens: np.ndarray) -> float:
 
 
 def mean_reward(doc: dict, engine) -> float:
-    return float(np.mean([reward(c.token_ids) for group in doc["sample"](engine, PROMPTS, 32, 99) for c in group]))
+    return float(np.mean([reward(c.token_ids) for group in doc["sample"](engine, PROMPTS, 32, 99)
+                          for c in group]))
 
 
 def test_a_pytorch_learner_drives_the_rollout(doc, rollout):
@@ -71,7 +75,8 @@ def test_a_jax_learner_drives_the_same(doc, rollout):
     cfg, precision = ModelConfig.from_hf(CONFIG), Precision.uniform(2, weight_dtype="float32")
     params = init_params(cfg, jax.random.key(0))
     after = doc["train_jax"](params, cfg, precision, *rollout, PROMPTS, reward, steps=10, lr=3e-3)
-    assert rollout[0].weight_version() == 10 and mean_reward(doc, rollout[0]) > 0.6  # a half of random tokens is even
+    # a half of random tokens is even
+    assert rollout[0].weight_version() == 10 and mean_reward(doc, rollout[0]) > 0.6
     (completion,) = doc["sample"](rollout[0], PROMPTS[:1], 1, 5)[0]
     batch = doc["pack"]([doc["Sample"](PROMPTS[0], completion.token_ids, completion.logprobs, 0.0)], 64, 1, 1)
     micro = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)

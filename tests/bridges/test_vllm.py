@@ -38,15 +38,17 @@ from machine import packs_bfloat16
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
-    "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64,
     "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}  # fmt: skip
+}
 ATTENTION_0 = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]
 MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True,
-}  # fmt: skip
+}
 EMULATED = {"weights": FP8, "fp8_kernel": "emulated"}
 ENGINES = {
     "bfloat16": {},
@@ -67,7 +69,8 @@ def needs(options: dict) -> str | None:
     return cpu_lacks("" if emulated else options.get("weights", ""), options.get("kv_cache", "auto"))
 
 
-@pytest.fixture(scope="module", params=[pytest.param(e, marks=pytest.mark.slow) if e == "float32" else e for e in ENGINES])
+@pytest.fixture(scope="module",
+                params=[pytest.param(e, marks=pytest.mark.slow) if e == "float32" else e for e in ENGINES])
 def under_test(request):
     options = dict(ENGINES[request.param])
     if lack := needs(options):
@@ -119,7 +122,8 @@ def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp
     def build(arguments, emulate):
         assert os.path.dirname(arguments["model"]) == str(tmp_path)
         core = types.SimpleNamespace(shutdown=lambda: None)
-        return types.SimpleNamespace(apply_model=unplanned, llm_engine=types.SimpleNamespace(engine_core=core))
+        return types.SimpleNamespace(apply_model=unplanned,
+                                     llm_engine=types.SimpleNamespace(engine_core=core))
 
     def unplanned(function):
         raise RuntimeError("nobody planned this")
@@ -143,9 +147,11 @@ def test_the_cache_on_a_cpu_is_as_large_as_asked_for(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
 def test_blocks_that_do_not_line_up_are_refused():
-    """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute nonsense."""
+    """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute
+    nonsense."""
     odd = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 192}
-    with pytest.raises(BridgeError, match="name model.layers.0.self_attn.q_proj, .*in high_precision_modules"):
+    with pytest.raises(BridgeError,
+                       match="name model.layers.0.self_attn.q_proj, .*in high_precision_modules"):
         VllmEngine(odd, **EMULATED, **SHORT)
 
 
@@ -168,27 +174,31 @@ def test_conformance(check, under_test):
 
 def test_capabilities_name_what_is_computed(under_test):
     c, engine = under_test.engine.capabilities(), under_test.engine
-    dtypes = engine.on_model(lambda model: {n.rpartition("_proj.")[2]: str(p.dtype) for n, p in model.named_parameters()})
+    dtypes = engine.on_model(lambda model: {n.rpartition("_proj.")[2]: str(p.dtype)
+                                            for n, p in model.named_parameters()})
     assert dtypes["model.embed_tokens.weight"] == f"torch.{c.formats.compute}"
     assert (dtypes["weight"] == "torch.float8_e4m3fn") == (c.formats.weights == FP8)
     assert (c.engine, c.vocab_size, c.max_model_len) == ("vllm", 500, 256)
 
 
 def test_most_tokens_have_the_same_probability_in_a_learner_that_mirrors_the_formats(under_test):
-    """Of an engine with every linear in FP8, not compiled. Weights are drawn wide: a sum in another order, which tips a rounding,
-    moves a token by 0.05 nats. Norm weights are not 1, which would hide where they are rounded."""
+    """Of an engine with every linear in FP8, not compiled. Weights are drawn wide: a sum in another order,
+    which tips a rounding, moves a token by 0.05 nats. Norm weights are not 1, which would hide where they are
+    rounded."""
     formats = under_test.engine.capabilities().formats
-    if not isinstance(under_test.transport, VllmInplace) or formats.weights != FP8 or torch.cuda.is_available():
+    if not isinstance(under_test.transport,
+                      VllmInplace) or formats.weights != FP8 or torch.cuda.is_available():
         pytest.skip("of FP8 on a CPU")
     assert formats.unrounded_sums and formats.amax_floor == 2.0**-9
     model, good = ModelConfig.from_hf(CONFIG), under_test.source(9)
     norms = {name: a * jnp.asarray(np.random.default_rng(i).uniform(0.5, 2, a.shape), a.dtype)
-             for i, (name, a) in enumerate(good.arrays.items()) if a.ndim == 1}  # fmt: skip
+             for i, (name, a) in enumerate(good.arrays.items()) if a.ndim == 1}
     source = dataclasses.replace(good, arrays=good.arrays | norms)
     under_test.transport.publish(source, next(under_test.versions))
     requests = [GenRequest(str(i), under_test.prompt(i)[:6], SamplingParams(8), 2, i) for i in range(8)]
     answers = zip(requests, under_test.engine.generate(requests))
-    batch = pack([Sample(r.prompt_token_ids, c.token_ids, c.logprobs, 0.0) for r, cs in answers for c in cs], 16, 16, 1)
+    batch = pack([Sample(r.prompt_token_ids, c.token_ids, c.logprobs, 0.0) for r, cs in answers for c in cs],
+                 16, 16, 1)
     runs = fp8_runs(linear_shapes(model), 2)
     mirror = resolve(get_recipe("fp8_unified"), runs, formats, "bfloat16", "bfloat16")
     params = assemble(model, runs, source.arrays)
@@ -202,7 +212,8 @@ def test_most_tokens_have_the_same_probability_in_a_learner_that_mirrors_the_for
 
 
 def test_every_byte_arrives(under_test):
-    """What vLLM would write into a checkpoint is what was published, for each linear whose kernel keeps that layout."""
+    """What vLLM would write into a checkpoint is what was published, for each linear whose kernel keeps that
+    layout."""
     under_test.publish(5)
     arrays, live = under_test.source(5).arrays, live_parameters(under_test.engine)
     for name, parts in fused_names(live).items():
@@ -212,10 +223,12 @@ def test_every_byte_arrives(under_test):
 
 
 def test_linear_computes_what_the_formats_say(under_test):
-    """One layer's product against the float64 product of the operands in the formats that `capabilities` names."""
+    """One layer's product against the float64 product of the operands in the formats that `capabilities`
+    names."""
     under_test.publish(6)
     formats, arrays = under_test.engine.capabilities().formats, under_test.source(6).arrays
-    name, x = "model.layers.1.mlp.down_proj", np.random.default_rng(0).standard_normal((5, 384)) * np.logspace(-2, 2, 384)
+    name, x = "model.layers.1.mlp.down_proj", np.random.default_rng(0).standard_normal(
+        (5, 384)) * np.logspace(-2, 2, 384)
     x = x.astype(numpy_type(formats.compute))
     got = under_test.engine.on_model(lambda model: run_linear(model.get_submodule(name), x))
     w = np.asarray(arrays[f"{name}.weight"]).astype(np.float64)
@@ -232,7 +245,8 @@ def test_logits_come_from_the_published_head(under_test):
     arrays, formats = under_test.source(7).arrays, under_test.engine.capabilities().formats
     head = np.asarray(arrays.get("lm_head.weight", arrays["model.embed_tokens.weight"])).astype(np.float64)
     x = np.random.default_rng(0).standard_normal((3, 256)).astype(numpy_type(formats.compute))
-    got = under_test.engine.on_model(lambda model: model.compute_logits(torch_view(jnp.asarray(x))).double().cpu().numpy())
+    got = under_test.engine.on_model(
+        lambda model: model.compute_logits(torch_view(jnp.asarray(x))).double().cpu().numpy())
     error = np.linalg.norm(got - x.astype(np.float64) @ head.T) / np.linalg.norm(got)
     assert error < (1e-6 if formats.compute == "float32" else 4e-3), error
 
@@ -243,7 +257,8 @@ def test_a_flipped_bit_is_found_where_the_transport_reads_the_engine(under_test)
     name, receipt = "model.layers.1.mlp.up_proj.weight", under_test.publish(5)
     under_test.transport.verify(receipt)
     under_test.transport.targets[name].view(torch.uint8)[3, 5] ^= 1
-    with pytest.raises(PublishFailed, match=f"1 of .* tensors of the engine differ from what was sent, first {name}"):
+    with pytest.raises(PublishFailed,
+                       match=f"1 of .* tensors of the engine differ from what was sent, first {name}"):
         under_test.transport.verify(receipt)
     with pytest.raises(EngineDirty, match="no longer those that were published"):
         under_test.sample()
@@ -279,11 +294,13 @@ def test_a_moved_tensor_is_refused_before_a_byte_moves(under_test):
 
 
 def test_auto_publishes_in_place_where_it_can_and_says_why_not(under_test, request, capsys):
-    """vLLM's CPU build shuffles experts; whether it packs an unquantised linear depends on type and machine."""
+    """vLLM's CPU build shuffles experts; whether it packs an unquantised linear depends on type and
+    machine."""
     reason = why_not_in_place(under_test.engine)
     if "moe" in request.node.name:
         first = "self_attn.q_proj" if packs_bfloat16() else "mlp.experts.0.gate_proj"
-        assert torch.cuda.is_available() or f"model.layers.0.{first}.weight cannot be written in place" in reason
+        assert torch.cuda.is_available(
+            ) or f"model.layers.0.{first}.weight cannot be written in place" in reason
     if isinstance(under_test.transport, VllmInplace):
         assert not reason
     transport = open_vllm_transport("auto", under_test.engine)
@@ -323,9 +340,11 @@ def test_nan_weights_make_it_unhealthy_until_the_next_publish(under_test):
 
 
 def test_neighbouring_seeds_share_no_completion(under_test):
-    """vLLM's own n > 1 seeds its samples seed, seed + 1, ...: two requests would then share most of theirs."""
+    """vLLM's own n > 1 seeds its samples seed, seed + 1, ...: two requests would then share most of
+    theirs."""
     under_test.publish(0)
-    drawn = [tuple(c.token_ids.tolist()) for seed in (1, 2, 3) for c in under_test.sample(n=4, seed=seed, temperature=2.0)]
+    drawn = [tuple(c.token_ids.tolist()) for seed in (1, 2, 3)
+             for c in under_test.sample(n=4, seed=seed, temperature=2.0)]
     assert len(set(drawn)) == 12
 
 
@@ -352,11 +371,14 @@ def numpy_type(name: str) -> np.dtype:
 
 
 def live_parameters(engine: VllmEngine) -> dict[str, np.ndarray]:
-    """The engine's parameters that are of checkpoint shape, as bytes; not those that AMX's kernel shuffles in place."""
+    """The engine's parameters that are of checkpoint shape, as bytes; not those that AMX's kernel shuffles in
+    place."""
     def read(model):
-        kernels = {id(m.weight): type(getattr(m.quant_method, "fp8_linear", None)).__name__ for m in model.modules()
-                   if getattr(m, "quant_method", None) and hasattr(m, "weight")}  # fmt: skip
-        kept = {n: p for n, p in model.named_parameters() if kernels.get(id(p)) != "CPUFp8BlockScaledMMKernel"}
+        kernels = {id(m.weight): type(getattr(m.quant_method, "fp8_linear", None)).__name__
+                   for m in model.modules()
+                   if getattr(m, "quant_method", None) and hasattr(m, "weight")}
+        kept = {n: p for n, p in model.named_parameters()
+                if kernels.get(id(p)) != "CPUFp8BlockScaledMMKernel"}
         return {n: p.data.view(torch.uint8).cpu().numpy() for n, p in kept.items() if p.dim() and p.numel()}
 
     return engine.on_model(read)

@@ -1,4 +1,5 @@
-"""Writing in place without an engine: plain torch modules stand for vLLM's. The engine itself is in test_vllm.py."""
+"""Writing in place without an engine: plain torch modules stand for vLLM's. The engine itself is in
+test_vllm.py."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def fused(kernel: str = "CutlassFp8BlockScaledMMKernel") -> tuple[torch.nn.Modul
     module.quant_method = Fp8LinearMethod(kernel)
     starts, sizes = {"q": 0, "k": 8, "v": 10}, {"q": 8, "k": 2, "v": 2}
     metas = {n: ParamMeta(f"layers.0.{n}_proj.weight", "float8_e4m3fn", (sizes[n], COLUMNS)) for n in starts}
-    return module, [Place(metas[n], "layers.0.qkv_proj", module, "weight", starts[n], (12, COLUMNS)) for n in starts]
+    return module, [Place(metas[n], "layers.0.qkv_proj", module, "weight", starts[n], (12, COLUMNS))
+                    for n in starts]
 
 
 def test_parts_of_a_fused_parameter_are_its_rows(found):
@@ -84,11 +86,12 @@ def another_method(module, places):
         (another_method, "how SimpleNamespace keeps it"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
-)  # fmt: skip
+)
 def test_a_layout_not_known_is_refused_by_name(found, spoil, says):
     module, places = fused()
     spoil(module, places)
-    with pytest.raises(BridgeError, match=f"layers.0.q_proj.weight cannot be written in place: .*{says}") as e:
+    with pytest.raises(BridgeError,
+                       match=f"layers.0.q_proj.weight cannot be written in place: .*{says}") as e:
         found(module, places)
     assert "VllmReload" in e.value.next_step
 
@@ -113,14 +116,17 @@ def test_digests_of_rows_are_read_from_the_parameter_itself(found):
     before = np.asarray(reader())
     rows[1].tensor.view(torch.uint8)[1, 3] = 1
     changed = (np.asarray(reader()) != before).any(1)
-    assert dict(zip([r.meta.name for r in reader.rows], changed.tolist())) == {r.meta.name: i == 1 for i, r in enumerate(rows)}
+    assert dict(zip([r.meta.name for r in reader.rows],
+                    changed.tolist())) == {r.meta.name: i == 1 for i, r in enumerate(rows)}
 
 
 class Made:
-    """A source that makes a layer of two tensors when the first is asked for, and counts how many layers are alive."""
+    """A source that makes a layer of two tensors when the first is asked for, and counts how many layers are
+    alive."""
 
     def __init__(self):
-        self.metas = tuple(ParamMeta(f"layers.{i}.{n}.weight", "float32", (ROWS, COLUMNS)) for i in range(LAYERS) for n in "ab")
+        self.metas = tuple(ParamMeta(f"layers.{i}.{n}.weight", "float32", (ROWS, COLUMNS))
+                           for i in range(LAYERS) for n in "ab")
         self.alive, self.most = [], 0
 
     def manifest(self):
@@ -149,14 +155,16 @@ def test_of_what_a_source_makes_two_layers_are_alive():
     source = Made()
     transport = bare_transport(source.metas)
     transport._write(source, source.metas)()
-    assert [int(t[0, 0]) for t in transport.targets.values()] == [10 * i + j for i in range(LAYERS) for j in range(2)]
+    assert [int(t[0, 0])
+            for t in transport.targets.values()] == [10 * i + j for i in range(LAYERS) for j in range(2)]
     assert source.most == 2
 
 
 def test_rows_of_a_stack_are_read_in_place_and_digested_as_tensors_are():
     metas, stack = Made().metas, jnp.arange(2.0 * LAYERS * ROWS * COLUMNS).reshape(2 * LAYERS, ROWS, COLUMNS)
     transport = bare_transport(metas)
-    by_row = transport._write(zip((m.name for m in metas), (StackRow(stack, i) for i in range(len(metas)))), metas)()
+    by_row = transport._write(zip((m.name for m in metas), (StackRow(stack, i) for i in range(len(metas)))),
+                              metas)()
     for i, target in enumerate(transport.targets.values()):
         np.testing.assert_array_equal(target.numpy(), stack[i])
     np.testing.assert_array_equal(by_row, transport._write(zip((m.name for m in metas), stack), metas)())
@@ -169,7 +177,8 @@ class Stacks(Made):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = (jnp.arange(1.0 * LAYERS * ROWS * COLUMNS).reshape(LAYERS, ROWS, COLUMNS) + k for k in (0, 0.5))
+        self.a, self.b = (jnp.arange(1.0 * LAYERS * ROWS * COLUMNS).reshape(LAYERS, ROWS, COLUMNS) + k
+                          for k in (0, 0.5))
         self.names = [[m.name for m in self.metas[k::2]] for k in range(2)]
 
     def stacks(self, nbytes):
@@ -186,7 +195,8 @@ class Stacks(Made):
         return made
 
     def __iter__(self):
-        return iter([(name, stack[i]) for i in range(LAYERS) for (name, stack) in zip(self.metas_of(i), (self.a, self.b))])
+        return iter([(name, stack[i]) for i in range(LAYERS)
+                     for (name, stack) in zip(self.metas_of(i), (self.a, self.b))])
 
     def metas_of(self, layer):
         return [m.name for m in self.metas[2 * layer : 2 * layer + 2]]
@@ -199,11 +209,11 @@ def test_a_source_by_stacks_arrives_as_one_by_layers_does(engine):
     wide = torch.full((LAYERS, 2 * ROWS, COLUMNS), -1.0)
     two = torch.zeros(2, LAYERS, ROWS, COLUMNS)
     parameters = {"stacked": [two[k, i] for i in range(LAYERS) for k in range(2)], "apart": None,
-                  "stacked and fused": [p for p in wide for _ in range(2)]}[engine]  # fmt: skip
+                  "stacked and fused": [p for p in wide for _ in range(2)]}[engine]
     transport = bare_transport(source.metas, parameters)
     if engine == "stacked and fused":
         transport._rows = [dataclasses.replace(r, start=k * ROWS, stop=(k + 1) * ROWS)
-                           for i in range(LAYERS) for k, r in enumerate(transport._rows[2 * i : 2 * i + 2])]  # fmt: skip
+                           for i in range(LAYERS) for k, r in enumerate(transport._rows[2 * i : 2 * i + 2])]
         transport.targets = {r.meta.name: r.tensor for r in transport._rows}
     if engine != "apart":
         assert [len(rows) for rows in stacks_of(transport._rows)] == [LAYERS, LAYERS]

@@ -1,4 +1,5 @@
-"""A mixture's experts written in place, and whole publishes of them, into an engine whose vLLM is a plain torch module."""
+"""A mixture's experts written in place, and whole publishes of them, into an engine whose vLLM is a plain
+torch module."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ SHAPES = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
 
 
 def experts(kernel: str = "TRITON", stacked: bool = True) -> tuple[torch.nn.Module, list[Place]]:
-    """LAYERS modules with the experts of a layer in w13_weight [E, 2F, D] and w2_weight [E, D, F], their layers in one tensor or
-    not."""
+    """LAYERS modules with the experts of a layer in w13_weight [E, 2F, D] and w2_weight [E, D, F], their
+    layers in one tensor or not."""
     model, places = torch.nn.Module(), []
     sizes = {"w13_weight": (E, 2 * F, D), "w2_weight": (E, D, F)}
     wholes = {leaf: torch.full((LAYERS, *size), -1.0) for leaf, size in sizes.items()}
@@ -53,7 +54,7 @@ def experts(kernel: str = "TRITON", stacked: bool = True) -> tuple[torch.nn.Modu
             row = wholes[leaf][i] if stacked else wholes[leaf][i].clone()
             module.register_parameter(leaf, torch.nn.Parameter(row, requires_grad=False))
             places += [Place(ParamMeta(name, "float32", shape), path, module, leaf, start, size, expert)
-                       for name, shape, start, expert in params._experts(path, leaf, size)]  # fmt: skip
+                       for name, shape, start, expert in params._experts(path, leaf, size)]
     return model, places
 
 
@@ -62,8 +63,9 @@ class OfExperts:
 
     def __init__(self):
         count = LAYERS * E * F * D
-        self.stacks_of = {name: jnp.arange(k * count, (k + 1) * count, dtype=jnp.float32).reshape(LAYERS, E, *shape)
-                          for k, (name, shape) in enumerate(SHAPES.items())}  # fmt: skip
+        self.stacks_of = {name: jnp.arange(k * count, (k + 1) * count,
+                                           dtype=jnp.float32).reshape(LAYERS, E, *shape)
+                          for k, (name, shape) in enumerate(SHAPES.items())}
 
     def manifest(self):
         return ()
@@ -77,11 +79,12 @@ class OfExperts:
         yield [Rows(self.names(gate, range(2)), self.stacks_of[gate], 0, True)]
         for which in others:
             for at in (0, 3):
-                yield [Rows(self.names(which, range(at, at + 3)), self.stacks_of[which][at : at + 3] + 0, 0, False)]
+                yield [Rows(self.names(which, range(at, at + 3)), self.stacks_of[which][at : at + 3] + 0, 0,
+                            False)]
 
     def __iter__(self):
         return iter([(f"model.layers.{i}.mlp.experts.{e}.{which}.weight", stack[i, e])
-                     for i in range(LAYERS) for e in range(E) for which, stack in self.stacks_of.items()])  # fmt: skip
+                     for i in range(LAYERS) for e in range(E) for which, stack in self.stacks_of.items()])
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -114,11 +117,12 @@ def test_experts_arrive_in_the_halves_that_vllm_joins(found, stacked):
 
 def expert_metas() -> tuple[ParamMeta, ...]:
     return tuple(ParamMeta(f"model.layers.{i}.mlp.experts.{e}.{which}.weight", "float32", SHAPES[which])
-                 for i in range(LAYERS) for e in range(E) for which in SHAPES)  # fmt: skip
+                 for i in range(LAYERS) for e in range(E) for which in SHAPES)
 
 
 class ExpertsByLayer:
-    """gate's experts are rows of the learner's stack of all layers; those of up are made a layer at a time, and counted."""
+    """gate's experts are rows of the learner's stack of all layers; those of up are made a layer at a time,
+    and counted."""
 
     def __init__(self):
         self.whole, self.alive, self.most = OfExperts().stacks_of, [], 0
@@ -130,8 +134,10 @@ class ExpertsByLayer:
             gc.collect()
             self.most = max(self.most, sum(ref() is not None for ref in self.alive))
             for e in range(E):
-                rows = StackRow(self.whole["gate_proj"], (i, e)), StackRow(made, e), StackRow(self.whole["down_proj"], (i, e))
-                yield from ((f"model.layers.{i}.mlp.experts.{e}.{which}.weight", row) for which, row in zip(SHAPES, rows))
+                rows = StackRow(self.whole["gate_proj"],
+                                (i, e)), StackRow(made, e), StackRow(self.whole["down_proj"], (i, e))
+                yield from ((f"model.layers.{i}.mlp.experts.{e}.{which}.weight", row)
+                            for which, row in zip(SHAPES, rows))
             del made, rows
 
 
@@ -148,7 +154,8 @@ def test_experts_a_layer_at_a_time_arrive_and_those_that_were_made_are_let_go(fo
     transport._rows = found(model, places)
     transport.targets = {r.meta.name: r.tensor for r in transport._rows}
     transport._place = {name: i for i, name in enumerate(transport.targets)}
-    np.testing.assert_array_equal(transport._write(source, metas)()[[transport._place[m.name] for m in metas]], gpu.digests())
+    np.testing.assert_array_equal(
+        transport._write(source, metas)()[[transport._place[m.name] for m in metas]], gpu.digests())
     for name, target in transport.targets.items():
         np.testing.assert_array_equal(target.numpy(), want[name])
     assert source.most == 2
@@ -164,9 +171,11 @@ def scripted_engine(found, stacked: bool = True) -> VllmEngine:
     model, places = experts(stacked=stacked)
     found(model, places)
     scripted = object.__new__(VllmEngine)
-    scripted._state, scripted._sick, scripted._broken, scripted._asleep, scripted._cache_asleep = WeightState(), "", *[False] * 3
+    scripted._state, scripted._sick, scripted._broken, scripted._asleep, scripted._cache_asleep = WeightState(
+        ), "", *[False] * 3
     scripted._manifest, scripted.kv_scale_places = expert_metas(), ()
-    scripted.llm = types.SimpleNamespace(apply_model=lambda function: [function(model)], reset_prefix_cache=lambda: True)
+    scripted.llm = types.SimpleNamespace(apply_model=lambda function: [function(model)],
+                                         reset_prefix_cache=lambda: True)
     return scripted
 
 
@@ -207,7 +216,8 @@ def test_another_process_publishes_over_a_link(engine, tmp_path):
             yield piece, data
 
     ends[0].pieces = flipped
-    with pytest.raises(PublishFailed, match=f"1 of {len(metas)} tensors of the engine differ from what was sent, first"):
+    with pytest.raises(PublishFailed,
+                       match=f"1 of {len(metas)} tensors of the engine differ from what was sent, first"):
         publish(2)
     assert engine.weight_version() is None
 
@@ -245,10 +255,12 @@ def test_a_closed_transport_holds_nothing_of_the_engine(engine):
 
 
 def test_experts_of_a_kernel_that_shuffles_them_are_refused_by_name(found):
-    with pytest.raises(BridgeError, match="how FLASHINFER_CUTLASS keeps those is not known here .known: TRITON"):
+    with pytest.raises(BridgeError,
+                       match="how FLASHINFER_CUTLASS keeps those is not known here .known: TRITON"):
         found(*experts("FLASHINFER_CUTLASS"))
     model, places = experts()
-    with pytest.raises(BridgeError, match=f"layer0.w2_weight cannot be written in place: {(E - 1) * D} of its {E * D} rows"):
+    with pytest.raises(BridgeError,
+                       match=f"layer0.w2_weight cannot be written in place: {(E - 1) * D} of its {E * D} rows"):
         found(model, [p for p in places if not (p.leaf == "w2_weight" and p.expert == 1)])
 
 
@@ -270,7 +282,8 @@ def test_a_stack_may_have_its_tensors_in_any_order(engine):
 
         def stacks(self, nbytes):
             for which, stack in self.stacks_of.items():
-                names = tuple(f"model.layers.{i}.mlp.experts.{e}.{which}.weight" for e in range(E) for i in range(LAYERS))
+                names = tuple(f"model.layers.{i}.mlp.experts.{e}.{which}.weight" for e in range(E)
+                              for i in range(LAYERS))
                 yield [Rows(names, jnp.swapaxes(stack, 0, 1), 0, False)]
 
     transport = VllmInplace()
@@ -285,12 +298,14 @@ def test_a_type_that_the_manifest_does_not_say_is_named(engine, dtype):
     transport, metas = VllmInplace(), expert_metas()
     transport.open(engine)
     arrays = dict(OfExperts()) | {metas[3].name: jnp.zeros(metas[3].shape, dtype)}
-    with pytest.raises(PublishFailed, match=f"{metas[3].name}', '{dtype}', .*where its manifest says .*'float32'"):
+    with pytest.raises(PublishFailed,
+                       match=f"{metas[3].name}', '{dtype}', .*where its manifest says .*'float32'"):
         transport.publish(ArraySource(metas, arrays), 1)
     assert engine.weight_version() is None
 
 
-@pytest.mark.parametrize("names, says", [((), "did not give"), (("x",), "gives x, which its manifest does not list")])
+@pytest.mark.parametrize("names, says",
+                         [((), "did not give"), (("x",), "gives x, which its manifest does not list")])
 def test_stacks_that_are_not_the_manifests_are_named(engine, names, says):
     class Other(OfExperts):
         def manifest(self):

@@ -1,7 +1,7 @@
 """Scales of FP8 attention in a vLLM model, by either transport: where they land, and what is refused.
 
-vLLM's own FP8 cache needs a CPU with AVX-512 or AMX. On others its engine is built all the same here and never asked to attend:
-what it would compute with the scales is in tests/gpu/test_vllm_kv_scales.py.
+vLLM's own FP8 cache needs a CPU with AVX-512 or AMX. On others its engine is built all the same here and
+never asked to attend: what it would compute with the scales is in tests/gpu/test_vllm_kv_scales.py.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from jaxfp8rl.publish.wire import wire_manifest
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
-    "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64,
     "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}  # fmt: skip
-OPTIONS = {"weights": FP8, "fp8_kernel": "emulated", "max_model_len": 256, "max_num_seqs": 32, "enforce_eager": True}
+}
+OPTIONS = {"weights": FP8, "fp8_kernel": "emulated", "max_model_len": 256, "max_num_seqs": 32,
+           "enforce_eager": True}
 NAME = "model.layers.1.self_attn.attn.k_scale"
 
 
@@ -65,7 +67,8 @@ def held(engine: VllmEngine) -> dict[str, float]:
 
 def source(engine: VllmEngine, seed: int, **scales: float) -> ArraySource:
     drawn = random_source(engine.expected_manifest(), seed, convert=jnp.asarray)
-    return dataclasses.replace(drawn, arrays=drawn.arrays | {name: jnp.float32(x) for name, x in scales.items()})
+    return dataclasses.replace(drawn,
+                               arrays=drawn.arrays | {name: jnp.float32(x) for name, x in scales.items()})
 
 
 def test_scales_land_in_the_layers_and_beside_them_on_the_host(engine, transport):
@@ -91,7 +94,8 @@ def test_a_scale_that_is_not_positive_and_finite_is_refused(engine, transport, s
     transport.verify(transport.publish(source(engine, 1), 3))
 
 
-@pytest.mark.parametrize("where, says", [("device", NAME), ("host", f"{NAME} is .* on the device, its copy on the host")])
+@pytest.mark.parametrize("where, says",
+                         [("device", NAME), ("host", f"{NAME} is .* on the device, its copy on the host")])
 def test_a_scale_that_changes_afterwards_is_found(engine, transport, where, says):
     receipt = transport.publish(source(engine, 1), 1)
 
@@ -123,7 +127,8 @@ def test_the_learner_names_them_as_the_engine_does(engine):
 
 def test_attention_that_is_not_known_is_refused_by_name(engine, monkeypatch):
     monkeypatch.setattr(kv_scales, "READERS", {"FlashAttentionImpl"})
-    with pytest.raises(BridgeError, match="model.layers.0.self_attn.attn is computed by CPUAttentionBackendImpl"):
+    with pytest.raises(BridgeError,
+                       match="model.layers.0.self_attn.attn is computed by CPUAttentionBackendImpl"):
         engine.on_model(kv_scales.scale_places)
 
 

@@ -1,4 +1,5 @@
-"""The learner's quantiser and vLLM's own, bit for bit: vLLM's pure-torch forms here, its CUDA kernels in tests/gpu."""
+"""The learner's quantiser and vLLM's own, bit for bit: vLLM's pure-torch forms here, its CUDA kernels in
+tests/gpu."""
 
 from __future__ import annotations
 
@@ -22,15 +23,18 @@ quantize_blocks = jax.jit(q.quantize_blocks)
 
 
 def hard_cases(dtype) -> jax.Array:
-    """Groups of magnitudes 1e-30 to 1e30, of everyday ones, of zeros, of subnormals, and all ties between E4M3 codes."""
+    """Groups of magnitudes 1e-30 to 1e30, of everyday ones, of zeros, of subnormals, and all ties between
+    E4M3 codes."""
     rng = np.random.default_rng(0)
     groups = 10.0 ** rng.uniform(-30, 30, (SHAPE[0], 32))
     groups[:1000] = np.exp2(rng.uniform(-12, 12, (1000, 32)))
     groups[1000:1100] = 1e-39
     groups[1100:1200, ::2] = 0
-    x = rng.normal(size=SHAPE).astype(np.float32) * np.repeat(groups, 128, 1)[:, : SHAPE[1]].astype(np.float32)
+    x = rng.normal(size=SHAPE).astype(np.float32) * np.repeat(groups, 128, 1)[:, : SHAPE[1]].astype(
+        np.float32)
     codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    x[1200:1300, :128] = np.append(codes[:-1] + codes[1:], [896.0, -896.0]) * np.exp2(np.arange(-50, 50))[:, None]
+    x[1200:1300, :128] = np.append(codes[:-1] + codes[1:],
+                                   [896.0, -896.0]) * np.exp2(np.arange(-50, 50))[:, None]
     return jnp.asarray(x).astype(dtype)
 
 
@@ -47,7 +51,8 @@ def native():
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     with set_current_vllm_config(VllmConfig()):
-        return QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False, compile_native=False).forward_native
+        return QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False,
+                        compile_native=False).forward_native
 
 
 def as_numpy(codes: torch.Tensor, scale: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -55,10 +60,12 @@ def as_numpy(codes: torch.Tensor, scale: torch.Tensor) -> tuple[np.ndarray, np.n
 
 
 def assert_equal(ours, theirs, groups: np.ndarray | None = None):
-    """Codes [T, K] and scales [T, G], of those groups [T, G] only if given; how many differ is in the message."""
+    """Codes [T, K] and scales [T, G], of those groups [T, G] only if given; how many differ is in the
+    message."""
     (codes, scale), (their_codes, their_scale) = ours, theirs
     groups = np.ones(scale.shape, bool) if groups is None else groups
-    codes_differ = (np.asarray(codes).view(np.uint8) != their_codes) & np.repeat(groups, 128, 1)[:, : codes.shape[1]]
+    codes_differ = (np.asarray(codes).view(np.uint8) != their_codes) & np.repeat(groups, 128, 1)[
+        :, : codes.shape[1]]
     scales_differ = (np.asarray(scale) != their_scale) & groups
     assert (codes_differ.sum(), scales_differ.sum()) == (0, 0), "codes and scales that differ"
 
@@ -69,7 +76,8 @@ def amax(x: jax.Array) -> np.ndarray:
 
 
 def test_activations(x, native):
-    """The torch form floors the scale at 1 / (448 * 512), as the fused kernels do; above that all of vLLM's forms are one."""
+    """The torch form floors the scale at 1 / (448 * 512), as the fused kernels do; above that all of vLLM's
+    forms are one."""
     assert x.size > 1e7
     theirs = as_numpy(*native(torch_view(x)))
     assert_equal(quantize_rows(x, amax_floor=q.FUSED_AMAX_FLOOR), theirs)
@@ -89,7 +97,8 @@ def test_activations_with_power_of_two_scales(x, native):
 
 
 def test_online_weights(x):
-    """vLLM's online weight quantiser multiplies by a reciprocal and floors amax at 1e-4: same scales, a few codes a step off.
+    """vLLM's online weight quantiser multiplies by a reciprocal and floors amax at 1e-4: same scales, a few
+    codes a step off.
 
     The engine never runs it on the learner's weights, which arrive quantised.
     """
@@ -100,5 +109,6 @@ def test_online_weights(x):
     ours, our_scale = (np.asarray(a) for a in quantize_blocks(x))
     large = our_scale >= np.float32(1e-4) / np.float32(448)
     np.testing.assert_array_equal(scale[large], our_scale[large])
-    apart = ulp_distance(codes.view(ours.dtype), ours)[np.kron(large, np.ones((128, 128), bool))[: SHAPE[0], : SHAPE[1]]]
+    apart = ulp_distance(codes.view(ours.dtype),
+                         ours)[np.kron(large, np.ones((128, 128), bool))[: SHAPE[0], : SHAPE[1]]]
     assert apart.max() <= 1 and (apart > 0).mean() < 1e-3

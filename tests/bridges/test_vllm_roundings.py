@@ -1,7 +1,7 @@
 """What the learner rounds and what vLLM's own operations round, on a CPU and not compiled, on equal inputs.
 
-Their rows differ in magnitude. Where sums are not in the same order a float32 sum may differ in its last place, and one result
-in thousands with it.
+Their rows differ in magnitude. Where sums are not in the same order a float32 sum may differ in its last
+place, and one result in thousands with it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def share_apart(ours: jax.Array, theirs: torch.Tensor) -> float:
 def test_norms_see_the_sum_unrounded_and_round_before_and_after_their_weight(vllm_config, with_residual):
     x, added, weight = drawn(0, T, D), drawn(1, T, D), norm_weight(D)
     norm = vllm_norm(weight)
-    theirs, total = norm(torch_view(x).clone(), torch_view(added).clone()) if with_residual else (norm(torch_view(x)), None)
+    theirs, total = norm(torch_view(x).clone(),
+                         torch_view(added).clone()) if with_residual else (norm(torch_view(x)), None)
 
     def ours(unrounded: bool, once: bool) -> jax.Array:
         def forward(x, added):
@@ -92,10 +93,12 @@ def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_confi
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     cfg = ModelConfig.from_hf({
-        "model_type": "qwen3", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD, "max_position_embeddings": T,
+        "model_type": "qwen3", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD,
+        "max_position_embeddings": T,
         "rms_norm_eps": EPS, "rope_theta": 1e4,
-    })  # fmt: skip
+    })
     x, weight = drawn(2, T, HEADS, HEAD), norm_weight(HEAD)
     rotary = RotaryEmbedding(HEAD, HEAD, T, 1e4, True, torch.bfloat16)
     query = vllm_norm(weight)(torch_view(x)).reshape(T, -1)
@@ -105,7 +108,8 @@ def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_confi
     def ours(fused: bool) -> jax.Array:
         return exact_jit(lambda x: layers.apply_rope(x[None], *tables, weight, EPS, fused))(x).reshape(T, -1)
 
-    # torch and XLA take a few cosines an ulp of float32 apart, which bfloat16 rounds otherwise: these positions aside
+    # torch and XLA take a few cosines an ulp of float32 apart, which bfloat16 rounds otherwise: these
+    # positions aside
     cache = rotary.cos_sin_cache.float().numpy()
     same = (np.concatenate(tables, -1)[0, :, 0] == cache).all(-1)
     assert same.mean() > 0.97
@@ -119,13 +123,15 @@ def test_swiglu_rounds_silu_first():
     gate, up = drawn(3, T, D), drawn(4, T, D)
     theirs = SiluAndMul.forward_native(torch_view(jnp.concatenate([gate, up], -1)))
     assert share_apart(exact_jit(layers.swiglu)(gate, up), theirs) < 1e-4
-    assert share_apart(exact_jit(lambda g, u: layers.swiglu(g, u, fused=True).astype(g.dtype))(gate, up), theirs) > 0.1
+    assert share_apart(exact_jit(lambda g, u: layers.swiglu(g, u, fused=True).astype(g.dtype))(gate, up),
+                       theirs) > 0.1
 
 
 @pytest.mark.parametrize("tokens", [12, 150])  # on one page, and on two
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_attention_without_amx_keeps_probabilities_in_float32(cache, tokens):
-    """And cuts what an FP8 cache holds off towards zero. vLLM's exponential is a polynomial, 1e-7 off: hence 1e-3."""
+    """And cuts what an FP8 cache holds off towards zero. vLLM's exponential is a polynomial, 1e-7 off: hence
+    1e-3."""
     if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported():
         pytest.skip("of CPUs with AVX-512 and without AMX")
     q, k, v = (drawn(seed, tokens, HEADS, HEAD, spread=1.0) for seed in (5, 6, 7))
@@ -146,7 +152,8 @@ def test_attention_without_amx_keeps_probabilities_in_float32(cache, tokens):
 
 
 def vllm_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: str) -> torch.Tensor:
-    """One prompt through vLLM's cache, by the instructions that every x86 CPU with AVX-512 has: [T, heads, head] each."""
+    """One prompt through vLLM's cache, by the instructions that every x86 CPU with AVX-512 has: [T, heads,
+    head] each."""
     from vllm import _custom_ops as ops
 
     tokens, heads, size = q.shape
@@ -156,20 +163,24 @@ def vllm_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: str
     ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(tokens), "vec", **scales)
     starts, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
     plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1, num_heads=heads, num_kv_heads=heads, head_dim=size, seq_lens=lengths, dtype=q.dtype, query_start_loc=starts,
+        num_reqs=1, num_heads=heads, num_kv_heads=heads, head_dim=size, seq_lens=lengths, dtype=q.dtype,
+        query_start_loc=starts,
         causal=True, sliding_window_size=-1, isa="vec", enable_kv_split=True, kv_cache_dtype=cache,
-    )  # fmt: skip
+    )
     out = torch.empty_like(q)
     ops.cpu_attention_with_kv_cache(
-        query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=starts, seq_lens=lengths, scale=size**-0.5,
-        causal=True, alibi_slopes=None, sliding_window=-1, block_table=torch.arange(PAGES, dtype=torch.int32)[None], softcap=0.0,
+        query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=starts, seq_lens=lengths,
+        scale=size**-0.5,
+        causal=True, alibi_slopes=None, sliding_window=-1,
+        block_table=torch.arange(PAGES, dtype=torch.int32)[None], softcap=0.0,
         scheduler_metadata=plan, s_aux=None, **scales,
-    )  # fmt: skip
+    )
     return out
 
 
 class RoundsFirst(torch.nn.Module):
-    """A norm as vLLM's CUDA kernels are: the sum is rounded to the residual's type, and that is what is normalised."""
+    """A norm as vLLM's CUDA kernels are: the sum is rounded to the residual's type, and that is what is
+    normalised."""
 
     def __init__(self, norm: torch.nn.Module):
         super().__init__()
@@ -211,7 +222,7 @@ def test_attention_names_its_instructions(isa, found):
     ("amx", "avx512", "flags"),
     [(True, True, "--rollout.kv_cache auto"), (False, True, "--rollout.fp8_kernel emulated"),
      (False, False, "--rollout.fp8_kernel emulated --rollout.kv_cache auto")],
-)  # fmt: skip
+)
 def test_the_demo_asks_of_a_cpu_what_the_learner_mirrors(monkeypatch, amx, avx512, flags):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)

@@ -1,4 +1,5 @@
-"""Two processes of two virtual CPU devices each are one of four: the same metrics, samples and state, to the bit."""
+"""Two processes of two virtual CPU devices each are one of four: the same metrics, samples and state, to the
+bit."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ MESH = {"train.data": 2, "train.fsdp": 2, "train.rows_per_microbatch": 4, "run.s
 
 
 @contextlib.contextmanager
-def started(folder: Path, count: int, *more: str, happens: dict[int, tuple[str, int]] | None = None, **changes):
+def started(folder: Path, count: int, *more: str, happens: dict[int, tuple[str, int]] | None = None,
+            **changes):
     """The `count` processes of a run; `happens`: to which what in which step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = words(folder, **{k.replace(".", "__"): v for k, v in (MESH | {"train.processes": count} | changes).items()})
+    options = words(folder, **{k.replace(".", "__"): v
+                               for k, v in (MESH | {"train.processes": count} | changes).items()})
     # while another process compiles, on two cores
     patience = "--xla_cpu_collective_timeout_seconds=300 --xla_cpu_collective_call_terminate_timeout_seconds=300"
     one_order = "--xla_cpu_multi_thread_eigen=false"  # of sums
@@ -34,14 +37,14 @@ def started(folder: Path, count: int, *more: str, happens: dict[int, tuple[str, 
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }  # fmt: skip
+    }
     with contextlib.ExitStack() as stack:
         processes = []
         for i in range(count):
             what, step = (happens or {}).get(i, ("nothing", 0))
             command = [sys.executable, PROGRAM, what, str(step), "train", "demo", *options, *more]
             process = subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(i)}, text=True,
-                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         yield processes
@@ -50,7 +53,8 @@ def started(folder: Path, count: int, *more: str, happens: dict[int, tuple[str, 
 def ended(processes: list[subprocess.Popen], code: int = 0) -> list[str]:
     """What each has said; all end with `code`."""
     said = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(said), "\n".join(text[-3000:] for text in said)
+    assert [process.returncode
+            for process in processes] == [code] * len(said), "\n".join(text[-3000:] for text in said)
     return said
 
 
@@ -60,7 +64,8 @@ def test_two_are_one_until_the_second_is_told_to_stop(tmp_path):
     with started(tmp_path / "one", 1) as one, stopped as two:
         first, second = ended(two, 143)
         ended(one)
-    assert "on CPUs: JAX's reduce-scatter there may return wrong sums" in first  # of these small ones it does not
+    # of these small ones it does not
+    assert "on CPUs: JAX's reduce-scatter there may return wrong sums" in first
     assert "stopped; step 2 is saved" in first and "stopped; step 2" not in second and "step 1/4" not in second
     straight = lasting(metrics(tmp_path / "one"))
     assert_equal(lasting(metrics(tmp_path / "two")), straight[:3])
@@ -88,22 +93,25 @@ def test_an_engine_that_fails_ends_both_with_its_message_and_both_go_on_or_one_a
 
 @pytest.mark.slow
 def test_what_else_a_run_may_do(tmp_path):
-    """Both begin with a warm start and hold on to its policy, in FP8, and say what else was likely; then each is forked from.
+    """Both begin with a warm start and hold on to its policy, in FP8, and say what else was likely; then each
+    is forked from.
 
-    Along "tensor": gloo's reduce-scatter, which "fsdp" takes, is wrong for weights of this size now and then (jax-ml/jax#40830).
+    Along "tensor": gloo's reduce-scatter, which "fsdp" takes, is wrong for weights of this size now and then
+    (jax-ml/jax#40830).
     """
     both = {
         "train.fsdp": 1, "train.tensor": 2,
         "sft.steps": 2, "loss.kl_coef": 0.1, "run.samples_top_k": 2, "run.steps": 2, "run.save_every": 1,
         "precision.recipe": "fp8_unified",
-        "model.config.hidden_size": 256, "model.config.intermediate_size": 256, "model.config.num_attention_heads": 4,
+        "model.config.hidden_size": 256, "model.config.intermediate_size": 256,
+        "model.config.num_attention_heads": 4,
         "model.config.num_key_value_heads": 4, "model.config.head_dim": 64, "precision.exclude": "",
-    }  # fmt: skip
+    }
     for name, count in {"one": 1, "two": 2}.items():
         with started(tmp_path / name, count, **both) as processes:
             ended(processes)
         with started(tmp_path / f"{name}-forked", count, "--fork", f"{tmp_path / name}@1",
-                     **both | {"optim.lr": 1e-3}) as processes:  # fmt: skip
+                     **both | {"optim.lr": 1e-3}) as processes:
             ended(processes)
     assert_same_run(tmp_path / "two", tmp_path / "one", step=2)
     assert_same_run(tmp_path / "two-forked", tmp_path / "one-forked", step=2)

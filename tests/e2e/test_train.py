@@ -1,4 +1,5 @@
-"""Whole runs of a tiny config: bit-for-bit resumption, what is refused, what stops a run and what it leaves behind."""
+"""Whole runs of a tiny config: bit-for-bit resumption, what is refused, what stops a run and what it leaves
+behind."""
 
 import dataclasses
 import json
@@ -41,8 +42,9 @@ TINY = {
     "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
     "train.row_tokens": 40, "train.rows_per_microbatch": 1, "train.updates_per_step": 2,
     "sft.steps": 80, "sft.examples_per_step": 32, "optim.schedule": "constant",
-    "task.options.operands": 2, "task.options.demonstration_error": 0.0, "task.options.held_out_fraction": 0.3,
-}  # fmt: skip
+    "task.options.operands": 2, "task.options.demonstration_error": 0.0,
+    "task.options.held_out_fraction": 0.3,
+}
 # The keys of a step that a user is promised, besides those that an evaluation adds.
 KEYS = set(
     """step reward/mean reward/std loss entropy grad_norm lr correction/ess correction/weight_mean
@@ -72,7 +74,8 @@ def listen(event: str, seconds: float, **_) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> tuple[Path, list[int]]:
-    """The directory of one run of ten steps, never interrupted, and the programs compiled before each step and at the end."""
+    """The directory of one run of ten steps, never interrupted, and the programs compiled before each step
+    and at the end."""
     directory, compiled, one_step = tmp_path_factory.mktemp("straight") / "run", [], loop.one_step
 
     def counted(*args):
@@ -116,7 +119,8 @@ def assert_same_run(directory: Path, straight: Path):
     """Every line of metrics but clocks and memory, every sample, every bit of the final state."""
 
     def without_clocks(rows: list[dict]) -> list[dict]:
-        return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k} for r in rows]
+        return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}
+                for r in rows]
 
     np.testing.assert_equal(without_clocks(metrics(directory)), without_clocks(metrics(straight)))
     assert (directory / "samples.jsonl").read_bytes() == (straight / "samples.jsonl").read_bytes()
@@ -126,9 +130,11 @@ def assert_same_run(directory: Path, straight: Path):
 
 
 def start(directory: Path) -> subprocess.Popen:
-    """The command line in a process of its own group, as a terminal would start it; far more steps than will be taken."""
+    """The command line in a process of its own group, as a terminal would start it; far more steps than will
+    be taken."""
     command = [sys.executable, "-m", "jaxfp8rl", "train", "demo", *words(directory, run__steps=500)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            start_new_session=True)
 
 
 def wait_for_step(process: subprocess.Popen, directory: Path, step: int):
@@ -150,17 +156,21 @@ def test_a_run_leaves_what_was_promised(straight):
     for row in rows[1:]:
         assert KEYS <= row.keys() and all(np.isfinite(row[k]) for k in KEYS)
         assert row["rollout/groups_rejected"] == 0
-        assert (row["tokens/update"] == row["tokens/rollout"]) == (row["update/applied"] == 1)  # both had something to learn
-    assert sum(row["grad_norm"] > 0 for row in rows[1:]) >= 5  # there was something to learn, so the weights did move
+        # both had something to learn
+        assert (row["tokens/update"] == row["tokens/rollout"]) == (row["update/applied"] == 1)
+    # there was something to learn, so the weights did move
+    assert sum(row["grad_norm"] > 0 for row in rows[1:]) >= 5
     assert [r["step"] for r in rows if "eval/reward_mean" in r] == [0, 5, 10]
     assert rows[0]["eval/problems"] == 16 and rows[0]["eval/undefined"] == 0 and rows[0]["gate/max_gap"] < 0.5
-    assert saved(straight)[2] == 10 and sorted(p.name for p in (straight / "checkpoints").iterdir()) == ["10", "8"]
+    assert saved(straight)[2] == 10 and sorted(p.name
+                                               for p in (straight / "checkpoints").iterdir()) == ["10", "8"]
     samples = [json.loads(line) for line in (straight / "samples.jsonl").read_text().splitlines()]
     assert [s["step"] for s in samples] == [s for s in range(1, 11) for _ in range(4)]
     for s in samples:  # what engine and learner said of each token, beside its text
         facts = [s[name] for name in ("token_lengths", "rollout_logp", "old_logp", "weights")]
         assert {len(f) for f in facts} == {s["tokens"]} and sum(s["token_lengths"]) == len(s["completion"])
-        np.testing.assert_allclose(s["weights"], np.exp(np.subtract(s["old_logp"], s["rollout_logp"])), rtol=1e-3)
+        np.testing.assert_allclose(s["weights"], np.exp(np.subtract(s["old_logp"], s["rollout_logp"])),
+                                   rtol=1e-3)
     assert load_config(str(straight / "config.toml")) == config(straight)
 
 
@@ -171,7 +181,8 @@ def test_a_run_makes_a_page(straight, tmp_path):
 
 
 def test_nothing_is_compiled_after_the_third_step(recorded):
-    """Lengths vary from step to step, shapes do not: not in steps, nor in evaluations and checkpoints between them."""
+    """Lengths vary from step to step, shapes do not: not in steps, nor in evaluations and checkpoints between
+    them."""
     directory, compiled = recorded
     assert len({r["response/length_mean"] for r in metrics(directory)[1:]}) > 1
     assert len(compiled) == 11 and compiled[1] > compiled[0] > 0
@@ -180,7 +191,8 @@ def test_nothing_is_compiled_after_the_third_step(recorded):
 
 def test_every_version_of_the_weights_is_sampled_once(straight):
     assert [r["weights/version"] for r in metrics(straight)[1:]] == list(range(10))
-    of_step: dict[int, set] = {}  # two samples of a step, its best and its worst, may be of one problem; those of two steps not
+    # two samples of a step, its best and its worst, may be of one problem; those of two steps not
+    of_step: dict[int, set] = {}
     for sample in map(json.loads, (straight / "samples.jsonl").read_text().splitlines()):
         of_step.setdefault(sample["step"], set()).add(sample["id"])
     assert len(of_step) == 10 and len(set().union(*of_step.values())) == sum(map(len, of_step.values()))
@@ -217,7 +229,8 @@ def test_a_lagging_run_samples_one_version_behind_and_resumes_bit_for_bit(tmp_pa
     loop.train(config(whole, **options))
     rows = metrics(whole)[1:]
     assert [r["weights/version"] for r in rows] == [0, 0, 1, 2]
-    assert [r["staleness/versions_max"] for r in rows] == [r["staleness/versions_mean"] for r in rows] == [0, 1, 1, 1]
+    assert [r["staleness/versions_max"] for r in rows] == [r["staleness/versions_mean"]
+                                                           for r in rows] == [0, 1, 1, 1]
     assert all(r["rollout/groups_rejected"] == 0 and r["time/wait_s"] > 0 for r in rows[:-1])
 
     def interrupted(*args):
@@ -275,14 +288,17 @@ def test_a_finished_run_resumes_to_nothing(copy, straight):
     [
         ({"task.options.max_operand": 8}, "task.options: {.*'max_operand': 9.*} -> {.*'max_operand': 8"),
         ({"run.seed": 1}, "run.seed: 0 -> 1"),
-        ({"model.config.intermediate_size": 384, "optim.lr": 0.1}, "model.config: {.*'intermediate_size': 256.*} -> {.*384"),
+        ({"model.config.intermediate_size": 384, "optim.lr": 0.1},
+         "model.config: {.*'intermediate_size': 256.*} -> {.*384"),
         ({"model.tokenizer": "chars:9876543210+-*="}, "model.tokenizer: .* with another vocabulary"),
     ],
     ids=["data", "seed", "model", "tokenizer"],
 )
 def test_resuming_as_another_run_is_refused_and_touches_nothing(copy, change, message):
-    contents = lambda: {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file() and p.name != "notes.txt"}
-    before, cfg = contents(), config(copy, run__steps=12, **{k.replace(".", "__"): v for k, v in change.items()})
+    contents = lambda: {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()
+                        and p.name != "notes.txt"}
+    before, cfg = contents(), config(copy, run__steps=12,
+                                     **{k.replace(".", "__"): v for k, v in change.items()})
     for attempt in (dry_run, loop.train):
         with pytest.raises(CheckpointError, match=message):
             attempt(cfg, resume=True)
@@ -308,24 +324,28 @@ def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_pat
 # --- other ways to learn
 
 EVERYTHING = {
-    "loss__kl_coef": 0.05, "loss__calibrate_clip_every": 2, "loss__dynamic_sampling_rounds": 4, "loss__mask_cut": "true",
+    "loss__kl_coef": 0.05, "loss__calibrate_clip_every": 2, "loss__dynamic_sampling_rounds": 4,
+    "loss__mask_cut": "true",
     "loss__overlong_buffer": 2, "loss__aggregation": "seq_mean_token_mean", "loss__entropy_coef": 0.001,
     "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis",
     "run__save_every": 3, "run__eval_every": 3, "rollout__kv_scales": "calibrated",
     "optim__lr": 0.002, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
 def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
-    """Reference policy, calibrated clip bounds and scales, and the place in the prompt stream are part of what is restored."""
+    """Reference policy, calibrated clip bounds and scales, and the place in the prompt stream are part of
+    what is restored."""
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     loop.train(config(whole, run__steps=4, **EVERYTHING))
     rows = metrics(whole)
-    assert all(0 < row["rollout/groups_chosen"] <= 4 for row in rows[1:])  # not those whose rewards are all equal
+    # not those whose rewards are all equal
+    assert all(0 < row["rollout/groups_chosen"] <= 4 for row in rows[1:])
     assert any(row["tokens/rollout"] > 4 * 4 * 4 for row in rows[1:])  # more than one round holds
     assert rows[1]["clip/bound_low"] == rows[1]["clip/bound_high"] == np.float32(0.2)
-    assert rows[4]["kl"] > 0 and saved(whole)[1]["clip"] != [rows[1]["clip/bound_low"], rows[1]["clip/bound_high"]]
+    assert rows[4]["kl"] > 0 and saved(whole)[1]["clip"] != [
+        rows[1]["clip/bound_low"], rows[1]["clip/bound_high"]]
     assert max(saved(whole)[1]["kv_amax"]["k"]) == rows[4]["kv/amax_k"] > 1
     loop.train(config(parted, run__steps=3, **EVERYTHING))
     loop.train(config(parted, run__steps=4, **EVERYTHING), resume=True)
@@ -336,7 +356,8 @@ def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
 def test_a_run_whose_updates_are_their_own_old_policy_is_the_same_run_without_a_scoring_pass(tmp_path):
     runs = {}
     for old_policy in ("recomputed", "current"):
-        loop.train(config(tmp_path / old_policy, run__steps=2, train__updates_per_step=1, loss__old_policy=old_policy))
+        loop.train(config(tmp_path / old_policy, run__steps=2, train__updates_per_step=1,
+                          loss__old_policy=old_policy))
         runs[old_policy] = metrics(tmp_path / old_policy)[1:]
     for scored, own in zip(*runs.values(), strict=True):
         for key in ("loss", "grad_norm", "reward/mean", "mismatch/k3", "correction/ess", "clip/fraction"):
@@ -347,13 +368,16 @@ def test_a_run_whose_updates_are_their_own_old_policy_is_the_same_run_without_a_
 @pytest.mark.slow
 def test_two_policies_need_no_scoring_pass_and_the_probes_join_the_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(RewardRunner, "score", rewarded)
-    options = {"loss__old_policy": "rollout", "loss__objective": "prime_rl", "correction__preset": "prime_rl/default"}
+    options = {"loss__old_policy": "rollout", "loss__objective": "prime_rl",
+               "correction__preset": "prime_rl/default"}
     loop.train(config(tmp_path, run__steps=2, run__samples_top_k=3, monitor__precision_every=2, **options))
     for row in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines()):
         top = np.array(row["top_logp"])
-        assert top.shape == np.shape(row["top_ids"]) == (row["tokens"], 3) and (np.diff(top) <= 0).all() and (top <= 0).all()
+        assert top.shape == np.shape(row["top_ids"]) == (row["tokens"],
+                                                         3) and (np.diff(top) <= 0).all() and (top <= 0).all()
     rows = metrics(tmp_path)[1:]
-    assert rows[1]["precision/gap_all"] > 0 and "precision/gap_all" not in rows[0] and (tmp_path / "precision.json").exists()
+    assert rows[1]["precision/gap_all"] > 0 and "precision/gap_all" not in rows[0] and (
+        tmp_path / "precision.json").exists()
     assert all(r["update/applied"] == 1 and r["mismatch/token_mult_prob_error"] >= 1 for r in rows)
     assert all(r["mismatch/max_logp_diff"] < 0.5 for r in rows) and any(r["grad_norm"] > 0 for r in rows)
 
@@ -366,20 +390,25 @@ def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_pat
 
     def poisoned(*args):
         calls.append(1)
-        return [[s._replace(advantage=float("nan")) if len(calls) > 2 else s for s in g] for g in to_samples(*args)]
+        return [[s._replace(advantage=float("nan")) if len(calls) > 2 else s for s in g]
+                for g in to_samples(*args)]
 
     monkeypatch.setattr(scored_groups, "to_samples", poisoned)
     monkeypatch.setattr(RewardRunner, "score", rewarded)  # every update has something to learn
-    assert main(["train", "demo", *words(tmp_path, run__save_every=1, optim__max_bad_steps=3)]) == NonFiniteStep.exit_code == 4
-    assert "3 updates in a row were not finite" in (said := capsys.readouterr().err) and "bad_batch.safetensors" in said
+    assert main(["train", "demo",
+                 *words(tmp_path, run__save_every=1, optim__max_bad_steps=3)]) == NonFiniteStep.exit_code == 4
+    assert "3 updates in a row were not finite" in (
+        said := capsys.readouterr().err) and "bad_batch.safetensors" in said
     assert "advantages" in said  # what was wrong, not only that something was
     state, _, step = saved(tmp_path)
     assert step == 3 and int(state.bad_steps) == 2
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     rows = metrics(tmp_path)
-    assert [r["update/applied"] for r in rows[1:]] == [1, 1, 0] and int(state.step) == 4 and np.isnan(rows[3]["loss"])
+    assert [r["update/applied"]
+            for r in rows[1:]] == [1, 1, 0] and int(state.step) == 4 and np.isnan(rows[3]["loss"])
     bad = load_file(tmp_path / "bad_batch.safetensors")
-    assert np.isnan(bad["advantages"][bad["response_mask"]]).all() and bad["old_logp"].shape == bad["tokens"].shape
+    assert np.isnan(bad["advantages"][bad["response_mask"]]).all() and bad["old_logp"].shape == bad[
+        "tokens"].shape
     monkeypatch.setattr(scored_groups, "to_samples", to_samples)
     loop.train(config(tmp_path, run__steps=4), resume=True)
     assert metrics(tmp_path)[-1]["update/applied"] == 1 and int(saved(tmp_path)[0].bad_steps) == 0
@@ -388,7 +417,8 @@ def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_pat
 def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, capsys):
     class Perturbed(LearnerWeights):
         def __init__(self, cfg, params, *args):
-            noisy = lambda p: p * (1 + 0.5 * jax.random.normal(jax.random.key(0), p.shape)) if p.dtype == np.float32 else p
+            noisy = lambda p: p * (
+                1 + 0.5 * jax.random.normal(jax.random.key(0), p.shape)) if p.dtype == np.float32 else p
             super().__init__(cfg, jax.tree.map(noisy, params), *args)  # scales for codes, values for the rest
 
     monkeypatch.setattr(loop, "LearnerWeights", Perturbed)
@@ -399,7 +429,8 @@ def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, caps
 
 
 def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, monkeypatch):
-    """Every step one completion of the second prompt comes back with a NaN; the other three groups are learned from."""
+    """Every step one completion of the second prompt comes back with a NaN; the other three groups are
+    learned from."""
     generate = scored_groups.generate
 
     def spoilt(engine, prompts, requests, version, *more, **named):
@@ -419,28 +450,32 @@ def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, m
             monkeypatch.setattr(engine, "generate", real)
 
     monkeypatch.setattr(scored_groups, "generate", spoilt)
-    monkeypatch.setattr(RewardRunner, "score", lambda self, items: [Score(i % 2, "ok") for i in range(len(items))])
+    monkeypatch.setattr(RewardRunner, "score",
+                        lambda self, items: [Score(i % 2, "ok") for i in range(len(items))])
     loop.train(config(tmp_path, run__steps=2, sft__steps=0))
     for row in metrics(tmp_path)[1:]:
         assert row["rollout/groups_rejected"] == 1 and row["update/applied"] == 1 and np.isfinite(row["loss"])
 
 
 def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp_path, monkeypatch):
-    """The embedded engine stands for vLLM, which sleeps on a GPU alone: it too loses its weights, and says so when asked."""
+    """The embedded engine stands for vLLM, which sleeps on a GPU alone: it too loses its weights, and says so
+    when asked."""
     calls = []
 
     def recorded(owner, name):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **k: (calls.append(name), original(*a, **k))[1])
 
-    for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"), (loop, "learn"),
-                        (loop, "warm_start")):  # fmt: skip
+    for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"),
+                        (loop, "learn"),
+                        (loop, "warm_start")):
         recorded(owner, name)
     recorded(JaxInprocess, "publish")
     monkeypatch.setattr(rules, "_check_server", lambda cfg: None)
     loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=1, rollout__sleep="drop_weights"))
     step = ["generate", "sleep", "score", "score", "learn", "wake", "publish"]
-    assert calls == ["sleep", "warm_start", "wake", "publish", "generate", "generate", *step, *step, "generate"]
+    assert calls == ["sleep", "warm_start", "wake", "publish", "generate", "generate", *step, *step,
+                     "generate"]
 
 
 # --- the warm start as a command
@@ -454,11 +489,13 @@ def test_sft_writes_a_folder_that_train_starts_from_as_if_it_had_warm_started_it
     cfg, params = load_params(folder)
     assert cfg == dataclasses.replace(model_config(config(tmp_path)), dtype=cfg.dtype)
     assert load_tokenizer(str(folder)).encode("1+2=") == load_tokenizer("chars:0123456789+-*=").encode("1+2=")
-    from_folder = {"model__path": folder, "model__config": "{}", "model__tokenizer": '""', "sft__steps": 0, "run__steps": 1}
+    from_folder = {"model__path": folder, "model__config": "{}", "model__tokenizer": '""', "sft__steps": 0,
+                   "run__steps": 1}
     loop.train(config(tmp_path / "run", **from_folder))
     (begun, first), (want, want_first) = metrics(tmp_path / "run"), metrics(straight)[:2]
     assert begun == want  # the policy is the rounded one in both: same evaluation, same gate
-    for key in ("reward/mean", "response/length_mean", "mismatch/max_logp_diff"):  # before the masters' low bits play a part
+    # before the masters' low bits play a part
+    for key in ("reward/mean", "response/length_mean", "mismatch/max_logp_diff"):
         assert first[key] == want_first[key], key
     assert (folder / "trained_on.npy").read_bytes() == (straight / "trained_on.npy").read_bytes()
 
@@ -468,7 +505,8 @@ def test_a_run_whose_model_folder_is_gone_goes_on_is_evaluated_and_exported(tmp_
     cfg, run, folder, moved = config(tmp_path), tmp_path / "run", tmp_path / "model", tmp_path / "elsewhere"
     save_params(folder, model_config(cfg), starting_params(cfg, model_config(cfg)))
     load_tokenizer("chars:0123456789+-*=").save(str(folder))
-    from_folder = {"model__path": folder, "model__config": "{}", "model__tokenizer": '""', "sft__steps": 0, "run__eval_every": 0}
+    from_folder = {"model__path": folder, "model__config": "{}", "model__tokenizer": '""', "sft__steps": 0,
+                   "run__eval_every": 0}
     loop.train(config(run, run__steps=1, **from_folder))
     folder.rename(moved)
     resumed = ["train", str(run), "--resume", "--run.steps"]

@@ -1,9 +1,10 @@
-"""A run of six steps that takes seconds, for tests of what may happen to one; and as a program, one that is killed on its way:
+"""A run of six steps that takes seconds, for tests of what may happen to one; and as a program, one that is
+killed on its way:
 
     python micro_run.py PLACE TIMES jaxfp8rl-words...     SIGKILLs itself at the TIMES-th call of PLACE, "module:Class.function"
 
-A model that has learned nothing is never right, so a completion is worth a number drawn from its text: there is something to
-learn, and it is the same whoever asks.
+A model that has learned nothing is never right, so a completion is worth a number drawn from its text: there
+is something to learn, and it is the same whoever asks.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from jaxfp8rl.config.toml import load_config
 
 MICRO = {
     "run.steps": 6, "run.eval_problems": 4, "run.eval_every": 0, "run.save_every": 2,
-    "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 2, "rollout.kv_cache": "auto", "rollout.max_num_seqs": 8,
-    "train.row_tokens": 40, "train.rows_per_microbatch": 2, "sft.steps": 0, "precision.recipe": "bf16", "gate.completions": 4,
+    "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 2, "rollout.kv_cache": "auto",
+    "rollout.max_num_seqs": 8,
+    "train.row_tokens": 40, "train.rows_per_microbatch": 2, "sft.steps": 0, "precision.recipe": "bf16",
+    "gate.completions": 4,
     "model.config.hidden_size": 32, "model.config.intermediate_size": 32, "model.config.num_hidden_layers": 1,
     "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1, "model.config.head_dim": 32,
-    "task.options.operands": 2, "task.options.demonstration_error": 0.0, "optim.lr": 0.01, "optim.warmup_steps": 0,
+    "task.options.operands": 2, "task.options.demonstration_error": 0.0, "optim.lr": 0.01,
+    "optim.warmup_steps": 0,
     "optim.schedule": "constant",
-}  # fmt: skip
+}
 
 
 def words(directory: Path | str, **changes) -> list[str]:
@@ -60,11 +64,13 @@ def arrays(directory: Path, step: int) -> dict[str, np.ndarray]:
     from orbax.checkpoint import v1 as ocp
 
     assert step in Checkpoints(directory / "checkpoints", 1).steps()
-    folder, here = (directory / "checkpoints" / str(step)).absolute(), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    folder, here = (directory / "checkpoints"
+                    / str(step)).absolute(), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
-                        ocp.checkpointables_metadata(folder).metadata["state"])  # fmt: skip
+                        ocp.checkpointables_metadata(folder).metadata["state"])
     tree = ocp.load_checkpointables(folder, {"state": like})
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree["state"])}
+    return {jax.tree_util.keystr(path): np.asarray(x)
+            for path, x in jax.tree_util.tree_leaves_with_path(tree["state"])}
 
 
 def lasting(rows: list[dict]) -> list[dict]:
@@ -74,7 +80,8 @@ def lasting(rows: list[dict]) -> list[dict]:
 
 
 def assert_same_run(directory: Path, straight: Path, step: int = 6) -> None:
-    """Every line of metrics but clocks, memory and what counts the faults; every sample; every bit of the final state."""
+    """Every line of metrics but clocks, memory and what counts the faults; every sample; every bit of the
+    final state."""
     np.testing.assert_equal(lasting(metrics(directory)), lasting(metrics(straight)))
     assert (directory / "samples.jsonl").read_bytes() == (straight / "samples.jsonl").read_bytes()
     have, want = arrays(directory, step), arrays(straight, step)
@@ -104,6 +111,7 @@ if __name__ == "__main__":
     from jaxfp8rl.cli.main import main
 
     RewardRunner.score = rewarded
-    print("child", start("fake").pid, flush=True)  # an engine of this process's own, which must not outlive it
+    # an engine of this process's own, which must not outlive it
+    print("child", start("fake").pid, flush=True)
     kill_at(sys.argv[1], int(sys.argv[2]))
     sys.exit(main(sys.argv[3:]))

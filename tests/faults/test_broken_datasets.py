@@ -1,4 +1,5 @@
-"""Row 13: broken datasets, each refused with file, line and field, or counted; and whatever bytes the readers are given."""
+"""Row 13: broken datasets, each refused with file, line and field, or counted; and whatever bytes the readers
+are given."""
 
 from __future__ import annotations
 
@@ -31,14 +32,21 @@ CHAT = '{"prompt": [{"role": "user", "content": "hi"}], "answer": "1"}\n'
 
 # (the second line of a JSONL file, what is said of it)
 ROWS = [
-    ('{"prompt": "x", "answer": "1"', "malformed JSON"), ("{prompt: 1}", "malformed JSON"), ("", "blank line"), ("  \t", "blank"),
-    ('{"prompt": "x", "answer": "1"} trailing', "malformed JSON"), ("null", "this is null"), ("[]", "this is a list"),
-    ('"text"', "this is a string"), ("7", "this is a number"), ("true", "this is a boolean"), ("{}", 'field "prompt": missing'),
-    ('{"Prompt": "x", "answer": "1"}', 'did you mean "Prompt"'), ('{"prompt": "x", "anwser": "1"}', 'did you mean "anwser"'),
+    ('{"prompt": "x", "answer": "1"', "malformed JSON"), ("{prompt: 1}", "malformed JSON"),
+    ("", "blank line"), ("  \t", "blank"),
+    ('{"prompt": "x", "answer": "1"} trailing', "malformed JSON"), ("null", "this is null"),
+    ("[]", "this is a list"),
+    ('"text"', "this is a string"), ("7", "this is a number"), ("true", "this is a boolean"),
+    ("{}", 'field "prompt": missing'),
+    ('{"Prompt": "x", "answer": "1"}', 'did you mean "Prompt"'),
+    ('{"prompt": "x", "anwser": "1"}', 'did you mean "anwser"'),
     ('{"prompt": "x", "answer": null}', 'field "answer"'), ('{"prompt": "x", "answer": NaN}', "this is nan"),
-    ('{"prompt": "x", "answer": []}', "an empty list"), ('{"prompt": "x", "answer": ""}', 'field "answer": empty'),
-    ('{"prompt": "", "answer": "1"}', 'field "prompt": empty'), ('{"prompt": " \\n", "answer": "1"}', "empty"),
-    ('{"prompt": 5, "answer": "1"}', "this is a number"), ('{"prompt": {"content": "x"}, "answer": "1"}', "this is an object"),
+    ('{"prompt": "x", "answer": []}', "an empty list"),
+    ('{"prompt": "x", "answer": ""}', 'field "answer": empty'),
+    ('{"prompt": "", "answer": "1"}', 'field "prompt": empty'),
+    ('{"prompt": " \\n", "answer": "1"}', "empty"),
+    ('{"prompt": 5, "answer": "1"}', "this is a number"),
+    ('{"prompt": {"content": "x"}, "answer": "1"}', "this is an object"),
     ('{"prompt": [], "answer": "1"}', "empty"), ('{"prompt": ["hi"], "answer": "1"}', "message 0 must be"),
     ('{"prompt": [{"role": "user"}], "answer": "1"}', "message 0 must be"),
     ('{"prompt": [{"role": "user", "content": 1}], "answer": "1"}', "message 0 must be"),
@@ -46,16 +54,20 @@ ROWS = [
     ('{"prompt": [{"role": "user", "content": " "}], "answer": "1"}', "empty"), (DEEP, "malformed JSON"),
     ('{"prompt": "x", "answer": "\udcff"}', "malformed JSON"),
     ('{"prompt": "a", "answer": "1", "prompt": 2}', "this is a number"),
-]  # fmt: skip
+]
 # (name, contents, what is said): files that are broken as a whole
 FILES = [
     ("empty.jsonl", b"", "no usable row"), ("blank.jsonl", b"\n\n\n", "3 of 3 rows"),
     ("binary.jsonl", bytes(range(256)), "malformed"),
-    ("utf16.jsonl", GOOD.encode("utf-16"), "rows cannot be used"), ("list.jsonl", b"[\n" + GOOD.encode() + b"]", "2 of 4 rows"),
-    ("empty.parquet", b"", "cannot be read as Parquet"), ("cut.parquet", b"PAR1\x00\x00PAR1", "cannot be read as Parquet"),
-    ("table.csv", b"prompt,answer\n1,2,3\n", "3 fields, the header names 2"), ("model.pkl", b"\x80\x04N.", "not one of"),
-    ("rows.jsonl.gz", b"\x1f\x8b\x08", "cannot be read after row 0"), ("rows.json", b'{"data": [', "malformed JSON"),
-]  # fmt: skip
+    ("utf16.jsonl", GOOD.encode("utf-16"), "rows cannot be used"),
+    ("list.jsonl", b"[\n" + GOOD.encode() + b"]", "2 of 4 rows"),
+    ("empty.parquet", b"", "cannot be read as Parquet"),
+    ("cut.parquet", b"PAR1\x00\x00PAR1", "cannot be read as Parquet"),
+    ("table.csv", b"prompt,answer\n1,2,3\n", "3 fields, the header names 2"),
+    ("model.pkl", b"\x80\x04N.", "not one of"),
+    ("rows.jsonl.gz", b"\x1f\x8b\x08", "cannot be read after row 0"),
+    ("rows.json", b'{"data": [', "malformed JSON"),
+]
 
 
 def test_there_are_thirty_and_each_is_another():
@@ -78,8 +90,9 @@ def test_row_13_a_broken_row_is_named_or_counted_and_never_taken(tmp_path, row, 
 def test_row_13_rows_that_are_left_out_are_said_at_the_start(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(GOOD + '{"prompt": 7}\n')
-    words = {"task.kind": "file", "task.path": path, "task.skip_bad_rows": "true", "rollout.prompts_per_step": 1,
-             "task.options": "{held_out_fraction = 0.0}"}  # fmt: skip
+    words = {"task.kind": "file", "task.path": path, "task.skip_bad_rows": "true",
+             "rollout.prompts_per_step": 1,
+             "task.options": "{held_out_fraction = 0.0}"}
     cfg = load_config("demo", [w for k, v in words.items() for w in (f"--{k}", str(v))])
     assert load_data(cfg, model_config(cfg)).train
     assert f"left out 1 bad rows of 3; the first: {path}:3: " in capsys.readouterr().out
@@ -122,7 +135,8 @@ def test_row_13_no_bytes_crash_the_reader_of_rows(tmp_path_factory, changes):
 @fuzzed
 def test_row_13_no_bytes_crash_the_reader_of_parquet(tmp_path_factory, changes):
     folder = tmp_path_factory.mktemp("fuzz")
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), folder / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"]}),
+                                folder / "a.parquet")
     (folder / "a.parquet").write_bytes(edited((folder / "a.parquet").read_bytes(), changes))
     try:
         read_rows(str(folder / "a.parquet"))
@@ -133,10 +147,12 @@ def test_row_13_no_bytes_crash_the_reader_of_parquet(tmp_path_factory, changes):
 # Row 38: files of weights
 
 SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 8, "hidden_size": 4, "intermediate_size": 4,
-    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 8,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 8, "hidden_size": 4,
+    "intermediate_size": 4,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4,
+    "max_position_embeddings": 8,
     "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Faults of checkpoints, by their rows in docs/faults.md: killed in the middle of a save, damaged on the disk, no room."""
+"""Faults of checkpoints, by their rows in docs/faults.md: killed in the middle of a save, damaged on the
+disk, no room."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def state(step: int) -> TrainState:
         return jax.random.normal(jax.random.key(step), (n, 16))
 
     zero = jnp.zeros((), jnp.int32)
-    fields = {"params": {"w": values(8)}, "opt_state": (values(4), {"m": values(2)}), "step": jnp.asarray(step, jnp.int32)}
+    fields = {"params": {"w": values(8)}, "opt_state": (values(4), {"m": values(2)}),
+              "step": jnp.asarray(step, jnp.int32)}
     return TrainState(**{name: fields.get(name, zero) for name in TrainState._fields})
 
 
@@ -78,8 +80,10 @@ def copy_if_there(source: str, to: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_row_30_wherever_a_save_is_killed_the_last_or_the_new_checkpoint_is_whole(tmp_path, monkeypatch, keep):
-    """What a SIGKILL would leave is what the disk holds at that moment: it is copied before each operation on a file."""
+def test_row_30_wherever_a_save_is_killed_the_last_or_the_new_checkpoint_is_whole(
+        tmp_path, monkeypatch, keep):
+    """What a SIGKILL would leave is what the disk holds at that moment: it is copied before each operation on
+    a file."""
     folder, copies, synced = tmp_path / "checkpoints", [], []
     checkpoints = Checkpoints(folder, keep)
     for step in (2, 4):
@@ -90,9 +94,11 @@ def test_row_30_wherever_a_save_is_killed_the_last_or_the_new_checkpoint_is_whol
         copies.append(shutil.copytree(folder, to, ignore_dangling_symlinks=True, copy_function=copy_if_there))
 
     fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "fsync",
+                        lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
     renamed, rename = [], Path.rename
-    monkeypatch.setattr(Path, "rename", lambda self, to: (renamed.append((self.name, list(synced))), rename(self, to))[1])
+    monkeypatch.setattr(Path, "rename",
+                        lambda self, to: (renamed.append((self.name, list(synced))), rename(self, to))[1])
     WATCHED.append((folder, snapshot))
     try:
         save(checkpoints, 6)
@@ -148,7 +154,8 @@ def test_row_30_damage_to_any_file_is_found_and_the_one_before_is_used(saved, tm
 def test_row_30_when_all_are_damaged_each_is_named_and_what_is_too_much_is_damage(saved, tmp_path):
     (tmp_path / "checkpoints" / "4" / "state" / "more").write_text("x")
     next(p for p in files(tmp_path / "checkpoints" / "2") if p.name != DIGESTS).write_text("garbage")
-    with pytest.raises(CheckpointError, match=r"4 is damaged: state/more is not of this checkpoint; 2 is damaged: .* not what"):
+    with pytest.raises(CheckpointError,
+                       match=r"4 is damaged: state/more is not of this checkpoint; 2 is damaged: .* not what"):
         saved.restore(LIKE)
 
 
@@ -176,7 +183,8 @@ def test_a_checkpoint_of_another_version_is_refused_by_its_format(saved, monkeyp
 
 def test_what_a_checkpoint_holds_otherwise_is_named(saved):
     """Not in Orbax's words, of which there are pages."""
-    other = LIKE._replace(params={"w": jnp.zeros((8, 32)), "v": jnp.zeros(3)}, opt_state=(jnp.zeros((4, 16)), {}))
+    other = LIKE._replace(params={"w": jnp.zeros((8, 32)), "v": jnp.zeros(3)},
+                          opt_state=(jnp.zeros((4, 16)), {}))
     with pytest.raises(CheckpointError) as e:
         saved.restore(other)
     said = "opt_state/1/m is [2, 16], wanted not at all; params/v is not there, wanted [3]; params/w is [8, 16], wanted [8, 32]"
@@ -188,7 +196,8 @@ def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(saved, monkeypatch):
     """The loop says what would give most (jaxfp8rl.memory.fit)."""
 
     def full(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
 
     monkeypatch.setattr(store.ocp, "load_checkpointables", full)
     with pytest.raises(jax.errors.JaxRuntimeError, match="58 bytes"):
@@ -207,22 +216,26 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("at", ["fsync", "rename", "write"])
-def test_row_31_a_full_disk_is_said_the_older_stays_and_the_run_stops_after_its_patience(run, at, monkeypatch, capsys):
+def test_row_31_a_full_disk_is_said_the_older_stays_and_the_run_stops_after_its_patience(
+        run, at, monkeypatch, capsys):
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def fail(*_, **__):
         raise full
 
-    target = {"fsync": (os, "fsync"), "rename": (Path, "rename"), "write": (store.ocp, "save_checkpointables")}[at]
+    target = {"fsync": (os, "fsync"), "rename": (Path, "rename"),
+              "write": (store.ocp, "save_checkpointables")}[at]
     with monkeypatch.context() as patch:
         patch.setattr(*target, fail)
         run.save(4, state(4), {})
         assert run.unsaved_since and "No space left on device" in capsys.readouterr().out
         assert run._checkpoints.steps() == [2]
         time.sleep(0.35)
-        with pytest.raises(CheckpointError, match="step 5 could not be written: OSError.*newest is that of step 2\n.*--resume"):
+        with pytest.raises(CheckpointError,
+                           match="step 5 could not be written: OSError.*newest is that of step 2\n.*--resume"):
             run.save(5, state(5), {})
-        with pytest.raises(CheckpointError, match="step 6 could not be written"):  # the last there will be: at once
+        # the last there will be: at once
+        with pytest.raises(CheckpointError, match="step 6 could not be written"):
             run.unsaved_since = None
             run.save(6, state(6), {}, last=True)
     run.save(7, state(7), {})
@@ -235,7 +248,8 @@ def test_row_31_a_run_does_not_go_on_without_its_record(tmp_path, name):
     for full in (name, "notes.txt"):
         (tmp_path / "run" / full).symlink_to("/dev/full")
     cfg = load_config("demo", ["--run.dir", str(tmp_path / "run")])
-    with pytest.raises(CheckpointError, match="what step 3 came to could not be written: No space left on device\n.*--resume"):
+    with pytest.raises(CheckpointError,
+                       match="what step 3 came to could not be written: No space left on device\n.*--resume"):
         with RunDirectory(cfg, resume=False) as run:
             run.note("said on the console alone")
             run.log({"step": 3}, samples=[{"step": 3}])
@@ -269,7 +283,8 @@ def test_row_31_on_a_disk_that_is_really_full(tmp_path):
 def test_row_32_the_newest_stay_and_none_goes_before_the_next_is_complete(tmp_path, monkeypatch, keep):
     checkpoints, seen = Checkpoints(tmp_path / "checkpoints", keep), []
     rmtree = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda path, *a, **k: (seen.append(checkpoints.steps()), rmtree(path, *a, **k))[1])
+    monkeypatch.setattr(shutil, "rmtree",
+                        lambda path, *a, **k: (seen.append(checkpoints.steps()), rmtree(path, *a, **k))[1])
     for step in range(1, 7):
         save(checkpoints, step)
         assert checkpoints.steps() == list(range(1, step + 1))[-keep:]
@@ -318,7 +333,7 @@ def test_a_run_that_keeps_no_checkpoint_is_refused_before_anything_loads(tmp_pat
 
 
 OTHER = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x / 2 + 1e-9, str: lambda x: x + "x",
-         tuple: lambda x: (*x, 1), dict: lambda x: x | {"more": 1}, type(None): lambda x: 1}  # fmt: skip
+         tuple: lambda x: (*x, 1), dict: lambda x: x | {"more": 1}, type(None): lambda x: 1}
 
 
 def test_row_35_every_setting_may_change_or_is_refused_with_the_difference(tmp_path):
@@ -341,4 +356,5 @@ def test_row_35_every_setting_may_change_or_is_refused_with_the_difference(tmp_p
         else:
             with pytest.raises(CheckpointError) as e:
                 check_resumable(other)
-            assert f"\n  {section}.{key}: {old!r} -> {new!r}\n" in str(e.value) and "--fork" in e.value.next_step
+            assert f"\n  {section}.{key}: {old!r} -> {new!r}\n" in str(
+                e.value) and "--fork" in e.value.next_step

@@ -19,7 +19,8 @@ def test_the_table_has_all_forty_rows():
 def test_every_row_names_tests_that_exist():
     named = {found for line in ROWS.values() for found in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", line)}
     assert len(named) > 100
-    assert [f"{f}::{t}" for f, t in sorted(named) if not re.search(rf"def {t}\b", (ROOT / f).read_text(encoding="utf-8"))] == []
+    assert [f"{f}::{t}" for f, t in sorted(named)
+            if not re.search(rf"def {t}\b", (ROOT / f).read_text(encoding="utf-8"))] == []
 
 
 def test_every_test_that_is_called_by_a_row_stands_in_it():

@@ -1,5 +1,5 @@
-"""Faults of processes, by their rows in docs/faults.md: an engine that dies, a run that is told to go, that hangs, that is not
-alone in its directory."""
+"""Faults of processes, by their rows in docs/faults.md: an engine that dies, a run that is told to go, that
+hangs, that is not alone in its directory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ REQUESTS = [GenRequest(f"r{i}", (1, 2, i), SamplingParams(6), 2, seed=i) for i i
 
 
 class Supervised:
-    """A supervised fake engine whose processes have the faults of `script`, one entry a start, an error for one that fails;
-    `pids`: those started."""
+    """A supervised fake engine whose processes have the faults of `script`, one entry a start, an error for
+    one that fails; `pids`: those started."""
 
     def __init__(self, *script: dict, budget: int = 2):
         self.script, self.pids = iter(script), []
@@ -80,7 +80,8 @@ def undisturbed() -> list:
 
 @pytest.mark.parametrize("how", ["exit status 0", "SIGKILL"])
 def test_row_25_a_dead_engine_is_known_at_once_and_another_answers_as_it_would_have(how, undisturbed):
-    """An exit status of 0 is a death, too. The version is the one it had; what was asked is answered to the bit."""
+    """An exit status of 0 is a death, too. The version is the one it had; what was asked is answered to the
+    bit."""
     dying = {"exit_status": 0} if how == "exit status 0" else {"seconds": 30.0}
     with Supervised(dying, {}) as s:
         s.engine.publish(s.source(7), 3)
@@ -119,7 +120,8 @@ def test_row_25_an_engine_that_dies_between_calls_or_in_a_publish_is_replaced(un
 
 
 def test_row_25_an_engine_that_does_not_come_up_at_once_is_started_again(undisturbed, monkeypatch):
-    """The memory of the one before was not free yet; then it died of the weights that it gets; then all is well."""
+    """The memory of the one before was not free yet; then it died of the weights that it gets; then all is
+    well."""
     monkeypatch.setattr(supervised_engine, "PAUSE_SECONDS", 0.0)
     with Supervised({}, ValueError("no memory is free"), {}, {}, RuntimeError("none"), budget=4) as s:
         s.engine.publish(Killing(s), 3)
@@ -127,7 +129,8 @@ def test_row_25_an_engine_that_does_not_come_up_at_once_is_started_again(undistu
         assert sampled(s.engine.generate(REQUESTS)) == undisturbed
         assert s.engine.restarts == 3 and len(s.pids) == 3 and s.engine.weight_version() == 3
         s.kill()
-        with pytest.raises(EngineUnhealthy, match="none; the engine has been started anew 4 times, which is all it may be"):
+        with pytest.raises(EngineUnhealthy,
+                           match="none; the engine has been started anew 4 times, which is all it may be"):
             s.engine.generate(REQUESTS)
 
 
@@ -140,7 +143,8 @@ def test_an_engine_that_hangs_in_a_publish_is_replaced_though_its_server_answers
         if not urls:
             engine.commit = lambda *_: hung.wait(20)
         urls.append(stack.enter_context(serving(engine, transport, tmp_path)))
-        remote, way = RemoteEngine(urls[-1], TOKEN, Deadlines(1.0, 1.0, 0.3, 1.0), leave_running=True), RemoteFile()
+        remote, way = RemoteEngine(urls[-1], TOKEN, Deadlines(1.0, 1.0, 0.3, 1.0),
+                                   leave_running=True), RemoteFile()
         way.open(remote)
         return remote, way
 
@@ -149,11 +153,13 @@ def test_an_engine_that_hangs_in_a_publish_is_replaced_though_its_server_answers
         supervised = SupervisedEngine(start, 2)
         source = random_source(supervised.current.expected_manifest(), 0, 1.0)
         stack.callback(hung.set)  # before the servers are waited for
-        assert supervised.publish(source, 1).version == supervised.weight_version() == 1 and supervised.restarts == 1
+        assert supervised.publish(source,
+                                  1).version == supervised.weight_version() == 1 and supervised.restarts == 1
 
 
 class Scripted:
-    """Supervised fake engines of this process. `fail`: what the next publish raises; `engines`: those started."""
+    """Supervised fake engines of this process. `fail`: what the next publish raises; `engines`: those
+    started."""
 
     def __init__(self, kind=FakeEngine):
         self.kind, self.engines, self.fail = kind, [], None
@@ -210,7 +216,8 @@ def test_a_refused_manifest_of_an_engine_started_anew_is_a_failed_publish():
     assert s.version() == 3
 
 
-@pytest.mark.parametrize("cause, restarts", [(EngineUnhealthy("it hangs"), 1), (ValueError("the source"), 0), (None, 0)])
+@pytest.mark.parametrize("cause, restarts",
+                         [(EngineUnhealthy("it hangs"), 1), (ValueError("the source"), 0), (None, 0)])
 def test_the_cause_of_a_failed_publish_decides_and_not_what_was_sampled_before(cause, restarts):
     s = Scripted()
     s.engine.publish(s.source(0), 1)
@@ -271,17 +278,20 @@ def test_an_engine_that_is_closed_is_not_started_anew(when):
         s.engine.close()
     thread.join(5)
     assert raised == ["the engine is closed\n  next step: build a new one"]
-    assert len(s.engines) == 1 + (when == "another starts") and all("closed" in e.state.dirty for e in s.engines)
+    assert len(s.engines) == 1 + (when == "another starts") and all(
+        "closed" in e.state.dirty for e in s.engines)
 
 
 def test_row_25_what_kills_two_engines_in_a_row_is_raised_and_so_is_the_end_of_the_budget():
     with Supervised({"exit_status": 0}, {"exit_status": 1}, {}, budget=2) as s:
         s.engine.publish(s.source(7), 3)
-        with pytest.raises(EngineUnhealthy, match="generate: no answer.*its process has ended with exit status 1"):
+        with pytest.raises(EngineUnhealthy,
+                           match="generate: no answer.*its process has ended with exit status 1"):
             s.engine.generate(REQUESTS)
         assert s.engine.restarts == 1 and s.engine.generate(REQUESTS)
         s.kill()
-        with pytest.raises(EngineUnhealthy, match="ended by SIGKILL; the engine has been started anew 2 times, which is all"):
+        with pytest.raises(EngineUnhealthy,
+                           match="ended by SIGKILL; the engine has been started anew 2 times, which is all"):
             s.engine.generate(REQUESTS)
 
 
@@ -372,10 +382,14 @@ from jaxfp8rl.config.toml import load_config
 with claimed(load_config("demo", ["--run.dir", sys.argv[1]]), False):
     print("in", flush=True)
     time.sleep(60)"""
-    with subprocess.Popen([sys.executable, "-c", script, cfg.run.dir], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen([sys.executable, "-c", script, cfg.run.dir], stdout=subprocess.PIPE,
+                          text=True) as other:
         assert other.stdout.readline() == "in\n"
-        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')  # who is there is said before what is there
-        with pytest.raises(ConfigError, match=f"is in use by process {other.pid}\n.*another --run.dir"), claimed(cfg, False):
+        # who is there is said before what is there
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')
+        with pytest.raises(ConfigError,
+                           match=f"is in use by process {other.pid}\n.*another --run.dir"), claimed(
+                               cfg, False):
             pass
         other.kill()
     (tmp_path / "run" / "metrics.jsonl").unlink()
@@ -389,5 +403,7 @@ def test_row_29_a_refused_resumption_makes_no_folder(tmp_path):
         pass
     assert not Path(cfg.run.dir).exists()
     Path(cfg.run.dir).write_text("a file")
-    with pytest.raises(UserError, match="run.dir: .*none: nothing can be written to .*: Not a directory"), claimed(cfg, False):
+    with pytest.raises(UserError,
+                       match="run.dir: .*none: nothing can be written to .*: Not a directory"), claimed(
+                           cfg, False):
         pass

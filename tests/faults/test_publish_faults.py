@@ -1,5 +1,6 @@
-"""Faults of a publish, by their rows in docs/faults.md. The numpy engine plays the engine's part, behind a server where a row is
-about two processes; the same faults in vLLM itself are in tests/bridges and tests/gpu, where the table says so."""
+"""Faults of a publish, by their rows in docs/faults.md. The numpy engine plays the engine's part, behind a
+server where a row is about two processes; the same faults in vLLM itself are in tests/bridges and tests/gpu,
+where the table says so."""
 
 from __future__ import annotations
 
@@ -35,12 +36,14 @@ from bridges.transports.vllm_reload import VllmReload
 
 TOKEN = "a token of the tests, 32 letters"
 SLOT = 512  # bytes: the engine's two tensors of 2048 each make eight buckets
-WAYS = {"in one process": None, "by file": RemoteFile, "by memory": lambda: RemoteDirect("shared_memory", slot_bytes=SLOT)}
+WAYS = {"in one process": None, "by file": RemoteFile,
+        "by memory": lambda: RemoteDirect("shared_memory", slot_bytes=SLOT)}
 
 
 @pytest.fixture(params=WAYS)
 def under_test(request, serving, tmp_path):
-    """A numpy engine, its transport that proves what arrived, and a way to publish to it; `e.real` is the engine itself."""
+    """A numpy engine, its transport that proves what arrived, and a way to publish to it; `e.real` is the
+    engine itself."""
     engine, transport, way = FakeEngine(), FakeTransport(proof=True), WAYS[request.param]
     transport.open(engine)
     with contextlib.ExitStack() as stack:
@@ -50,7 +53,8 @@ def under_test(request, serving, tmp_path):
             seen, transport = RemoteEngine(url, TOKEN, Deadlines(2.0, 5.0, 5.0, 5.0)), way()
             transport.open(seen)
             stack.callback(transport.close)
-        e = EngineUnderTest(seen, transport, lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
+        e = EngineUnderTest(seen, transport,
+                            lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
         e.real = engine
         yield e
 
@@ -97,7 +101,8 @@ def test_row_16_the_engines_process_is_killed_in_a_publish(way):
     with spawn("fake", deadlines=Deadlines(2.0, 2.0, 2.0, 2.0)) as engine:
         transport = WAYS[way]()
         transport.open(engine)
-        e = EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
+        e = EngineUnderTest(engine, transport,
+                            lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
         e.publish(0)
         source, begun = e.source(1), time.monotonic()
         with pytest.raises(PublishFailed, match="no answer from the engine"):
@@ -135,10 +140,12 @@ def test_row_17_every_difference_is_listed_before_a_byte_moves(under_test):
         metas = tuple(edit(list(under_test.source(1).manifest())))
         difference = manifest.differences(metas, under_test.real.expected_manifest())[0]
         with pytest.raises(ManifestMismatch, match=re.escape(difference)):
-            under_test.transport.publish(ArraySource(metas, {}), 9)  # no array: reading one would be a KeyError
+            # no array: reading one would be a KeyError
+            under_test.transport.publish(ArraySource(metas, {}), 9)
         assert under_test.real.content() == before, what
     embed, head = under_test.source(0).manifest()
-    metas = (dataclasses.replace(embed, shape=(8, 64), dtype="bfloat16"), dataclasses.replace(head, name="lm_head.wait"))
+    metas = (dataclasses.replace(embed, shape=(8, 64), dtype="bfloat16"),
+             dataclasses.replace(head, name="lm_head.wait"))
     with pytest.raises(ManifestMismatch) as e:
         under_test.transport.publish(ArraySource(metas, {}), 9)
     assert str(e.value).splitlines()[1:-1] == [
@@ -183,7 +190,8 @@ def test_row_18_a_byte_changed_on_the_way_is_found(under_test, bucket, monkeypat
 
 
 def test_row_19_the_cache_goes_with_the_weights_and_the_receipt_says_so(under_test, serving, tmp_path):
-    """After a publish the engine says, of a prompt it had cached, what an engine says that never saw another version."""
+    """After a publish the engine says, of a prompt it had cached, what an engine says that never saw another
+    version."""
     under_test.publish(0)
     under_test.sample(temperature=0.0)
     assert under_test.publish(1).caches_reset == ("prefix",)
@@ -192,7 +200,8 @@ def test_row_19_the_cache_goes_with_the_weights_and_the_receipt_says_so(under_te
     transport.publish(under_test.source(1), 1)
     want = EngineUnderTest(cold, transport, under_test.source).sample(temperature=0.0)[0]
     have = under_test.sample(temperature=0.0)[0]
-    assert have.token_ids.tobytes() == want.token_ids.tobytes() and have.logprobs.tobytes() == want.logprobs.tobytes()
+    assert have.token_ids.tobytes() == want.token_ids.tobytes() and have.logprobs.tobytes(
+        ) == want.logprobs.tobytes()
 
 
 def test_row_19_an_engine_that_cannot_reset_its_cache_stays_dirty():
@@ -205,19 +214,21 @@ def test_row_19_an_engine_that_cannot_reset_its_cache_stays_dirty():
 
 def test_a_reload_that_the_engine_breaks_off_at_its_end_is_a_failed_publish():
     engine, transport = reloading(METAS, reset_prefix_cache=lambda: False)
-    with pytest.raises(PublishFailed, match="version 1 arrived and is not in use: vLLM refused to reset") as e:
+    with pytest.raises(PublishFailed,
+                       match="version 1 arrived and is not in use: vLLM refused to reset") as e:
         transport.publish(random_source(METAS, 0, convert=jnp.asarray), 1)
     assert isinstance(e.value.__cause__, EngineUnhealthy) and engine.weight_version() is None
 
 
 METAS = (ParamMeta("w.weight", "float8_e4m3fn", (128, 128), "weight", (128, 128)),
-         ParamMeta("w.weight_scale_inv", "float32", (1, 1), "block_scale", (128, 128)))  # fmt: skip
+         ParamMeta("w.weight_scale_inv", "float32", (1, 1), "block_scale", (128, 128)))
 
 
 def reloading(metas, **llm) -> tuple[VllmEngine, VllmReload]:
     """Half a vLLM whose reload takes whatever comes, and the transport to it."""
     pytest.importorskip("torch")
-    scripted = {"collective_rpc": lambda name, kwargs: list(kwargs["weights_iterator"]), "apply_model": lambda function: [None]}
+    scripted = {"collective_rpc": lambda name, kwargs: list(kwargs["weights_iterator"]),
+                "apply_model": lambda function: [None]}
     engine, transport = half_a_vllm(**{"reset_prefix_cache": lambda: True} | scripted | llm), VllmReload()
     engine._manifest, engine._tied, engine.kv_scale_places = metas, {}, ()
     transport.open(engine)
@@ -233,9 +244,11 @@ def embedded(metas) -> tuple[JaxEngine, JaxInprocess]:
 
 
 def half_a_vllm(how: str = "off", **llm) -> VllmEngine:
-    """A VllmEngine with a scripted vLLM inside: for what the real one does on a GPU alone, or never when it is well."""
+    """A VllmEngine with a scripted vLLM inside: for what the real one does on a GPU alone, or never when it
+    is well."""
     engine = object.__new__(VllmEngine)
-    engine._state, engine._sick, engine._broken, engine._asleep, engine._cache_asleep = WeightState(), "", False, False, False
+    engine._state, engine._sick, engine._broken, engine._asleep, engine._cache_asleep = WeightState(
+        ), "", False, False, False
     engine._sleep_level, engine.llm = SLEEP_LEVEL[how], types.SimpleNamespace(**llm)
     return engine
 
@@ -253,13 +266,16 @@ def test_row_20_scales_are_in_the_manifest_by_role(role):
         manifest.check([weight, dataclasses.replace(scale, role="weight")], [weight, scale])
 
 
-@pytest.mark.parametrize("value, unsound", [(1e-30, 0), (1.0, 0), (0.0, 1), (-1.0, 1), (np.inf, 1), (np.nan, 1), (-0.0, 1)])
+@pytest.mark.parametrize("value, unsound",
+                         [(1e-30, 0), (1.0, 0), (0.0, 1), (-1.0, 1), (np.inf, 1), (np.nan, 1), (-0.0, 1)])
 def test_row_20_a_scale_that_is_not_positive_and_finite_is_counted_where_it_lies(value, unsound):
     from bridges.proof.digest import checked_row_digests
 
     scales = jnp.ones((4, 8), jnp.float32).at[1, 3].set(value)
-    assert np.asarray(checked_row_digests([scales[None]], (((0, 2, True), (2, 4, True)),)))[:, 2].tolist() == [unsound, 0]
-    assert np.asarray(checked_row_digests([scales[None]], (((0, 4, False),),)))[0, 2] == 0, "any value is sound of a weight"
+    assert np.asarray(checked_row_digests([scales[None]],
+                                          (((0, 2, True), (2, 4, True)),)))[:, 2].tolist() == [unsound, 0]
+    assert np.asarray(checked_row_digests([scales[None]],
+                                          (((0, 4, False),),)))[0, 2] == 0, "any value is sound of a weight"
 
 
 @pytest.mark.parametrize("opened", [reloading, embedded])
@@ -269,7 +285,8 @@ def test_row_20_a_scale_that_is_not_positive_and_finite_is_refused_on_the_way(op
     (engine, transport), good = opened(METAS), random_source(METAS, 0, convert=jnp.asarray)
     transport.publish(good, 1)
     bad = dataclasses.replace(good, arrays=good.arrays | {METAS[1].name: jnp.full((1, 1), value)})
-    with pytest.raises(PublishFailed, match="w.weight_scale_inv holds a scale that is not positive and finite"):
+    with pytest.raises(PublishFailed,
+                       match="w.weight_scale_inv holds a scale that is not positive and finite"):
         transport.publish(bad, 2)
     assert engine.weight_version() is None
     assert transport.publish(good, 3).version == 3
@@ -286,13 +303,15 @@ def test_row_21_a_publish_waits_for_the_generation_in_flight(under_test):
     thread = threading.Thread(target=lambda: done.extend(under_test.sample(n=4)))
     thread.start()
     time.sleep(0.1)
-    assert under_test.engine.health().ok and under_test.engine.weight_version() == first.version, "answered while it generates"
+    assert under_test.engine.health().ok and under_test.engine.weight_version(
+        ) == first.version, "answered while it generates"
     holds = threading.Timer(0.15, lambda: done.append(under_test.real.content()))
     holds.start()
     second = under_test.publish(1)
     thread.join()
     assert before in done, "a byte moved under a generation"
-    assert {c.version_spans[0].version for c in done if c != before} == {first.version} and second.seconds > 0.2
+    assert {c.version_spans[0].version for c in done
+            if c != before} == {first.version} and second.seconds > 0.2
     under_test.real.faults.seconds = 0.0
     assert under_test.sample()[0].version_spans[0].version == second.version
 
@@ -303,7 +322,8 @@ def test_row_21_a_publish_waits_for_the_generation_in_flight(under_test):
 
 @pytest.mark.parametrize("under_test", ["by memory"], indirect=True)
 def test_row_23_no_view_is_left_of_what_was_sent(under_test):
-    """The learner may donate its arrays once `publish` returns, and those made on the way go as it advances."""
+    """The learner may donate its arrays once `publish` returns, and those made on the way go as it
+    advances."""
     alive = []
 
     class Made:
@@ -330,9 +350,10 @@ def test_row_23_no_view_is_left_of_what_was_sent(under_test):
 def test_row_24_memory_comes_back_in_the_order_in_which_it_is_needed():
     calls = []
     engine = half_a_vllm(
-        "drop_weights", sleep=lambda level: calls.append(f"sleep {level}"), wake_up=lambda tags: calls.append(f"wake {tags}"),
+        "drop_weights", sleep=lambda level: calls.append(f"sleep {level}"),
+        wake_up=lambda tags: calls.append(f"wake {tags}"),
         reset_prefix_cache=lambda: True,
-    )  # fmt: skip
+    )
     for _ in range(2):
         engine.sleep()
         with pytest.raises(BridgeError, match="asleep"):
@@ -354,7 +375,8 @@ def test_row_24_out_of_memory_names_the_knobs():
 
     engine = half_a_vllm("keep_weights", sleep=lambda level: None, wake_up=wake_up)
     engine.sleep()
-    with pytest.raises(EngineUnhealthy, match="could not take back the memory of its weights and kv_cache") as e:
+    with pytest.raises(EngineUnhealthy,
+                       match="could not take back the memory of its weights and kv_cache") as e:
         engine.wake()
     for knob in ("rollout.kv_cache_gib", "train.rows_per_microbatch", "train.remat"):
         assert knob in e.value.next_step

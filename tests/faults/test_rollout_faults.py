@@ -59,9 +59,11 @@ SPOILT = {
     "nan": (at(3, np.nan), "log-probability nan at token 3"),
     "infinite": (at(0, -np.inf), "log-probability -inf at token 0"),
     "positive": (at(2, 0.5), "log-probability 0.5 above 0 at token 2"),
-    "empty": (lambda c: dataclasses.replace(c, token_ids=c.token_ids[:0], logprobs=c.logprobs[:0]), "no tokens"),
+    "empty": (lambda c: dataclasses.replace(c, token_ids=c.token_ids[:0], logprobs=c.logprobs[:0]),
+              "no tokens"),
     "aborted": (lambda c: dataclasses.replace(c, finish_reason="abort"), "the engine gave it up"),
-    "stale": (lambda c: dataclasses.replace(c, version_spans=(VersionSpan(0, 2, 4), VersionSpan(2, 6, 5))), "expected 5"),
+    "stale": (lambda c: dataclasses.replace(c, version_spans=(VersionSpan(0, 2, 4), VersionSpan(2, 6, 5))),
+              "expected 5"),
     "no version": (lambda c: dataclasses.replace(c, version_spans=()), "expected 5"),
 }
 
@@ -77,7 +79,8 @@ def test_one_bad_completion_costs_its_group_and_no_other(kind):
     equal = dataclasses.replace(groups[0], rewards=np.full(3, 0.3))  # of which np.std is 6e-17
     assert Rollouts((*groups, equal), (), groups).metrics()["reward/groups_solved_in_part"] == 0.75
     metrics = Rollouts(groups, rejected, groups).metrics()
-    assert metrics["rollout/groups_rejected"] == 1 and metrics["reward/undefined"] == 3 and metrics["reward/mean"] == 0.5
+    assert metrics["rollout/groups_rejected"] == 1 and metrics["reward/undefined"] == 3 and metrics[
+        "reward/mean"] == 0.5
     assert metrics["tokens/rollout"] == 3 * 3 * 6
 
 
@@ -86,8 +89,10 @@ def test_a_completion_without_a_score_is_not_learned_from():
     kept, _ = scored_groups.generate(published(), PROMPTS, REQUESTS, version=5)
     groups = [scored_groups.Group(p, c, ("",) * 3, np.array([0.0, 1.0, np.nan])) for p, c in kept]
     alone = [scored_groups.Group(p, c[:2], ("",) * 2, np.array([0.0, 1.0])) for p, c in kept]
-    said = [[(s.advantage, *s.completion) for s in group] for group in scored_groups.to_samples(groups, Loss(), 8)]
-    assert said == [[(s.advantage, *s.completion) for s in group] for group in scored_groups.to_samples(alone, Loss(), 8)]
+    said = [[(s.advantage, *s.completion) for s in group]
+            for group in scored_groups.to_samples(groups, Loss(), 8)]
+    assert said == [[(s.advantage, *s.completion) for s in group]
+                    for group in scored_groups.to_samples(alone, Loss(), 8)]
     assert all(len(group) == 2 for group in said)
 
 
@@ -103,10 +108,12 @@ def test_a_group_of_the_wrong_size_is_rejected():
 
 def test_when_nothing_can_be_scored_the_run_says_why_and_stops():
     """Else it would go on with advantages of 0."""
-    scorer = SimpleNamespace(score=lambda items: [Score(None, "error: KeyError: 'difficulty'")] * 11 + [Score(None, "timeout")])
+    scorer = SimpleNamespace(score=lambda items: [Score(None, "error: KeyError: 'difficulty'")] * 11
+                             + [Score(None, "timeout")])
     kept, _ = scored_groups.generate(published(), PROMPTS, REQUESTS, version=5)
     tokenizer = load_tokenizer("chars:0123456789+=")
-    with pytest.raises(DataError, match="none of 12 completions could be scored; 11 times: error: KeyError: 'difficulty'"):
+    with pytest.raises(DataError,
+                       match="none of 12 completions could be scored; 11 times: error: KeyError: 'difficulty'"):
         scored_groups.score(kept, tokenizer, scorer)
     scorer.score = lambda items: [Score(None, "timeout")] * 11 + [Score(1.0, "ok")]
     assert np.nansum([g.rewards for g in scored_groups.score(kept, tokenizer, scorer)]) == 1
@@ -141,11 +148,13 @@ def test_requests_of_a_step_have_their_own_seeds_and_a_resumed_run_the_same_ones
     again = scored_groups.make_requests(PROMPTS, SAMPLING, 3, seed=0, step=7)
     assert again == REQUESTS
     seeds = {r.seed for step in range(20) for r in scored_groups.make_requests(PROMPTS, SAMPLING, 3, 0, step)}
-    assert len(seeds) == 80 and not seeds & {r.seed for r in scored_groups.make_requests(PROMPTS, SAMPLING, 3, 1, 7)}
+    assert len(seeds) == 80 and not seeds & {r.seed
+                                             for r in scored_groups.make_requests(PROMPTS, SAMPLING, 3, 1, 7)}
 
 
 def test_the_benchmark_of_corrections_asks_for_its_baseline_by_name():
-    corrected = {name: load_config("demo", words).correction.resolve().corrects for name, words in CORRECTIONS.items()}
+    corrected = {name: load_config("demo", words).correction.resolve().corrects
+                 for name, words in CORRECTIONS.items()}
     assert corrected.pop("none") is False and all(corrected.values())
 
 
@@ -168,7 +177,8 @@ def test_prompts_that_are_empty_or_too_long_stop_the_start_or_are_counted():
     problems = [Problem("good", "1+2=", "3"), Problem("long", "1+2+3+4=", "10"), Problem("empty", "", "0")]
     with pytest.raises(DataError) as e:
         prepare(problems, tokenizer, 4)
-    assert '"long": 8 tokens, the limit is 4' in str(e.value) and '"empty": the prompt has no tokens' in str(e.value)
+    assert '"long": 8 tokens, the limit is 4' in str(e.value) and '"empty": the prompt has no tokens' in str(
+        e.value)
     cfg = load_config("demo", ["--task.skip_bad_rows", "true"])  # of a generator, too
     assert len(make_task(cfg.task, seed=0).problems()) > 0
     kept, report = prepare(problems, tokenizer, 4, skip=True)

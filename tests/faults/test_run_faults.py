@@ -1,5 +1,5 @@
-"""Faults in the middle of whole runs, by their rows in docs/faults.md. What each leaves is compared, bit for bit, with a run that
-nothing happened to."""
+"""Faults in the middle of whole runs, by their rows in docs/faults.md. What each leaves is compared, bit for
+bit, with a run that nothing happened to."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def noted(self, name):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
-    """The directory of six steps that nothing happened to, in an environment full of secrets. Read it, or copy it."""
+    """The directory of six steps that nothing happened to, in an environment full of secrets. Read it, or
+    copy it."""
     directory = tmp_path_factory.mktemp("straight") / "run"
     cfg = config(directory, run__keep_checkpoints=9)
     text = dump_config(cfg)  # which asks for all of them
@@ -83,11 +84,13 @@ def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypa
 
     def blown(*args):
         state, policy, updates = learn(*args)
-        params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(np.inf), state.params) if args[4] == 3 else state.params
+        params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(np.inf),
+                              state.params) if args[4] == 3 else state.params
         return state._replace(params=params), policy, updates
 
     monkeypatch.setattr(loop, "learn", blown)
-    with pytest.raises(NonFiniteStep, match=r"after step 3 the parameters are not finite, and are not saved: .*\n.*--resume"):
+    with pytest.raises(NonFiniteStep,
+                       match=r"after step 3 the parameters are not finite, and are not saved: .*\n.*--resume"):
         loop.train(config(tmp_path, run__save_every=1))
     assert store.Checkpoints(tmp_path / "checkpoints", 2).steps() == [1, 2]
     assert all(np.isfinite(x).all() for x in arrays(tmp_path, 2).values())
@@ -122,7 +125,8 @@ def test_what_is_not_a_runs_own_is_left_alone(tmp_path):
 def test_a_run_directory_has_a_name_and_home_is_home():
     with pytest.raises(ConfigError, match="run.dir"):
         load_config("demo", ["--run.dir", ""])
-    assert load_config("demo", ["--run.dir", "~/runs/a"]).run.dir == str(Path.home() / "runs" / "a")  # others: test_paths.py
+    # others: test_paths.py
+    assert load_config("demo", ["--run.dir", "~/runs/a"]).run.dir == str(Path.home() / "runs" / "a")
 
 
 def test_what_does_not_go_with_the_vocabulary_is_said_before_anything_loads(tmp_path):
@@ -133,7 +137,8 @@ def test_what_does_not_go_with_the_vocabulary_is_said_before_anything_loads(tmp_
 # 25: the engine dies in generate
 
 
-def test_row_25_a_run_whose_engine_dies_three_times_learns_what_it_would_have_learned(straight, tmp_path, monkeypatch):
+def test_row_25_a_run_whose_engine_dies_three_times_learns_what_it_would_have_learned(
+        straight, tmp_path, monkeypatch):
     """The embedded engine plays one in a process of its own: at three calls it is gone, weights and all."""
     calls, make, generate = [], engines._jax, JaxEngine.generate
 
@@ -187,22 +192,28 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
 # 27: SIGKILL
 
 POINTS = [
-    ("jaxfp8rl.training.loop:learn", 1), ("jaxfp8rl.checkpoint.store:seal", 2), ("jaxfp8rl.training.loop:publish", 3),
-    ("jaxfp8rl.training.loop:begin", 1), ("jaxfp8rl.run.context:fresh_state", 1), ("jaxfp8rl.training.loop:check_gate", 1),
-    ("jaxfp8rl.training.loop:evaluate", 1), ("jaxfp8rl.rollout.scored_groups:generate", 2), ("jaxfp8rl.rollout.scored_groups:score", 1),
+    ("jaxfp8rl.training.loop:learn", 1), ("jaxfp8rl.checkpoint.store:seal", 2),
+    ("jaxfp8rl.training.loop:publish", 3),
+    ("jaxfp8rl.training.loop:begin", 1), ("jaxfp8rl.run.context:fresh_state", 1),
+    ("jaxfp8rl.training.loop:check_gate", 1),
+    ("jaxfp8rl.training.loop:evaluate", 1), ("jaxfp8rl.rollout.scored_groups:generate", 2),
+    ("jaxfp8rl.rollout.scored_groups:score", 1),
     ("jaxfp8rl.training.loop:score", 2), ("jaxfp8rl.run.run_directory:RunDirectory.log", 2),
     ("jaxfp8rl.monitors.jsonl:JsonlMonitor.log", 3), ("jaxfp8rl.run.run_directory:RunDirectory.rewind", 1),
-    ("jaxfp8rl.monitors.jsonl:JsonlMonitor.truncate_after", 2), ("jaxfp8rl.checkpoint.store:Checkpoints.set_aside", 1),
-    ("jaxfp8rl.checkpoint.store:Checkpoints.save", 2), ("jaxfp8rl.checkpoint.store:_sync", 9), ("pathlib:Path.rename", 1),
+    ("jaxfp8rl.monitors.jsonl:JsonlMonitor.truncate_after", 2),
+    ("jaxfp8rl.checkpoint.store:Checkpoints.set_aside", 1),
+    ("jaxfp8rl.checkpoint.store:Checkpoints.save", 2), ("jaxfp8rl.checkpoint.store:_sync", 9),
+    ("pathlib:Path.rename", 1),
     ("pathlib:Path.rename", 2), ("bridges.engines.embedded_engine:JaxEngine.generate", 3),
-]  # fmt: skip
+]
 
 
 def killed(directory: Path, place: str, times: int) -> tuple[int, str]:
     """Go on with the run in `directory`, or begin it, until it is killed -> (exit status, what it said)."""
     begun = (directory / "metrics.jsonl").exists() and (directory / "metrics.jsonl").stat().st_size
     used = begun or store.Checkpoints(directory / "checkpoints", 9).steps()
-    command = [sys.executable, micro_run.__file__, place, str(times), "train", "demo", *words(directory, run__keep_checkpoints=9)]
+    command = [sys.executable, micro_run.__file__, place, str(times), "train", "demo",
+               *words(directory, run__keep_checkpoints=9)]
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     done = subprocess.run(command + ["--resume"] * bool(used), timeout=120, **output)
     return done.returncode, done.stdout
@@ -215,10 +226,11 @@ def assert_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("points", [POINTS[:2], pytest.param(POINTS, marks=pytest.mark.slow)], ids=["2 points", "20 points"])
+@pytest.mark.parametrize("points", [POINTS[:2], pytest.param(POINTS, marks=pytest.mark.slow)],
+                         ids=["2 points", "20 points"])
 def test_row_27_killed_wherever_it_is_a_run_goes_on_from_its_last_commit(straight, tmp_path, points):
-    """Killed at one point after the other; what is killed is resumed, and ends as if nothing had been. A run that comes to its
-    end because a point lies behind it is compared, and the next one begun."""
+    """Killed at one point after the other; what is killed is resumed, and ends as if nothing had been. A run
+    that comes to its end because a point lies behind it is compared, and the next one begun."""
     directory = tmp_path / "0"
     for number, (place, times) in enumerate(points, 1):
         before = store.Checkpoints(directory / "checkpoints", 9).steps()
@@ -282,7 +294,8 @@ def test_row_34_restore_publish_gate_generate(copy, monkeypatch):
 
     monkeypatch.setattr(context, "fresh_state", watched)
     monkeypatch.setattr(store.Checkpoints, "restore", restoring)
-    for owner, name in ((store.Checkpoints, "restore"), (loop, "publish"), (loop, "check_gate"), (loop, "one_step")):
+    for owner, name in ((store.Checkpoints, "restore"), (loop, "publish"), (loop, "check_gate"),
+                        (loop, "one_step")):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, f=function, n=name: (calls.append((n, a)), f(*a))[1])
     loop.train(config(copy, run__steps=7), resume=True)
@@ -293,7 +306,8 @@ def test_row_34_restore_publish_gate_generate(copy, monkeypatch):
 def test_row_35_a_fork_is_the_run_it_left(straight, tmp_path, capsys):
     loop.train(config(tmp_path), fork_of=f"{straight}@4")
     assert [r["step"] for r in metrics(tmp_path)] == [4, 5, 6]
-    assert "forked from" in (said := capsys.readouterr().out) and "settings that differ: run.keep_checkpoints" in said
+    assert "forked from" in (
+        said := capsys.readouterr().out) and "settings that differ: run.keep_checkpoints" in said
     for step in (4, 6):
         jax.tree.map(np.testing.assert_array_equal, arrays(tmp_path, step), arrays(straight, step))
 
@@ -304,15 +318,20 @@ HALF = {"precision__compute_dtype": "float16", "precision__weight_dtype": "float
 @pytest.mark.slow
 def test_row_35_a_fork_may_differ_in_what_its_state_does_not_hold(straight, tmp_path, capsys):
     other = tmp_path / "other"
-    loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=7), fork_of=str(straight))
-    assert metrics(other)[-1]["step"] == 7 and metrics(other)[-1]["kl"] >= 0 and (other / "reference").is_dir()
+    loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=7),
+               fork_of=str(straight))
+    assert metrics(other)[-1]["step"] == 7 and metrics(other)[-1]["kl"] >= 0 and (other / "reference").is_dir(
+        )
     assert "run.seed: 0 -> 1" in capsys.readouterr().out
     few = tmp_path / "few"
     loop.train(config(few, run__steps=2, optim__master="float16"))
-    loop.train(config(tmp_path / "its fork", run__steps=3, optim__master="float16", loss__kl_coef=0.1), fork_of=str(few))
+    loop.train(config(tmp_path / "its fork", run__steps=3, optim__master="float16", loss__kl_coef=0.1),
+               fork_of=str(few))
     assert metrics(tmp_path / "its fork")[-1]["step"] == 3
-    loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=8), resume=True)
-    loop.train(config(tmp_path / "half", run__steps=7, precision__recipe="fp16", **HALF), fork_of=str(straight))
+    loop.train(config(other, run__seed=1, loss__advantage="dr_grpo", loss__kl_coef=0.1, run__steps=8),
+               resume=True)
+    loop.train(config(tmp_path / "half", run__steps=7, precision__recipe="fp16", **HALF),
+               fork_of=str(straight))
     assert metrics(tmp_path / "half")[-1]["update/loss_scale"] > 1, "a format that wants a loss scale has one"
 
 
@@ -320,9 +339,11 @@ def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):
     for source, changes, error, message in (
         (f"{straight}@6", {}, ConfigError, "run.steps = 6: the checkpoint is of step 6"),
         (straight, {"run__dir": straight}, ConfigError, "that is run.dir itself"),
-        (f"{straight}@5", {"run__steps": 9}, CheckpointError, f"has no checkpoint of step 5\n.*--fork {straight}@4 or --fork"),
+        (f"{straight}@5", {"run__steps": 9}, CheckpointError,
+         f"has no checkpoint of step 5\n.*--fork {straight}@4 or --fork"),
         (tmp_path / "none", {}, ConfigError, "none holds no config.toml: it is no run directory"),
-        (straight, {"model__config__intermediate_size": 64, "run__steps": 9}, CheckpointError, "restored into this.*wanted"),
+        (straight, {"model__config__intermediate_size": 64, "run__steps": 9}, CheckpointError,
+         "restored into this.*wanted"),
     ):
         assert not (tmp_path / "new").exists(), "refused before anything is made"
         with pytest.raises(error, match=message):
@@ -332,11 +353,14 @@ def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):
 
 
 def test_row_35_a_fork_holds_nothing_out_that_was_trained_on(straight, tmp_path):
-    """Nor does a fork of the fork, nor what starts from what another left: the digests of both are with the weights."""
-    with pytest.raises(DataError, match=r"\d+ of \d+ held-out problems are among those that .*straight.* was trained on"):
+    """Nor does a fork of the fork, nor what starts from what another left: the digests of both are with the
+    weights."""
+    with pytest.raises(DataError,
+                       match=r"\d+ of \d+ held-out problems are among those that .*straight.* was trained on"):
         loop.train(config(tmp_path, run__steps=7, task__seed=1), fork_of=str(straight))
     assert metrics(tmp_path) == [] and not (tmp_path / "checkpoints").exists()
-    loop.train(config(tmp_path, run__steps=7, task__options__operands=3, task__max_prompt_tokens=6), fork_of=str(straight))
+    loop.train(config(tmp_path, run__steps=7, task__options__operands=3, task__max_prompt_tokens=6),
+               fork_of=str(straight))
     seen = [np.load(run / "trained_on.npy") for run in (straight, tmp_path)]
     assert np.isin(seen[0], seen[1]).all() and len(seen[1]) > len(seen[0])
 
@@ -346,22 +370,26 @@ def test_row_35_a_fork_holds_nothing_out_that_was_trained_on(straight, tmp_path)
 NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     ("loss", "kl"): "loss.kl_coef", ("loss", "kl_weight_cap"): "loss.unbiased_kl",
     ("loss", "overlong_penalty"): "loss.overlong_buffer",
-    ("optim", "max_bad_steps"): "an update that is not finite", ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
+    ("optim", "max_bad_steps"): "an update that is not finite",
+    ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps",
-}  # fmt: skip
+}
 
 
 def test_row_37_every_setting_is_asked_for(straight, monkeypatch):
-    """By the undisturbed run, by what makes the other engines, or by the pass that another setting switches on."""
+    """By the undisturbed run, by what makes the other engines, or by the pass that another setting switches
+    on."""
     monkeypatch.setattr(Section, "__getattribute__", noted)
     cfg = load_config("demo", ["--run.dir", "runs/x"])  # in FP8
     model = context.model_config(cfg)
     engines._vllm_options(cfg, model, context.engine_runs(cfg, model))
     engines._embedded_formats(cfg)
-    READ.update(("correction", name) for name, _ in cfg.correction)  # `Correction.resolve` goes through all that are given
+    # `Correction.resolve` goes through all that are given
+    READ.update(("correction", name) for name, _ in cfg.correction)
     monkeypatch.undo()
     known = {(s, k) for s, model in SECTIONS.items() for k in model.model_fields}
-    assert known - READ == set(NOT_OF_THIS_RUN), "a new setting without effect? or one that this run reads now"
+    assert known - READ == set(
+        NOT_OF_THIS_RUN), "a new setting without effect? or one that this run reads now"
 
 
 # 40: secrets
@@ -373,12 +401,15 @@ def test_row_40_no_secret_of_the_environment_is_in_what_a_run_writes(straight):
     assert not [p for p in files if PLANTED.encode() in p.read_bytes()]
 
 
-@pytest.mark.parametrize("name, secret", [("WANDB_API_KEY", True), ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True),
-                                          ("DB_PASSWORD", True), ("PGPASSWORD", True), ("OPENAI_APIKEY", True), ("KEY2", True),
+@pytest.mark.parametrize("name, secret",
+                         [("WANDB_API_KEY", True), ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True),
+                                          ("DB_PASSWORD", True), ("PGPASSWORD", True),
+                                          ("OPENAI_APIKEY", True), ("KEY2", True),
                                           ("MYSQL_PWD", True), ("GITHUB_PAT", True), ("SSH_PASSPHRASE", True),
-                                          ("API_KEYS", True), ("PATH", False), ("PWD", False), ("OLDPWD", False),
+                                          ("API_KEYS", True), ("PATH", False), ("PWD", False),
+                                          ("OLDPWD", False),
                                           ("KEYBOARD", False), ("GLIBC_COMPAT", False),
-                                          ("TOKENIZERS_PARALLELISM", False)])  # fmt: skip
+                                          ("TOKENIZERS_PARALLELISM", False)])
 def test_row_40_a_scoring_process_has_no_secret_of_the_learners(name, secret, monkeypatch):
     monkeypatch.setenv(name, PLANTED)
     assert (name not in _child_environment()) == secret

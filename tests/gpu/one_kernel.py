@@ -1,6 +1,8 @@
-"""One kernel, once, on small operands, to be watched by compute-sanitizer (`python -P`, so that nothing beside it is imported):
+"""One kernel, once, on small operands, to be watched by compute-sanitizer (`python -P`, so that nothing
+beside it is imported):
 
-    compute-sanitizer --tool racecheck --racecheck-report all --kernel-name kns=mosaic python -P tests/gpu/one_kernel.py NAME
+    compute-sanitizer --tool racecheck --racecheck-report all --kernel-name kns=mosaic python -P
+    tests/gpu/one_kernel.py NAME
 
 Without NAME: prints the names. `test_races.py` runs all.
 """
@@ -10,7 +12,8 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # XLA's trials of its own kernels end in the sanitizer's error
+# XLA's trials of its own kernels end in the sanitizer's error
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +43,8 @@ def product(m: int, tiles: str | None = None, n: int = 512, k: int = 512) -> jax
 
 def wgrad(tiles: str | Tiles) -> jax.Array:
     operands = *q.quantize_rows(normal(512, 512)), *q.quantize_rows(normal(384, 512))
-    return dense.wgrad(*operands, backend="pallas", tiles=FOR_WGRAD[tiles] if isinstance(tiles, str) else tiles)
+    return dense.wgrad(*operands, backend="pallas",
+                       tiles=FOR_WGRAD[tiles] if isinstance(tiles, str) else tiles)
 
 
 def groups_of(rows: int) -> grouped.Groups:
@@ -50,7 +54,8 @@ def groups_of(rows: int) -> grouped.Groups:
 def grouped_product() -> jax.Array:
     groups = groups_of(400)
     x = grouped.pad_rows(normal(400, 384), groups)
-    return grouped.grouped_matmul(*q.quantize_rows(x), *q.quantize_blocks(normal(3, 512, 384)), groups, backend="pallas")
+    return grouped.grouped_matmul(*q.quantize_rows(x), *q.quantize_blocks(normal(3, 512, 384)), groups,
+                                  backend="pallas")
 
 
 def grouped_wgrad() -> jax.Array:
@@ -84,13 +89,15 @@ def race() -> jax.Array:
             out[...] = plgpu.load(shared, layout=plgpu.Layout.WG_STRIDED((128,), 1))
 
     return plgpu.kernel(
-        kernel, out_type=jax.ShapeDtypeStruct((128,), jnp.float32), scratch_types=[plgpu.SMEM((128,), jnp.float32)],
+        kernel, out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=[plgpu.SMEM((128,), jnp.float32)],
         num_threads=2, thread_name="wg", compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )()  # fmt: skip
+    )()
 
 
 def freed_early() -> jax.Array:
-    """The same with all that these kernels have, copies that report to barriers: a stage is freed before it is read."""
+    """The same with all that these kernels have, copies that report to barriers: a stage is freed before it
+    is read."""
     arrived, release = Consumer.arrived, Consumer.release
     Consumer.arrived = lambda self, i: (arrived(self, i), release(self, i))[0]
     Consumer.release = lambda self, i: None
@@ -100,10 +107,13 @@ def freed_early() -> jax.Array:
 HEADS = normal(1, 512, 4, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
 KERNELS = {
     "quantiser of rows and tokens": lambda: quantize.quantize_both(normal(512, 384), backend="pallas"),
-    "quantiser of blocks": lambda: quantize.quantize_blocks(normal(512, 384), transposed=True, backend="pallas"),
-    "RMSNorm": lambda: fused.rms_norm_quantize(normal(512, 384), normal(384), 1e-6, tokens=True, backend="pallas"),
+    "quantiser of blocks": lambda: quantize.quantize_blocks(normal(512, 384), transposed=True,
+                                                            backend="pallas"),
+    "RMSNorm": lambda: fused.rms_norm_quantize(normal(512, 384), normal(384), 1e-6, tokens=True,
+                                               backend="pallas"),
     "SwiGLU": lambda: fused.swiglu_quantize(normal(512, 768), tokens=True, keep=True, backend="pallas"),
-    "SwiGLU's gradient": lambda: fused.swiglu_grad_quantize(normal(512, 384), normal(512, 768), backend="pallas"),
+    "SwiGLU's gradient": lambda: fused.swiglu_grad_quantize(normal(512, 384), normal(512, 768),
+                                                            backend="pallas"),
     "product of one row": lambda: product(1), "product of 16 rows": lambda: product(16),
     "product of 64 rows": lambda: product(64), "product": lambda: product(512),
     "product in pairs": lambda: product(512, "3x1x128 pairs along N"),
@@ -112,10 +122,11 @@ KERNELS = {
     "wgrad": lambda: wgrad("3x1x128"), "wgrad, 2 in flight": lambda: wgrad("2x1x128, 2 in flight"),
     "wgrad of twice 64 rows": lambda: wgrad("2x1x128, twice 64 rows"),
     "grouped product": grouped_product, "grouped wgrad": grouped_wgrad,
-    "attention": lambda: jax.jit(attend)(*HEADS), "attention's gradients": lambda: jax.jit(jax.grad(attend, (0, 1, 2)))(*HEADS),
+    "attention": lambda: jax.jit(attend)(*HEADS),
+    "attention's gradients": lambda: jax.jit(jax.grad(attend, (0, 1, 2)))(*HEADS),
     "log-probabilities": lambda: jax.jit(jax.grad(of_words, (0, 1)))(normal(512, 256), normal(1024, 256)),
     "a race": race, "a stage freed early": freed_early,
-}  # fmt: skip
+}
 
 
 if __name__ == "__main__":

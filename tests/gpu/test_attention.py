@@ -49,7 +49,8 @@ def results(ids, q, k, v, do, dlse, **options):
 
 @functools.partial(jax.jit, static_argnums=0)
 def rounded(dtype, ids, q, k, v, do):
-    """The same in float32, but with scores' exponentials, dS and results rounded to `dtype`, as a library in that type does."""
+    """The same in float32, but with scores' exponentials, dS and results rounded to `dtype`, as a library in
+    that type does."""
 
     def f(q, k, v):
         mask = reference.visible(ids[None])[0]
@@ -57,7 +58,8 @@ def rounded(dtype, ids, q, k, v, do):
         k, v = (jnp.repeat(x, group, 1) for x in (k, v))
         s = jnp.einsum("thd,shd->hts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
         p = jax.nn.softmax(jnp.where(mask, s, -1e30), -1) * mask
-        return jnp.einsum("hts,shd->thd", p.astype(dtype), v, preferred_element_type=jnp.float32).astype(dtype)
+        return jnp.einsum("hts,shd->thd", p.astype(dtype), v,
+                          preferred_element_type=jnp.float32).astype(dtype)
 
     o, pull = jax.vjp(f, q, k, v)
     return o, *pull(do)
@@ -88,7 +90,8 @@ def test_it_is_as_exact_as_a_bfloat16_reference(group, d):
             assert what == "lse" or not np.asarray(ours, np.float32)[np.asarray(ids) == 0].any(), (name, what)
         without = *args[:4], jnp.zeros_like(args[4])  # the plain reference has no lse
         o, _, *grads = zip(kernel(ids, *without), float64(ids, *without))
-        for what, (ours, want), plain in zip(("o", "dq", "dk", "dv"), (o, *grads), rounded(jnp.bfloat16, ids, *args[:4])):
+        for what, (ours, want), plain in zip(("o", "dq", "dk", "dv"), (o, *grads),
+                                             rounded(jnp.bfloat16, ids, *args[:4])):
             assert error(ours, want) <= 2 * error(plain, want), (name, what)
 
 
@@ -105,7 +108,7 @@ def test_exponentials_in_e4m3(d):
     ids = ids_of("many short")
     qkv = [x.astype(jnp.float8_e4m3fn).astype(jnp.bfloat16) for x in operands(d)[:3]]
     got, want, plain = (jax.jit(functools.partial(api.attention, backend=b, fp8=fp8))(*qkv, ids)
-                        for b, fp8 in (("pallas", True), ("reference", True), ("reference", False)))  # fmt: skip
+                        for b, fp8 in (("pallas", True), ("reference", True), ("reference", False)))
     assert error(got, np.asarray(want, np.float64)) < 2e-3 < 5e-3 < error(plain, np.asarray(want, np.float64))
 
 

@@ -47,7 +47,8 @@ def test_it_is_exact_but_for_its_last_rounding(name):
     args = operands(*CASES[name])
     (o, lse), (want, want_lse) = kernel()(*args), float64(*args, CASES[name][3] ** -0.5)
     print(
-        name, "o", relative(o, want), "lse", np.nanmax(np.abs(np.where(np.isinf(want_lse), 0, np.asarray(lse) - want_lse)))
+        name, "o", relative(o, want), "lse",
+        np.nanmax(np.abs(np.where(np.isinf(want_lse), 0, np.asarray(lse) - want_lse)))
     )
     np.testing.assert_allclose(lse, want_lse, atol=4e-3 if CASES[name][5] == E4M3 else 1e-5)
     assert relative(o, want) < 4e-3

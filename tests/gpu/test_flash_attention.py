@@ -1,4 +1,5 @@
-"""The learner's attention rounds where vLLM's FlashAttention 3 does: bit for bit but for its own exp2 near a tie."""
+"""The learner's attention rounds where vLLM's FlashAttention 3 does: bit for bit but for its own exp2 near a
+tie."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ B, T, H, K, D, PAGE = 16, 48, 4, 2, 64, 16
 def qkv() -> tuple[jax.Array, ...]:
     """bfloat16 [B, T, H or K, D], sharp enough that the probabilities differ."""
     keys = jax.random.split(jax.random.key(0), 3)
-    return tuple(2 * jax.random.normal(key, (B, T, heads, D), jnp.bfloat16) for key, heads in zip(keys, (H, K, K)))
+    return tuple(2 * jax.random.normal(key, (B, T, heads, D), jnp.bfloat16)
+                 for key, heads in zip(keys, (H, K, K)))
 
 
 def flash(q, k, v, fp8: bool) -> np.ndarray:
@@ -33,11 +35,14 @@ def flash(q, k, v, fp8: bool) -> np.ndarray:
     out = torch.empty((B * T, H, D), dtype=torch.bfloat16, device="cuda")
     one = torch.ones((B, K), device="cuda")
     flash_attn_varlen_func(
-        q.reshape(-1, H, D), k.reshape(-1, PAGE, K, D), v.reshape(-1, PAGE, K, D), max_seqlen_q=T, max_seqlen_k=T,
-        cu_seqlens_q=torch.arange(0, B * T + 1, T, dtype=torch.int32, device="cuda"), seqused_k=lengths, causal=True,
-        block_table=torch.arange(B * T // PAGE, dtype=torch.int32, device="cuda").reshape(B, -1), out=out, fa_version=3,
+        q.reshape(-1, H, D), k.reshape(-1, PAGE, K, D), v.reshape(-1, PAGE, K, D), max_seqlen_q=T,
+        max_seqlen_k=T,
+        cu_seqlens_q=torch.arange(0, B * T + 1, T, dtype=torch.int32, device="cuda"), seqused_k=lengths,
+        causal=True,
+        block_table=torch.arange(B * T // PAGE, dtype=torch.int32, device="cuda").reshape(B, -1), out=out,
+        fa_version=3,
         softmax_scale=D**-0.5, **({"q_descale": one, "k_descale": one, "v_descale": one} if fp8 else {}),
-    )  # fmt: skip
+    )
     return out.float().cpu().numpy().reshape(B, T, H, D)
 
 
@@ -48,6 +53,7 @@ def test_attention_is_flash_attention_3(fp8, qkv):
     mask = jnp.tril(jnp.ones((B, T, T), bool))
     want = flash(q, k, v, fp8)
     mirrored, other = (
-        np.asarray(exact_jit(attention, static_argnums=4)(q, k, v, mask, flag), np.float32) for flag in (fp8, not fp8)
+        np.asarray(exact_jit(attention, static_argnums=4)(q, k, v, mask, flag), np.float32)
+        for flag in (fp8, not fp8)
     )
     assert (mirrored == want).mean() > 0.9 and (other == want).mean() < 0.7

@@ -1,4 +1,5 @@
-"""What XLA compiles of a learner with the Hopper kernels: nothing quantised twice, read back from codes or turned in vain."""
+"""What XLA compiles of a learner with the Hopper kernels: nothing quantised twice, read back from codes or
+turned in vain."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def test_codes_never_become_numbers(text):
 
 
 def test_of_codes_only_a_layers_weights_are_moved_and_turned_once(text):
-    """Out of the stack of layers, and in the backward turned for dgrad. Not the stack, which would be held beside the first."""
+    """Out of the stack of layers, and in the backward turned for dgrad. Not the stack, which would be held
+    beside the first."""
     found = of_codes(text)
     print(*sorted(found.items()), sep="\n")
     tokens, layers = int(np.prod(BATCH)), MODEL.num_hidden_layers
@@ -86,13 +88,14 @@ def test_it_runs_and_repeats_itself(compiled, args):
 
 
 def test_a_layer_without_attention_is_that_of_the_tensor_cores_by_xla(args):
-    """To the last bit, product by product; where SwiGLU is in the quantiser, too. Attention is left to cuBLAS, which chooses its
-    kernels, and so the order of its sums, for each program anew."""
+    """To the last bit, product by product; where SwiGLU is in the quantiser, too. Attention is left to
+    cuBLAS, which chooses its kernels, and so the order of its sums, for each program anew."""
     policy, _, tokens, positions, _ = args
     attend = lambda q, k, v: ((q + k * v).astype(q.dtype), None)
 
     def layer(policy, precision, product):
-        weights, rope = jax.tree.map(lambda w: w[0], policy["layers"][0]), rope_tables(positions, MODEL, precision.rope_dtype)
+        weights, rope = jax.tree.map(lambda w: w[0],
+                                     policy["layers"][0]), rope_tables(positions, MODEL, precision.rope_dtype)
         x = embed(policy, tokens, precision)
         return decoder_layer(x, weights, MODEL, precision, precision.runs[0], rope, attend, product)[0]
 

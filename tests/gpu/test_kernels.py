@@ -28,7 +28,8 @@ def kernel(f, **options):
 
 def operands(m: int, n: int, k: int, wgrad: bool, a_dtype=q.E4M3):
     a = jax.jit(q.quantize_rows, static_argnums=1)(tile_distinct((m, k), ROWS, seed=1), a_dtype)
-    b = jax.jit(q.quantize_rows if wgrad else q.quantize_blocks)(tile_distinct((n, k), ROWS if wgrad else BLOCKS, seed=2))
+    b = jax.jit(q.quantize_rows if wgrad
+                else q.quantize_blocks)(tile_distinct((n, k), ROWS if wgrad else BLOCKS, seed=2))
     return *a, *b
 
 
@@ -49,7 +50,8 @@ SHAPES += [(1000, 1032, 1100), (777, 24576, 128), (384, 128, 20000)]
 @pytest.mark.parametrize("wgrad", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_product_equals_the_reference_tile_by_tile_every_time(shape, wgrad):
-    """float32: the tensor cores' 14 bits; bfloat16: its rounding on top. A wrong scale in any tile would be over 0.5."""
+    """float32: the tensor cores' 14 bits; bfloat16: its rounding on top. A wrong scale in any tile would be
+    over 0.5."""
     args, (ours, theirs) = operands(*shape, wgrad), product(wgrad)
     want = np.asarray(jax.jit(theirs)(*args))
     for dtype, limit in ((jnp.float32, 2e-3), (jnp.bfloat16, 4e-3)):
@@ -64,7 +66,8 @@ def test_the_product_equals_the_reference_tile_by_tile_every_time(shape, wgrad):
 
 @pytest.mark.parametrize(("name", "wgrad"), [(n, False) for n in CANDIDATES] + [(n, True) for n in FOR_WGRAD])
 def test_every_candidate_gives_the_same_bits(name, wgrad):
-    """Ragged in all three sizes. The order of the sum is the same in all, so results are equal, not just near."""
+    """Ragged in all three sizes. The order of the sum is the same in all, so results are equal, not just
+    near."""
     tiles = (FOR_WGRAD if wgrad else CANDIDATES)[name]
     args, (ours, theirs) = operands(1000, 1032, 1100, wgrad), product(wgrad)
     got = np.asarray(kernel(ours, out_dtype=jnp.float32, tiles=tiles)(*args))
@@ -81,9 +84,11 @@ def test_every_candidate_for_few_rows_gives_the_same_bits(name):
         np.testing.assert_array_equal(run(*args), many(*args))
 
 
-@pytest.mark.parametrize("shape", [(64, 1536, 4096), (1000, 1032, 1100), (200, 576, 1536), (4096, 6144, 4096), (4096, 4096, 640)])
+@pytest.mark.parametrize("shape", [(64, 1536, 4096), (1000, 1032, 1100), (200, 576, 1536), (4096, 6144, 4096),
+                                   (4096, 4096, 640)])
 def test_the_product_equals_the_tensor_cores_through_xla_bit_for_bit(shape):
-    """Which equal CUTLASS's, vLLM's (test_vllm_quantizers.py): one order of sums, promoted by fused multiply-adds."""
+    """Which equal CUTLASS's, vLLM's (test_vllm_quantizers.py): one order of sums, promoted by fused
+    multiply-adds."""
     args = operands(*shape, False)
     got = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32)(*args)
     np.testing.assert_array_equal(got, exact_jit(xla.blockwise_matmul)(*args))

@@ -1,4 +1,5 @@
-"""The grouped Hopper products on the GPU: numbers, nothing left unwritten, the same every time, whatever the group sizes."""
+"""The grouped Hopper products on the GPU: numbers, nothing left unwritten, the same every time, whatever the
+group sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def operands(name: str, n: int, k: int, wgrad: bool, dtype=q.E4M3):
 
 
 def product(wgrad: bool):
-    return (api.grouped_wgrad, reference.grouped_wgrad) if wgrad else (api.grouped_matmul, reference.grouped_matmul)
+    return (api.grouped_wgrad,
+            reference.grouped_wgrad) if wgrad else (api.grouped_matmul, reference.grouped_matmul)
 
 
 def flat(y) -> np.ndarray:
@@ -74,7 +76,7 @@ def test_it_equals_the_reference_tile_by_tile_every_time(name, shape, wgrad):
 
 @pytest.mark.parametrize(
     ("wgrad", "name"), [(False, name) for name in sm90.FORWARD] + [(True, name) for name in sm90.WEIGHTS]
-)  # fmt: skip
+)
 def test_every_candidate_gives_the_same_bits(wgrad, name):
     tiles = (sm90.WEIGHTS if wgrad else sm90.FORWARD)[name]
     args, (ours, theirs) = operands("uneven", 1536, 2048, wgrad), product(wgrad)
@@ -86,7 +88,8 @@ def test_every_candidate_gives_the_same_bits(wgrad, name):
 @pytest.mark.parametrize("wgrad", [False, True])
 def test_gradients_in_e5m2(wgrad):
     args, (ours, theirs) = operands("uneven", 1536, 2048, wgrad, q.E5M2), product(wgrad)
-    assert worst_tile(flat(kernel(ours, out_dtype=jnp.float32)(*args)), flat(jax.jit(theirs)(*args)), TILE) < 2e-3
+    assert worst_tile(flat(kernel(ours, out_dtype=jnp.float32)(*args)), flat(jax.jit(theirs)(*args)),
+                      TILE) < 2e-3
 
 
 def test_sizes_that_change_need_no_compilation():

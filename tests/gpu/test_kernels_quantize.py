@@ -49,7 +49,8 @@ def same(got, want) -> None:
 
 @functools.cache
 def hard_cases(shape: tuple[int, int], dtype) -> jax.Array:
-    """Groups of 1e-30 to 1e30, of everyday magnitudes, of subnormals, of zeros of both signs; ties; infinities and NaNs."""
+    """Groups of 1e-30 to 1e30, of everyday magnitudes, of subnormals, of zeros of both signs; ties;
+    infinities and NaNs."""
     rng = np.random.default_rng(0)
     groups = 10.0 ** rng.uniform(-30, 30, (shape[0], -(-shape[1] // 128)))
     groups[: shape[0] // 2] = np.exp2(rng.uniform(-12, 12, groups[: shape[0] // 2].shape))
@@ -85,7 +86,8 @@ def test_arrays_side_by_side_are_quantised_as_one(shape):
 @pytest.mark.parametrize("shape", [(2688, 4096), (1001, 576)])
 def test_square_blocks_along_the_tokens_equal_the_reference_bit_for_bit(shape, dtype):
     x = jnp.asarray(tile_distinct(shape, BLOCKS)).astype(dtype)
-    same(kernel(quantize.quantize_tokens, square=True)(x), jax.jit(functools.partial(q.quantize_tokens, square=True))(x))
+    same(kernel(quantize.quantize_tokens, square=True)(x),
+         jax.jit(functools.partial(q.quantize_tokens, square=True))(x))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -95,7 +97,8 @@ def test_weights_and_transposed_codes_equal_the_reference_bit_for_bit(shape, dty
     w = jnp.asarray(tile_distinct(shape, BLOCKS)).astype(dtype)
     codes, scale = jax.jit(functools.partial(q.quantize_blocks, power_of_two=power_of_two))(w)
     same(kernel(quantize.quantize_blocks, power_of_two=power_of_two)(w), (codes, scale))
-    same(kernel(quantize.quantize_blocks, power_of_two=power_of_two, transposed=True)(w), (codes, scale, codes.T))
+    same(kernel(quantize.quantize_blocks, power_of_two=power_of_two, transposed=True)(w),
+         (codes, scale, codes.T))
 
 
 NORMAL_TIES = [(16 + j) / 16 * 2.0**e for e in (0, 7) for j in range(1, 16, 2)]  # just between two codes
@@ -104,8 +107,10 @@ TIES = np.array(NORMAL_TIES + [(2 * i + 1) * 2.0**-10 for i in range(8)])
 
 @jax.jit
 def every_scale(start) -> jax.Array:
-    """2^20 groups, of the significands of amax from `start` on; in each, 2 floats to either side of scale * tie for every tie."""
-    amax = jax.lax.bitcast_convert_type((start + jnp.arange(2**20, dtype=jnp.uint32)) | jnp.uint32(0x43800000), jnp.float32)
+    """2^20 groups, of the significands of amax from `start` on; in each, 2 floats to either side of scale *
+    tie for every tie."""
+    amax = jax.lax.bitcast_convert_type((start + jnp.arange(2**20, dtype=jnp.uint32))
+                                        | jnp.uint32(0x43800000), jnp.float32)
     scale = q._divide(amax, jnp.float32(q.E4M3_MAX))
     with jax.enable_x64(True):
         near = jax.lax.convert_element_type(scale, jnp.float64)[:, None] * jnp.asarray(TIES, jnp.float64)
@@ -116,9 +121,11 @@ def every_scale(start) -> jax.Array:
 
 
 def test_division_is_exact_for_every_scale_there_is():
-    """All 2^23 significands of a group's largest, so of its scale, with elements where a wrong last place changes the code."""
+    """All 2^23 significands of a group's largest, so of its scale, with elements where a wrong last place
+    changes the code."""
     run, want = kernel(quantize.quantize_rows), jax.jit(q.quantize_rows)
-    unequal = jax.jit(lambda a, b: sum((x != y).sum() for x, y in zip(*(jax.tree.map(_words, t) for t in (a, b)))))
+    unequal = jax.jit(lambda a, b: sum((x != y).sum()
+                                       for x, y in zip(*(jax.tree.map(_words, t) for t in (a, b)))))
     for start in range(0, 2**23, 2**20):
         x = every_scale(jnp.uint32(start))
         assert unequal(run(x), want(x)) == 0
@@ -136,7 +143,8 @@ def unequal(got, want) -> dict[str, float]:
     """The share of codes, scales and bfloat16 numbers whose bits differ, by name."""
     (got, _), (want, _) = (jax.tree_util.tree_flatten_with_path(t) for t in (got, want))
     assert [path for path, _ in got] == [path for path, _ in want]
-    return {jax.tree_util.keystr(path): float((bits(a) != bits(b)).mean()) for (path, a), (_, b) in zip(got, want)}
+    return {jax.tree_util.keystr(path): float((bits(a) != bits(b)).mean())
+            for (path, a), (_, b) in zip(got, want)}
 
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -146,7 +154,8 @@ FUSED = {  # arrays of so many tokens, the function of them
         lambda f, x, w: f.rms_norm_quantize(x, w, 1e-6, tokens=True, keep=True),
     ),
     "norm of a sum": (
-        lambda t: (normal((t, 4096), 1).astype(BF16), normal((4096,), 2), normal((t, 4096), 3, 3.0).astype(BF16)),
+        lambda t: (normal((t, 4096), 1).astype(BF16), normal((4096,), 2),
+                   normal((t, 4096), 3, 3.0).astype(BF16)),
         lambda f, x, w, residual: f.rms_norm_quantize(x, w, 1e-6, residual, tokens=True, keep=True),
     ),
     "swiglu": (
@@ -163,8 +172,8 @@ FUSED = {  # arrays of so many tokens, the function of them
 @pytest.mark.parametrize("tokens", [2048, 1001])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_producers_equal_the_learners_arithmetic(name, tokens):
-    """As the learner is compiled, all roundings kept. exp may be an ulp of float32 apart: that moves a code where it is at a tie,
-    and a scale by an ulp where it is the group's largest."""
+    """As the learner is compiled, all roundings kept. exp may be an ulp of float32 apart: that moves a code
+    where it is at a tie, and a scale by an ulp where it is the group's largest."""
     draw, f = FUSED[name]
     args = draw(tokens)
     got = jax.jit(functools.partial(f, fused))(*args)
@@ -174,7 +183,8 @@ def test_fused_producers_equal_the_learners_arithmetic(name, tokens):
 
 @pytest.mark.parametrize("name", ["norm of a sum", "swiglu"])
 def test_fused_producers_equal_the_engines(name):
-    """vLLM's kernels. Its division in the sigmoid is rounded, the learner's and ours is not: an ulp of some scales."""
+    """vLLM's kernels. Its division in the sigmoid is rounded, the learner's and ours is not: an ulp of some
+    scales."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     import torch
     import vllm._custom_ops  # noqa: F401  registers torch.ops._C
@@ -188,7 +198,8 @@ def test_fused_producers_equal_the_engines(name):
     if name == "swiglu":
         torch.ops._C.silu_and_mul_per_block_quant(codes, x, scale, 128, None, True)
     else:
-        torch.ops._C.rms_norm_per_block_quant(codes, x, more[0], scale, 1e-6, None, more[1].clone(), 128, True)
+        torch.ops._C.rms_norm_per_block_quant(codes, x, more[0], scale, 1e-6, None, more[1].clone(), 128,
+                                              True)
     theirs = codes.view(torch.uint8).cpu().numpy(), scale.contiguous().cpu().numpy()
     assert (np.asarray(ours[0]).view(np.uint8) != theirs[0]).mean() < 1e-5
     assert np.isclose(ours[1], theirs[1], rtol=1e-6, atol=0).mean() > 0.999

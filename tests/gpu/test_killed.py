@@ -1,4 +1,5 @@
-"""Row 27 on a GPU: a run that is killed leaves nothing of the device's memory taken, neither its own nor its engine's."""
+"""Row 27 on a GPU: a run that is killed leaves nothing of the device's memory taken, neither its own nor its
+engine's."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from benchmarks.grpo import in_use
 MICRO_RUN = Path(__file__).parent.parent / "faults" / "micro_run.py"
 OPTIONS = [
     "--rollout.gpu_memory_utilization", "0.1", "--rollout.kv_cache_gib", "4", "--rollout.kv_cache", "auto",
-    "--precision.compute_dtype", "bfloat16", "--run.steps", "3", "--run.eval_problems", "4", "--sft.steps", "0",
-]  # fmt: skip
+    "--precision.compute_dtype", "bfloat16", "--run.steps", "3", "--run.eval_problems", "4", "--sft.steps",
+    "0",
+]
 
 
 @pytest.mark.parametrize("engine", ["remote", "vllm"])
@@ -38,7 +40,8 @@ def test_killed_between_two_publishes_it_leaves_no_memory_taken(engine, tmp_path
     place = ("jaxfp8rl.training.loop:learn", "2")
     command = [sys.executable, str(MICRO_RUN), *place, "train", "demo", "--rollout.engine", engine, *OPTIONS]
     try:
-        done = subprocess.run([*command, "--run.dir", str(tmp_path / "run")], capture_output=True, text=True, timeout=400)
+        done = subprocess.run([*command, "--run.dir", str(tmp_path / "run")], capture_output=True, text=True,
+                              timeout=400)
     finally:
         ended.set()
         watcher.join()

@@ -8,8 +8,10 @@ from jaxfp8rl.training import loop
 from jaxfp8rl.run.context import build
 from jaxfp8rl.config.toml import load_config
 
-COMMON = ["--rollout.engine", "jax", "--gate.completions", "64", "--gate.max_gap", "20", "--gate.max_mean_gap", "20"]
-BF16, HALF = ["--precision.recipe", "bf16", "--rollout.kv_cache", "auto"], ["--precision.compute_dtype", "bfloat16"]
+COMMON = ["--rollout.engine", "jax", "--gate.completions", "64", "--gate.max_gap", "20",
+          "--gate.max_mean_gap", "20"]
+BF16, HALF = ["--precision.recipe", "bf16", "--rollout.kv_cache",
+              "auto"], ["--precision.compute_dtype", "bfloat16"]
 CASES = {
     "bf16-float32": (BF16, 1e-5, 1e-4),
     "fp8-float32": ([], 5e-4, 0.05),  # flipped roundings alone; a lost one moves the mean by 1e-2
@@ -21,7 +23,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_engine_and_learner_agree(case):
-    """Mean and largest gap in nats. A flipped E4M3 rounding moves single tokens; a lost one would move the mean."""
+    """Mean and largest gap in nats. A flipped E4M3 rounding moves single tokens; a lost one would move the
+    mean."""
     options, mean, largest = CASES[case]
     parts = build(load_config("demo", [*COMMON, *options]))
     policy = parts.policy(parts.initial_params())

@@ -57,12 +57,14 @@ def float64(x, w, y, g, h):
     return logp[rows, y], entropy, dz @ w / 0.7, dz.T @ x / 0.7
 
 
-@pytest.mark.parametrize(("size", "dtype"), [*((size, jnp.bfloat16) for size in SIZES), ("ragged", jnp.float16)])
+@pytest.mark.parametrize(("size", "dtype"),
+                         [*((size, jnp.bfloat16) for size in SIZES), ("ragged", jnp.float16)])
 def test_forward_and_backward_equal_float64(size, dtype):
     args = drawn(*SIZES[size], dtype)
     logp, entropy, d_x, d_w = run(*args, backend="pallas", memory=SIZES[size][1] * 1200)
     want = float64(*args)
-    np.testing.assert_allclose(logp, want[0], atol=1e-5, rtol=2e-6)  # tensor cores cut off what they add to a sum
+    # tensor cores cut off what they add to a sum
+    np.testing.assert_allclose(logp, want[0], atol=1e-5, rtol=2e-6)
     np.testing.assert_allclose(entropy, want[1], atol=2e-5, rtol=0)
     assert relative_l2(d_x, want[2]) < 4e-3 and relative_l2(d_w, want[3]) < 4e-3
 
@@ -72,7 +74,8 @@ def test_its_logits_are_those_of_xla_to_the_bit(logits_dtype):
     """What the engine and the reference round to bfloat16 must be rounded the same way."""
     x, w, y, *_ = drawn(512, 4096, 4096)
     dtype = jnp.dtype(logits_dtype)
-    stats = jax.jit(functools.partial(sm90.statistics, temperature=1.0, logits_dtype=dtype, tiles=sm90.Tiles()))(x, w, y)
+    stats = jax.jit(functools.partial(sm90.statistics, temperature=1.0, logits_dtype=dtype,
+                                      tiles=sm90.Tiles()))(x, w, y)
     want = exact_jit(functools.partial(reference.statistics, temperature=1.0, logits_dtype=dtype))(x, w, y)
     np.testing.assert_array_equal(stats[3].sum(0), want[3])
     np.testing.assert_array_equal(stats[0].max(0), want[0])

@@ -36,7 +36,8 @@ def both(precision: Precision, fp8: bool, routes=None):
 
     @exact_jit
     def run(weights, x, dy):
-        f = lambda handles, x: mixture(x, trainable(weights, handles), EXPERTS, precision, fp8, routes_BTk=routes)[0]
+        f = lambda handles, x: mixture(x, trainable(weights, handles), EXPERTS, precision, fp8,
+                                       routes_BTk=routes)[0]
         y, pull = jax.vjp(f, handles_of(weights, "bfloat16"), x)
         return y, pull(dy)
 

@@ -1,4 +1,5 @@
-"""The update of low-bit states on a GPU: in place, near the time that its bytes take, exact; moments in pinned host memory."""
+"""The update of low-bit states on a GPU: in place, near the time that its bytes take, exact; moments in
+pinned host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, mak
 
 LEAST = Formats("bfloat16", "float8", "bfloat16")
 D, F, LAYERS = 4096, 12288, 4  # of Qwen3-8B
-SHAPES = {"q": (D, D), "k": (D // 4, D), "v": (D // 4, D), "o": (D, D), "gate": (F, D), "up": (F, D), "down": (D, F)}
+SHAPES = {"q": (D, D), "k": (D // 4, D), "v": (D // 4, D), "o": (D, D), "gate": (F, D), "up": (F, D),
+          "down": (D, F)}
 
 
 def make(formats: Formats):
@@ -30,7 +32,8 @@ def normal(shapes: dict, scale: float, seed: int) -> dict:
 
 
 def compiled(optimizer, state, grads):
-    update = exact_jit(lambda state, grads: guarded_update(optimizer, state, jnp.float32(0), grads)[0], donate_argnums=0)
+    update = exact_jit(lambda state, grads: guarded_update(optimizer, state, jnp.float32(0), grads)[0],
+                       donate_argnums=0)
     return update.lower(state, grads).compile()
 
 
@@ -47,14 +50,17 @@ def size(tree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("formats", [Formats(), LEAST, LEAST._replace(offload=True)], ids=["float32", "least", "offloaded"])
+@pytest.mark.parametrize("formats", [Formats(), LEAST, LEAST._replace(offload=True)],
+                         ids=["float32", "least", "offloaded"])
 def test_an_update_of_8b_layers(formats, capsys):
-    """In place: less than a float32 copy of the largest layer of a parameter besides, with offload a few. In at most half
-    again of what the bytes that must move take at the rate of a copy, though gradients are read twice: their norm comes first."""
+    """In place: less than a float32 copy of the largest layer of a parameter besides, with offload a few. In
+    at most half again of what the bytes that must move take at the rate of a copy, though gradients are read
+    twice: their norm comes first."""
     optimizer, shapes = make(formats), {n: (LAYERS, *s) for n, s in SHAPES.items()}
     state, grads = init_state(normal(shapes, 0.02, 0), optimizer), normal(shapes, 1e-4, 1)
     update = compiled(optimizer, state, grads)
-    memory, moved, count = update.memory_analysis(), size(grads) + 2 * size((state.params, state.opt_state)), size(grads) // 4
+    memory, moved, count = update.memory_analysis(), size(grads) + 2 * size(
+        (state.params, state.opt_state)), size(grads) // 4
     kept = [state]
 
     def once():
@@ -79,7 +85,8 @@ def test_an_update_of_8b_layers(formats, capsys):
 
 
 def test_offloaded_moments_are_the_bytes_of_those_on_the_device_and_not_in_its_memory():
-    """Gradients whose norm is below clip_norm: it is summed in another order there, and its last bit would clip otherwise."""
+    """Gradients whose norm is below clip_norm: it is summed in another order there, and its last bit would
+    clip otherwise."""
     shapes, device = {n: (2, *s) for n, s in SHAPES.items()}, jax.local_devices()[0]
     grads = normal(shapes, 1e-5, 1)
     results, in_use = [], []
@@ -100,15 +107,17 @@ def test_offloaded_moments_are_the_bytes_of_those_on_the_device_and_not_in_its_m
 
 @pytest.mark.parametrize("kept_as", ["bfloat16", "float16", "float8"])
 def test_rounding_is_exact_here_too(kept_as):
-    """numpy's rounding to nearest under the least power of two that holds a block; what was read is written as it is; the mean
-    over all bits is the number."""
+    """numpy's rounding to nearest under the least power of two that holds a block; what was read is written
+    as it is; the mean over all bits is the number."""
     dtype = DTYPES[kept_as]
-    x = np.random.default_rng(0).normal(size=(64, 384)).astype(np.float32) * np.float32(2) ** np.arange(-32, 32)[:, None]
+    x = np.random.default_rng(0).normal(size=(64, 384)).astype(np.float32) * np.float32(2) ** np.arange(
+        -32, 32)[:, None]
     kept = exact_jit(encode, static_argnums=1)(x, kept_as)
     back = np.asarray(exact_jit(decode)(kept))
     scale = np.repeat(np.asarray(kept.scale), 128, -1) if is_scaled(kept) else np.float32(1)
     np.testing.assert_array_equal(back, (x / scale).astype(dtype).astype(np.float32) * scale)
-    again = exact_jit(encode, static_argnums=1)(back, kept_as, jax.random.bits(jax.random.key(0), x.shape, jnp.uint32))
+    again = exact_jit(encode, static_argnums=1)(back, kept_as,
+                                                jax.random.bits(jax.random.key(0), x.shape, jnp.uint32))
     np.testing.assert_array_equal(exact_jit(decode)(again), back)
     spare = 23 - jnp.finfo(dtype).nmant
     every = jnp.arange(2**spare, dtype=jnp.uint32) << (32 - spare)

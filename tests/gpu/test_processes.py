@@ -16,10 +16,12 @@ PROGRAM = Path(__file__).parents[1] / "e2e" / "one_of_several.py"
 OPTIONS = [word for key, value in {
     "run.steps": 4, "run.eval_problems": 4, "run.save_every": 2, "sft.steps": 0, "gate.completions": 4,
     "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4, "rollout.kv_cache": "auto",
-    "precision.compute_dtype": "bfloat16", "train.fsdp": 2, "train.row_tokens": 128, "train.rows_per_microbatch": 2,
-    "model.config.hidden_size": 256, "model.config.intermediate_size": 512, "model.config.num_attention_heads": 4,
+    "precision.compute_dtype": "bfloat16", "train.fsdp": 2, "train.row_tokens": 128,
+    "train.rows_per_microbatch": 2,
+    "model.config.hidden_size": 256, "model.config.intermediate_size": 512,
+    "model.config.num_attention_heads": 4,
     "model.config.num_key_value_heads": 4,
-}.items() for word in (f"--{key}", str(value))]  # fmt: skip
+}.items() for word in (f"--{key}", str(value))]
 
 
 def run(folder: Path, count: int) -> list[dict]:
@@ -27,20 +29,25 @@ def run(folder: Path, count: int) -> list[dict]:
     processes = []
     for i in range(count):
         environment = {
-            "JAX_COORDINATOR_ADDRESS": "127.0.0.1:45731", "JAX_PROCESS_ID": str(i), "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_COORDINATOR_ADDRESS": "127.0.0.1:45731", "JAX_PROCESS_ID": str(i),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "CUDA_VISIBLE_DEVICES": ",".join(gpus[i::count]),
-        }  # fmt: skip
-        command = [sys.executable, str(PROGRAM), "nothing", "0", "train", "demo", *OPTIONS, "--train.processes", str(count),
-                   "--run.dir", str(folder)]  # fmt: skip
-        processes.append(subprocess.Popen(command, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
-                                          stderr=subprocess.STDOUT))  # fmt: skip
+        }
+        command = [sys.executable, str(PROGRAM), "nothing", "0", "train", "demo", *OPTIONS,
+                   "--train.processes", str(count),
+                   "--run.dir", str(folder)]
+        processes.append(subprocess.Popen(command, env=os.environ | environment, text=True,
+                                          stdout=subprocess.PIPE,
+                                          stderr=subprocess.STDOUT))
     said = [process.communicate(timeout=400)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, "\n".join(text[-3000:] for text in said)
+    assert [process.returncode
+            for process in processes] == [0] * count, "\n".join(text[-3000:] for text in said)
     return read_metrics(folder / "metrics.jsonl")
 
 
 def test_two_processes_are_one(tmp_path):
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True,
+                            check=True).stdout.splitlines()
     if min(len(listed), len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(","))) < 2:
         pytest.skip("needs two GPUs")
     one, two = (run(tmp_path / str(count), count) for count in (1, 2))

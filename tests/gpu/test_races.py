@@ -1,7 +1,8 @@
-"""compute-sanitizer's racecheck over the kernels of `one_kernel.py`, all at once, one of which has a race for it to find.
+"""compute-sanitizer's racecheck over the kernels of `one_kernel.py`, all at once, one of which has a race for
+it to find.
 
-It does, with `--racecheck-report all` alone. In another the copy engine writes where is still read: that it does not see, and so
-its word is of what threads write (the simulator sees both: tests/kernels).
+It does, with `--racecheck-report all` alone. In another the copy engine writes where is still read: that it
+does not see, and so its word is of what threads write (the simulator sees both: tests/kernels).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import pytest
 SCRIPT = Path(__file__).with_name("one_kernel.py")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="needs compute-sanitizer, of the CUDA toolkit"),
+    pytest.mark.skipif(not shutil.which("compute-sanitizer"),
+                       reason="needs compute-sanitizer, of the CUDA toolkit"),
 ]
 
 
@@ -46,5 +48,5 @@ def run(*command: object) -> tuple[str, str]:
     path = os.pathsep.join(filter(None, (str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
     done = subprocess.run(list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, text=True,
-                          capture_output=True, timeout=300)  # fmt: skip
+                          capture_output=True, timeout=300)
     return done.stdout, done.stderr

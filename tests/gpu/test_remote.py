@@ -22,18 +22,21 @@ from bridges.transports.vllm_inplace import VllmInplace  # noqa: E402
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 512,
-    "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64,
     "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}  # fmt: skip
+}
 OPTIONS = {
-    "weights": FP8, "max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.1, "kv_cache_bytes": 2**28,
-}  # fmt: skip
+    "weights": FP8, "max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.1,
+    "kv_cache_bytes": 2**28,
+}
 SLOT = 300_000  # bytes: smaller than a tensor
 
 
 def test_row_16_killed_in_the_middle_of_a_publish():
-    """Conformance over CUDA IPC with CUDA graphs on; then the engine's process is killed while it receives."""
+    """Conformance over CUDA IPC with CUDA graphs on; then the engine's process is killed while it
+    receives."""
     with spawn("vllm", QWEN3, transport="in_place", **OPTIONS) as engine:
         transport = RemoteDirect("cuda_ipc", slot_bytes=SLOT)
         transport.open(engine)

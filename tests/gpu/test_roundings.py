@@ -31,9 +31,11 @@ def test_kv_rounding_survives_jit(jit, x):
 @pytest.mark.parametrize("jit", [jax.jit, exact_jit], ids=["jit", "exact_jit"])
 def test_quantising_and_reading_back_survives_jit(jit, x):
     codes, scale = q.quantize_blocks(x)
-    np.testing.assert_array_equal(jit(lambda x: q.dequantize_blocks(*q.quantize_blocks(x)))(x), q.dequantize_blocks(codes, scale))
+    np.testing.assert_array_equal(jit(lambda x: q.dequantize_blocks(*q.quantize_blocks(x)))(x),
+                                  q.dequantize_blocks(codes, scale))
     codes, scale = q.quantize_rows(x)
-    np.testing.assert_array_equal(jit(lambda x: q.dequantize_rows(*q.quantize_rows(x)))(x), q.dequantize_rows(codes, scale))
+    np.testing.assert_array_equal(jit(lambda x: q.dequantize_rows(*q.quantize_rows(x)))(x),
+                                  q.dequantize_rows(codes, scale))
 
 
 def test_round_to_bfloat16_survives_jit(x):
@@ -56,11 +58,13 @@ def test_codes_and_scales_are_those_of_exact_divisions(x):
     amax = np.abs(x).reshape(2, 128, 3, 128).max((1, 3))
     np.testing.assert_array_equal(np.asarray(scale), np.maximum(amax, np.float32(1e-10)) / np.float32(448))
     exact = np.clip(x / np.kron(np.asarray(scale), np.ones((128, 128), np.float32)), -448, 448)
-    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), exact.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8),
+                                  exact.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 
 def test_published_bytes_are_the_forwards(x):
-    """Quantising inside another program gives the same codes and scales: what is published is what the learner computes with."""
+    """Quantising inside another program gives the same codes and scales: what is published is what the
+    learner computes with."""
     alone, inside = jax.jit(QuantizedWeight.of)(x), exact_jit(lambda x: QuantizedWeight.of(x * 1.0))(x)
     for a, b in zip(alone, inside):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

@@ -19,23 +19,29 @@ from jaxfp8rl.training.step import make_logprobs, make_score
 
 OPTIONS = [
     "--rollout.engine", "vllm", "--rollout.gpu_memory_utilization", "0.1", "--rollout.kv_cache_gib", "4",
-    "--rollout.kv_cache", "auto", "--precision.compute_dtype", "bfloat16", "--model.config.num_hidden_layers", "4",
-    "--model.config.num_attention_heads", "4",  # two a KV head: short segments are one step of the attention kernel's keys
-]  # fmt: skip
+    "--rollout.kv_cache", "auto", "--precision.compute_dtype", "bfloat16", "--model.config.num_hidden_layers",
+    "4",
+    # two a KV head: short segments are one step of the attention kernel's keys
+    "--model.config.num_attention_heads", "4",
+]
 
 
-KERNEL = pytest.mark.xfail(strict=True, reason="5.1% of tokens differ by the attention kernel: docs/attention.md")
+KERNEL = pytest.mark.xfail(strict=True,
+                           reason="5.1% of tokens differ by the attention kernel: docs/attention.md")
 
 
 @pytest.mark.parametrize(
-    ("products", "attention"), [("tensor_core", "xla"), ("pallas", "xla"), pytest.param("pallas", "pallas", marks=KERNEL)]
+    ("products", "attention"),
+    [("tensor_core", "xla"), ("pallas", "xla"), pytest.param("pallas", "pallas", marks=KERNEL)]
 )
 def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products, attention):
-    """Random weights, drawn wide so that the distributions are far from uniform. What is left is a rounding of BF16 attention or
-    logits here and there."""
-    parts = build(load_config("demo", [*OPTIONS, "--precision.products", products, "--precision.attention", attention]))
+    """Random weights, drawn wide so that the distributions are far from uniform. What is left is a rounding
+    of BF16 attention or logits here and there."""
+    parts = build(load_config("demo", [*OPTIONS, "--precision.products", products, "--precision.attention",
+                                       attention]))
     try:
-        params = jax.tree.map(lambda w: 4 * w if w.ndim > 1 and w.shape[-1] > 64 else w, parts.initial_params())
+        params = jax.tree.map(lambda w: 4 * w if w.ndim > 1 and w.shape[-1] > 64 else w,
+                              parts.initial_params())
         policy = parts.policy(params)
         loop.publish(parts, policy, 0)
         batch = sample(parts, 1024)
@@ -45,9 +51,10 @@ def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products,
         same, apart = (np.abs(np.asarray(score(policy, batch)) - rollout)[mask] for score in scores)
     finally:
         parts.close()
-    print(f"products {products}, attention {attention}, {same.size} tokens: {(same > 1e-5).mean():.1%} differ, "
+    print(
+        f"products {products}, attention {attention}, {same.size} tokens: {(same > 1e-5).mean():.1%} differ, "
           f"mean {same.mean():.2e}, largest {same.max():.2e} nats; "
-          f"summed in float32 {(apart > 1e-5).mean():.1%}, {apart.mean():.2e}, {apart.max():.2e}")  # fmt: skip
+          f"summed in float32 {(apart > 1e-5).mean():.1%}, {apart.mean():.2e}, {apart.max():.2e}")
     assert rollout[mask].std() > 0.5
     assert (same > 1e-5).mean() < 0.05 and same.mean() < 1e-3
     assert apart.mean() > 5 * same.mean()

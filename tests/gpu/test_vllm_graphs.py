@@ -1,4 +1,5 @@
-"""vLLM in this process under CUDA graphs, FP8 weights and FP8 KV: publishes reach what the captured graphs read."""
+"""vLLM in this process under CUDA graphs, FP8 weights and FP8 KV: publishes reach what the captured graphs
+read."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from jaxfp8rl.models.layers import rope_tables
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64,
     "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +29,12 @@ def under_test():
     from bridges.transports.vllm_reload import VllmReload
 
     engine, transport = VllmEngine(
-        CONFIG, weights="fp8_e4m3_128x128", kv_cache="fp8_e4m3", max_model_len=256, max_num_seqs=64, gpu_memory_utilization=0.2
-    ), VllmReload()  # fmt: skip
+        CONFIG, weights="fp8_e4m3_128x128", kv_cache="fp8_e4m3", max_model_len=256, max_num_seqs=64,
+        gpu_memory_utilization=0.2
+    ), VllmReload()
     transport.open(engine)
-    yield EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, convert=jnp.asarray))
+    yield EngineUnderTest(engine, transport,
+                          lambda seed: random_source(engine.expected_manifest(), seed, convert=jnp.asarray))
     engine.close()
 
 
@@ -41,12 +45,14 @@ def test_conformance(check, under_test):
 
 def test_it_computes_in_w8a8_and_attends_in_fp8(under_test):
     formats = under_test.engine.capabilities().formats
-    assert (formats.weights, formats.activations, formats.kv_cache) == ("fp8_e4m3_128x128", "fp8_e4m3_1x128", "fp8_e4m3")
+    assert (formats.weights, formats.activations,
+            formats.kv_cache) == ("fp8_e4m3_128x128", "fp8_e4m3_1x128", "fp8_e4m3")
     assert formats.attention == "fp8_e4m3"
 
 
 def test_the_learner_rounds_ropes_table_as_vllm_keeps_it(under_test):
-    table = under_test.engine.on_model(lambda m: next(b.float().cpu().numpy() for n, b in m.named_buffers() if "cos_sin" in n))
+    table = under_test.engine.on_model(lambda m: next(b.float().cpu().numpy() for n, b in m.named_buffers()
+                                                      if "cos_sin" in n))
     cos, sin = rope_tables(jnp.arange(len(table))[None], ModelConfig.from_hf(CONFIG), "bfloat16")
     mirrored = np.concatenate([cos[0, :, 0], sin[0, :, 0]], axis=-1)
     assert (mirrored == table).mean() > 0.999  # cosines themselves differ by an ulp between libraries

@@ -1,4 +1,5 @@
-"""Publishing into the tensors that vLLM's CUDA graphs read: contracts, addresses, equality with a cold engine, and the proof."""
+"""Publishing into the tensors that vLLM's CUDA graphs read: contracts, addresses, equality with a cold
+engine, and the proof."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from bridges.sources.array_source import random_source
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64,
     "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}  # fmt: skip
+}
 FIRST = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]  # one layer's attention in BF16
 OPTIONS = {"weights": "fp8_e4m3_128x128", "kv_cache": "fp8_e4m3", "kv_scales": True, "max_model_len": 256,
-           "kv_cache_bytes": 2**26, "high_precision_modules": FIRST}  # fmt: skip
+           "kv_cache_bytes": 2**26, "high_precision_modules": FIRST}
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -56,9 +58,11 @@ def under_test(cold, mode):
 def build(transport: type, mode: str) -> EngineUnderTest:
     from bridges.engines.vllm_engine import VllmEngine
 
-    engine, transport = VllmEngine(CONFIG, max_num_seqs=64, enforce_eager=mode == "eager", **OPTIONS), transport()
+    engine, transport = VllmEngine(CONFIG, max_num_seqs=64, enforce_eager=mode == "eager",
+                                   **OPTIONS), transport()
     transport.open(engine)
-    return EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, convert=jnp.asarray))
+    return EngineUnderTest(engine, transport,
+                           lambda seed: random_source(engine.expected_manifest(), seed, convert=jnp.asarray))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -67,13 +71,15 @@ def test_conformance(check, under_test):
 
 
 def test_after_1_3_and_20_publishes_it_says_what_a_cold_engine_says(under_test, cold):
-    """Greedy tokens equal, log-probabilities bit for bit; other weights go in between, and no tensor moves."""
+    """Greedy tokens equal, log-probabilities bit for bit; other weights go in between, and no tensor
+    moves."""
     before = addresses(under_test)
     for count in (1, 3, 20):
         for seed in range(count - 1):
             under_test.publish(10 + seed % 3)
         under_test.publish(5)
-        said = under_test.sample(temperature=0.0, max_tokens=16) + under_test.sample(n=2, seed=3, max_tokens=16)
+        said = under_test.sample(temperature=0.0,
+                                 max_tokens=16) + under_test.sample(n=2, seed=3, max_tokens=16)
         for a, b in zip(said, cold, strict=True):
             np.testing.assert_array_equal(a.token_ids, b.token_ids, err_msg=f"after {count} publishes")
             np.testing.assert_array_equal(a.logprobs, b.logprobs, err_msg=f"after {count} publishes")
@@ -114,7 +120,8 @@ def test_what_is_lent_is_what_was_published_until_the_next_publish(under_test):
 
 
 def test_scales_of_attention_reach_what_the_graphs_read(under_test):
-    """Keys and queries rounded in other units: other log-probabilities, and the first ones again with the first scales."""
+    """Keys and queries rounded in other units: other log-probabilities, and the first ones again with the
+    first scales."""
     good = under_test.source(5)
     coarse = {m.name: good.arrays[m.name] * 2.0**12 for m in good.metas if m.role == "kv_scale"}
     said = []
@@ -129,7 +136,8 @@ def test_a_layout_not_known_is_refused_by_name(under_test):
     from bridges.transports.vllm_inplace import VllmInplace
 
     transposed(under_test, WEIGHT)
-    with pytest.raises(BridgeError, match="model.layers.1.mlp.gate_proj.weight cannot be written in place: .*row-major"):
+    with pytest.raises(BridgeError,
+                       match="model.layers.1.mlp.gate_proj.weight cannot be written in place: .*row-major"):
         VllmInplace().open(under_test.engine)
     transposed(under_test, WEIGHT)
     VllmInplace().open(under_test.engine)

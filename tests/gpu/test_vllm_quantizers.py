@@ -1,7 +1,9 @@
-"""The learner's quantiser and product on the GPU against the kernels that vLLM runs there, each comparison by itself.
+"""The learner's quantiser and product on the GPU against the kernels that vLLM runs there, each comparison by
+itself.
 
-Activations go through `per_token_group_fp8_quant`, its fused forms with RMSNorm and SiLU where the engine compiles, and
-CUTLASS's blockwise product. Everything is compared with what the learner computes under jax.jit on the same GPU.
+Activations go through `per_token_group_fp8_quant`, its fused forms with RMSNorm and SiLU where the engine
+compiles, and CUTLASS's blockwise product. Everything is compared with what the learner computes under jax.jit
+on the same GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def torch():
 
 
 def hard_cases(dtype) -> np.ndarray:
-    """Groups of magnitudes 1e-30 to 1e30, of everyday ones, of zeros, of subnormals, and all ties between E4M3 codes."""
+    """Groups of magnitudes 1e-30 to 1e30, of everyday ones, of zeros, of subnormals, and all ties between
+    E4M3 codes."""
     rng = np.random.default_rng(0)
     groups = 10.0 ** rng.uniform(-30, 30, (SHAPE[0], SHAPE[1] // 128))
     groups[:1000] = np.exp2(rng.uniform(-12, 12, (1000, SHAPE[1] // 128)))
@@ -44,7 +47,8 @@ def hard_cases(dtype) -> np.ndarray:
     groups[1100:1200, ::2] = 0
     x = rng.normal(size=SHAPE).astype(np.float32) * np.repeat(groups, 128, 1).astype(np.float32)
     codes = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
-    x[1200:1300, :128] = np.append(codes[:-1] + codes[1:], [896.0, -896.0]) * np.exp2(np.arange(-50, 50))[:, None]
+    x[1200:1300, :128] = np.append(codes[:-1] + codes[1:],
+                                   [896.0, -896.0]) * np.exp2(np.arange(-50, 50))[:, None]
     return x.astype(dtype)
 
 
@@ -103,7 +107,8 @@ def assert_close(ours, theirs, fraction: float, ulps: int):
     """All scales within so many ulps, and no more than this fraction of the codes other, each by one code."""
     found = differ(ours, theirs)
     print(found)
-    assert found["ulps"] <= ulps and found["furthest"] <= 1 and found["codes"] <= fraction * found["of"], found
+    assert found["ulps"] <= ulps and found["furthest"] <= 1 and found["codes"] <= fraction * found[
+        "of"], found
 
 
 def test_activations_equal_the_cuda_kernel(torch, x):
@@ -123,7 +128,8 @@ def test_the_cpu_and_the_gpu_quantise_alike(x):
     """The float64 division of the reference is what makes this so."""
     blocks = np.abs(x.astype(np.float32)).reshape(SHAPE[0] // 128, 128, -1, 128).max((1, 3))
     scale = np.maximum(blocks, np.float32(1e-10)) / np.float32(448)
-    codes = np.clip(x.astype(np.float32) / np.kron(scale, np.ones((128, 128), np.float32)), -448, 448).astype(E4M3)
+    codes = np.clip(x.astype(np.float32) / np.kron(scale, np.ones((128, 128), np.float32)), -448,
+                    448).astype(E4M3)
     assert_equal(quantize_blocks(x), (codes, scale))
 
 
@@ -133,13 +139,15 @@ def test_casts_round_as_ml_dtypes_does(dtype):
     codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     codes = np.unique(codes[np.isfinite(codes)])
     ties = (codes[1:] + codes[:-1]) / 2
-    values = np.concatenate([codes, ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
+    values = np.concatenate([codes, ties, np.nextafter(ties, np.float32(np.inf)),
+                             np.nextafter(ties, np.float32(-np.inf))])
     got = np.asarray(jax.jit(lambda v: jax.lax.optimization_barrier(v).astype(dtype))(values))
     np.testing.assert_array_equal(got.view(np.uint8), values.astype(dtype).view(np.uint8))
 
 
 def test_the_triton_kernel_differs_as_its_formula_does(torch):
-    """vLLM's fallback for strided input multiplies by 1/448 and divides fast: scales an ulp off, codes at a border with them."""
+    """vLLM's fallback for strided input multiplies by 1/448 and divides fast: scales an ulp off, codes at a
+    border with them."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
     x = normal(SHAPE, 1)
@@ -151,7 +159,8 @@ def test_the_triton_kernel_differs_as_its_formula_does(torch):
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_online_weights_differ_as_their_formula_does(torch, mode):
-    """vLLM's own quantiser of weights (DeepGEMM's formula). The engine never runs it on the learner's weights."""
+    """vLLM's own quantiser of weights (DeepGEMM's formula). The engine never runs it on the learner's
+    weights."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     w = normal((2048, 2048), 2, 0.02)
@@ -161,21 +170,24 @@ def test_online_weights_differ_as_their_formula_does(torch, mode):
 
 
 def test_deepgemms_cast_differs_as_its_formula_does(torch):
-    math = pytest.importorskip("vllm.third_party.deep_gemm.utils.math", exc_type=ImportError, reason="no DeepGEMM here")
+    math = pytest.importorskip("vllm.third_party.deep_gemm.utils.math", exc_type=ImportError,
+                               reason="no DeepGEMM here")
     x = normal(SHAPE, 3)
     codes, scale = math.per_token_cast_to_fp8(cuda(torch, x), use_ue8m0=False)
     assert_close(quantize_rows(x), (host(codes, E4M3), host(scale, np.float32)), fraction=2e-3, ulps=1)
 
 
 def test_deepgemms_power_of_two_scales_are_ours(torch):
-    math = pytest.importorskip("vllm.third_party.deep_gemm.utils.math", exc_type=ImportError, reason="no DeepGEMM here")
+    math = pytest.importorskip("vllm.third_party.deep_gemm.utils.math", exc_type=ImportError,
+                               reason="no DeepGEMM here")
     x = normal(SHAPE, 4)
     codes, scale = math.per_token_cast_to_fp8(cuda(torch, x), use_ue8m0=True)
     assert_equal(quantize_rows(x, power_of_two=True), (host(codes, E4M3), host(scale, np.float32)))
 
 
 def test_the_kernel_fused_with_silu_keeps_float32(torch):
-    """It quantises silu(gate) * up unrounded, with the floor 2^-9. The learner that rounds to bfloat16 first is further off."""
+    """It quantises silu(gate) * up unrounded, with the floor 2^-9. The learner that rounds to bfloat16 first
+    is further off."""
     x = normal((1024, 8192), 5)
     x[:64] *= 2.0**-12  # under the floor
     codes = torch.empty((1024, 4096), dtype=torch.float8_e4m3fn, device="cuda")
@@ -191,7 +203,8 @@ def test_the_kernel_fused_with_silu_keeps_float32(torch):
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_kernel_fused_with_rmsnorm_normalises_the_unrounded_sum(torch, residual):
-    """It rounds the norm to bfloat16 before and after the weight, as the learner does, but not the sum with the residual."""
+    """It rounds the norm to bfloat16 before and after the weight, as the learner does, but not the sum with
+    the residual."""
     x, r, weight = normal((1024, 4096), 6), normal((1024, 4096), 7, 3.0), normal(4096, 8)
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cuda")
     scale = torch.empty((32, 1024), device="cuda").T
@@ -234,31 +247,37 @@ def test_the_reference_product_is_float32_on_the_gpu():
 
 
 def test_cutlass_computes_the_reference_product(torch):
-    """The engine's blockwise product: bfloat16 rounding of the output, 1.7e-3, and nothing like a wrong scale's 0.5."""
+    """The engine's blockwise product: bfloat16 rounding of the output, 1.7e-3, and nothing like a wrong
+    scale's 0.5."""
     from vllm._custom_ops import cutlass_scaled_mm
 
     a, sa, b, sb = operands(1024)
     device_sa = cuda(torch, np.asarray(sa).T).T  # column by column, as the quantiser writes it
     out = cutlass_scaled_mm(
-        cuda(torch, np.asarray(a)), cuda(torch, np.asarray(b)).T, device_sa, cuda(torch, np.asarray(sb)).T, torch.bfloat16
+        cuda(torch, np.asarray(a)), cuda(torch, np.asarray(b)).T, device_sa, cuda(torch, np.asarray(sb)).T,
+        torch.bfloat16
     )
-    assert relative_l2(host(out, ml_dtypes.bfloat16).astype(np.float32), matmul.blockwise_matmul(a, sa, b, sb)) < 3e-3
+    assert relative_l2(host(out, ml_dtypes.bfloat16).astype(np.float32),
+                       matmul.blockwise_matmul(a, sa, b, sb)) < 3e-3
 
 
 @pytest.mark.parametrize("n, k", [(384, 256), (6144, 4096), (4096, 12288), (512, 1536)])
 @pytest.mark.parametrize("tokens", [1, 8, 100, 2049])
 def test_the_tensor_core_product_equals_cutlass_to_the_bit(torch, tokens, n, k):
-    """What the learner's forward runs against what the engine runs, at shapes of decode and prefill, rounded to bfloat16."""
+    """What the learner's forward runs against what the engine runs, at shapes of decode and prefill, rounded
+    to bfloat16."""
     from vllm._custom_ops import cutlass_scaled_mm
 
     (x, sx), (w, sw) = quantize_rows(normal((tokens, k), 1)), quantize_blocks(normal((n, k), 2, 0.02))
     device_sx = cuda(torch, np.asarray(sx).T).T  # column by column, as the quantiser writes it
     out = cutlass_scaled_mm(
-        cuda(torch, np.asarray(x)), cuda(torch, np.asarray(w)).T, device_sx, cuda(torch, np.asarray(sw)).T, torch.bfloat16
+        cuda(torch, np.asarray(x)), cuda(torch, np.asarray(w)).T, device_sx, cuda(torch, np.asarray(sw)).T,
+        torch.bfloat16
     )
     ours = np.asarray(exact_jit(lambda *a: xla.blockwise_matmul(*a).astype(jnp.bfloat16))(x, sx, w, sw))
     theirs = host(out, ml_dtypes.bfloat16)
-    assert (ours != theirs).mean() == 0, f"{(ours != theirs).mean():.2e} differ, relative l2 {relative_l2(ours, theirs):.1e}"
+    assert (ours != theirs).mean(
+        ) == 0, f"{(ours != theirs).mean():.2e} differ, relative l2 {relative_l2(ours, theirs):.1e}"
 
 
 @pytest.mark.parametrize("k", [128, 4096])
@@ -267,7 +286,8 @@ def test_the_emulated_accumulator_errs_as_the_tensor_core_does(torch, k):
     a, b = (np.asarray(quantize_rows(normal((256, k), seed).astype(np.float32))[0]) for seed in (1, 2))
     one = torch.ones((), device="cuda")
     out = torch._scaled_mm(
-        cuda(torch, a), cuda(torch, b).T, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+        cuda(torch, a), cuda(torch, b).T, scale_a=one, scale_b=one, out_dtype=torch.float32,
+        use_fast_accum=True
     )
     want = a.astype(np.float64) @ b.astype(np.float64).T
     hardware = relative_l2(host(out, np.float32), want)

@@ -2,8 +2,8 @@
 
     python compile.py SITE DRIVER MODULE
 
-SITE is where requirements/sm90a.txt is installed, DRIVER the library made of driver.c, MODULE a file of MLIR's bytecode.
-What ptxas says of it, and its machine code, go to standard output.
+SITE is where requirements/sm90a.txt is installed, DRIVER the library made of driver.c, MODULE a file of
+MLIR's bytecode. What ptxas says of it, and its machine code, go to standard output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 def main(site: str, driver: str, module: str) -> None:
     code, cuda = Path(module).read_bytes(), Path(site, "nvidia/cu13")
     os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(cuda), "PATH": f"{cuda / 'bin'}:{os.environ['PATH']}",
-                   "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}  # fmt: skip
+                   "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
     ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)
     build = ctypes.CDLL(str(Path(site, "jax_plugins/xla_cuda13/xla_cuda_plugin.so"))).MosaicGpuCompile
     build.argtypes, build.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p

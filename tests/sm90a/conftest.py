@@ -1,5 +1,5 @@
-"""Whole programs compiled for an H200 by JAX's CUDA plug-in, where there is no GPU: with SM90A, where requirements/sm90a.txt is
-installed (`make sm90a`); skipped without."""
+"""Whole programs compiled for an H200 by JAX's CUDA plug-in, where there is no GPU: with SM90A, where
+requirements/sm90a.txt is installed (`make sm90a`); skipped without."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def compiled_step():
-    """step(size, recipe, tokens, layers, remat) -> {"score", "update": jax.stages.Compiled} of benchmarks/step.py's learner, two
-    micro-batches of a row of so many tokens, moments in few bits."""
+    """step(size, recipe, tokens, layers, remat) -> {"score", "update": jax.stages.Compiled} of
+    benchmarks/step.py's learner, two micro-batches of a row of so many tokens, moments in few bits."""
     jax.devices()  # finds the plug-in
     (device,) = get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
@@ -75,18 +75,23 @@ def compiled_step():
         traced = jitted.trace(*jax.tree.map(place, arguments))
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
-    def step(size: str, recipe: str, tokens: int, layers: int = 0, remat: str = "mlp") -> dict[str, jax.stages.Compiled]:
+    def step(size: str, recipe: str, tokens: int, layers: int = 0,
+             remat: str = "mlp") -> dict[str, jax.stages.Compiled]:
         model = ModelConfig.from_hf(config(size, layers))
         precision, optimizer = precision_of(model, recipe), make_optimizer(Optim(**OPTIMIZERS["low"]), 10)
         logprobs = make_logprobs(model, precision, 1.0, remat)
         score = make_score(logprobs)
         update = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer).__wrapped__
         args = argparse.Namespace(row_tokens=tokens, segments=8, microbatches=2, data=1, fsdp=1, tensor=1)
-        state = jax.eval_shape(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"), jax.random.key(0))
-        policy, batch = jax.eval_shape(make_policy(precision), state.params), batch_of(rows_of(args, model), args)
+        state = jax.eval_shape(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"),
+                               jax.random.key(0))
+        policy, batch = jax.eval_shape(make_policy(precision),
+                                       state.params), batch_of(rows_of(args, model), args)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(logprob, "use_kernel", lambda backend: True)  # there is no Hopper GPU for "auto" to find
+            # there is no Hopper GPU for "auto" to find
+            patch.setattr(logprob, "use_kernel", lambda backend: True)
             old = jax.eval_shape(score, policy, batch)
-            return {"score": compiled(score, policy, batch), "update": compiled(update, state, *parted(policy), batch, old)}
+            return {"score": compiled(score, policy, batch),
+                    "update": compiled(update, state, *parted(policy), batch, old)}
 
     return step

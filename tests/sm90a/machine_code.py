@@ -1,7 +1,8 @@
-"""What ptxas makes of the kernels of a program lowered for CUDA, without a GPU: registers, what is spilled, machine code.
+"""What ptxas makes of the kernels of a program lowered for CUDA, without a GPU: registers, what is spilled,
+machine code.
 
-JAX's plug-in for CUDA can compile a Mosaic GPU kernel by itself if there is a driver to ask which GPU it is for. driver.c is one
-that says Hopper and does nothing else. compile.py does the rest in a process of its own.
+JAX's plug-in for CUDA can compile a Mosaic GPU kernel by itself if there is a driver to ask which GPU it is
+for. driver.c is one that says Hopper and does nothing else. compile.py does the rest in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ TARGET = "mosaic_gpu_v2"
 
 
 class Kernel(NamedTuple):
-    """Of a thread: registers, and bytes written to memory for want of them. `warnings`: of ptxas, that it makes tensor-core
-    products wait for each other, say. `sass`: machine code."""
+    """Of a thread: registers, and bytes written to memory for want of them. `warnings`: of ptxas, that it
+    makes tensor-core products wait for each other, say. `sass`: machine code."""
 
     registers: int
     spilled: int
@@ -30,14 +31,17 @@ class Kernel(NamedTuple):
     sass: str
 
     def __str__(self) -> str:
-        return f"{self.registers} registers, {self.spilled} bytes spilled" + "".join(f"; {w}" for w in self.warnings)
+        return f"{self.registers} registers, {self.spilled} bytes spilled" + "".join(
+            f"; {w}" for w in self.warnings)
 
 
 def overtaken_reads(sass: str) -> list[str]:
-    """Reads of shared memory that a release of their stage to a pair of blocks follows with no barrier in between.
+    """Reads of shared memory that a release of their stage to a pair of blocks follows with no barrier in
+    between.
 
-    One warp releases for all four of its warpgroup (`SYNCS.ARRIVE...RED`); the others' reads (`LDS`) are ordered before that by
-    a barrier of the warps alone (`BAR.SYNC`). Neither the simulator nor racecheck sees a copy overtake them.
+    One warp releases for all four of its warpgroup (`SYNCS.ARRIVE...RED`); the others' reads (`LDS`) are
+    ordered before that by a barrier of the warps alone (`BAR.SYNC`). Neither the simulator nor racecheck sees
+    a copy overtake them.
     """
     waiting, overtaken = [], []
     for line in sass.splitlines():
@@ -51,12 +55,14 @@ def overtaken_reads(sass: str) -> list[str]:
 
 
 def kernels_of(lowered, site: Path) -> list[Kernel]:
-    """Those of a `jax.stages.Lowered`. Raises RuntimeError, with what was said, where one does not compile."""
+    """Those of a `jax.stages.Lowered`. Raises RuntimeError, with what was said, where one does not
+    compile."""
     modules = []
 
     def visit(op: ir.Operation) -> ir.WalkResult:
         attributes = op.attributes
-        if op.name == "stablehlo.custom_call" and ir.StringAttr(attributes["call_target_name"]).value == TARGET:
+        if op.name == "stablehlo.custom_call" and ir.StringAttr(
+                attributes["call_target_name"]).value == TARGET:
             modules.append(attributes["mhlo.backend_config"]["module"].value_bytes)
         return ir.WalkResult.ADVANCE
 
@@ -71,16 +77,19 @@ def _compiled(module: bytes, site: Path) -> Kernel:
         file.write_bytes(module)
         command = [sys.executable, HERE / "compile.py", site, _driver(site), file]
         done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    used, spilled = (re.search(words, done.stdout) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    used, spilled = (re.search(words, done.stdout)
+                     for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
     if not (used and spilled and "EXIT" in done.stdout):
         raise RuntimeError(f"a kernel does not compile for sm_90a:\n{done.stdout[-4000:]}")
     said, sass = done.stdout.split("Compile time", 1)
-    warnings = dict.fromkeys(line.strip() for line in said.splitlines() if "Potential Performance Loss" in line)
+    warnings = dict.fromkeys(line.strip() for line in said.splitlines()
+                             if "Potential Performance Loss" in line)
     return Kernel(int(used[1]), int(spilled[1]), tuple(warnings), sass)
 
 
 @functools.cache
 def _driver(site: Path) -> Path:
     library = site / "libcuda.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, HERE / "driver.c"], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, HERE / "driver.c"],
+                   check=True)
     return library

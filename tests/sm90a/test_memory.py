@@ -10,7 +10,8 @@ from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.config.toml import load_config
 
-CASES = [("8b", "fp8_unified", "mlp"), ("8b", "bf16", "mlp"), ("8b", "bf16", "layer"), ("1.7b", "fp8_unified", "products")]
+CASES = [("8b", "fp8_unified", "mlp"), ("8b", "bf16", "mlp"), ("8b", "bf16", "layer"),
+         ("1.7b", "fp8_unified", "products")]
 
 
 @pytest.mark.parametrize(("size", "recipe", "remat"), CASES)
@@ -19,11 +20,14 @@ def test_the_plan_is_within_5_percent_of_xlas(size, recipe, remat, compiled_step
     m = compiled_step(size, recipe, 16384, remat=remat)["update"].memory_analysis()
     needed = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     settings = {
-        "train.remat": remat, "train.row_tokens": 16384, "train.rows_per_microbatch": 1, "precision.recipe": recipe,
-        "precision.compute_dtype": "bfloat16", "precision.weight_dtype": "bfloat16", "precision.attention": "pallas",
+        "train.remat": remat, "train.row_tokens": 16384, "train.rows_per_microbatch": 1,
+        "precision.recipe": recipe,
+        "precision.compute_dtype": "bfloat16", "precision.weight_dtype": "bfloat16",
+        "precision.attention": "pallas",
         "rollout.engine": "vllm", "rollout.enforce_eager": str(recipe == "bf16").lower(),
-    } | {f"optim.{key}": value for key, value in OPTIMIZERS["low"].items()}  # fmt: skip
+    } | {f"optim.{key}": value for key, value in OPTIMIZERS["low"].items()}
     cfg = load_config("demo", [word for key, value in settings.items() for word in (f"--{key}", str(value))])
     plan = sum(size for _, size in memory_plan(cfg, ModelConfig.from_hf(config(size))))
-    print(f"{size}, {recipe}, {remat}: plan {plan / 1e9:.1f} GB, XLA's {needed / 1e9:.1f} GB, {plan / needed:.3f}")
+    print(
+        f"{size}, {recipe}, {remat}: plan {plan / 1e9:.1f} GB, XLA's {needed / 1e9:.1f} GB, {plan / needed:.3f}")
     assert plan == pytest.approx(needed, rel=0.05)

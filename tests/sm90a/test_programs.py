@@ -1,8 +1,8 @@
 """What XLA makes of a step's two programs, scoring and update, for an H200.
 
-They compute one forward. Where XLA may fuse a sum with what the program makes of it, or let cuBLAS add a residual to a product
-before it is rounded, they do it in two ways, and the ratio of an update at equal weights is not 1 (in FP8 20% of an 8B model's
-tokens were clipped for it).
+They compute one forward. Where XLA may fuse a sum with what the program makes of it, or let cuBLAS add a
+residual to a product before it is rounded, they do it in two ways, and the ratio of an update at equal
+weights is not 1 (in FP8 20% of an 8B model's tokens were clipped for it).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Computations = dict[str, list[str]]
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def programs(request, compiled_step) -> dict[str, Computations]:
     size, recipe, tokens = request.param
-    return {name: computations(program.as_text()) for name, program in compiled_step(size, recipe, tokens, layers=2).items()}
+    return {name: computations(program.as_text())
+            for name, program in compiled_step(size, recipe, tokens, layers=2).items()}
 
 
 def computations(text: str) -> Computations:
@@ -64,7 +65,8 @@ def test_a_sum_of_squares_is_a_kernel_of_its_own_and_the_same_in_both(programs):
 
 def test_logits_are_added_up_alike_with_and_without_their_entropy(programs):
     """The scoring pass does not ask for it."""
-    found = [{"\n".join(arithmetic(lines)) for _, lines in sums(p, "merged_statistics")} for p in programs.values()]
+    found = [{"\n".join(arithmetic(lines)) for _, lines in sums(p, "merged_statistics")}
+             for p in programs.values()]
     assert found[0] and found[0] == found[1]
 
 
@@ -77,8 +79,10 @@ def test_a_product_is_rounded_before_anything_is_added_to_it(programs):
 
 
 def test_the_update_runs_no_kernel_of_the_forward_twice(programs):
-    """XLA can fuse a kernel with the writing of its result to what is kept for the backward pass, and run it again for the rest
-    of the layer (jaxfp8rl/precision/jit.py)."""
-    runs = lambda line: re.search(r'custom_call_target="(mosaic_gpu_v2|__cublas)', line) and "/transpose(" not in line
-    counts = {name: sum(bool(runs(line)) for lines in p.values() for line in lines) for name, p in programs.items()}
+    """XLA can fuse a kernel with the writing of its result to what is kept for the backward pass, and run it
+    again for the rest of the layer (jaxfp8rl/precision/jit.py)."""
+    runs = lambda line: re.search(r'custom_call_target="(mosaic_gpu_v2|__cublas)',
+                                  line) and "/transpose(" not in line
+    counts = {name: sum(bool(runs(line)) for lines in p.values() for line in lines)
+              for name, p in programs.items()}
     assert counts["update"] == counts["score"] > 5, counts

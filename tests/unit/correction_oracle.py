@@ -1,10 +1,12 @@
-"""The rollout corrections of the other frameworks, written a second time for reading: float64 numpy, loops over sequences.
+"""The rollout corrections of the other frameworks, written a second time for reading: float64 numpy, loops
+over sequences.
 
-An oracle for `jaxfp8rl.losses.correction`, independent of it: nothing here imports jaxfp8rl, and each function follows the
-arithmetic of the framework it is named after (where it clamps, what it normalises over, in which order), not our algebra.
+An oracle for `jaxfp8rl.losses.correction`, independent of it: nothing here imports jaxfp8rl, and each
+function follows the arithmetic of the framework it is named after (where it clamps, what it normalises over,
+in which order), not our algebra.
 
-p [B, T] is the learner's log-probability (old_logp), g [B, T] the engine's (rollout_logp), mask [B, T] the live tokens; a
-row is one sequence. D = p - g at the live tokens, rho = exp(D).
+p [B, T] is the learner's log-probability (old_logp), g [B, T] the engine's (rollout_logp), mask [B, T] the
+live tokens; a row is one sequence. D = p - g at the live tokens, rho = exp(D).
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ import numpy as np
 
 INF = math.inf
 BOUND = 20.0  # verl, slime and SkyRL clamp log-ratios to this before they exponentiate
-FLOAT32_EXP_LIMIT = math.log(float(np.finfo(np.float32).max))  # 88.72: exp overflows in the frameworks' float32
+# 88.72: exp overflows in the frameworks' float32
+FLOAT32_EXP_LIMIT = math.log(float(np.finfo(np.float32).max))
 
 Ratios = list[np.ndarray]  # D of the live tokens, one 1-d array a sequence
 
 
 class Verdict(NamedTuple):
-    """weights [B, T]: 0 off the mask and at rejected tokens. counted [B, T] bool: the tokens in the loss's denominator.
+    """weights [B, T]: 0 off the mask and at rejected tokens. counted [B, T] bool: the tokens in the loss's
+    denominator.
 
-    margin: the smallest distance between a statistic that was compared and the bound it was compared with, relative to the
-    magnitudes that went into it. A float32 implementation may decide otherwise where it is tiny.
+    margin: the smallest distance between a statistic that was compared and the bound it was compared with,
+    relative to the magnitudes that went into it. A float32 implementation may decide otherwise where it is
+    tiny.
     """
 
     weights: np.ndarray
@@ -40,19 +45,22 @@ class Judge:
     def __init__(self) -> None:
         self.margin = INF
 
-    def inside(self, x: np.ndarray | float, lower: float, upper: float, scale: np.ndarray | float = 1.0) -> np.ndarray:
+    def inside(self, x: np.ndarray | float, lower: float, upper: float,
+               scale: np.ndarray | float = 1.0) -> np.ndarray:
         for bound in (lower, upper):
             if math.isfinite(bound) and np.size(x):
                 self.margin = min(self.margin, float(np.min(np.abs(x - bound) / scale)))
         return (x >= lower) & (x <= upper)
 
 
-# --- building blocks ------------------------------------------------------------------------------------------------
+# --- building blocks
+# ------------------------------------------------------------------------------------------------
 
 
 def log_ratios(p: np.ndarray, g: np.ndarray, mask: np.ndarray) -> Ratios:
     """D of each sequence's live tokens; what stands under the mask is never looked at."""
-    return [p_row[m].astype(np.float64) - g_row[m].astype(np.float64) for p_row, g_row, m in zip(p, g, mask, strict=True)]
+    return [p_row[m].astype(np.float64) - g_row[m].astype(np.float64)
+            for p_row, g_row, m in zip(p, g, mask, strict=True)]
 
 
 def scatter(values: list[np.ndarray], mask: np.ndarray) -> np.ndarray:
@@ -88,9 +96,11 @@ def token_mean(values: list[np.ndarray]) -> float:
     return float(np.mean(flat)) if flat.size else 0.0
 
 
-def verdict(weights: list[np.ndarray], kept: list[np.ndarray], mask: np.ndarray, count_all: bool, judge: Judge) -> Verdict:
+def verdict(weights: list[np.ndarray], kept: list[np.ndarray], mask: np.ndarray, count_all: bool,
+            judge: Judge) -> Verdict:
     kept_tokens = scatter(kept, mask) > 0
-    return Verdict(np.where(kept_tokens, scatter(weights, mask), 0.0), mask.copy() if count_all else kept_tokens, judge.margin)
+    return Verdict(np.where(kept_tokens, scatter(weights, mask), 0.0),
+                   mask.copy() if count_all else kept_tokens, judge.margin)
 
 
 def like(d: np.ndarray, value: float | bool) -> np.ndarray:
@@ -98,20 +108,23 @@ def like(d: np.ndarray, value: float | bool) -> np.ndarray:
     return np.full(d.shape, value)
 
 
-# --- verl: verl/trainer/ppo/rollout_corr_helper.py ------------------------------------------------------------------
+# --- verl: verl/trainer/ppo/rollout_corr_helper.py
+# ------------------------------------------------------------------
 
 
 def verl(
     p: np.ndarray, g: np.ndarray, mask: np.ndarray, *,
     weight: str | None = None, upper: float = 2.0, lower: float | None = None, normalize: bool = False,
     rejections: tuple[tuple[str, str, float, float], ...] = (), bypass: bool = False,
-) -> Verdict:  # fmt: skip
-    """rejections: (level_aggregation, statistic, lower, upper) as in "seq_sum", "k1"; k1 bounds are ratios, k2 and k3 nats.
+) -> Verdict:
+    """rejections: (level_aggregation, statistic, lower, upper) as in "seq_sum", "k1"; k1 bounds are ratios,
+    k2 and k3 nats.
 
-    Weights: token exp(clip(D)), sequence exp(clip(sum D)): the clamp comes after the sum. A lone upper bound truncates, two
-    are IcePop. They are normalised to mean 1 over all live tokens (sequences), those that get rejected included.
-    Rejection: each token is clamped before it is aggregated; k1 is -D, so its bounds are on 1/rho. Every option judges the
-    original mask. The decoupled mode divides by the survivors, the bypass mode by the count before the rejection.
+    Weights: token exp(clip(D)), sequence exp(clip(sum D)): the clamp comes after the sum. A lone upper bound
+    truncates, two are IcePop. They are normalised to mean 1 over all live tokens (sequences), those that get
+    rejected included. Rejection: each token is clamped before it is aggregated; k1 is -D, so its bounds are
+    on 1/rho. Every option judges the original mask. The decoupled mode divides by the survivors, the bypass
+    mode by the count before the rejection.
     """
     judge, ratios = Judge(), log_ratios(p, g, mask)
     weights = [_verl_weights(d, weight, lower, upper, judge) for d in ratios]
@@ -121,11 +134,13 @@ def verl(
         weights = _divide(weights, float(np.mean([w[0] for w in weights if w.size] or [1.0])))
     kept = [like(d, True) for d in ratios]
     for option, statistic, low, high in rejections:
-        kept = [k & _verl_keeps(d, option, statistic, low, high, judge) for k, d in zip(kept, ratios, strict=True)]
+        kept = [k & _verl_keeps(d, option, statistic, low, high, judge)
+                for k, d in zip(kept, ratios, strict=True)]
     return verdict(weights, kept, mask, bypass, judge)
 
 
-def _verl_weights(d: np.ndarray, weight: str | None, lower: float | None, upper: float, judge: Judge) -> np.ndarray:
+def _verl_weights(d: np.ndarray, weight: str | None, lower: float | None, upper: float,
+                  judge: Judge) -> np.ndarray:
     if weight is None:
         return like(d, 1.0)
     log_w = clamp(d) if weight == "token" else like(d, clamp(aggregate(d, "sum")))
@@ -135,7 +150,8 @@ def _verl_weights(d: np.ndarray, weight: str | None, lower: float | None, upper:
     return np.where(judge.inside(log_w, log(lower), log(upper), scale), np.exp(log_w), 0.0)
 
 
-def _verl_keeps(d: np.ndarray, option: str, statistic: str, low: float, high: float, judge: Judge) -> np.ndarray:
+def _verl_keeps(d: np.ndarray, option: str, statistic: str, low: float, high: float,
+                judge: Judge) -> np.ndarray:
     c = clamp(d)
     values = {"k1": -c, "k2": c**2 / 2, "k3": np.exp(c) - 1 - c}[statistic]
     if statistic == "k1":
@@ -151,15 +167,17 @@ def _divide(weights: list[np.ndarray], mean: float) -> list[np.ndarray]:
     return [w / mean for w in weights] if mean > 1e-8 else weights
 
 
-# --- NeMo RL: nemo_rl/algorithms/loss/loss_functions.py -------------------------------------------------------------
+# --- NeMo RL: nemo_rl/algorithms/loss/loss_functions.py
+# -------------------------------------------------------------
 
 
 def nemo(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, kind: str | None = None, lower: float = 0.0,
-         upper: float = INF, level: str = "token") -> Verdict:  # fmt: skip
-    """kind: None (no truncation), "tis", "icepop" or "seq-mask-tis"; level "sequence" is the product, for GSPO.
+         upper: float = INF, level: str = "token") -> Verdict:
+    """kind: None (no truncation), "tis", "icepop" or "seq-mask-tis"; level "sequence" is the product, for
+    GSPO.
 
-    exp is not clamped: where float32 overflows the weight is 0, before the truncation. seq-mask-tis keeps a sequence by its
-    geometric-mean ratio and leaves its token weights raw. The denominators never change.
+    exp is not clamped: where float32 overflows the weight is 0, before the truncation. seq-mask-tis keeps a
+    sequence by its geometric-mean ratio and leaves its token weights raw. The denominators never change.
     """
     judge, weights, kept = Judge(), [], []
     for d in log_ratios(p, g, mask):
@@ -183,7 +201,8 @@ def nemo(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, kind: str | None = N
 def nemo_sequence_error(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, upper: float = 2.0) -> Verdict:
     """seq_logprob_error_threshold (nemo_rl/algorithms/grpo.py): keep a sequence iff mean(e^|D|) <= upper.
 
-    The sample mask is edited before the global counts are taken: dropped sequences leave the denominator. Raw token weights.
+    The sample mask is edited before the global counts are taken: dropped sequences leave the denominator. Raw
+    token weights.
     """
     judge, weights, kept = Judge(), [], []
     for d in log_ratios(p, g, mask):
@@ -193,11 +212,14 @@ def nemo_sequence_error(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, upper
     return verdict(weights, kept, mask, False, judge)
 
 
-# --- slime: slime/backends/megatron_utils/loss.py, examples/train_infer_mismatch_helper/mis.py ----------------------
+# --- slime: slime/backends/megatron_utils/loss.py, examples/train_infer_mismatch_helper/mis.py
+# ----------------------
 
 
-def slime_tis(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, lower: float = 0.0, upper: float = 2.0) -> Verdict:
-    """The built-in --use-tis: the unclamped ratio clamped to [tis_clip_low, tis_clip]; infinity becomes the upper bound."""
+def slime_tis(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, lower: float = 0.0,
+              upper: float = 2.0) -> Verdict:
+    """The built-in --use-tis: the unclamped ratio clamped to [tis_clip_low, tis_clip]; infinity becomes the
+    upper bound."""
     ratios = log_ratios(p, g, mask)
     weights = [np.clip(np.exp(np.minimum(d, 700.0)), lower, upper) for d in ratios]
     return verdict(weights, [like(d, True) for d in ratios], mask, True, Judge())
@@ -206,7 +228,8 @@ def slime_tis(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, lower: float = 
 def slime_icepop(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, lower: float, upper: float) -> Verdict:
     judge, ratios = Judge(), log_ratios(p, g, mask)
     weights = [
-        np.where(judge.inside(d, log(lower), log(upper), 1.0 + np.abs(d)), np.exp(np.minimum(d, 700.0)), 0.0) for d in ratios
+        np.where(judge.inside(d, log(lower), log(upper), 1.0 + np.abs(d)), np.exp(np.minimum(d, 700.0)), 0.0)
+        for d in ratios
     ]
     return verdict(weights, [like(d, True) for d in ratios], mask, True, judge)
 
@@ -216,12 +239,13 @@ def slime_mis(
     level: str = "token", mode: str = "truncate", lower: float = 0.5, upper: float = 2.0,
     rs_level: str | None = None, rs_lower: float | None = None, rs_upper: float | None = None,
     veto: float | None = None, normalize: bool = False,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """mis.py. Log-ratios are aggregated raw and clamped afterwards, for weights and for rejection alike.
 
-    mode "mask" edits the mask and leaves the weights raw. The rejection bounds default to those of the weights. A veto
-    rejects a sequence for one token with D < log(veto). Normalisation comes last and over the original masks, with the
-    weights of rejected tokens in the mean. The denominators stay those of the original masks, in spite of the README.
+    mode "mask" edits the mask and leaves the weights raw. The rejection bounds default to those of the
+    weights. A veto rejects a sequence for one token with D < log(veto). Normalisation comes last and over the
+    original masks, with the weights of rejected tokens in the mean. The denominators stay those of the
+    original masks, in spite of the README.
     """
     judge, weights, kept = Judge(), [], []
     ratios = log_ratios(p, g, mask)
@@ -249,23 +273,28 @@ def slime_mis(
 
 
 def _slime_log_ratio(d: np.ndarray, level: str) -> np.ndarray:
-    return clamp(d if level == "token" else like(d, aggregate(d, {"sequence": "sum", "geometric": "mean"}[level])))
+    return clamp(d if level == "token"
+                 else like(d, aggregate(d, {"sequence": "sum", "geometric": "mean"}[level])))
 
 
 def _slime_inside(d: np.ndarray, level: str, lower: float, upper: float, judge: Judge) -> np.ndarray:
-    scale = {"token": 1.0 + np.abs(d), "sequence": scale_of(d), "geometric": scale_of(d) / max(d.size, 1)}[level]
+    scale = {"token": 1.0 + np.abs(d), "sequence": scale_of(d),
+             "geometric": scale_of(d) / max(d.size, 1)}[level]
     return judge.inside(_slime_log_ratio(d, level), log(lower), log(upper), scale)
 
 
-# --- AReaL: areal/utils/functional/functional.py, areal/trainer/ppo/actor.py ----------------------------------------
+# --- AReaL: areal/utils/functional/functional.py, areal/trainer/ppo/actor.py
+# ----------------------------------------
 
 
 def areal(
-    p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, level: str = "token", action: str = "mask", metric: str = "ratio",
+    p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, level: str = "token", action: str = "mask",
+    metric: str = "ratio",
     agg: str = "mean", lower: float | None = None, upper: float = 5.0,
-) -> Verdict:  # fmt: skip
-    """RejectionSamplingConfig. Nothing is clamped. The sequence weight of metric "ratio" is the geometric mean, whatever agg
-    is; the KL metrics weigh each token by its raw ratio. k1 = D, k3 = e^-D - 1 + D. Rejected tokens stay in the denominator.
+) -> Verdict:
+    """RejectionSamplingConfig. Nothing is clamped. The sequence weight of metric "ratio" is the geometric
+    mean, whatever agg is; the KL metrics weigh each token by its raw ratio. k1 = D, k3 = e^-D - 1 + D.
+    Rejected tokens stay in the denominator.
     """
     judge, weights, kept = Judge(), [], []
     for d in log_ratios(p, g, mask):
@@ -280,7 +309,8 @@ def areal(
     return verdict(weights, kept, mask, True, judge)
 
 
-def _areal_inside(d: np.ndarray, level: str, metric: str, agg: str, low: float, high: float, judge: Judge) -> np.ndarray:
+def _areal_inside(d: np.ndarray, level: str, metric: str, agg: str, low: float, high: float,
+                  judge: Judge) -> np.ndarray:
     values = {"ratio": d, "k1": d, "k2": d**2 / 2, "k3": np.exp(np.minimum(-d, 700.0)) - 1 + d}[metric]
     if metric == "ratio":  # aggregated in log space, compared after exp
         low, high = log(low), log(high)
@@ -293,10 +323,12 @@ def _areal_inside(d: np.ndarray, level: str, metric: str, agg: str, low: float, 
 def areal_m2po(
     p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, limit: float = 0.04, ratio_upper: float | None = None
 ) -> Verdict:
-    """M2PO as AReaL has it: drop the fewest tokens of largest D^2 such that the mean of D^2 of the rest is below the limit.
+    """M2PO as AReaL has it: drop the fewest tokens of largest D^2 such that the mean of D^2 of the rest is
+    below the limit.
 
-    Over all live tokens of the batch, unclamped; strict; at least one token stays. Advantages play no part. With
-    ratio_upper the token-ratio mask of AReaL's recipe follows, whose raw weights are the importance weights.
+    Over all live tokens of the batch, unclamped; strict; at least one token stays. Advantages play no part.
+    With ratio_upper the token-ratio mask of AReaL's recipe follows, whose raw weights are the importance
+    weights.
     """
     judge, ratios = Judge(), log_ratios(p, g, mask)
     m2 = np.sort(np.concatenate([d**2 for d in ratios]))[::-1]
@@ -306,26 +338,30 @@ def areal_m2po(
     for k in range(max(dropped - 1, 0), min(dropped + 1, m2.size)):  # the two suffixes the decision hangs on
         judge.inside(float(np.mean(m2[k:])), -INF, limit, 1.0 + float(np.mean(m2[k:])))
     if dropped:
-        judge.margin = min(judge.margin, float((m2[dropped - 1] - m2[dropped]) / m2[dropped - 1]))  # a tie is anybody's
+        # a tie is anybody's
+        judge.margin = min(judge.margin, float((m2[dropped - 1] - m2[dropped]) / m2[dropped - 1]))
     cut = m2[dropped] if m2.size else 0.0
     kept = [d**2 <= cut for d in ratios]
     if ratio_upper is None:
         return verdict([like(d, 1.0) for d in ratios], kept, mask, False, judge)
     inside = [judge.inside(d, -INF, math.log(ratio_upper), 1.0 + np.abs(d)) for d in ratios]
     weights = [np.where(i, np.exp(np.minimum(d, 700.0)), 0.0) for d, i in zip(ratios, inside, strict=True)]
-    return verdict(weights, kept, mask, False, judge)  # the M2 rejects leave the count, the ratio rejects stay in it
+    # the M2 rejects leave the count, the ratio rejects stay in it
+    return verdict(weights, kept, mask, False, judge)
 
 
-# --- SkyRL: skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py -----------------------------------------
+# --- SkyRL: skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py
+# -----------------------------------------
 
 
 def skyrl(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, tis: str | None = None, tis_high: float = 2.0,
           sequence_mask: str | None = None, low: float = 0.99, high: float = 1.01,
           outliers: tuple[float, float] | None = None, tokens: tuple[float, float] | None = None,
-          count_all: bool = True) -> Verdict:  # fmt: skip
+          count_all: bool = True) -> Verdict:
     """Outlier mask, token mask, weights, sequence mask: each over the tokens that those before it left.
 
-    Aggregated raw, clamped afterwards. Advantages were divided by the original counts before: rejected tokens stay counted.
+    Aggregated raw, clamped afterwards. Advantages were divided by the original counts before: rejected tokens
+    stay counted.
     """
     judge, weights, kept = Judge(), [], []
     for d in log_ratios(p, g, mask):
@@ -335,7 +371,8 @@ def skyrl(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, tis: str | None = N
         if tokens is not None:
             keep &= judge.inside(clamp(d), *map(log, tokens), 1.0 + np.abs(d))
         left = d[keep]
-        w = {None: like(d, 1.0), "token": np.exp(clamp(d)), "sequence": like(d, math.exp(clamp(aggregate(left, "sum"))))}[tis]
+        w = {None: like(d, 1.0), "token": np.exp(clamp(d)),
+             "sequence": like(d, math.exp(clamp(aggregate(left, "sum"))))}[tis]
         if sequence_mask is not None:
             how, count = ("mean", max(left.size, 1)) if sequence_mask == "geometric" else ("sum", 1)
             inside = judge.inside(clamp(aggregate(left, how)), log(low), log(high), scale_of(left) / count)
@@ -345,7 +382,8 @@ def skyrl(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, tis: str | None = N
     return verdict(weights, kept, mask, count_all, judge)
 
 
-# --- ours -----------------------------------------------------------------------------------------------------------
+# --- ours
+# -----------------------------------------------------------------------------------------------------------
 
 
 def none(p: np.ndarray, g: np.ndarray, mask: np.ndarray) -> Verdict:
@@ -370,8 +408,9 @@ def sequence_mis(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, upper: float
 
 
 def adaptive(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, upper: float = 2.0, power: float = 1.0,
-             onset: float = 0.02, slope: float = 0.01, cv_scale: float = 1.0) -> Verdict:  # fmt: skip
-    """Adaptive importance sampling in the project's reconstruction: (1 - a) + a w, a from ESS, mean |D| and CV of w."""
+             onset: float = 0.02, slope: float = 0.01, cv_scale: float = 1.0) -> Verdict:
+    """Adaptive importance sampling in the project's reconstruction: (1 - a) + a w, a from ESS, mean |D| and
+    CV of w."""
     ratios = log_ratios(p, g, mask)
     weights = [np.minimum(np.exp(clamp(d)), upper) for d in ratios]
     w, d = np.concatenate(weights), np.concatenate(ratios)
@@ -384,15 +423,17 @@ def adaptive(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, upper: float = 2
     return verdict(mixed, [like(x, True) for x in weights], mask, True, Judge())
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- metrics
+# --------------------------------------------------------------------------------------------------------
 
 
 def mismatch_metrics(p: np.ndarray, g: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-    """Off-policy diagnostics of a batch with at least one live token; means over tokens, or over non-empty sequences."""
+    """Off-policy diagnostics of a batch with at least one live token; means over tokens, or over non-empty
+    sequences."""
     ratios = log_ratios(p, g, mask)
     d = np.concatenate(ratios)
     rows = [(p_row[m].astype(np.float64), g_row[m].astype(np.float64))
-            for p_row, g_row, m in zip(p, g, mask, strict=True) if m.any()]  # fmt: skip
+            for p_row, g_row, m in zip(p, g, mask, strict=True) if m.any()]
     log_ppl_diff = np.array([np.mean(gi) - np.mean(pi) for pi, gi in rows])
     flat_p, flat_g = np.concatenate([pi for pi, _ in rows]), np.concatenate([gi for _, gi in rows])
     middle = np.log((np.exp(flat_p) + np.exp(flat_g)) / 2)
@@ -422,13 +463,14 @@ def mismatch_metrics(p: np.ndarray, g: np.ndarray, mask: np.ndarray) -> dict[str
 
 
 def weight_metrics(weights: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-    """Statistics of the weights [B, T] over the tokens of mask; the effective sample size is a fraction (Kish 1965)."""
+    """Statistics of the weights [B, T] over the tokens of mask; the effective sample size is a fraction (Kish
+    1965)."""
     w = weights[mask]
     mean, second = float(np.mean(w)), float(np.mean(w**2))
     return {
         "mean": mean, "std": float(np.std(w)), "max": float(np.max(w)), "min": float(np.min(w)),
         "ess": mean**2 / second if second > 0 else 0.0,
-    }  # fmt: skip
+    }
 
 
 def sequence_errors(p: np.ndarray, g: np.ndarray, mask: np.ndarray) -> list[float]:
@@ -436,7 +478,8 @@ def sequence_errors(p: np.ndarray, g: np.ndarray, mask: np.ndarray) -> list[floa
     return [float(np.mean(np.exp(np.abs(d)))) if d.size else 0.0 for d in log_ratios(p, g, mask)]
 
 
-# --- the presets ----------------------------------------------------------------------------------------------------
+# --- the presets
+# ----------------------------------------------------------------------------------------------------
 
 Oracle = Callable[[np.ndarray, np.ndarray, np.ndarray], Verdict]
 
@@ -502,11 +545,13 @@ ORACLES: dict[str, Oracle] = {
     "areal/sequence_k1": preset(areal, level="sequence", metric="k1"),
     "areal/sequence_k2": preset(areal, level="sequence", metric="k2"),
     "areal/sequence_k3": preset(areal, level="sequence", metric="k3"),
-    "areal/m2po": preset(areal_m2po, ratio_upper=5.0),  # its shipped recipe: the M2 mask, then the default ratio mask
+    # its shipped recipe: the M2 mask, then the default ratio mask
+    "areal/m2po": preset(areal_m2po, ratio_upper=5.0),
     "prime_rl/default": preset(none),
     "skyrl/token_tis": preset(skyrl, tis="token"),
     "skyrl/seq_tis": preset(skyrl, tis="sequence", tis_high=5.0),
     "skyrl/geo_mask": preset(skyrl, sequence_mask="geometric"),
     "skyrl/recommended": preset(skyrl, sequence_mask="geometric", tis="token"),
-    "skyrl/guide": preset(skyrl, sequence_mask="geometric", tis="token", outliers=(1e-4, 100.0), tokens=(0.5, 2.0)),
+    "skyrl/guide": preset(skyrl, sequence_mask="geometric", tis="token", outliers=(1e-4, 100.0),
+                          tokens=(0.5, 2.0)),
 }

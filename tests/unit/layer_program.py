@@ -1,4 +1,5 @@
-"""Two layers of a learner whose FP8 products are the Hopper kernels, forward and backward: for tests of what is compiled."""
+"""Two layers of a learner whose FP8 products are the Hopper kernels, forward and backward: for tests of what
+is compiled."""
 
 from __future__ import annotations
 
@@ -14,16 +15,21 @@ from jaxfp8rl.precision.recipe import LayerRun, Precision
 
 MODEL = ModelConfig.from_hf(
     {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 256,
-     "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128,
-     "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": True}
-)  # fmt: skip
+     "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+     "head_dim": 128,
+     "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
+     "tie_word_embeddings": True}
+)
 LINEARS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
-WEIGHTS = [(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (256, 384)]  # [N, K], gate and up being one
+# [N, K], gate and up being one
+WEIGHTS = [(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (256, 384)]
 TURNED = [(512, 256), (256, 256), (768, 256), (256, 384)]  # what comes back goes by q, k and v as one, too
 BATCH = 2, 512  # 1024 tokens: no axis of a weight
-PRECISION = Precision((LayerRun(0, 2, LINEARS),), products="pallas", gradients="e4m3", fused=True, fused_quantizer=True)
-# Kernels that run, by loop. An input is quantised once for all who read it, by rows and along the tokens, and down's where it is
-# made. The backward makes its layer's forward again, up to SwiGLU; it quantises gradients of results, SwiGLU's where it makes it.
+PRECISION = Precision((LayerRun(0, 2, LINEARS),), products="pallas", gradients="e4m3", fused=True,
+                      fused_quantizer=True)
+# Kernels that run, by loop. An input is quantised once for all who read it, by rows and along the tokens, and
+# down's where it is made. The backward makes its layer's forward again, up to SwiGLU; it quantises gradients
+# of results, SwiGLU's where it makes it.
 INPUTS, PRODUCTS = 4, len(WEIGHTS)
 KERNELS = (INPUTS + PRODUCTS) + (INPUTS + PRODUCTS - 2) + (INPUTS + 3 * len(TURNED))
 

@@ -18,11 +18,13 @@ REAL = [kind for kind in ADVANTAGES if kind != "pass_at_k"]
 def groups_of(seed: int) -> list[np.ndarray]:
     """Groups of 1 to 8 completions, some undefined."""
     rng = np.random.default_rng(seed)
-    return [np.where(rng.random(n) < 0.2, nan, rng.normal(size=n)) for n in rng.integers(1, 9, 6)] + [rng.normal(size=2)]
+    return [np.where(rng.random(n) < 0.2, nan, rng.normal(size=n))
+            for n in rng.integers(1, 9, 6)] + [rng.normal(size=2)]
 
 
 def one_by_one(groups, kind):
-    """Each completion from the definition: r its reward, d those of its group, o those of the others, b the batch's."""
+    """Each completion from the definition: r its reward, d those of its group, o those of the others, b the
+    batch's."""
     defined = [g[~np.isnan(g)] for g in groups]
     b = np.concatenate(defined)
     c = np.concatenate([d - d.mean() for d in defined if len(d)])
@@ -62,9 +64,11 @@ def test_grpo_is_centred_scaled_and_blind_to_an_affine_change_of_the_reward(seed
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_degenerate_groups(kind):
-    """Equal rewards, one defined reward, none: 0 for all kinds (reinforce_pp compares across groups instead)."""
-    groups = [np.full(4, 0.1) if kind != "pass_at_k" else np.ones(4), np.array([1.0, nan, nan]), np.full(3, nan),
-              np.array([1.0]), np.array([0.0, 1.0, nan, 0.0])]  # fmt: skip
+    """Equal rewards, one defined reward, none: 0 for all kinds (reinforce_pp compares across groups
+    instead)."""
+    groups = [np.full(4, 0.1) if kind != "pass_at_k" else np.ones(4), np.array([1.0, nan, nan]),
+              np.full(3, nan),
+              np.array([1.0]), np.array([0.0, 1.0, nan, 0.0])]
     a = advantages(groups, kind, 2 if kind == "pass_at_k" else None)
     assert all(np.isfinite(x).all() for x in a) and a[4][2] == 0 and a[4][1] > 0 > a[4][0]
     if kind != "reinforce_pp":
@@ -80,16 +84,20 @@ def test_worked_examples():
     np.testing.assert_array_equal(advantages([np.array([1.0, 0.0])], "dr_grpo")[0], [0.5, -0.5])
     np.testing.assert_allclose(advantages([np.array([1.0, 0, 0, 0])], "rloo")[0], [1, -1 / 3, -1 / 3, -1 / 3])
     # The one right answer's others are all equal, so it is not divided; the others' have the std sqrt(1/3).
-    np.testing.assert_allclose(advantages([np.array([1.0, 0, 0, 0])], "leave_one_out")[0], [1] + [-(3**-0.5)] * 3, rtol=1e-5)
-    np.testing.assert_allclose(advantages([np.array([1.0, 0])], "grpo_sample_std")[0], [2**-0.5, -(2**-0.5)], rtol=1e-5)
+    np.testing.assert_allclose(advantages([np.array([1.0, 0, 0, 0])], "leave_one_out")[0],
+                               [1] + [-(3**-0.5)] * 3, rtol=1e-5)
+    np.testing.assert_allclose(advantages([np.array([1.0, 0])], "grpo_sample_std")[0], [2**-0.5, -(2**-0.5)],
+                               rtol=1e-5)
 
 
-# Pass@k --------------------------------------------------------------------------------------------------------------
+# Pass@k
+# --------------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 7), st.integers(0, 7), st.integers(1, 8))
 def test_pass_at_k_is_the_mean_over_all_sets_of_k(right, wrong, k):
-    """Every set of k completions a sample whose reward is its best: GRPO over all sets, each completion's mean over its own."""
+    """Every set of k completions a sample whose reward is its best: GRPO over all sets, each completion's
+    mean over its own."""
     r = np.array([1.0] * right + [0.0] * wrong)
     if k > len(r):
         with pytest.raises(ConfigError, match=f"from 1 to {len(r)}"):
@@ -116,7 +124,8 @@ def test_pass_at_k_leaves_out_what_is_undefined():
     assert not advantages([np.array([1.0, nan, nan, 0.0])], "pass_at_k", 3)[0].any()
 
 
-# Bias, by enumeration: a bandit with the policy softmax(theta), every group of n draws with its probability ----------
+# Bias, by enumeration: a bandit with the policy softmax(theta), every group of n draws with its probability
+# ----------
 
 
 def expected_gradient(kind, n, rewards, theta, k=None):
@@ -138,18 +147,21 @@ def test_rloo_is_unbiased_and_dr_grpo_short_by_one_in_n():
     np.testing.assert_allclose(expected_gradient("dr_grpo", 3, rewards, theta), exact * 2 / 3, atol=1e-7)
     grpo = expected_gradient("grpo", 3, rewards, theta)
     slope = grpo @ exact / (exact @ exact)
-    assert np.abs(grpo - slope * exact).max() > 1e-3  # another direction: dividing by the group's std is a bias
+    # another direction: dividing by the group's std is a bias
+    assert np.abs(grpo - slope * exact).max() > 1e-3
 
 
 def test_pass_at_k_climbs_the_chance_that_one_of_k_is_right():
-    """Two arms, one right: the direction is that of the gradient of 1 - (1 - p)^k, and every k > 1 pushes rare success more."""
+    """Two arms, one right: the direction is that of the gradient of 1 - (1 - p)^k, and every k > 1 pushes
+    rare success more."""
     theta, rewards = np.array([-2.0, 0.0]), np.array([1.0, 0.0])
     gradients = [expected_gradient("pass_at_k", 4, rewards, theta, k) for k in (1, 2, 3)]
     assert all(g[0] > 0 for g in gradients)
     np.testing.assert_allclose(gradients[0], expected_gradient("grpo", 4, rewards, theta), atol=1e-6)
 
 
-# Dynamic sampling, overlong shaping, errors --------------------------------------------------------------------------
+# Dynamic sampling, overlong shaping, errors
+# --------------------------------------------------------------------------
 
 
 @given(seeds)
@@ -161,7 +173,8 @@ def test_groups_that_carry_no_gradient_are_those_whose_grpo_advantages_are_all_z
 
 
 def test_informative_groups():
-    assert informative_groups([[1, 1], [1, 0], [nan, 1], [nan, 1, 0], []]).tolist() == [False, True, False, True, False]
+    assert informative_groups([[1, 1], [1, 0], [nan, 1], [nan, 1, 0],
+                               []]).tolist() == [False, True, False, True, False]
 
 
 def test_overlong_penalty_is_a_ramp_over_the_buffer():
@@ -171,7 +184,8 @@ def test_overlong_penalty_is_a_ramp_over_the_buffer():
     np.testing.assert_allclose(overlong_penalty(lengths, 20480, 4096, 0.5), 0.5 * np.array(want), atol=1e-12)
 
 
-@pytest.mark.parametrize(("length", "buffer", "factor"), [(100, 0, 1.0), (100, 101, 1.0), (100, 10, -1.0), (100, 10, nan)])
+@pytest.mark.parametrize(("length", "buffer", "factor"),
+                         [(100, 0, 1.0), (100, 101, 1.0), (100, 10, -1.0), (100, 10, nan)])
 def test_overlong_penalty_refuses(length, buffer, factor):
     with pytest.raises(ConfigError, match="0 < buffer <= max_length"):
         overlong_penalty(np.array([1]), length, buffer, factor)

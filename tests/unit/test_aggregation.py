@@ -21,7 +21,7 @@ def test_worked_by_hand():
     mask = np.array([[1, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]], bool)
     want = {"token_mean": mask / 7, "token_sum": mask * 1.0, "seq_mean_token_sum": mask / 3,
             "seq_mean_token_sum_norm": mask / 48,
-            "seq_mean_token_mean": mask / np.array([[6, 6, 6, 1, 1, 1], [3, 12, 12, 12, 12, 1]])}  # fmt: skip
+            "seq_mean_token_mean": mask / np.array([[6, 6, 6, 1, 1, 1], [3, 12, 12, 12, 12, 1]])}
     assert set(want) == set(AGGREGATIONS)
     for kind, scale in want.items():
         np.testing.assert_allclose(scale_of(mask, ids, kind, horizon(kind)), scale, rtol=1e-6, err_msg=kind)
@@ -29,7 +29,8 @@ def test_worked_by_hand():
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(AGGREGATIONS))
 def test_equals_a_loop_over_sequences_wherever_they_lie(seed, kind):
-    """The same sequences packed in [2, 2, 20] and one a row in [1, 8, 9]; the sum of scale * loss is the loop's."""
+    """The same sequences packed in [2, 2, 20] and one a row in [1, 8, 9]; the sum of scale * loss is the
+    loop's."""
     rng = np.random.default_rng(seed)
     parts = [(rng.normal(size=n), rng.random(n) < 0.6) for n in rng.integers(1, 10, 8)]
     live = [x[m] for x, m in parts if m.any()]
@@ -41,7 +42,8 @@ def test_equals_a_loop_over_sequences_wherever_they_lie(seed, kind):
         "seq_mean_token_sum_norm": sum(x.sum() for x in live) / max(len(live), 1) / 16,
         "seq_mean_token_mean": sum(x.mean() for x in live) / max(len(live), 1),
     }
-    for shape, places in (((1, 8, 9), [(i, 0) for i in range(8)]), ((2, 2, 20), [(i // 2, 10 * (i % 2)) for i in range(8)])):
+    for shape, places in (((1, 8, 9), [(i, 0) for i in range(8)]),
+                          ((2, 2, 20), [(i // 2, 10 * (i % 2)) for i in range(8)])):
         ids, mask, loss = np.zeros(shape, np.int32), np.zeros(shape, bool), np.full(shape, np.nan)
         for i, ((row, start), (x, m)) in enumerate(zip(places, parts)):
             at = (*np.unravel_index(row, shape[:2]), slice(start, start + len(x)))

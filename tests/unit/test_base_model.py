@@ -25,7 +25,8 @@ def folder(path, **changes):
 def run(tmp_path):
     """A run directory of a model at `tmp_path`/model, which is gone."""
     model = folder(tmp_path / "model")
-    words = ["--run.dir", str(tmp_path / "run"), "--model.path", str(model), "--model.config", "{}", "--model.tokenizer", ""]
+    words = ["--run.dir", str(tmp_path / "run"), "--model.path", str(model), "--model.config", "{}",
+             "--model.tokenizer", ""]
     cfg = load_config("demo", words)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(dump_config(cfg))
@@ -41,7 +42,8 @@ def resumed(run, *words):
 def test_copies_stand_for_a_folder_that_is_gone_and_that_is_said(run, capsys):
     cfg = with_base_model(resumed(run), run)
     assert cfg.model.path == str(run / "base_model" / "path") and "is gone" in capsys.readouterr().out
-    assert load_tokenizer(cfg.model.path).fingerprint() == load_tokenizer(str(run.parent / "moved")).fingerprint()
+    assert load_tokenizer(cfg.model.path).fingerprint() == load_tokenizer(
+        str(run.parent / "moved")).fingerprint()
     check_base_model(cfg, run)
     folder(run.parent / "model")  # there again
     assert with_base_model(resumed(run), run) == resumed(run) and capsys.readouterr().out == ""
@@ -57,7 +59,8 @@ def test_a_folder_that_was_asked_for_is_no_other(run):
 def test_a_folder_of_another_model_is_refused_with_the_difference(run):
     """No shape of a checkpoint tells of its norms."""
     folder(run.parent / "other", rms_norm_eps=1e-5)
-    with pytest.raises(CheckpointError, match=r"is another model than the run began with: rms_norm_eps: 1e-06 -> 1e-05"):
+    with pytest.raises(CheckpointError,
+                       match=r"is another model than the run began with: rms_norm_eps: 1e-06 -> 1e-05"):
         check_base_model(resumed(run, "--model.path", str(run.parent / "other")), run)
 
 

@@ -63,9 +63,11 @@ def trained(monkeypatch):
 
 
 def test_train_passes_config_and_flags(config, trained):
-    assert main.main(["train", "--optim.lr", "1e-3", config, "--resume", "--run.dir=runs/y", "--fork", "runs/x@3"]) == 0
+    assert main.main(["train", "--optim.lr", "1e-3", config, "--resume", "--run.dir=runs/y", "--fork",
+                      "runs/x@3"]) == 0
     ((cfg, resume, fork_of),) = trained
-    assert cfg == load_config(config, ["--optim.lr", "1e-3", "--run.dir", "runs/y"]) and resume is True and fork_of == "runs/x@3"
+    assert cfg == load_config(config, ["--optim.lr", "1e-3", "--run.dir",
+                                       "runs/y"]) and resume is True and fork_of == "runs/x@3"
 
 
 def test_a_run_is_resumed_as_it_was_begun_but_for_what_is_typed(config, trained, tmp_path, capsys):
@@ -73,7 +75,8 @@ def test_a_run_is_resumed_as_it_was_begun_but_for_what_is_typed(config, trained,
     run.mkdir()
     begun = load_config(config, ["--run.dir", str(run), "--optim.lr", "3e-4"])
     (run / "config.toml").write_text(dump_config(begun))
-    assert main.main(["train", config, "--run.dir", str(run), "--resume", "--run.steps", "5"]) == 2 and trained == []
+    assert main.main(["train", config, "--run.dir", str(run), "--resume", "--run.steps",
+                      "5"]) == 2 and trained == []
     said = capsys.readouterr().err
     assert "\n  optim.lr: 0.0003 -> " in said and "run.steps" not in said and f"jaxfp8rl train {run} --resume" in said
     assert main.main(["train", config, f"--run.dir={run}", "--resume", "--optim.lr", "1e-3"]) == 0
@@ -86,10 +89,10 @@ def test_a_run_is_resumed_as_it_was_begun_but_for_what_is_typed(config, trained,
 
 @pytest.mark.parametrize("what, goes_on", [
     ("last", False), ("older", True), ("damaged", True), ("undrawn", True), ("longer", True), ("other", None),
-])  # fmt: skip
+])
 def test_a_finished_run_has_nothing_to_resume(what, goes_on, config, trained, tmp_path, capsys):
-    """Unless its checkpoint is not what was written, it was killed before its plot, or it is to go further. With settings that it
-    may not be resumed with it is refused still."""
+    """Unless its checkpoint is not what was written, it was killed before its plot, or it is to go further.
+    With settings that it may not be resumed with it is refused still."""
     run = tmp_path / "run"
     step = run / "checkpoints" / ("2" if what == "older" else "3")
     step.mkdir(parents=True)
@@ -103,23 +106,27 @@ def test_a_finished_run_has_nothing_to_resume(what, goes_on, config, trained, tm
     words = {"longer": ["--run.steps", "9"], "other": ["--run.seed", "9"]}.get(what, [])
     assert main.main(["train", str(run), "--resume", *words]) == (2 if goes_on is None else 0)
     assert len(trained) == bool(goes_on)
-    assert ("nothing to do: step 3 of 3; --run.steps N goes further" in capsys.readouterr().out) == (goes_on is False)
+    assert ("nothing to do: step 3 of 3; --run.steps N goes further" in capsys.readouterr().out) == (
+        goes_on is False)
 
 
 @pytest.mark.parametrize("code, way_on", [
-    (errno.EACCES, "choose a place"), (errno.EROFS, "choose a place"), (errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"),
-])  # fmt: skip
+    (errno.EACCES, "choose a place"), (errno.EROFS, "choose a place"), (errno.ENOSPC, "make room"),
+    (errno.EDQUOT, "make room"),
+])
 def test_a_disk_that_takes_nothing_is_no_bug(code, way_on, config, monkeypatch, capsys):
     def train(cfg, resume, fork_of):
         raise OSError(code, os.strerror(code), "runs/x/.lock")
 
     monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop", types.SimpleNamespace(train=train))
     assert main.main(["train", config]) == 2
-    assert capsys.readouterr().err.startswith(f"jaxfp8rl: runs/x/.lock: {os.strerror(code)}\n  next step: {way_on}")
+    assert capsys.readouterr().err.startswith(
+        f"jaxfp8rl: runs/x/.lock: {os.strerror(code)}\n  next step: {way_on}")
 
 
 def test_another_error_of_the_system_keeps_its_trace(config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop", types.SimpleNamespace(train=lambda *_, **__: open("nowhere/x")))
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop",
+                        types.SimpleNamespace(train=lambda *_, **__: open("nowhere/x")))
     with pytest.raises(FileNotFoundError):
         main.main(["train", config])
 
@@ -139,14 +146,15 @@ def test_a_place_is_tried_before_what_takes_long(full, config, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for module, name in (("jaxfp8rl.cli.bench", "run_bench"), ("bridges.sources.gguf_import", "import_gguf"),
                          ("jaxfp8rl.training.sft", "load_data"), ("jaxfp8rl.publish.export", "load_trained"),
-                         ("jaxfp8rl.evaluate.pass_at_k", "load_trained")):  # fmt: skip
+                         ("jaxfp8rl.evaluate.pass_at_k", "load_trained")):
         monkeypatch.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("begun"))
     (tmp_path / "run").mkdir()
     for words in (["bench", "corrections_time"], ["import-gguf", "out"], ["sft", config, "--sft.steps", "1"],
-                  ["export", "run", "out"], ["eval", "run"], ["eval", "demo", "--out", "found.json"]):  # fmt: skip
+                  ["export", "run", "out"], ["eval", "run"], ["eval", "demo", "--out", "found.json"]):
         assert main.main(words) == 2, words
         said = capsys.readouterr().err
-        assert f"nothing can be written to {tmp_path}" in said and os.strerror(errno.ENOSPC) in said and "make room" in said
+        assert f"nothing can be written to {tmp_path}" in said and os.strerror(
+            errno.ENOSPC) in said and "make room" in said
 
 
 def test_a_place_below_a_file_is_none(tmp_path):
@@ -158,7 +166,8 @@ def test_a_place_below_a_file_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["7", "true", "1e3", "[a]", 'a"b', "2026-01-01"])
-def test_a_run_directory_may_have_a_name_that_is_no_word_of_toml(name, config, trained, tmp_path, monkeypatch):
+def test_a_run_directory_may_have_a_name_that_is_no_word_of_toml(
+        name, config, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
     begun = load_config(config)
@@ -193,11 +202,13 @@ def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, cap
         (["train", "CONFIG", "--optim.lrr", "1"], '--optim.lrr: unknown key (did you mean "lr"?)'),
         (["train", "CONFIG", "--lr", "1"], '--lr: unknown key: "lr" belongs to optim.lr or sft.lr'),
         (["train", "CONFIG", "--temprature=1"], '(did you mean "--rollout.temperature"?)'),
-        (["train", "CONFIG", "--run-dir", "x"], '--run-dir: unknown section or key (did you mean "--run.dir"?)'),
+        (["train", "CONFIG", "--run-dir", "x"],
+         '--run-dir: unknown section or key (did you mean "--run.dir"?)'),
         (["trian", "CONFIG"], 'trian: no such command (did you mean "train"?)'),
         (["train", "FOLDER"], "FOLDER is a folder without config.toml: no run"),
         (["sft", "RUN"], "RUN is a run directory\n  next step: give RUN/config.toml"),
-        (["train", "CONFIG", "--dry-run", "--task.options.operand", "3"], 'no option "operand" (did you mean "operands"?)'),
+        (["train", "CONFIG", "--dry-run", "--task.options.operand", "3"],
+         'no option "operand" (did you mean "operands"?)'),
         (["train", "CONFIG", "--precision.recipe", "fp8"],
          'jaxfp8rl: --precision.recipe: "fp8" is no recipe (here it is precision.recipe = "fp8_unified" (engine and learner) or '
          '"fp8_rollout" (the engine alone))\n'
@@ -217,8 +228,9 @@ def test_wrong_input_leaves_with_2_and_no_trace(words, says, config, trained, tm
     assert says in err and "next step:" in err and "Traceback" not in err and out == "" and trained == []
 
 
-@pytest.mark.parametrize("error, code", [(GateFailed("gap", "look"), 3), (NonFiniteStep("nan"), 4), (EngineUnhealthy("bad"), 5),
-                                         (KeyboardInterrupt(), 130)])  # fmt: skip
+@pytest.mark.parametrize("error, code", [(GateFailed("gap", "look"), 3), (NonFiniteStep("nan"), 4),
+                                         (EngineUnhealthy("bad"), 5),
+                                         (KeyboardInterrupt(), 130)])
 def test_exit_codes(error, code, config, monkeypatch, capsys):
     def train(cfg, resume, fork_of):
         raise error
@@ -229,7 +241,8 @@ def test_exit_codes(error, code, config, monkeypatch, capsys):
 
 
 def test_a_bug_keeps_its_trace(config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop", types.SimpleNamespace(train=lambda cfg, resume, fork_of: 1 / 0))
+    monkeypatch.setitem(sys.modules, "jaxfp8rl.training.loop",
+                        types.SimpleNamespace(train=lambda cfg, resume, fork_of: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         main.main(["train", config])
 
@@ -255,7 +268,8 @@ def test_help_teaches_every_command(capsys):
         main.main(["--help"])
     out = capsys.readouterr().out
     assert e.value.code == 0
-    assert all(word in out for word in ("train", "sft", "doctor", "config", "import-gguf", "--dry-run", "--resume"))
+    assert all(word in out for word in ("train", "sft", "doctor", "config", "import-gguf", "--dry-run",
+                                        "--resume"))
 
 
 def test_memory_plan_counts_the_tensors(config):
@@ -270,10 +284,13 @@ def test_memory_plan_counts_the_tensors(config):
     cfg = load_config(config, ["--precision.recipe", "fp8_unified", "--rollout.kv_cache", "fp8"])
     model = ModelConfig.from_hf(cfg.model.config)
     plan = {what.split(",")[0].split(" (")[0]: size for what, size in memory_plan(cfg, model)}
-    state = init_state(jax.tree.map(jax.numpy.asarray, empty_params(model, "float32")), make_optimizer(cfg.optim, 1))
+    state = init_state(jax.tree.map(jax.numpy.asarray, empty_params(model, "float32")),
+                       make_optimizer(cfg.optim, 1))
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree) if x.ndim)
-    assert plan["master weights"] == size(state.params) and plan["Adam's two moments"] == size(state.opt_state)
-    assert plan["engine: keys and values"] == 2 * 2 * 8 * 24 * 2 * 64  # k and v, layers, rows, tokens, heads, width, one byte
+    assert plan["master weights"] == size(state.params) and plan["Adam's two moments"] == size(
+        state.opt_state)
+    # k and v, layers, rows, tokens, heads, width, one byte
+    assert plan["engine: keys and values"] == 2 * 2 * 8 * 24 * 2 * 64
     assert plan["engine: weights"] < plan["master weights"] / 2
     with_vllm = memory_plan(load_config(config, ["--rollout.engine", "vllm"]), model)
     assert not any(what.startswith("engine") for what, _ in with_vllm)

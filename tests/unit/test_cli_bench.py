@@ -1,4 +1,5 @@
-"""`jaxfp8rl bench`: what it lists, what it refuses, and one benchmark from the command to its JSON, table and picture."""
+"""`jaxfp8rl bench`: what it lists, what it refuses, and one benchmark from the command to its JSON, table and
+picture."""
 
 from __future__ import annotations
 
@@ -34,13 +35,14 @@ def test_the_list_says_of_every_benchmark_what_for_and_what_it_needs(capsys):
     commands = {name for name, text in files.items() if "\ndef main(" in text}
     assert set(bench.benchmarks()) == commands and {"common", "estimator_plots"} == files.keys() - commands
     for found in bench.benchmarks().values():
-        assert found.purpose.endswith(".") and not found.needs.startswith("what"), f"benchmarks/{found.name}.py: see CONTRIBUTING"
+        assert found.purpose.endswith(".") and not found.needs.startswith(
+            "what"), f"benchmarks/{found.name}.py: see CONTRIBUTING"
         assert f"{found.name} {found.purpose} Needs {found.needs}." in out
 
 
 def test_the_list_loads_nothing_heavy():
     code = ("import sys; from jaxfp8rl.cli.main import main; assert main(['bench']) == 0\n"
-            "print(sorted({'jax', 'torch', 'vllm', 'matplotlib'} & sys.modules.keys()))")  # fmt: skip
+            "print(sorted({'jax', 'torch', 'vllm', 'matplotlib'} & sys.modules.keys()))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.endswith("\n[]\n"), done.stdout[-300:] + done.stderr
 
@@ -56,14 +58,17 @@ def unbound(module) -> list[str]:
         try:
             called = functools.reduce(getattr, rest, vars(module)[first])
             signature = inspect.signature(called)
-        except (AttributeError, KeyError, TypeError, ValueError):  # not of the module's namespace, or not of Python
+        # not of the module's namespace, or not of Python
+        except (AttributeError, KeyError, TypeError, ValueError):
             continue
         if not str(getattr(called, "__module__", "")).startswith(OURS):
             continue
-        open_ended = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
+        open_ended = any(isinstance(a, ast.Starred)
+                         for a in call.args) or any(k.arg is None for k in call.keywords)
         bind = signature.bind_partial if open_ended else signature.bind
         try:
-            bind(*(a for a in call.args if not isinstance(a, ast.Starred)), **{k.arg: k for k in call.keywords if k.arg})
+            bind(*(a for a in call.args if not isinstance(a, ast.Starred)),
+                 **{k.arg: k for k in call.keywords if k.arg})
         except TypeError as e:
             found.append(f"line {call.lineno}, {ast.unparse(call.func)}: {e}")
     return found
@@ -89,9 +94,11 @@ def test_a_call_that_no_longer_suits_is_found():
         (["gem"], 'no benchmark "gem" (did you mean "gemm"?)'),
         (["nothing-like-it"], "(known: attention, attention_bits, corrections_time, "),
         (["--plot", "x.png", "gemm"], "--plot: unexpected argument"),
-        (["gemm", "--tokens", "4096"], "gemm needs a GPU; torch and vLLM for all its yardsticks: there is no NVIDIA GPU here"),
+        (["gemm", "--tokens", "4096"],
+         "gemm needs a GPU; torch and vLLM for all its yardsticks: there is no NVIDIA GPU here"),
         (["publish"], "benchmark publish needs a GPU and vLLM: there is no NVIDIA GPU here"),
-        (["attention_bits"], "needs a Hopper GPU, and vLLM for FlashAttention 3: there is no NVIDIA GPU here"),
+        (["attention_bits"],
+         "needs a Hopper GPU, and vLLM for FlashAttention 3: there is no NVIDIA GPU here"),
     ],
 )
 def test_what_cannot_run_is_said_with_a_next_step(words, says, monkeypatch, capsys):
@@ -109,7 +116,8 @@ def test_what_a_benchmark_needs_is_said_in_words_that_are_understood(monkeypatch
         first, *rest = re.split(r", and | and |, ", found.needs.partition(";")[0])
         if not first.startswith("the runs of "):
             assert first in ("no GPU", "a GPU", "a Hopper GPU"), f"benchmarks/{found.name}.py"
-            assert {word.partition(" ")[0] for word in rest} <= {"vLLM", "nvcc"}, f"benchmarks/{found.name}.py"
+            assert {word.partition(" ")[0]
+                    for word in rest} <= {"vLLM", "nvcc"}, f"benchmarks/{found.name}.py"
             assert bool(found.missing()) == (first != "no GPU" or bool(rest)), f"benchmarks/{found.name}.py"
 
 
@@ -120,7 +128,7 @@ def test_what_is_missed_is_named(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     assert {name: bench.benchmarks()[name].missing() for name in ("gemm", "publish", "kv_scales")} == {
-        "gemm": "", "publish": "vLLM", "kv_scales": ""}  # fmt: skip
+        "gemm": "", "publish": "vLLM", "kv_scales": ""}
 
 
 def test_an_installed_package_has_none_and_says_where_they_are(monkeypatch, tmp_path, capsys):
@@ -139,7 +147,8 @@ def test_its_own_help_and_its_own_mistakes(capsys):
     assert "usage: jaxfp8rl bench corrections_time" in out and "--plot FILE.png" in out and "invalid int value: 'many'" in err
 
 
-@pytest.mark.parametrize("words, says", [([], "default: corrections_time.json"), ([bench.COMMIT], "benchmarks/results/corr")])
+@pytest.mark.parametrize("words, says", [([], "default: corrections_time.json"),
+                                         ([bench.COMMIT], "benchmarks/results/corr")])
 def test_where_a_result_goes_is_said(words, says, capsys):
     with pytest.raises(SystemExit):
         main.main(["bench", "corrections_time", "--help", *words])
@@ -153,13 +162,15 @@ def test_a_benchmark_writes_json_table_and_picture(tmp_path, monkeypatch, capsys
     assert main.main(["bench", "corrections_time", *words]) == 0
     result, lines = json.loads(out.read_text()), capsys.readouterr().out.splitlines()
     assert result["name"] == "corrections_time" and result["device"] == "cpu" and "jax" in result["versions"]
-    assert [r["metric"] for r in result["rows"]] == ["none", "token_tis"] and all(r["ratio"] > 0 for r in result["rows"])
+    assert [r["metric"]
+            for r in result["rows"]] == ["none", "token_tis"] and all(r["ratio"] > 0 for r in result["rows"])
     assert lines[:-1] == table(result["rows"]).splitlines() and lines[-1].endswith(str(out))
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_table_is_in_line_and_names_a_case_once():
-    rows = [row("small", "time", "ms", 0.5, 1.0, "other", True), row("small", "rate", "GB/s", 12345.6, 0.0, "none")]
+    rows = [row("small", "time", "ms", 0.5, 1.0, "other", True),
+            row("small", "rate", "GB/s", 12345.6, 0.0, "none")]
     assert table([*rows, row("large", "time", "ms", 2.0, 1.0, "other", True)]) == (
         "case   metric    ours  yardstick  ratio  unit  beside\n"
         "small  time       0.5          1      2  ms    other\n"

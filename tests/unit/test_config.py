@@ -77,38 +77,50 @@ def test_loads(write):
 # (text taken out of GOOD, text put in, what the refusal says)
 MISTAKES = {
     "unknown key": ("lr = 1e-6", "lrr = 1e-6", 'run.toml:24: optim.lrr: unknown key (did you mean "lr"?)'),
-    "misplaced key": ("lr = 1e-6", "top_k = 1", ':24: optim.top_k: unknown key: "top_k" belongs to rollout.top_k'),
-    "unknown section": ("[optim]", "[optimizer]", ':23: optimizer: unknown section or key (did you mean "optim"?)'),
-    "key outside a section": ("[run]", "steps = 3\n[run]", ':1: steps: unknown key: "steps" belongs to run.steps or sft.steps'),
+    "misplaced key": ("lr = 1e-6", "top_k = 1",
+                      ':24: optim.top_k: unknown key: "top_k" belongs to rollout.top_k'),
+    "unknown section": ("[optim]", "[optimizer]",
+                        ':23: optimizer: unknown section or key (did you mean "optim"?)'),
+    "key outside a section": ("[run]", "steps = 3\n[run]",
+                              ':1: steps: unknown key: "steps" belongs to run.steps or sft.steps'),
     "typo outside a section": ("[run]", "temprature = 3\n[run]", '(did you mean "rollout.temperature"?)'),
     "wrong type": ("steps = 3", 'steps = "3"', ':3: run.steps: expected an integer, got "3" (a string)'),
     "fraction": ("steps = 3", "steps = 3.5", ":3: run.steps: expected an integer, got 3.5 (a number)"),
-    "boolean for a number": ("lr = 1e-6", "lr = true", ":24: optim.lr: expected a number, got true (a boolean)"),
-    "number for a word": ('dir = "runs/x"', "dir = 7", ":2: run.dir: expected a string, got 7 (an integer); quote it"),
+    "boolean for a number": ("lr = 1e-6", "lr = true",
+                             ":24: optim.lr: expected a number, got true (a boolean)"),
+    "number for a word": ('dir = "runs/x"', "dir = 7",
+                          ":2: run.dir: expected a string, got 7 (an integer); quote it"),
     "date for a word": ('dir = "runs/x"', "dir = 2026-01-01", ":2: run.dir: expected a string"),
-    "word for a list": ("steps = 3", 'steps = 3\ntrackers = "tensorboard"', ":4: run.trackers: expected a list"),
+    "word for a list": ("steps = 3", 'steps = 3\ntrackers = "tensorboard"',
+                        ":4: run.trackers: expected a list"),
     "unknown item": ("steps = 3", 'steps = 3\ntrackers = ["tensorbord"]', '(did you mean "tensorboard"?)'),
     "too small": ("steps = 3", "steps = 0", ":3: run.steps: must be at least 1, got 0"),
     "not positive": ("lr = 1e-6", "lr = 0", ":24: optim.lr: must be greater than 0, got 0"),
     "too large": ("lr = 1e-6", "b1 = 1.0", ":24: optim.b1: must be less than 1, got 1.0"),
     "infinite": ("lr = 1e-6", "lr = inf", ":24: optim.lr: must be finite, got inf"),
-    "choice": ('"arithmetic"', '"arithmetik"', ':12: task.kind: "arithmetik" is not a choice (did you mean "arithmetic"?)'),
+    "choice": ('"arithmetic"', '"arithmetik"',
+               ':12: task.kind: "arithmetik" is not a choice (did you mean "arithmetic"?)'),
     "missing key": ("steps = 3\n", "", "run.toml:1: run.steps: missing; it has no default (GRPO steps"),
     "missing section": ("[train]\nrow_tokens = 32", "", "run.toml: train: missing"),
     "syntax": ("lr = 1e-6", "lr = ", "run.toml:24:6: not valid TOML: Invalid value\n    lr ="),
     "unclosed": ("lr = 1e-6", "lr = [1,", "not valid TOML"),
-    "twice": ("lr = 1e-6", "lr = 1e-6\nlr = 2e-6", "run.toml:25:10: not valid TOML: Cannot overwrite a value"),
-    "recipe": ("[optim]", '[precision]\nrecipe = "fp8_unifed"\n[optim]', ':24: precision.recipe: "fp8_unifed" is no recipe (did'),
+    "twice": ("lr = 1e-6", "lr = 1e-6\nlr = 2e-6",
+              "run.toml:25:10: not valid TOML: Cannot overwrite a value"),
+    "recipe": ("[optim]", '[precision]\nrecipe = "fp8_unifed"\n[optim]',
+               ':24: precision.recipe: "fp8_unifed" is no recipe (did'),
     "fp8 without correction": (
-        "[optim]", '[precision]\nrecipe = "fp8_unified"\n[correction]\npreset = "none"\n[optim]', ':24: precision.recipe "fp8_'
+        "[optim]", '[precision]\nrecipe = "fp8_unified"\n[correction]\npreset = "none"\n[optim]',
+        ':24: precision.recipe "fp8_'
     ),
     "row too short": ("row_tokens = 32", "row_tokens = 20", ":21: train.row_tokens = 20 cannot hold"),
     "scorer": (
-        'kind = "arithmetic"', 'kind = "file"\npath = "x.jsonl"\nscorer = "exakt"', ':14: task.scorer: unknown scorer "exakt"'
+        'kind = "arithmetic"', 'kind = "file"\npath = "x.jsonl"\nscorer = "exakt"',
+        ':14: task.scorer: unknown scorer "exakt"'
     ),
-    "scorer of none": ('kind = "arithmetic"', 'kind = "arithmetic"\nscorer = "exact"', ":13: task.scorer: a task of kind"),
+    "scorer of none": ('kind = "arithmetic"', 'kind = "arithmetic"\nscorer = "exact"',
+                       ":13: task.scorer: a task of kind"),
     "no model": ('[model.config]\nhidden_size = 128\neos_token_id = [1, 2]', "", ":5: model: give either"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -142,7 +154,7 @@ def test_lines_of_keys():
     text = 'a = [\n  1,\n  2,\n]\nb.c = """\nx = 1\n"""\n# note\n\n[t]\n  d = {e = 1}\n[t.u]\n'
     assert key_lines(text) == {
         ("a",): 1, ("b",): 5, ("b", "c"): 5, ("t",): 10, ("t", "d"): 11, ("t", "d", "e"): 11, ("t", "u"): 12,
-    }  # fmt: skip
+    }
 
 
 def test_missing_file_names_the_presets(tmp_path, monkeypatch):
@@ -179,12 +191,14 @@ def test_not_readable(tmp_path, monkeypatch):
         (["--run.dir", "runs/a b"], "run", "dir", "runs/a b"),
         (["--run.dir", "2026-01-01"], "run", "dir", "2026-01-01"),
         (["--model.path="], "model", "path", ""),
-        (["--model.config.hidden_size", "-1"], "model", "config", {"hidden_size": -1, "eos_token_id": [1, 2]}),
+        (["--model.config.hidden_size", "-1"], "model", "config",
+         {"hidden_size": -1, "eos_token_id": [1, 2]}),
         (["--rollout.kv_cache_gib", "3", "--rollout.kv_cache_gib="], "rollout", "kv_cache_gib", None),
         (["--optim.lr", "1e-9"], "optim", "lr", 1e-9),
         (["--run.keep-checkpoints", "5"], "run", "keep_checkpoints", 5),
         (["--run.trackers", '["tensorboard"]'], "run", "trackers", ("tensorboard",)),
-        (["--model.config.hidden_size", "256"], "model", "config", {"hidden_size": 256, "eos_token_id": [1, 2]}),
+        (["--model.config.hidden_size", "256"], "model", "config",
+         {"hidden_size": 256, "eos_token_id": [1, 2]}),
         (["--train.remat", "mlp"], "train", "remat", "mlp"),
         (["--run.steps", "4", "--run.steps", "5"], "run", "steps", 5),
     ],
@@ -206,7 +220,8 @@ def test_override(write, words, section, key, value):
         (["--run.steps.x", "1"], "--run.steps.x: steps is a value, not a table of keys"),
         (["--run", "1"], "--run: expected a section of keys"),
         (["--run.trackers", "[tensorboard]"], "--run.trackers: [tensorboard] is not valid TOML"),
-        (["--precision.recipe", "fp8_unified", "--correction.preset", "none"], "--precision.recipe: precision.recipe"),
+        (["--precision.recipe", "fp8_unified", "--correction.preset", "none"],
+         "--precision.recipe: precision.recipe"),
         (["--rollout.max_new_tokens", "30"], "--rollout.max_new_tokens: train.row_tokens = 32 cannot hold"),
         (["--train.row_tokens", "20"], "--train.row_tokens: train.row_tokens = 20 cannot hold"),
     ],
@@ -270,53 +285,68 @@ def test_no_text_crashes(tmp_path_factory, text):
 
 
 def test_the_choices_of_the_loss_are_those_that_exist():
-    fields = {name: set(typing.get_args(schema.Loss.model_fields[name].annotation)) for name in schema.Loss.model_fields}
+    fields = {name: set(typing.get_args(schema.Loss.model_fields[name].annotation))
+              for name in schema.Loss.model_fields}
     assert fields["objective"] == set(OBJECTIVES) and fields["advantage"] == set(ADVANTAGES)
     assert fields["aggregation"] == set(AGGREGATIONS)
-    assert set(schema.Correction.model_fields) - {"preset", "allow_uncorrected_fp8"} == set(CorrectionConfig._fields)
+    assert set(schema.Correction.model_fields) - {"preset",
+                                                  "allow_uncorrected_fp8"} == set(CorrectionConfig._fields)
     assert schema.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
     assert set(schema.RejectionSection.model_fields) == set(Rejection._fields)
     assert set(ObjectiveConfig._fields) - {"kind"} <= set(fields)
 
 
 CORRECTIONS = {
-    "unknown preset": ('preset = "token_tsi"', 'correction.preset "token_tsi" does not exist (did you mean "token_tis"?)'),
+    "unknown preset": ('preset = "token_tsi"',
+                       'correction.preset "token_tsi" does not exist (did you mean "token_tis"?)'),
     "reversed": ('action = "mask"\nlower = 3.0', "bounds [3.0, 2.0] are reversed"),
     "negative": ("upper = -1.0", "bounds [0.0, -1.0] are reversed"),
     "rejection reversed": (
-        'rejections = [{level = "sequence", statistic = "k2", lower = 2.0, upper = 1.0}]', "rejection sequence_mean_k2: bounds",
+        'rejections = [{level = "sequence", statistic = "k2", lower = 2.0, upper = 1.0}]',
+        "rejection sequence_mean_k2: bounds",
     ),
     "rejection misspelt": ('rejections = [{level = "sequence", statistic = "k4"}]', '"k4" is not a choice'),
     "twice the same rule": (
         'rejections = [{level = "token", statistic = "k1", upper = 1.0}, {level = "token", statistic = "k1", lower = 0.0}]',
         "two rejections by token_k1: join their bounds",
     ),
-    "nothing to mix": ('preset = "none"\nadaptive = {onset = 0.1}', 'adaptive has no effect with weight "none"'),
+    "nothing to mix": ('preset = "none"\nadaptive = {onset = 0.1}',
+                       'adaptive has no effect with weight "none"'),
     "no FP8 backward": (
-        '[precision]\ngradients = "e5m2"', 'precision.gradients = "e5m2" has no effect under precision.recipe "bf16"',
+        '[precision]\ngradients = "e5m2"',
+        'precision.gradients = "e5m2" has no effect under precision.recipe "bf16"',
     ),
-    "no FP8 forward": ('[precision]\nsaved_activations = "fp8"', 'precision.saved_activations = "fp8" has no effect'),
-    "no FP8 wgrad": ('[precision]\nwgrad_inputs = "128x128"', 'precision.wgrad_inputs = "128x128" has no effect'),
+    "no FP8 forward": ('[precision]\nsaved_activations = "fp8"',
+                       'precision.saved_activations = "fp8" has no effect'),
+    "no FP8 wgrad": ('[precision]\nwgrad_inputs = "128x128"',
+                     'precision.wgrad_inputs = "128x128" has no effect'),
     "no FP8 product": ('[precision]\nproducts = "float32"', 'precision.products = "float32" has no effect'),
     "nothing to bound": ('preset = "none"\nupper = 3.0', 'upper: no effect with weight "none"'),
     "nothing to normalise": ('preset = "none"\nbatch_normalize = true', 'no effect with weight "none"'),
     "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
     "two policies only": ('preset = "verl/bypass_pg_is"', 'set loss.old_policy = "rollout"'),
-    "batch": ('batch_normalize = true\n[loss]\nold_policy = "rollout"\nobjective = "reinforce"', "looks at the whole batch"),
+    "batch": ('batch_normalize = true\n[loss]\nold_policy = "rollout"\nobjective = "reinforce"',
+              "looks at the whole batch"),
     "twice": ('[loss]\nold_policy = "rollout"', "would weigh by it again"),
-    "whole batch, unscored": ('batch_normalize = true\n[loss]\nold_policy = "current"', "looks at the whole batch"),
-    "two policies, not one": ('preset = "verl/bypass_pg_is"\n[loss]\nold_policy = "current"', 'set loss.old_policy = "rollout"'),
+    "whole batch, unscored": ('batch_normalize = true\n[loss]\nold_policy = "current"',
+                              "looks at the whole batch"),
+    "two policies, not one": ('preset = "verl/bypass_pg_is"\n[loss]\nold_policy = "current"',
+                              'set loss.old_policy = "rollout"'),
     "denominator": (
         'preset = "geometric_mask"\n[loss]\nold_policy = "rollout"', 'set correction.denominator = "all"',
     ),
-    "rejection without bounds": ('rejections = [{level = "sequence", statistic = "k1"}]', "sequence_mean_k1 has no bounds"),
-    "rejects all": ('rejections = [{level = "token", statistic = "mult_error", upper = 0.5}]', "upper = 0.5 rejects all"),
+    "rejection without bounds": ('rejections = [{level = "sequence", statistic = "k1"}]',
+                                 "sequence_mean_k1 has no bounds"),
+    "rejects all": ('rejections = [{level = "token", statistic = "mult_error", upper = 0.5}]',
+                    "upper = 0.5 rejects all"),
     "idle aggregation": (
-        'rejections = [{level = "token", statistic = "k2", aggregation = "max", upper = 1.0}]', 'no effect at level "token"',
+        'rejections = [{level = "token", statistic = "k2", aggregation = "max", upper = 1.0}]',
+        'no effect at level "token"',
     ),
-    "foreign parameter": ("[loss]\ntau_positive = 1.0", 'loss.objective: tau_positive = 1.0 means nothing to the objective "ppo'),
+    "foreign parameter": ("[loss]\ntau_positive = 1.0",
+                          'loss.objective: tau_positive = 1.0 means nothing to the objective "ppo'),
     "nothing to calibrate": ("[loss]\ncalibrate_clip_every = 5", "has no FP8 forward to compare with"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
@@ -329,7 +359,8 @@ def test_a_correction_or_objective_that_cannot_be_is_refused(kind, write):
 def test_a_filtered_engine_goes_with_every_correction(filtered, write):
     """Both sides normalise over the tokens that the filter left (tests/unit/test_jax_engine.py)."""
     for preset in ("token_tis", "sequence_tis", "areal/sequence_clamp", "geometric_mask", "vexact"):
-        load_config(write(GOOD), [*filtered.split(), "--correction.preset", preset, "--loss.opsm_delta", "1e-4"])
+        load_config(write(GOOD),
+                    [*filtered.split(), "--correction.preset", preset, "--loss.opsm_delta", "1e-4"])
 
 
 def test_pass_at_k_of_all_samples_teaches_nothing(write):
@@ -367,13 +398,18 @@ IDLE = {  # words of the command line -> (what is refused, what is proposed)
     "--rollout.attention triton": ("rollout.attention: no effect", "--rollout.attention=auto"),
     "--run.samples_per_step 0 --run.samples_top_k 4": (
         "run.samples_top_k: no effect with run.samples_per_step = 0", "--run.samples_top_k=0"),
-    "--rollout.kv_scale_decay 0.5": ('rollout.kv_scale_decay: no effect with rollout.kv_scales = "one"', "calibrated"),
-    "--loss.overlong_penalty 0.5": ("loss.overlong_penalty: no effect with loss.overlong_buffer = 0", "set loss.overlong_buffer"),
+    "--rollout.kv_scale_decay 0.5": ('rollout.kv_scale_decay: no effect with rollout.kv_scales = "one"',
+                                     "calibrated"),
+    "--loss.overlong_penalty 0.5": ("loss.overlong_penalty: no effect with loss.overlong_buffer = 0",
+                                    "set loss.overlong_buffer"),
     "--loss.kl k1": ("loss.kl: no effect with loss.kl_coef = 0", "set loss.kl_coef"),
     "--loss.unbiased_kl true": ("loss.unbiased_kl: no effect with loss.kl_coef = 0", "set loss.kl_coef"),
-    "--loss.unbiased_kl true --loss.kl_coef 0.1 --loss.kl k3": ("its gradient is not the KL's", 'set loss.kl = "k3+"'),
-    "--monitor.precision_every 5": ('monitor.precision_every: no effect with precision.recipe = "bf16"', "FP8 recipe or cache"),
-    "--task.reward_workers 2": ("task.reward_workers: no effect with a scorer that runs in the learner", "set task.scorer"),
+    "--loss.unbiased_kl true --loss.kl_coef 0.1 --loss.kl k3": (
+        "its gradient is not the KL's", 'set loss.kl = "k3+"'),
+    "--monitor.precision_every 5": ('monitor.precision_every: no effect with precision.recipe = "bf16"',
+                                    "FP8 recipe or cache"),
+    "--task.reward_workers 2": ("task.reward_workers: no effect with a scorer that runs in the learner",
+                                "set task.scorer"),
     "--task.chat true --task.date 2026-13-01": ("task.date: ", "month must be in 1..12"),
     "--task.date 2026-01-31": ("task.date: no effect with task.chat = false", "set task.chat"),
     "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2": (
@@ -382,12 +418,15 @@ IDLE = {  # words of the command line -> (what is refused, what is proposed)
         "are 0 or 1, not shaped for length", "set it to 0"),
     "--precision.embedded_activations high": ("no effect with precision.recipe", "an FP8 recipe"),
     "--rollout.engine vllm --precision.recipe fp8_unified --precision.embedded_activations high": (
-        'precision.embedded_activations: no effect with rollout.engine = "vllm"', 'set rollout.engine = "jax"'),
-    "--moe.measure_every 3 --moe.replay R2": ('moe.measure_every: no effect with moe.replay = "R2"', 'set moe.replay = "R3"'),
+        'precision.embedded_activations: no effect with rollout.engine = "vllm"',
+        'set rollout.engine = "jax"'),
+    "--moe.measure_every 3 --moe.replay R2": ('moe.measure_every: no effect with moe.replay = "R2"',
+                                              'set moe.replay = "R3"'),
     "--moe.measure_every 3 --moe.replay R3 --loss.old_policy rollout --correction.preset none": (
         'moe.measure_every: no effect with loss.old_policy = "rollout"', "recomputed"),
-    "--rollout.engine vllm --rollout.temperature 5": ("rollout.temperature = 5: vLLM samples at 0.01 to 2", "set one of these"),
-}  # fmt: skip
+    "--rollout.engine vllm --rollout.temperature 5": ("rollout.temperature = 5: vLLM samples at 0.01 to 2",
+                                                      "set one of these"),
+}
 
 
 @pytest.mark.parametrize("words", IDLE)

@@ -1,4 +1,5 @@
-"""The shipped configs fit the GPUs they are named after, and end with the memory plan that `--dry-run` prints of them.
+"""The shipped configs fit the GPUs they are named after, and end with the memory plan that `--dry-run` prints
+of them.
 
 When the plan changes, `python tests/unit/test_configs.py` writes the new ones.
 """
@@ -24,25 +25,30 @@ from jaxfp8rl.distributed.mesh import check_divides
 from jaxfp8rl.config.toml import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MEMORY = {"h100": 79 * 2**30, "h200": 150_754_820_096}  # bytes; an H100's by what is left of its 80 GB, an H200's by the driver
+# bytes; an H100's by what is left of its 80 GB, an H200's by the driver
+MEMORY = {"h100": 79 * 2**30, "h200": 150_754_820_096}
 LARGER = {"num_attention_heads": 40, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # fmt: skip
+               "original_max_position_embeddings": 8192}
 MODELS = {  # as their config.json has them
     "Qwen3-0.6B": qwen3("0.6b"),
     "Qwen3-1.7B": qwen3("1.7b"),
     "Qwen3-4B": qwen3("4b"),
     "Qwen3-8B": qwen3("8b"),
     "Qwen3-14B": qwen3("8b") | LARGER,
-    "Qwen3-32B": qwen3("8b") | LARGER | {"num_attention_heads": 64, "intermediate_size": 25600, "num_hidden_layers": 64},
+    "Qwen3-32B": qwen3("8b") | LARGER | {"num_attention_heads": 64, "intermediate_size": 25600,
+                                         "num_hidden_layers": 64},
     "Llama-3.1-8B-Instruct": qwen3("8b") | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
         "rope_scaling": LLAMA3_ROPE,
     },
-}  # fmt: skip
+}
 PARAMETERS = {"Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72, "Qwen3-4B": 4.02, "Qwen3-8B": 8.19, "Qwen3-14B": 14.8,
-              "Qwen3-32B": 32.8, "Llama-3.1-8B-Instruct": 8.03}  # billions, as their makers count them; fmt: skip
+              # billions, as their makers count them; fmt: skip
+              "Qwen3-32B": 32.8, "Llama-3.1-8B-Instruct": 8.03}
 NAMED = {p.stem: p for p in sorted(CONFIGS.glob("*.toml")) if re.search(r"-h[12]00", p.stem)}
 
 
@@ -63,7 +69,8 @@ def comment(name: str) -> str:
     """What a config ends with."""
     cfg, model = loaded(name)
     plan = format_plan(memory_plan(cfg, model)) + format_needs(cfg, model)
-    return "\n".join(f"# {line}".rstrip() for line in [f"jaxfp8rl train {name} --dry-run", *plan.splitlines()]) + "\n"
+    return "\n".join(f"# {line}".rstrip() for line in [f"jaxfp8rl train {name} --dry-run",
+                                                       *plan.splitlines()]) + "\n"
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -89,7 +96,8 @@ def test_the_models_have_their_size(name):
 
 def write_plans() -> None:
     for name, path in NAMED.items():
-        head = re.split(r"^# jaxfp8rl train ", path.read_text(), maxsplit=1, flags=re.MULTILINE)[0].rstrip("\n")
+        head = re.split(r"^# jaxfp8rl train ", path.read_text(), maxsplit=1,
+                        flags=re.MULTILINE)[0].rstrip("\n")
         path.write_text(f"{head}\n\n{comment(name)}")
 
 

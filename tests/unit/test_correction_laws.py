@@ -27,20 +27,24 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 B, T = 3, 8
 SHAPE = (5, 24)  # room for the same sequences moved, padded or packed: one shape, one compilation a config
 GARBAGE = np.array([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0], np.float32)
-# one of each kind of dependence: none, a sequence, two sequence statistics, the batch's mean, its order, its spread
-VARIED = ["token_tis", "verl/decoupled_seq_is_rs", "nemo/seq_mask_tis", "slime/mis", "slime/mis_sequence", "areal/m2po", "ais"]
+# one of each kind of dependence: none, a sequence, two sequence statistics, the batch's mean, its order, its
+# spread
+VARIED = ["token_tis", "verl/decoupled_seq_is_rs", "nemo/seq_mask_tis", "slime/mis", "slime/mis_sequence",
+          "areal/m2po", "ais"]
 NEUTRAL = {  # of the metrics that do not start at 0
     "mismatch/token_mult_prob_error": 1, "mismatch/seq_mult_prob_error_max": 1, "mismatch/ppl_ratio": 1,
     "mismatch/prob_correlation": 1, "correction/batch_norm_factor": 1,
     "correction/ess": 1, "correction/weight_mean": 1, "correction/weight_max": 1, "correction/weight_min": 1,
-    "correction/sequence_weight_mean": 1, "correction/sequence_weight_max": 1, "correction/sequence_weight_min": 1,
-    "correction/raw_ess": 1, "correction/raw_weight_mean": 1, "correction/raw_weight_max": 1, "correction/raw_weight_min": 1,
-}  # fmt: skip
+    "correction/sequence_weight_mean": 1, "correction/sequence_weight_max": 1,
+    "correction/sequence_weight_min": 1,
+    "correction/raw_ess": 1, "correction/raw_weight_mean": 1, "correction/raw_weight_max": 1,
+    "correction/raw_weight_min": 1,
+}
 
 
 class Data(NamedTuple):
-    """old, rollout, mask, ids, all of SHAPE: B sequences, one a row from its first token; lengths 0 to T, holes in the mask,
-    garbage under it."""
+    """old, rollout, mask, ids, all of SHAPE: B sequences, one a row from its first token; lengths 0 to T,
+    holes in the mask, garbage under it."""
 
     old: Array
     rollout: Array
@@ -66,7 +70,8 @@ def data(seed: int, scale: float, rows: int = B) -> Data:
     spans = np.arange(SHAPE[1]) < lengths
     mask = spans & (rng.random(SHAPE) < 0.8)
     d, top = scale * rng.uniform(-1, 1, SHAPE), -rng.exponential(1.0, SHAPE)
-    old, rollout = (np.where(mask, top + np.minimum(x, 0), rng.choice(GARBAGE, SHAPE)).astype(np.float32) for x in (d, -d))
+    old, rollout = (np.where(mask, top + np.minimum(x, 0), rng.choice(GARBAGE, SHAPE)).astype(np.float32)
+                    for x in (d, -d))
     return Data(*(jnp.asarray(x) for x in (old, rollout, mask, spans.astype(np.int32))))
 
 
@@ -81,7 +86,8 @@ def with_live_tokens(batch: Data) -> Data:
     return Data(old.at[0, 0].set(-1), rollout.at[0, 0].set(-2), mask.at[0, 0].set(True), ids.at[0, 0].set(1))
 
 
-# --- neutral, empty, under the mask: for the weights of every preset see test_correction_presets.py -------------------
+# --- neutral, empty, under the mask: for the weights of every preset see test_correction_presets.py
+# -------------------
 
 
 @pytest.mark.parametrize("name", VARIED)
@@ -108,7 +114,8 @@ def test_an_empty_mask_gives_finite_neutral_metrics(name: str):
 @pytest.mark.parametrize("name", VARIED)
 def test_what_stands_under_the_mask_changes_no_metric(name: str):
     dirty = data(3, 2.0)
-    clean = dirty._replace(old=jnp.where(dirty.mask, dirty.old, -1.0), rollout=jnp.where(dirty.mask, dirty.rollout, -1.0))
+    clean = dirty._replace(old=jnp.where(dirty.mask, dirty.old, -1.0),
+                           rollout=jnp.where(dirty.mask, dirty.rollout, -1.0))
     run = compiled(PRESETS[name])
     chex.assert_trees_all_equal(run(dirty), run(clean))
     chex.assert_tree_all_finite(run(dirty))
@@ -123,7 +130,8 @@ def test_everything_is_float32_also_from_bfloat16():
     chex.assert_shape(list(fix.metrics.values()), ())
 
 
-# --- invariances ----------------------------------------------------------------------------------------------------
+# --- invariances
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIED)
@@ -141,12 +149,14 @@ def test_order_padding_rows_and_packing_do_not_matter(name: str, batch: Data, se
         return jnp.asarray(target)
 
     layouts = {
-        "shuffled": lambda i, b: (i, 0), "after padding": lambda i, b: (b, 5 + b), "other rows": lambda i, b: (rows - B + i, 0),
+        "shuffled": lambda i, b: (i, 0), "after padding": lambda i, b: (b, 5 + b),
+        "other rows": lambda i, b: (rows - B + i, 0),
         "one row": lambda i, b: (1, i * T), "two rows": lambda i, b: (i % 2, (i // 2) * T),
-    }  # fmt: skip
+    }
     numbered = batch._replace(ids=jnp.where(batch.ids > 0, jnp.arange(1, rows + 1)[:, None], 0))
     for spot in layouts.values():
-        there = run(Data(*(place(x, spot, fill) for x, fill in zip(numbered, (np.nan, np.inf, 0, 0), strict=True))))
+        there = run(
+            Data(*(place(x, spot, fill) for x, fill in zip(numbered, (np.nan, np.inf, 0, 0), strict=True))))
         assert_same(here, there, lambda x, spot=spot: place(x, spot))
 
 
@@ -161,10 +171,12 @@ def test_leading_axes_are_any():
     """[T], [B, T] and [2, B, T] are the same function."""
     batch, config = data(7, 1.0), PRESETS["nemo/seq_mask_tis"]
     fix = compiled(config)(batch)
-    row, stacked = (compiled(config)(batch.moved(move)) for move in (lambda x: x[1], lambda x: jnp.stack([x, x])))
+    row, stacked = (compiled(config)(batch.moved(move))
+                    for move in (lambda x: x[1], lambda x: jnp.stack([x, x])))
     chex.assert_trees_all_close((row.weights, row.mask), (fix.weights[1], fix.mask[1]), rtol=1e-6)
     for half in (0, 1):
-        chex.assert_trees_all_close((stacked.weights[half], stacked.mask[half]), (fix.weights, fix.mask), rtol=1e-6)
+        chex.assert_trees_all_close((stacked.weights[half], stacked.mask[half]), (fix.weights, fix.mask),
+                                    rtol=1e-6)
     chex.assert_trees_all_close(stacked.metrics, fix.metrics, rtol=1e-5, atol=1e-6)
 
 
@@ -195,20 +207,24 @@ for a, b in zip(one, eight):
 
 
 def test_the_number_of_devices_does_not_matter():
-    """Rows over 8 devices: the mean that normalises, M2's order and every metric are those of the whole batch."""
+    """Rows over 8 devices: the mean that normalises, M2's order and every metric are those of the whole
+    batch."""
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu",
-                        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # fmt: skip
+                        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     names = ["slime/mis_sequence", "areal/m2po"]
-    done = subprocess.run([sys.executable, "-c", SHARDED, *names], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", SHARDED, *names], env=env, capture_output=True, text=True,
+                          timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-# --- gradients ------------------------------------------------------------------------------------------------------
+# --- gradients
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIED)
 def test_weights_and_metrics_are_constants_to_the_gradient(name: str):
-    """Zero, not NaN, also for the garbage under the mask; in two-policy mode the weight's own input carries the gradient."""
+    """Zero, not NaN, also for the garbage under the mask; in two-policy mode the weight's own input carries
+    the gradient."""
     batch, config = data(8, 1.0), PRESETS[name]
 
     def everything(old: Array, rollout: Array) -> Array:
@@ -222,18 +238,22 @@ def test_weights_and_metrics_are_constants_to_the_gradient(name: str):
         fix = rollout_correction(logp, batch.rollout, batch.mask, config, batch.ids)
         return jnp.sum(fix.weights * jnp.where(batch.mask, logp, 0.0))
 
-    chex.assert_trees_all_close(jax.jit(jax.grad(reinforce))(batch.old), compiled(config)(batch).weights, rtol=1e-6)
+    chex.assert_trees_all_close(jax.jit(jax.grad(reinforce))(batch.old), compiled(config)(batch).weights,
+                                rtol=1e-6)
 
 
 @given(batch=batches(scales=(0.01, 0.1, 1.0)), seed=st.integers(0, 1000))
 def test_mixing_weights_is_mixing_gradients(batch: Data, seed: int):
-    """The loss is linear in the weight: the gradient with (1 - a) + a w is (1 - a) that without and a that with weights."""
+    """The loss is linear in the weight: the gradient with (1 - a) + a w is (1 - a) that without and a that
+    with weights."""
     batch, rng = with_live_tokens(batch), np.random.default_rng(seed)
-    logits, advantages = rng.normal(size=(*SHAPE, 5)).astype(np.float32), rng.normal(size=SHAPE).astype(np.float32)
+    logits, advantages = rng.normal(size=(*SHAPE,
+                                          5)).astype(np.float32), rng.normal(size=SHAPE).astype(np.float32)
     mixed, plain, weighted = (compiled(PRESETS[name])(batch) for name in ("ais", "none", "token_tis"))
     a = mixed.metrics["correction/mix"]
     assert 0 <= a <= 1
-    of_plain, of_weighted, of_mixed = (policy_gradient(logits, fix.weights, advantages) for fix in (plain, weighted, mixed))
+    of_plain, of_weighted, of_mixed = (policy_gradient(logits, fix.weights, advantages)
+                                       for fix in (plain, weighted, mixed))
     chex.assert_trees_all_close(of_mixed, (1 - a) * of_plain + a * of_weighted, rtol=1e-4, atol=1e-5)
 
 
@@ -246,23 +266,27 @@ def policy_gradient(logits: Array, weights: Array, advantages: Array) -> Array:
 
 def test_adaptive_mixing_asks_for_more_as_the_policies_part():
     """From no correction when they agree to a full one, less what the spread of the weights takes off."""
-    shares = [float(compiled(PRESETS["ais"])(data(9, scale)).metrics["correction/mix"]) for scale in (0.0, 0.01, 0.05, 0.2)]
+    shares = [float(compiled(PRESETS["ais"])(data(9, scale)).metrics["correction/mix"])
+              for scale in (0.0, 0.01, 0.05, 0.2)]
     assert shares == sorted(shares) and shares[0] < 0.2 and shares[-1] > 0.7
 
 
-# --- actions and statistics -----------------------------------------------------------------------------------------
+# --- actions and statistics
+# -----------------------------------------------------------------------------------------
 
 
 def many(scale: float, count: int = 40, rows: int = SHAPE[0]) -> Data:
     """Stacked batches [count, *SHAPE]."""
-    return Data(*(jnp.stack(x) for x in zip(*(data(seed, scale, rows) for seed in range(count)), strict=True)))
+    return Data(*(jnp.stack(x) for x in zip(*(data(seed, scale, rows) for seed in range(count)),
+                                            strict=True)))
 
 
 @pytest.mark.parametrize("overflow", ["cap", "zero"])
 @pytest.mark.parametrize("weight", ["token", "sequence", "geometric"])
 def test_actions_hold_their_bounds(weight: str, overflow: str):
     lower, upper, batch = 0.7, 1.6, many(2.0)
-    actions = [("truncate", 0, math.inf), ("truncate", 0, upper), ("mask", lower, upper), ("clip", lower, upper)]
+    actions = [("truncate", 0, math.inf), ("truncate", 0, upper), ("mask", lower, upper),
+               ("clip", lower, upper)]
     configs = [CorrectionConfig(weight, *action, overflow) for action in actions]
     raw, *acted = jax.jit(jax.vmap(lambda batch: [batch.correct(c).weights for c in configs]))(batch)
     raw, truncated, masked, clipped = (np.asarray(x)[np.asarray(batch.mask)] for x in (raw, *acted))
@@ -278,10 +302,12 @@ def test_ess_is_kish_and_follows_from_the_coefficient_of_variation(batch: Data, 
     """(sum w)^2 / (n sum w^2) = 1 / (1 + CV^2), over the tokens that are kept."""
     batch = with_live_tokens(batch)
     fix = compiled(PRESETS[name])(batch)
-    w, m = np.asarray(fix.weights, np.float64)[np.asarray(fix.mask)], {k: float(v) for k, v in fix.metrics.items()}
+    w, m = np.asarray(fix.weights,
+                      np.float64)[np.asarray(fix.mask)], {k: float(v) for k, v in fix.metrics.items()}
     if w.any():
         assert m["correction/ess"] == pytest.approx(np.sum(w) ** 2 / (w.size * np.sum(w**2)), rel=1e-4)
-    clamped = np.abs(np.where(batch.mask, batch.old - batch.rollout, 0)).sum() > 20  # raw_ess is that before the clamp
+    # raw_ess is that before the clamp
+    clamped = np.abs(np.where(batch.mask, batch.old - batch.rollout, 0)).sum() > 20
     for prefix in ("correction/", *(["correction/raw_"] if not clamped else [])):
         if m[f"{prefix}weight_mean"] > 1e-6:
             cv = m[f"{prefix}weight_std"] / m[f"{prefix}weight_mean"]
@@ -291,7 +317,8 @@ def test_ess_is_kish_and_follows_from_the_coefficient_of_variation(batch: Data, 
 @pytest.mark.parametrize("apart", [20.0, 45.0, 60.0, 88.0, 100.0])
 @pytest.mark.parametrize("name", ["token_tis", "nemo/is", "nemo/gspo", "areal/token_k2"])
 def test_large_weights_overflow_no_metric(name: str, apart: float):
-    """One token of 1,000 in ten sequences is `apart` nats likelier to the learner: its mean square is past float32's range."""
+    """One token of 1,000 in ten sequences is `apart` nats likelier to the learner: its mean square is past
+    float32's range."""
     old, mask = jnp.full((10, 100), -1.0), jnp.ones((10, 100), bool)
     rollout = old.at[3, 7].add(-apart)
     m = rollout_correction(old, rollout, mask, PRESETS[name], jnp.ones((10, 100), int)).metrics
@@ -303,7 +330,8 @@ def test_large_weights_overflow_no_metric(name: str, apart: float):
 
 
 def test_the_raw_sample_size_sees_a_collapse_beyond_the_clamp():
-    """Sequences of 1,024 tokens, each token a little less likely to the learner (top_p): every weight is clamped to e^-20."""
+    """Sequences of 1,024 tokens, each token a little less likely to the learner (top_p): every weight is
+    clamped to e^-20."""
     d = -np.random.default_rng(0).exponential(0.05, (64, 1024)).astype(np.float32)
     mask, old = jnp.ones(d.shape, bool), jnp.full(d.shape, -1.0)
     m = rollout_correction(old, old - d, mask, PRESETS["sequence_mis"], jnp.ones(d.shape, int)).metrics
@@ -311,27 +339,35 @@ def test_the_raw_sample_size_sees_a_collapse_beyond_the_clamp():
     w = np.exp(total - total.max())
     assert total.max() < -40 and w.sum() ** 2 / (64 * (w**2).sum()) < 0.3
     assert float(m["correction/raw_ess"]) == pytest.approx(w.sum() ** 2 / (64 * (w**2).sum()), rel=1e-3)
-    assert float(m["correction/weight_mean"]) == pytest.approx(math.exp(-20), rel=1e-4)  # weights are as they were
+    # weights are as they were
+    assert float(m["correction/weight_mean"]) == pytest.approx(math.exp(-20), rel=1e-4)
     infinite = rollout_correction(old, (old - d).at[0, 0].set(-jnp.inf), mask, PRESETS["token_tis"]).metrics
     assert float(infinite["correction/raw_ess"]) == pytest.approx(1 / d.size, rel=1e-5)
 
 
 def rejection(level: str, aggregation: str, statistic: str, width: float) -> Rejection:
-    """Bounds that hold the neutral value: ratios from e^-width to e^width, k1 in nats, the others up to width."""
-    bounds = {"ratio": (math.exp(-width), math.exp(width)), "k1": (-width, width), "mult_error": (0.0, 1 + width)}
-    return Rejection(level, statistic, aggregation, *bounds.get(statistic, (0.0, width)), clamp=aggregation != "max")
+    """Bounds that hold the neutral value: ratios from e^-width to e^width, k1 in nats, the others up to
+    width."""
+    bounds = {"ratio": (math.exp(-width), math.exp(width)), "k1": (-width, width),
+              "mult_error": (0.0, 1 + width)}
+    return Rejection(level, statistic, aggregation, *bounds.get(statistic, (0.0, width)),
+                     clamp=aggregation != "max")
 
 
 @pytest.mark.parametrize(
-    "statistic", ["ratio", "k2", *(pytest.param(s, marks=pytest.mark.slow) for s in ("k1", "k3", "mult_error"))]
+    "statistic",
+    ["ratio", "k2", *(pytest.param(s, marks=pytest.mark.slow) for s in ("k1", "k3", "mult_error"))]
 )
 def test_rejection_is_monotone(statistic: str):
-    """Narrower bounds, one rule more, or twice the mismatch: none of them ever keeps a token that was not kept before."""
+    """Narrower bounds, one rule more, or twice the mismatch: none of them ever keeps a token that was not
+    kept before."""
     batch = many(1.5)
     d = jnp.where(batch.mask, batch.old - batch.rollout, 0.0)
     batch = batch._replace(old=d, rollout=jnp.zeros_like(d))  # so that doubling is exact
-    another = Rejection("token", "k2", upper=0.5, inverse=True)  # k2 is symmetric; so named, it is not the rule of kind "k2"
-    kinds = [("token", "mean"), ("sequence", "sum"), ("sequence", "mean"), ("sequence", "max"), ("sequence", "min")]
+    # k2 is symmetric; so named, it is not the rule of kind "k2"
+    another = Rejection("token", "k2", upper=0.5, inverse=True)
+    kinds = [("token", "mean"), ("sequence", "sum"), ("sequence", "mean"), ("sequence", "max"),
+             ("sequence", "min")]
     wide, narrow = ([rejection(*kind, statistic, width) for kind in kinds] for width in (1.0, 0.4))
     rules = [[(w,), (n,), (w, another)] for w, n in zip(wide, narrow, strict=True)]
 
@@ -355,27 +391,32 @@ def test_inverse_bounds_the_inverse_ratio(inverse: bool):
     """verl's k1 with bounds "0.6_1.4" keeps 1/rho in them: asymmetric bounds tell."""
     d = jnp.log(jnp.array([[0.55, 0.65, 1.0, 1.35, 1.5, 1.7]]))
     mask = jnp.ones_like(d, bool)
-    config = CorrectionConfig("none", rejections=(Rejection("token", "ratio", lower=0.6, upper=1.4, inverse=inverse),))
+    config = CorrectionConfig("none", rejections=(Rejection("token", "ratio", lower=0.6, upper=1.4,
+                                                            inverse=inverse),))
     kept = rollout_correction(d, jnp.zeros_like(d), mask, config).mask
-    assert kept.tolist() == [[False, False, True, True, True, False] if inverse else [False, True, True, True, False, False]]
+    assert kept.tolist() == [[False, False, True, True, True, False] if inverse
+                             else [False, True, True, True, False, False]]
 
 
 def test_a_rejected_token_leaves_the_denominator_or_stays_in_it():
     batch = data(10, 1.0)
     rule = Rejection("token", "k2", upper=0.1)
-    kept, everyone = (batch.correct(CorrectionConfig(rejections=(rule,), denominator=d)) for d in ("kept", "all"))
+    kept, everyone = (batch.correct(CorrectionConfig(rejections=(rule,), denominator=d))
+                      for d in ("kept", "all"))
     chex.assert_trees_all_equal(kept.weights, everyone.weights)
     chex.assert_trees_all_equal(everyone.mask, batch.mask)
     chex.assert_trees_all_equal(kept.mask, kept.weights > 0)
     rejected = jnp.sum(batch.mask & ~kept.mask) / jnp.sum(batch.mask)
-    assert 0 < rejected < 1 and everyone.metrics["correction/rejected_fraction"] == pytest.approx(float(rejected))
+    assert 0 < rejected < 1 and everyone.metrics["correction/rejected_fraction"] == pytest.approx(
+        float(rejected))
 
 
 def test_normalised_weights_have_mean_one_before_anyone_is_rejected():
     batch = data(11, 1.0)
     for weight in ("token", "sequence", "geometric"):
         w = batch.correct(CorrectionConfig(weight, batch_normalize=True)).weights
-        rows = [row[live] for row, live in zip(np.asarray(w), np.asarray(batch.mask), strict=True) if live.any()]
+        rows = [row[live] for row, live in zip(np.asarray(w), np.asarray(batch.mask), strict=True)
+                if live.any()]
         members = np.concatenate(rows) if weight == "token" else np.array([row[0] for row in rows])
         assert np.mean(members) == pytest.approx(1.0, abs=1e-5)
 
@@ -390,7 +431,8 @@ def test_m2_keeps_as_many_tokens_as_its_limit_allows():
     assert np.count_nonzero(far.correct(CorrectionConfig("none", m2_limit=0.04)).mask) == 1
 
 
-# --- compilation ----------------------------------------------------------------------------------------------------
+# --- compilation
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["slime/mis", "areal/m2po"])
@@ -408,14 +450,16 @@ def test_a_config_is_a_static_argument():
     assert len({hash(CorrectionConfig(rejections=(Rejection("token", "k2"),))) for _ in range(2)}) == 1
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
+# --- bad input
+# ------------------------------------------------------------------------------------------------------
 
 SEQUENCE_K3 = Rejection("sequence", "k3", upper=0.01)
 
 
 @pytest.mark.parametrize(
     "config",
-    [CorrectionConfig("sequence"), CorrectionConfig("geometric"), CorrectionConfig("none", rejections=(SEQUENCE_K3,))],
+    [CorrectionConfig("sequence"), CorrectionConfig("geometric"),
+     CorrectionConfig("none", rejections=(SEQUENCE_K3,))],
 )
 def test_sequence_level_without_segments_says_what_is_missing(config: CorrectionConfig):
     batch = data(0, 1.0)
@@ -469,7 +513,7 @@ def test_bad_bounds_are_refused_in_words(config: CorrectionConfig, words: str):
         (rejects(level="seq"), "seq"), (rejects(statistic="k4"), "k4"),
         (rejects(level="sequence", aggregation="median"), "median"),
     ],
-)  # fmt: skip
+)
 def test_a_misspelt_choice_is_refused_by_name(config: CorrectionConfig, word: str):
     """A NamedTuple takes any string; none of them may be taken for something it is not."""
     with pytest.raises(ValueError, match=f'"{word}"'):
@@ -477,7 +521,8 @@ def test_a_misspelt_choice_is_refused_by_name(config: CorrectionConfig, word: st
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("nemo/icepob", "nemo/icepop"), ("verl/decoupled_token_tis", "verl/decoupled_token_is")]
+    ("name", "nearest"),
+    [("nemo/icepob", "nemo/icepop"), ("verl/decoupled_token_tis", "verl/decoupled_token_is")]
 )
 def test_an_unknown_preset_names_the_nearest(name: str, nearest: str):
     with pytest.raises(ConfigError, match=nearest):

@@ -27,13 +27,15 @@ MARGIN = 1e-5  # a statistic this close to its bound may fall on either side of 
 
 
 SOME = slice(1, 1 + 2 * len(MISMATCH))  # batches that the laws below are tried on: each mismatch twice
-CALM = slice(len(MISMATCH), 3 * len(MISMATCH), len(MISMATCH))  # those without mismatch, which no preset rejects
+# those without mismatch, which no preset rejects
+CALM = slice(len(MISMATCH), 3 * len(MISMATCH), len(MISMATCH))
 CASES = ["equal", "empty", "clean", "half"]  # variants of SOME, after the 2 N batches; then those of CALM:
 NANS = ["nan_old", "nan_rollout"]
 
 
 class Batches(NamedTuple):
-    """p, g, mask, segment_ids [2 N + ..., SEQUENCES, WIDTH]: one sequence a row, then the same packed, then CASES and NANS.
+    """p, g, mask, segment_ids [2 N + ..., SEQUENCES, WIDTH]: one sequence a row, then the same packed, then
+    CASES and NANS.
 
     where [N, SEQUENCES * WIDTH]: the flat index within its packed batch of each token of the unpacked one.
     """
@@ -47,7 +49,8 @@ class Batches(NamedTuple):
 
 @functools.cache
 def batches() -> Batches:
-    """Seeded; lengths from 0, holes in the mask, empty rows and an empty batch, anything at all under the mask."""
+    """Seeded; lengths from 0, holes in the mask, empty rows and an empty batch, anything at all under the
+    mask."""
     rng = np.random.default_rng(20261121)
     shape = (BATCHES, SEQUENCES, WIDTH)
     lengths = rng.integers(0, LENGTH + 1, (BATCHES, SEQUENCES, 1))
@@ -61,7 +64,8 @@ def batches() -> Batches:
     spikes = rng.random(shape) < 0.05  # calm sequences with a single bad token
     d = np.where(spikes, rng.uniform(-30, 30, shape), d) * (scale > 0)
     top = -rng.exponential(1.0, shape)  # the larger of the two log-probabilities
-    p, g = (np.where(mask, top + np.minimum(x, 0), rng.choice(GARBAGE, shape)).astype(np.float32) for x in (d, -d))
+    p, g = (np.where(mask, top + np.minimum(x, 0), rng.choice(GARBAGE, shape)).astype(np.float32)
+            for x in (d, -d))
     segment_ids = np.broadcast_to((np.arange(WIDTH) < lengths).astype(np.int32), shape)
 
     packed = [np.zeros(shape, a.dtype) for a in (p, g, mask, segment_ids)]
@@ -84,14 +88,16 @@ def batches() -> Batches:
 
 
 def variants(p: np.ndarray, g: np.ndarray, mask: np.ndarray, ids: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-    """CASES: one policy for both; nobody live; nothing odd under the mask; only the first two sequences live."""
+    """CASES: one policy for both; nobody live; nothing odd under the mask; only the first two sequences
+    live."""
     half = mask & (np.arange(SEQUENCES)[:, None] < 2)
     clean = (np.where(mask, p, -1), np.where(mask, g, -1))
     return [(p, p, mask, ids), (p, g, np.zeros_like(mask), ids), (*clean, mask, ids), (p, g, half, ids)]
 
 
 def nans(p: np.ndarray, g: np.ndarray, mask: np.ndarray, ids: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-    """NANS: a NaN at the first token of the first sequence, which is live; from the learner, then from the engine."""
+    """NANS: a NaN at the first token of the first sequence, which is live; from the learner, then from the
+    engine."""
     p, g, mask, ids = (x.copy() for x in (p, g, mask, ids))
     mask[:, 0, :2], ids[:, 0, :2], p[:, 0, :2], g[:, 0, :2] = True, 1, -1.0, -1.0
     broken_p, broken_g = p.copy(), g.copy()
@@ -108,7 +114,8 @@ def case(name: str) -> slice:
 
 @functools.cache
 def ours(config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """(weights, mask) [2 N + ..., SEQUENCES, WIDTH], one compilation a config, shared by the presets that are alike."""
+    """(weights, mask) [2 N + ..., SEQUENCES, WIDTH], one compilation a config, shared by the presets that are
+    alike."""
     arrays = [jnp.asarray(x) for x in batches()[:4]]
     run = jax.jit(jax.vmap(lambda p, g, mask, ids: rollout_correction(p, g, mask, config, ids)[:2]))
     quick = {"xla_backend_optimization_level": 0}  # 45 compilations: half a minute less
@@ -117,9 +124,11 @@ def ours(config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tolerance(config: CorrectionConfig) -> np.ndarray:
-    """[N]: 1e-5, plus what a float32 sum of log-ratios loses before exp makes a relative error of its absolute one.
+    """[N]: 1e-5, plus what a float32 sum of log-ratios loses before exp makes a relative error of its
+    absolute one.
 
-    A sum over n tokens rounds by about log2(n) 2^-24 of sum |D|, 2e-7 here: 1e-4 at the 240 nats that 8 tokens can reach.
+    A sum over n tokens rounds by about log2(n) 2^-24 of sum |D|, 2e-7 here: 1e-4 at the 240 nats that 8
+    tokens can reach.
     """
     if config.weight != "sequence":
         return np.full(BATCHES, 1e-5)
@@ -143,19 +152,22 @@ def test_preset_equals_the_oracle(name: str):
     config, data = PRESETS[name], batches()
     weights, counted = ours(config)
     assert np.all(weights[~data.mask] == 0) and not counted[~data.mask].any()
-    verdicts = [ORACLES[name](*x) for x in zip(data.p[:BATCHES], data.g[:BATCHES], data.mask[:BATCHES], strict=True)]
+    verdicts = [ORACLES[name](*x) for x in zip(data.p[:BATCHES], data.g[:BATCHES], data.mask[:BATCHES],
+                                               strict=True)]
     expected, expected_count, margin = (np.array(x) for x in zip(*verdicts, strict=True))
     clear = margin >= MARGIN
     assert np.mean(clear) > 0.8
     mask, rtol = data.mask[:BATCHES], tolerance(config)[:, None, None]
     packed = [x[BATCHES : 2 * BATCHES].reshape(BATCHES, -1) for x in (weights, counted)]
     packed = [np.take_along_axis(x, data.where, 1).reshape(mask.shape) for x in packed]
-    for layout, (w, c) in {"a sequence a row": (weights[:BATCHES], counted[:BATCHES]), "packed": packed}.items():
+    for layout, (w, c) in {"a sequence a row": (weights[:BATCHES], counted[:BATCHES]),
+                           "packed": packed}.items():
         # below 1e-8, exp of -20 and beyond, a weight is nothing: clamped and unclamped forms meet there
         wrong = mask & ((c != expected_count) | (np.abs(w - expected) > rtol * np.abs(expected) + 1e-8))
         places = [tuple(i) for i in np.argwhere(wrong & clear[:, None, None])]
         assert not places, f"{layout}: {len(places)} tokens differ, the first [batch, sequence, token]: " + "; ".join(
-            f"{i} weight {w[i]:.6g}, oracle {expected[i]:.6g}; counted {c[i]}, oracle {expected_count[i]}" for i in places[:3]
+            f"{i} weight {w[i]:.6g}, oracle {expected[i]:.6g}; counted {c[i]}, oracle {expected_count[i]}"
+            for i in places[:3]
         )
 
 
@@ -187,12 +199,14 @@ def test_the_batches_reach_every_branch():
             assert np.ptp(live) > 0, name
 
 
-# --- laws that hold for each preset ---------------------------------------------------------------------------------
+# --- laws that hold for each preset
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_equal_policies_leave_the_loss_alone(name: str):
-    """Weight exactly 1 at live tokens and nobody left out: the gradient is the uncorrected one, to the last bit."""
+    """Weight exactly 1 at live tokens and nobody left out: the gradient is the uncorrected one, to the last
+    bit."""
     (weights, counted), mask = ours(PRESETS[name]), batches().mask[case("equal")]
     assert np.array_equal(weights[case("equal")], mask.astype(np.float32))
     assert np.array_equal(counted[case("equal")], mask)
@@ -217,7 +231,8 @@ def test_sequences_are_independent_unless_the_config_needs_the_batch(name: str):
     """`needs_batch` decides who may be corrected by micro-batch: it must not be wrong either way."""
     (weights, counted), live = ours(PRESETS[name]), batches().mask[case("half")]
     alone = np.allclose(weights[SOME][live], weights[case("half")][live], rtol=1e-6, atol=0)
-    assert (alone and np.array_equal(counted[SOME] & live, counted[case("half")])) != PRESETS[name].needs_batch
+    assert (alone and np.array_equal(counted[SOME] & live,
+                                     counted[case("half")])) != PRESETS[name].needs_batch
 
 
 @pytest.mark.parametrize("name", [n for n, c in PRESETS.items() if c.weight != "none"])
@@ -243,7 +258,8 @@ def test_weights_keep_within_their_bounds(name: str):
         assert np.min(healthy[healthy > 0]) >= np.float32(config.lower)
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- metrics
+# --------------------------------------------------------------------------------------------------------
 
 
 def of_sequences(w: np.ndarray, mask: np.ndarray, kept: np.ndarray) -> dict[str, float]:
@@ -252,26 +268,31 @@ def of_sequences(w: np.ndarray, mask: np.ndarray, kept: np.ndarray) -> dict[str,
     touched = float(np.mean((mask & ~kept).any(-1)[some]))
     means = [row[k].mean() for row, k in zip(w, kept) if k.any()]
     named = {"mean": np.mean(means), "std": np.std(means), "max": max(means), "min": min(means),
-             "max_deviation": max(abs(m - 1) for m in means)}  # fmt: skip
+             "max_deviation": max(abs(m - 1) for m in means)}
     return {f"correction/sequence_weight_{k}": float(v) for k, v in named.items()} | {
         "correction/rejected_sequences": touched, "correction/rejected_sequences/token_k2": touched,
         "correction/lost_sequences": float(np.mean(~kept.any(-1)[some])),
-    }  # fmt: skip
+    }
 
 
 def test_metrics_equal_the_oracle():
-    """Against the raw formulas where log-ratios stay within +-20, past which ours are clamped. Unpacked and packed.
+    """Against the raw formulas where log-ratios stay within +-20, past which ours are clamped. Unpacked and
+    packed.
 
-    Mismatch and raw weights are those of all live tokens, the statistics of the weights applied those of the kept ones.
+    Mismatch and raw weights are those of all live tokens, the statistics of the weights applied those of the
+    kept ones.
     """
     names = {
-        "kl": "k1", "k3": "k3", "policy_k3": "k3_reverse", "js": "js", "abs": "abs_logp_diff", "max_abs": "max_logp_diff",
-        "mult_prob_error": "token_mult_prob_error", "max_prob_diff": "prob_diff_max", "mean_prob_diff": "prob_diff_mean",
+        "kl": "k1", "k3": "k3", "policy_k3": "k3_reverse", "js": "js", "abs": "abs_logp_diff",
+        "max_abs": "max_logp_diff",
+        "mult_prob_error": "token_mult_prob_error", "max_prob_diff": "prob_diff_max",
+        "mean_prob_diff": "prob_diff_mean",
         "training_ppl": "learner_ppl", "rollout_ppl": "rollout_ppl", "ppl_ratio": "ppl_ratio",
         "log_ppl_diff": "log_ppl_diff_mean", "log_ppl_abs_diff": "log_ppl_diff_abs_mean",
-        "log_ppl_diff_max": "log_ppl_diff_max", "log_ppl_diff_min": "log_ppl_diff_min", "chi2_token": "chi2_token",
+        "log_ppl_diff_max": "log_ppl_diff_max", "log_ppl_diff_min": "log_ppl_diff_min",
+        "chi2_token": "chi2_token",
         "chi2_sequence": "chi2_seq",
-    }  # fmt: skip
+    }
     data, config = batches(), CorrectionConfig(upper=2.0, rejections=(Rejection("token", "k2", upper=1.0),))
     run = jax.jit(jax.vmap(lambda p, g, mask, ids: rollout_correction(p, g, mask, config, ids)))
     result = run(*(jnp.asarray(x[: 2 * BATCHES]) for x in data[:4]))
@@ -287,14 +308,16 @@ def test_metrics_equal_the_oracle():
             continue
         ours_by_key = {f"mismatch/{names[k]}": expected[k] for k in names}
         ours_by_key |= {f"correction/weight_{k}": v for k, v in weight_metrics(w, kept).items() if k != "ess"}
-        ours_by_key |= {f"correction/raw_weight_{k}": v for k, v in weight_metrics(raw, mask).items() if k != "ess"}
+        ours_by_key |= {f"correction/raw_weight_{k}": v for k, v in weight_metrics(raw, mask).items()
+                        if k != "ess"}
         ours_by_key |= {
-            "correction/ess": weight_metrics(w, kept)["ess"], "correction/raw_ess": weight_metrics(raw, mask)["ess"],
+            "correction/ess": weight_metrics(w, kept)["ess"],
+            "correction/raw_ess": weight_metrics(raw, mask)["ess"],
             "mismatch/seq_mult_prob_error_max": max(sequence_errors(p, g, mask)),
             "correction/truncated_fraction": float(np.mean(raw[mask] > 2.0)),
             "correction/rejected_fraction": float(np.mean(~kept[mask])),
             "correction/rejected/token_k2": float(np.mean(~kept[mask])),
-        }  # fmt: skip
+        }
         ours_by_key |= of_sequences(w, mask, kept)
         for key, value in ours_by_key.items():
             for where in (n, BATCHES + n):
@@ -302,7 +325,8 @@ def test_metrics_equal_the_oracle():
                 assert metrics[key][where] == pytest.approx(value, rel=3e-4, abs=2e-6), (key, n)
 
 
-# --- the reference vector: 3 sequences, computed by hand from the formulas in float64 ---------------------------------
+# --- the reference vector: 3 sequences, computed by hand from the formulas in float64
+# ---------------------------------
 
 P = np.array([[-0.10, -1.20, -0.50, -2.00], [-0.30, -0.05, -4.00, -0.70], [-1.00, -0.20, -9, -9]], np.float32)
 G = np.array([[-0.12, -1.00, -0.55, -1.10], [-0.30, -0.06, -1.50, -0.75], [-2.00, -0.25, -1, -1]], np.float32)
@@ -330,16 +354,19 @@ def test_reference_vector_weights():
     assert raw.metrics["correction/raw_weight_mean"] == six_digits(1.020973)
     tis = correct(CorrectionConfig())
     np.testing.assert_allclose(tis.weights[MASK], np.minimum(RHO, 2.0), atol=6e-7)
-    assert tis.metrics["correction/weight_mean"] == six_digits(0.949145)  # the vector says .949145: mean of the ten above
+    # the vector says .949145: mean of the ten above
+    assert tis.metrics["correction/weight_mean"] == six_digits(0.949145)
     assert tis.metrics["correction/ess"] == six_digits(0.803000)
     assert tis.metrics["correction/truncated_fraction"] == six_digits(0.1)
 
 
 def test_reference_vector_icepop():
     pop = correct(CorrectionConfig(action="mask", lower=0.5, upper=5.0))
-    np.testing.assert_allclose(pop.weights[MASK], [0 if r in (0.406570, 0.082085) else r for r in RHO], atol=6e-7)
+    np.testing.assert_allclose(pop.weights[MASK], [0 if r in (0.406570, 0.082085) else r for r in RHO],
+                               atol=6e-7)
     assert np.array_equal(pop.mask, MASK)
-    assert float(pop.metrics["correction/below_fraction"] + pop.metrics["correction/truncated_fraction"]) == six_digits(0.2)
+    assert float(pop.metrics["correction/below_fraction"]
+                 + pop.metrics["correction/truncated_fraction"]) == six_digits(0.2)
 
 
 def test_reference_vector_sequence_weights():
@@ -357,12 +384,14 @@ def test_reference_vector_sequence_weights():
     [
         ("mean", "k3", (0.081693, 0.395852, 0.359776)), ("sum", "k2", (0.42645, 3.1263, 0.50125)),
         ("max", "k2", (0.405, 3.125, 0.5)), ("sum", "k1", (-1.03, -2.44, 1.05)),
-        ("mean", "ratio", (0.772982, 0.543351, 1.690459)), ("mean", "mult_error", (1.438120, 3.810954, 1.884776)),
+        ("mean", "ratio", (0.772982, 0.543351, 1.690459)),
+        ("mean", "mult_error", (1.438120, 3.810954, 1.884776)),
         ("min", "ratio", (0.406570, 0.082085, 1.051271)), ("max", "ratio", (1.051271, 1.051271, 2.718282)),
     ],
-)  # fmt: skip
+)
 def test_reference_vector_sequence_statistics(aggregation: str, statistic: str, values: tuple[float, ...]):
-    """A statistic is not returned, but bounds a few 1e-7 around its value keep just the sequences that have it."""
+    """A statistic is not returned, but bounds a few 1e-7 around its value keep just the sequences that have
+    it."""
     for value in values:
         r = Rejection("sequence", statistic, aggregation, value - 2e-6, value + 2e-6)
         kept = correct(CorrectionConfig("none", rejections=(r,))).mask
@@ -382,13 +411,15 @@ def test_reference_vector_token_rejection_and_veto():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("k1", 0.242), ("k3", 0.262973), ("learner_ppl", 2.647358), ("rollout_ppl", 2.333086), ("ppl_ratio", 1.241893),
+        ("k1", 0.242), ("k3", 0.262973), ("learner_ppl", 2.647358), ("rollout_ppl", 2.333086),
+        ("ppl_ratio", 1.241893),
         ("log_ppl_diff_mean", 0.114167), ("log_ppl_diff_abs_mean", 0.464167), ("log_ppl_diff_max", 0.61),
-        ("log_ppl_diff_min", -0.525), ("chi2_token", 0.460794), ("chi2_seq", 1.767074), ("k3_reverse", 0.963532),
+        ("log_ppl_diff_min", -0.525), ("chi2_token", 0.460794), ("chi2_seq", 1.767074),
+        ("k3_reverse", 0.963532),
         ("token_mult_prob_error", 2.476585), ("seq_mult_prob_error_max", 3.810954), ("max_logp_diff", 2.5),
         ("abs_logp_diff", 0.478),
     ],
-)  # fmt: skip
+)
 def test_reference_vector_metrics(key: str, value: float):
     assert vector_metrics()[f"mismatch/{key}"] == six_digits(value)
 
@@ -400,9 +431,10 @@ def test_the_oracle_reproduces_the_reference_vector():
         "kl": 0.242, "k3": 0.262973, "policy_k3": 0.963532, "mult_prob_error": 2.476585, "rho_mean": 1.020973,
         "training_ppl": 2.647358, "rollout_ppl": 2.333086, "ppl_ratio": 1.241893, "log_ppl_diff": 0.114167,
         "chi2_token": 0.460794, "chi2_sequence": 1.767074,
-    }  # fmt: skip
+    }
     assert {k: metrics[k] for k in expected} == {k: six_digits(v) for k, v in expected.items()}
     assert sequence_errors(P, G, MASK) == [six_digits(v) for v in (1.438120, 3.810954, 1.884776)]
     weights = ORACLES["verl/decoupled_token_is"](P, G, MASK).weights
     assert weight_metrics(weights, MASK)["ess"] == six_digits(0.803000)
-    np.testing.assert_allclose(ORACLES["verl/decoupled_seq_is"](P, G, MASK).weights[:, 0], [0.357007, 0.087161, 2], atol=1e-6)
+    np.testing.assert_allclose(ORACLES["verl/decoupled_seq_is"](P, G, MASK).weights[:, 0],
+                               [0.357007, 0.087161, 2], atol=1e-6)

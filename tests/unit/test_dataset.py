@@ -30,7 +30,8 @@ def test_permutation_is_one(n, seed, epoch):
 
 
 def test_permutation_is_pinned_and_uniform():
-    assert permutation(8, 1, 0).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]  # a change here would reorder every resumed run
+    # a change here would reorder every resumed run
+    assert permutation(8, 1, 0).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]
     first = np.bincount([permutation(4, seed, 0)[0] for seed in range(2000)], minlength=4)
     assert (abs(first - 500) < 100).all()
     assert permutation(50, 0, 0).tolist() != permutation(50, 0, 1).tolist() != permutation(50, 1, 0).tolist()
@@ -45,7 +46,8 @@ def test_every_epoch_shows_every_problem_once(n, batches, seed):
         assert len(set(drawn[start:start + n])) == n
 
 
-@given(st.integers(1, 12), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 8), st.integers(0, 2**31))
+@given(st.integers(1, 12), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 8),
+       st.integers(0, 2**31))
 def test_resuming_equals_never_stopping(n, batches, stop, seed):
     whole, first = PromptStream(problems(n), seed), PromptStream(problems(n), seed)
     expected = [whole.next(size) for size in batches]
@@ -69,20 +71,23 @@ def test_answers_and_tokens_are_part_of_what_is_learned_from():
     answered = [*prompts[:2], (dataclasses.replace(prompts[2][0], answer="7"), (1, 2))]
     moved = [(prompts[0][0], (1, 2, 1)), (prompts[1][0], (2,)), prompts[2]]
     assert len({contents(x) for x in (prompts, prompts[:2], answered, moved)}) == 4
-    assert contents(answered, answers=False) == contents(prompts, answers=False) != contents(moved, answers=False)
+    assert contents(answered, answers=False) == contents(prompts,
+                                                         answers=False) != contents(moved, answers=False)
 
 
 @pytest.mark.parametrize("differing", ["problems", "held-out problems"])
 def test_a_run_is_not_resumed_on_other_answers(differing, monkeypatch):
     monkeypatch.setattr(resume, "_like", lambda parts: None)
     kept = {"problems": "a", "held-out problems": "b"}
-    parts = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint=lambda: "t"), contents=kept | {differing: "c"})
+    parts = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint=lambda: "t"),
+                            contents=kept | {differing: "c"})
     run = SimpleNamespace(phase=print, restore=lambda like: (None, {"tokenizer": "t", "contents": kept}, 3))
     with pytest.raises(CheckpointError, match=f"taken on other {differing}: answers differ"):
         resume.restore(parts, run)
 
 
-@pytest.mark.parametrize("damage", [{"seed": None}, {"position": 6}, {"position": -1}, {"epoch": -1}, {"epoch": "x"}])
+@pytest.mark.parametrize("damage",
+                         [{"seed": None}, {"position": 6}, {"position": -1}, {"epoch": -1}, {"epoch": "x"}])
 def test_a_damaged_state_is_refused(damage):
     with pytest.raises(CheckpointError, match="damaged"):
         PromptStream.from_state(problems(5), PromptStream(problems(5), 0).state() | damage)
@@ -104,9 +109,11 @@ def test_prepare_encodes_and_limits():
     bad = [Problem("long", "1+1+1=", "3"), Problem("void", "", "3")]
     with pytest.raises(DataError) as e:
         prepare([*good, *bad], tokenizer, 4)
-    assert '"long": 6 tokens, the limit is 4' in str(e.value) and '"void": the prompt has no tokens' in str(e.value)
+    assert '"long": 6 tokens, the limit is 4' in str(e.value) and '"void": the prompt has no tokens' in str(
+        e.value)
     first = 'problem "long": 6 tokens, the limit is 4'
-    assert prepare([*good, *bad], tokenizer, 4, skip=True) == (kept, PrepareReport(len(good), 1, 1, 4, first=first))
+    assert prepare([*good, *bad], tokenizer, 4,
+                   skip=True) == (kept, PrepareReport(len(good), 1, 1, 4, first=first))
     refused = prepare([*good, Problem("odd", "two", "2")], tokenizer, 4, skip=True)[1]
     assert refused.refused == 1 and "cannot encode 'two'" in refused.first
     with pytest.raises(DataError, match="2 of 2 prompts"):
@@ -114,7 +121,9 @@ def test_prepare_encodes_and_limits():
 
 
 def test_the_data_package_is_cheap_to_import():
-    code = ("import sys, jaxfp8rl.data.tasks, jaxfp8rl.data.dataset, jaxfp8rl.data.tokenizer, jaxfp8rl.rewards.runner;"
+    code = (
+        "import sys, jaxfp8rl.data.tasks, jaxfp8rl.data.dataset, jaxfp8rl.data.tokenizer, jaxfp8rl.rewards.runner;"
             "heavy = {'jax', 'torch', 'vllm', 'transformers', 'tokenizers', 'reasoning_gym', 'sympy', 'pyarrow', 'jinja2'};"
             "print(sorted(heavy & sys.modules.keys()))")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          check=True).stdout == "[]\n"

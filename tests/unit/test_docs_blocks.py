@@ -1,8 +1,9 @@
-"""Every block of README and docs does what it says: Python is run, TOML loads, commands exist with all their options.
+"""Every block of README and docs does what it says: Python is run, TOML loads, commands exist with all their
+options.
 
-A command is not run to its end (`make demo` takes minutes, others want a GPU) but up to where it would start: the command
-line's own parser and config reader take its words. What a block needs around it stands in AROUND, what another test runs in
-ELSEWHERE.
+A command is not run to its end (`make demo` takes minutes, others want a GPU) but up to where it would start:
+the command line's own parser and config reader take its words. What a block needs around it stands in AROUND,
+what another test runs in ELSEWHERE.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ARRAYS = """
 import jax, jax.numpy as jnp
 normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
 """
-# Pages whose Python starts engines that need a model; their imports are run here, and what they call in tests/bridges/.
+# Pages whose Python starts engines that need a model; their imports are run here, and what they call in
+# tests/bridges/.
 IMPORTS_ALONE = {"remote_engine.md"}
 # page: what its Python takes for granted.
 AROUND = {
@@ -70,8 +72,10 @@ def of(language: str) -> list:
 
 def commands() -> list:
     """Each command of each bash block; a line that ends with a backslash goes on."""
-    lines = [(b, line) for b in blocks() if b.language == "bash" for line in b.text.replace("\\\n", " ").splitlines()]
-    return [pytest.param(line, id=f"{b.page}: {line[:60]}") for b, line in lines if line.split("#")[0].strip()]
+    lines = [(b, line) for b in blocks() if b.language == "bash"
+             for line in b.text.replace("\\\n", " ").splitlines()]
+    return [pytest.param(line, id=f"{b.page}: {line[:60]}") for b, line in lines
+            if line.split("#")[0].strip()]
 
 
 def test_every_block_has_a_language_that_is_tested():
@@ -113,7 +117,8 @@ def test_a_command_is_understood(line, tmp_path, monkeypatch):
     while re.match(r"[A-Z_]+=", words[0]):  # JAX_PLATFORMS=cuda python ...
         words.pop(0)
     shells = dict.fromkeys(("export", "source"), lambda _: None)
-    {"jaxfp8rl": jaxfp8rl, "make": make, "pip": pip, "python": python, "hf": hf, **shells}[words[0]](words[1:])
+    {"jaxfp8rl": jaxfp8rl, "make": make, "pip": pip, "python": python, "hf": hf,
+     **shells}[words[0]](words[1:])
 
 
 def jaxfp8rl(words: list[str]) -> None:
@@ -147,10 +152,12 @@ def python(words: list[str]) -> None:
     assert words[0] == "-m", words
     module, options = words[1], {w for w in words[2:] if w.startswith("--")}
     if module == "pytest":
-        markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+        markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"][
+            "markers"]
         assert words[2] == "-m" and words[3] in {m.partition(":")[0] for m in markers}
         return
-    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT,
+                          check=True)
     assert options <= set(re.findall(r"--[\w-]+", done.stdout))
 
 

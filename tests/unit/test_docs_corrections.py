@@ -1,4 +1,5 @@
-"""docs/corrections.md says what the code does: its table is that of PRESETS, its TOML loads, its numbers are the laboratory's."""
+"""docs/corrections.md says what the code does: its table is that of PRESETS, its TOML loads, its numbers are
+the laboratory's."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def rejection_cell(r: Rejection) -> str:
     log_ratio = r.statistic == "k1" and math.isfinite(r.lower)
     low, high = (math.exp(b) if log_ratio else b for b in (r.lower, r.upper))
     if r.statistic == "ratio" or log_ratio:
-        subject = "ρ" if r.level == "token" else {"sum": "ρ_seq", "mean": "ρ_geo"}.get(r.aggregation, f"{r.aggregation} ρ")
+        subject = "ρ" if r.level == "token" else {"sum": "ρ_seq",
+                                                  "mean": "ρ_geo"}.get(r.aggregation, f"{r.aggregation} ρ")
         subject = f"1/{subject}" if r.inverse else subject
     else:
         subject = {"mult_error": "e^abs(D)"}.get(r.statistic, r.statistic) + (" of 1/ρ" if r.inverse else "")
@@ -74,11 +76,13 @@ def table_rows() -> dict[str, list[str]]:
 def test_the_table_has_every_preset_as_it_is(name):
     cells, config = table_rows().get(name), PRESETS[name]
     expected = [weight_cell(config), keep_cell(config), config.denominator, config.overflow]
-    assert cells is not None and cells[:4] == expected, f"docs/corrections.md should say: | `{name}` | {' | '.join(expected)} |"
+    assert cells is not None and cells[
+        :4] == expected, f"docs/corrections.md should say: | `{name}` | {' | '.join(expected)} |"
 
 
 def test_the_table_has_the_laboratorys_numbers():
-    records = json.loads((ROOT / "benchmarks" / "results" / "corrections.json").read_text())["records"]["presets"]
+    records = json.loads((ROOT / "benchmarks" / "results" / "corrections.json").read_text())["records"][
+        "presets"]
     for r in records:
         bias, share = (float(x.strip("%")) / 100 for x in table_rows()[r["preset"]][4:6])
         assert bias == pytest.approx(r["bias"], rel=0.2, abs=0.02), r["preset"]

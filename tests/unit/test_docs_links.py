@@ -1,4 +1,5 @@
-"""Links between the pages, to files and to headings, lead somewhere. (`make docs` asks the same of the site.)"""
+"""Links between the pages, to files and to headings, lead somewhere. (`make docs` asks the same of the
+site.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every number that a run can write to metrics.jsonl stands in a table of the docs, and each in a table can be written."""
+"""Every number that a run can write to metrics.jsonl stands in a table of the docs, and each in a table can
+be written."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ ROOT = Path(__file__).parents[2]
 OTHERS = {name.split("/")[0] for name in PRESETS} | {"tok"}  # tok/s heads a column of the console
 METRIC = re.compile(r"[a-z]+(/[a-z0-9_*]*[a-z0-9*])+")
 MICRO = [
-    "--run.steps", "1", "--run.save_every", "0", "--run.eval_problems", "4", "--gate.completions", "4", "--sft.steps", "0",
-    "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "2", "--rollout.kv_cache", "auto", "--loss.kl_coef", "0.1",
+    "--run.steps", "1", "--run.save_every", "0", "--run.eval_problems", "4", "--gate.completions", "4",
+    "--sft.steps", "0",
+    "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "2", "--rollout.kv_cache", "auto",
+    "--loss.kl_coef", "0.1",
     "--precision.recipe", "bf16", "--model.config.num_hidden_layers", "1", "--train.row_tokens", "40",
     "--train.rows_per_microbatch", "2", "--task.options.operands", "2",
-]  # fmt: skip
+]
 
 
 def in_code() -> set[str]:
@@ -50,7 +53,8 @@ def in_code() -> set[str]:
 def of_corrections() -> set[str]:
     """Of one that does all there is."""
     everything = CorrectionConfig(
-        batch_normalize=True, m2_limit=0.04, adaptive=AdaptiveMix(), rejections=(Rejection("sequence", "k3", upper=1.0),)
+        batch_normalize=True, m2_limit=0.04, adaptive=AdaptiveMix(),
+        rejections=(Rejection("sequence", "k3", upper=1.0),)
     )
     row = jax.ShapeDtypeStruct((2, 8), jnp.float32)
     mask, ids = jax.ShapeDtypeStruct(row.shape, bool), jax.ShapeDtypeStruct(row.shape, jnp.int32)
@@ -65,7 +69,8 @@ def of_routes() -> set[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, quick_compile) -> set[str]:
-    """By a run of one step, that of tasks.md with its rewards, by what that run had not, and what else the code names."""
+    """By a run of one step, that of tasks.md with its rewards, by what that run had not, and what else the
+    code names."""
     folder = tmp_path_factory.mktemp("metrics") / "run"
     page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(import jaxfp8rl\n.*?)```", page, re.S)
@@ -74,16 +79,19 @@ def written(tmp_path_factory, quick_compile) -> set[str]:
     exec(compile(short, "tasks.md", "exec"), scope := {"__name__": "tasks.md"})
     assert scope["seen"], "the function kept its state"
     assert {"reward/brief/mean", "reward/correct/mean"} <= read_metrics(folder / "metrics.jsonl")[-1].keys()
-    probes = json.loads((ROOT / "benchmarks" / "results" / "precision_errors.json").read_text(encoding="utf-8"))["probes"]
+    probes = json.loads((ROOT / "benchmarks" / "results"
+                         / "precision_errors.json").read_text(encoding="utf-8"))["probes"]
     scales = KvCalibration.metrics(SimpleNamespace(amax=dict.fromkeys(NAMES, np.ones(2))))
-    found = set().union(*read_metrics(folder / "metrics.jsonl"), *(p["metrics"] for p in probes.values()), scales)
+    found = set().union(*read_metrics(folder / "metrics.jsonl"), *(p["metrics"] for p in probes.values()),
+                        scales)
     found |= of_corrections() | of_routes()
     for name in in_code():
         if "*" not in name:
             found.add(name)
         else:
             filled = re.escape(name).replace(r"\*", ".+")
-            assert any(re.fullmatch(filled, one) for one in found), f"{name}: what it is filled with is not tried here"
+            assert any(re.fullmatch(filled, one)
+                       for one in found), f"{name}: what it is filled with is not tried here"
     return found
 
 
@@ -92,8 +100,9 @@ TABLE = re.compile(r"^\| ((?:key|metric)\b[^|]*)\|.*\n\|[-|]+\n((?:\|.*\n)+)", r
 
 @functools.cache
 def documented() -> dict[str, re.Pattern]:
-    """Name -> what it stands for, of the first cells of tables of metrics: a/b, c is a/b and a/c; a/b_worst, _mean is a/b_mean as
-    well; a/b_{x,y} is two; *, ... and words in capitals stand for anything. A prefix in the header is of all."""
+    """Name -> what it stands for, of the first cells of tables of metrics: a/b, c is a/b and a/c; a/b_worst,
+    _mean is a/b_mean as well; a/b_{x,y} is two; *, ... and words in capitals stand for anything. A prefix in
+    the header is of all."""
     found = {}
     for page in (ROOT / "docs").glob("*.md"):
         for head, rows in TABLE.findall(page.read_text(encoding="utf-8")):
@@ -113,7 +122,8 @@ def documented() -> dict[str, re.Pattern]:
 
 
 def test_every_metric_is_described(written):
-    assert [name for name in sorted(written) if not any(one.fullmatch(name) for one in documented().values())] == []
+    assert [name for name in sorted(written)
+            if not any(one.fullmatch(name) for one in documented().values())] == []
 
 
 def test_every_metric_that_is_described_can_be_written(written):

@@ -23,7 +23,8 @@ def result(name: str) -> dict:
 
 
 def value(name: str, case: str, metric: str, field: str = "ours", beside: str = "", unit: str = "") -> float:
-    """Of the one row whose case ends with `case`, whose metric is `metric` and whose yardstick `beside` is part of."""
+    """Of the one row whose case ends with `case`, whose metric is `metric` and whose yardstick `beside` is
+    part of."""
     rows = [r for r in result(name)["rows"] if r["case"].endswith(case) and r["metric"] == metric]
     found = {r[field] for r in rows if beside in r["yardstick_name"] and unit in ("", r["unit"])}
     assert len(found) == 1, (name, case, metric, [r["case"] for r in rows])
@@ -32,13 +33,16 @@ def value(name: str, case: str, metric: str, field: str = "ours", beside: str = 
 
 def demo(kind: str, metric: str) -> list[float]:
     """Over the three seeds on an H200: "bf16" stands in the rows of FP8 as their yardstick."""
-    return [value("demo_h200", f"demo/fp8/seed{s}", metric, "yardstick" if kind == "bf16" else "ours") for s in range(3)]
+    return [value("demo_h200", f"demo/fp8/seed{s}", metric, "yardstick" if kind == "bf16" else "ours")
+            for s in range(3)]
 
 
 def cpu_demo(field: str) -> list[float]:
-    """Over three seeds on a CPU: held-out reward at the start and at the end, each from and to; mismatch: median, largest."""
+    """Over three seeds on a CPU: held-out reward at the start and at the end, each from and to; mismatch:
+    median, largest."""
     start, end, median, largest = (
-        [value("demo_cpu", f"demo/seed{s}", m, field) for s in range(3)] for m in (START, END, MISMATCH, LARGEST)
+        [value("demo_cpu", f"demo/seed{s}", m, field) for s in range(3)]
+        for m in (START, END, MISMATCH, LARGEST)
     )
     return [*span(start), *span(end), statistics.median(median), max(largest)]
 
@@ -48,7 +52,8 @@ def span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def smollm(field: str, run: str = "fp8") -> list[float]:
-    """Held-out reward after the warm start and at the end, and the mismatch; BF16 is the yardstick of both runs."""
+    """Held-out reward after the warm start and at the end, and the mismatch; BF16 is the yardstick of both
+    runs."""
     return [value("demo_h200", f"smollm2/{run}", metric, field) for metric in (START, END, MISMATCH)]
 
 
@@ -57,7 +62,8 @@ def grpo_k3(run: str) -> float:
 
 
 def wgrad() -> list[float]:
-    return [r["ratio"] for r in result("gemm")["rows"] if r["yardstick_name"] == CUBLAS and "wgrad" in r["case"]]
+    return [r["ratio"] for r in result("gemm")["rows"] if r["yardstick_name"] == CUBLAS
+            and "wgrad" in r["case"]]
 
 
 def quantiser(variant: str, shape: str = "") -> float:
@@ -67,15 +73,18 @@ def quantiser(variant: str, shape: str = "") -> float:
 
 def gemm(beside: str, run: str = "gemm") -> list[float]:
     """The ratios of all shapes, wgrad apart."""
-    return [r["ratio"] for r in result(run)["rows"] if r["yardstick_name"] == beside and "wgrad" not in r["case"]]
+    return [r["ratio"] for r in result(run)["rows"] if r["yardstick_name"] == beside
+            and "wgrad" not in r["case"]]
 
 
 def again(run: str) -> float:
-    return value("linear_again", f"layer's linears, 16384 tokens, fp8_unified, {run}", "forward and backward", "ratio")
+    return value("linear_again", f"layer's linears, 16384 tokens, fp8_unified, {run}", "forward and backward",
+                 "ratio")
 
 
 CUBLAS = "cuBLASLt FP8 blockwise"
-LINEAR = functools.partial(value, "linear", "layer's linears, 16384 tokens, fp8_unified", "forward and backward")
+LINEAR = functools.partial(value, "linear", "layer's linears, 16384 tokens, fp8_unified",
+                           "forward and backward")
 K3 = functools.partial(value, "mismatch", metric="mismatch/k3")
 LOGPROB = functools.partial(value, "logprob", "4096, kernel, forward and backward")
 GRPO = functools.partial(value, "grpo", "64 completions of up to 4096 tokens, fp8")
@@ -88,8 +97,10 @@ EXPERTS = functools.partial(value, "publish_moe", "30B-A3B fp8_unified", "publis
 N = r"([\d.]+(?:e-\d+)?)"
 # (what the README says, N where a number stands; what gives the numbers)
 CLAIMS = [
-    (rf"FP8 KV, 3 seeds \| 2 CPU cores \| {N} to {N} -> {N} to {N} \| {N}, {N} at most", lambda: cpu_demo("yardstick")),
-    (rf"no AMX\), 3 seeds \| 2 CPU cores \| {N} to {N} -> {N} to {N} \| {N}, {N} at most", lambda: cpu_demo("ours")),
+    (rf"FP8 KV, 3 seeds \| 2 CPU cores \| {N} to {N} -> {N} to {N} \| {N}, {N} at most",
+     lambda: cpu_demo("yardstick")),
+    (rf"no AMX\), 3 seeds \| 2 CPU cores \| {N} to {N} -> {N} to {N} \| {N}, {N} at most",
+     lambda: cpu_demo("ours")),
     (rf"BF16, CUDA graphs, 3 seeds \| H200 \| {N} to {N} -> {N} \| {N} to {N}",
      lambda: [*span(demo("bf16", START)), min(demo("bf16", END)), *span(demo("bf16", MISMATCH))]),
     (rf"FP8 weights and KV, CUDA graphs, 3 seeds \| H200 \| {N} to {N} -> {N} to {N} \| {N}",
@@ -101,10 +112,13 @@ CLAIMS = [
      lambda: [100 * (1 - value("mirror", "fp8_unified, BF16 KV: mirrored", "off by more than 1e-5"))]),
     (rf"`mismatch/k3` is {N}, where `fp8_rollout` has {N} and BF16 on both sides {N}",
      lambda: [K3("fp8_unified, BF16 KV"), K3("fp8_rollout, BF16 KV"), K3("bf16, BF16 KV")]),
-    (rf"With an FP8 cache k3 is {N} against {N} ", lambda: [K3("fp8_unified, FP8 KV"), K3("fp8_rollout, FP8 KV")]),
-    (rf"and an FP8 cache it is {N}, where BF16 with a BF16 cache has {N} ", lambda: [grpo_k3("fp8"), grpo_k3("bf16")]),
+    (rf"With an FP8 cache k3 is {N} against {N} ",
+     lambda: [K3("fp8_unified, FP8 KV"), K3("fp8_rollout, FP8 KV")]),
+    (rf"and an FP8 cache it is {N}, where BF16 with a BF16 cache has {N} ",
+     lambda: [grpo_k3("fp8"), grpo_k3("bf16")]),
     (rf"\| cuBLASLt blockwise; DeepGEMM \| {N}; {N} \(geometric means; {N} to {N}\) \| \[gemm\]",
-     lambda: [*(statistics.geometric_mean(gemm(y)) for y in (CUBLAS, "DeepGEMM")), *span(gemm(CUBLAS) + gemm("DeepGEMM"))]),
+     lambda: [*(statistics.geometric_mean(gemm(y)) for y in (CUBLAS, "DeepGEMM")),
+              *span(gemm(CUBLAS) + gemm("DeepGEMM"))]),
     (rf"another run {N}; {N}: \[gemm_unrolled\]",
      lambda: [statistics.geometric_mean(gemm(y, "gemm_unrolled")) for y in (CUBLAS, "DeepGEMM")]),
     (rf"products of wgrad, the same \| Pallas \| cuBLASLt blockwise \| {N} to {N} \|", lambda: span(wgrad())),
@@ -123,13 +137,15 @@ CLAIMS = [
      lambda: [LOGPROB("time", beside="four products"), LOGPROB("extra memory") * 1.073741824,
               1 / LOGPROB("time", "ratio", beside="four products")]),
     (rf"update alone, 8B, [^|]* \| {N} s \| BF16, {N} s \({N}% of its peak\) \| {N} \|",
-     lambda: [UPDATE() / 1e3, UPDATE(field="yardstick") / 1e3, 100 * value("step_8b", ", bf16", "MFU"), UPDATE(field="ratio")]),
+     lambda: [UPDATE() / 1e3, UPDATE(field="yardstick") / 1e3, 100 * value("step_8b", ", bf16", "MFU"),
+              UPDATE(field="ratio")]),
     (rf"two steps \| {N} s: rollout {N}, scoring {N}, update {N}, publish {N} \| BF16, {N} s, [^|]* \| {N}; by tokens {N} \|",
      lambda: [*(GRPO(metric=m, unit="s") for m in ("step", "rollout", "score", "update", "publish")),
               GRPO(metric="step", field="yardstick", unit="s"),
               *(GRPO(metric="step", field="ratio", unit=unit) for unit in ("s", "tokens/s"))]),
     (rf"memory in that run \| {N} GB [^|]* \| [^|]* \| within {N}% \|",
-     lambda: [GRPO(metric="device, learner and engine"), round(100 * (GRPO(metric="peak of the learner", field="ratio") - 1))]),
+     lambda: [GRPO(metric="device, learner and engine"),
+              round(100 * (GRPO(metric="peak of the learner", field="ratio") - 1))]),
     (rf"completions of 8,192 tokens \| {N} thousand tokens/s \| BF16, {N} \| {N} \|",
      lambda: [LONG("ours") / 1e3, LONG("yardstick") / 1e3, LONG("ratio")]),
     (rf"room for 50 at once \| {N} thousand tokens/s \| BF16, {N} \| {N} \|",
@@ -140,7 +156,7 @@ CLAIMS = [
      lambda: [UNIFIED(), UNIFIED("yardstick"), UNIFIED("ratio")]),
     (rf"quantised for the engine alone \| {N} ms \| vLLM's reload, no proof, {N} ms \| {N} \|",
      lambda: [ROLLOUT(), ROLLOUT("yardstick"), ROLLOUT("ratio")]),
-]  # fmt: skip
+]
 
 
 def agrees(text: str, number: float) -> bool:
@@ -154,5 +170,6 @@ def agrees(text: str, number: float) -> bool:
 def test_a_number_of_the_readme_is_the_benchmarks(pattern, numbers):
     found = re.search(pattern, README)
     assert found, f"the README no longer says: {pattern}"
-    wrong = [(text, number) for text, number in zip(found.groups(), numbers(), strict=True) if not agrees(text, number)]
+    wrong = [(text, number) for text, number in zip(found.groups(), numbers(), strict=True)
+             if not agrees(text, number)]
     assert wrong == []

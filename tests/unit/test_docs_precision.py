@@ -31,7 +31,8 @@ def test_the_errors_are_those_of_the_benchmark(subject):
     table = TEXT.split(f"**{subject}**")[1].split("\n\n")[1].splitlines()[2:]
     assert len(table) == len(RESULTS["linears"][subject]) + 1  # keys and values come with the update alone
     for name, *numbers in map(cells, table):
-        keys = [(f"{subject}, one layer: {name}", m) for m in LAYER] + [(f"{subject}, one update: {name}", UPDATE)]
+        keys = [(f"{subject}, one layer: {name}", m)
+                for m in LAYER] + [(f"{subject}, one update: {name}", UPDATE)]
         factors = [100, 100, 100, 1000, 1000]
         for key, factor, number in zip(keys, factors, numbers, strict=True):
             assert (key in found) == (number != "-"), key
@@ -39,7 +40,8 @@ def test_the_errors_are_those_of_the_benchmark(subject):
                 assert float(number) == pytest.approx(factor * found[key], rel=0.02, abs=0.0051), key
 
 
-LAYER = [f"{product}, relative error" for product in ("forward", "dgrad", "wgrad")] + ["1 - cosine, mean gradient"]
+LAYER = [f"{product}, relative error" for product in ("forward", "dgrad",
+                                                      "wgrad")] + ["1 - cosine, mean gradient"]
 UPDATE = "1 - cosine, whole gradient"
 
 

@@ -26,14 +26,16 @@ def only(monkeypatch, *groups):
 @pytest.fixture(scope="module")
 def here():
     """`jaxfp8rl doctor --json` as a user runs it."""
-    done = subprocess.run([sys.executable, "-m", "jaxfp8rl", "doctor", "--json"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "jaxfp8rl", "doctor", "--json"], capture_output=True,
+                          text=True)
     return done, {c["name"]: c for c in json.loads(done.stdout)}
 
 
 def test_this_machine_is_fit(here):
     done, checks = here
     assert done.returncode == 0, done.stderr
-    assert {"python", "gpu", "jax", "packages", "tasks", "torch", "memory", "disk", "configs"} <= checks.keys()
+    assert {"python", "gpu", "jax", "packages", "tasks", "torch", "memory", "disk",
+            "configs"} <= checks.keys()
     assert all(c["fix"] for c in checks.values() if c["status"] == "FAIL")
     assert "all valid" in checks["configs"]["detail"] and "demo" in checks["configs"]["detail"]
 
@@ -49,7 +51,8 @@ def test_dlpack_is_tried_on_this_machine(here):
     "done, status, says",
     [
         (finish('{"torch": null, "vllm": null, "dlpack": {}, "vllm_fp8": null}'), "-", "not installed"),
-        (finish(stderr="Traceback\nImportError: libcudart.so", returncode=1), "FAIL", "breaks when used: ImportError: libcud"),
+        (finish(stderr="Traceback\nImportError: libcudart.so", returncode=1), "FAIL",
+         "breaks when used: ImportError: libcud"),
         (finish(returncode=-11), "FAIL", "exit status -11"),
     ],
 )
@@ -87,7 +90,8 @@ def test_missing_package_is_named(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(versions, driver, torch_cuda, requires): an NVIDIA machine with these packages beside those that are here."""
+    """machine(versions, driver, torch_cuda, requires): an NVIDIA machine with these packages beside those
+    that are here."""
 
     def make(driver="580.159", torch_cuda="13.0", requires=None, nvcc=None, **versions):
         have, asked = doctor._version, doctor._requires
@@ -96,8 +100,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(doctor, "_requires", lambda p: (requires or {}).get(p, asked(p)))
         monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
         monkeypatch.setattr("jaxfp8rl.rollout.engines.cuda_compiler", lambda: nvcc)
-        probe = {"torch": versions.get("torch", "2.11.0+cu130"), "vllm": versions.get("vllm", "0.25.1"), "torch_cuda": torch_cuda,
-                 "dlpack": {"float32": "zero copy"}, "vllm_fp8": None}  # fmt: skip
+        probe = {"torch": versions.get("torch", "2.11.0+cu130"), "vllm": versions.get("vllm", "0.25.1"),
+                 "torch_cuda": torch_cuda,
+                 "dlpack": {"float32": "zero copy"}, "vllm_fp8": None}
 
         def run(command, **_):
             return finish(f"{driver}\n" if command[0] == "nvidia-smi" else json.dumps(probe))()
@@ -112,20 +117,28 @@ def machine(monkeypatch):
     [
         ("_cuda", {}, None, "", ""),
         ("_cuda", {"jax_cuda13_plugin": "0.11.2"}, "ok", "plug-in for CUDA 13 is 0.11.2", ""),
-        ("_cuda", {"jax_cuda13_plugin": "0.11.0"}, "FAIL", "0.11.0, jaxlib 0.11.2: they must be equal", '"jax[cuda13]==0.11.2"'),
-        ("_cuda", {"jax_cuda13_plugin": "0.11.2", "driver": "550.54"}, "FAIL", "the driver 550: too old", '"jaxfp8rl[cuda12]"'),
-        ("_cuda", {"jax_cuda12_plugin": "0.11.2", "driver": "470.1"}, "FAIL", "too old for CUDA 12", "a driver of 525 or newer"),
-        ("_cuda", {"jax_cuda12_plugin": "0.11.2", "jax_cuda13_plugin": "0.11.2"}, "FAIL", "for CUDA 12 and 13", "uninstall"),
+        ("_cuda", {"jax_cuda13_plugin": "0.11.0"}, "FAIL", "0.11.0, jaxlib 0.11.2: they must be equal",
+         '"jax[cuda13]==0.11.2"'),
+        ("_cuda", {"jax_cuda13_plugin": "0.11.2", "driver": "550.54"}, "FAIL", "the driver 550: too old",
+         '"jaxfp8rl[cuda12]"'),
+        ("_cuda", {"jax_cuda12_plugin": "0.11.2", "driver": "470.1"}, "FAIL", "too old for CUDA 12",
+         "a driver of 525 or newer"),
+        ("_cuda", {"jax_cuda12_plugin": "0.11.2", "jax_cuda13_plugin": "0.11.2"}, "FAIL",
+         "for CUDA 12 and 13", "uninstall"),
         ("_nvcc", {"nvcc": None}, "-", 'wanted for rollout.fp8_kernel = "deep_gemm"', "CUDA_HOME"),
         ("_nvcc", {"nvcc": "/usr/bin/nvcc"}, "ok", "/usr/bin/nvcc", ""),
         ("_packages", {"jax": "0.10.1"}, "FAIL", "jax 0.10.1 is not >=0.11.2", 'pip install "jax>=0.11.2"'),
-        ("_packages", {"vllm": "0.20.0"}, "FAIL", "vllm 0.20.0 is not >=0.25.1", 'pip install "vllm>=0.25.1"'),
+        ("_packages", {"vllm": "0.20.0"}, "FAIL", "vllm 0.20.0 is not >=0.25.1",
+         'pip install "vllm>=0.25.1"'),
         ("_packages", {"optax": None, "flax": "0.9"}, "FAIL", "missing: optax", "pip install jaxfp8rl"),
         ("_torch", {}, "ok", "2.11.0+cu130, CUDA 13.0", ""),
-        ("_torch", {"torch_cuda": None}, "FAIL", "is a build for CPUs, and there is a GPU", '"jaxfp8rl[vllm]"'),
-        ("_torch", {"jax_cuda12_plugin": "0.11.2"}, "-", "for CUDA 13.0, JAX's plug-in for 12", '"jaxfp8rl[cuda13]"'),
+        ("_torch", {"torch_cuda": None}, "FAIL", "is a build for CPUs, and there is a GPU",
+         '"jaxfp8rl[vllm]"'),
+        ("_torch", {"jax_cuda12_plugin": "0.11.2"}, "-", "for CUDA 13.0, JAX's plug-in for 12",
+         '"jaxfp8rl[cuda13]"'),
         ("_vllm", {}, "ok", "0.25.1, BF16 and FP8", ""),
-        ("_vllm", {"requires": {"vllm": ["torch==2.10.0"]}}, "FAIL", "built for torch==2.10.0", 'pip install "torch==2.10.0"'),
+        ("_vllm", {"requires": {"vllm": ["torch==2.10.0"]}}, "FAIL", "built for torch==2.10.0",
+         'pip install "torch==2.10.0"'),
         ("_vllm", {"vllm": "0.40.1"}, "-", "0.40.1 is newer than what was tested", '"vllm<0.33"'),
     ],
 )
@@ -134,7 +147,8 @@ def test_broken_versions_are_found(group, found, status, says, fix, machine):
     checks = list(getattr(doctor, "_bridge" if group in ("_torch", "_vllm") else group)())
     checks = [c for c in checks if group in ("_cuda", "_nvcc", "_packages") or c.name == group[1:]]
     assert [c.status for c in checks[:1]] == ([status] if status else [])
-    assert not status or (says in checks[0].detail and fix in checks[0].fix and bool(checks[0].fix) == (status != "ok"))
+    assert not status or (says in checks[0].detail and fix in checks[0].fix
+                          and bool(checks[0].fix) == (status != "ok"))
 
 
 def test_a_crashing_check_is_a_finding_and_the_exit_code_says_so(monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""`--dry-run` refuses what `train` refuses without a device, in the same words; and plans a model that is not downloaded."""
+"""`--dry-run` refuses what `train` refuses without a device, in the same words; and plans a model that is not
+downloaded."""
 
 from __future__ import annotations
 
@@ -28,15 +29,18 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors import trackers
 
 SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 WORDS = {
-    "run.steps": 2, "model.path": "model", "model.tokenizer": "", "task.kind": "file", "task.path": "rows.jsonl",
-    "task.max_prompt_tokens": 16, "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 2, "rollout.max_new_tokens": 8,
+    "run.steps": 2, "model.path": "model", "model.tokenizer": "", "task.kind": "file",
+    "task.path": "rows.jsonl",
+    "task.max_prompt_tokens": 16, "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 2,
+    "rollout.max_new_tokens": 8,
     "train.row_tokens": 64, "train.rows_per_microbatch": 2,
-}  # fmt: skip
+}
 SINGLE, INDEX = "model/model.safetensors", "model/model.safetensors.index.json"
 
 
@@ -62,7 +66,8 @@ def here(clean, tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "work"
     shutil.copytree(clean, folder)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(context, "build_engine", lambda *_: pytest.fail("nothing was refused before the engine started"))
+    monkeypatch.setattr(context, "build_engine",
+                        lambda *_: pytest.fail("nothing was refused before the engine started"))
     return folder
 
 
@@ -138,42 +143,56 @@ NOTHING = lambda: None  # noqa: E731
 
 # name: (what is spoilt, the words besides, a part of what is said)
 REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
-    "odd vocabulary": (reshaped(vocab_size=97), "--train.fsdp 2", "does not divide the 97 rows of model.embed_tokens.weight"),
-    "odd width": (reshaped(intermediate_size=66), "--train.fsdp 4 --train.rows_per_microbatch 4", "does not divide the 66 rows"),
-    "one key head": (reshaped(num_key_value_heads=1), "--train.tensor 2", "does not divide num_key_value_heads = 1"),
+    "odd vocabulary": (reshaped(vocab_size=97), "--train.fsdp 2",
+                       "does not divide the 97 rows of model.embed_tokens.weight"),
+    "odd width": (reshaped(intermediate_size=66), "--train.fsdp 4 --train.rows_per_microbatch 4",
+                  "does not divide the 66 rows"),
+    "one key head": (reshaped(num_key_value_heads=1), "--train.tensor 2",
+                     "does not divide num_key_value_heads = 1"),
     "heads": (NOTHING, "--train.tensor 4", "does not divide num_key_value_heads = 2"),
     "experts of a dense model": (NOTHING, "--moe.replay R2", "has no experts"),
-    "too long": (NOTHING, "--rollout.max_new_tokens 400 --train.row_tokens 512", "max_position_embeddings = 256"),
+    "too long": (NOTHING, "--rollout.max_new_tokens 400 --train.row_tokens 512",
+                 "max_position_embeddings = 256"),
     "top k": (NOTHING, "--run.samples_top_k 97", "the vocabulary has 96 words"),
-    "blocks of FP8": (NOTHING, "--precision.recipe fp8_unified", "these linears of every layer do not divide"),
+    "blocks of FP8": (NOTHING, "--precision.recipe fp8_unified",
+                      "these linears of every layer do not divide"),
     "kernels": (NOTHING, "--precision.attention pallas", "has heads of 64 and 128, the model's are of 16"),
-    "kernels' type": (NOTHING, "--precision.attention pallas --precision.compute_dtype float32", "takes bfloat16 or float16"),
+    "kernels' type": (NOTHING, "--precision.attention pallas --precision.compute_dtype float32",
+                      "takes bfloat16 or float16"),
     "way into vLLM": (NOTHING, "--rollout.publish in_place", "is a way into vLLM"),
-    "token file": (NOTHING, "--rollout.engine remote --rollout.server_url http://localhost:1 --rollout.server_token_file nowhere",
+    "token file": (NOTHING,
+                   "--rollout.engine remote --rollout.server_url http://localhost:1 --rollout.server_token_file nowhere",
                    "rollout.server_token_file: nowhere cannot be read"),
     "architecture": (reshaped(architectures=["GPT2LMHeadModel"]), "", "is not implemented"),
     "no object": (lambda: Path("model/config.json").write_text("[]"), "", "config.json holds no JSON object"),
     "no model folder": (NOTHING, "--model.path nowhere", "no model config at nowhere"),
     "no weights": (lambda: Path(SINGLE).unlink(), "", "holds neither model.safetensors nor"),
     "a pickle": (lambda: Path(SINGLE).rename("model/pytorch_model.bin"), "", "so it is refused"),
-    "a shard is missing": (sharded(lambda names: shard(names) | {"x": "model-00002-of-00002.safetensors"}), "",
+    "a shard is missing": (sharded(lambda names: shard(names) | {"x": "model-00002-of-00002.safetensors"}),
+                           "",
                            "is named in model.safetensors.index.json and missing"),
-    "a tensor is not in its shard": (sharded(lambda names: shard([*names, "x"])), "", "the index places x here and it is not"),
+    "a tensor is not in its shard": (sharded(lambda names: shard([*names, "x"])), "",
+                                     "the index places x here and it is not"),
     "an index of nothing": (sharded(lambda names: names), "", "is not a safetensors index"),
-    "a tensor is missing": (tensors(lambda t: t.pop("model.norm.weight")), "", "1 of 24 tensors are missing: model.norm.weight"),
+    "a tensor is missing": (tensors(lambda t: t.pop("model.norm.weight")), "",
+                            "1 of 24 tensors are missing: model.norm.weight"),
     "a tensor too many": (tensors(lambda t: t.update(x=np.zeros(1, np.float32))), "", "unknown tensor x"),
     "another shape": (reshaped(intermediate_size=96), "", "weight has shape ["),
-    "cut short": (lambda: Path(SINGLE).write_bytes(Path(SINGLE).read_bytes()[:-5]), "", "corrupt or cut short"),
+    "cut short": (lambda: Path(SINGLE).write_bytes(Path(SINGLE).read_bytes()[:-5]), "",
+                  "corrupt or cut short"),
     "in FP8": (as_fp8, "", "model.norm.weight is F8_E4M3"),
-    "tied to another": (tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})), "",
+    "tied to another": (tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})),
+                        "",
                         "tie_word_embeddings is true but lm_head.weight differs"),
     "tokenizer too large": (reshaped(vocab_size=12), "--model.tokenizer chars:0123456789+=-*",
                             "has shape [96, 32], config.json says [12, 32]"),
     "no tokenizer": (lambda: Path("model/tokenizer.json").unlink(), "", "no tokenizer.json in 'model'"),
-    "damaged tokenizer": (lambda: Path("model/tokenizer.json").write_text("{"), "", "tokenizer.json is damaged"),
+    "damaged tokenizer": (lambda: Path("model/tokenizer.json").write_text("{"), "",
+                          "tokenizer.json is damaged"),
     "unknown characters": (NOTHING, "--model.tokenizer chars:0123456789+", "cannot encode"),
     "no chat template": (NOTHING, "--task.chat true", "this tokenizer has no chat template"),
-    "template refuses": (template("{{ raise_exception('no system role') }}"), "--task.chat true", "no system role"),
+    "template refuses": (template("{{ raise_exception('no system role') }}"), "--task.chat true",
+                         "no system role"),
     "no data": (NOTHING, "--task.path typo.jsonl", "typo.jsonl"),
     "no held-out data": (NOTHING, "--task.held_out_path typo.jsonl", "typo.jsonl"),
     "bad rows": (rows({"prompt": "1+1="}, *GOOD), "", "rows.jsonl:1"),
@@ -182,10 +201,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "prompts too long": (rows(*GOOD, LONG), "", "tokens, the limit is 16"),
     "no prompt is left": (rows(*[LONG] * 9), "--task.skip_bad_rows true", "prompts cannot be used"),
     "fewer than a step takes": (NOTHING, "--rollout.prompts_per_step 50", "usable problems, a step takes"),
-    "no generator": (NOTHING, "--task.kind reasoning_gym --task.name countdwn --task.path=", 'has no generator "countdwn"'),
-    "no option": (NOTHING, "--task.options.promt_field x", 'no option "promt_field" (did you mean "prompt_field"?)'),
+    "no generator": (NOTHING, "--task.kind reasoning_gym --task.name countdwn --task.path=",
+                     'has no generator "countdwn"'),
+    "no option": (NOTHING, "--task.options.promt_field x",
+                  'no option "promt_field" (did you mean "prompt_field"?)'),
     "no scorer": (NOTHING, "--task.scorer nowhere.module:score", 'cannot load "nowhere.module:score"'),
-    "scorer without a function": (module("def scores(p, t): return 1.0"), "--task.scorer myscorer:score", "scores"),
+    "scorer without a function": (module("def scores(p, t): return 1.0"), "--task.scorer myscorer:score",
+                                  "scores"),
     "scorer that breaks": (module("1 / 0"), "--task.scorer myscorer:score", "ZeroDivisionError"),
     "a run is there": (begun, "", "holds a run already"),
     "no run to resume": (NOTHING, "--resume", "holds no run to resume"),
@@ -194,11 +216,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "no place": (lambda: Path("file").write_text(""), "--run.dir file/run", "run.dir: "),
     "no place for programs": (lambda: Path("file").write_text(""), "--train.compilation_cache file/x",
                               "train.compilation_cache: "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_train_refuses_without_a_device_a_dry_run_refuses_in_the_same_words(name, here, monkeypatch, capsys):
+def test_what_train_refuses_without_a_device_a_dry_run_refuses_in_the_same_words(
+        name, here, monkeypatch, capsys):
     spoil, words, says = REFUSED[name]
     monkeypatch.syspath_prepend(str(here))
     spoil()
@@ -237,8 +260,9 @@ def test_devices_that_are_not_here_are_not_asked_for(here, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name, says", {
-    "no weights": "holds neither model.safetensors nor", "bad rows": "rows.jsonl:1", "no tokenizer": "no tokenizer.json",
-}.items())  # fmt: skip
+    "no weights": "holds neither model.safetensors nor", "bad rows": "rows.jsonl:1",
+    "no tokenizer": "no tokenizer.json",
+}.items())
 def test_a_warm_start_alone_is_checked_likewise(name, says, here, capsys):
     REFUSED[name][0]()
     for more in (["--dry-run"], []):
@@ -261,11 +285,13 @@ def test_a_demonstration_without_tokens_is_refused_before_the_warm_start_comes_t
 
 @pytest.mark.parametrize("preset, get, parameters", [
     ("qwen3-8b-h100", "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`", "8,190.7 M"),
-    ("llama3-8b-h200", "`hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct`", "8,030.3 M"),
+    ("llama3-8b-h200",
+     "`hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct`", "8,030.3 M"),
     ("smollm2-135m", "`jaxfp8rl import-gguf models/smollm2-135m` makes it", "134.5 M"),
 ])
 def test_a_preset_plans_before_its_model_is_there(preset, get, parameters, tmp_path, monkeypatch, capsys):
-    """A fresh clone has none: that is said. A folder that the user names, or one without its weights, is a mistake."""
+    """A fresh clone has none: that is said. A folder that the user names, or one without its weights, is a
+    mistake."""
     monkeypatch.chdir(tmp_path)
     quick = ["--task.kind", "arithmetic", "--task.options", "{}", "--task.name=", "--task.chat", "false"]
     assert main(["train", preset, "--dry-run", *quick]) == 0
@@ -283,15 +309,21 @@ def test_a_preset_plans_before_its_model_is_there(preset, get, parameters, tmp_p
 
 
 BILLIONS = {  # as their makers count them
-    "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72, "Qwen3-4B": 4.02, "Qwen3-4B-Instruct-2507": 4.02, "Qwen3-8B": 8.19,
-    "Qwen3-14B": 14.8, "Qwen3-32B": 32.8, "Qwen3-30B-A3B": 30.5, "Qwen3-30B-A3B-Instruct-2507": 30.5, "Qwen3-235B-A22B": 235.1,
-    "Llama-3.1-8B": 8.03, "Llama-3.2-1B": 1.24, "Llama-3.2-3B": 3.21, "SmolLM2-135M": 0.1345, "SmolLM2-360M": 0.362,
-}  # fmt: skip
+    "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72, "Qwen3-4B": 4.02, "Qwen3-4B-Instruct-2507": 4.02,
+    "Qwen3-8B": 8.19,
+    "Qwen3-14B": 14.8, "Qwen3-32B": 32.8, "Qwen3-30B-A3B": 30.5, "Qwen3-30B-A3B-Instruct-2507": 30.5,
+    "Qwen3-235B-A22B": 235.1,
+    "Llama-3.1-8B": 8.03, "Llama-3.2-1B": 1.24, "Llama-3.2-3B": 3.21, "SmolLM2-135M": 0.1345,
+    "SmolLM2-360M": 0.362,
+}
 
 
 def test_shapes_that_are_built_in_have_their_size():
-    sizes = {name: sum(math.prod(e.shape) for e in param_table(known_shape(f"a/{name}"))) / 1e9 for name in KNOWN}
+    sizes = {name: sum(math.prod(e.shape) for e in param_table(known_shape(f"a/{name}"))) / 1e9
+             for name in KNOWN}
     assert sizes == pytest.approx(BILLIONS, rel=5e-3) and sizes.keys() == BILLIONS.keys()
-    same = {"Qwen3-0.6B": "0.6b", "Qwen3-1.7B": "1.7b", "Qwen3-4B": "4b", "Qwen3-8B": "8b", "Qwen3-30B-A3B": "30b-a3b"}
+    same = {"Qwen3-0.6B": "0.6b", "Qwen3-1.7B": "1.7b", "Qwen3-4B": "4b", "Qwen3-8B": "8b",
+            "Qwen3-30B-A3B": "30b-a3b"}
     assert all(known_shape(name) == ModelConfig.from_hf(qwen3(size)) for name, size in same.items())
-    assert known_shape("models/Llama-3.1-8B-Instruct") == known_shape("x/llama-3.1-8b") and known_shape("x/Qwen3-9B") is None
+    assert known_shape("models/Llama-3.1-8B-Instruct") == known_shape("x/llama-3.1-8b") and known_shape(
+        "x/Qwen3-9B") is None

@@ -1,4 +1,5 @@
-"""`jaxfp8rl.train`: what it takes, and where its rewards run. tests/unit/test_docs_metrics.py runs one to its end."""
+"""`jaxfp8rl.train`: what it takes, and where its rewards run. tests/unit/test_docs_metrics.py runs one to its
+end."""
 
 from __future__ import annotations
 
@@ -51,11 +52,13 @@ def test_the_package_has_its_names_and_loads_nothing_for_them():
 
 
 def test_a_function_of_a_module_goes_by_its_name_and_any_other_stays_here():
-    cfg, functions = rewarded(exact_match)  # of (answer, candidate), which are not a problem and a text: only its name matters
+    # of (answer, candidate), which are not a problem and a text: only its name matters
+    cfg, functions = rewarded(exact_match)
     assert cfg.task.scorer == "jaxfp8rl.verifiers.scorers:exact_match" and functions == {}
     seen = []
-    for reward, value in ((lambda problem, text: seen.append(text) or 0.75, 0.75), (Judge(), 0.5), (Judge().method, 0.25),
-                          (functools.partial(lambda x, problem, text: x, 0.125), 0.125)):  # fmt: skip
+    for reward, value in ((lambda problem, text: seen.append(text) or 0.75, 0.75), (Judge(), 0.5),
+                          (Judge().method, 0.25),
+                          (functools.partial(lambda x, problem, text: x, 0.125), 0.125)):
         cfg, functions = rewarded(reward)
         assert cfg.task.scorer.startswith("callable:reward_") and not make_task(cfg.task).in_child
         assert scored(cfg, functions, "a") == [Score(value, "ok")]
@@ -70,7 +73,8 @@ def test_several_rewards_by_name(tmp_path):
     (tmp_path / "config.toml").write_text(dump_config(cfg))
     assert load_config(str(tmp_path / "config.toml")) == cfg
     cfg, functions = rewarded(lambda problem, text: 0.5, words=[])  # sums have a scorer of their own
-    assert [r.name for r in cfg.task.rewards] == ["reward"] and scored(cfg, functions, "7") == [Score(0.5, "ok", {"reward": 0.5})]
+    assert [r.name for r in cfg.task.rewards] == ["reward"] and scored(cfg, functions, "7") == [
+        Score(0.5, "ok", {"reward": 0.5})]
 
 
 def test_a_function_here_is_left_behind_where_it_overruns_and_judged_where_it_breaks():
@@ -91,9 +95,10 @@ def test_a_function_here_is_left_behind_where_it_overruns_and_judged_where_it_br
 def test_what_cannot_be_is_refused():
     for reward, weights, words in (
         (lambda text: 1.0, None, "cannot be called with"), (3, None, "is no function but int"),
-        (exact_match, {"a": 1.0}, "rewards with names"), ({"a": "exact"}, {"b": 1.0}, 'no reward has the name "b"'),
+        (exact_match, {"a": 1.0}, "rewards with names"),
+        ({"a": "exact"}, {"b": 1.0}, 'no reward has the name "b"'),
         ("exakt", None, 'did you mean "exact"'),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=words):
             rewarded(reward, weights)
     with pytest.raises(ConfigError, match="run.steps: expected an integer"):

@@ -1,7 +1,8 @@
-"""Losses of other frameworks against ours under the names that docs/corrections.md gives them: values and gradients.
+"""Losses of other frameworks against ours under the names that docs/corrections.md gives them: values and
+gradients.
 
-Theirs are written here anew in torch, from reading them (SkyRL a9564572, AReaL 4aef98d8, slime 624b824a, NeMo RL 7ea279ab), so
-that torch's autograd says what their gradients are.
+Theirs are written here anew in torch, from reading them (SkyRL a9564572, AReaL 4aef98d8, slime 624b824a, NeMo
+RL 7ea279ab), so that torch's autograd says what their gradients are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ EPS = 0.2
 
 
 def batch(seed: int):
-    """logp, the policy that p stands for, advantages, mask [5, 7]: one sequence a row, each with a live token."""
+    """logp, the policy that p stands for, advantages, mask [5, 7]: one sequence a row, each with a live
+    token."""
     rng = np.random.default_rng(seed)
     logp = -rng.exponential(1.0, SHAPE)
     other = np.minimum(logp + 0.4 * rng.normal(size=SHAPE), -1e-3)

@@ -44,7 +44,8 @@ def test_true_gradient_is_that_of_the_enumerated_objective():
     autodiff = jax.grad(expected_reward)(jnp.asarray(world.theta), world)
     np.testing.assert_allclose(truth, autodiff.ravel(), atol=1e-6)
     step = 1e-2 * np.random.default_rng(1).normal(size=world.theta.shape)
-    slope = expected_reward(jnp.asarray(world.theta + step), world) - expected_reward(jnp.asarray(world.theta - step), world)
+    slope = expected_reward(jnp.asarray(world.theta + step),
+                            world) - expected_reward(jnp.asarray(world.theta - step), world)
     assert abs(slope / 2 - truth @ step.ravel()) < 1e-4
 
 
@@ -54,7 +55,8 @@ def test_plain_sequence_importance_sampling_is_exactly_unbiased(kind):
     truth = true_gradient(world)
     shipped = enumerated(world, PLAIN_SEQUENCE)
     np.testing.assert_allclose(shipped.mean, truth, atol=2e-6)
-    assert np.linalg.norm(enumerated(world, NONE).mean - truth) > 0.1 * np.linalg.norm(truth)  # something to correct
+    # something to correct
+    assert np.linalg.norm(enumerated(world, NONE).mean - truth) > 0.1 * np.linalg.norm(truth)
 
 
 @pytest.mark.parametrize("preset", ["none", "token_tis", "icepop", "nemo/gspo"])
@@ -73,30 +75,37 @@ def test_simulation_agrees_with_enumeration(preset):
     plain = np.asarray(batch_gradients(*samples, NONE)[0], float)
     got = simulated(samples, config, (plain, exact_estimate(world, NONE).mean))
     want = enumerated(world, config)
-    assert np.linalg.norm(got.mean - want.mean) < 2 * got.error  # error is of the whole vector: 2 is beyond one in a million
+    # error is of the whole vector: 2 is beyond one in a million
+    assert np.linalg.norm(got.mean - want.mean) < 2 * got.error
     assert got.variance == pytest.approx(want.variance, rel=0.1)
 
 
 def test_truncation_loses_what_the_engine_undersamples():
-    """One token, two answers. The engine gives the right one a tenth where pi_old gives it half: its weight of 5 is cut to 2.
+    """One token, two answers. The engine gives the right one a tenth where pi_old gives it half: its weight
+    of 5 is cut to 2.
 
-    Then E_mu[min(rho, 2) A dlogp] - gradient = (2 mu - pi) A dlogp of that token alone: the gradient comes out too small.
+    Then E_mu[min(rho, 2) A dlogp] - gradient = (2 mu - pi) A dlogp of that token alone: the gradient comes
+    out too small.
     """
     noise = np.log(np.array([[[0.1, 0.9], [0.5, 0.5]]]) / 0.5)
     world = World(np.zeros((2, 2)), noise, threshold=0)
     truth, tis = true_gradient(world), exact_estimate(world, TOKEN_TIS).mean
     score_of_right = np.array([0.5, -0.5, 0, 0])
-    np.testing.assert_allclose(tis - truth, (2 * 0.1 - 0.5) * (1 - world.baseline) * score_of_right, atol=1e-6)
+    np.testing.assert_allclose(tis - truth, (2 * 0.1 - 0.5) * (1 - world.baseline) * score_of_right,
+                               atol=1e-6)
     assert 0 < tis @ truth < truth @ truth
-    np.testing.assert_allclose(exact_estimate(world, TOKEN_IS).mean, truth, atol=1e-6)  # one token: no state to get wrong
+    # one token: no state to get wrong
+    np.testing.assert_allclose(exact_estimate(world, TOKEN_IS).mean, truth, atol=1e-6)
 
 
 def test_token_weights_keep_the_engines_states():
-    """Two tokens, both must be right. Token weights correct each action and not how often its state is reached, nor what
-    follows it: the first token's gradient is scaled by mu/pi of the second, the second's by mu/pi of the first."""
+    """Two tokens, both must be right. Token weights correct each action and not how often its state is
+    reached, nor what follows it: the first token's gradient is scaled by mu/pi of the second, the second's by
+    mu/pi of the first."""
     mu = np.array([[[0.2, 0.8], [0.5, 0.5]], [[0.3, 0.7], [0.5, 0.5]]])
     world = World(np.zeros((2, 2)), np.log(mu / 0.5), threshold=1)
-    baseline = world.baseline  # mu's value; it adds nothing here: token weights make the score's mean zero at every state
+    # mu's value; it adds nothing here: token weights make the score's mean zero at every state
+    baseline = world.baseline
     assert baseline == pytest.approx(0.2 * 0.3)
     score = np.array([0.5, -0.5, 0, 0])
     first, second = 0.25 * score, 0.25 * score
@@ -109,7 +118,8 @@ def test_adaptive_mixing_of_weights_mixes_gradients():
     """(1 - a) plain + a weighted, with one a a batch, whichever of the two is mixed."""
     world = make_world(8, 0.1, seed=1)
     samples = sample(world, batches=4, size=32)
-    plain, weighted, mixed = (np.asarray(batch_gradients(*samples, get_preset(n))[0]) for n in ("none", "token_tis", "ais"))
+    plain, weighted, mixed = (np.asarray(batch_gradients(*samples, get_preset(n))[0])
+                              for n in ("none", "token_tis", "ais"))
     along = weighted - plain
     a = ((mixed - plain) * along).sum(-1) / (along**2).sum(-1)
     assert ((a > 0.05) & (a < 0.95)).all()

@@ -1,4 +1,5 @@
-"""`jaxfp8rl eval`: the estimator is unbiased, the intervals cover, and a checkpoint's table says what its completions were."""
+"""`jaxfp8rl eval`: the estimator is unbiased, the intervals cover, and a checkpoint's table says what its
+completions were."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def run(tmp_path_factory):
     state = init_state(params, make_optimizer(cfg.optim, 1), cfg.precision.compute_dtype)
     data = load_data(cfg, model_config(cfg))
     write_seen(folder, data.questions(cfg).seen)
-    loop_state = {"stream": {}, "kv_amax": {}, "contents": data.contents(), "tokenizer": data.tokenizer.fingerprint()}
+    loop_state = {"stream": {}, "kv_amax": {}, "contents": data.contents(),
+                  "tokenizer": data.tokenizer.fingerprint()}
     Checkpoints(folder / "checkpoints", 2).save(3, state, loop_state)
     return folder
 
@@ -94,8 +96,10 @@ def test_eval_writes_what_the_completions_were(run, capsys):
     said = capsys.readouterr().out
     assert "12 held-out problems, 6 sampled at temperature 1" in said and "gate: learner and engine " in said
     (found,) = json.loads((run / "eval.json").read_text())
-    assert (found["step"], found["problems"], found["samples"], found["engine"].split()[0]) == (3, 12, 6, "jax")
-    assert [count for _, count in found["passed"]] == [6] * 12 and len({name for name, _ in found["passed"]}) == 12
+    assert (found["step"], found["problems"], found["samples"],
+            found["engine"].split()[0]) == (3, 12, 6, "jax")
+    assert [count
+            for _, count in found["passed"]] == [6] * 12 and len({name for name, _ in found["passed"]}) == 12
     assert found["pass_at_k"].keys() == {"1", "4"} and found["pass_at_k"]["4"]["estimate"] == 1.0
     assert found["pass_at_k"]["4"]["low"] < 0.8  # twelve of twelve prove no more
     assert 0 <= found["reward_mean"] < 0.5
@@ -103,11 +107,13 @@ def test_eval_writes_what_the_completions_were(run, capsys):
 
 
 def split(run, *words):
-    """(the ids of what a config like the run's trains on, those it holds out, what an evaluation by it is checked by)."""
+    """(the ids of what a config like the run's trains on, those it holds out, what an evaluation by it is
+    checked by)."""
     cfg = load_config(str(run / "config.toml"), words)
     data = load_data(cfg, model_config(cfg))
     ids = ({p.problem.id for p in prompts} for prompts in (data.train, data.held_out))
-    return *ids, SimpleNamespace(contents=data.contents(), questions=data.questions(cfg), tokenizer=data.tokenizer)
+    return *ids, SimpleNamespace(contents=data.contents(), questions=data.questions(cfg),
+                                 tokenizer=data.tokenizer)
 
 
 def trained(run):
@@ -133,18 +139,20 @@ def test_another_seed_samples_other_completions_of_the_same_problems(seed, run, 
 RESPLIT = {
     "another draw": ["--task.seed", "1"], "a larger share": ["--task.options.held_out_fraction", "0.8"],
     "the same operands, otherwise joined": ["--task.seed", "1", "--task.options.operations", '["*"]'],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", RESPLIT)
 def test_what_a_run_was_trained_on_is_not_held_out(how, run):
-    """However it is put: numbers in another order, or under another operation, are the same problem to a split."""
+    """However it is put: numbers in another order, or under another operation, are the same problem to a
+    split."""
     train, _, _ = split(run)
     numbers = lambda ids: {tuple(sorted(name.replace("*", "+").split("+"))) for name in ids}
     _, held_out, parts = split(run, *RESPLIT[how])
     known = numbers(train) & numbers(held_out)
     assert len(known) / len(numbers(held_out)) > 0.8, "else there is nothing to refuse"
-    with pytest.raises(DataError, match=f"{len(known)} of {len(numbers(held_out))} held-out problems are among those that"):
+    with pytest.raises(DataError,
+                       match=f"{len(known)} of {len(numbers(held_out))} held-out problems are among those that"):
         check_held_out(parts, trained(run), str(run))
 
 
@@ -183,9 +191,11 @@ def test_weights_that_a_run_or_a_warm_start_left_are_not_evaluated_on_what_they_
         load_data(other, shape).questions(cfg)
 
 
-@given(st.integers(2, 30), st.integers(2, 3), st.lists(st.sampled_from("+-*"), min_size=1, unique=True), st.integers(0, 99))
+@given(st.integers(2, 30), st.integers(2, 3), st.lists(st.sampled_from("+-*"), min_size=1, unique=True),
+       st.integers(0, 99))
 def test_no_sum_is_on_both_sides_of_a_split(max_operand, operands, operations, seed):
-    task = make_task("arithmetic", max_operand=max_operand, operands=operands, operations=tuple(operations), seed=seed, size=300)
+    task = make_task("arithmetic", max_operand=max_operand, operands=operands, operations=tuple(operations),
+                     seed=seed, size=300)
     train, held_out = map(digests_of, (task.problems(), task.held_out()))
     assert np.intersect1d(train, held_out).size == 0 and train.size
 
@@ -193,7 +203,8 @@ def test_no_sum_is_on_both_sides_of_a_split(max_operand, operands, operations, s
 def test_a_question_is_the_same_however_it_is_put(tmp_path, capsys):
     """And what training has, too, put otherwise, is left out of what is held out."""
     chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"})
-    plain, told, other = Problem("a", "What is 2+2?\n", "4"), Problem("b", chat, "4"), Problem("c", "What is 2+3?", "5")
+    plain, told, other = Problem("a", "What is 2+2?\n",
+                                 "4"), Problem("b", chat, "4"), Problem("c", "What is 2+3?", "5")
     assert question(plain) == question(told) != question(other)
     kept = _not_in([Prompt(plain, (1,))], [Prompt(told, (1,)), Prompt(other, (1,))])
     assert [p.problem.id for p in kept] == ["c"]
@@ -202,7 +213,8 @@ def test_a_question_is_the_same_however_it_is_put(tmp_path, capsys):
 
 def of_other_weights(patch):
     """Another checkpoint's, say: they arrive whole, and no proof of a publish finds them."""
-    louder = lambda self, cfg, params, *rest: LearnerWeights.__init__(self, cfg, jax.tree.map(lambda p: 2 * p, params), *rest)
+    louder = lambda self, cfg, params, *rest: LearnerWeights.__init__(
+        self, cfg, jax.tree.map(lambda p: 2 * p, params), *rest)
     patch.setattr(loop, "LearnerWeights", type("Louder", (LearnerWeights,), {"__init__": louder}))
 
 
@@ -210,13 +222,15 @@ def of_a_nat_less(patch):
     """Says that each token was less likely than it was."""
     generate = JaxEngine.generate
     less = lambda c: dataclasses.replace(c, logprobs=c.logprobs - 1)
-    patch.setattr(JaxEngine, "generate", lambda self, asked: [[*map(less, group)] for group in generate(self, asked)])
+    patch.setattr(JaxEngine, "generate",
+                  lambda self, asked: [[*map(less, group)] for group in generate(self, asked)])
 
 
 def that_is_sick(patch):
     generate = JaxEngine.generate
     spoilt = lambda c: dataclasses.replace(c, logprobs=np.full_like(c.logprobs, np.nan))
-    patch.setattr(JaxEngine, "generate", lambda self, asked: [[*map(spoilt, group)] for group in generate(self, asked)])
+    patch.setattr(JaxEngine, "generate",
+                  lambda self, asked: [[*map(spoilt, group)] for group in generate(self, asked)])
 
 
 @pytest.mark.parametrize(
@@ -227,7 +241,8 @@ def that_is_sick(patch):
         (that_is_sick, 5, "log-probability nan at token 0"),
     ],
 )
-def test_a_broken_engine_is_refused_as_a_run_refuses_it(broken, code, says, run, tmp_path, monkeypatch, capsys):
+def test_a_broken_engine_is_refused_as_a_run_refuses_it(broken, code, says, run, tmp_path, monkeypatch,
+                                                        capsys):
     broken(monkeypatch)
     assert main(["eval", str(run), "--out", str(tmp_path / "found.json")]) == code
     said = capsys.readouterr()
@@ -236,11 +251,13 @@ def test_a_broken_engine_is_refused_as_a_run_refuses_it(broken, code, says, run,
 
 @pytest.mark.slow
 def test_the_gate_has_limits_of_its_own_and_takes_no_notice_of_top_k(run, tmp_path):
-    """A learner's log-probabilities are those of the whole distribution: of the likeliest token alone they are not 0."""
+    """A learner's log-probabilities are those of the whole distribution: of the likeliest token alone they
+    are not 0."""
     words = ["eval", str(run), "--out", str(tmp_path / "found.json")]
     assert main([*words, "--rollout.top_k", "1"]) == 0
     assert main([*words, "--gate.max_mean_gap", "1e-12"]) == 3
-    assert [r["overrides"] for r in json.loads((tmp_path / "found.json").read_text())] == [{"rollout.top_k": 1}]
+    assert [r["overrides"]
+            for r in json.loads((tmp_path / "found.json").read_text())] == [{"rollout.top_k": 1}]
 
 
 FACTS = {"reward_mean": 0.5, "gate/mean_gap": 0.01, "gate/max_gap": 0.1, "undefined": 0, "groups_rejected": 0}
@@ -252,8 +269,10 @@ def stood_in(tmp_path, monkeypatch):
     cfg = load_config("demo", ["--run.dir", str(tmp_path)])
     engine = SimpleNamespace(engine="jax", engine_version="1", formats=EngineFormats(*["bfloat16"] * 4))
     held_out = [SimpleNamespace(problem=SimpleNamespace(id=name)) for name in "ab"]
-    parts = SimpleNamespace(held_out=held_out, engine=SimpleNamespace(capabilities=lambda: engine), close=lambda: None)
-    monkeypatch.setattr(evaluate, "load_trained", lambda source, step, overrides: Trained(cfg, None, {}, {}, step or 3))
+    parts = SimpleNamespace(held_out=held_out, engine=SimpleNamespace(capabilities=lambda: engine),
+                            close=lambda: None)
+    monkeypatch.setattr(evaluate, "load_trained",
+                        lambda source, step, overrides: Trained(cfg, None, {}, {}, step or 3))
     monkeypatch.setattr(evaluate, "build", lambda cfg: parts)
 
 
@@ -261,14 +280,15 @@ def test_another_question_is_added_and_the_same_one_answered_anew(stood_in, tmp_
     """As asked of a run, whose file an older version may have written."""
     counts = iter((1, 2, 3, 4))
     monkeypatch.setattr(evaluate, "sample", lambda *_: (np.array([next(counts)] * 2), FACTS))
-    old = {"step": 1, "problems": 2, "samples": 4, "pass_at_k": {"1": {"estimate": 0.5, "low": 0.1, "high": 0.9}}}
+    old = {"step": 1, "problems": 2, "samples": 4,
+           "pass_at_k": {"1": {"estimate": 0.5, "low": 0.1, "high": 0.9}}}
     (tmp_path / "eval.json").write_text(json.dumps(old))
     for words in ([], ["--k", "2"], ["--rollout.temperature", "0.5"], []):
         assert main(["eval", str(tmp_path), "--samples", "4", *words]) == 0
     records = json.loads((tmp_path / "eval.json").read_text())
     assert [(r.get("overrides"), [*r["pass_at_k"]], r.get("passed", [[0, 0]])[0][1]) for r in records] == [
         (None, ["1"], 0), ({}, ["2"], 2), ({"rollout.temperature": 0.5}, ["1"], 3), ({}, ["1"], 4),
-    ]  # fmt: skip
+    ]
 
 
 def test_two_evaluations_side_by_side_keep_both_records(stood_in, tmp_path, monkeypatch):
@@ -289,7 +309,8 @@ def test_two_evaluations_side_by_side_keep_both_records(stood_in, tmp_path, monk
     monkeypatch.setattr(evaluate, "sample", sample)
     monkeypatch.setattr(evaluate, "write_evaluations", watched)
     assert main(["eval", str(tmp_path), "--step", "50"]) == 0
-    assert [r["step"] for r in json.loads((tmp_path / "eval.json").read_text())] == [75, 50] and len(locked) == 2
+    assert [r["step"]
+            for r in json.loads((tmp_path / "eval.json").read_text())] == [75, 50] and len(locked) == 2
 
 
 def test_what_has_no_score_and_what_the_engine_gave_up_is_said(run, tmp_path, monkeypatch, capsys):
@@ -312,7 +333,8 @@ def test_what_has_no_score_and_what_the_engine_gave_up_is_said(run, tmp_path, mo
     monkeypatch.setattr(scored_groups, "score", without_three)
     assert main(words) == 0
     (found,) = json.loads((tmp_path / "found.json").read_text())
-    assert (found["undefined"], found["groups_rejected"], sum(count for _, count in found["passed"])) == (3, 1, 24 - 2 - 3)
+    assert (found["undefined"], found["groups_rejected"],
+            sum(count for _, count in found["passed"])) == (3, 1, 24 - 2 - 3)
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["completions", "without", "a", "score:", "failed", "3"] in rows
     assert ["problems", "given", "up:", "failed", "1"] in rows
@@ -323,7 +345,8 @@ def test_eval_of_a_config_writes_nothing_but_what_is_asked_for(tmp_path, capsys)
     words = ["eval", "demo", *SMALL, "--run.dir", str(tmp_path / "run"), "--greedy"]
     assert main([*words, "--out", str(tmp_path / "found.json")]) == 0
     assert "step 0: 12 held-out problems, greedy" in capsys.readouterr().out
-    assert json.loads((tmp_path / "found.json").read_text())[0]["greedy"] is True and not (tmp_path / "run").exists()
+    assert json.loads((tmp_path / "found.json").read_text())[0]["greedy"] is True and not (
+        tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -335,7 +358,8 @@ def test_eval_of_a_config_writes_nothing_but_what_is_asked_for(tmp_path, capsys)
         (["RUN", "--step", "2"], "no checkpoint of step 2\n  next step: --step 3"),
         (["RUN", "--task.options.held_out_fraction", "0.0"], "the task holds no problems out"),
         (["RUN", "--task.seed", "1"], " held-out problems are among those that "),
-        (["RUN", "--model.tokenizer", "chars:0123456789+-*=x"], "the run was trained with another vocabulary"),
+        (["RUN", "--model.tokenizer", "chars:0123456789+-*=x"],
+         "the run was trained with another vocabulary"),
         (["RUN", "--out", "nowhere/x.json"], "--out nowhere/x.json: there is no folder nowhere"),
     ],
 )
@@ -345,7 +369,8 @@ def test_what_cannot_be_evaluated_is_refused(words, says, run, capsys):
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '{"a": 1}', '[{"pass_at_k": [1]}]', "7"])
-def test_a_file_of_something_else_is_refused_before_anything_is_sampled(content, tmp_path, monkeypatch, capsys):
+def test_a_file_of_something_else_is_refused_before_anything_is_sampled(
+        content, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "load_trained", lambda *_: pytest.fail("begun"))
     (tmp_path / "mine.json").write_text(content)
     assert main(["eval", "demo", "--out", str(tmp_path / "mine.json")]) == 2

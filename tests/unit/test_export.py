@@ -32,7 +32,8 @@ from jaxfp8rl.checkpoint.read_only import load_trained
 def params_of(cfg: Config, seed: int):
     """Larger than the initialisation's, so that no layer is nearly the identity and no distribution flat."""
     fresh = init_params(model_config(cfg), jax.random.key(seed))
-    return jax.tree_util.tree_map_with_path(lambda path, p: p if "norm" in jax.tree_util.keystr(path) else 4 * p, fresh)
+    return jax.tree_util.tree_map_with_path(lambda path, p: p if "norm" in jax.tree_util.keystr(path) else 4
+                                            * p, fresh)
 
 
 def save(folder: Path, *words: str) -> Config:
@@ -66,7 +67,8 @@ def folders(run) -> dict[str, Path]:
 def assert_rounded(folder: Path, kept) -> None:
     """The folder's tensors are those of the tree `kept`, in bfloat16."""
     _, got = load_params(folder)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(bfloat16).astype(np.float32)), got, kept)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(
+        a, np.asarray(b).astype(bfloat16).astype(np.float32)), got, kept)
 
 
 def test_bf16_is_the_rounded_checkpoint(run, folders, tmp_path):
@@ -88,7 +90,8 @@ def test_the_stops_of_the_run_are_the_folders_eos_tokens(run, tmp_path):
         out = tmp_path / f"out-{stops is None}"
         out.mkdir()
         _write_tokenizer(cfg, out, stops)
-        assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": stops or 1, "top_k": 20}
+        assert json.loads((out / "generation_config.json").read_text()) == {
+            "eos_token_id": stops or 1, "top_k": 20}
         assert load_tokenizer(str(out)).eos_token_ids == want
 
 
@@ -103,9 +106,10 @@ def test_masters_in_few_bits_are_what_they_stand_for(master, tmp_path):
 
 @pytest.mark.slow
 def test_experts_are_exported_each_by_its_name_and_routers_stay(tmp_path):
-    mixture = {"architectures": '["Qwen3MoeForCausalLM"]', "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    mixture = {"architectures": '["Qwen3MoeForCausalLM"]', "model_type": "qwen3_moe", "num_experts": 4,
+               "num_experts_per_tok": 2,
                "moe_intermediate_size": 128, "mlp_only_layers": "[0, 2]", "num_hidden_layers": 4,
-               "norm_topk_prob": "true"}  # fmt: skip
+               "norm_topk_prob": "true"}
     words = [w for key, value in mixture.items() for w in (f"--model.config.{key}", str(value))]
     cfg = save(tmp_path / "run", *words, "--precision.first_layers_bf16", "0")
     for form in ("bf16", "fp8"):
@@ -140,7 +144,7 @@ def test_fp8_is_what_the_engine_gets(run, folders):
     runs = weights_in_fp8(trained.cfg, trained.model)
     params = {**trained.params, "layers": (trained.params["layers"],)}
     published = {name: np.asarray(w[w.row] if hasattr(w, "row") else w)
-                 for name, w in LearnerWeights(trained.model, params, runs, "bfloat16")}  # fmt: skip
+                 for name, w in LearnerWeights(trained.model, params, runs, "bfloat16")}
     written = raw(folders["fp8"])
     assert written.keys() == published.keys()
     for name, w in published.items():
@@ -158,7 +162,8 @@ def test_fp8_loads_in_transformers_dequantised(folders):
         pytest.skip("on a GPU transformers computes in FP8")
     state = transformers.AutoModelForCausalLM.from_pretrained(folders["fp8"]).state_dict()
     written = raw(folders["fp8"])
-    for name in (f"model.layers.{module}_proj.weight" for module in ("0.mlp.up", "1.mlp.up", "1.self_attn.q")):
+    for name in (f"model.layers.{module}_proj.weight"
+                 for module in ("0.mlp.up", "1.mlp.up", "1.self_attn.q")):
         scale = written.get(name + "_scale_inv")
         want = written[name].astype(np.float32)
         want = want if scale is None else want * np.repeat(np.repeat(scale, 128, 0), 128, 1)
@@ -181,7 +186,8 @@ def test_the_tokenizer_is_the_one_of_the_model_folder(run, tmp_path):
     (model / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
     save(tmp_path / "run", "--model.path", str(model), "--model.config", "{}", "--model.tokenizer", "")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    for name in ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json",
+                 "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
     assert {oct(p.stat().st_mode & 0o777) for p in (tmp_path / "out").iterdir()} == {"0o644"}
 
@@ -190,7 +196,8 @@ def test_the_tokenizer_is_the_one_of_the_model_folder(run, tmp_path):
     "words, says",
     [
         (["RUN", "TAKEN"], "exists and is not empty"),
-        (["demo", "OUT"], "demo is no run directory\n  next step: give what run.dir was, for example runs/demo"),
+        (["demo", "OUT"],
+         "demo is no run directory\n  next step: give what run.dir was, for example runs/demo"),
         (["RUN", "FILE/out"], "taken/notes.txt is a file"),
         (["RUN", "OUT", "--step", "4"], "no checkpoint of step 4\n  next step: --step 3 or --step 6"),
         (["TAKEN", "OUT"], "holds no config.toml: it is no run directory"),
@@ -198,8 +205,9 @@ def test_the_tokenizer_is_the_one_of_the_model_folder(run, tmp_path):
     ],
 )
 def test_what_cannot_be_written_leaves_nothing(words, says, run, tmp_path, capsys):
-    places = {"RUN": run, "OUT": tmp_path / "out", "TAKEN": tmp_path / "taken", "DAMAGED": tmp_path / "damaged",
-              "FILE/out": tmp_path / "taken" / "notes.txt" / "out"}  # fmt: skip
+    places = {"RUN": run, "OUT": tmp_path / "out", "TAKEN": tmp_path / "taken",
+              "DAMAGED": tmp_path / "damaged",
+              "FILE/out": tmp_path / "taken" / "notes.txt" / "out"}
     places["TAKEN"].mkdir()
     (places["TAKEN"] / "notes.txt").write_text("mine")
     shutil.copytree(run, places["DAMAGED"])
@@ -240,7 +248,8 @@ def test_vllm_serves_the_fp8_folder_with_the_learners_logprobs(run, folders):
     samples = []
     for o in outputs:
         done = o.outputs[0]
-        logprobs = np.array([step[token].logprob for step, token in zip(done.logprobs, done.token_ids)], np.float32)
+        logprobs = np.array([step[token].logprob for step, token in zip(done.logprobs, done.token_ids)],
+                            np.float32)
         samples.append(Sample(tuple(o.prompt_token_ids), np.array(done.token_ids), logprobs, 0.0))
     batch = pack(samples, 64, 2, 5)
     theirs = np.asarray(batch.rollout_logp)[np.asarray(batch.response_mask)]
@@ -248,9 +257,11 @@ def test_vllm_serves_the_fp8_folder_with_the_learners_logprobs(run, folders):
     def learners(step: int) -> np.ndarray:
         found = load_trained(str(run), step)
         formats = EngineFormats(environment.FP8, "fp8_e4m3_1x128", "bfloat16", "bfloat16", logits="bfloat16")
-        precision = resolve(get_recipe("fp8_unified"), weights_in_fp8(found.cfg, found.model), formats, "bfloat16", "bfloat16")
+        precision = resolve(get_recipe("fp8_unified"), weights_in_fp8(found.cfg, found.model), formats,
+                            "bfloat16", "bfloat16")
         score, policy = make_score(make_logprobs(found.model, precision, 1.0, "none")), make_policy(precision)
-        return np.asarray(score(policy(jax.tree.map(jnp.asarray, found.params)), batch))[np.asarray(batch.response_mask)]
+        return np.asarray(score(policy(jax.tree.map(jnp.asarray, found.params)),
+                                batch))[np.asarray(batch.response_mask)]
 
     gap, other = np.abs(learners(6) - theirs), np.abs(learners(3) - theirs)
     assert gap.mean() < 0.05 and other.mean() > 1.0, (gap.mean(), other.mean())

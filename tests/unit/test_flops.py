@@ -12,10 +12,12 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 
 MODEL = ModelConfig.from_hf({
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 64,
     "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
-})  # fmt: skip
+})
 
 
 def sample(prompt: int, completion: int) -> Sample:

@@ -16,7 +16,8 @@ GATE = Gate(max_mean_gap=0.05, max_gap=0.5)
 def batch():
     """Two completions packed into one row, log-probabilities -1, -2, ..."""
     texts = (("1+2=", "3"), ("4+5=", "12"))
-    return pack([Sample(TOKENIZER.encode(p), TOKENIZER.encode(c), -np.arange(1.0, len(c) + 1), 0.0) for p, c in texts], 16, 1, 2)
+    return pack([Sample(TOKENIZER.encode(p), TOKENIZER.encode(c), -np.arange(1.0, len(c) + 1), 0.0)
+                 for p, c in texts], 16, 1, 2)
 
 
 def learner(gap: float, at: int = 1) -> np.ndarray:
@@ -29,7 +30,8 @@ def learner(gap: float, at: int = 1) -> np.ndarray:
 
 def test_agreement_passes_and_is_reported():
     assert check_gate(GATE, batch(), learner(0.0), TOKENIZER) == {"gate/mean_gap": 0.0, "gate/max_gap": 0.0}
-    assert check_gate(GATE, batch(), learner(0.12), TOKENIZER) == pytest.approx({"gate/mean_gap": 0.04, "gate/max_gap": 0.12})
+    assert check_gate(GATE, batch(), learner(0.12),
+                      TOKENIZER) == pytest.approx({"gate/mean_gap": 0.04, "gate/max_gap": 0.12})
 
 
 @pytest.mark.parametrize("gap", [0.2, -0.2, 0.6, np.nan, np.inf])

@@ -1,4 +1,5 @@
-"""A real language model, end to end: GGUF -> HF folder -> our forward pass, token for token as transformers."""
+"""A real language model, end to end: GGUF -> HF folder -> our forward pass, token for token as
+transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def smollm2_folder(tmp_path_factory):
 
 
 def greedy(cfg, params, prompt, precision):
-    """NEW_TOKENS greedy tokens after `prompt` [T], through the cache: one prefill and one scan of decode steps."""
+    """NEW_TOKENS greedy tokens after `prompt` [T], through the cache: one prefill and one scan of decode
+    steps."""
 
     @jax.jit
     def run(params, prompt):
@@ -64,7 +66,8 @@ def test_smollm2_has_the_greedy_tokens_of_transformers(smollm2_folder):
     ours = greedy(cfg, params, prompt, Precision.uniform(cfg.num_hidden_layers))
     assert "12 + 30" in tokenizer.decode(ours)
 
-    # Greedy decoding has one answer: ours is theirs when each token is the argmax of their logits after those before it.
+    # Greedy decoding has one answer: ours is theirs when each token is the argmax of their logits after those
+    # before it.
     theirs = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     with torch.no_grad():
         logits = theirs(torch.tensor(np.concatenate([prompt, ours]))[None]).logits[0]

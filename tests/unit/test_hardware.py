@@ -18,10 +18,13 @@ from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, resolve
 from pallas_kernels.plgpu_compat import device, multiprocessors, use_kernel
 
 MODEL = ModelConfig.from_hf({
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64, "tie_word_embeddings": True, "rope_theta": 1e4, "hidden_act": "silu", "attention_bias": False,
-})  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64, "tie_word_embeddings": True, "rope_theta": 1e4, "hidden_act": "silu",
+    "attention_bias": False,
+})
 FP8 = {"weights": "fp8_e4m3_128x128", "activations": "fp8_e4m3_1x128"}
 
 
@@ -36,7 +39,7 @@ class Gpu:
     ("capability", "dtype", "taken"),
     [("9.0", "bfloat16", "pallas"), ("9.0", "float32", "pallas"), ("9.0", "float16", "tensor_core"),
      ("10.0", "bfloat16", "tensor_core"), ("8.9", "bfloat16", "tensor_core"), ("8.0", "bfloat16", "float32")],
-)  # fmt: skip
+)
 def test_auto_takes_the_best_products_there_are(monkeypatch, capability, dtype, taken):
     monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu(capability))
     assert products_of("auto", dtype) == products_of(taken, dtype) == taken
@@ -55,8 +58,9 @@ def test_on_a_cpu_products_are_in_float32():
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "message"),
     [("float32", 64, "takes bfloat16 or float16, precision.compute_dtype is .float32"),
-     ("bfloat16", 96, "heads of 64 and 128.*of 96"), ("float16", 128, "needs a Hopper GPU .capability 9.0., this is cpu")],
-)  # fmt: skip
+     ("bfloat16", 96, "heads of 64 and 128.*of 96"),
+     ("float16", 128, "needs a Hopper GPU .capability 9.0., this is cpu")],
+)
 def test_attention_by_kernels_says_what_it_needs_and_auto_leaves_it(dtype, head_dim, message):
     model = dataclasses.replace(MODEL, head_dim=head_dim)
     with pytest.raises(ConfigError, match=message):
@@ -67,15 +71,18 @@ def test_attention_by_kernels_says_what_it_needs_and_auto_leaves_it(dtype, head_
 @pytest.mark.parametrize(("capability", "taken"), [("9.0", "pallas"), ("10.0", "xla"), ("8.0", "xla")])
 def test_auto_takes_the_kernels_attention_on_hopper(monkeypatch, capability, taken):
     monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu(capability))
-    assert attention_of("auto", "bfloat16", MODEL) == taken and attention_of("xla", "bfloat16", MODEL) == "xla"
+    assert attention_of("auto", "bfloat16",
+                        MODEL) == taken and attention_of("xla", "bfloat16", MODEL) == "xla"
 
 
 def test_attention_of_either_kind_rounds_as_the_engines_does():
     formats = EngineFormats(**FP8, kv_cache="fp8_e4m3", compute="bfloat16", attention="fp8_e4m3")
     runs = (LayerRun(0, 1, frozenset()),)
-    resolved = lambda recipe, attention: resolve(get_recipe(recipe), runs, formats, "bfloat16", "bfloat16", attention=attention)
+    resolved = lambda recipe, attention: resolve(get_recipe(recipe), runs, formats, "bfloat16", "bfloat16",
+                                                 attention=attention)
     for attention in ("xla", "pallas"):
-        assert resolved("fp8_unified", attention).attention_fp8 and resolved("fp8_unified", attention).attention == attention
+        assert resolved("fp8_unified",
+                        attention).attention_fp8 and resolved("fp8_unified", attention).attention == attention
         assert not resolved("fp8_rollout", attention).attention_fp8  # whose learner does not round at all
 
 
@@ -115,7 +122,7 @@ SAID = {  # name: (capability, precision, model, what a run says)
         "9.0", Precision(FP8_RUNS, products="pallas", attention="pallas"), MOE,
         'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", experts in high precision by '
         '"xla, 128 rows at a time" ("pallas" takes widths in multiples of 128, not 96)'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -128,7 +135,8 @@ def test_a_run_says_what_computes_and_why_not_by_kernels(monkeypatch, name):
 
 def test_a_run_says_what_a_filter_costs(monkeypatch):
     monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu("9.0"))
-    said = computed_by(Precision.uniform(1, "bfloat16", attention="pallas", rope_dtype="bfloat16"), MODEL, support=True)
+    said = computed_by(Precision.uniform(1, "bfloat16", attention="pallas", rope_dtype="bfloat16"), MODEL,
+                       support=True)
     assert said == 'learner: attention by "pallas", log-probabilities by "xla" ("pallas" does not know of a support)'
 
 
@@ -155,7 +163,8 @@ def test_where_a_computation_runs_is_asked_of_its_mesh_and_of_the_default_device
         assert device() == here
     gpu, local = Gpu("9.0"), jax.local_devices
     monkeypatch.setattr("jax.local_devices", lambda backend=None: [gpu] if backend == "gpu" else local())
-    mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=AbstractDevice("a GPU", 114, "gpu"))
+    mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,),
+                        abstract_device=AbstractDevice("a GPU", 114, "gpu"))
 
     def f(x):
         asked.append((device(), multiprocessors(), use_kernel("auto")))

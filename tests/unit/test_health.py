@@ -1,4 +1,5 @@
-"""A run is judged by one table: what is ill is called ill, everywhere in the same words, and what is healthy is left alone."""
+"""A run is judged by one table: what is ill is called ill, everywhere in the same words, and what is healthy
+is left alone."""
 
 from __future__ import annotations
 
@@ -28,20 +29,27 @@ from jaxfp8rl.config.toml import load_config
 ROOT = Path(__file__).parents[2]
 NAN, INF = math.nan, math.inf
 HEALTHY = {
-    "mismatch/token_mult_prob_error": 1.01, "mismatch/k3": 1e-4, "correction/ess": 0.99, "correction/weight_mean": 1.0,
-    "correction/truncated_fraction": 0.001, "correction/rejected_fraction": 0.0, "clip/fraction": 0.0, "entropy": 0.5,
-    "response/cut_fraction": 0.0, "reward/std": 0.4, "reward/groups_solved_in_part": 0.7, "reward/undefined": 0, "loss": 0.1,
-    "rollout/groups_rejected": 0, "rollout/groups_chosen": 8, "update/applied": 1.0, "update/overflow": 0.0, "grad_norm": 1.0,
-    "engine/healthy": 1, "engine/restarts": 0, "tokens/rollout": 6400, "response/length_mean": 100.0, "eval/undefined": 0,
+    "mismatch/token_mult_prob_error": 1.01, "mismatch/k3": 1e-4, "correction/ess": 0.99,
+    "correction/weight_mean": 1.0,
+    "correction/truncated_fraction": 0.001, "correction/rejected_fraction": 0.0, "clip/fraction": 0.0,
+    "entropy": 0.5,
+    "response/cut_fraction": 0.0, "reward/std": 0.4, "reward/groups_solved_in_part": 0.7,
+    "reward/undefined": 0, "loss": 0.1,
+    "rollout/groups_rejected": 0, "rollout/groups_chosen": 8, "update/applied": 1.0, "update/overflow": 0.0,
+    "grad_norm": 1.0,
+    "engine/healthy": 1, "engine/restarts": 0, "tokens/rollout": 6400, "response/length_mean": 100.0,
+    "eval/undefined": 0,
     "eval/problems": 100,
-}  # fmt: skip
+}
 
 
 def a_run(steps: int = 20, **changed) -> list[dict]:
-    """Healthy, its reward rising; `changed`: a metric, "/" as "__", to its value or to a function of the step."""
+    """Healthy, its reward rising; `changed`: a metric, "/" as "__", to its value or to a function of the
+    step."""
     changed = {key.replace("__", "/"): value for key, value in changed.items()}
     value = lambda v, step: v(step) if callable(v) else v
-    base = HEALTHY | {"reward/mean": lambda step: 0.3 + 0.02 * step, "eval/reward_mean": lambda step: 0.3 + 0.02 * step}
+    base = HEALTHY | {"reward/mean": lambda step: 0.3 + 0.02 * step,
+                      "eval/reward_mean": lambda step: 0.3 + 0.02 * step}
     return [{"step": s, **{k: value(v, s) for k, v in (base | changed).items()}} for s in range(1, steps + 1)]
 
 
@@ -52,7 +60,8 @@ def once(value, other, step=7):
 ILL = [  # (what is changed, what the verdict has to say)
     ({"mismatch__token_mult_prob_error": 1.15}, "mismatch 1.15 in the median"),
     ({"mismatch__token_mult_prob_error": once(20.8, 1.01)}, "mismatch 20.8 at step 7"),
-    ({"mismatch__token_mult_prob_error": once(20.8, 1.15)}, "mismatch 1.15 in the median, 20.8 at step 7 (healthy below 1.05)"),
+    ({"mismatch__token_mult_prob_error": once(20.8, 1.15)},
+     "mismatch 1.15 in the median, 20.8 at step 7 (healthy below 1.05)"),
     ({"mismatch__token_mult_prob_error": lambda s: 1.5 if s > 17 else 1.01}, "1.5 in the last 3 steps"),
     ({"mismatch__token_mult_prob_error": once(NAN, 1.01)}, "mismatch not finite at step 7"),
     ({"mismatch__token_mult_prob_error": once(INF, 1.01)}, "mismatch not finite at step 7"),
@@ -64,11 +73,15 @@ ILL = [  # (what is changed, what the verdict has to say)
     ({"correction__rejected_fraction": 0.6}, "rejected tokens 0.6"),
     ({"clip__fraction": 0.8}, "clipped tokens 0.8"),
     ({"response__cut_fraction": 1.0}, "cut completions 1"),
-    ({"reward__mean": 0.0, "reward__std": 0.0, "reward__groups_solved_in_part": 0.0}, "all rewards were 0 in 20 of 20"),
-    ({"reward__mean": 1.0, "reward__std": 0.0, "reward__groups_solved_in_part": 0.0}, "all rewards were 1 in 20 of 20"),
-    ({"reward__mean": -0.5, "reward__std": 0.0, "reward__groups_solved_in_part": 0.0}, "all rewards were -0.5"),
+    ({"reward__mean": 0.0, "reward__std": 0.0, "reward__groups_solved_in_part": 0.0},
+     "all rewards were 0 in 20 of 20"),
+    ({"reward__mean": 1.0, "reward__std": 0.0, "reward__groups_solved_in_part": 0.0},
+     "all rewards were 1 in 20 of 20"),
+    ({"reward__mean": -0.5, "reward__std": 0.0, "reward__groups_solved_in_part": 0.0},
+     "all rewards were -0.5"),
     ({"reward__mean": 0.5, "reward__groups_solved_in_part": 0.0}, "all rewards of each group were equal"),
-    ({"reward__mean": lambda s: 0.6 * (s < 15), "reward__std": lambda s: 0.4 * (s < 15)}, "all rewards were 0 in 6 of 20"),
+    ({"reward__mean": lambda s: 0.6 * (s < 15), "reward__std": lambda s: 0.4 * (s < 15)},
+     "all rewards were 0 in 6 of 20"),
     ({"reward__mean": lambda s: 0.8 if s < 12 else 0.2}, "reward fell from 0.8 to 0.2"),
     ({"eval__reward_mean": lambda s: 0.8 if s < 20 else 0.2}, "held-out reward fell from 0.8 to 0.2"),
     ({"reward__mean": NAN}, "reward not finite"),
@@ -84,7 +97,7 @@ ILL = [  # (what is changed, what the verdict has to say)
     ({"entropy": lambda s: 0.5 + 0.3 * s, "reward__mean": 0.3}, "entropy went from"),
     ({"engine__healthy": 0}, "the engine was not healthy"),
     ({"engine__restarts": lambda s: s // 4}, "started anew 5 times"),
-]  # fmt: skip
+]
 WARNED = [
     ({"mismatch__token_mult_prob_error": 1.07}, "mismatch 1.07 in the median"),
     ({"mismatch__token_mult_prob_error": 1.0502}, "mismatch 1.0502 in the median"),
@@ -95,7 +108,7 @@ WARNED = [
     ({"grad_norm": once(30.0, 1.0)}, "30 times"),
     ({"engine__restarts": lambda s: int(s > 3)}, "started anew 1 time"),
     ({"eval__reward_mean": lambda s: 0.95 if s < 20 else 0.7}, "held-out reward fell"),
-]  # fmt: skip
+]
 
 
 CASES = [(level, *case) for level, cases in ((Level.ILL, ILL), (Level.WARNING, WARNED)) for case in cases]
@@ -109,16 +122,19 @@ def test_what_is_not_healthy_is_said(level, changed, said):
 
 
 SOLVED = {  # the whole batch is right at the end, and the policy is sure of it
-    "reward__mean": lambda s: min(1.0, 0.1 * s), "reward__std": lambda s: 0.4 * (s < 10), "entropy": lambda s: 0.5 * 0.85**s,
+    "reward__mean": lambda s: min(1.0, 0.1 * s), "reward__std": lambda s: 0.4 * (s < 10),
+    "entropy": lambda s: 0.5 * 0.85**s,
     "reward__groups_solved_in_part": lambda s: 0.7 * (s < 10),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("changed", [
     {}, SOLVED, {"mismatch__token_mult_prob_error": 1.0}, {"reward__mean": lambda s: 0.5 + 0.1 * (-1) ** s},
     {"reward__mean": lambda s: -1 + 0.05 * s}, {"grad_norm": lambda s: 5.0 + 3 * (s % 3)},
-    {"update__applied": once(0.0, 1.0, 1), "update__overflow": once(1.0, 0.0, 1), "grad_norm": once(INF, 1.0, 1)},  # fp16's first
-])  # fmt: skip
+    # fp16's first
+    {"update__applied": once(0.0, 1.0, 1), "update__overflow": once(1.0, 0.0, 1),
+     "grad_norm": once(INF, 1.0, 1)},
+])
 def test_what_is_healthy_is_left_alone(changed):
     assert verdict(a_run(**changed)).line == "healthy"
 
@@ -126,7 +142,8 @@ def test_what_is_healthy_is_left_alone(changed):
 def test_the_demos_that_were_run_are_healthy():
     """The committed curves of `make demo` and `make demo-vllm`."""
     curves = json.loads((ROOT / "benchmarks/results/demo_cpu.json").read_text())["curves"]
-    found = [verdict([dict(zip(c, row)) for row in zip(*c.values())]).line for seed in curves.values() for c in seed.values()]
+    found = [verdict([dict(zip(c, row)) for row in zip(*c.values())]).line for seed in curves.values()
+             for c in seed.values()]
     assert found == ["healthy"] * 6
 
 
@@ -176,12 +193,14 @@ def written(folder: Path, records, samples=()) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("changed", [{}, {"mismatch__token_mult_prob_error": once(20.8, 1.15)}, {"loss": NAN}])
+@pytest.mark.parametrize("changed",
+                         [{}, {"mismatch__token_mult_prob_error": once(20.8, 1.15)}, {"loss": NAN}])
 def test_console_note_summary_and_report_agree(tmp_path, changed, capsys):
     records = a_run(**changed)
     line, out = verdict(records).line, io.StringIO()
     write_summary(written(tmp_path, records), Console(file=out, width=80))
-    assert out.getvalue().splitlines()[-1] == f"verdict: {line}"  # whole, though it may be longer than the terminal is wide
+    # whole, though it may be longer than the terminal is wide
+    assert out.getvalue().splitlines()[-1] == f"verdict: {line}"
     assert (tmp_path / "notes.txt").read_text().endswith(f"UTC  verdict: {line}\n")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["line"] == line and summary["verdict"] == line.partition(":")[0]
@@ -199,7 +218,8 @@ def test_console_note_summary_and_report_agree(tmp_path, changed, capsys):
 def cells(page: str) -> dict[str, str]:
     """Metric -> the cell under "healthy" of the tables of a page that have one."""
     found = {}
-    for head, rows in re.findall(r"^(\| (?:key|metric)\b.*)\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "docs" / page).read_text(), re.M):
+    for head, rows in re.findall(r"^(\| (?:key|metric)\b.*)\n\|[-|]+\n((?:\|.*\n)+)",
+                                 (ROOT / "docs" / page).read_text(), re.M):
         columns = [c.strip() for c in head.split("|")[1:-1]]
         for row in rows.splitlines() if "healthy" in columns else ():
             values = [c.strip() for c in re.split(r"(?<!\\)\|", row)[1:-1]]
@@ -225,7 +245,7 @@ def test_the_page_is_the_table():
 
 def test_best_and_worst_are_the_latest_of_their_reward(tmp_path):
     rows = [{"step": s, "prompt": f"p{s}", "completion": "c", "answer": "a", "reward": r}
-            for s, r in enumerate([0.0, 1.0, NAN, 0.0, 1.0, 0.5, None])]  # fmt: skip
+            for s, r in enumerate([0.0, 1.0, NAN, 0.0, 1.0, 0.5, None])]
     found = extremes(written(tmp_path, [], rows) / "samples.jsonl")
     assert (found["best"]["step"], found["worst"]["step"]) == (4, 3)
     equal = extremes(written(tmp_path / "equal", [], rows[:1] * 3) / "samples.jsonl")
@@ -235,7 +255,7 @@ def test_best_and_worst_are_the_latest_of_their_reward(tmp_path):
 def test_best_and_worst_are_shown(tmp_path):
     chat = [{"role": "user", "content": "3+4?"}]
     rows = [{"step": 1, "prompt": chat, "completion": "sev\x1b[31men\n", "answer": "7", "reward": 0.0},
-            {"step": 2, "prompt": "1+1=", "completion": "2", "answer": "2", "reward": 1.0}]  # fmt: skip
+            {"step": 2, "prompt": "1+1=", "completion": "2", "answer": "2", "reward": 1.0}]
     out = io.StringIO()
     write_summary(written(tmp_path, a_run(), rows), Console(file=out, width=80))
     assert "best completion kept: reward 1 at step 2\n  prompt      1+1=\n  completion  2\n  answer      2\n" in out.getvalue()

@@ -62,13 +62,15 @@ def at_module_level(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             todo += node.orelse
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)]
+            todo += [child for child in ast.iter_child_nodes(node)
+                     if isinstance(child, ast.stmt | ast.ExceptHandler)]
     return names
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_keep_to_the_walls(package):
-    found = [line for f in FILES if f.startswith(package + "/") for line in breaches(f, (ROOT / f).read_text())]
+    found = [line for f in FILES if f.startswith(package + "/")
+             for line in breaches(f, (ROOT / f).read_text())]
     assert found == []
 
 
@@ -91,7 +93,8 @@ def test_a_breach_is_seen(file, source):
 def test_heavy_packages_are_imported_in_functions():
     heavy = {f: sorted(LAZY & set(at_module_level(ast.parse((ROOT / f).read_text())))) for f in FILES}
     assert {f: names for f, names in heavy.items() if names} == {}
-    assert at_module_level(ast.parse("try:\n import torch\nexcept ImportError:\n import vllm")) == ["vllm", "torch"]
+    assert at_module_level(ast.parse("try:\n import torch\nexcept ImportError:\n import vllm")) == [
+        "vllm", "torch"]
 
 
 FORBIDDEN = {

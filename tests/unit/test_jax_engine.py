@@ -1,10 +1,10 @@
 """The embedded engine's log-probabilities are the learner's, on the tokens it sampled.
 
-In float32 the two differ in the order of sums alone: prefill and decode against packed rows, some 1e-6 nats. Where
-activations or cached keys and values are rounded to E4M3, such a difference now and then tips a value over a rounding
-boundary and moves every later token of that row by 2^-4 of one element: rare, and no order of summation prevents it. So
-with such roundings nearly all tokens agree to 1e-5 and the rest stay small; a learner that lacks one of the roundings
-agrees on nearly none.
+In float32 the two differ in the order of sums alone: prefill and decode against packed rows, some 1e-6 nats.
+Where activations or cached keys and values are rounded to E4M3, such a difference now and then tips a value
+over a rounding boundary and moves every later token of that row by 2^-4 of one element: rare, and no order of
+summation prevents it. So with such roundings nearly all tokens agree to 1e-5 and the rest stay small; a
+learner that lacks one of the roundings agrees on nearly none.
 """
 
 import dataclasses
@@ -29,11 +29,12 @@ from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-TINY = ("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--rollout.max_new_tokens", "12",
-        "--rollout.temperature", "0.8", "--train.rows_per_microbatch", "4", "--sft.steps", "0")  # fmt: skip
+TINY = ("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--rollout.max_new_tokens",
+        "12",
+        "--rollout.temperature", "0.8", "--train.rows_per_microbatch", "4", "--sft.steps", "0")
 AUTO_KV, W8A16 = ("--rollout.kv_cache", "auto"), ("--precision.embedded_activations", "high")
 SOME_LAYERS = ("--model.config.num_hidden_layers", "4", "--precision.first_layers_bf16", "1",
-               "--precision.last_layers_bf16", "1", "--precision.exclude", r"layers\.2\.self_attn\.o_proj")  # fmt: skip
+               "--precision.last_layers_bf16", "1", "--precision.exclude", r"layers\.2\.self_attn\.o_proj")
 CASES = {
     "bf16": ("--precision.recipe", "bf16", *AUTO_KV),
     "W8A16, some layers": (*AUTO_KV, *W8A16, *SOME_LAYERS),
@@ -61,23 +62,27 @@ def sample(parts: Parts, seed: int, known: bool = True) -> TrainBatch:
     assert not rejected
     among = lambda c: scored_groups.support_of(c) if known else None
     return loop.pack_samples(
-        parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, support=among(c)) for p, cs in kept for c in cs]
+        parts,
+        [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, support=among(c)) for p, cs in kept for c in cs]
     )
 
 
 def gaps(parts: Parts, params, batch: TrainBatch, precision: Precision | None = None) -> np.ndarray:
-    """|learner - engine| of each sampled token, in nats; of a learner of another precision where one is given."""
+    """|learner - engine| of each sampled token, in nats; of a learner of another precision where one is given.
+    """
     policy, score = parts.policy, parts.score
     if precision:
         policy, score = make_policy(precision), make_score(make_logprobs(parts.model, precision, 0.8, "none"))
     return np.abs(np.asarray(score(policy(params), batch)) - batch.rollout_logp)[batch.response_mask]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "W8A16" in n else n for n in CASES])
+@pytest.mark.parametrize("name",
+                         [pytest.param(n, marks=pytest.mark.slow) if "W8A16" in n else n for n in CASES])
 def test_engine_and_learner_agree_on_every_token(name):
     parts, params, batch = case(name)
     found = gaps(parts, params, batch)
-    assert len(found) > 200 and np.std(batch.rollout_logp[batch.response_mask]) > 0.5  # the distributions are not flat
+    # the distributions are not flat
+    assert len(found) > 200 and np.std(batch.rollout_logp[batch.response_mask]) > 0.5
     if name in EXACT:
         assert found.max() < 1e-5
     else:
@@ -109,19 +114,21 @@ def test_of_a_filtered_draw_engine_and_learner_normalise_over_the_same_tokens():
     before, border = p.cumsum(-1) - p, FILTER["top_p"]
     clear = np.abs(before - border).min(-1) > 1e-4  # elsewhere roundings decide
     assert clear.mean() > 0.9
-    for kept, order, told in zip((before < border)[clear], np.asarray(ids)[live][clear], batch.support[live][clear]):
+    for kept, order, told in zip((before < border)[clear], np.asarray(ids)[live][clear],
+                                 batch.support[live][clear]):
         assert set(order[: kept.sum()]) == set(told[told >= 0])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_filter_takes_no_gradient_from_tokens_to_be_avoided(objective):
-    """With two policies the ratio is pi / mu: at zero age it is 1, whatever the filter, and nothing is clipped. Of the tokens
-    with a negative advantage GSPO had kept none, ppo_clip 8%, DPPO 75%."""
+    """With two policies the ratio is pi / mu: at zero age it is 1, whatever the filter, and nothing is
+    clipped. Of the tokens with a negative advantage GSPO had kept none, ppo_clip 8%, DPPO 75%."""
     parts, params, batch = filtered(**FILTER)
     logp, config = parts.score(parts.policy(params), batch), Loss(objective=objective).objective_config
     rows = [jnp.asarray(a[0]) for a in (batch.rollout_logp, batch.response_mask, batch.segment_ids)]
     chosen = jnp.zeros_like(rows[1]) if objective in SELECTING else None
-    loss = lambda logp: jnp.sum(policy_loss(logp, rows[0], -jnp.ones_like(logp), *rows[1:], config, None, chosen)[0])
+    loss = lambda logp: jnp.sum(policy_loss(logp, rows[0], -jnp.ones_like(logp), *rows[1:], config, None,
+                                            chosen)[0])
     gradient = np.asarray(jax.grad(loss)(logp[0]))[batch.response_mask[0]]
     assert (np.abs(gradient) > 1e-3 / len(gradient)).all() and len(gradient) > 50
 
@@ -136,7 +143,8 @@ def test_a_learner_without_one_of_the_roundings_is_far_off(missing):
 
 def test_a_learner_that_excludes_other_layers_is_far_off():
     parts, params, batch = case("W8A16, some layers")
-    runs = tuple(dataclasses.replace(r, fp8=r.fp8 | {"o_proj"} if r.fp8 else r.fp8) for r in parts.precision.runs)
+    runs = tuple(dataclasses.replace(r, fp8=r.fp8 | {"o_proj"} if r.fp8 else r.fp8)
+                 for r in parts.precision.runs)
     other = dataclasses.replace(parts.precision, runs=runs)
     assert np.median(gaps(parts, params, batch, other)) > 1e-4
 
@@ -150,7 +158,8 @@ def test_a_publish_replaces_the_weights_and_the_old_batch_no_longer_fits():
         assert gaps(parts, moved, again).max() < 1e-5 < np.median(gaps(parts, params, again))
     finally:
         loop.publish(parts, parts.policy(params), 3)
-    np.testing.assert_array_equal(sample(parts, seed=1).rollout_logp, batch.rollout_logp)  # and back, bit for bit
+    # and back, bit for bit
+    np.testing.assert_array_equal(sample(parts, seed=1).rollout_logp, batch.rollout_logp)
 
 
 def test_a_publish_that_was_not_read_back_is_verified(monkeypatch):
@@ -159,7 +168,8 @@ def test_a_publish_that_was_not_read_back_is_verified(monkeypatch):
     monkeypatch.setattr(parts.transport, "verify", verified.append)
     receipt = loop.publish(parts, parts.policy(params), 3)
     assert verified == [receipt] and not receipt.content
-    monkeypatch.setattr(parts.transport, "publish", lambda *args: dataclasses.replace(publish(*args), content="of the engine"))
+    monkeypatch.setattr(parts.transport, "publish",
+                        lambda *args: dataclasses.replace(publish(*args), content="of the engine"))
     assert loop.publish(parts, parts.policy(params), 3).content and verified == [receipt]
 
 
@@ -172,12 +182,14 @@ def test_other_prompts_compile_nothing():
 
 
 def test_filters_and_temperature_leave_the_reported_distribution_normalised():
-    """With top_k = 1 every sampled token is certain; the greedy one is reported at temperature 1, unfiltered."""
+    """With top_k = 1 every sampled token is certain; the greedy one is reported at temperature 1,
+    unfiltered."""
     parts, params, _ = case("bf16")
     prompts = parts.train[:8]
     certain = dataclasses.replace(parts.sampling, top_k=1)
     for sampling, sure in ((certain, True), (parts.greedy, False)):
-        kept, _ = scored_groups.generate(parts.engine, prompts, scored_groups.make_requests(prompts, sampling, 1, 0, 1), 3)
+        kept, _ = scored_groups.generate(parts.engine, prompts,
+                                         scored_groups.make_requests(prompts, sampling, 1, 0, 1), 3)
         values = np.concatenate([c.logprobs for _, (c,) in kept])
         assert (values == 0).all() if sure else (values < 0).all()
         tokens = [c.token_ids.tolist() for _, (c,) in kept]

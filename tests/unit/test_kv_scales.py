@@ -1,4 +1,5 @@
-"""Scales of FP8 attention: powers of two from what was seen, the same in the learner, on the wire and in the engine."""
+"""Scales of FP8 attention: powers of two from what was seen, the same in the learner, on the wire and in the
+engine."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ from jaxfp8rl.config.toml import load_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig.from_hf(
-    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
-     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
+    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64,
+     "intermediate_size": 64,
+     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+     "max_position_embeddings": 64,
      "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": True}
-)  # fmt: skip
+)
 FP8_KV = Precision.uniform(2, kv_fp8=True, attention_fp8=True)
 
 
@@ -59,7 +62,8 @@ def test_what_was_seen_is_forgotten_slowly():
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_is_not_remembered(bad):
-    """Once in the maximum it would stay there, and the scale 1, for good; and it would hide what other batches have seen."""
+    """Once in the maximum it would stay there, and the scale 1, for good; and it would hide what other
+    batches have seen."""
     found = None
     for seen in (bad, 8.0, bad):
         found = remember(found, {"k": jnp.array([seen])}, 0.5)
@@ -90,7 +94,8 @@ def test_rounding_over_a_scale_is_rounding_in_its_units(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=4000) * 1500, dtype)
     scale = scales_from({"k": jnp.max(jnp.abs(x)).astype(jnp.float32)})["k"]
     got = layers.round_scaled(x, scale)
-    np.testing.assert_array_equal(got, layers.to_e4m3(x / scale.astype(dtype)).astype(dtype) * scale.astype(dtype))
+    np.testing.assert_array_equal(got, layers.to_e4m3(x / scale.astype(dtype)).astype(dtype)
+                                  * scale.astype(dtype))
     assert (jnp.abs(got - x) <= jnp.abs(x) / 16 + scale * 2.0**-10).all()
     assert jnp.abs(layers.round_scaled(x, 1.0) - x).max() > 1000
 
@@ -102,7 +107,8 @@ def outputs(params: dict, scales: dict | None, precision: Precision = FP8_KV):
 
 
 def test_the_forward_reports_what_each_layer_holds_and_rounds_over_the_scales():
-    """Keys times 2^12 and queries times 2^-12, over scales times the same, round alike, and their product is the same."""
+    """Keys times 2^12 and queries times 2^-12, over scales times the same, round alike, and their product is
+    the same."""
     params = init_params(MODEL, jax.random.key(0))
     scales = {name: jnp.ones(2) for name in NAMES}
     hidden, amax = outputs(params, None)
@@ -125,11 +131,13 @@ def test_a_reference_is_scored_in_the_policys_attention():
     """By scales of its own, 1, keys above 448 would be cut off, and the KL would pull towards that."""
     seen = []
     parts = types.SimpleNamespace(
-        kv_scales=None, replay=None, reference={"layers": "reference's"}, score=lambda policy, batch: seen.append(policy),
+        kv_scales=None, replay=None, reference={"layers": "reference's"},
+        score=lambda policy, batch: seen.append(policy),
         cfg=types.SimpleNamespace(loss=types.SimpleNamespace(old_policy="recomputed")),
-    )  # fmt: skip
+    )
     scales = {name: jnp.full(2, 8.0) for name in "qkv"}
-    updates.score(parts, {"layers": "policy's", "kv_scales": scales}, types.SimpleNamespace(_replace=lambda routes: None))
+    updates.score(parts, {"layers": "policy's", "kv_scales": scales},
+                  types.SimpleNamespace(_replace=lambda routes: None))
     assert seen[1] == {"layers": "reference's", "kv_scales": scales}
 
 
@@ -137,7 +145,8 @@ OPTIONS = ["--rollout.kv_scales", "calibrated", "--run.dir", "unused", "--gate.c
 
 
 def test_learner_and_embedded_engine_share_the_scales():
-    """Keys so large that scale 1 would cut them off: the wire carries the scales, and learner and engine agree."""
+    """Keys so large that scale 1 would cut them off: the wire carries the scales, and learner and engine
+    agree."""
     parts = build(load_config("demo", OPTIONS))
     params = parts.initial_params()
     params["layers"]["self_attn"]["k_norm"]["weight"] *= 500.0
@@ -145,7 +154,8 @@ def test_learner_and_embedded_engine_share_the_scales():
     assert (np.asarray(policy["kv_scales"]["k"]) >= 4).all()
     receipt = loop.publish(parts, policy, 0)
     assert receipt.tensors == len(parts.engine.expected_manifest())
-    assert sum(m.role == "kv_scale" for m in parts.engine.expected_manifest()) == 3 * parts.model.num_hidden_layers
+    assert sum(m.role == "kv_scale"
+               for m in parts.engine.expected_manifest()) == 3 * parts.model.num_hidden_layers
     gaps = loop.gate(parts, policy, 0)
     assert gaps["gate/mean_gap"] < 1e-3  # flipped roundings alone
     dropped = {k: v for k, v in policy.items() if k != "kv_scales"}
@@ -186,5 +196,6 @@ def test_scales_are_no_part_of_the_gradient():
     from jaxfp8rl.policy.policy import gradients_like, handles, outer
 
     assert "kv_scales" in policy
-    assert all("kv_scales" not in tree for tree in (handles(policy, "float32"), gradients_like(policy), outer(policy)))
+    assert all("kv_scales" not in tree for tree in (handles(policy, "float32"), gradients_like(policy),
+                                                    outer(policy)))
     parts.close()

@@ -1,4 +1,5 @@
-"""The layouts of public data sets, read by the very lines of docs/datasets.md; and every form of file, field and reference.
+"""The layouts of public data sets, read by the very lines of docs/datasets.md; and every form of file, field
+and reference.
 
 Rows are written here in the sets' own columns; what each must come to is worked out by hand.
 """
@@ -26,23 +27,29 @@ from jaxfp8rl.config.toml import load_config
 PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
 LINES = re.findall(r"^\*\*(.*?)\*\*.*?^```toml\n(.*?)^```", PAGE, re.S | re.M)
 GSM8K = [
-    {"question": "Natalia sold clips to 48 friends.", "answer": "48/2 = <<48/2=24>>24 in May.\nAltogether 72.\n#### 72"},
+    {"question": "Natalia sold clips to 48 friends.",
+     "answer": "48/2 = <<48/2=24>>24 in May.\nAltogether 72.\n#### 72"},
     {"question": "How many cents?", "answer": "It is $<<12*100=1200>>1200.\n#### 1,200"},
 ]
 VERL = [
-    {"data_source": "openai/gsm8k", "prompt": [{"content": f"What is {n} - 1?", "role": "user"}], "ability": "math",
+    {"data_source": "openai/gsm8k", "prompt": [{"content": f"What is {n} - 1?", "role": "user"}],
+     "ability": "math",
      "reward_model": {"ground_truth": str(n - 1), "style": "rule"},
-     "extra_info": {"split": "train", "index": n, "answer": f"#### {n - 1}", "question": "?"}} for n in (73, 1201)
-]  # fmt: skip
-DAPO = [{"data_source": "math_dapo", "prompt": [{"content": f"Solve {n}.", "role": "user"}], "ability": "MATH",
-         "reward_model": {"ground_truth": str(n), "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": f"{n}-uuid"}}
-        for n in (34, 5, 34, 5, 34)]  # fmt: skip
+     "extra_info": {"split": "train", "index": n, "answer": f"#### {n - 1}", "question": "?"}}
+     for n in (73, 1201)
+]
+DAPO = [{"data_source": "math_dapo", "prompt": [{"content": f"Solve {n}.", "role": "user"}],
+         "ability": "MATH",
+         "reward_model": {"ground_truth": str(n), "style": "rule-lighteval/MATH_v2"},
+         "extra_info": {"index": f"{n}-uuid"}}
+        for n in (34, 5, 34, 5, 34)]
 OPENR1 = [
     {"problem": f"What is {n}?", "solution": "long", "answer": f"{n}", "problem_type": "Algebra", "uuid": "u",
      "is_reasoning_complete": [True], "messages": [
-         {"content": f"What is {n}?", "role": "user"}, {"content": f"<think>..</think> It is {n}.", "role": "assistant"}]}
+         {"content": f"What is {n}?", "role": "user"},
+         {"content": f"<think>..</think> It is {n}.", "role": "assistant"}]}
     for n in (7, 8)
-]  # fmt: skip
+]
 SETS = dict(zip((name for name, _ in LINES), (GSM8K, VERL, DAPO, OPENR1)))
 ANSWERS = dict(zip(SETS, (["72", "1200"], ["72", "1200"], ["34", "5"], ["7", "8"])))
 
@@ -53,7 +60,8 @@ def test_there_are_four_of_five_lines_each():
 
 @pytest.mark.parametrize(("name", "text"), LINES, ids=[name[:20] for name, _ in LINES])
 def test_a_public_layout_is_read_by_five_lines_of_toml(name, text, tmp_path):
-    """And a right completion scores 1, a wrong one 0; the other columns reach the scorer; no reply is in a prompt."""
+    """And a right completion scores 1, a wrong one 0; the other columns reach the scorer; no reply is in a
+    prompt."""
     path = re.search(r'path = "(.*)"', text)[1]
     file = tmp_path / path.replace("*", "00000-of-00001")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +109,12 @@ def written(folder: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.json", "data.json", "r.csv", "r.tsv", "r.parquet"])
+@pytest.mark.parametrize("name",
+                         ["r.jsonl", "r.jsonl.gz", "r.json", "data.json", "r.csv", "r.tsv", "r.parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
     found = read_rows(str(written(tmp_path, name)))
-    assert [(r.prompt, r.answers) for r in found.rows] == [(r["prompt"], (r["answer"],)) for r in ROWS] and not found.bad
+    assert [(r.prompt, r.answers) for r in found.rows] == [(r["prompt"], (r["answer"],))
+                                                           for r in ROWS] and not found.bad
     assert [int(r.meta["level"]) for r in found.rows] == [0, 1, 2, 3]
 
 
@@ -112,7 +122,8 @@ def test_a_folder_and_a_glob_are_all_their_shards_and_of_one_split(tmp_path, mon
     for k in (0, 1):
         rows = [{"prompt": f"{k}:{r['prompt']}", "answer": r["answer"]} for r in ROWS]
         (tmp_path / "data").mkdir(exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data" / f"train-0000{k}-of-00002.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows),
+                                    tmp_path / "data" / f"train-0000{k}-of-00002.parquet")
     (tmp_path / "data" / "README.md").write_text("# a card")
     monkeypatch.setenv("HOME", str(tmp_path))
     for path in (tmp_path / "data", tmp_path / "data" / "train-*.parquet", "~/data"):
@@ -125,9 +136,10 @@ def test_a_folder_and_a_glob_are_all_their_shards_and_of_one_split(tmp_path, mon
 
 
 @pytest.mark.parametrize(("reference", "answers"), [
-    (2, ("2",)), (2.5, ("2.5",)), ("2.50", ("2.50",)), (["2", "two"], ("2", "two")), ([2, 2.0], ("2", "2.0")), (-7, ("-7",)),
+    (2, ("2",)), (2.5, ("2.5",)), ("2.50", ("2.50",)), (["2", "two"], ("2", "two")), ([2, 2.0], ("2", "2.0")),
+    (-7, ("-7",)),
     ("x\n#### $1,234.50", ("1234.50",)), ("#### 5\nmore", ("#### 5\nmore",)),
-])  # fmt: skip
+])
 def test_references_of_every_kind(tmp_path, reference, answers):
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps({"prompt": "?", "answer": reference}) + "\n")
@@ -144,7 +156,8 @@ def test_each_of_several_accepted_answers_scores(tmp_path):
 
 @given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=6))
 def test_no_prompt_ends_with_what_the_assistant_said_to_the_last_question(tmp_path_factory, roles):
-    """A law: with replies dropped, the messages behind the last user's turn are gone if the assistant began them."""
+    """A law: with replies dropped, the messages behind the last user's turn are gone if the assistant began
+    them."""
     path = tmp_path_factory.mktemp("rows") / "r.jsonl"
     messages = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]
     path.write_text(json.dumps({"prompt": messages, "answer": "1"}) + "\n")
@@ -165,8 +178,10 @@ def test_a_file_may_grow_and_no_row_changes_sides(tmp_path):
 
 
 def test_reading_takes_no_longer_a_row_of_a_long_file(tmp_path):
-    """A quadratic step would make the second some four times the first; twice leaves room for a busy machine."""
-    line = lambda i: json.dumps({"prompt": [{"role": "user", "content": f"What is {i % 3000}? " * 20}], "answer": str(i)}) + "\n"
+    """A quadratic step would make the second some four times the first; twice leaves room for a busy
+    machine."""
+    line = lambda i: json.dumps({"prompt": [{"role": "user", "content": f"What is {i % 3000}? " * 20}],
+                                 "answer": str(i)}) + "\n"
     spent = []
     for n in (4000, 16000):
         (tmp_path / "r.jsonl").write_text("".join(map(line, range(n))))

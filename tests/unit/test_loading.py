@@ -1,4 +1,5 @@
-"""Hugging Face folders: what is written is what transformers reads, and every broken folder is refused with its reason."""
+"""Hugging Face folders: what is written is what transformers reads, and every broken folder is refused with
+its reason."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from jaxfp8rl.models.loading import load_params, save_params
 QWEN3 = ModelConfig("Qwen3ForCausalLM", 33, 16, 24, 2, 4, 2, 8, 64, eos_token_ids=(2,), dtype="bfloat16")
 TIED = dataclasses.replace(QWEN3, tie_word_embeddings=True)
 LLAMA = dataclasses.replace(
-    QWEN3, architecture="LlamaForCausalLM", head_dim=4, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 32), eos_token_ids=(2, 3)
+    QWEN3, architecture="LlamaForCausalLM", head_dim=4, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 32),
+    eos_token_ids=(2, 3)
 )
 
 
@@ -54,7 +56,8 @@ def rewrite(folder, change):
     save_file(tensors, folder / loading.SINGLE, metadata={"format": "pt"})
 
 
-# --- there and back ---------------------------------------------------------------------------------------------------
+# --- there and back
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cfg", [QWEN3, TIED, LLAMA], ids=["qwen3", "tied", "llama3"])
@@ -66,7 +69,8 @@ def test_save_load_round_trip(cfg, tmp_path):
     chex.assert_trees_all_equal(got, rounded(params))
     in_bf16 = load_params(tmp_path / "out", dtype="bfloat16")[1]
     assert {a.dtype for a in jax.tree.leaves(in_bf16)} == {np.dtype(bfloat16)}
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}, "another account may read it"
+    assert {path.stat().st_mode & 0o777
+            for path in (tmp_path / "out").iterdir()} == {0o644}, "another account may read it"
 
 
 @pytest.mark.parametrize("cfg", [QWEN3, TIED, LLAMA], ids=["qwen3", "tied", "llama3"])
@@ -146,7 +150,8 @@ def test_tied_weights_may_be_there_twice_when_equal(tmp_path):
     save_params(folder, TIED, random_params(TIED))
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     load_params(folder)
-    rewrite(folder, lambda t: t.update({name: t["model.embed_tokens.weight"] * np.float32(1.01) for name in ENDS}))
+    rewrite(folder,
+            lambda t: t.update({name: t["model.embed_tokens.weight"] * np.float32(1.01) for name in ENDS}))
     load_params(folder, dtype="bfloat16")  # stored in float32, and compared there
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] * np.float32(1.0001)}))
     with pytest.raises(ModelError, match="tie_word_embeddings is true but lm_head.weight differs"):
@@ -154,11 +159,13 @@ def test_tied_weights_may_be_there_twice_when_equal(tmp_path):
 
 
 def test_old_rope_buffers_are_no_weights(saved):
-    rewrite(saved, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}))
+    rewrite(saved,
+            lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}))
     load_params(saved)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 def test_missing_folder(tmp_path):
@@ -183,7 +190,8 @@ def test_no_weights(saved):
 
 def test_missing_tensors_are_listed(saved):
     rewrite(saved, lambda t: [t.pop(f"model.layers.1.mlp.{n}_proj.weight") for n in ("gate", "down")])
-    with pytest.raises(ModelError, match=r"2 of 25 .*layers\.1\.mlp\.gate_proj\.weight, model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(ModelError,
+                       match=r"2 of 25 .*layers\.1\.mlp\.gate_proj\.weight, model\.layers\.1\.mlp\.down_proj"):
         load_params(saved)
 
 
@@ -195,7 +203,8 @@ def test_missing_head_suggests_tying(saved):
 
 def test_unknown_tensor_names_the_nearest(saved):
     rewrite(saved, lambda t: t.update({"model.layers.0.mlp.gate_porj.weight": np.ones(2, np.float32)}))
-    with pytest.raises(ModelError, match=r'gate_porj\.weight \(did you mean "model\.layers\.0\.mlp\.gate_proj\.weight"'):
+    with pytest.raises(ModelError,
+                       match=r'gate_porj\.weight \(did you mean "model\.layers\.0\.mlp\.gate_proj\.weight"'):
         load_params(saved)
 
 
@@ -233,7 +242,8 @@ def sharded(tmp_path):
 
 def test_missing_shard(sharded):
     next(sharded.glob("model-00002-*")).unlink()
-    with pytest.raises(ModelError, match="model-00002-of-.* is named in model.safetensors.index.json and missing"):
+    with pytest.raises(ModelError,
+                       match="model-00002-of-.* is named in model.safetensors.index.json and missing"):
         load_params(sharded)
 
 
@@ -243,7 +253,8 @@ def test_missing_shard(sharded):
         ("{", "not a safetensors index"),
         ('{"metadata": {}}', "not a safetensors index: KeyError"),
         ('{"weight_map": {"a": "../../etc/passwd"}}', "is not a file name of this folder"),
-        ('{"weight_map": {"model.absent.weight": "model-00001-of-%s.safetensors"}}', "places model.absent.weight here"),
+        ('{"weight_map": {"model.absent.weight": "model-00001-of-%s.safetensors"}}',
+         "places model.absent.weight here"),
     ],
 )
 def test_broken_index(sharded, index, says):

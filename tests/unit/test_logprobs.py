@@ -33,7 +33,8 @@ def drawn(seed: int, b: int, t: int, d: int, v: int, dtype=np.float32):
 
 
 def float64(hidden, head, tokens, temperature, g, h, mask=None, support=None):
-    """(logp, entropy, d_hidden, d_head) for cotangents g and h [B, T]; `support` [B, T, V] bool: a softmax over these alone."""
+    """(logp, entropy, d_hidden, d_head) for cotangents g and h [B, T]; `support` [B, T, V] bool: a softmax
+    over these alone."""
     hidden, head, g, h = (np.asarray(a).astype(np.float64) for a in (hidden, head, g, h))
     live = np.ones(tokens.shape, bool) if mask is None else np.array(mask)
     live[:, 0] = False
@@ -49,7 +50,8 @@ def float64(hidden, head, tokens, temperature, g, h, mask=None, support=None):
     dz = np.where(live[..., None], dz, 0) / temperature
     first = ((0, 0), (1, 0))
     logp, entropy = (np.pad(np.where(live, a, 0), first) for a in ((logp * chosen).sum(-1), entropy[..., 0]))
-    return logp, entropy, np.pad(dz @ head, ((0, 0), (0, 1), (0, 0))), np.einsum("btv,btd->vd", dz, hidden[:, :-1])
+    return logp, entropy, np.pad(dz @ head,
+                                 ((0, 0), (0, 1), (0, 0))), np.einsum("btv,btd->vd", dz, hidden[:, :-1])
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "memory", "logits_dtype"))
@@ -60,7 +62,7 @@ def run(hidden, head, tokens, g, h, mask=None, support=None, **options):
 
 
 @pytest.mark.parametrize("f", [token_logprobs, lambda h, w, y, t: token_top_k(h, w, y > 0, 3, t),
-                               lambda h, w, y, t: logit_sharpness(h, w, y, y > 0, t)])  # fmt: skip
+                               lambda h, w, y, t: logit_sharpness(h, w, y, y > 0, t)])
 def test_greedy_decoding_has_no_log_probabilities(f):
     with pytest.raises(ValueError, match="temperature = 0: logits are divided by a finite number above 0"):
         f(*drawn(0, 1, 3, 4, 5), 0)
@@ -83,8 +85,10 @@ def test_values_and_gradients_equal_float64_for_any_chunk(seed, chunk, temperatu
     assert not np.asarray(got[0])[:, 0].any() and not np.asarray(got[1])[:, 0].any()
 
 
-def supports(rng: np.random.Generator, tokens: np.ndarray, v: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Supports of 1 to `width` tokens, the sampled one among them: [B, T, V] bool, and as ids [B, T, width] in any order."""
+def supports(rng: np.random.Generator, tokens: np.ndarray, v: int,
+             width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Supports of 1 to `width` tokens, the sampled one among them: [B, T, V] bool, and as ids [B, T, width]
+    in any order."""
     within = rng.random((*tokens.shape, v)).argsort(-1) < rng.integers(0, width, (*tokens.shape, 1))
     np.put_along_axis(within, np.asarray(tokens)[..., None], True, -1)
     ids = np.where(within, np.arange(v), -1)
@@ -110,7 +114,8 @@ def test_over_a_support_values_and_gradients_are_of_the_softmax_over_these_token
 def test_the_whole_vocabulary_is_a_support_like_any_other(live):
     """Of rows so many that live ones are sorted out: the numbers are those without one, to the bit."""
     hidden, head, tokens = drawn(2, 3, 1500, 8, 40)
-    args = hidden, head, tokens, *cotangents(2, tokens.shape), jnp.asarray(np.random.default_rng(3).random(tokens.shape) < live)
+    args = hidden, head, tokens, *cotangents(2, tokens.shape), jnp.asarray(
+        np.random.default_rng(3).random(tokens.shape) < live)
     whole = jnp.broadcast_to(jnp.arange(40), (*tokens.shape, 40))
     for a, b in zip(run(*args, whole, memory=4 * 40 * 700), run(*args, memory=4 * 40 * 700)):
         np.testing.assert_array_equal(a, b)
@@ -118,7 +123,8 @@ def test_the_whole_vocabulary_is_a_support_like_any_other(live):
 
 @pytest.mark.parametrize(("dtype", "error"), [(jnp.bfloat16, 3e-3), (jnp.float16, 5e-4)])
 def test_of_narrow_inputs_only_gradients_are_rounded(dtype, error):
-    """Products of bfloat16 are exact in float32 and summed there; the gradient of the logits is rounded to the inputs' type."""
+    """Products of bfloat16 are exact in float32 and summed there; the gradient of the logits is rounded to
+    the inputs' type."""
     hidden, head, tokens = drawn(0, 2, 65, 64, 700, dtype)
     g, h = cotangents(0, tokens.shape)
     got, want = run(hidden, head, tokens, g, h, memory=4 * 700 * 40), float64(hidden, head, tokens, 1.0, g, h)
@@ -129,7 +135,8 @@ def test_of_narrow_inputs_only_gradients_are_rounded(dtype, error):
 
 @pytest.mark.parametrize("logits_dtype", ["float32", "bfloat16", "float16"])
 def test_logits_are_rounded_as_the_engines_are(logits_dtype):
-    """To a last place of float32: log_softmax of what the engine's head leaves, divided by the temperature."""
+    """To a last place of float32: log_softmax of what the engine's head leaves, divided by the
+    temperature."""
     hidden, head, tokens = drawn(1, 1, 33, 64, 257, jnp.bfloat16)
 
     @jax.jit
@@ -185,7 +192,8 @@ def test_a_target_that_is_no_word_is_not_a_number():
 def test_a_likely_word_and_one_that_is_out_of_reach():
     """Logits of 1e4 and temperatures of 0.01 neither overflow nor lose the small differences."""
     hidden, head = jnp.ones((1, 2, 1)), jnp.asarray([[1e4], [1e4 - 1], [-1e4]])
-    for token, want in ((0, -np.log1p(np.exp(-1))), (1, -1 - np.log1p(np.exp(-1))), (2, -2e4 - np.log1p(np.exp(-1)))):
+    for token, want in ((0, -np.log1p(np.exp(-1))), (1, -1 - np.log1p(np.exp(-1))),
+                        (2, -2e4 - np.log1p(np.exp(-1)))):
         logp, entropy = token_logprobs(hidden, head, jnp.full((1, 2), token))
         np.testing.assert_allclose(logp[0, 1], want, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(entropy[0, 1], 0.58220309, atol=1e-6)
@@ -195,7 +203,8 @@ def test_a_likely_word_and_one_that_is_out_of_reach():
 
 def largest_array(text: str) -> int:
     """Elements of the largest array of a compiled program."""
-    return max(int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"[a-z]\d+\[([\d,]+)\]", text))
+    return max(int(np.prod([int(n) for n in dims.split(",")]))
+               for dims in re.findall(r"[a-z]\d+\[([\d,]+)\]", text))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -245,7 +254,8 @@ for a, b in zip(jax.jit(top(None))(hidden, head), eight):
 
 def test_the_likeliest_tokens_are_those_of_the_whole_softmax():
     rng, temperature, k = np.random.default_rng(0), 0.7, 4
-    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 130, 16), (50, 16)))  # more rows than a block
+    # more rows than a block
+    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 130, 16), (50, 16)))
     mask = jnp.asarray(rng.random((3, 130)) < 0.3).at[1, 40:].set(False).at[:, 0].set(True)
     ids, logp = jax.jit(functools.partial(token_top_k, k=k, temperature=temperature))(hidden, head, mask)
     want = jax.nn.log_softmax(np.asarray(hidden) @ np.asarray(head).T / temperature)[:, :-1]
@@ -256,11 +266,13 @@ def test_the_likeliest_tokens_are_those_of_the_whole_softmax():
         np.testing.assert_array_equal(ids[b, t], best)
         np.testing.assert_allclose(logp[b, t], want[b, t - 1][best], rtol=1e-5, atol=2e-6)
     assert not np.asarray(ids)[~live].any() and not np.asarray(logp)[~live].any()
-    first = token_logprobs(hidden, head, jnp.where(live, ids[..., 0], 0), temperature, mask=jnp.asarray(live))[0]
+    first = token_logprobs(hidden, head, jnp.where(live, ids[..., 0], 0), temperature,
+                           mask=jnp.asarray(live))[0]
     np.testing.assert_allclose(first, logp[..., 0], rtol=1e-5, atol=2e-6)
 
 
 def test_a_vocabulary_over_eight_devices_is_that_of_one():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True,
+                          timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -27,14 +27,16 @@ def config(**sections) -> Config:
         "model": {"config": QWEN3_8B, "tokenizer": "chars:01"},
         "task": {"kind": "arithmetic", "max_prompt_tokens": 32},
         "rollout": {
-            "engine": "vllm", "prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 4096, "kv_cache": "fp8",
+            "engine": "vllm", "prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 4096,
+            "kv_cache": "fp8",
             "kv_cache_gib": 19.0, "sleep": "drop_weights",
         },
         "precision": {"recipe": "fp8_unified"},
         "optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"},
         "train": {"row_tokens": 16512, "rows_per_microbatch": 1, "remat": "layer"},
-    }  # fmt: skip
-    return Config.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
+    }
+    return Config.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in base
+                                  | sections})
 
 
 def test_8b_fits_an_h200_with_the_engine_asleep_and_needs_more_with_it_awake():
@@ -50,8 +52,9 @@ def test_8b_fits_an_h200_with_the_engine_asleep_and_needs_more_with_it_awake():
 
 def test_the_start_has_the_weights_in_float32_too_each_device_its_part():
     one, two, warm = (needs(config(train=t, sft=s), MODEL, H200)["the start"] for t, s in (
-        ({}, {}), ({"fsdp": 2, "rows_per_microbatch": 2}, {}), ({"fsdp": 2, "rows_per_microbatch": 2}, {"steps": 1})
-    ))  # fmt: skip
+        ({}, {}), ({"fsdp": 2, "rows_per_microbatch": 2}, {}),
+        ({"fsdp": 2, "rows_per_microbatch": 2}, {"steps": 1})
+    ))
     masters, moments = (size for _, size in memory_plan(config(), MODEL)[:2])
     weights = 2 * masters  # which are in bfloat16
     assert one - two == pytest.approx((weights + masters + moments) / 2, abs=1)
@@ -59,10 +62,11 @@ def test_the_start_has_the_weights_in_float32_too_each_device_its_part():
 
 
 def test_a_warm_start_that_cannot_fit_is_refused_where_there_will_be_one():
-    """One device makes it whole, however many share what comes after; where the engine may sleep it does. It is no part of a run
-    that goes on, and alone there is no engine beside it."""
+    """One device makes it whole, however many share what comes after; where the engine may sleep it does. It
+    is no part of a run that goes on, and alone there is no engine beside it."""
     four = {"train": {"fsdp": 4, "rows_per_microbatch": 4}}
-    cfg, awake = (config(**four, sft={"steps": 1}, rollout={"sleep": sleep}) for sleep in ("drop_weights", "off"))
+    cfg, awake = (config(**four, sft={"steps": 1}, rollout={"sleep": sleep})
+                  for sleep in ("drop_weights", "off"))
     plan = sum(size for _, size in warm_start_plan(cfg, MODEL))
     needed, engine = needs(cfg, MODEL, H200), needs(awake, MODEL, H200)[WARM] - needs(cfg, MODEL, H200)[WARM]
     assert plan == sum(size for _, size in warm_start_plan(config(train={"rows_per_microbatch": 4}), MODEL))
@@ -72,7 +76,8 @@ def test_a_warm_start_that_cannot_fit_is_refused_where_there_will_be_one():
         check_fits(cfg, MODEL, needed[WARM] - 1)
     check_fits(cfg, MODEL, needed[WARM] - 1, fresh=False)
     check_fits(config(**four), MODEL, needed[WARM] - 1)
-    alone = config(sft={"steps": 1}, rollout={"sleep": "off"}, train={"rows_per_microbatch": 4, "remat": "mlp"})
+    alone = config(sft={"steps": 1}, rollout={"sleep": "off"},
+                   train={"rows_per_microbatch": 4, "remat": "mlp"})
     with pytest.raises(ConfigError, match="^the warm start needs ") as caught:
         check_warm_start(alone, MODEL, plan)
     assert "train.r" in str(caught.value) and not re.search("rollout|sft", str(caught.value))
@@ -87,7 +92,8 @@ def test_the_reference_of_a_kl_is_there_all_the_time_and_in_float32_too_when_it_
 
 
 def test_what_is_said_to_help_helps_by_as_much():
-    cfg = config(optim={"master": "float32", "first_moment": "float32", "second_moment": "float32"}, train={"remat": "none"})
+    cfg = config(optim={"master": "float32", "first_moment": "float32", "second_moment": "float32"},
+                 train={"remat": "none"})
     with pytest.raises(ConfigError) as caught:
         check_fits(cfg, MODEL, H200)
     said = str(caught.value)
@@ -102,16 +108,20 @@ def test_what_is_said_to_help_helps_by_as_much():
 
 
 def test_no_change_is_advised_that_would_be_refused():
-    """Each device has whole rows, and nothing is offloaded on several; masters are no coarser than what is published."""
+    """Each device has whole rows, and nothing is offloaded on several; masters are no coarser than what is
+    published."""
     full = {"master": "float32", "first_moment": "float32", "second_moment": "float32"}
     several = config(train={"fsdp": 2, "rows_per_microbatch": 6, "remat": "none"}, optim=full)
-    float32 = config(precision={"recipe": "bf16", "weight_dtype": "float32", "compute_dtype": "float32"}, optim=full)
+    float32 = config(precision={"recipe": "bf16", "weight_dtype": "float32", "compute_dtype": "float32"},
+                     optim=full)
     need = lambda changed: needs(changed, MODEL, H200)["an update"]
     advised = [[knob for _, knob in _savings(cfg.check(), need, False)] for cfg in (several, float32)]
     assert [[knob.partition(" = ")[0] for knob in knobs] for knobs in advised] == [
-        ["optim.master", "train.remat", "train.rows_per_microbatch", "train.fsdp"], ["optim.offload", "train.fsdp"],
-    ]  # fmt: skip
-    assert advised[0][2:] == ["train.rows_per_microbatch = 4", "train.fsdp = 4, train.rows_per_microbatch = 8"]
+        ["optim.master", "train.remat", "train.rows_per_microbatch", "train.fsdp"],
+        ["optim.offload", "train.fsdp"],
+    ]
+    assert advised[0][2:] == ["train.rows_per_microbatch = 4",
+                              "train.fsdp = 4, train.rows_per_microbatch = 8"]
 
 
 def test_what_the_utilisation_leaves_to_the_engine_counts():
@@ -132,7 +142,8 @@ def saved(tmp_path):
 def test_memory_that_runs_out_is_explained_by_phase(saved):
     clock = Clock()
     with pytest.raises(OutOfMemory) as caught, explained(config(run=saved)), clock("update"):
-        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
+        error = jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
         error.add_note("JAX has removed its internal frames")  # as it says of what leaves a jitted function
         raise error
     said = str(caught.value)
@@ -141,7 +152,8 @@ def test_memory_that_runs_out_is_explained_by_phase(saved):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
-def test_what_to_change_and_the_way_on_are_those_of_a_run_that_has_saved_something_or_nothing(saved, tmp_path):
+def test_what_to_change_and_the_way_on_are_those_of_a_run_that_has_saved_something_or_nothing(
+        saved, tmp_path):
     full = {"master": "float32", "first_moment": "float32", "second_moment": "float32"}
 
     def said(run):

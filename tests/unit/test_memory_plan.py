@@ -1,4 +1,5 @@
-"""The memory plan beside what was measured: the learner of benchmarks/step.py at Qwen3-8B's size on an H200."""
+"""The memory plan beside what was measured: the learner of benchmarks/step.py at Qwen3-8B's size on an
+H200."""
 
 from __future__ import annotations
 
@@ -19,27 +20,34 @@ MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/step_8b.j
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_unified"])
 def test_it_is_within_5_percent_of_the_measured_peak(recipe):
-    """vLLM stands for an engine whose memory is not the learner's; uncompiled, it leaves the stream in bfloat16."""
+    """vLLM stands for an engine whose memory is not the learner's; uncompiled, it leaves the stream in
+    bfloat16."""
     ((case, found),) = MEASURED["each"].items()
     assert case == "Qwen3-8B, 36 layers, 8 x 1 x 16384 tokens"  # one at a time
     settings = {
-        "train.remat": MEASURED["settings"]["remat"], "train.row_tokens": 16384, "train.rows_per_microbatch": 1,
-        "precision.recipe": recipe, "precision.compute_dtype": "bfloat16", "precision.weight_dtype": "bfloat16",
-        "precision.attention": "pallas", "rollout.engine": "vllm", "rollout.enforce_eager": str(recipe == "bf16").lower(),
-    } | {f"optim.{key}": value for key, value in MEASURED["settings"]["optim"].items()}  # fmt: skip
+        "train.remat": MEASURED["settings"]["remat"], "train.row_tokens": 16384,
+        "train.rows_per_microbatch": 1,
+        "precision.recipe": recipe, "precision.compute_dtype": "bfloat16",
+        "precision.weight_dtype": "bfloat16",
+        "precision.attention": "pallas", "rollout.engine": "vllm",
+        "rollout.enforce_eager": str(recipe == "bf16").lower(),
+    } | {f"optim.{key}": value for key, value in MEASURED["settings"]["optim"].items()}
     cfg = load_config("demo", [word for key, value in settings.items() for word in (f"--{key}", str(value))])
     plan = memory_plan(cfg, ModelConfig.from_hf(config("8b", 0)))
     assert sum(size for _, size in plan) == pytest.approx(found[recipe]["peak memory"] * 1e9, rel=0.05)
 
 
 def test_experts_count_by_the_copies_of_a_token_and_their_width():
-    """Two experts a token, each half as wide as the dense MLP, compute as much: what is kept more is the second copy."""
+    """Two experts a token, each half as wide as the dense MLP, compute as much: what is kept more is the
+    second copy."""
     dense = config("0.6b", 4)
-    half = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": dense["intermediate_size"] // 2}
+    half = {"num_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": dense["intermediate_size"] // 2}
     sparse = dense | half | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     cfg = load_config("demo", ["--train.remat", "none"])
     kept = [_kept_of_layers(cfg, ModelConfig.from_hf(hf), 2) for hf in (dense, sparse)]
-    assert kept[1] - kept[0] == 4 * cfg.train.rows_per_microbatch * cfg.train.row_tokens * dense["hidden_size"] * 2
+    assert kept[1] - kept[0] == 4 * cfg.train.rows_per_microbatch * cfg.train.row_tokens * dense[
+        "hidden_size"] * 2
 
 
 def test_the_parts_of_a_publish_are_the_transports():

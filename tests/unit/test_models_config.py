@@ -10,16 +10,21 @@ from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.config import Llama3Rope, ModelConfig
 
 QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
-    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+    "model_type": "qwen3",
     "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+    "use_sliding_window": False,
     "vocab_size": 151936,
-}  # fmt: skip
+}
 LLAMA_32_1B = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
     "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
     "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
@@ -27,7 +32,7 @@ LLAMA_32_1B = {
     "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
     "vocab_size": 128256,
-}  # fmt: skip
+}
 ROPE_KEYS = {"rope_scaling", "rope_theta", "rope_parameters", "torch_dtype"}
 
 
@@ -62,7 +67,8 @@ def test_transformers_5_spelling_of_rope_is_equal():
 def test_round_trip_keeps_every_key(raw, tmp_path):
     cfg = ModelConfig.from_hf(raw)
     out = cfg.to_hf()
-    assert {k: out[k] for k in raw if k not in ROPE_KEYS} == {k: v for k, v in raw.items() if k not in ROPE_KEYS}
+    assert {k: out[k] for k in raw
+            if k not in ROPE_KEYS} == {k: v for k, v in raw.items() if k not in ROPE_KEYS}
     (tmp_path / "config.json").write_text(json.dumps(out))
     again = ModelConfig.from_hf(tmp_path)
     assert again == cfg == ModelConfig.from_hf(tmp_path / "config.json") and again.to_hf() == out
@@ -78,7 +84,7 @@ def test_transformers_reads_what_we_write(raw, tmp_path, monkeypatch):
     rope = {"rope_type": "default"} if raw["rope_scaling"] is None else raw["rope_scaling"]
     assert theirs.rope_parameters == {**rope, "rope_theta": raw["rope_theta"]}
     assert (theirs.head_dim, theirs.vocab_size, theirs.eos_token_id) == (
-        raw["head_dim"], raw["vocab_size"], raw["eos_token_id"])  # fmt: skip
+        raw["head_dim"], raw["vocab_size"], raw["eos_token_id"])
     assert ModelConfig.from_hf(theirs.to_dict()) == ModelConfig.from_hf(raw)
 
 
@@ -88,7 +94,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"architectures": ["MistralForCausalLM"]}, r"MistralForCausalLM.*is not implemented.*\n.*Qwen3ForCausalLM"),
+        ({"architectures": ["MistralForCausalLM"]},
+         r"MistralForCausalLM.*is not implemented.*\n.*Qwen3ForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
@@ -100,9 +107,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config.*\n.*unquantised"),
         ({"rope_scaling": YARN}, "rope_scaling.rope_type = 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs numbers for low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+         "needs numbers for low_freq_factor, high_freq_factor"),
         ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta has two values"),
-        ({"rope_parameters": {**LLAMA_32_1B["rope_scaling"], "factor": 2.0}, "rope_scaling": LLAMA_32_1B["rope_scaling"]},
+        ({"rope_parameters": {**LLAMA_32_1B["rope_scaling"], "factor": 2.0},
+          "rope_scaling": LLAMA_32_1B["rope_scaling"]},
          "disagree"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"vocab_size": "many"}, "vocab_size"),
@@ -112,7 +121,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads = 3"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype = 'float8_e4m3fn'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_refused_by_name(change, says):
     with pytest.raises(ModelError, match=says):
         ModelConfig.from_hf({**QWEN3_06B, **change})

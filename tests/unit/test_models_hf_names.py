@@ -34,7 +34,8 @@ def test_table_names_what_transformers_names(name):
     transformers = pytest.importorskip("transformers")
     cfg = CONFIGS[name]
     config = transformers.AutoConfig.for_model(**cfg.to_hf())
-    theirs = {k: tuple(v.shape) for k, v in transformers.AutoModelForCausalLM.from_config(config).state_dict().items()}
+    theirs = {k: tuple(v.shape)
+              for k, v in transformers.AutoModelForCausalLM.from_config(config).state_dict().items()}
     if cfg.tie_word_embeddings:
         theirs.pop("lm_head.weight")
     table = param_table(cfg)
@@ -60,7 +61,8 @@ def test_roles_and_linear_shapes():
     assert roles["model.embed_tokens.weight"] == "embedding" and roles["lm_head.weight"] == "head"
     assert roles["model.layers.1.self_attn.q_norm.weight"] == roles["model.norm.weight"] == "norm"
     linears = {e.hf_name: e.shape for e in param_table(QWEN3) if e.role == "linear"}
-    assert linears == {f"model.layers.{i}.{m}.weight": s for i in range(2) for m, s in linear_shapes(QWEN3).items()}
+    assert linears == {f"model.layers.{i}.{m}.weight": s for i in range(2)
+                       for m, s in linear_shapes(QWEN3).items()}
 
 
 def test_get_param_keeps_codes_and_scales_together():
@@ -68,4 +70,5 @@ def test_get_param_keeps_codes_and_scales_together():
     up = params["layers"]["mlp"]["up_proj"]
     up["weight"] = QuantizedWeight.of(up["weight"])
     entry = next(e for e in param_table(QWEN3) if e.hf_name == "model.layers.1.mlp.up_proj.weight")
-    chex.assert_trees_all_equal(get_param(params, entry), QuantizedWeight(up["weight"].codes[1], up["weight"].scale[1]))
+    chex.assert_trees_all_equal(get_param(params, entry),
+                                QuantizedWeight(up["weight"].codes[1], up["weight"].scale[1]))

@@ -33,10 +33,12 @@ def test_round_e4m3_equals_the_cast_in_float32_and_at_its_ties():
 def test_truncation_takes_the_next_code_towards_zero(dtype):
     codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     rng = np.random.default_rng(0)
-    x = jnp.asarray(np.concatenate([rng.normal(size=5000) * np.exp2(rng.uniform(-12, 9, 5000)), codes, -codes, [1e4]]), dtype)
+    x = jnp.asarray(np.concatenate([rng.normal(size=5000) * np.exp2(rng.uniform(-12, 9, 5000)), codes, -codes,
+                                    [1e4]]), dtype)
     x64 = np.asarray(x, np.float64)
     want = np.sign(x64) * codes[np.searchsorted(codes, np.abs(x64).clip(max=448), side="right") - 1]
-    np.testing.assert_array_equal(jax.jit(layers.round_e4m3, static_argnums=1)(x, True).astype(jnp.float64), want)
+    np.testing.assert_array_equal(jax.jit(layers.round_e4m3, static_argnums=1)(x, True).astype(jnp.float64),
+                                  want)
 
 
 def test_round_e4m3_passes_the_gradient_through():
@@ -48,7 +50,8 @@ def test_round_e4m3_passes_the_gradient_through():
 def test_attention_is_the_textbook_sum(kv_heads):
     B, T, S, H, d = 2, 3, 5, 4, 8
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((B, n, h, d)).astype(np.float32) for n, h in ((T, H), (S, kv_heads), (S, kv_heads)))
+    q, k, v = (rng.standard_normal((B, n, h, d)).astype(np.float32)
+               for n, h in ((T, H), (S, kv_heads), (S, kv_heads)))
     mask = rng.random((B, T, S)) < 0.6
     mask[:, :, 0] = True
     want = np.zeros((B, T, H, d))
@@ -61,7 +64,8 @@ def test_attention_is_the_textbook_sum(kv_heads):
 
 
 def test_fp8_attention_rounds_queries_and_probabilities_to_e4m3():
-    """One query over five keys, by hand: E4M3 of q, then of 2^8 exp(score - max); the sum below is of unrounded ones."""
+    """One query over five keys, by hand: E4M3 of q, then of 2^8 exp(score - max); the sum below is of
+    unrounded ones."""
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((1, n, 1, 8)).astype(np.float32) for n in (1, 5, 5))
 
@@ -79,8 +83,10 @@ def test_fp8_attention_rounds_queries_and_probabilities_to_e4m3():
 
 def test_rope_tables_are_rounded_to_the_engines_type():
     cfg = ModelConfig("LlamaForCausalLM", 8, 16, 16, 1, 1, 1, 16, 64)
-    for exact, rounded in zip(*(layers.rope_tables(jnp.arange(64)[None], cfg, dtype) for dtype in ("float32", "bfloat16"))):
-        np.testing.assert_array_equal(rounded, np.asarray(exact).astype(ml_dtypes.bfloat16).astype(np.float32))
+    for exact, rounded in zip(*(layers.rope_tables(jnp.arange(64)[None], cfg, dtype)
+                                for dtype in ("float32", "bfloat16"))):
+        np.testing.assert_array_equal(rounded,
+                                      np.asarray(exact).astype(ml_dtypes.bfloat16).astype(np.float32))
         assert (rounded != exact).mean() > 0.5
 
 
@@ -89,13 +95,14 @@ def test_rope_tables_are_rounded_to_the_engines_type():
 def test_rope_frequencies_are_those_of_transformers(theta, head_dim, scaled):
     """To the bit, but where torch's vectorised power is a last place off."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}
     kind = {"rope_type": "llama3", **scaling} if scaled else {"rope_type": "default"}
     sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
     hf = llama.LlamaConfig(**sizes, rope_parameters={"rope_theta": theta, **kind})
     want = llama.LlamaRotaryEmbedding(hf).inv_freq.numpy()
     cfg = ModelConfig("LlamaForCausalLM", 8, 16, 16, 1, 1, 1, head_dim, 64, rope_theta=theta,
-                      rope_scaling=Llama3Rope(**scaling) if scaled else None)  # fmt: skip
+                      rope_scaling=Llama3Rope(**scaling) if scaled else None)
     got = layers.rope_frequencies(cfg)
     assert got.dtype == want.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=3e-7)
@@ -107,7 +114,8 @@ def test_rope_scores_depend_on_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
     def score(at_q: int, at_k: int) -> float:
-        rotated = [layers.apply_rope(x, *layers.rope_tables(jnp.array([[at]]), cfg)) for x, at in ((q, at_q), (k, at_k))]
+        rotated = [layers.apply_rope(x, *layers.rope_tables(jnp.array([[at]]), cfg))
+                   for x, at in ((q, at_q), (k, at_k))]
         return float((rotated[0] * rotated[1]).sum())
 
     assert score(17, 12) == pytest.approx(score(105, 100), abs=1e-4)
@@ -123,7 +131,8 @@ def test_rms_norm_rounds_before_the_weight():
 
 
 def test_what_a_compiled_engine_fuses_is_rounded_once():
-    """Norm and weight; SiLU and product; and the sum with the residual, which the norm sees unrounded and the stream does not."""
+    """Norm and weight; SiLU and product; and the sum with the residual, which the norm sees unrounded and the
+    stream does not."""
     rng = np.random.default_rng(0)
     x, y, w = (jnp.asarray(rng.normal(size=(4, 64)), jnp.bfloat16) for _ in range(3))
     x64, y64, w64 = (np.asarray(a, np.float64) for a in (x, y, w))
@@ -134,11 +143,13 @@ def test_what_a_compiled_engine_fuses_is_rounded_once():
     stream = layers.add_residual(layers.Stream(x, jnp.zeros_like(x)), y)
     total = layers.total(stream)
     np.testing.assert_array_equal(total, (x64 + y64).astype(np.float32))
-    np.testing.assert_array_equal(layers.add_residual(stream, y).total, rounded(np.asarray(total)) + np.asarray(y, np.float32))
+    np.testing.assert_array_equal(layers.add_residual(stream, y).total,
+                                  rounded(np.asarray(total)) + np.asarray(y, np.float32))
     np.testing.assert_array_equal(layers.add_residual(x, y), rounded(x64 + y64))
     s = np.asarray(total, np.float64)
     want = rounded(s / np.sqrt((s**2).mean(-1, keepdims=True) + 1e-6) * w64[0])
-    once, twice = (np.asarray(layers.rms_norm(total, w[0], 1e-6, "bfloat16", o), np.float32) for o in (True, False))
+    once, twice = (np.asarray(layers.rms_norm(total, w[0], 1e-6, "bfloat16", o), np.float32)
+                   for o in (True, False))
     assert (once != want).mean() < 0.01 < 0.1 < (twice != want).mean()
     product = x64 / (1 + np.exp(-x64)) * y64
     fused, apart = layers.swiglu(x, y, fused=True), layers.swiglu(x, y)

@@ -33,14 +33,16 @@ jit_cached = jax.jit(forward_cached, static_argnums=(1, 5))
 
 @functools.cache
 def small_params():
-    """Larger matrices than the initialisation's and norms off 1: no layer is nearly the identity, no attention uniform."""
+    """Larger matrices than the initialisation's and norms off 1: no layer is nearly the identity, no
+    attention uniform."""
     rng = np.random.default_rng(0)
 
     def leaf(path, like):
         noise = rng.standard_normal(like.shape, np.float32)
         return 1 + 0.1 * noise if "norm" in path[-2].key else 0.06 * noise
 
-    return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(lambda: init_params(SMALL, jax.random.key(0))))
+    return jax.tree_util.tree_map_with_path(leaf,
+                                            jax.eval_shape(lambda: init_params(SMALL, jax.random.key(0))))
 
 
 def row(T: int, B: int = 1):
@@ -48,14 +50,17 @@ def row(T: int, B: int = 1):
     return tokens, np.broadcast_to(np.arange(T), (B, T)), np.ones((B, T), np.int32)
 
 
-# --- against transformers ---------------------------------------------------------------------------------------------
+# --- against transformers
+# ---------------------------------------------------------------------------------------------
 
 TINY = dict(  # noqa: C408
-    vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2,
     max_position_embeddings=512, initializer_range=0.2,
-)  # fmt: skip
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 32}  # fmt: skip
+)
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32}
 MODELS = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
@@ -84,7 +89,8 @@ def test_logits_equal_those_of_transformers(case, tmp_path):
 
     model.save_pretrained(tmp_path)
     cfg, params = load_params(tmp_path)
-    tokens = np.random.default_rng(0).integers(0, 101, (2, 200))  # 200 positions: far past llama3's original 32
+    # 200 positions: far past llama3's original 32
+    tokens = np.random.default_rng(0).integers(0, 101, (2, 200))
     with torch.no_grad():
         want = model(torch.tensor(tokens)).logits.numpy()
     positions = np.broadcast_to(np.arange(200), tokens.shape)
@@ -94,7 +100,8 @@ def test_logits_equal_those_of_transformers(case, tmp_path):
     np.testing.assert_allclose(logits, want, atol=1e-4)
 
 
-# --- packing and padding ----------------------------------------------------------------------------------------------
+# --- packing and padding
+# ----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=20, deadline=None)
@@ -112,7 +119,8 @@ def test_packed_equals_separate(cuts):
         alone[i, : b - a] = tokens[0, a:b]
     real = np.arange(24)[None] < np.pad(lengths, (0, 4 - len(lengths)))[:, None]
     separate = jit_forward(
-        small_params(), SMALL, alone, np.broadcast_to(np.arange(24), (4, 24)), real.astype(np.int32), FLOAT32, "none"
+        small_params(), SMALL, alone, np.broadcast_to(np.arange(24), (4, 24)), real.astype(np.int32), FLOAT32,
+        "none"
     )
     np.testing.assert_allclose(packed, separate[real], atol=2e-5)
 
@@ -128,7 +136,8 @@ def test_padding_is_finite_and_without_effect():
     assert not np.allclose(one[0, 11:], other[0, 11:])
 
 
-# --- the cached path --------------------------------------------------------------------------------------------------
+# --- the cached path
+# --------------------------------------------------------------------------------------------------
 
 PRECISIONS = {
     "float32": FLOAT32,
@@ -154,7 +163,8 @@ def engine_params(params, precision):
 
 
 def generate_cached(params, tokens, positions, prompt_lengths, precision):
-    """Prefill right-padded prompts, then feed the remaining tokens one by one: hidden states in place of each token."""
+    """Prefill right-padded prompts, then feed the remaining tokens one by one: hidden states in place of each
+    token."""
     B, T = tokens.shape
     rows, bucket = np.arange(B), int(max(prompt_lengths))
     inside = np.arange(bucket)[None] < np.array(prompt_lengths)[:, None]
@@ -166,7 +176,8 @@ def generate_cached(params, tokens, positions, prompt_lengths, precision):
     at = np.array(prompt_lengths)
     while (at < T).any():
         here = np.minimum(at, T - 1)  # a finished row repeats its last token
-        hidden, cache = jit_cached(params, SMALL, tokens[rows, here][:, None], here[:, None], cache, precision)
+        hidden, cache = jit_cached(params, SMALL, tokens[rows, here][:, None], here[:, None], cache,
+                                   precision)
         out[rows, here] = np.asarray(hidden[:, 0], np.float32)
         at = at + 1
     return out
@@ -174,7 +185,8 @@ def generate_cached(params, tokens, positions, prompt_lengths, precision):
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_cached_equals_uncached(name):
-    """Within 1e-5. Where values are rounded to FP8 or BF16, one near a tie may round the other way at a few positions."""
+    """Within 1e-5. Where values are rounded to FP8 or BF16, one near a tie may round the other way at a few
+    positions."""
     precision = PRECISIONS[name]
     tokens, positions, segments = row(20, B=3)
     params = small_params()
@@ -189,8 +201,10 @@ def test_cached_equals_uncached(name):
     else:
         assert np.median(error) <= 1e-5 and error.max() <= 0.1, error
     for rounding in [r for r in ("kv_fp8", "attention_fp8") if getattr(precision, r)]:
-        unrounded = dataclasses.replace(precision, **{rounding: False})  # the bound can tell: every position moves
-        other = np.asarray(jit_forward(params, SMALL, tokens, positions, segments, unrounded, "none"), np.float32)
+        # the bound can tell: every position moves
+        unrounded = dataclasses.replace(precision, **{rounding: False})
+        other = np.asarray(jit_forward(params, SMALL, tokens, positions, segments, unrounded, "none"),
+                           np.float32)
         assert np.median(np.abs(other - want).max(-1)) > 1e-3
 
 
@@ -203,7 +217,8 @@ def test_writes_past_the_end_of_the_cache_are_dropped():
     assert np.isfinite(hidden).all() and float(jnp.abs(cache.k[:, 2, 19]).min()) > 0
 
 
-# --- structure --------------------------------------------------------------------------------------------------------
+# --- structure
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_runs_and_stacks_do_not_change_the_numbers():
@@ -226,7 +241,8 @@ def test_gradient_is_the_slope_whatever_is_computed_again():
     direction = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32) * a.std(), small_params())
 
     def grads(remat):
-        return jax.jit(jax.grad(lambda p: (forward(p, SMALL, *inputs, FLOAT32, remat) * w).mean()))(small_params())
+        return jax.jit(jax.grad(lambda p: (forward(p, SMALL, *inputs, FLOAT32, remat) * w).mean()))(
+            small_params())
 
     def loss(step):
         params = jax.tree.map(lambda p, u: p + np.float32(step) * u, small_params(), direction)
@@ -252,6 +268,7 @@ def test_initialisation():
     params = init_params(SMALL, jax.random.key(0), jnp.bfloat16)
     assert {a.dtype for a in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
     assert float(jnp.std(params["layers"]["mlp"]["up_proj"]["weight"])) == pytest.approx(0.02, rel=0.02)
-    assert float(jnp.std(params["layers"]["mlp"]["down_proj"]["weight"])) == pytest.approx(0.02 / 6**0.5, rel=0.02)
+    assert float(jnp.std(params["layers"]["mlp"]["down_proj"]["weight"])) == pytest.approx(
+        0.02 / 6**0.5, rel=0.02)
     q = params["layers"]["self_attn"]["q_proj"]["weight"]
     assert not np.array_equal(q[0], q[1])

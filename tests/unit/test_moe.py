@@ -1,4 +1,5 @@
-"""Mixtures of experts: equal to transformers, to a reference that computes every expert, and to themselves when cached."""
+"""Mixtures of experts: equal to transformers, to a reference that computes every expert, and to themselves
+when cached."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 HF = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 101, "hidden_size": 48,
     "intermediate_size": 80, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "num_experts": 5, "num_experts_per_tok": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "num_experts": 5,
+    "num_experts_per_tok": 2,
     "norm_topk_prob": True, "rope_theta": 10000.0,
-}  # fmt: skip
+}
 MIXED = HF | {"mlp_only_layers": [1]}
 UNNORMED = HF | {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_experts_per_tok": 3}
 CFG = ModelConfig.from_hf(MIXED)
@@ -56,7 +58,8 @@ def random_hf_model(hf: dict):
     return model
 
 
-@pytest.mark.parametrize("hf", [MIXED, pytest.param(UNNORMED, marks=pytest.mark.slow)], ids=["mixed", "not normalised"])
+@pytest.mark.parametrize("hf", [MIXED, pytest.param(UNNORMED, marks=pytest.mark.slow)],
+                         ids=["mixed", "not normalised"])
 def test_logits_equal_those_of_transformers(hf, tmp_path):
     import torch
 
@@ -104,7 +107,8 @@ def test_every_tensor_has_its_own_place():
     chex.assert_trees_all_equal(as_params(split), params)
 
 
-# --- one layer against a reference that computes every expert of every token ---------------------------------------------
+# --- one layer against a reference that computes every expert of every token
+# ---------------------------------------------
 
 
 def one_hot_mixture(x, w, experts: Experts):
@@ -114,7 +118,8 @@ def one_hot_mixture(x, w, experts: Experts):
     chosen = jax.nn.one_hot(jax.lax.top_k(logits, experts.num_experts_per_tok)[1], experts.num_experts).sum(1)
     gates = probs * chosen / (jnp.sum(probs * chosen, 1, keepdims=True) if experts.norm_topk_prob else 1)
     of = {name: node["weight"] for name, node in w["experts"].items()}
-    gate, up = (jnp.einsum("td,efd->tef", x, of[name], precision="highest") for name in ("gate_proj", "up_proj"))
+    gate, up = (jnp.einsum("td,efd->tef", x, of[name], precision="highest")
+                for name in ("gate_proj", "up_proj"))
     down = jnp.einsum("tef,edf->ted", jax.nn.silu(gate) * up, of["down_proj"], precision="highest")
     return jnp.einsum("te,ted->td", gates, down, precision="highest")
 
@@ -201,7 +206,8 @@ def by_routes(x, w, ids, experts: Experts, tensor: int):
     parts = jax.tree.map(lambda a: a.reshape(tensor, -1, *a.shape[1:]), w["experts"])
 
     def one(part):
-        return moe.mixture(x[None], w | {"experts": part}, experts, Precision.uniform(1), False, None, ids[None], layout)[0][0]
+        return moe.mixture(x[None], w | {"experts": part}, experts, Precision.uniform(1), False, None,
+                           ids[None], layout)[0][0]
 
     return jax.vmap(one, axis_name="tensor")(parts)
 
@@ -211,7 +217,8 @@ def by_routes(x, w, ids, experts: Experts, tensor: int):
 @given(ids=arrays(np.int32, (9, 3), elements=WILD_IDS))
 def test_a_number_of_no_expert_is_left_out_and_moves_no_other_token(norm, tensor, ids):
     """Negative or too large, on one device and on several, with its share of the gates."""
-    experts, x = dataclasses.replace(WILD, norm_topk_prob=norm), np.random.default_rng(1).standard_normal((9, 24))
+    experts, x = dataclasses.replace(WILD,
+                                     norm_topk_prob=norm), np.random.default_rng(1).standard_normal((9, 24))
     w = layer_of(experts)
     got = by_routes(jnp.asarray(x, jnp.float32), w, jnp.asarray(ids), experts, tensor)
     np.testing.assert_allclose(got, np.broadcast_to(by_numpy(x, w, ids, experts), got.shape), atol=3e-5)
@@ -226,11 +233,13 @@ def test_no_number_of_an_expert_has_a_gradient_that_is_not_finite():
 
 
 def test_a_frozen_router_gets_no_gradient_and_its_input_does():
-    experts, x = Experts(4, 2, 16, True), jnp.asarray(np.random.default_rng(0).standard_normal((1, 7, 24), np.float32))
+    experts, x = Experts(4, 2, 16,
+                         True), jnp.asarray(np.random.default_rng(0).standard_normal((1, 7, 24), np.float32))
     w = layer_of(experts)
     f = lambda w, x, e: jnp.sum(moe.mixture(x, w, e, Precision.uniform(1), False)[0] ** 2)
     gradient = jax.jit(jax.grad(f, (0, 1)), static_argnums=2)
-    free, frozen = (gradient(w, x, dataclasses.replace(experts, frozen_router=still)) for still in (False, True))
+    free, frozen = (gradient(w, x, dataclasses.replace(experts, frozen_router=still))
+                    for still in (False, True))
     assert free[0]["gate"]["weight"].any() and not frozen[0]["gate"]["weight"].any()
     chex.assert_trees_all_close((free[0]["experts"], free[1]), (frozen[0]["experts"], frozen[1]), rtol=1e-6)
 
@@ -239,13 +248,16 @@ def test_router_logits_are_rounded_as_an_engines_are_and_their_gradient_is_not()
     experts, rng = Experts(64, 8, 16, True), np.random.default_rng(0)
     w, x = layer_of(experts), jnp.asarray(rng.standard_normal((1, 300, 24), np.float32))
     engines = dataclasses.replace(Precision.uniform(1), router_dtype="bfloat16")
-    chosen = {p.router_dtype: np.asarray(moe.mixture(x, w, experts, p, False)[1].ids[0]) for p in (engines, Precision.uniform(1))}
+    chosen = {p.router_dtype: np.asarray(moe.mixture(x, w, experts, p, False)[1].ids[0])
+              for p in (engines, Precision.uniform(1))}
     logits = np.asarray(jnp.asarray(x[0] @ w["gate"]["weight"].T, jnp.bfloat16), np.float32)
     want = np.sort(np.argsort(-logits, axis=-1, kind="stable")[:, :8], -1)  # of equal ones the first
-    assert np.mean((chosen["bfloat16"] == want).all(-1)) > 0.99  # sums are of another order, and may round another way
+    # sums are of another order, and may round another way
+    assert np.mean((chosen["bfloat16"] == want).all(-1)) > 0.99
     assert 0.01 < np.mean((chosen["bfloat16"] != chosen["float32"]).any(-1)) < 0.5
-    slopes = [jax.grad(lambda g, d=d: jnp.sum(jnp.sin(moe._router_logits(x[0], g, experts, d))))(w["gate"]["weight"])
-              for d in ("float32", "bfloat16")]  # fmt: skip
+    slopes = [jax.grad(lambda g, d=d: jnp.sum(jnp.sin(moe._router_logits(x[0], g, experts, d))))(
+        w["gate"]["weight"])
+              for d in ("float32", "bfloat16")]
     np.testing.assert_allclose(slopes[1], slopes[0], atol=0.02 * float(jnp.abs(slopes[0]).max()))
     assert len(np.unique(np.asarray(slopes[1]))) > 0.9 * slopes[1].size, "not of bfloat16's few numbers"
 
@@ -259,7 +271,8 @@ def test_the_balance_is_one_where_all_experts_have_as_much_to_do():
     np.testing.assert_allclose([even, one], [1, 4], rtol=1e-5)
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model
+# --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -278,7 +291,8 @@ def test_packed_and_cached_equal_alone():
     tokens = rng.integers(0, 101, (1, 24))
     ids = np.repeat([1, 2, 0], [10, 11, 3])[None]
     positions = np.concatenate([np.arange(10), np.arange(11), np.arange(3)])[None]
-    packed, _, routing = jax.jit(forward_and_seen, static_argnums=(1, 5))(params, CFG, tokens, positions, ids, precision)
+    packed, _, routing = jax.jit(forward_and_seen,
+                                 static_argnums=(1, 5))(params, CFG, tokens, positions, ids, precision)
     assert routing.ids.shape == (2, 1, 24, 2) and routing.ids.dtype == np.uint8
     step = jax.jit(forward_cached, static_argnums=(1, 5))
     second, where = tokens[:, 10:21], np.arange(11)[None]
@@ -297,7 +311,8 @@ def test_runs_must_be_of_one_kind():
         forward(random_params(CFG), CFG, *(np.zeros((1, 4), int),) * 3, Precision.uniform(3))
 
 
-# --- the config -------------------------------------------------------------------------------------------------------
+# --- the config
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_config_round_trip():
@@ -306,13 +321,15 @@ def test_config_round_trip():
     assert cfg.experts == Experts(5, 2, 32, True, 2, (0, 2)) and cfg.qk_norm
     assert ModelConfig.from_hf(cfg.to_hf()) == cfg
     assert cfg.to_hf()["router_aux_loss_coef"] == 0.001  # kept, though ours is in the run's own config
-    without = ModelConfig.from_hf({k: v for k, v in HF.items() if k != "head_dim"})  # as transformers' own config may be
+    # as transformers' own config may be
+    without = ModelConfig.from_hf({k: v for k, v in HF.items() if k != "head_dim"})
     assert without.head_dim == HF["hidden_size"] // HF["num_attention_heads"]
 
 
 def test_what_is_advised_for_widths_without_blocks_is_accepted():
     cfg = ModelConfig.from_hf(HF | {"hidden_size": 192, "moe_intermediate_size": 128, "head_dim": 32})
-    runs = functools.partial(fp8_runs, linear_shapes(cfg), cfg.num_hidden_layers, sparse_layers=cfg.sparse_layers)
+    runs = functools.partial(fp8_runs, linear_shapes(cfg), cfg.num_hidden_layers,
+                             sparse_layers=cfg.sparse_layers)
     with pytest.raises(ConfigError, match="do not divide") as refused:
         runs()
     advice = re.search('exclude = "(.*)"', refused.value.next_step)[1]

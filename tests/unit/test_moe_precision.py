@@ -1,4 +1,5 @@
-"""Experts under every recipe: each expert's rows are an instance of `linear`, to the bit, forwards and backwards."""
+"""Experts under every recipe: each expert's rows are an instance of `linear`, to the bit, forwards and
+backwards."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def arrays(dtype):
     return *(jnp.asarray(a, jnp.float32).astype(dtype) for a in (x, w, dy)), jnp.asarray(ids, jnp.int32)
 
 
-@pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS])
+@pytest.mark.parametrize("name",
+                         [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS])
 def test_each_expert_is_an_instance_of_linear(name):
     precision, fp8 = FORMATS[name], name != "float32"
     x, w, dy, ids = arrays(precision.compute_dtype)
@@ -67,19 +69,22 @@ def test_each_expert_is_an_instance_of_linear(name):
     want_dx = np.zeros((T, 2, K), np.float32)
     for e in range(E):
         token, place = (np.asarray(a) for a in np.nonzero(np.asarray(ids) == e))
-        rows = np.zeros((max(128, len(token)), K), np.float32)  # padded as rows of an expert are: wgrad's blocks run along them
+        # padded as rows of an expert are: wgrad's blocks run along them
+        rows = np.zeros((max(128, len(token)), K), np.float32)
         rows[: len(token)], d_rows = x[token], np.zeros((len(rows), N), np.float32)
         d_rows[: len(token)] = dy[token, place]
         rows, d_rows = (jnp.asarray(a, precision.compute_dtype) for a in (rows, d_rows))
         of_expert = jax.tree.map(operator.itemgetter(e), quantized)
         want, pull = jax.vjp(lambda x, h, w=of_expert: each(x, w, h), rows, handle[e])
         d_x, d_w = pull(d_rows)
-        exact = {"rtol": 2e-2 if precision.gradients != "high" else 1e-5, "atol": 1e-5}  # sums of another order
+        # sums of another order
+        exact = {"rtol": 2e-2 if precision.gradients != "high" else 1e-5, "atol": 1e-5}
         chex.assert_trees_all_close(y[token, place], want[: len(token)], rtol=1e-6, atol=1e-6)
         chex.assert_trees_all_close(dw[e].astype(jnp.float32), d_w.astype(jnp.float32), **exact)
         want_dx[token, place] = d_x[: len(token)].astype(np.float32)
     scale = np.abs(want_dx).max()
-    np.testing.assert_allclose(dx.astype(np.float32), want_dx.sum(1), atol=1e-2 * scale if fp8 else 1e-5 * scale)
+    np.testing.assert_allclose(dx.astype(np.float32), want_dx.sum(1),
+                               atol=1e-2 * scale if fp8 else 1e-5 * scale)
 
 
 def test_gates_and_router_stay_in_float32():
@@ -87,7 +92,7 @@ def test_gates_and_router_stay_in_float32():
     experts, precision = Experts(E, 2, 128, True), Precision((), compute_dtype="bfloat16")
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     w = {"gate": {"weight": like(E, K)}, "experts": {n: {"weight": like(E, *s)} for n, s in
-         {"gate_proj": (128, K), "up_proj": (128, K), "down_proj": (K, 128)}.items()}}  # fmt: skip
+         {"gate_proj": (128, K), "up_proj": (128, K), "down_proj": (K, 128)}.items()}}
     jaxpr = str(jax.make_jaxpr(lambda x, w: mixture(x, w, experts, precision, False))(like(1, T, K), w))
     routers = [line for line in jaxpr.splitlines() if "dot_general" in line and f"f32[{T},{E}]" in line]
     assert len(routers) == 1
@@ -96,9 +101,11 @@ def test_gates_and_router_stay_in_float32():
 @pytest.mark.parametrize("width", [192, 256])
 def test_where_products_are_the_kernels_those_in_high_precision_are_traced_of_any_width(width):
     """On a CPU, where JAX's kernels cannot be, and of widths that they do not take."""
-    like, precision = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16), Precision((), products="pallas")
+    like, precision = lambda *shape: jax.ShapeDtypeStruct(shape,
+                                                          jnp.bfloat16), Precision((), products="pallas")
     d = jax.eval_shape(lambda ids: dispatch(ids, E), jax.ShapeDtypeStruct((T, 2), jnp.int32))
-    loss = lambda x, w, d: jnp.sum(grouped_linear(x, w, d, precision, False, of_tokens=True), dtype=jnp.float32)
+    loss = lambda x, w, d: jnp.sum(grouped_linear(x, w, d, precision, False, of_tokens=True),
+                                   dtype=jnp.float32)
     dx, dw = jax.eval_shape(jax.grad(loss, (0, 1)), like(T, K), like(E, width, K), d)
     assert (dx.shape, dw.shape, dw.dtype) == ((T, K), (E, width, K), jnp.bfloat16)
 
@@ -106,20 +113,24 @@ def test_where_products_are_the_kernels_those_in_high_precision_are_traced_of_an
 HF = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 48, "hidden_size": 128,
     "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "num_experts": 3, "num_experts_per_tok": 2,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "num_experts": 3,
+    "num_experts_per_tok": 2,
     "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": False,
-}  # fmt: skip
+}
 MODEL = ModelConfig.from_hf(HF)
 ALL = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 
 
 def test_runs_part_layers_of_other_formats_and_of_other_kinds():
     shapes = linear_shapes(MODEL)
-    assert [(r.start, r.stop, r.sparse) for r in plain_runs(MODEL.sparse_layers)] == [(0, 1, True), (1, 2, False), (2, 4, True)]
-    runs = fp8_runs(shapes, 4, last_bf16=1, exclude=r"layers\.2\.mlp\.experts", sparse_layers=MODEL.sparse_layers)
+    assert [(r.start, r.stop, r.sparse)
+            for r in plain_runs(MODEL.sparse_layers)] == [(0, 1, True), (1, 2, False), (2, 4, True)]
+    runs = fp8_runs(shapes, 4, last_bf16=1, exclude=r"layers\.2\.mlp\.experts",
+                    sparse_layers=MODEL.sparse_layers)
     assert [(r.start, r.fp8, r.sparse) for r in runs] == [
-        (0, ALL, True), (1, ALL, False), (2, ALL - {"gate_proj", "up_proj", "down_proj"}, True), (3, frozenset(), True)
-    ]  # fmt: skip
+        (0, ALL, True), (1, ALL, False), (2, ALL - {"gate_proj", "up_proj", "down_proj"}, True),
+        (3, frozenset(), True)
+    ]
     with pytest.raises(ConfigError, match=r"layer 0 without gate_proj, up_proj"):
         fp8_runs(shapes, 4, exclude=r"experts\.(gate|up)_proj", sparse_layers=MODEL.sparse_layers)
     narrow = dataclasses.replace(MODEL, experts=dataclasses.replace(MODEL.experts, moe_intermediate_size=96))
@@ -156,7 +167,8 @@ def test_every_expert_crosses_under_its_own_name_with_its_own_scales(sent):
 
 @pytest.mark.parametrize("held", ["policy", "masters"])
 def test_what_is_quantised_on_its_way_is_the_same(sent, held):
-    """Experts of a bfloat16 policy, as of recipe fp8_rollout, and of one stack of layers of both kinds, as `export` has it."""
+    """Experts of a bfloat16 policy, as of recipe fp8_rollout, and of one stack of layers of both kinds, as
+    `export` has it."""
     runs, params, policy = sent
     plain = policy_of(params, Precision(plain_runs(MODEL.sparse_layers), compute_dtype="bfloat16"))
     given = plain if held == "policy" else {**params, "layers": (params["layers"],)}
@@ -198,7 +210,8 @@ def test_a_mixture_that_is_not_finite_is_named():
     weight[1, 2, 5, 7] = np.nan
     broken = experts | {"down_proj": {"weight": jnp.asarray(weight)}}
     params["layers"]["moe"]["experts"] = broken
-    with pytest.raises(ModelError, match=r"model\.layers\.2\.mlp\.experts\.2\.down_proj\.weight \(1 of 16384 elements\)"):
+    with pytest.raises(ModelError,
+                       match=r"model\.layers\.2\.mlp\.experts\.2\.down_proj\.weight \(1 of 16384 elements\)"):
         check_finite(params, MODEL)
     experts = experts | {"down_proj": {"weight": experts["down_proj"]["weight"].at[1].multiply(1e38)}}
     params["layers"]["moe"]["experts"] = experts | {"up_proj": {"weight": experts["up_proj"]["weight"] * 1e6}}

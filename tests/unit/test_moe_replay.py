@@ -1,4 +1,5 @@
-"""Routing replay: identical routes change nothing, other routes are obeyed, bad routes are refused, and the loop carries them."""
+"""Routing replay: identical routes change nothing, other routes are obeyed, bad routes are refused, and the
+loop carries them."""
 
 from __future__ import annotations
 
@@ -33,15 +34,18 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig.from_hf({
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32,
     "intermediate_size": 48, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "num_experts": 6, "num_experts_per_tok": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "num_experts": 6,
+    "num_experts_per_tok": 2,
     "norm_topk_prob": True, "mlp_only_layers": [0],
-})  # fmt: skip
-ALL_SPARSE = dataclasses.replace(MODEL, num_hidden_layers=2, experts=dataclasses.replace(MODEL.experts, mlp_only_layers=()))
+})
+ALL_SPARSE = dataclasses.replace(MODEL, num_hidden_layers=2,
+                                 experts=dataclasses.replace(MODEL.experts, mlp_only_layers=()))
 PRECISION = Precision(plain_runs(ALL_SPARSE.sparse_layers))
 MOE = [word for key, value in {
-    "architectures": '["Qwen3MoeForCausalLM"]', "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "architectures": '["Qwen3MoeForCausalLM"]', "model_type": "qwen3_moe", "num_experts": 4,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 128, "norm_topk_prob": "true",
-}.items() for word in (f"--model.config.{key}", str(value))]  # fmt: skip
+}.items() for word in (f"--model.config.{key}", str(value))]
 
 
 def params(seed: int = 0):
@@ -63,7 +67,8 @@ def batch(routes=None):
     lengths = [(9, 7), (5, 11), (8, 3), (4, 4)]
     draw = lambda n: rng.integers(0, 64, n)
     samples = [Sample(draw(p), draw(c), np.full(c, -3, np.float32), 1.0) for p, c in lengths]
-    return pack(samples if routes is None else [s._replace(routes=r) for s, r in zip(samples, routes)], 32, 2, 1), samples
+    return pack(samples if routes is None else [s._replace(routes=r) for s, r in zip(samples, routes)], 32, 2,
+                1), samples
 
 
 def by_sample(own, samples):
@@ -92,7 +97,8 @@ def test_identical_routes_change_nothing_bit_for_bit(logprobs, record):
         live = micro.response_mask
         return jax.value_and_grad(lambda p: jnp.sum(jnp.where(live, logprobs(p, micro)[0], 0)))(policy)
 
-    want = value_and_grad(policy, plain._replace(routes=np.full_like(own, no_route(np.uint8))))  # as the routers say
+    # as the routers say
+    want = value_and_grad(policy, plain._replace(routes=np.full_like(own, no_route(np.uint8))))
     for replayed in (packed, shuffled, plain._replace(routes=own)):
         again, _ = record(policy, replayed)
         np.testing.assert_array_equal(again, old)  # of a program that knows of no routes
@@ -105,8 +111,9 @@ def test_identical_routes_change_nothing_bit_for_bit(logprobs, record):
 def test_replay_removes_the_routing_part_of_the_mismatch(record):
     """The engine's routers are perturbed, nothing else is: with its routes only the gates differ."""
     policy = policy_of(params(), PRECISION)
-    stacks = [s if "moe" not in s else s | {"moe": s["moe"] | {"gate": jax.tree.map(perturbed, s["moe"]["gate"])}}
-              for s in policy["layers"]]  # fmt: skip
+    stacks = [s if "moe" not in s else s
+              | {"moe": s["moe"] | {"gate": jax.tree.map(perturbed, s["moe"]["gate"])}}
+              for s in policy["layers"]]
     engine = {**policy, "layers": tuple(stacks)}
     plain, _ = batch()
     mu, routes = record(engine, plain)
@@ -116,8 +123,10 @@ def test_replay_removes_the_routing_part_of_the_mismatch(record):
         old, own = record(policy, with_routes)
         gap[name] = float(np.abs(np.asarray(old - mu))[live].mean())
     found = routing_replay.disagreement(own, routes, plain.segment_ids)
-    assert 0.05 < found["routing/disagreement"] < 0.6 and found["routing/tokens_differing"] > found["routing/disagreement"]
-    assert set(found) == {"routing/disagreement", "routing/disagreement/0", "routing/disagreement/1", "routing/tokens_differing"}
+    assert 0.05 < found["routing/disagreement"] < 0.6 and found["routing/tokens_differing"] > found[
+        "routing/disagreement"]
+    assert set(found) == {"routing/disagreement", "routing/disagreement/0", "routing/disagreement/1",
+                          "routing/tokens_differing"}
     assert gap["R3"] < 0.5 * gap["none"]
 
 
@@ -125,14 +134,17 @@ def perturbed(weight):
     return weight + 0.3 * jnp.std(weight) * jax.random.normal(jax.random.key(9), weight.shape)
 
 
-# --- bad routes -------------------------------------------------------------------------------------------------------
+# --- bad routes
+# -------------------------------------------------------------------------------------------------------
 
 
 def completion(routes) -> Completion:
-    return Completion("r", 0, np.arange(4), np.full(4, -1.0, np.float32), "length", (VersionSpan(0, 4, 1),), routes)
+    return Completion("r", 0, np.arange(4), np.full(4, -1.0, np.float32), "length", (VersionSpan(0, 4, 1),),
+                      routes)
 
 
-GOOD = np.sort(np.argsort(np.random.default_rng(0).random((6, 3, 6)), -1)[..., :2], -1).astype(np.uint8)  # 3 + 4 - 1 tokens
+# 3 + 4 - 1 tokens
+GOOD = np.sort(np.argsort(np.random.default_rng(0).random((6, 3, 6)), -1)[..., :2], -1).astype(np.uint8)
 REQUEST = GenRequest("r", (1, 2, 3), SamplingParams(4))
 BAD = {
     "no routed experts": None,
@@ -163,7 +175,8 @@ def test_what_dense_layers_say_is_of_no_account():
     routes = GOOD.copy()
     routes[:, 0] = 255
     assert routing_replay.route_problem(MODEL, REQUEST, completion(routes)) is None
-    (kept,) = routing_replay.compact([Sample((1, 2, 3), np.arange(4), np.zeros(4), 0.0, routes.astype(np.int64))], MODEL)
+    (kept,) = routing_replay.compact([Sample((1, 2, 3), np.arange(4), np.zeros(4), 0.0,
+                                             routes.astype(np.int64))], MODEL)
     assert kept.routes.dtype == np.uint8
     np.testing.assert_array_equal(kept.routes, GOOD[:, 1:])
 
@@ -174,7 +187,8 @@ def test_routes_are_as_narrow_as_they_can_be():
     assert route_dtype(dataclasses.replace(experts, num_experts=256)) == np.uint16  # 255 is an expert now
 
 
-# --- the benchmark (benchmarks/moe_learning.py) ------------------------------------------------------------------------
+# --- the benchmark (benchmarks/moe_learning.py)
+# ------------------------------------------------------------------------
 
 
 def test_perturbed_routers_are_off_by_what_is_said_and_nothing_else_is():
@@ -190,10 +204,12 @@ def test_the_tables_of_the_page_are_the_benchmarks():
     root = Path(__file__).parents[2]
     result = json.loads((root / "benchmarks" / "results" / "moe_learning.json").read_text(encoding="utf-8"))
     page = (root / "docs" / "moe.md").read_text(encoding="utf-8")
-    assert [table for table in moe_learning.tables(result["records"]).split("\n\n") if table not in page] == []
+    assert [table for table in moe_learning.tables(result["records"]).split("\n\n")
+            if table not in page] == []
 
 
-# --- the config -------------------------------------------------------------------------------------------------------
+# --- the config
+# -------------------------------------------------------------------------------------------------------
 
 
 def config(*words: str):
@@ -203,7 +219,8 @@ def config(*words: str):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--moe.replay", "R2", "--loss.old_policy", "rollout", "--correction.preset", "none"), "records in the scoring pass"),
+        (("--moe.replay", "R2", "--loss.old_policy", "rollout", "--correction.preset", "none"),
+         "records in the scoring pass"),
         (("--monitor.precision_every", "5"), "precision_every"),
         (("--moe.freeze_router", "true", "--optim.weight_decay", "0.1"), "freeze_router"),
         (("--moe.replay", "R3", "--rollout.kv_scales", "calibrated"), "each make the scoring pass"),

@@ -41,13 +41,15 @@ def test_jsonl_round_trip_stays_valid_json(tmp_path_factory, record):
         json.loads(line, parse_constant=no_constants)
     (back,) = read_metrics(path)
     assert back.keys() == {**record, "step": 1}.keys()
-    assert all(back[k] == v or (math.isnan(v) and math.isnan(back[k])) for k, v in record.items() if k != "step")
+    assert all(back[k] == v or (math.isnan(v) and math.isnan(back[k])) for k, v in record.items()
+               if k != "step")
     monitor.close()
 
 
 def test_jsonl_takes_array_scalars_and_nested_samples(tmp_path):
     monitor = JsonlMonitor(tmp_path / "new" / "samples.jsonl")
-    monitor.log({"step": np.int64(1), "x": jnp.float32(0.5), "y": jnp.bfloat16(jnp.nan), "logp": np.array([0.5, -np.inf])})
+    monitor.log({"step": np.int64(1), "x": jnp.float32(0.5), "y": jnp.bfloat16(jnp.nan),
+                 "logp": np.array([0.5, -np.inf])})
     monitor.log({"step": 2, "text": "two\nlines \u2028 nan"})
     first, second = (tmp_path / "new" / "samples.jsonl").read_text().split("\n")[:2]
     assert json.loads(first) == {"step": 1, "x": 0.5, "y": "nan", "logp": [0.5, "-inf"]}
@@ -96,7 +98,8 @@ def test_tensorboard_holds_the_numbers(tmp_path):
 
 def logged(terminal: bool, records) -> str:
     out = io.StringIO()
-    monitor = ConsoleMonitor(4, Console(file=out, force_terminal=terminal, width=80 if terminal else 40, highlight=False))
+    monitor = ConsoleMonitor(4, Console(file=out, force_terminal=terminal, width=80 if terminal else 40,
+                                        highlight=False))
     monitor.note("gate passed")
     for record in records:
         monitor.log(record)
@@ -107,7 +110,8 @@ def logged(terminal: bool, records) -> str:
 RECORDS = [
     {"step": 0, "eval/reward_mean": 0.5},
     {"step": 1, "reward/mean": 0.25, "mismatch/token_mult_prob_error": 1.01, "tokens/rollout_per_s": 1234.0},
-    {"step": 2, "reward/mean": float("nan"), "eval/reward_mean": 0.75, "mismatch/token_mult_prob_error": 1.02},
+    {"step": 2, "reward/mean": float("nan"), "eval/reward_mean": 0.75,
+     "mismatch/token_mult_prob_error": 1.02},
 ]
 
 
@@ -127,22 +131,26 @@ MOVES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")  # colours and what moves the curso
 
 def test_console_draws_on_a_terminal_and_keeps_every_step():
     out = MOVES.sub("", logged(True, RECORDS))
-    for said in ("step 0/4  held-out 0.500", "step 1/4  reward 0.250", "step 2/4  held-out 0.750  reward nan  mismatch 1.0200"):
+    for said in ("step 0/4  held-out 0.500", "step 1/4  reward 0.250",
+                 "step 2/4  held-out 0.750  reward nan  mismatch 1.0200"):
         assert said in out
     assert "\u2585" in out  # the course of the reward
 
 
 def test_a_mismatch_is_coloured_by_the_table_of_health():
     of = lambda value: logged(True, [{"step": 1, "mismatch/token_mult_prob_error": value}])
-    assert "\x1b[32mmismatch 1.0100" in of(1.01) and "\x1b[33mmismatch 1.0700" in of(1.07) and "\x1b[1;31mmismatch 1.5" in of(1.5)
+    assert "\x1b[32mmismatch 1.0100" in of(1.01) and "\x1b[33mmismatch 1.0700" in of(
+        1.07) and "\x1b[1;31mmismatch 1.5" in of(1.5)
     assert "\x1b" not in logged(False, [{"step": 1, "mismatch/token_mult_prob_error": 1.5}])
 
 
 @given(st.floats(0, 1), st.floats(1, 1e6), st.floats(0, 1e9))
 def test_a_line_fits_80_columns(reward, mismatch, speed):
-    record = {"step": 123456, "eval/reward_mean": reward, "reward/mean": -reward, "mismatch/token_mult_prob_error": mismatch}
+    record = {"step": 123456, "eval/reward_mean": reward, "reward/mean": -reward,
+              "mismatch/token_mult_prob_error": mismatch}
     lines = logged(False, [{"step": 1}, record | {"tokens/rollout_per_s": speed}]).splitlines()
-    assert all(len(line) <= 80 for line in lines) and f"held-out {reward:.3f}  reward {-reward:.3f}" in lines[-1]
+    assert all(len(line) <= 80
+               for line in lines) and f"held-out {reward:.3f}  reward {-reward:.3f}" in lines[-1]
 
 
 def test_the_course_of_the_reward_is_kept_in_a_log():
@@ -168,7 +176,7 @@ def test_what_takes_long_is_named_and_told_once(monkeypatch):
     monitor.close()
     assert out.getvalue().splitlines() == [
         "starting the engine (vllm): 21.5 s", "gate: 8.5 s, 7.5 s of it compiling", "update: 1.0 s",
-    ]  # fmt: skip
+    ]
 
 
 def test_compiling_is_heard_of():
@@ -201,12 +209,13 @@ def test_summary_names_what_was_logged(tmp_path):
     monitor.log({"step": 0, "eval/reward_mean": 0.5})
     for step in range(1, 5):
         times = {"time/rollout_s": 3.0, "time/update_s": 1.0, "time/step_s": 5.0}
-        monitor.log({"step": step, "reward/mean": step / 8, "mismatch/token_mult_prob_error": 1 + step / 100, **times})
+        monitor.log({"step": step, "reward/mean": step / 8, "mismatch/token_mult_prob_error": 1 + step / 100,
+                     **times})
     monitor.log({"step": 5, "reward/mean": float("nan"), "eval/reward_mean": 0.875})
     out = io.StringIO()
     plot = write_summary(tmp_path, Console(file=out, width=100))
     rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for line in out.getvalue().splitlines()
-            if len(cells := line.replace("┃", "│").split("│")) > 3}  # fmt: skip
+            if len(cells := line.replace("┃", "│").split("│")) > 3}
     assert rows["held-out reward"] == ["0.500", "0.875", "0.688", "0.500", "0.875"]
     assert rows["mismatch, 1: none"] == ["1.0100", "1.0400", "1.0250", "1.0100", "1.0400"]
     assert rows["rollout"] == ["12.0", "60%"] and rows["other"] == ["4.0", "20%"]
@@ -217,12 +226,13 @@ def test_summary_names_what_was_logged(tmp_path):
 def test_what_is_sampled_beside_the_update_takes_no_share_of_a_step(tmp_path):
     """With rollout.lag rollout and reward run beside the update; the step has but what it waited for them."""
     beside = {"time/rollout_s": 8.0, "time/reward_s": 1.0, "time/wait_s": 3.0}
-    steps = [{"step": i, "time/step_s": 10.0, "time/update_s": 6.0, "time/publish_s": 1.0} | beside for i in (1, 2)]
+    steps = [{"step": i, "time/step_s": 10.0, "time/update_s": 6.0, "time/publish_s": 1.0} | beside
+             for i in (1, 2)]
     table = phase_table(steps)
     assert list(zip(*(c.cells for c in table.columns))) == [
         ("wait", "6.0", "30%"), ("score", "0.0", "0%"), ("update", "12.0", "60%"), ("publish", "2.0", "10%"),
         ("other", "0.0", "0%"),
-    ]  # fmt: skip
+    ]
     assert write_plot(steps, tmp_path / "plot.png").stat().st_size > 1000
 
 
@@ -232,7 +242,8 @@ def test_summary_of_nothing(tmp_path):
 
 
 def test_series_leaves_out_what_is_not_a_number():
-    records = [{"step": 1, "x": 1.0}, {"step": 2}, {"step": 3, "x": float("inf")}, {"step": 4, "x": "text"}, {"step": 5, "x": 2}]
+    records = [{"step": 1, "x": 1.0}, {"step": 2}, {"step": 3, "x": float("inf")}, {"step": 4, "x": "text"},
+               {"step": 5, "x": 2}]
     assert series(records, "x") == ([1, 5], [1.0, 2.0])
 
 

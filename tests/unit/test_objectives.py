@@ -1,4 +1,5 @@
-"""Objectives against formulas in float64: values, hand-derived gradients, and the laws that hold for all of them."""
+"""Objectives against formulas in float64: values, hand-derived gradients, and the laws that hold for all of
+them."""
 
 import functools
 import itertools
@@ -15,8 +16,9 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.aggregation import AGGREGATIONS, token_scale
 from jaxfp8rl.losses.covariance import covariances, select_tokens
 from jaxfp8rl.losses.objectives import (
-    KL_KINDS, OBJECTIVES, SELECTING, ObjectiveConfig, kl_penalty, objective_parameters, off_policy, policy_loss,
-)  # fmt: skip
+    KL_KINDS, OBJECTIVES, SELECTING, ObjectiveConfig, kl_penalty, objective_parameters, off_policy,
+    policy_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 seeds = st.integers(0, 2**32 - 1)
@@ -28,7 +30,8 @@ CASES = [ObjectiveConfig(kind) for kind in OBJECTIVES] + [
     ObjectiveConfig("reinforce", ratio_cap=2.0),
 ]
 scale_of = jax.jit(token_scale, static_argnames=("kind", "horizon"))
-each_case = pytest.mark.parametrize("config", CASES, ids=lambda c: "-".join(str(v) for v in c if v is not None))
+each_case = pytest.mark.parametrize("config", CASES,
+                                    ids=lambda c: "-".join(str(v) for v in c if v is not None))
 SHAPE = (6, 9)
 
 
@@ -49,7 +52,8 @@ def batch(seed: int, gap: float = 1.0):
 def run(logp, old, advantages, mask, segment_ids, weights, config):
     """(loss [B, T], cut, d sum(weights * loss) / d logp)."""
 
-    selected = jnp.zeros_like(mask) if config.kind in SELECTING else None  # what they select has tests of its own
+    # what they select has tests of its own
+    selected = jnp.zeros_like(mask) if config.kind in SELECTING else None
 
     def total(logp):
         loss, cut = policy_loss(logp, old, advantages, mask, segment_ids, config, selected=selected)
@@ -59,14 +63,17 @@ def run(logp, old, advantages, mask, segment_ids, weights, config):
     return loss, cut, grad
 
 
-# Oracle: of one sequence's live tokens in float64, (losses, Jacobian dloss_t/dlogp_u, distances to a bound) ----------
+# Oracle: of one sequence's live tokens in float64, (losses, Jacobian dloss_t/dlogp_u, distances to a bound)
+# ----------
 
 
 def oracle(config: ObjectiveConfig, c, p, a):
     kind, given_ = config.kind, {k: v for k, v in config._asdict().items() if v is not None and k != "kind"}
-    return {"ppo_clip": o_ppo, "gspo": o_gspo, "gspo_token": functools.partial(o_gspo, token=True), "cispo": o_cispo,
-            "sapo": o_sapo, "gmpo": o_gmpo, "dppo_tv": o_dppo_tv, "dppo_kl": o_dppo_kl, "reinforce": o_reinforce,
-            "prime_rl": o_prime, "clip_cov": o_ppo, "kl_cov": o_plain}[kind](c, p, a, **given_)  # fmt: skip
+    return {"ppo_clip": o_ppo, "gspo": o_gspo, "gspo_token": functools.partial(o_gspo, token=True),
+            "cispo": o_cispo,
+            "sapo": o_sapo, "gmpo": o_gmpo, "dppo_tv": o_dppo_tv, "dppo_kl": o_dppo_kl,
+            "reinforce": o_reinforce,
+            "prime_rl": o_prime, "clip_cov": o_ppo, "kl_cov": o_plain}[kind](c, p, a, **given_)
 
 
 def bounded(c, p):
@@ -152,10 +159,12 @@ def o_plain(c, p, a):
 
 @each_case
 @given(seed=seeds, gap=st.floats(0.001, 30))
-@example(seed=206009, gap=2.375)  # SAPO's gate nearly 1, and a ratio and an advantage that make its slope matter
+# SAPO's gate nearly 1, and a ratio and an advantage that make its slope matter
+@example(seed=206009, gap=2.375)
 def test_values_and_gradients_equal_the_formulas(config, seed, gap):
     logp, old, advantages, mask, segment_ids = batch(seed, gap)
-    weights = np.random.default_rng(seed + 1).uniform(0, 2, SHAPE).astype(np.float32)  # differ within a sequence
+    # differ within a sequence
+    weights = np.random.default_rng(seed + 1).uniform(0, 2, SHAPE).astype(np.float32)
     loss, cut, grad = run(logp, old, advantages, mask, segment_ids, weights, config)
     want_loss, want_grad = np.zeros(SHAPE), np.zeros(SHAPE)
     for i in range(SHAPE[0]):
@@ -174,14 +183,16 @@ def test_values_and_gradients_equal_the_formulas(config, seed, gap):
     ("kind", "ratio", "advantage", "loss", "cut"),
     [
         ("ppo_clip", 1.5, 1.0, -1.28, "high"), ("ppo_clip", 0.5, 1.0, -0.5, None),
-        ("ppo_clip", 1.5, -1.0, 1.5, None), ("ppo_clip", 0.5, -1.0, 0.8, "low"), ("ppo_clip", 9.0, -2.0, 6.0, "high"),
-        ("gspo", 1.5, 1.0, -1.28, "high"), ("gspo_token", 0.5, -1.0, 0.8, "low"), ("gspo", 0.5, 1.0, -0.5, None),
+        ("ppo_clip", 1.5, -1.0, 1.5, None), ("ppo_clip", 0.5, -1.0, 0.8, "low"),
+        ("ppo_clip", 9.0, -2.0, 6.0, "high"),
+        ("gspo", 1.5, 1.0, -1.28, "high"), ("gspo_token", 0.5, -1.0, 0.8, "low"),
+        ("gspo", 0.5, 1.0, -0.5, None),
         ("gmpo", np.exp(0.9), 1.0, -np.exp(0.28), "high"), ("gmpo", np.exp(-0.9), -1.0, np.exp(-0.2), "low"),
         ("gmpo", np.exp(-0.9), 1.0, -np.exp(-0.9), None),
         ("prime_rl", 1.5, 1.0, 1e-3 * np.log(1.5) ** 2, "high"),
         ("prime_rl", 1.2, 1.0, -1.2 + 1e-3 * np.log(1.2) ** 2, None),
     ],
-)  # fmt: skip
+)
 def test_worked_examples(kind, ratio, advantage, loss, cut):
     """Bounds 0.2 and 0.28, dual clip 3, one token of probability e^-0.5 now."""
     dual = {"dual_clip": 3.0} if kind == "ppo_clip" else {}
@@ -202,7 +213,8 @@ def test_sapo_at_half_and_double():
     np.testing.assert_allclose(loss, [-2.9242343, 1.5101627], rtol=1e-6)
 
 
-# Laws that hold for every objective ----------------------------------------------------------------------------------
+# Laws that hold for every objective
+# ----------------------------------------------------------------------------------
 
 
 @each_case
@@ -248,7 +260,8 @@ def test_a_nan_at_a_live_token_comes_through_to_its_sequence_alone(config, field
         fields[field][row, at] = np.nan
         loss, _, _ = run(*fields.values(), mask, segment_ids, np.ones(SHAPE, np.float32), config)
         assert np.isfinite(np.delete(loss, row, 0)).all()
-        blind = field == "old" and config == ObjectiveConfig("reinforce")  # -A c does not look at the old policy
+        # -A c does not look at the old policy
+        blind = field == "old" and config == ObjectiveConfig("reinforce")
         assert np.isnan(loss[row, at]) != blind
 
 
@@ -267,7 +280,8 @@ def test_gradients_reach_the_current_policy_alone():
         none = jnp.zeros_like(mask) if config.kind in SELECTING else None
         of = functools.partial(policy_loss, config=config, selected=none)
         total = jax.jit(lambda old, a: of(logp, old, a, mask, segment_ids)[0].sum())  # noqa: B023
-        assert not any(np.asarray(g).any() for g in jax.grad(total, (0, 1))(jnp.asarray(old), jnp.asarray(advantages)))
+        assert not any(np.asarray(g).any()
+                       for g in jax.grad(total, (0, 1))(jnp.asarray(old), jnp.asarray(advantages)))
 
 
 def test_bounds_may_change_from_step_to_step_without_compiling_anew():
@@ -278,32 +292,38 @@ def test_bounds_may_change_from_step_to_step_without_compiling_anew():
         own = tuple(np.float32(objective_parameters(config)[name]) for name in ("clip_low", "clip_high"))
         loss, cut, _ = run(*fields, np.ones(SHAPE, np.float32), config)
         chex.assert_trees_all_close(step(own), (loss, cut), rtol=1e-6)
-        tight, loose = (int(step((np.float32(c), np.float32(c)))[1]["clip/fraction"].sum()) for c in (1e-6, 0.9))
+        tight, loose = (int(step((np.float32(c), np.float32(c)))[1]["clip/fraction"].sum())
+                        for c in (1e-6, 0.9))
         assert tight > loose and step._cache_size() == 1
     with pytest.raises(ConfigError, match="no clip bounds"):
         policy_loss(*fields, ObjectiveConfig("sapo"), (0.1, 0.1))
 
 
-# No result depends on padding, packing, order or the split -----------------------------------------------------------
+# No result depends on padding, packing, order or the split
+# -----------------------------------------------------------
 
 
 def sequences(seed: int):
-    """(tokens' numbers, logp, old, advantage, weight, mask) of 7 sequences of 1 to 8 tokens, one masked whole."""
+    """(tokens' numbers, logp, old, advantage, weight, mask) of 7 sequences of 1 to 8 tokens, one masked
+    whole."""
     rng = np.random.default_rng(seed)
     out, start = [], 0
     for i, n in enumerate(rng.integers(1, 9, 7)):
         logp = -rng.exponential(1.0, n)
         mask = rng.random(n) < 0.8 if i else np.zeros(n, bool)
         advantage = np.full(n, rng.normal())
-        out.append((np.arange(start, start + n), logp, logp + 0.4 * rng.normal(size=n), advantage, rng.uniform(0, 2, n), mask))
+        out.append((np.arange(start, start + n), logp, logp + 0.4 * rng.normal(size=n), advantage,
+                    rng.uniform(0, 2, n), mask))
         start += n
     return out, start
 
 
 def laid_out(parts, layout):
-    """[M, R, T] arrays. One sequence a row where there are rows enough, else packed first fit; the rest is padding."""
+    """[M, R, T] arrays. One sequence a row where there are rows enough, else packed first fit; the rest is
+    padding."""
     m, r, t = layout
-    fields = [np.full(layout, -1), *(np.full(layout, 99.0, np.float32) for _ in range(4)), np.zeros(layout, bool)]
+    fields = [np.full(layout, -1), *(np.full(layout, 99.0, np.float32) for _ in range(4)),
+              np.zeros(layout, bool)]
     segment_ids, used, count = np.zeros(layout, np.int32), np.zeros(m * r, int), np.zeros(m * r, int)
     for i, part in enumerate(parts):
         n = len(part[0])
@@ -342,16 +362,19 @@ def test_no_result_depends_on_the_layout(config):
             np.testing.assert_allclose(losses, results[0][0], rtol=1e-6, atol=1e-6 * magnitude)
 
 
-# Exact gradients on a policy small enough to enumerate ---------------------------------------------------------------
+# Exact gradients on a policy small enough to enumerate
+# ---------------------------------------------------------------
 
 SEQUENCES = np.array(list(itertools.product(range(3), repeat=3)))
 
 
 @jax.jit
 def tabular_logp(theta):
-    """theta [3, 4, 3] (place, token before it, token) -> log-probabilities [27, 3] of every sequence's tokens."""
+    """theta [3, 4, 3] (place, token before it, token) -> log-probabilities [27, 3] of every sequence's
+    tokens."""
     before = np.concatenate([np.full((27, 1), 3), SEQUENCES[:, :-1]], 1)
-    return jnp.take_along_axis(jax.nn.log_softmax(theta)[np.arange(3), before], SEQUENCES[..., None], -1)[..., 0]
+    return jnp.take_along_axis(jax.nn.log_softmax(theta)[np.arange(3), before], SEQUENCES[..., None],
+                               -1)[..., 0]
 
 
 @each_case
@@ -368,7 +391,8 @@ def test_on_policy_every_objective_follows_the_exact_gradient_of_the_expected_re
     assert np.abs(exact).max() > 0.05
 
 
-# Covariance: Clip-Cov and KL-Cov -------------------------------------------------------------------------------------
+# Covariance: Clip-Cov and KL-Cov
+# -------------------------------------------------------------------------------------
 
 WIDE = (20, 50)
 
@@ -377,7 +401,8 @@ def wide_batch(seed: int):
     """1,000 tokens, a fifth of them masked with anything under the mask; each has its own place."""
     rng = np.random.default_rng(seed)
     mask = rng.random(WIDE) < 0.8
-    old = np.where(mask, -rng.exponential(1.0, WIDE), rng.choice([np.nan, np.inf, -1e30], WIDE)).astype(np.float32)
+    old = np.where(mask, -rng.exponential(1.0, WIDE),
+                   rng.choice([np.nan, np.inf, -1e30], WIDE)).astype(np.float32)
     advantages = np.where(mask, rng.normal(size=WIDE), np.nan).astype(np.float32)
     return old, advantages, mask, np.arange(mask.size).reshape(WIDE)
 
@@ -390,7 +415,8 @@ def cov_oracle(old, advantages, mask):
 
 def test_a_covariance_by_hand():
     """A = (1, -1, 0), logp = (-1, -2, -3): means 0 and -2, so 1, 0 and 0; the masked token is in no mean."""
-    got = covariances(jnp.array([-1.0, -2, -3, -50]), jnp.array([1.0, -1, 0, 9]), jnp.array([True, True, True, False]))
+    got = covariances(jnp.array([-1.0, -2, -3, -50]), jnp.array([1.0, -1, 0, 9]),
+                      jnp.array([True, True, True, False]))
     np.testing.assert_allclose(got, [1, 0, 0, 0], atol=1e-7)
 
 
@@ -439,7 +465,8 @@ def test_the_draw_of_clip_cov_favours_no_token():
 def test_what_is_selected_is_not_learned_from_or_pays_for_its_change(kind):
     logp, old, advantages, mask, segment_ids = batch(21)
     selected = np.random.default_rng(1).random(SHAPE) < 0.4
-    total = lambda logp, chosen: policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig(kind), selected=chosen)
+    total = lambda logp, chosen: policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig(kind),
+                                             selected=chosen)
     slope = jax.grad(lambda logp, chosen: total(logp, chosen)[0].sum())
     chosen, none = jnp.asarray(selected), jnp.zeros(SHAPE, bool)
     (loss, cut), grad = total(logp, chosen), slope(logp, chosen)
@@ -459,7 +486,8 @@ def test_what_is_selected_is_not_learned_from_or_pays_for_its_change(kind):
         policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig("gspo"), selected=none)
 
 
-# KL to a reference ---------------------------------------------------------------------------------------------------
+# KL to a reference
+# ---------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames="kind")
@@ -478,9 +506,11 @@ def test_kl_estimators_and_their_gradients(seed, gap):
     free = (k3 < 10) & (np.abs(d) < 20)
     assume((np.abs(k3 - 10) > 1e-3).all())
     value = {"k1": d, "abs": np.abs(d), "k2": d**2 / 2, "k3": np.minimum(k3, 10)}
-    slope = {"k1": 1.0, "abs": np.sign(d), "k2": d, "k3": (1 - np.exp(-bounded)) * free} | {f"{k}+": d for k in value}
+    slope = {"k1": 1.0, "abs": np.sign(d), "k2": d,
+             "k3": (1 - np.exp(-bounded)) * free} | {f"{k}+": d for k in value}
     value |= {f"{k}+": v for k, v in value.items()}
-    inside = {"k1": bounded, "k2": bounded**2 / 2, "k3": k3}  # NeMo RL: estimates and weight held, with their gradients
+    # NeMo RL: estimates and weight held, with their gradients
+    inside = {"k1": bounded, "k2": bounded**2 / 2, "k3": k3}
     own = {"k1": d + 1, "k2": d + d**2 / 2, "k3": d}
     assume(all((np.abs(np.abs(x) - 10) > 1e-3).all() for x in inside.values()))
     value |= {f"{k}_score": np.clip(x, -10, 10) for k, x in inside.items()}
@@ -493,22 +523,27 @@ def test_kl_estimators_and_their_gradients(seed, gap):
 
 
 def test_no_token_owns_the_unbiased_kl():
-    """The token of the issue: mu = -14, reference -2.1, pi -2. Uncapped its gradient is e^12 * 0.1 = 16,275; by k3+ alone 0.1."""
+    """The token of the issue: mu = -14, reference -2.1, pi -2. Uncapped its gradient is e^12 * 0.1 = 16,275;
+    by k3+ alone 0.1."""
     one = lambda x: jnp.full((1,), x, jnp.float32)
     slope = lambda cap: float(jax.grad(
-        lambda logp: kl_penalty(logp, one(-2.1), jnp.ones(1, bool), "k3+", one(-14.0), cap).sum())(one(-2.0))[0])  # fmt: skip
+        lambda logp: kl_penalty(logp, one(-2.1), jnp.ones(1, bool), "k3+", one(-14.0),
+                                cap).sum())(one(-2.0))[0])
     assert slope(1e6) == pytest.approx(np.exp(12) * 0.1, rel=1e-4)
     assert slope(2.0) == pytest.approx(0.2, rel=1e-4) and slope(1.0) == pytest.approx(0.1, rel=1e-4)
-    own = jax.grad(lambda logp: kl_penalty(logp, one(-2.1), jnp.ones(1, bool), "k3+", one(-14.0)).sum())(one(-2.0))
+    own = jax.grad(lambda logp: kl_penalty(logp, one(-2.1), jnp.ones(1, bool), "k3+",
+                                           one(-14.0)).sum())(one(-2.0))
     assert float(own[0]) == pytest.approx(0.2, rel=1e-4), "the default cap is 2"
-    below = kl_penalty(one(-3.0), one(-2.1), jnp.ones(1, bool), "k3+", one(-2.0))  # weight e^-1, which no cap touches
+    # weight e^-1, which no cap touches
+    below = kl_penalty(one(-3.0), one(-2.1), jnp.ones(1, bool), "k3+", one(-2.0))
     np.testing.assert_allclose(below, np.exp(-1.0) * (np.exp(0.9) - 0.9 - 1), rtol=1e-5)
     with pytest.raises(ConfigError, match="kl_weight_cap = 0.5"):
         kl_penalty(one(-3.0), one(-2.1), jnp.ones(1, bool), "k3+", one(-2.0), 0.5)
 
 
 def test_expected_gradients_of_the_kl_estimators():
-    """Over one distribution of 5 outcomes, exactly: k2 and every "+" give that of KL(now || ref), k3 that of KL(ref || now)."""
+    """Over one distribution of 5 outcomes, exactly: k2 and every "+" give that of KL(now || ref), k3 that of
+    KL(ref || now)."""
     rng = np.random.default_rng(0)
     theta, ref = jnp.asarray(rng.normal(size=5)), jax.nn.log_softmax(jnp.asarray(rng.normal(size=5)))
     log = jax.nn.log_softmax
@@ -517,26 +552,31 @@ def test_expected_gradients_of_the_kl_estimators():
     want = {k: forward for k in KL_KINDS if k.endswith("+")} | {"k1": 0 * theta, "k2": forward, "k3": reverse}
     want |= {"k1_score": forward, "k3_score": forward}
     for kind, gradient in want.items():
-        expected = lambda t: jnp.sum(jnp.exp(log(theta)) * kl_penalty(log(t), ref, jnp.ones(5, bool), kind))  # noqa: B023
+        expected = lambda t: jnp.sum(jnp.exp(log(theta))
+                                     * kl_penalty(log(t), ref, jnp.ones(5, bool), kind))  # noqa: B023
         np.testing.assert_allclose(jax.grad(expected)(theta), gradient, atol=1e-6, err_msg=kind)
     assert np.abs(forward - reverse).max() > 0.05
 
-    sampled = jax.nn.log_softmax(jnp.asarray(rng.normal(size=5)))  # by another policy: each outcome weighed by now / sampled
+    # by another policy: each outcome weighed by now / sampled
+    sampled = jax.nn.log_softmax(jnp.asarray(rng.normal(size=5)))
     weighed = lambda t, kind: kl_penalty(log(t), ref, jnp.ones(5, bool), kind, sampled, 1e9)
     for kind in (k for k in KL_KINDS if k.endswith("+") or k in ("k1_score", "k3_score")):
         gradient = jax.grad(lambda t: jnp.sum(jnp.exp(sampled) * weighed(t, kind)))(theta)  # noqa: B023
         np.testing.assert_allclose(gradient, forward, atol=1e-6, err_msg=kind)
     kl = jnp.sum(jnp.exp(log(theta)) * (log(theta) - ref))
     np.testing.assert_allclose(jnp.sum(jnp.exp(sampled) * weighed(theta, "k3+")), kl, rtol=1e-5)
-    theirs = lambda t: jnp.sum(jnp.exp(log(t) - sampled) * (jnp.expm1(ref - log(t)) - (ref - log(t))))  # as the paper writes it
-    np.testing.assert_allclose(jax.grad(lambda t: jnp.sum(weighed(t, "k3+")))(theta), jax.grad(theirs)(theta), atol=1e-5)
+    # as the paper writes it
+    theirs = lambda t: jnp.sum(jnp.exp(log(t) - sampled) * (jnp.expm1(ref - log(t)) - (ref - log(t))))
+    np.testing.assert_allclose(jax.grad(lambda t: jnp.sum(weighed(t, "k3+")))(theta), jax.grad(theirs)(theta),
+                               atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_kl_under_the_mask_and_at_a_live_nan(kind, poison):
     logp, ref, _, mask, _ = batch(1)
-    dirty = run_kl(np.where(mask, logp, np.float32(poison)), np.where(mask, ref, np.float32(poison)), mask, kind)
+    dirty = run_kl(np.where(mask, logp, np.float32(poison)), np.where(mask, ref, np.float32(poison)), mask,
+                   kind)
     chex.assert_trees_all_equal(run_kl(logp, ref, mask, kind), dirty)
     at = tuple(np.argwhere(mask)[0])
     for spoilt in (logp.copy(), ref.copy()):
@@ -550,7 +590,8 @@ def test_off_policy_masking_is_of_whole_sequences_with_a_negative_advantage(seed
     gone = np.where(mask, sampled.astype(np.float64) - logp, 0).sum(1) / np.maximum(mask.sum(1), 1)
     assume((np.abs(gone - delta) > 1e-5).all())
     want = mask & (advantages < 0) & (gone > delta)[:, None]
-    chex.assert_trees_all_equal(np.asarray(off_policy(logp, sampled, advantages, mask, segment_ids, delta)), want)
+    chex.assert_trees_all_equal(np.asarray(off_policy(logp, sampled, advantages, mask, segment_ids, delta)),
+                                want)
     dirty = [np.where(mask, x, np.float32(np.nan)) for x in (logp, sampled, advantages)]
     chex.assert_trees_all_equal(np.asarray(off_policy(*dirty, mask, segment_ids, delta)), want)
     equal = off_policy(logp, logp, advantages, mask, segment_ids, delta)
@@ -558,10 +599,12 @@ def test_off_policy_masking_is_of_whole_sequences_with_a_negative_advantage(seed
     at = tuple(np.argwhere(mask)[0])
     spoilt = logp.copy()
     spoilt[at] = np.nan
-    assert not np.asarray(off_policy(spoilt, sampled, advantages, mask, segment_ids, delta))[at[0]].any(), "the guard sees it"
+    assert not np.asarray(off_policy(spoilt, sampled, advantages, mask, segment_ids,
+                                     delta))[at[0]].any(), "the guard sees it"
 
 
-# Parameters ----------------------------------------------------------------------------------------------------------
+# Parameters
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

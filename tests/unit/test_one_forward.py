@@ -26,21 +26,27 @@ QUANTISED = {"runs": PRECISION.runs, "gradients": "e4m3"}
 PLAIN = {"runs": plain_runs(MODEL.sparse_layers)}
 CASES = {
     "bf16": (Precision(**PLAIN), "none"), "bf16, fused": (Precision(**PLAIN, fused=True), "mlp"),
-    "fp8": (Precision(**QUANTISED), "none"), "fp8, fused": (Precision(**QUANTISED, fused=True, fused_quantizer=True), "mlp"),
-}  # fmt: skip
+    "fp8": (Precision(**QUANTISED), "none"),
+    "fp8, fused": (Precision(**QUANTISED, fused=True, fused_quantizer=True), "mlp"),
+}
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if "fused" not in c else c for c in CASES])
+@pytest.mark.parametrize("case",
+                         [pytest.param(c, marks=pytest.mark.slow) if "fused" not in c else c for c in CASES])
 def test_every_token_of_a_batch_has_the_same_log_probability_in_both_to_the_last_bit(case):
     precision, remat = CASES[case]
     logprobs, optimizer = make_logprobs(MODEL, precision, 1.0, remat), make_optimizer(Optim(), 10)
-    update, make = make_train_step(logprobs, precision, EXACT, CorrectionConfig(), optimizer), make_policy(precision)
+    update, make = make_train_step(logprobs, precision, EXACT, CorrectionConfig(),
+                                   optimizer), make_policy(precision)
     weights = jax.tree.map(lambda p: 4 * p if p.ndim > 1 else p, init_params(MODEL, jax.random.key(0)))
     rng = np.random.default_rng(0)
-    drawn = [(rng.integers(0, 128, 4), rng.integers(0, 128, n), rng.normal()) for n in (30, 60, 40, 80, 50, 60)]
-    batch = pack([Sample(p, c, np.zeros(len(c), np.float32), advantage) for p, c, advantage in drawn], 96, 1, 5)
+    drawn = [(rng.integers(0, 128, 4), rng.integers(0, 128, n), rng.normal())
+             for n in (30, 60, 40, 80, 50, 60)]
+    batch = pack([Sample(p, c, np.zeros(len(c), np.float32), advantage) for p, c, advantage in drawn], 96, 1,
+                 5)
     old = make_score(logprobs)(make(weights), batch)
     for scores, differ in ((old, False), (old + 1e-6 * batch.response_mask, True)):
         state = init_state(jax.tree.map(jnp.copy, weights), optimizer, "bfloat16")
         metrics = update(state, make(state.params), batch, scores)[2]
-        assert (metrics["clip/fraction"] > 0 or metrics["staleness/k1"] != 0) == differ, metrics["clip/fraction"]
+        assert (metrics["clip/fraction"] > 0
+                or metrics["staleness/k1"] != 0) == differ, metrics["clip/fraction"]

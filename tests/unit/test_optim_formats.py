@@ -1,4 +1,5 @@
-"""AdamW whose states are kept in few bits: beside optax, under the guard, in memory, on several devices, in checkpoints."""
+"""AdamW whose states are kept in few bits: beside optax, under the guard, in memory, on several devices, in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -49,11 +50,13 @@ def make(formats: Formats, updates: int = 10, **settings):
 
 
 def stepper(optimizer):
-    return exact_jit(lambda state, loss, grads: guarded_update(optimizer, state, loss, grads)[0], donate_argnums=0)
+    return exact_jit(lambda state, loss, grads: guarded_update(optimizer, state, loss, grads)[0],
+                     donate_argnums=0)
 
 
 @pytest.fixture(scope="module", ids=["float32", "least", "FP8-LM", "offloaded"],
-                params=[f if f.offload or f == LEAST else pytest.param(f, marks=pytest.mark.slow) for f in FORMATS])  # fmt: skip
+                params=[f if f.offload or f == LEAST else pytest.param(f, marks=pytest.mark.slow)
+                        for f in FORMATS])
 def run(request):
     """(formats, the compiled update, its state after three updates)"""
     optimizer = make(request.param)
@@ -78,20 +81,24 @@ def decoded(tree):
 # --- the arithmetic
 
 
-@pytest.mark.parametrize("clip_norm", [1e-2, pytest.param(1e9, marks=pytest.mark.slow)], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("clip_norm", [1e-2, pytest.param(1e9, marks=pytest.mark.slow)],
+                         ids=["clipped", "not clipped"])
 def test_in_float32_it_is_optax(clip_norm):
     """The same chain, over updates of the warm-up and after, to a rounding or two of the parameters."""
     cfg = Optim(lr=1e-2, warmup_steps=2, schedule="cosine", weight_decay=0.1, clip_norm=clip_norm)
-    decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
+    decayed = lambda params: jax.tree_util.tree_map_with_path(
+        lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
     theirs = optax.chain(
         optax.clip_by_global_norm(clip_norm),
-        optax.adamw(make_schedule(cfg, 10), cfg.b1, cfg.b2, cfg.eps, weight_decay=cfg.weight_decay, mask=decayed),
+        optax.adamw(make_schedule(cfg, 10), cfg.b1, cfg.b2, cfg.eps, weight_decay=cfg.weight_decay,
+                    mask=decayed),
     )
     states = [(stepper(o), init_state(normal(0), o)) for o in (make_optimizer(cfg, 10), theirs)]
     for seed in range(1, 5):
         states = [(step, step(state, 1.0, normal(seed))) for step, state in states]
     ours, theirs = (state for _, state in states)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=5e-7), ours.params, theirs.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=5e-7), ours.params,
+                 theirs.params)
     adam = optax.tree.get(theirs.opt_state, "ScaleByAdamState")
     for a, b in ((ours.opt_state.mu, adam.mu), (ours.opt_state.nu, adam.nu)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-11), a, b)
@@ -99,7 +106,8 @@ def test_in_float32_it_is_optax(clip_norm):
 
 @pytest.mark.parametrize("formats", [LEAST, pytest.param(FP8_LM, marks=pytest.mark.slow)])
 def test_in_few_bits_it_stays_by_float32_and_is_off_by_the_roundings_alone(formats, count=20):
-    """Twenty updates by noisy gradients: the way gone differs by some percent, and by as much to either side."""
+    """Twenty updates by noisy gradients: the way gone differs by some percent, and by as much to either
+    side."""
     moved = []
     for f in (Formats(), formats):
         optimizer = make(f, warmup_steps=0, schedule="constant", weight_decay=0.0)
@@ -107,26 +115,31 @@ def test_in_few_bits_it_stays_by_float32_and_is_off_by_the_roundings_alone(forma
         start = jax.tree.map(np.array, decoded(state.params))
         for seed in range(count):
             state = step(state, 1.0, jax.tree.map(lambda a, b: 0.1 * a + 0.05 * b, normal(seed), normal(99)))
-        moved.append(np.concatenate([np.ravel(a - b) for a, b in zip(*map(jax.tree.leaves, (decoded(state.params), start)))]))
+        moved.append(np.concatenate([np.ravel(a - b)
+                                     for a, b in zip(*map(jax.tree.leaves, (decoded(state.params), start)))]))
     error = moved[1] - moved[0]
     assert np.linalg.norm(error) < 0.06 * np.linalg.norm(moved[0])
     assert abs(error.mean()) < 5 * error.std() / np.sqrt(error.size)
 
 
 def test_masters_follow_a_learning_rate_far_below_their_digits():
-    """What rounds to nearest in bfloat16 or float16 stands still at the learning rates of reinforcement learning."""
+    """What rounds to nearest in bfloat16 or float16 stands still at the learning rates of reinforcement
+    learning."""
     for formats in (LEAST, FP8_LM):
-        optimizer = make(formats, lr=1e-6, warmup_steps=0, schedule="constant", weight_decay=0.0, clip_norm=1e9)
+        optimizer = make(formats, lr=1e-6, warmup_steps=0, schedule="constant", weight_decay=0.0,
+                         clip_norm=1e9)
         step, state = stepper(optimizer), init_state({"w": jnp.full((64, 256), 0.75)}, optimizer)
         for _ in range(100):
-            state = step(state, 1.0, {"w": jnp.full((64, 256), 0.1)})  # each update is the learning rate, downwards
+            # each update is the learning rate, downwards
+            state = step(state, 1.0, {"w": jnp.full((64, 256), 0.1)})
         nearest = decode(encode(jnp.float32(0.75 - 1e-6)[None], formats.master))
         change = np.asarray(decode(state.params["w"]), np.float64) - 0.75
         assert nearest[0] == 0.75 and change.mean() == pytest.approx(-1e-4, rel=5 * change.std() / 128 / 1e-4)
 
 
 def test_moments_follow_averages_longer_than_their_digits():
-    """With b2 = 0.999 an average to nearest would never move by a thousandth of itself in bfloat16, nor FP8's with b1 = 0.97."""
+    """With b2 = 0.999 an average to nearest would never move by a thousandth of itself in bfloat16, nor FP8's
+    with b1 = 0.97."""
     optimizer = make(LEAST._replace(master="float32"), lr=1e-9, b1=0.97, b2=0.999, clip_norm=1e9)
     step, state = stepper(optimizer), init_state({"w": jnp.zeros((64, 256))}, optimizer)
     for n in range(60):
@@ -137,31 +150,36 @@ def test_moments_follow_averages_longer_than_their_digits():
 
 
 def regression_loss(formats: Formats):
-    """Jitted f(seed): the loss, over the last 50 of 250 updates, of a network that learns another from noisy samples."""
+    """Jitted f(seed): the loss, over the last 50 of 250 updates, of a network that learns another from noisy
+    samples."""
     optimizer = make(formats, 250, lr=1e-2, schedule="linear", weight_decay=0.01)
 
     @exact_jit
     def f(seed):
         keys = jax.random.split(jax.random.key(seed), 5)
         shapes = {"a": (64, 16), "b": (8, 64)}
-        draw = lambda key: {n: jax.random.normal(k, s) / s[1] ** 0.5 for k, (n, s) in zip(jax.random.split(key), shapes.items())}
+        draw = lambda key: {n: jax.random.normal(k, s) / s[1] ** 0.5
+                            for k, (n, s) in zip(jax.random.split(key), shapes.items())}
         net = lambda params, x: jax.nn.relu(x @ decode(params["a"]).T) @ decode(params["b"]).T
         teacher = draw(keys[0])
 
         def update(state, key):
             x = jax.random.normal(key, (64, 16))
             y = net(teacher, x) + 0.1 * jax.random.normal(jax.random.fold_in(key, 1), (64, 8))
-            loss, grads = jax.value_and_grad(lambda params: jnp.mean((net(params, x) - y) ** 2))(decoded(state.params))
+            loss, grads = jax.value_and_grad(lambda params: jnp.mean((net(params, x) - y) ** 2))(
+                decoded(state.params))
             return guarded_update(optimizer, state, loss, grads)[0], loss
 
-        return jnp.mean(jax.lax.scan(update, init_state(draw(keys[1]), optimizer), jax.random.split(keys[2], 250))[1][-50:])
+        return jnp.mean(jax.lax.scan(update, init_state(draw(keys[1]), optimizer),
+                                     jax.random.split(keys[2], 250))[1][-50:])
 
     return f
 
 
 @pytest.mark.slow
 def test_it_learns_as_float32_does():
-    """To 2% of the loss that is left, some three times the noise's, over three seeds; and no seed differs by more than 5%."""
+    """To 2% of the loss that is left, some three times the noise's, over three seeds; and no seed differs by
+    more than 5%."""
     learners = {f: regression_loss(f) for f in (Formats(), LEAST, FP8_LM)}
     losses = {f: np.array([learned(seed) for seed in range(3)]) for f, learned in learners.items()}
     for f in (LEAST, FP8_LM):
@@ -171,11 +189,12 @@ def test_it_learns_as_float32_does():
 
 @pytest.mark.parametrize("formats", [LEAST, FP8_LM])
 def test_no_step_is_longer_than_adams_own(formats):
-    """Gradients of unlike sizes in a block: rounded to nearest, or stochastically throughout, a first moment rounded up over a
-    second one that is nearly 0 makes steps of hundreds of learning rates."""
+    """Gradients of unlike sizes in a block: rounded to nearest, or stochastically throughout, a first moment
+    rounded up over a second one that is nearly 0 makes steps of hundreds of learning rates."""
     rng = np.random.default_rng(0)
     size = 1e-3 * np.exp(3 * rng.normal(size=(64, 256)))
-    optimizer = make(formats._replace(master="float32"), warmup_steps=0, schedule="constant", weight_decay=0.0, clip_norm=1e9)
+    optimizer = make(formats._replace(master="float32"), warmup_steps=0, schedule="constant",
+                     weight_decay=0.0, clip_norm=1e9)
     step, state, before = stepper(optimizer), init_state({"w": jnp.zeros((64, 256))}, optimizer), 0
     for _ in range(15):
         state = step(state, 1.0, {"w": jnp.asarray(size * rng.normal(size=size.shape), jnp.float32)})
@@ -185,7 +204,8 @@ def test_no_step_is_longer_than_adams_own(formats):
 
 
 def test_the_bits_that_round_depend_on_the_update_the_leaf_and_the_layer():
-    """Equal numbers everywhere are rounded unequally; the same update of the same state always gives the same bytes."""
+    """Equal numbers everywhere are rounded unequally; the same update of the same state always gives the same
+    bytes."""
     optimizer = make(LEAST, lr=1e-4, weight_decay=0.0, warmup_steps=0)
     step = stepper(optimizer)
     ones = {"layers": {"a": jnp.ones((2, 8, 128)), "b": jnp.ones((2, 8, 128))}}
@@ -195,7 +215,8 @@ def test_the_bits_that_round_depend_on_the_update_the_leaf_and_the_layer():
         first = jax.tree.map(np.array, state.params["layers"])
         runs.append((first, step(state, 1.0, ones).params["layers"]))
     assert as_bytes(runs[0]) == as_bytes(runs[1])
-    draws = [np.asarray(x[layer] != 1).tobytes() for tree in runs[0] for x in tree.values() for layer in range(2)]
+    draws = [np.asarray(x[layer] != 1).tobytes() for tree in runs[0] for x in tree.values()
+             for layer in range(2)]
     assert all(a != b for a, b in itertools.combinations(draws, 2))
 
 
@@ -215,7 +236,8 @@ def test_a_bad_update_changes_no_byte(run):
 
 
 def test_moments_stay_in_pinned_host_memory_and_are_what_they_would_be_on_the_device(run):
-    """To the last place of float32, which tips a rounding here and there; tests/gpu/test_optim.py: to the byte."""
+    """To the last place of float32, which tips a rounding here and there; tests/gpu/test_optim.py: to the
+    byte."""
     formats, _, state = run
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves((state.opt_state.mu, state.opt_state.nu))}
     assert kinds == {"pinned_host" if formats.offload else "device"}
@@ -236,7 +258,8 @@ def test_a_checkpoint_brings_back_every_byte_in_its_format_and_memory(run, tmp_p
     checkpoints.save(3, state, {"seed": 0})
     back, _ = checkpoints.restore(state)
     assert as_bytes(back) == as_bytes(state) and jax.tree.structure(back) == jax.tree.structure(state)
-    describe = lambda tree: [(x.aval, x.aval.memory_space, x.sharding.memory_kind) for x in jax.tree.leaves(tree)]
+    describe = lambda tree: [(x.aval, x.aval.memory_space, x.sharding.memory_kind)
+                             for x in jax.tree.leaves(tree)]
     assert describe(back) == describe(state)
     assert as_bytes(step(back, 1.0, normal(4))) == as_bytes(step(copy(state), 1.0, normal(4)))
 
@@ -290,7 +313,8 @@ for formats in (Formats(), Formats("float16", "float8", "bfloat16", True)):
 @pytest.mark.slow
 def test_eight_devices_give_the_numbers_of_one_and_keep_their_shards():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True,
+                          timeout=300)
     assert done.returncode == 0 and done.stdout.count("equal") == 2, done.stderr[-3000:]
 
 
@@ -300,7 +324,8 @@ def test_eight_devices_give_the_numbers_of_one_and_keep_their_shards():
 def test_the_policy_and_the_search_for_bad_tensors_read_masters_in_any_format():
     model = ModelConfig.from_hf(load_config("demo").model.config)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 16, jnp.float32), empty_params(model, "float32"))
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 16, jnp.float32),
+                          empty_params(model, "float32"))
     precision = Precision.uniform(model.num_hidden_layers, "float32", weight_dtype="bfloat16")
     for formats in (LEAST, FP8_LM):
         masters = init_state(params, make(formats)).params
@@ -308,17 +333,20 @@ def test_the_policy_and_the_search_for_bad_tensors_read_masters_in_any_format():
         assert bad_tensors(masters, model) == []
     q_proj = masters["layers"]["self_attn"]["q_proj"]
     q_proj["weight"] = q_proj["weight"]._replace(codes=q_proj["weight"].codes.at[1, 2, 3].set(np.nan))
-    assert [(t.hf_name, t.bad) for t in bad_tensors(masters, model)] == [("model.layers.1.self_attn.q_proj.weight", 1)]
+    assert [(t.hf_name, t.bad) for t in bad_tensors(masters,
+                                                    model)] == [("model.layers.1.self_attn.q_proj.weight", 1)]
 
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("moments", [("float32", "float32"), ("float8", "bfloat16"), ("bfloat16", "float16")])
 def test_the_memory_plan_has_the_bytes_of_the_arrays(master, moments):
-    words = ["--optim.master", master, "--optim.first_moment", moments[0], "--optim.second_moment", moments[1]]
+    words = ["--optim.master", master, "--optim.first_moment", moments[0], "--optim.second_moment",
+             moments[1]]
     words += ["--precision.recipe", "bf16", "--model.config.head_dim", "36"]  # 72 wide: blocks that end early
     cfg = load_config("demo", words)
     model = ModelConfig.from_hf(cfg.model.config)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), empty_params(model, "float32"))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32),
+                          empty_params(model, "float32"))
     state = jax.eval_shape(lambda params: init_state(params, make_optimizer(cfg.optim, 1)), shapes)
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     plan = {what.split(",")[0]: bytes for what, bytes in memory_plan(cfg, model)}
@@ -334,11 +362,13 @@ def test_the_memory_plan_has_the_bytes_of_the_arrays(master, moments):
     [
         (["--optim.second_moment", "float8"], "optim.second_moment"),
         (["--optim.master", "float8"], "optim.master"),
-        (["--optim.master", "bfloat16", "--precision.weight_dtype", "float32"], '"bfloat16" keeps 8 binary digits'),
-        (["--optim.master", "float16", "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.one_copy", "true"],
+        (["--optim.master", "bfloat16", "--precision.weight_dtype", "float32"],
+         '"bfloat16" keeps 8 binary digits'),
+        (["--optim.master", "float16", "--rollout.engine", "vllm", "--rollout.publish", "in_place",
+          "--rollout.one_copy", "true"],
          'which optim.master = "float16" keeps with scales'),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused(words, message):
     with pytest.raises(ConfigError) as e:
         load_config("demo", words).check()

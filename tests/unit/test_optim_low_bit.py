@@ -1,4 +1,5 @@
-"""Arrays kept in few bits: error bounds, exactness, stochastic rounding without bias, bytes, and the memory of an update."""
+"""Arrays kept in few bits: error bounds, exactness, stochastic rounding without bias, bytes, and the memory
+of an update."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ stochastic = jax.jit(round_stochastically, static_argnums=1)
 
 
 def magnitudes(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Normal numbers, each block of 128 of its own magnitude from 2^-60 to 2^60, a tenth of the elements far below it, some 0."""
+    """Normal numbers, each block of 128 of its own magnitude from 2^-60 to 2^60, a tenth of the elements far
+    below it, some 0."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * np.where(rng.random(shape) < 0.1, 2.0 ** rng.integers(-30, 0, shape), 1)
     blocks = -(-shape[-1] // 128)
@@ -50,7 +52,8 @@ def bits_of(tree) -> list[bytes]:
 @pytest.mark.parametrize("kept_as", NARROW)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_what_is_read_is_within_a_rounding_of_what_was_written(kept_as, rounding):
-    """Half a spacing to nearest, one stochastically, where a spacing is of the number, or of the block's largest."""
+    """Half a spacing to nearest, one stochastically, where a spacing is of the number, or of the block's
+    largest."""
     x = magnitudes((6, 5, 384))
     back = decode(encoded(x, kept_as, words(x.shape) if rounding == "stochastic" else None))
     bound = RELATIVE[kept_as] * np.abs(x)
@@ -62,7 +65,8 @@ def test_what_is_read_is_within_a_rounding_of_what_was_written(kept_as, rounding
 
 @pytest.mark.parametrize("kept_as", NARROW)
 def test_what_was_read_is_written_as_it_is_however_it_is_rounded(kept_as):
-    """The numbers, that is: a block whose largest was rounded to half of what its scale can hold gets half the scale."""
+    """The numbers, that is: a block whose largest was rounded to half of what its scale can hold gets half
+    the scale."""
     back = decode(encoded(magnitudes((64, 384)), kept_as, None))
     for seed in range(3):
         np.testing.assert_array_equal(decode(encoded(back, kept_as, words(back.shape, seed))), back)
@@ -81,7 +85,8 @@ def test_scales_are_the_least_powers_of_two_that_hold_the_block(kept_as):
     kept = encoded(x, kept_as, words(x.shape))
     scale, amax = np.asarray(kept.scale, np.float64), block_amax(x)[:, ::128].astype(np.float64)
     fraction, _ = np.frexp(scale)
-    assert np.all(fraction == 0.5) and np.all(amax <= LARGEST[kept_as] * scale) and np.all(amax > LARGEST[kept_as] * scale / 2)
+    assert np.all(fraction == 0.5) and np.all(amax <= LARGEST[kept_as]
+                                              * scale) and np.all(amax > LARGEST[kept_as] * scale / 2)
     zero = encoded(np.zeros((2, 128), np.float32), kept_as, words((2, 128)))
     assert np.all(np.asarray(zero.scale) > 0) and np.all(np.asarray(decode(zero)) == 0)
 
@@ -108,7 +113,8 @@ def test_below_the_least_normal_number_the_mean_holds_too(kept_as):
 
 @pytest.mark.parametrize("kept_as", list(CODES))
 def test_faint_numbers_go_down_or_up_and_the_others_as_before(kept_as):
-    """Below the type's least normal number in their block: towards zero or away from it, by less than a spacing."""
+    """Below the type's least normal number in their block: towards zero or away from it, by less than a
+    spacing."""
     x = magnitudes((64, 256))
     kept = {faint: encode_faint(x, kept_as, words(x.shape), faint) for faint in ("stochastic", "down", "up")}
     back = {faint: np.abs(np.asarray(decode(k), np.float64)) for faint, k in kept.items()}
@@ -125,14 +131,18 @@ def test_faint_numbers_go_down_or_up_and_the_others_as_before(kept_as):
 def test_stochastic_rounding_crosses_powers_of_two_and_keeps_signs():
     below = np.nextafter(np.float32(2), np.float32(0))
     for kept_as in NARROW:
-        got = stochastic(jnp.asarray([below, -below, -0.0]), DTYPES[kept_as], jnp.full(3, 2**32 - 1, jnp.uint32))
-        assert np.asarray(got, np.float32).tolist() == [2.0, -2.0, 0.0] and np.signbit(np.asarray(got, np.float32)[2])
+        got = stochastic(jnp.asarray([below, -below, -0.0]), DTYPES[kept_as],
+                         jnp.full(3, 2**32 - 1, jnp.uint32))
+        assert np.asarray(got, np.float32).tolist() == [2.0, -2.0,
+                                                        0.0] and np.signbit(np.asarray(got, np.float32)[2])
 
 
 def test_words_are_uniform_and_know_nothing_of_each_other():
-    """Every bit is set half of the time; words of neighbours, layers, updates and of one element are uncorrelated."""
+    """Every bit is set half of the time; words of neighbours, layers, updates and of one element are
+    uncorrelated."""
     shape = (64, 1024)
-    draw = lambda seed, layer: random_words(jax.random.bits(jax.random.key(seed), (2,), jnp.uint32), layer, shape)
+    draw = lambda seed, layer: random_words(jax.random.bits(jax.random.key(seed), (2,), jnp.uint32), layer,
+                                            shape)
     (a, b, c), (above, _, _), (later, _, _) = draw(3, 0), draw(3, 1), draw(4, 0)
     for word in (a, b, c):
         share = [float(jnp.mean((word >> bit) & 1)) for bit in range(7, 32)]  # the bits that rounding uses
@@ -144,7 +154,8 @@ def test_words_are_uniform_and_know_nothing_of_each_other():
 
 
 @pytest.mark.parametrize("kept_as", list(CODES))
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), pytest.param(127, marks=pytest.mark.slow), 300])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow),
+                                   pytest.param(127, marks=pytest.mark.slow), 300])
 def test_a_width_that_is_no_multiple_of_128_ends_in_a_shorter_block(kept_as, width):
     """As if zeros followed; and each row is kept by itself, whatever the array's other axes."""
     x, bits = magnitudes((3, width)), words((3, width))
@@ -165,8 +176,8 @@ def test_a_scale_belongs_to_its_own_block():
 
 @pytest.mark.parametrize("formats", [Formats("bfloat16", "float8", "bfloat16", offload=True)])
 def test_with_offload_an_update_takes_a_few_copies_of_one_layer_of_one_parameter(formats):
-    """Of 2 layers and of 8, of 1 parameter and of 3: the compiled update's temporaries are the same, and its states donated.
-    (Without offload a GPU needs none: tests/gpu/test_optim.py.)"""
+    """Of 2 layers and of 8, of 1 parameter and of 3: the compiled update's temporaries are the same, and its
+    states donated. (Without offload a GPU needs none: tests/gpu/test_optim.py.)"""
     layer = 256 * 256 * 4
 
     def memory(layers: int, names: str):

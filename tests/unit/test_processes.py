@@ -1,4 +1,5 @@
-"""What the processes of a run say to each other, in threads with a store of their own (real ones: tests/e2e)."""
+"""What the processes of a run say to each other, in threads with a store of their own (real ones:
+tests/e2e)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LARGEST = 64  # bytes
 
 
 class Store:
-    """As jax.distributed's: a key is set once, waited for, and goes with those below it. What is large does not cross in time."""
+    """As jax.distributed's: a key is set once, waited for, and goes with those below it. What is large does
+    not cross in time."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -53,7 +55,8 @@ class Store:
 
 @pytest.fixture
 def each(monkeypatch):
-    """each(f, count): f(group) of each of `count` processes -> results, or the exceptions that they raised."""
+    """each(f, count): f(group) of each of `count` processes -> results, or the exceptions that they
+    raised."""
     monkeypatch.setattr(process_group, "SLICE_MS", 20)
     monkeypatch.setattr(process_group, "PART", LARGEST)
     monkeypatch.setattr(process_group, "SHARED_S", 0.3)
@@ -85,12 +88,14 @@ def test_what_the_first_finds_all_are_told_in_order_and_then_it_is_forgotten(eac
 
     results, store = each(f)
     assert [str(r) for r in results] == [str(([[0, 0.1, None, i] for i in range(3)], 2, 0, float("nan")))] * 3
-    assert sorted(store.values) == ["run/told/4", "run/told/4/0", "run/told/5", "run/told/5/0"]  # since all came together
+    # since all came together
+    assert sorted(store.values) == ["run/told/4", "run/told/4/0", "run/told/5", "run/told/5/0"]
 
 
 def test_what_is_large_is_told_in_parts_and_they_are_forgotten_too(each):
     value = ["ä" * 10 * LARGEST, 7]
-    results, store = each(lambda group: (group.told(lambda: value), group.largest(0), group.told(lambda: "x")))
+    results, store = each(lambda group: (group.told(lambda: value), group.largest(0),
+                                         group.told(lambda: "x")))
     assert results == [(value, 0, "x")] * 3
     assert sorted(store.values) == ["run/told/1", "run/told/1/0", "run/told/2", "run/told/2/0"]
 
@@ -173,7 +178,8 @@ def test_engine_and_rewards_of_the_first_answer_in_all(each):
 
     def f(group):
         rewards, engine, _ = shared(group, make)
-        answers = engine.generate([GenRequest("a", (1, 2), SamplingParams(4), 2), GenRequest("b", (1,), SamplingParams(4), 1)])
+        answers = engine.generate([GenRequest("a", (1, 2), SamplingParams(4), 2),
+                                   GenRequest("b", (1,), SamplingParams(4), 1)])
         engine.sleep(), engine.wake()
         assert engine.health().ok and engine.restarts == 0
         return engine.capabilities(), answers, rewards.score([("p", "x"), ("p", "y")])
@@ -185,7 +191,8 @@ def test_engine_and_rewards_of_the_first_answer_in_all(each):
         assert [len(group) for group in answers] == [2, 1] and scores == SCORES
         for i, c in enumerate(answers[0]):
             want = completion(i)
-            assert (c.index, c.finish_reason, c.version_spans, c.routed_experts) == (i, "stop", want.version_spans, None)
+            assert (c.index, c.finish_reason, c.version_spans,
+                    c.routed_experts) == (i, "stop", want.version_spans, None)
             for have, array in ((c.token_ids, want.token_ids), (c.logprobs, want.logprobs)):
                 assert have.dtype == array.dtype
                 np.testing.assert_array_equal(have, array)
@@ -200,19 +207,22 @@ def test_who_was_started_otherwise_or_sees_other_files_is_refused(each, tmp_path
 
     assert compare([cfg] * 3, [(True, "")] * 3) == [None] * 3
     results = compare([cfg, cfg, other], [(True, "")] * 3)
-    assert "process 2 was started with other words than the first: optim.lr: 0.0001 -> 1e-05\n" in str(results[2])
+    assert "process 2 was started with other words than the first: optim.lr: 0.0001 -> 1e-05\n" in str(
+        results[2])
     assert isinstance(results[2], ConfigError) and all(isinstance(r, ProcessFailed) for r in results[:2])
     results = compare([cfg] * 3, [(True, ""), (False, ""), (True, "")])
     assert "process 1 was started with other words than the first: --resume or --fork" in str(results[1])
 
     digests = [{"problems": "a"}, {"problems": "b"}, {"problems": "a"}]
     results, _ = each(lambda group: check_same(group, digests[group.number]))
-    assert "process 1 has other problems than the first" in str(results[1]) and isinstance(results[1], DataError)
+    assert "process 1 has other problems than the first" in str(results[1]) and isinstance(
+        results[1], DataError)
 
     files = [tmp_path / "seen", tmp_path / "seen", tmp_path / "elsewhere"]
     files[0].write_text("12\n")
     results, _ = each(lambda group: check_shared(group, files[group.number]))
-    assert "process 2 does not see the first one's" in str(results[2]) and isinstance(results[0], ProcessFailed)
+    assert "process 2 does not see the first one's" in str(results[2]) and isinstance(
+        results[0], ProcessFailed)
     files[2].write_text("12\n")
     assert each(lambda group: check_shared(group, files[group.number]))[0] == [None] * 3
 
@@ -225,7 +235,8 @@ TWO = ["--run.dir", "unused", "--train.data", "2", "--train.processes", "2"]
     [
         ({}, "train.processes = 2: nothing says which of them this is"),
         ({"JAX_COORDINATOR_ADDRESS": "nowhere", "JAX_PROCESS_ID": "0"}, "nothing says which of them this is"),
-        ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID = 2: train.processes = 2 are 0 to 1"),
+        ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_PROCESS_ID": "2"},
+         "JAX_PROCESS_ID = 2: train.processes = 2 are 0 to 1"),
         ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID = first"),
         ({"JAX_NUM_PROCESSES": "3"}, "train.processes = 2, JAX_NUM_PROCESSES = 3"),
     ],
@@ -240,7 +251,8 @@ def test_a_process_that_does_not_know_which_it_is_is_refused(environment, says, 
         pass
 
 
-@pytest.mark.parametrize("address, bound", [("127.0.0.1:1", "127.0.0.1:1"), ("localhost:1", "localhost:1"), ("host-a:1", None)])
+@pytest.mark.parametrize("address, bound",
+                         [("127.0.0.1:1", "127.0.0.1:1"), ("localhost:1", "localhost:1"), ("host-a:1", None)])
 def test_on_one_machine_no_other_can_reach_the_coordinator(address, bound, monkeypatch):
     given = {}
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
@@ -256,7 +268,8 @@ def test_on_one_machine_no_other_can_reach_the_coordinator(address, bound, monke
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--train.processes", "3"], "train.processes = 3 does not divide train.data . train.fsdp . train.tensor = 2"),
+        (["--train.processes", "3"],
+         "train.processes = 3 does not divide train.data . train.fsdp . train.tensor = 2"),
         (["--rollout.lag", "1"], "train.processes = 2: rollout.lag = 1 is for a learner in one process"),
         (["--moe.replay", "R3"], 'train.processes = 2: moe.replay = "R3" is for a learner in one process'),
     ],

@@ -1,4 +1,5 @@
-"""The report: what a run wrote is there and escaped, the page stands alone and reads without colours, its tests are exact."""
+"""The report: what a run wrote is there and escaped, the page stands alone and reads without colours, its
+tests are exact."""
 
 from __future__ import annotations
 
@@ -45,24 +46,29 @@ def a_run(path: Path, steps: int = 12, seed: int = 0, lr: float = 1e-3, shift: f
     for step in range(1, steps + 1):
         keys = [m.key for s in SECTIONS for m in s.metrics if m.key != "eval/reward_mean"]
         keys += [f"time/{p}_s" for p in ("rollout", "reward", "score", "update", "publish")]
-        record = {"step": step, **dict(zip(keys, rng.random(len(keys)))), "reward/std": 0.5, "time/step_s": 6.0}
+        record = {"step": step, **dict(zip(keys, rng.random(len(keys)))), "reward/std": 0.5,
+                  "time/step_s": 6.0}
         record["reward/mean"] += shift
-        metrics.log(record | ({"eval/reward_mean": 0.5 + shift, "eval/problems": 100} if step == steps else {}))
+        metrics.log(record
+                    | ({"eval/reward_mean": 0.5 + shift, "eval/problems": 100} if step == steps else {}))
         text = HOSTILE + "x" * 8
         n = len(text) + 1
         mu = -rng.random(n)
         samples.log({
-            "step": step, "id": HOSTILE, "prompt": HOSTILE, "completion": text, "answer": "17", "reward": 1.0, "tokens": n,
+            "step": step, "id": HOSTILE, "prompt": HOSTILE, "completion": text, "answer": "17", "reward": 1.0,
+            "tokens": n,
             "finish_reason": "stop", "token_lengths": [1] * (n - 1) + [0], "rollout_logp": mu,
             "old_logp": mu + rng.choice([0, 0.02, -0.2, 0.9], n), "weights": rng.choice([1.0, 0.0], n), **row,
-        })  # fmt: skip
+        })
     config = f'[run]\ndir = "{path.name}"\nseed = {seed}\n[rollout]\nprompts_per_step = 8\nsamples_per_prompt = 4\n'
-    (path / "config.toml").write_text(f"{config}[optim]\nlr = {lr}\n[task]\nsystem_prompt = '''{HOSTILE}'''\n")
+    (path
+     / "config.toml").write_text(f"{config}[optim]\nlr = {lr}\n[task]\nsystem_prompt = '''{HOSTILE}'''\n")
     (path / "notes.txt").write_text(HOSTILE + "\n")
     passed = {"estimate": 0.75, "low": 0.5, "high": 0.875, "method": "wilson"}
     asked = {"step": steps, "problems": 100, "samples": 4, "pass_at_k": {"4": passed}}
     other = asked | {"step": 0, "greedy": True, "threshold": 0.5, "overrides": {"rollout.top_k": 7}}
-    (path / "eval.json").write_text(json.dumps(asked if path.name == "a0" else [asked, other]))  # a0's is of an older version
+    # a0's is of an older version
+    (path / "eval.json").write_text(json.dumps(asked if path.name == "a0" else [asked, other]))
     return path
 
 
@@ -129,13 +135,16 @@ def test_what_a_run_wrote_is_text_and_nothing_else(either):
 
 
 def test_it_stands_alone(either):
-    """Nothing is fetched: every address is a place in the page, and the browser is told to refuse the rest."""
-    addresses = [attrs[k] for _, attrs in either.tags for k in ("src", "href", "data", "action") if k in attrs]
+    """Nothing is fetched: every address is a place in the page, and the browser is told to refuse the
+    rest."""
+    addresses = [attrs[k] for _, attrs in either.tags for k in ("src", "href", "data", "action")
+                 if k in attrs]
     assert all(a == "data:," or a.startswith("#") for a in addresses)
     ids = [attrs["id"] for _, attrs in either.tags if "id" in attrs]
     assert len(set(ids)) == len(ids) and {a[1:] for a in addresses if a.startswith("#")} <= set(ids)
     assert "url(" not in either.raw and "@import" not in either.raw
-    policy = next(m["content"] for m in either.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    policy = next(m["content"] for m in either.all("meta")
+                  if m.get("http-equiv") == "Content-Security-Policy")
     assert "default-src 'none'" in policy and "script" not in policy
 
 
@@ -144,16 +153,20 @@ def test_every_plot_can_be_read_without_seeing_it(either):
     figures = re.findall(r"<figure>.*?</figure>", either.raw, re.S)
     assert len(charts) == len(figures) >= 15
     for chart, figure in zip(charts, figures):
-        assert re.match(r'<svg [^>]*role="img" aria-label="[^"]+"><title>[^<]+</title><desc>[^<]+</desc>', chart)
+        assert re.match(r'<svg [^>]*role="img" aria-label="[^"]+"><title>[^<]+</title><desc>[^<]+</desc>',
+                        chart)
         assert figure.count("<tr>") >= 3 and 'scope="col"' in figure and "<caption>" in figure
     regions = [a for _, a in either.tags if a.get("role") == "region"]
-    assert all(a.get("aria-label") and a.get("tabindex") == "0" for a in regions)  # what scrolls can be scrolled by keys
+    # what scrolls can be scrolled by keys
+    assert all(a.get("aria-label") and a.get("tabindex") == "0" for a in regions)
     assert len({a["aria-label"] for a in regions}) == len(regions)
 
 
 def test_it_has_a_language_a_title_and_an_order_of_headings(either):
-    assert either.all("html") == [{"lang": "en"}] and re.search(r"<title>[^<]+ - jaxfp8rl</title>", either.raw)
-    assert next(t for t, a in either.tags if a.get("href") == "#main") == "a"  # the first stop of the keyboard skips the links
+    assert either.all("html") == [{"lang": "en"}] and re.search(
+        r"<title>[^<]+ - jaxfp8rl</title>", either.raw)
+    # the first stop of the keyboard skips the links
+    assert next(t for t, a in either.tags if a.get("href") == "#main") == "a"
     levels = [int(tag[1]) for tag, _ in either.tags if re.fullmatch(r"h[1-6]", tag)]
     assert levels[0] == 1 and levels.count(1) == 1
 
@@ -162,7 +175,8 @@ def test_a_completion_keeps_every_character(tmp_path):
     """Line breaks above all, which HTML and a template engine like to drop."""
     text = "\n\nfirst\n  second\t\n\n<b>\n"
     n = len(text)
-    row = {"tokens": n, "completion": text, "token_lengths": [1] * n, "rollout_logp": [-1.0] * n, "weights": [1.0] * n}
+    row = {"tokens": n, "completion": text, "token_lengths": [1] * n, "rollout_logp": [-1.0] * n,
+           "weights": [1.0] * n}
     raw = Page(write_report([a_run(tmp_path / "run", 1, **row, old_logp=([-1.0, -0.5] * n)[:n])])).raw
     shown = re.search(r'<pre class="completion">\n(.*?)</pre>', raw, re.S)[1]
     assert "<mark" in shown and html.unescape(re.sub(r"<[^>]*>", "", shown)) == text
@@ -179,11 +193,13 @@ def test_the_header_says_how_the_run_was_made(tmp_path):
     """What a start has recorded; without a record what the config tells."""
     run = a_run(tmp_path / "run", steps=2)
     start = {"model": "Qwen3-8B, 8.2 B parameters", "engine": "vllm 0.25.1", "hardware": "8 x H200",
-             "commit": "abc1234", "command": "jaxfp8rl train demo", "date": "2026-01", "versions": {"jax": "0.11.2"}}  # fmt: skip
+             "commit": "abc1234", "command": "jaxfp8rl train demo", "date": "2026-01",
+             "versions": {"jax": "0.11.2"}}
     for _ in range(2):
         write_about(run, start)
     header = Page(write_report([run])).raw.partition("</header>")[0]
-    assert all(html.escape(v) in header for v in start.values() if isinstance(v, str)) and "jax 0.11.2" in header
+    assert all(html.escape(v) in header for v in start.values()
+               if isinstance(v, str)) and "jax 0.11.2" in header
     assert "resumed 1 time(s)" in header
     (run / "run.json").unlink()
     (run / "config.toml").write_text('[precision]\nrecipe = "fp8_unified"\n[rollout]\nengine = "vllm"\n')
@@ -207,17 +223,20 @@ def test_no_row_of_charts_is_half_empty(count):
 def test_a_page_stays_small(tmp_path):
     """A long run of long completions, all of whose tokens differ."""
     n = 1024
-    rows = {"tokens": n, "completion": "word " * n, "token_lengths": [5] * n, "rollout_logp": [-1.0] * n, "old_logp": [-2.0] * n}
+    rows = {"tokens": n, "completion": "word " * n, "token_lengths": [5] * n, "rollout_logp": [-1.0] * n,
+            "old_logp": [-2.0] * n}
     runs = [a_run(tmp_path / f"{i}", 50, i, **rows, weights=[1.0] * n) for i in range(3)]
     for run in runs:
         monitor = JsonlMonitor(run / "metrics.jsonl")
         for step in range(51, 1500):
-            monitor.log({"step": step, "entropy": step % 7, "grad_norm": 1 + step % 5, "loss": step % 3, "time/step_s": 1.0})
+            monitor.log({"step": step, "entropy": step % 7, "grad_norm": 1 + step % 5, "loss": step % 3,
+                         "time/step_s": 1.0})
     assert 1e5 < write_report(runs[:1]).stat().st_size < 1e6
     assert write_report(runs).stat().st_size < 1.5e6
 
 
-@pytest.mark.parametrize("record", [{}, {"reward/mean": math.nan}, {"loss": math.inf, "time/step_s": 0.0, "entropy": 1.0}])
+@pytest.mark.parametrize("record", [{}, {"reward/mean": math.nan},
+                                    {"loss": math.inf, "time/step_s": 0.0, "entropy": 1.0}])
 def test_a_run_that_has_hardly_begun(tmp_path, record):
     """One line, no samples, no config."""
     JsonlMonitor(tmp_path / "metrics.jsonl").log({"step": 0, **record})
@@ -229,7 +248,8 @@ def test_a_run_that_has_hardly_begun(tmp_path, record):
 
 def themes() -> dict[str, dict[str, str]]:
     css = (ROOT / "jaxfp8rl" / "monitors" / "report" / "style.css").read_text()
-    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S))
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", block))
+                   for block in re.findall(r":root \{(.*?)\}", css, re.S))
     return {"light": light, "dark": dark}
 
 
@@ -252,7 +272,8 @@ def test_contrast_is_enough_in_both_themes(theme):
     lines, marks = [f"c{i}" for i in range(8)], [f"{s}{i}" for s in "pm" for i in (1, 2, 3)]
     pairs = [(ink, ground) for ink in ("ink", "soft", "link") for ground in ("paper", "panel")]
     pairs += [("ink", mark) for mark in marks] + [(line, "paper") for line in lines]
-    assert {f"{a} on {b}": contrast(colours[a], colours[b]) for a, b in pairs if contrast(colours[a], colours[b]) < 4.5} == {}
+    assert {f"{a} on {b}": contrast(colours[a], colours[b]) for a, b in pairs
+            if contrast(colours[a], colours[b]) < 4.5} == {}
     assert contrast(colours["focus"], colours["paper"]) >= 3
 
 
@@ -286,10 +307,12 @@ def test_ticks_enclose_what_they_are_for(low, span):
     found = ticks(low, low + span)
     step = found[1] - found[0]
     assert 2 <= len(found) <= 9
-    assert found[0] <= low + 1e-6 * step + 1e-9 * abs(low) and found[-1] >= low + span - 1e-6 * step - 1e-9 * abs(low)
+    assert found[0] <= low + 1e-6 * step + 1e-9 * abs(low) and found[
+        -1] >= low + span - 1e-6 * step - 1e-9 * abs(low)
 
 
-ANY = st.lists(st.floats(-1e300, 1e300) | st.floats(0.999999, 1.0) | st.sampled_from([0.0, math.nan, math.inf]), max_size=40)
+ANY = st.lists(st.floats(-1e300, 1e300) | st.floats(0.999999, 1.0)
+               | st.sampled_from([0.0, math.nan, math.inf]), max_size=40)
 NEAR = st.tuples(st.floats(-1e12, 1e12), st.lists(st.floats(-1e-6, 1e-6), min_size=1, max_size=30))
 SHIFTED = NEAR.map(lambda p: [p[0] * (1 + d) for d in p[1]])  # a constant but for its last digits
 
@@ -306,7 +329,8 @@ def test_no_two_ticks_have_the_same_label_and_no_axis_makes_a_course_of_rounding
     widths = [7 * len(t) for _, t in along]
     assert all(b - a >= (v + w) / 2 for (a, _), (b, _), v, w in zip(along, along[1:], widths, widths[1:]))
     shown = [y for y in ys if math.isfinite(y) and (not log or y > 0)]
-    places = [float(p.split()[1]) for p in "L".join(re.findall(r'class="l0" d="M([^"]*)"', chart)).split("L") if p]
+    places = [float(p.split()[1]) for p in "L".join(re.findall(r'class="l0" d="M([^"]*)"', chart)).split("L")
+              if p]
     assert bool(places) == bool(shown)
     largest = max(map(abs, shown), default=0)
     if not log and shown and max(shown) - min(shown) < 1e-3 * largest:
@@ -348,10 +372,12 @@ def test_a_stack_adds_up_and_a_rare_long_step_does_not_flatten_it():
 
 
 def test_wilson():
-    """The interval's own definition: its ends are 1.96 standard errors, taken at themselves, from the share seen."""
+    """The interval's own definition: its ends are 1.96 standard errors, taken at themselves, from the share
+    seen."""
     for share, n in ((0.0, 10), (0.3, 57), (1.0, 115)):
         for end in wilson(share, n):
-            assert abs(share - end) == pytest.approx(1.96 * math.sqrt(max(0.0, end * (1 - end)) / n), abs=1e-7)
+            assert abs(share - end) == pytest.approx(1.96 * math.sqrt(max(0.0, end * (1 - end)) / n),
+                                                     abs=1e-7)
 
 
 # --- the comparison
@@ -361,14 +387,16 @@ def test_wilson():
 @settings(deadline=None)
 def test_sign_flip_is_the_count_of_all_patterns(d):
     seen = abs(sum(d)) * (1 - 1e-12)
-    patterns = [abs(sum(s * x for s, x in zip(signs, d))) for signs in itertools.product((1, -1), repeat=len(d))]
+    patterns = [abs(sum(s * x for s, x in zip(signs, d)))
+                for signs in itertools.product((1, -1), repeat=len(d))]
     assert compare.sign_flip_p(d) == pytest.approx(np.mean([p >= seen - 1e-12 for p in patterns]), abs=2e-2)
     assert compare.sign_flip_p([-x for x in d]) == compare.sign_flip_p(d)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
 def test_sign_flip_is_exact(alpha):
-    """Of all sign patterns of given magnitudes, those with p <= alpha are at most the share alpha, and hardly less."""
+    """Of all sign patterns of given magnitudes, those with p <= alpha are at most the share alpha, and hardly
+    less."""
     sizes = np.array([0.3, 1.1, 0.7, 2.0, 0.2, 0.9, 1.6])
     ps = [compare.sign_flip_p(sizes * signs) for signs in itertools.product((1, -1), repeat=len(sizes))]
     assert alpha - 2 / len(ps) <= np.mean(np.array(ps) <= alpha) <= alpha
@@ -378,7 +406,8 @@ def test_sign_flip_of_many_pairs_is_near_the_normal_approximation():
     d = np.random.default_rng(1).normal(0.3, 1, 40)
     z = abs(d.sum()) / math.sqrt((d**2).sum())
     assert compare.sign_flip_p(d) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.01)
-    assert compare.sign_flip_p([1.0] * 40) == 2**-compare.EXACT_PAIRS  # the pattern seen is one of those drawn: never 0
+    # the pattern seen is one of those drawn: never 0
+    assert compare.sign_flip_p([1.0] * 40) == 2**-compare.EXACT_PAIRS
 
 
 def test_runs_that_differ_in_seed_alone_are_one_variant(folder):
@@ -386,7 +415,7 @@ def test_runs_that_differ_in_seed_alone_are_one_variant(folder):
     groups = compare.variants(runs)
     assert [(g.name, [r.name for r in g.runs]) for g in groups] == [
         ("lr 0.001", ["a0", "a1", "a2"]), ("lr 0.002", ["b0", "b1", "b2"]),
-    ]  # fmt: skip
+    ]
     assert set(compare.config_differences(runs)) == {"run.dir", "run.seed", "optim.lr"}
     (test,) = compare.paired_tests(groups, [("eval/reward_mean", "held-out")])
     assert test.seeds == (0, 1, 2) and test.p == 0.25 == test.smallest_p
@@ -403,8 +432,9 @@ def test_the_comparison_says_all_of_it(comparison):
 
 def test_runs_are_compared_as_far_as_all_have_come_and_a_seed_given_twice_counts_once(tmp_path):
     """Both learn alike, step/100, but one seed of the second variant is its second run's and 0.2 better."""
-    for name, lr, seed, steps, more in (("a0", 1, 0, 100, 0), ("a1", 1, 1, 100, 0), ("b0", 2, 0, 40, 0), ("b1", 2, 1, 60, 0),
-                                        ("b1 again", 2, 1, 60, 0.2)):  # fmt: skip
+    for name, lr, seed, steps, more in (("a0", 1, 0, 100, 0), ("a1", 1, 1, 100, 0), ("b0", 2, 0, 40, 0),
+                                        ("b1", 2, 1, 60, 0),
+                                        ("b1 again", 2, 1, 60, 0.2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_text(f"[run]\nseed = {seed}\n[optim]\nlr = {lr}\n")
         monitor = JsonlMonitor(tmp_path / name / "metrics.jsonl")
@@ -419,7 +449,8 @@ def test_runs_are_compared_as_far_as_all_have_come_and_a_seed_given_twice_counts
 def test_one_pair_is_no_test(folder):
     groups = compare.variants(load_runs([folder / "a0", folder / "b0"]))
     assert [t.p for t in compare.paired_tests(groups, [("reward/mean", "reward")])] == [None]
-    assert compare.paired_tests(compare.variants(load_runs([folder / "a0", folder / "b1"])), [("reward/mean", "reward")]) == []
+    assert compare.paired_tests(compare.variants(load_runs([folder / "a0", folder / "b1"])),
+                                [("reward/mean", "reward")]) == []
 
 
 # --- what it reads
@@ -427,8 +458,10 @@ def test_one_pair_is_no_test(folder):
 
 def test_events_are_found(tmp_path):
     monitor = JsonlMonitor(tmp_path / "metrics.jsonl")
-    monitor.log({"step": 1, "update/applied": 1.0, "loss": 0.1, "rollout/groups_rejected": 0, "reward/undefined": 0})
-    monitor.log({"step": 2, "update/applied": 0.5, "loss": math.nan, "rollout/groups_rejected": 2, "reward/undefined": 1})
+    monitor.log({"step": 1, "update/applied": 1.0, "loss": 0.1, "rollout/groups_rejected": 0,
+                 "reward/undefined": 0})
+    monitor.log({"step": 2, "update/applied": 0.5, "loss": math.nan, "rollout/groups_rejected": 2,
+                 "reward/undefined": 1})
     monitor.log({"step": 3, "eval/undefined": 4})
     (run,) = load_runs([tmp_path])
     assert [step for step, _ in events(run)] == [2, 2, 2, 2, 3]
@@ -453,9 +486,12 @@ def test_the_worst_token_of_the_run_is_shown(tmp_path):
 NO_ESTIMATE = '{"step": 1, "problems": 1, "samples": 1, "pass_at_k": {"1": 2}}'
 BROKEN = [  # (file, what is put there, what is said of the place)
     ("run.json", "{}", ": it is no list"),
-    ("eval.json", "{", ""), ("eval.json", "[1]", ": record 1 is not"), ("eval.json", '{"a": 1}', ": record 1 is not"),
-    ("eval.json", NO_ESTIMATE, ": record 1 is not"), ("samples.jsonl", "no\n", ""), ("config.toml", "a = = 1\n", ""),
-    ("metrics.jsonl", '{"step": 1\n', ": line 1: "), ("metrics.jsonl", '{"step": 0}\n{"step": "x"}\n', ": line 2 is no record"),
+    ("eval.json", "{", ""), ("eval.json", "[1]", ": record 1 is not"),
+    ("eval.json", '{"a": 1}', ": record 1 is not"),
+    ("eval.json", NO_ESTIMATE, ": record 1 is not"), ("samples.jsonl", "no\n", ""),
+    ("config.toml", "a = = 1\n", ""),
+    ("metrics.jsonl", '{"step": 1\n', ": line 1: "),
+    ("metrics.jsonl", '{"step": 0}\n{"step": "x"}\n', ": line 2 is no record"),
     ("metrics.jsonl", '{"step": 0}\n[1]\n', ": line 2 is no record"),
 ]
 
@@ -489,7 +525,8 @@ def test_training_does_not_import_it():
 def test_characters_of_tokens_that_are_single_bytes(text):
     """A tokenizer whose tokens are bytes cuts most characters of the world."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)} | {"<end>": 256}, []))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}
+                                                         | {"<end>": 256}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     tokenizer = Tokenizer(backend, {}, [256], 256)
@@ -504,9 +541,11 @@ def test_characters_of_tokens_that_are_single_bytes(text):
 @settings(deadline=None)
 def test_unpack_finds_what_pack_laid_out(lengths, seed):
     rng = np.random.default_rng(seed)
-    samples = [Sample(rng.integers(1, 9, p), rng.integers(1, 9, c), rng.random(c).astype(np.float32), 0.0) for p, c in lengths]
+    samples = [Sample(rng.integers(1, 9, p), rng.integers(1, 9, c), rng.random(c).astype(np.float32), 0.0)
+               for p, c in lengths]
     batch = pack(samples, 12, 4, 3)
-    for sample, logp, tokens in zip(samples, unpack(batch.rollout_logp, samples), unpack(batch.tokens, samples)):
+    for sample, logp, tokens in zip(samples, unpack(batch.rollout_logp, samples),
+                                    unpack(batch.tokens, samples)):
         np.testing.assert_array_equal(logp, sample.logprobs)
         np.testing.assert_array_equal(tokens, sample.completion)
 

@@ -1,4 +1,5 @@
-"""Scorers, and the process that runs them: what hangs, forks, crashes or eats memory costs one score and nothing more."""
+"""Scorers, and the process that runs them: what hangs, forks, crashes or eats memory costs one score and
+nothing more."""
 
 from __future__ import annotations
 
@@ -102,12 +103,15 @@ def gone(pid):
 
 def test_answers_errors_and_undefined_values(task):
     with RewardRunner(task) as runner:
-        scores = runner.score([(problem(a), "right") for a in ("right", "wrong", "raise", "none", "nan", "print", "memory")])
+        scores = runner.score([(problem(a), "right")
+                               for a in ("right", "wrong", "raise", "none", "nan", "print", "memory")])
         assert scores[:2] == [Score(1.0, "ok"), Score(0.0, "ok")]
         line = SCORER.splitlines().index('        raise KeyError("no such thing")') + 1
         assert scores[2] == Score(None, f"error: KeyError: 'no such thing' (misbehaving.py:{line})")
-        assert [s.why for s in scores[3:5]] == ["none: the scorer returned None", "error: ValueError: the scorer returned nan"]
-        assert scores[5] == Score(0.25, "ok") and "error: MemoryError" in scores[6].why, "it asked for a terabyte"
+        assert [s.why for s in scores[3:5]] == ["none: the scorer returned None",
+                                                "error: ValueError: the scorer returned nan"]
+        assert scores[5] == Score(0.25,
+                                  "ok") and "error: MemoryError" in scores[6].why, "it asked for a terabyte"
         assert runner.counts == {"ok": 3, "none": 1, "error": 3}
         assert runner.score([]) == []
 
@@ -127,7 +131,8 @@ def test_what_a_scorer_raises_most_often_is_said_once_a_batch(task, caplog):
         for acts in (["none", "raise", "a", "raise", "b"], ["a", "b"]):
             runner.score([(problem(act), "") for act in acts])
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("the scorer failed at 2 of 5 completions, whose scores are undefined; most often: ")
+    assert said.startswith(
+        "the scorer failed at 2 of 5 completions, whose scores are undefined; most often: ")
     assert "error: KeyError: 'no such thing' (misbehaving.py:" in said
 
 
@@ -157,7 +162,8 @@ def test_a_scorer_that_dies_costs_one_score(task):
 
 
 def test_workers_score_side_by_side(task):
-    """What takes two alarms in one process takes one in two; and it starts no more of them than there are cores."""
+    """What takes two alarms in one process takes one in two; and it starts no more of them than there are
+    cores."""
     items = [(problem("sleep"), ""), (problem("a"), "a"), (problem("sleep"), "")]
     with RewardRunner(task, timeout_s=2.0, workers=3) as runner:
         runner.wait_until_ready()
@@ -228,18 +234,22 @@ def test_children_end_when_the_learner_is_killed(task, tmp_path):
 @pytest.mark.usefixtures("task")
 def test_a_scorer_that_cannot_be_loaded_is_a_config_error():
     for name, words in (("no_such_module:score", 'cannot load "no_such_module:score": No module named'),
-                        ("misbehaving:scroe", 'module "misbehaving" has no function "scroe" .did you mean "score"')):  # fmt: skip
+                        ("misbehaving:scroe",
+                         'module "misbehaving" has no function "scroe" .did you mean "score"')):
         task = make_task("file", path="x", scorer=name)
         for use in (RewardRunner.wait_until_ready, lambda runner: runner.score([(problem("a"), "a")])):
-            with RewardRunner(task) as runner, pytest.raises(ConfigError, match=f"^task.scorer: {words}") as e:
+            with RewardRunner(task) as runner, pytest.raises(
+                    ConfigError, match=f"^task.scorer: {words}") as e:
                 use(runner)
             assert str(e.value).count("next step: ") == 1
 
 
 def test_a_run_knows_of_it_before_its_engine_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(context, "build_engine", lambda *_: pytest.fail("it takes minutes"))
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "1"}}\n' for i in range(100)))
-    task = {"kind": "file", "path": str(tmp_path / "rows.jsonl"), "options": "{}", "scorer": "no_such_module:score"}
+    (tmp_path
+     / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "1"}}\n' for i in range(100)))
+    task = {"kind": "file", "path": str(tmp_path / "rows.jsonl"), "options": "{}",
+            "scorer": "no_such_module:score"}
     words = [word for key, value in task.items() for word in (f"--task.{key}", value)]
     with pytest.raises(ConfigError, match='cannot load "no_such_module:score": No module named'):
         context.build(load_config("demo", [*words, "--rollout.prompts_per_step", "8"]))
@@ -259,9 +269,11 @@ def test_cheap_tasks_need_no_process():
 ])
 def test_reasoning_gym_is_scored_in_the_child(name, extract, right, options):
     """Dates and times, as a config has them, are no less the generator's there."""
-    task = make_task("reasoning_gym", name=name, size=5, held_out_size=0, extract=extract, **tomllib.loads(options))
+    task = make_task("reasoning_gym", name=name, size=5, held_out_size=0, extract=extract,
+                     **tomllib.loads(options))
     assert from_json(as_json(task)) == task
-    items = [(p, text) for p in task.problems() for text in (right.format(p.answer), "I do not know", p.answer + "1")]
+    items = [(p, text) for p in task.problems()
+             for text in (right.format(p.answer), "I do not know", p.answer + "1")]
     with RewardRunner(task) as runner:
         scores = runner.score(items)
         assert {s.why for s in scores} == {"ok"}
@@ -269,8 +281,10 @@ def test_reasoning_gym_is_scored_in_the_child(name, extract, right, options):
         assert [s.value for s in scores[::3]] == [1.0] * 5
 
 
-MATH = [("1/2", "so \\boxed{\\frac{1}{2}}", 1.0), ("0.5", "The answer is $\\frac12$", 1.0), ("12", "12 + 30 = 42", 0.0),
-        ("x^2+2x+1", "$(x+1)^2$", 1.0), ("2x+3", "it is 3", 0.0), ("x=3", "$x = 3$", 1.0), ("$\\sqrt{4}$", "2", 1.0),
+MATH = [("1/2", "so \\boxed{\\frac{1}{2}}", 1.0), ("0.5", "The answer is $\\frac12$", 1.0),
+        ("12", "12 + 30 = 42", 0.0),
+        ("x^2+2x+1", "$(x+1)^2$", 1.0), ("2x+3", "it is 3", 0.0), ("x=3", "$x = 3$", 1.0),
+        ("$\\sqrt{4}$", "2", 1.0),
         ("\\frac{3}{4}", "no idea", 0.0), ("1000", "1000.0", 1.0), ("1000", "1e3", 1.0), ("1", "1e3", 0.0),
         ("2.5E3", "2500", 1.0), ("0.00001", "1e-5", 1.0), ("-1/2", "-.5", 1.0),
         ("\\$18.90", "so \\boxed{18.90}", 1.0), ("\\$1,000", "1000", 1.0), ("\\(x^2\\)", "$x^2$", 1.0),
@@ -292,11 +306,15 @@ def test_math_verify_runs_in_the_child_and_an_unreadable_reference_is_undefined(
 
 @pytest.mark.parametrize(("how", "text", "answer"), [
     ("all", " 12\n", "12"), ("last_line", "a\n b \n\n", "b"), ("last_line", "", None),
-    ("tag", "<answer>1</answer><answer> 2 </answer> x", "2"), ("tag", "</answer><answer>3", None), ("tag", "4", None),
-    ("last_number", "12 + 30 = 1,042.", "1042"), ("last_number", "12-5", "5"), ("last_number", "x = -5", "-5"),
+    ("tag", "<answer>1</answer><answer> 2 </answer> x", "2"), ("tag", "</answer><answer>3", None),
+    ("tag", "4", None),
+    ("last_number", "12 + 30 = 1,042.", "1042"), ("last_number", "12-5", "5"),
+    ("last_number", "x = -5", "-5"),
     ("last_number", "about 3.50", "3.50"), ("last_number", "none", None),
-    ("last_number", "of 12 the share is .25.", ".25"), ("last_number", "-.5", "-.5"), ("last_number", "1-.5", ".5"),
-    ("last_number", "about 1e-5", "1e-5"), ("last_number", "2.5e3 m", "2.5e3"), ("last_number", "3 eggs", "3"),
+    ("last_number", "of 12 the share is .25.", ".25"), ("last_number", "-.5", "-.5"),
+    ("last_number", "1-.5", ".5"),
+    ("last_number", "about 1e-5", "1e-5"), ("last_number", "2.5e3 m", "2.5e3"),
+    ("last_number", "3 eggs", "3"),
     ("last_number", "4 in section.7 of 1.2.3", "1.2"), ("last_number", "4 in section.7", "4"),
     ("last_number", "So the answer is...42", "42"), ("last_number", "x = \u22125", "-5"),
 ])
@@ -321,10 +339,11 @@ THOUGHTS = "<think>try <answer>42</answer>? no, wait"  # cut off by its length
 
 @pytest.mark.parametrize(("text", "behind"), [
     (THOUGHTS, None), (THOUGHTS + "</think>\n<answer>43</answer>", "\n<answer>43</answer>"),
-    ("<think>a</think>b<think>c</think>d", "d"), ("<think>a</think>b<think>c", None), ("no opening</think>d", "d"), ("", ""),
+    ("<think>a</think>b<think>c</think>d", "d"), ("<think>a</think>b<think>c", None),
+    ("no opening</think>d", "d"), ("", ""),
     ("<answer>4</answer>", "<answer>4</answer>"), ("<think>a<think>b</think>c", "c"), ("<think></think>", ""),
     ("</think><think>", None),
-])  # fmt: skip
+])
 def test_an_answer_is_looked_for_behind_the_last_closed_thoughts(text, behind):
     assert behind_thoughts(text, THINK_TAGS) == behind and behind_thoughts(text, ()) == text
     other = text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
@@ -358,40 +377,53 @@ def test_what_stands_in_thoughts_never_counts(text):
 
 
 @pytest.mark.parametrize(("written", "number"), [
-    ("073", 73), ("$18.00", 18), ("2.50", 2.5), ("9{,}500", 9500), ("1,234.0", 1234), ("-3", -3), ("\u22123", -3), ("1e3", 1000),
-    ("50%", 50), ("50\\%", 50), ("3/4", 0.75), ("\\frac{3}{4}", 0.75), ("-\\dfrac12", -0.5), ("\\boxed{9{,}500}", 9500),
+    ("073", 73), ("$18.00", 18), ("2.50", 2.5), ("9{,}500", 9500), ("1,234.0", 1234), ("-3", -3),
+    ("\u22123", -3), ("1e3", 1000),
+    ("50%", 50), ("50\\%", 50), ("3/4", 0.75), ("\\frac{3}{4}", 0.75), ("-\\dfrac12", -0.5),
+    ("\\boxed{9{,}500}", 9500),
     ("\\$18", 18), ("5.", 5), ("+7", 7), ("1 000", 1000), ("1\\,000", 1000), ("1\u202f000", 1000),
-    ("-$5", -5), ("$-5$", -5), ("\\(5\\)", 5), (".5", 0.5), ("-0", 0), ("1.5 \\times 10^{3}", 1500), ("\u20ac 5", 5),
+    ("-$5", -5), ("$-5$", -5), ("\\(5\\)", 5), (".5", 0.5), ("-0", 0), ("1.5 \\times 10^{3}", 1500),
+    ("\u20ac 5", 5),
     ("1'000", 1000), ("**42**", 42), ("\uff17\uff13", 73),
-])  # fmt: skip
+])
 def test_a_number_is_compared_as_a_number_however_it_is_written(written, number):
     plain, other = str(number), str(number + 1)
     for how in ("last_number", "tag", "last_line"):
         task = make_task("file", path="unused.jsonl", extract=how)
-        say = {"last_number": "So it is {} in all.", "tag": "<answer>{}</answer>", "last_line": "I think\n{}\n"}[how]
-        assert task.score(problem(plain), say.format(written)) == task.score(problem(written), say.format(plain)) == 1.0
-        assert task.score(problem(other), say.format(written)) == 0.0 == task.score(problem(written), say.format(other))
+        say = {"last_number": "So it is {} in all.", "tag": "<answer>{}</answer>",
+               "last_line": "I think\n{}\n"}[how]
+        assert task.score(problem(plain),
+                          say.format(written)) == task.score(problem(written), say.format(plain)) == 1.0
+        assert task.score(problem(other),
+                          say.format(written)) == 0.0 == task.score(problem(written), say.format(other))
 
 
 @pytest.mark.parametrize(("how", "reference", "text", "score"), [
-    ("last_number", "0.3", "0.30000000000000004", 0.0), ("last_number", "4", "3/4", 0.0), ("last_number", "5", "10-$5", 1.0),
-    ("all", "10000000000000000000001", "10000000000000000000000", 0.0), ("last_number", "18", "18 dollars", 1.0),
-    ("all", "1" * 9000, "1" * 9000 + ".0", 1.0), ("all", "1" * 9000, "1" * 8999 + "2", 0.0), ("all", "12345", "12 345", 1.0),
+    ("last_number", "0.3", "0.30000000000000004", 0.0), ("last_number", "4", "3/4", 0.0),
+    ("last_number", "5", "10-$5", 1.0),
+    ("all", "10000000000000000000001", "10000000000000000000000", 0.0),
+    ("last_number", "18", "18 dollars", 1.0),
+    ("all", "1" * 9000, "1" * 9000 + ".0", 1.0), ("all", "1" * 9000, "1" * 8999 + "2", 0.0),
+    ("all", "12345", "12 345", 1.0),
     ("last_number", "2024", "on 12/25/2024", 1.0), ("last_number", "140", "120 and 130 140", 1.0),
     ("all", "1e99999999", "10e99999998", 1.0), ("last_number", "1e999999998", "1e999999999", 0.0),
     ("all", "1", "1e99999999999999999999", 0.0), ("all", "1.2.3", "1.2.30", 0.0),
-    ("all", "50%", "0.5", 0.0), ("tag", "A", "<answer>a</answer>", 1.0), ("all", "nan", "NaN", 1.0), ("all", "0", "nan", 0.0),
-])  # fmt: skip
+    ("all", "50%", "0.5", 0.0), ("tag", "A", "<answer>a</answer>", 1.0), ("all", "nan", "NaN", 1.0),
+    ("all", "0", "nan", 0.0),
+])
 def test_numbers_are_compared_exactly(how, reference, text, score):
     assert make_task("file", path="unused.jsonl", extract=how).score(problem(reference), text) == score
 
 
-@given(st.fractions(max_denominator=10**6) | st.decimals(allow_nan=False, allow_infinity=False, places=6).map(Fraction))
+@given(st.fractions(max_denominator=10**6) | st.decimals(allow_nan=False, allow_infinity=False,
+                                                         places=6).map(Fraction))
 def test_a_number_has_its_value_in_every_notation(x):
-    assert value(f"{x.numerator}/{x.denominator}") == value(f"\\frac{{{x.numerator}}}{{{x.denominator}}}") == x
+    assert value(f"{x.numerator}/{x.denominator}") == value(
+        f"\\frac{{{x.numerator}}}{{{x.denominator}}}") == x
     whole = int(x)
     grouped = f"{whole:,}"
-    forms = grouped, grouped.replace(",", "{,}"), grouped.replace(",", "\\,"), f"${grouped}$", f"{whole}.00", f"{whole}e0"
+    forms = grouped, grouped.replace(",", "{,}"), grouped.replace(
+        ",", "\\,"), f"${grouped}$", f"{whole}.00", f"{whole}e0"
     assert {value(form) for form in forms} == {Fraction(whole)}
     assert all(value(last_number(f"of 7 it is {form}.")) == whole for form in forms)
 
@@ -404,9 +436,11 @@ def test_the_last_number_of_a_text_is_a_number(text):
 
 
 @pytest.mark.parametrize(("prompt", "text", "reward"), [
-    ("a<think>\n", "1</think>2", 1.0), ("a<think>\n", "2", 0.0), ("a<think>", "2</think>", 0.0), ("a", "<think>2", 0.0),
-    ("a", "2", 1.0), ("<think></think>\n\n", "2", 1.0), ("begin with <think> a", "2", 1.0), ("<think>", "<think>1</think>2", 1.0),
-])  # fmt: skip
+    ("a<think>\n", "1</think>2", 1.0), ("a<think>\n", "2", 0.0), ("a<think>", "2</think>", 0.0),
+    ("a", "<think>2", 0.0),
+    ("a", "2", 1.0), ("<think></think>\n\n", "2", 1.0), ("begin with <think> a", "2", 1.0),
+    ("<think>", "<think>1</think>2", 1.0),
+])
 def test_a_prompt_may_end_inside_the_thoughts(prompt, text, reward):
     """As templates of thinking models do: their completions close a block that they did not open."""
     tokenizer = load_tokenizer("chars:" + "".join(sorted(set("<think></think> begin with a12\n"))))
@@ -466,7 +500,8 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text(OWN)
 
     def scores(function, reference, *texts):
-        task = make_task("file", path="unused.jsonl", scorer=f"own_rewards:{function}", scorer_folder=str(tmp_path))
+        task = make_task("file", path="unused.jsonl", scorer=f"own_rewards:{function}",
+                         scorer_folder=str(tmp_path))
         with RewardRunner(task) as r:
             return r.score([(problem(reference), text) for text in texts])
 
@@ -475,9 +510,11 @@ def own(tmp_path, monkeypatch):
 
 def test_what_a_function_may_return(own):
     good = own("kinds", "ok", "true", "int", "numpy", "array", "decimal", "fraction", "big", "minus", "none")
-    assert [s.value for s in good] == [1.0, 3.0, 0.5, 0.25, 0.5, 0.25, 1e6, -2.0, None] and good[-1].why.startswith("none")
+    assert [s.value for s in good] == [1.0, 3.0, 0.5, 0.25, 0.5, 0.25, 1e6, -2.0,
+                                       None] and good[-1].why.startswith("none")
     bad = own("kinds", "ok", "text", "dict", "nan", "inf", "list", "two")
-    assert [s.value for s in bad] == [0.0] * 6 and all(s.why.startswith("malformed: ") for s in bad), "it takes the reference"
+    assert [s.value for s in bad] == [0.0] * 6 and all(s.why.startswith("malformed: ")
+                                                       for s in bad), "it takes the reference"
     for text in ("text", "nan"):
         (score,) = own("kinds", text, text)
         assert score.value is None and score.why.startswith("error: "), "it takes none"
@@ -487,8 +524,10 @@ def test_what_the_model_wrote_is_wrong_and_not_undefined_where_the_scorer_breaks
     texts = ["{}", "null", "[", "1e999", "", "[" * 100_000, '{"x": 7}']
     scores = own("parse", '{"x": 7}', *texts)
     assert [s.value for s in scores] == [0.0] * 6 + [1.0]
-    assert [s.why.split(":")[1].strip() for s in scores[:2]] == ["KeyError", "TypeError"] and "RecursionError" in scores[5].why
-    assert [s.value for s in own("nested", "1", "-" * 100_000 + "1", "1")] == [0.0, 1.0], "Python's parser has no memory for it"
+    assert [s.why.split(":")[1].strip()
+            for s in scores[:2]] == ["KeyError", "TypeError"] and "RecursionError" in scores[5].why
+    assert [s.value for s in own("nested", "1", "-" * 100_000 + "1",
+                                 "1")] == [0.0, 1.0], "Python's parser has no memory for it"
 
 
 def test_a_scorer_that_takes_no_reference_is_judged_by_what_else_it_scores(own):
@@ -510,7 +549,7 @@ def test_rewards_with_names_are_summed_by_weight(tmp_path):
     (tmp_path / "own_rewards.py").write_text(OWN)
     rewards = [{"name": "right", "scorer": "exact", "extract": "tag"},
                {"name": "brief", "scorer": "own_rewards:brief", "weight": 0.5},
-               {"name": "form", "scorer": "own_rewards.py:thoughts", "weight": -0.25, "extract": "raw"}]  # fmt: skip
+               {"name": "form", "scorer": "own_rewards.py:thoughts", "weight": -0.25, "extract": "raw"}]
     task = make_task("file", path="unused.jsonl", rewards=rewards, scorer_folder=str(tmp_path))
     assert from_json(as_json(task)) == task
     texts = ["<think>a</think><answer>42</answer>", "ab", "skip", "<think>skip</think>", ""]
@@ -523,13 +562,15 @@ def test_rewards_with_names_are_summed_by_weight(tmp_path):
     assert scores[4].why.startswith("malformed: ZeroDivisionError") and "brief" in scores[4].why
     group = scored_groups.Group(None, (), tuple(texts), **scored_groups._rewards(scores))
     assert scored_groups.named_means([group]) == pytest.approx(
-        {"reward/right/mean": 0.2, "reward/brief/mean": (brief + 0.5) / 4, "reward/form/mean": 0.4})  # fmt: skip
+        {"reward/right/mean": 0.2, "reward/brief/mean": (brief + 0.5) / 4, "reward/form/mean": 0.4})
     assert group.malformed == 2
 
 
 def test_a_part_that_fails_leaves_the_whole_undefined():
-    parts = {"a": Score(1.0, "ok"), "b": Score(None, "timeout"), "c": Score(None, "none: the scorer returned None")}
-    assert total(parts, {"a": 1, "b": 1, "c": 1}) == Score(None, "timeout (b)", {"a": 1.0, "b": None, "c": None})
+    parts = {"a": Score(1.0, "ok"), "b": Score(None, "timeout"),
+             "c": Score(None, "none: the scorer returned None")}
+    assert total(parts, {"a": 1, "b": 1, "c": 1}) == Score(None, "timeout (b)",
+                                                           {"a": 1.0, "b": None, "c": None})
     assert total({"a": parts["c"], "b": parts["c"]}, {"a": 1, "b": 1}).value is None
 
 
@@ -538,13 +579,15 @@ def test_a_part_that_fails_leaves_the_whole_undefined():
     ('[[task.rewards]]\nname = "A b"\nscorer = "exact"', "task.rewards.0.name"),
     ('[[task.rewards]]\nname = "a"\nscorer = "exact"\nwieght = 2.0', 'unknown key .did you mean "weight"'),
     ('scorer = "exact"\n[[task.rewards]]\nname = "a"\nscorer = "exact"', "one of the two"),
-    ('[[task.rewards]]\nname = "a"\nscorer = "exact"\n[[task.rewards]]\nname = "a"\nscorer = "exact"', "a name of its own"),
+    ('[[task.rewards]]\nname = "a"\nscorer = "exact"\n[[task.rewards]]\nname = "a"\nscorer = "exact"',
+     "a name of its own"),
     ('scorer_folder = "x"', "no scorer of your own"), ('think_tags = ["<a>"]', "what opens a block"),
-])  # fmt: skip
+])
 def test_rewards_that_cannot_be_are_refused(tmp_path, toml, words):
     keys, bracket, tables = toml.partition("[[")
     demo = (Path(__file__).parents[2] / "configs" / "demo.toml").read_text(encoding="utf-8")
-    text = demo.replace('kind = "arithmetic"', f'kind = "file"\npath = "x.jsonl"\n{keys}') + "\n" + bracket + tables
+    text = demo.replace('kind = "arithmetic"',
+                        f'kind = "file"\npath = "x.jsonl"\n{keys}') + "\n" + bracket + tables
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(ConfigError, match=words):
         cfg = load_config(str(tmp_path / "c.toml"), ["--task.options", "{}"])
@@ -558,9 +601,11 @@ def test_a_scorers_module_is_found_beside_the_config_and_again_from_elsewhere(tm
     monkeypatch.chdir(tmp_path)
     demo = Path(__file__).parents[2] / "configs" / "demo.toml"
     (tmp_path / "project" / "c.toml").write_text(demo.read_text())
-    for scorer, elsewhere in (("beside_it:score", True), ("numbers.py:score", True), ("in_the_working_directory:score", False),
-                              (f"{tmp_path}/project/beside_it.py:score", True)):  # fmt: skip
-        words = ["--task.kind", "file", "--task.path", "x.jsonl", "--task.options", "{}", "--task.scorer", scorer]
+    for scorer, elsewhere in (("beside_it:score", True), ("numbers.py:score", True),
+                              ("in_the_working_directory:score", False),
+                              (f"{tmp_path}/project/beside_it.py:score", True)):
+        words = ["--task.kind", "file", "--task.path", "x.jsonl", "--task.options", "{}", "--task.scorer",
+                 scorer]
         cfg = load_config("project/c.toml", words)
         assert cfg.task.scorer_folder == str(tmp_path / "project")
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -584,7 +629,7 @@ def test_a_scorers_module_is_found_beside_the_config_and_again_from_elsewhere(tm
     ("async def score(problem, text):\n    return 1.0", "is async"), ("score = 3", "is no function but int"),
     ("import nothing_of_the_kind", "No module named 'nothing_of_the_kind'"), ("def score(:", "SyntaxError"),
     ("1 / 0", "broken.py:1"),
-])  # fmt: skip
+])
 def test_a_module_that_is_no_scorer_says_why(tmp_path, body, words):
     (tmp_path / "broken.py").write_text(body + "\n")
     task = make_task("file", path="x", scorer="broken:score", scorer_folder=str(tmp_path))

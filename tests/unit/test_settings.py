@@ -26,7 +26,8 @@ def test_every_setting_says_what_it_is():
         if s.default:
             field = Config.model_fields[s.section].annotation.model_fields[s.key]
             value = tomllib.loads(f"x = {s.default}")["x"]
-            assert value == (list(field.default) if isinstance(field.default, tuple) else field.default), s.name
+            assert value == (list(field.default) if isinstance(field.default, tuple)
+                             else field.default), s.name
             assert not s.choices or str(value) in s.choices
 
 
@@ -34,7 +35,8 @@ def test_types_limits_and_choices_are_said():
     said = {s.name: s.kind for s in settings()}
     assert said["optim.lr"] == "number, > 0" and said["rollout.top_p"] == "number, > 0, <= 1"
     assert said["run.steps"] == "integer, >= 1" and said["rollout.kv_cache_gib"] == "number, > 0"
-    assert said["rollout.sleep"] == "off | keep_weights | drop_weights" and said["task.chat"] == "true or false"
+    assert said["rollout.sleep"] == "off | keep_weights | drop_weights" and said[
+        "task.chat"] == "true or false"
     assert said["rollout.server_gpus"] == "list of integer" and said["model.config"] == "table"
 
 
@@ -42,15 +44,18 @@ def test_a_word_finds_names_before_meanings(capsys):
     assert [s.name for s in find("lr")][:2] == ["optim.lr", "sft.lr"]
     assert [s.name for s in find("--train.remat")] == ["train.remat"] and find("REMAT") == find("remat")
     assert find("learning_rate")[0].name == "optim.lr"
-    assert "optim.offload" in {s.name for s in find("pinned host memory")} and "rollout.engine" in {s.name for s in find("vllm")}
+    assert "optim.offload" in {s.name for s in find("pinned host memory")} and "rollout.engine" in {
+        s.name for s in find("vllm")}
     assert main.main(["config", "--find", "warmup"]) == 0
-    assert "--optim.warmup_steps  integer, >= 0; default 0\n      updates over which" in capsys.readouterr().out
+    assert "--optim.warmup_steps  integer, >= 0; default 0\n      updates over which" in capsys.readouterr(
+        ).out
 
 
 def test_config_without_a_config_lists_everything(capsys):
     assert main.main(["config"]) == 0
     out = capsys.readouterr().out
-    assert all(f"--{s.name}  " in out for s in settings()) and all(f"[{name}]  " in out for name in Config.model_fields)
+    assert all(f"--{s.name}  " in out
+               for s in settings()) and all(f"[{name}]  " in out for name in Config.model_fields)
 
 
 def test_presets_are_listed_with_what_they_are_for(capsys):
@@ -64,7 +69,8 @@ def test_presets_are_listed_with_what_they_are_for(capsys):
 def test_a_difference_has_both_values(capsys, tmp_path):
     assert main.main(["config", "demo", "--run.seed", "7", "--loss.clip_high", "0.3"]) == 0
     (tmp_path / "config.toml").write_text(capsys.readouterr().out)
-    assert main.main(["config", "--diff", "demo", str(tmp_path)]) == 0  # a run directory stands for its config
+    # a run directory stands for its config
+    assert main.main(["config", "--diff", "demo", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "run.seed: 0 -> 7\nloss.clip_high: absent -> 0.3\n"
     assert main.main(["config", "--diff", "demo", "demo"]) == 0
     assert capsys.readouterr().out == "no setting differs\n"
@@ -119,8 +125,9 @@ def scripts(tmp_path_factory) -> dict[str, Path]:
 )
 def test_bash_completes(words, expected, scripts):
     ask = 'source "$0"; COMP_WORDS=(jaxfp8rl "$@"); COMP_CWORD=$#; _shtab_jaxfp8rl; printf "%s\\n" "${COMPREPLY[@]}"'
-    done = subprocess.run(["bash", "-c", ask, scripts["bash"], *words], capture_output=True, text=True, check=True,
-                          cwd=Path(__file__).parents[2])  # fmt: skip
+    done = subprocess.run(["bash", "-c", ask, scripts["bash"], *words], capture_output=True, text=True,
+                          check=True,
+                          cwd=Path(__file__).parents[2])
     assert set(done.stdout.split()) == expected, done.stderr
 
 

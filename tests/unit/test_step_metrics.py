@@ -1,4 +1,5 @@
-"""A step of several updates: how its groups are spread over them, and that its metrics are those of one batch."""
+"""A step of several updates: how its groups are spread over them, and that its metrics are those of one
+batch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from jaxfp8rl.training.updates import is_bad
 def group(name: int, rewards: list[float]) -> Group:
     one = np.array([name]), np.zeros(1, np.float32), "stop", ()
     completions = tuple(Completion("r", i, *one) for i in range(len(rewards)))
-    return Group(Prompt(Problem(str(name), "p", "a"), (1,)), completions, ("",) * len(rewards), np.array(rewards))
+    return Group(Prompt(Problem(str(name), "p", "a"), (1,)), completions, ("",) * len(rewards),
+                 np.array(rewards))
 
 
 def spread(groups: list[Group], prompts: int, updates: int) -> list[list[int]]:
@@ -56,12 +58,14 @@ def test_groups_are_spread_evenly_whole_and_in_order(updates, size, data):
     shares = spread(groups, updates * size, updates)
     assert sum(shares, []) == [i for i, one in enumerate(useful) if one]
     if any(useful):
-        assert len(shares) == min(updates, sum(useful)) and {len(s) for s in shares} <= {len(shares[-1]), len(shares[-1]) + 1}
+        assert len(shares) == min(updates, sum(useful)) and {len(s) for s in shares} <= {
+            len(shares[-1]), len(shares[-1]) + 1}
         assert max(map(len, shares)) <= size
 
 
 def random_batch(rng: np.random.Generator, rows: int, signs: bool) -> tuple[TrainBatch, np.ndarray]:
-    """(batch [1, 6, 24], old_logp) of two sequences in each of the first `rows` rows, any of whose tokens may be off the mask."""
+    """(batch [1, 6, 24], old_logp) of two sequences in each of the first `rows` rows, any of whose tokens may
+    be off the mask."""
     shape = (1, 6, 24)
     segments = np.broadcast_to(np.repeat([1, 2, 0], [10, 10, 4]), shape)
     mask = (segments > 0) & (rng.random(shape) < rng.random((1, 6, 1))) & (np.arange(6)[:, None] < rows)
@@ -71,7 +75,8 @@ def random_batch(rng: np.random.Generator, rows: int, signs: bool) -> tuple[Trai
     return TrainBatch(segments, segments, segments, mask, rollout, advantages), old
 
 
-CORRECTION = CorrectionConfig(rejections=(Rejection("token", "k1", lower=-0.5), Rejection("sequence", "k3", upper=0.08)))
+CORRECTION = CorrectionConfig(rejections=(Rejection("token", "k1", lower=-0.5),
+                                          Rejection("sequence", "k3", upper=0.08)))
 
 
 @jax.jit
@@ -89,7 +94,8 @@ def test_metrics_of_updates_of_any_size_are_those_of_one_batch(sizes, seed, sign
     parts = [random_batch(rng, rows, signs) for rows in sizes]
     whole = TrainBatch(*(np.concatenate(fields, 1) for fields in list(zip(*(b for b, _ in parts)))[:6]))
     floats = lambda *batch: {key: float(value) for key, value in metrics_of(*batch).items()}
-    want, rows = floats(whole, np.concatenate([old for _, old in parts], 1)), [floats(*part) for part in parts]
+    want, rows = floats(whole,
+                        np.concatenate([old for _, old in parts], 1)), [floats(*part) for part in parts]
     counts = [counts_of(b, row, True) for (b, _), row in zip(parts, rows)]
     found = of_step(rows, counts)
     assert found.keys() == want.keys()
@@ -98,13 +104,16 @@ def test_metrics_of_updates_of_any_size_are_those_of_one_batch(sizes, seed, sign
 
 
 def test_what_an_update_has_one_of_is_averaged_over_updates():
-    one = {"loss": 1.0, "update/applied": 1.0, "update/loss_scale": 4.0, "update/bad_in_a_row": 0.0, "tokens/update": 30.0}
-    other = {"loss": 3.0, "update/applied": 0.0, "update/loss_scale": 2.0, "update/bad_in_a_row": 1.0, "tokens/update": 0.0}
+    one = {"loss": 1.0, "update/applied": 1.0, "update/loss_scale": 4.0, "update/bad_in_a_row": 0.0,
+           "tokens/update": 30.0}
+    other = {"loss": 3.0, "update/applied": 0.0, "update/loss_scale": 2.0, "update/bad_in_a_row": 1.0,
+             "tokens/update": 0.0}
     counts = [Counts(30, 30, 30, 3, 3, 15, 15), Counts(10, 10, 10, 1, 1, 5, 5)]
     for first, second, last in ((one, other, 2.0), (other, one, 4.0)):
         assert of_step([first, second], counts) == {
-            "loss": 2.0, "update/applied": 0.5, "update/loss_scale": last, "update/bad_in_a_row": 1.0, "tokens/update": 30.0,
-        }  # fmt: skip
+            "loss": 2.0, "update/applied": 0.5, "update/loss_scale": last, "update/bad_in_a_row": 1.0,
+            "tokens/update": 30.0,
+        }
 
 
 @pytest.mark.parametrize(
@@ -113,24 +122,29 @@ def test_what_an_update_has_one_of_is_averaged_over_updates():
 )
 def test_an_update_is_bad_whether_or_not_a_token_was_left(loss, norm, overflow, bad):
     for tokens in (0.0, 5.0):
-        row = {"loss": loss, "grad_norm": norm, "update/overflow": overflow, "tokens/update": tokens, "update/applied": 0.0}
+        row = {"loss": loss, "grad_norm": norm, "update/overflow": overflow, "tokens/update": tokens,
+               "update/applied": 0.0}
         assert is_bad(row) == bad
 
 
 def test_updates_that_are_not_finite_end_the_run_though_nothing_was_left_to_learn_from(monkeypatch):
-    """A model that has become NaN is never right, so all advantages are 0: no token is left, and nobody would ever see it."""
+    """A model that has become NaN is never right, so all advantages are 0: no token is left, and nobody would
+    ever see it."""
     monkeypatch.setattr(update, "find_nonfinite", lambda *_: "weights are not finite")
     notes, batch = [], random_batch(np.random.default_rng(0), 6, True)[0]
 
     def train_step(state, policy, *_):
-        row = {"loss": math.nan, "grad_norm": math.nan, "tokens/update": 0, "update/applied": 0, "update/overflow": 0,
-               "update/bad_in_a_row": state.step + 1, "correction/rejected_fraction": 0.0}  # fmt: skip
+        row = {"loss": math.nan, "grad_norm": math.nan, "tokens/update": 0, "update/applied": 0,
+               "update/overflow": 0,
+               "update/bad_in_a_row": state.step + 1, "correction/rejected_fraction": 0.0}
         return state._replace(step=state.step + 1), policy, row
 
     cfg = load_config("demo", ["--optim.max_bad_steps", "2"])
-    parts = SimpleNamespace(cfg=cfg, calibration=None, train_step=train_step, spikes=SpikeCounter(), model=None, precision=None)
+    parts = SimpleNamespace(cfg=cfg, calibration=None, train_step=train_step, spikes=SpikeCounter(),
+                            model=None, precision=None)
     run = SimpleNamespace(note=notes.append, save_bad_batch=lambda *_: "bad_batch.safetensors")
     state = TrainState(0, {}, (), 0, 1.0, 0)
-    with pytest.raises(NonFiniteStep, match="2 updates in a row were not finite; none was applied: weights are not finite"):
+    with pytest.raises(NonFiniteStep,
+                       match="2 updates in a row were not finite; none was applied: weights are not finite"):
         update.learn(parts, run, state, {}, 1, None, [batch] * 3, [(np.zeros(1), None)] * 3)
     assert len(notes) == 2 and "no token was left" not in "".join(notes)

@@ -25,22 +25,26 @@ from jaxfp8rl.config.toml import load_config
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 LLAMA3 = ("{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-          "{{ m.content | trim }}<|eot_id|>{% endfor %}")  # fmt: skip
-GEMMA = ("{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-         "{{ m.content | trim }}<end_of_turn>\n{% endfor %}")  # fmt: skip
-MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
-           " {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")  # fmt: skip
+          "{{ m.content | trim }}<|eot_id|>{% endfor %}")
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+         "{{ m.content | trim }}<end_of_turn>\n{% endfor %}")
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+           " {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
 PHI3 = ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}")  # fmt: skip
-DEEPSEEK = ("{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>{{ m.content }}"
-            "<｜end▁of▁sentence｜>{% endif %}{% endfor %}")  # fmt: skip
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}")
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>{{ m.content }}"
+            "<｜end▁of▁sentence｜>{% endif %}{% endfor %}")
 GLM4 = "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
 NO_ASSISTANT = "{% for m in messages if m.role != 'user' %}{{ raise_exception('users alone') }}{% endfor %}"
 TEMPLATES = {  # template, eos, other added tokens, what ends a turn
     "Qwen2.5 base": (CHATML, "<|endoftext|>", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "Qwen2.5 instruct": (CHATML, "<|im_end|>", ("<|im_start|>", "<|endoftext|>"), "<|im_end|>"),
-    "Llama 3": (LLAMA3, "<|end_of_text|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+    "Llama 3": (LLAMA3, "<|end_of_text|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+                "<|eot_id|>"),
     "Gemma": (GEMMA, "<eos>", ("<bos>", "\n", "\n\n", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
     "Mistral": (MISTRAL, "</s>", ("<s>", "[INST]", "[/INST]"), "</s>"),
     "Phi-3": (PHI3, "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|end|>"), "<|end|>"),
@@ -55,10 +59,13 @@ TEMPLATES = {  # template, eos, other added tokens, what ends a turn
 def folder(path, template: str, eos: str, added: tuple[str, ...] = ()):
     """A byte-level BPE as Hugging Face has it."""
     backend = tokenizers.ByteLevelBPETokenizer()
-    backend.train_from_iterator(["what is the answer </answer> of it"] * 3, vocab_size=300, show_progress=False)
-    backend._tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in (eos, *added)])
+    backend.train_from_iterator(["what is the answer </answer> of it"] * 3, vocab_size=300,
+                                show_progress=False)
+    backend._tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False)
+                                           for t in (eos, *added)])
     backend.save(str(path / "tokenizer.json"))
-    config = {"eos_token": eos, "bos_token": next((t for t in added if t in ("<s>", "<bos>")), None), "chat_template": template}
+    config = {"eos_token": eos, "bos_token": next((t for t in added if t in ("<s>", "<bos>")), None),
+              "chat_template": template}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 
@@ -69,13 +76,15 @@ def rollout(**settings) -> Rollout:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_end_of_a_turn_is_read_off_the_chat_template(name, tmp_path):
-    """It is the first of the stops: a demonstration ends with it. What eos does not name is said, and an end without a token."""
+    """It is the first of the stops: a demonstration ends with it. What eos does not name is said, and an end
+    without a token."""
     template, eos, added, end = TEMPLATES[name]
     tokenizer = load_tokenizer(str(folder(tmp_path, template, eos, added)))
     stops = stops_of(rollout(), tokenizer, chat=True)
     said = [tokenizer.decode([i], skip_special_tokens=False) for i in stops.token_ids]
     assert said == list(dict.fromkeys(filter(None, (end, eos))))
-    assert stops.tokenizer.decode(_example([5], "it", stops.tokenizer, 64).completion, False) == f"it{said[0]}"
+    assert stops.tokenizer.decode(_example([5], "it", stops.tokenizer, 64).completion,
+                                  False) == f"it{said[0]}"
     if end == eos:
         assert not stops.notes
     elif end:
@@ -83,7 +92,8 @@ def test_the_end_of_a_turn_is_read_off_the_chat_template(name, tmp_path):
         assert f"{end!r} ({stops.token_ids[0]})" in note and f"{eos!r}" in note
     else:
         assert len(stops.notes) == 1 and "rollout.stop_token_ids or rollout.stop" in stops.notes[0]
-    assert stops_of(rollout(), tokenizer, chat=False).token_ids == tokenizer.eos_token_ids  # a prompt of plain text has no turns
+    # a prompt of plain text has no turns
+    assert stops_of(rollout(), tokenizer, chat=False).token_ids == tokenizer.eos_token_ids
 
 
 def test_stop_tokens_are_ids_or_words_and_an_ordinary_word_stays_in_the_text(tmp_path):
@@ -94,8 +104,9 @@ def test_stop_tokens_are_ids_or_words_and_an_ordinary_word_stays_in_the_text(tmp
     assert stops.token_ids == (*tokenizer.eos_token_ids, end, answer[0]) and not stops.notes
     text = lambda *ids: stops.tokenizer.completion_text([*tokenizer.encode("is"), *ids])
     assert (text(*answer), text(end), text(*tokenizer.eos_token_ids), text(end, *answer)) == (
-        "is answer", "is", "is", "is<|im_end|> answer")  # fmt: skip
-    wrongs = {10**6: "there is no token 1000000", -1: "there is no token -1", "no such": r"rollout.stop = \['no such'\]"}
+        "is answer", "is", "is", "is<|im_end|> answer")
+    wrongs = {10**6: "there is no token 1000000", -1: "there is no token -1",
+              "no such": r"rollout.stop = \['no such'\]"}
     for wrong, said in wrongs.items():
         with pytest.raises(ConfigError, match=said):
             stops_of(rollout(stop_token_ids=(wrong,)), tokenizer, chat=False)
@@ -105,10 +116,12 @@ def completion(ids: list[int], prompt: int, finish: str = "length") -> tuple[Gen
     n, request = len(ids), GenRequest("r", tuple(range(2, 2 + prompt)), SamplingParams(64))
     routes = np.arange((prompt + n - 1) * 2).reshape(-1, 1, 2)
     spans = VersionSpan(0, n // 2, 1), VersionSpan(n // 2, n, 2)
-    return request, Completion("r", 0, np.array(ids, np.int32), -np.arange(n, dtype=np.float32), finish, spans, routes)
+    return request, Completion("r", 0, np.array(ids, np.int32), -np.arange(n, dtype=np.float32), finish,
+                               spans, routes)
 
 
-@given(st.text("ab", min_size=2, max_size=40), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=2))
+@given(st.text("ab", min_size=2, max_size=40),
+       st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=2))
 def test_of_a_token_a_character_the_text_ends_where_str_find_says(text, strings):
     """And everything that is by token ends with it."""
     tokenizer = load_tokenizer("chars:ab")
@@ -118,13 +131,18 @@ def test_of_a_token_a_character_the_text_ends_where_str_find_says(text, strings)
     ends = [text.find(s) + len(s) for s in strings if s in text]
     n = min(ends, default=len(text))
     assert tokenizer.decode(cut.token_ids) == text[:n] and cut.finish_reason == ("stop" if ends else "length")
-    assert len(cut.logprobs) == n and cut.logprobs[-1] == whole.logprobs[n - 1] and len(cut.routed_experts) == 3 + n - 1
-    assert sum(s.stop - s.start for s in cut.version_spans) == n and all(s.stop > s.start for s in cut.version_spans)
-    assert {i for i in tokenizer.encode("ab") if tokenizer.decode([i]) in strings} == set(stops.token_ids) - {0, 1}
+    assert len(cut.logprobs) == n and cut.logprobs[-1] == whole.logprobs[n - 1] and len(
+        cut.routed_experts) == 3 + n - 1
+    assert sum(s.stop - s.start
+               for s in cut.version_spans) == n and all(s.stop > s.start for s in cut.version_spans)
+    assert {i for i in tokenizer.encode("ab")
+            if tokenizer.decode([i]) in strings} == set(stops.token_ids) - {0, 1}
 
 
-@given(st.text(alphabet="wha is</>newrofté€", max_size=30), st.text(alphabet="wha is</>newroftv", max_size=20))
-def test_a_stop_string_of_several_tokens_ends_with_the_token_that_completes_it(tmp_path_factory, before, behind):
+@given(st.text(alphabet="wha is</>newrofté€", max_size=30),
+       st.text(alphabet="wha is</>newroftv", max_size=20))
+def test_a_stop_string_of_several_tokens_ends_with_the_token_that_completes_it(
+        tmp_path_factory, before, behind):
     tokenizer = bpe(tmp_path_factory)
     stops = stops_of(rollout(stop=("</answer>",)), tokenizer, chat=False)
     request, whole = completion(tokenizer.encode(f"{before}</answer>{behind}"), prompt=2)

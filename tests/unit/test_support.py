@@ -1,4 +1,5 @@
-"""The tokens that a filtered draw is among: how many there may be, what is refused, and what the contract says of them."""
+"""The tokens that a filtered draw is among: how many there may be, what is refused, and what the contract
+says of them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def rollout(**settings) -> Rollout:
     ("settings", "vocabulary", "bound", "width"),
     [({}, 10**5, 0, 0), ({"top_k": 20}, 10**5, 20, 28), ({"top_k": 400, "top_p": 0.9}, 10**5, 400, 500),
      ({"top_k": 20}, 12, 12, 12), ({"top_p": 0.9}, 151_936, 128, 160), ({"top_p": 0.9}, 700, 700, 700)],
-)  # fmt: skip
+)
 def test_a_support_has_a_bound_and_room_for_ties(settings, vocabulary, bound, width):
     r = rollout(**settings)
     assert (support.bound(r, vocabulary), support.width(r, vocabulary)) == (bound, width)
@@ -36,8 +37,10 @@ def test_a_support_has_a_bound_and_room_for_ties(settings, vocabulary, bound, wi
 
 def test_an_engine_that_does_not_say_what_it_left_is_refused_by_name():
     formats = EngineFormats(*["float32"] * 4)
-    mute, cfg = Capabilities("mine", "7", formats, 64, 64, True), load_config("demo", ["--rollout.top_p", "0.9"])
-    with pytest.raises(ConfigError, match="rollout.top_p, rollout.top_k: engine mine 7 does not report.*\\n.*rollout.top_p = 1"):
+    mute, cfg = Capabilities("mine", "7", formats, 64, 64,
+                             True), load_config("demo", ["--rollout.top_p", "0.9"])
+    with pytest.raises(ConfigError,
+                       match="rollout.top_p, rollout.top_k: engine mine 7 does not report.*\\n.*rollout.top_p = 1"):
         support.check_engine(cfg, mute)
     support.check_engine(cfg, dataclasses.replace(mute, support=True))
     support.check_engine(load_config("demo"), mute)
@@ -53,15 +56,19 @@ def test_a_token_is_in_its_own_support_once():
     good = completion([5, 6, 7], [4, 5, 7], [2, 0, 1])
     assert good.problem() is None and support.problem(good, 2) is None
     for bad, said in {
-        "token 0 is 0 times": completion([5, 6], [4, 6], [1, 1]), "token 1 is 2 times": completion([5, 6], [5, 6, 6], [1, 2]),
-        "2 tokens with 1 supports": completion([5, 6], [5], [1]), "of 3 tokens in all, 2 ids": completion([5, 6], [5, 6], [2, 1]),
+        "token 0 is 0 times": completion([5, 6], [4, 6], [1, 1]),
+        "token 1 is 2 times": completion([5, 6], [5, 6, 6], [1, 2]),
+        "2 tokens with 1 supports": completion([5, 6], [5], [1]),
+        "of 3 tokens in all, 2 ids": completion([5, 6], [5, 6], [2, 1]),
         "half of a support": dataclasses.replace(good, support_ids=None),
-    }.items():  # fmt: skip
+    }.items():
         assert bad in said.problem()
     assert support.problem(good, 1) == "a support of 2 tokens where 1 were asked for"
-    assert support.problem(dataclasses.replace(good, support_ids=None, support_sizes=None), 2) == "no support of its tokens"
+    assert support.problem(dataclasses.replace(good, support_ids=None, support_sizes=None),
+                           2) == "no support of its tokens"
     half = good.first(2, prompt_tokens=3)
-    assert half.problem() is None and half.support_ids.tolist() == [4, 5] and half.support_sizes.tolist() == [2, 0]
+    assert half.problem() is None and half.support_ids.tolist() == [4, 5] and half.support_sizes.tolist() == [
+        2, 0]
     said = support.metrics([good, half])
     assert said == {"support/tokens_mean": 5 / 3, "support/unknown": 2 / 5}
 
@@ -79,14 +86,16 @@ def test_what_an_engine_tells_comes_back_padded_but_for_what_is_too_wide(sets, m
 
 def test_only_filtered_draws_have_one():
     reported = lambda **settings: SamplingParams(8, support=9, **settings).reported
-    assert [reported(), reported(top_k=3), reported(top_p=0.5), reported(top_k=3, temperature=0.0)] == [0, 9, 9, 0]
+    assert [reported(), reported(top_k=3), reported(top_p=0.5),
+            reported(top_k=3, temperature=0.0)] == [0, 9, 9, 0]
     with pytest.raises(ValueError, match="support must be"):
         SamplingParams(8, support=-1)
 
 
 def test_the_plan_counts_them():
     cfg = load_config("demo", ["--rollout.top_k", "16"])
-    plan, free = (dict(memory_plan(c, ModelConfig.from_hf(c.model.config))) for c in (cfg, load_config("demo")))
+    plan, free = (dict(memory_plan(c, ModelConfig.from_hf(c.model.config)))
+                  for c in (cfg, load_config("demo")))
     (what,) = plan.keys() - free.keys()
     rows = 4 * 22  # 512 samples of 10 tokens, six in a row of 60, by micro-batches of 22 rows
     assert "drawn among" in what and plan[what] == rows * 60 * (16 + 8) * 4

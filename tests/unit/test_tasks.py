@@ -26,13 +26,16 @@ def pair(problem):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 30), st.sets(st.sampled_from("+-*"), min_size=1), st.integers(0, 2**31 - 1), st.integers(1, 3000))
+@given(st.integers(1, 30), st.sets(st.sampled_from("+-*"), min_size=1), st.integers(0, 2**31 - 1),
+       st.integers(1, 3000))
 def test_arithmetic_is_right_distinct_and_split_by_pair(max_operand, operations, seed, size):
-    task = make_task("arithmetic", max_operand=max_operand, operations=tuple(operations), seed=seed, size=size,
+    task = make_task("arithmetic", max_operand=max_operand, operations=tuple(operations), seed=seed,
+                     size=size,
                      held_out_fraction=0.3)
     train, held_out = task.problems(), task.held_out()
     everything = [*train, *held_out]
-    assert len(everything) == min(size, (max_operand + 1) ** 2 * len(operations)) == len({p.prompt for p in everything})
+    assert len(everything) == min(size, (max_operand + 1) ** 2
+                                  * len(operations)) == len({p.prompt for p in everything})
     assert not {pair(p) for p in train} & {pair(p) for p in held_out}
     for p in everything:
         assert eval(p.prompt.rstrip("=")) == int(p.answer)
@@ -81,11 +84,12 @@ def test_the_page_has_every_option_with_its_default():
         assert f"`{cls.kind}`" in text.splitlines()[0] and rows.keys() == fields.keys()
         for name, field in fields.items():
             assert tomllib.loads(f"x = {rows[name]}".replace("`", ""))["x"] == (
-                list(field.default) if isinstance(field.default, tuple) else field.default)  # fmt: skip
+                list(field.default) if isinstance(field.default, tuple) else field.default)
 
 
 def test_a_task_from_the_configuration():
-    section = TaskSection(kind="reasoning_gym", name="chain_sum", chat=True, system_prompt="Be brief.", max_prompt_tokens=64,
+    section = TaskSection(kind="reasoning_gym", name="chain_sum", chat=True, system_prompt="Be brief.",
+                          max_prompt_tokens=64,
                           options={"size": 5, "held_out_size": 5, "max_terms": 2, "extract": "last_number"})
     task = make_task(section)
     assert (task.seed, task.size, task.options) == (0, 5, {"max_terms": 2})
@@ -93,9 +97,11 @@ def test_a_task_from_the_configuration():
     assert system == {"role": "system", "content": "Be brief."} and user["role"] == "user"
     own_seed = TaskSection(kind="arithmetic", max_prompt_tokens=8, seed=7, options={"operations": ["+", "-"]})
     assert make_task(own_seed) == make_task("arithmetic", seed=7, operations=("+", "-"))
-    for key, value in {"path": "b", "scorer": "b", "seed": 7}.items():  # one place for each: what a config runs is to be seen
+    # one place for each: what a config runs is to be seen
+    for key, value in {"path": "b", "scorer": "b", "seed": 7}.items():
         elsewhere = TaskSection(kind="file", max_prompt_tokens=64, options={key: value})
-        with pytest.raises(ConfigError, match=f"task.options.{key}: a key of .task. itself\n  next step: task.{key}"):
+        with pytest.raises(ConfigError,
+                           match=f"task.options.{key}: a key of .task. itself\n  next step: task.{key}"):
             make_task(elsewhere)
 
 
@@ -113,7 +119,8 @@ def test_a_task_from_the_configuration():
     ("arc_agi", {}, "tag"),  # tuples in its metadata, which JSON would lose
 ])
 def test_reasoning_gym_generators_score_their_own_answers(name, options, extract):
-    task = make_task("reasoning_gym", name=name, size=12, held_out_size=12, extract=extract, seed=5, **options)
+    task = make_task("reasoning_gym", name=name, size=12, held_out_size=12, extract=extract, seed=5,
+                     **options)
     train, held_out = task.problems(), task.held_out()
     assert len(train) == 12 and held_out and not {p.prompt for p in train} & {p.prompt for p in held_out}
     wrap = {"last_number": "The answer is {} .", "tag": "So <answer>1</answer> no, <answer> {} </answer>",
@@ -138,7 +145,8 @@ def test_reasoning_gym_with_too_few_questions_says_so():
 
 
 def write_jsonl(path, rows):
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows),
+                    encoding="utf-8")
     return str(path)
 
 
@@ -148,11 +156,14 @@ BAD = [
     ('{"prompt": "x", ', "malformed JSON"), ("", "blank line"), ("[1]", "must be an object, this is a list"),
     ({"promt": "x", "answer": "1"}, 'field "prompt": missing (did you mean "promt"?)'),
     ({"prompt": "x"}, 'field "answer": missing'),
-    ({"prompt": "x", "answer": True}, 'field "answer": must be a string, a number or a list of these, this is a boolean'),
-    ({"prompt": [*MESSAGES, {"role": "assistant", "content": "It is 2."}], "answer": "1"}, "ends with the assistant's reply"),
+    ({"prompt": "x", "answer": True},
+     'field "answer": must be a string, a number or a list of these, this is a boolean'),
+    ({"prompt": [*MESSAGES, {"role": "assistant", "content": "It is 2."}], "answer": "1"},
+     "ends with the assistant's reply"),
     ({"prompt": "caf\ud800", "answer": "1"}, 'field "prompt": half a character, U+D800'),
     ({"prompt": "x", "answer": " "}, 'field "answer": empty'),
-    ({"prompt": None, "answer": "1"}, "this is null"), ({"prompt": " ", "answer": "1"}, 'field "prompt": empty'),
+    ({"prompt": None, "answer": "1"}, "this is null"),
+    ({"prompt": " ", "answer": "1"}, 'field "prompt": empty'),
     ({"prompt": [], "answer": "1"}, 'field "prompt": empty'),
     ({"prompt": [*MESSAGES, {"role": "user"}], "answer": "1"}, "message 1 must be {role, content}"),
     ({"prompt": [{"role": "user", "content": 1}], "answer": "1"}, "message 0 must be {role, content}"),
@@ -163,15 +174,17 @@ BAD = [
 def test_a_files_answer_scores_as_it_is_demonstrated(tmp_path, extract):
     path = tmp_path / "rows.jsonl"
     answers = "1,234", "-5", "\u22126", ".5"
-    path.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": a}) + "\n" for i, a in enumerate(answers)))
+    path.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": a}) + "\n"
+                            for i, a in enumerate(answers)))
     task = make_task("file", path=str(path), extract=extract, held_out_fraction=0.0)
     for p in task.problems():
         assert task.score(p, task.demonstrate(p, np.random.default_rng(0))) == 1.0, p.answer
         assert extract != "last_number" or task.score(p, f"It is {p.answer}.") == 1.0
 
 
-EXPRESSIONS = ["\\sqrt{2}", "x^2+1", "(1,2)", "C", "\\{1,2,3\\}", "\\frac{1}{2}", "$\\pi$", "\\boxed{7}", "\\$18.90", "1,000",
-               "1e3", "\u22125", "10%", "5 apples"]  # fmt: skip
+EXPRESSIONS = ["\\sqrt{2}", "x^2+1", "(1,2)", "C", "\\{1,2,3\\}", "\\frac{1}{2}", "$\\pi$", "\\boxed{7}",
+               "\\$18.90", "1,000",
+               "1e3", "\u22125", "10%", "5 apples"]
 
 
 @pytest.mark.parametrize("extract", ["all", "tag", "last_line"])
@@ -183,9 +196,11 @@ def test_an_expression_scores_as_it_is_demonstrated(answer, extract):
 
 
 @pytest.mark.parametrize(("answer", "text", "value"), [
-    ("1000", "1e3", 1.0), ("1000", "1,000", 1.0), ("5", "5 apples", 1.0), ("10", "10%", 1.0), ("18", "\\$18", 1.0),
-    ("\\sqrt{2}", "$\\sqrt{2}$", 1.0), ("\\$18.90", "18.90", 1.0), ("2", "\\sqrt{2}", 0.0), ("3", "2x+3", 0.0), ("C", "D", 0.0),
-])  # fmt: skip
+    ("1000", "1e3", 1.0), ("1000", "1,000", 1.0), ("5", "5 apples", 1.0), ("10", "10%", 1.0),
+    ("18", "\\$18", 1.0),
+    ("\\sqrt{2}", "$\\sqrt{2}$", 1.0), ("\\$18.90", "18.90", 1.0), ("2", "\\sqrt{2}", 0.0),
+    ("3", "2x+3", 0.0), ("C", "D", 0.0),
+])
 def test_what_a_tag_holds_is_read_as_latex_and_else_as_text(answer, text, value):
     task = make_task("file", path="unused.jsonl", scorer="math_verify", extract="tag")
     assert task.score(Problem("p", "?", answer), f"So <answer>{text}</answer>") == value
@@ -193,14 +208,17 @@ def test_what_a_tag_holds_is_read_as_latex_and_else_as_text(answer, text, value)
 
 @pytest.mark.parametrize("answer", ["72 apples", "9*2 = 18", "five", "?"])
 def test_an_answer_that_no_last_number_can_match_is_a_bad_row(tmp_path, answer):
-    rows = [{"prompt": "x", "answer": answer}, "", {"prompt": "y", "answer": "1,000"}, {"prompt": "z", "answer": "18."}]
+    rows = [{"prompt": "x", "answer": answer}, "", {"prompt": "y", "answer": "1,000"},
+            {"prompt": "z", "answer": "18."}]
     bad, good = write_jsonl(tmp_path / "bad.jsonl", rows), write_jsonl(tmp_path / "good.jsonl", GOOD)
-    says = re.escape(f'{bad}:1: field "answer": is no number, which extract = "last_number" gives: write the number alone')
+    says = re.escape(
+        f'{bad}:1: field "answer": is no number, which extract = "last_number" gives: write the number alone')
     for options in ({"path": bad, "held_out_fraction": 0.0}, {"path": good, "held_out_path": bad}):
         with pytest.raises(DataError, match=says):
             make_task("file", extract="last_number", **options).problems()
         task = make_task("file", extract="last_number", skip_bad_rows=True, **options)
-        assert [b.line for b in task.report.bad] == [1, 2] and len(task.problems()) + len(task.held_out()) == task.report.rows - 2
+        assert [b.line for b in task.report.bad] == [1, 2] and len(task.problems()) + len(
+            task.held_out()) == task.report.rows - 2
     make_task("file", path=write_jsonl(tmp_path / "text.jsonl", rows[:1]), held_out_fraction=0.0).problems()
 
 
@@ -248,8 +266,10 @@ def test_a_held_out_file_takes_its_prompts_out_of_training(tmp_path):
 
 
 def test_the_first_held_out_problems_do_not_follow_the_file(tmp_path):
-    """A file sorted by subject, as benchmarks are: of 100 of 400, each of two subjects has about 50, whatever the seed."""
-    rows = [{"prompt": f"{subject} {i}", "answer": "1"} for subject in ("algebra", "geometry") for i in range(200)]
+    """A file sorted by subject, as benchmarks are: of 100 of 400, each of two subjects has about 50, whatever
+    the seed."""
+    rows = [{"prompt": f"{subject} {i}", "answer": "1"} for subject in ("algebra", "geometry")
+            for i in range(200)]
     train = write_jsonl(tmp_path / "train.jsonl", GOOD)
     tests = [write_jsonl(tmp_path / f"{n}.jsonl", order) for n, order in enumerate((rows, rows[::-1]))]
     files = [make_task("file", path=train, held_out_path=test, seed=s) for test in tests for s in (0, 1)]
@@ -257,7 +277,8 @@ def test_the_first_held_out_problems_do_not_follow_the_file(tmp_path):
     assert all(prompts == first[0] for prompts in first)
     assert 30 < sum(prompt.startswith("algebra") for prompt in first[0]) < 70
     shares = [make_task("file", path=test, held_out_fraction=0.5).held_out() for test in tests]
-    assert [p.prompt for p in shares[0]] == [p.prompt for p in shares[1]] != sorted(p.prompt for p in shares[0])
+    assert [p.prompt for p in shares[0]] == [p.prompt
+                                             for p in shares[1]] != sorted(p.prompt for p in shares[0])
 
 
 def test_parquet_messages_and_field_names(tmp_path):

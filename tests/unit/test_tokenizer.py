@@ -1,4 +1,5 @@
-"""Tokenizers: the character one, HF folders, chat templates against transformers, and what a broken folder says."""
+"""Tokenizers: the character one, HF folders, chat templates against transformers, and what a broken folder
+says."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A byte-level BPE in the form transformers saves: BOS by post-processor, special tokens as objects, truncation on."""
+    """A byte-level BPE in the form transformers saves: BOS by post-processor, special tokens as objects,
+    truncation on."""
     path = tmp_path_factory.mktemp("tokenizer")
     backend = tokenizers.ByteLevelBPETokenizer()
     backend.train_from_iterator(["one plus one is two", "say hello"] * 3, vocab_size=300, show_progress=False,
@@ -44,7 +46,8 @@ def folder(tmp_path_factory):
     backend.enable_truncation(4)
     backend.enable_padding(length=16)
     backend.save(str(path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"content": "<s>", "__type": "AddedToken"},
+    config = {"tokenizer_class": "PreTrainedTokenizerFast",
+              "bos_token": {"content": "<s>", "__type": "AddedToken"},
               "eos_token": "</s>", "chat_template": "ignored: the file comes first"}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
@@ -72,7 +75,8 @@ def test_byte_level_round_trip_without_truncation_or_padding(folder, text):
 def test_special_ids(folder):
     chars, bpe = load_tokenizer("chars:01"), load_tokenizer(str(folder))
     assert (chars.eos_token_ids, chars.pad_token_id, chars.vocab_size) == ((1,), 0, 4)
-    assert (bpe.eos_token_ids, bpe.pad_token_id) == ((1, 2), 1)  # its own first, though generation_config.json says 2, 1
+    # its own first, though generation_config.json says 2, 1
+    assert (bpe.eos_token_ids, bpe.pad_token_id) == ((1, 2), 1)
     assert bpe.vocab_size == 3 + 256 + len(bpe._backend.get_vocab()) - 259
 
 
@@ -96,7 +100,8 @@ def test_unknown_characters_are_named():
 
 
 def test_fingerprint_follows_the_vocabulary():
-    prints = [load_tokenizer(spec).fingerprint() for spec in ("chars:01", "chars:01", "chars:10", "chars:012")]
+    prints = [load_tokenizer(spec).fingerprint()
+              for spec in ("chars:01", "chars:01", "chars:10", "chars:012")]
     assert prints[0] == prints[1] and len(set(prints)) == 3
 
 
@@ -113,7 +118,8 @@ def test_a_saved_folder_is_read_back_and_by_transformers(which, folder, tmp_path
     transformers = pytest.importorskip("transformers")
     ours = load_tokenizer("chars:" + CHARS if which == "chars" else str(folder))
     ours.save(str(tmp_path))
-    again, theirs = load_tokenizer(str(tmp_path)), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    again, theirs = load_tokenizer(str(tmp_path)), transformers.PreTrainedTokenizerFast.from_pretrained(
+        tmp_path)
     for text in ("12+7=19", " 1 ", "0"):
         assert again.encode(text) == ours.encode(text) == theirs(text)["input_ids"]
         assert theirs.decode(ours.encode(text), skip_special_tokens=True) == ours.decode(ours.encode(text))
@@ -138,7 +144,8 @@ def test_chat_template_renders_as_in_transformers(folder, tmp_path, generation_p
     assert ours.render_chat(MESSAGES, generation_prompt) == expected
     assert '<|system|>"S <é>"</s>' in expected and "4 no tools" in expected
     if generation_prompt:
-        assert ours.apply_chat(MESSAGES) == theirs.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+        assert ours.apply_chat(MESSAGES) == theirs.apply_chat_template(MESSAGES, add_generation_prompt=True)[
+            "input_ids"]
 
 
 def test_chat_templates_that_refuse_or_are_missing_or_reach_out(folder):
@@ -153,7 +160,7 @@ def test_chat_templates_that_refuse_or_are_missing_or_reach_out(folder):
     ("{{ 'x' + messages[0].name }}", DataError, "refused the messages"),  # UndefinedError
     ("{{ 'x' + none }}", DataError, "refused the messages"),  # TypeError: a content that is null
     ("{% for m in messages %}", ModelError, "the chat template is damaged"),
-])  # fmt: skip
+])
 def test_whatever_a_chat_template_raises_is_an_error_of_the_users(folder, tmp_path, template, error, words):
     folder = shutil.copytree(folder, tmp_path / "copy")
     (folder / "chat_template.jinja").write_text(template)
@@ -163,34 +170,39 @@ def test_whatever_a_chat_template_raises_is_an_error_of_the_users(folder, tmp_pa
 
 TOOLS = [{"type": "function", "function": {
     "name": "get_weather", "description": "Weather at a place, in \u00b0C & <now>.",
-    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}]  # fmt: skip
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}]
 SAID = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 THINKS = "{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
 # (template, variables): written after those of Qwen3, Llama 3.1 and 3.2, gpt-oss, DeepSeek V3.1
 TEMPLATES = [
     (SAID + THINKS, {"enable_thinking": False}), (SAID + THINKS, {"enable_thinking": True}),
-    ("{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}" + SAID,
+    ("{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}"
+     + SAID,
      {"date_string": "01 Jan 2026"}),
     ("{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
-     "{% endif %}{% endif %}{{ date_string }}{% if not tools_in_user_message is defined %}?{% endif %}" + SAID, {}),
+     "{% endif %}{% endif %}{{ date_string }}{% if not tools_in_user_message is defined %}?{% endif %}"
+     + SAID, {}),
     ("{%- if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) }}\n"
-     "{{ t | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}{% endif %}" + SAID, {"tools": TOOLS}),
-    ("Reasoning: {{ reasoning_effort }} {{ strftime_now('%Y-%m-%d') }} {{ bos_token }}" + SAID, {"reasoning_effort": "high"}),
+     "{{ t | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}{% endif %}" + SAID,
+     {"tools": TOOLS}),
+    ("Reasoning: {{ reasoning_effort }} {{ strftime_now('%Y-%m-%d') }} {{ bos_token }}" + SAID,
+     {"reasoning_effort": "high"}),
     ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% macro end() %}{{ suffix }}{% endmacro %}" + SAID +
      "{{ '<think>' if thinking else '</think>' }}{{ end() }}{% for d in documents or [] %}{{ d.title }}{% endfor %}",
      {"thinking": True, "suffix": "!", "documents": [{"title": "T", "text": "x"}], "bos_token": "<own>"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("template", "variables"), TEMPLATES)
 def test_template_variables_render_as_in_transformers(folder, tmp_path, template, variables):
     transformers = pytest.importorskip("transformers")
     folder = shutil.copytree(folder, tmp_path / "copy")
-    (folder / "chat_template.jinja").write_text(template + ("{{ bos_token }}" if "bos_token" in variables else ""))
+    (folder / "chat_template.jinja").write_text(template
+                                                + ("{{ bos_token }}" if "bos_token" in variables else ""))
     ours = load_tokenizer(str(folder), datetime.date.today().isoformat(), variables)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     assert ours.render_chat(MESSAGES) == theirs.apply_chat_template(
-        MESSAGES, tokenize=False, add_generation_prompt=True, **variables)  # fmt: skip
+        MESSAGES, tokenize=False, add_generation_prompt=True, **variables)
 
 
 @pytest.mark.parametrize("files", [False, True])
@@ -211,7 +223,8 @@ def test_tools_take_the_template_for_tools_as_in_transformers(folder, tmp_path, 
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     for place in (folder, tmp_path / "saved"):
         for variables in ({}, {"tools": TOOLS}):
-            want = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True, **variables)
+            want = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True,
+                                              **variables)
             assert load_tokenizer(str(place), template_kwargs=variables).render_chat(MESSAGES) == want
 
 
@@ -221,11 +234,11 @@ def test_tools_take_the_template_for_tools_as_in_transformers(folder, tmp_path, 
     ({"reasoning_effort": "low"}, "(known: enable_thinking, tools)"),
     ({"add_generation_prompt": False}, "set by the run itself"), ({"messages": []}, "set by the run itself"),
     ({"tools": "get_weather"}, "tools: must be a list of tables"),
-])  # fmt: skip
+])
 def test_a_variable_that_no_template_reads_is_refused(folder, tmp_path, variables, words):
     folder = shutil.copytree(folder, tmp_path / "copy")
     (folder / "chat_template.jinja").write_text(
-        "{% set now = strftime_now('%Y') %}{{ now }}{{ tools }}{{ enable_thinking }}{{ bos_token }}" + SAID)  # fmt: skip
+        "{% set now = strftime_now('%Y') %}{{ now }}{{ tools }}{{ enable_thinking }}{{ bos_token }}" + SAID)
     with pytest.raises(ConfigError) as e:
         load_tokenizer(str(folder), template_kwargs=variables)
     assert "task.chat_template_kwargs." in str(e.value) and words in str(e.value)
@@ -236,7 +249,8 @@ def test_a_variable_that_no_template_reads_is_refused(folder, tmp_path, variable
 def test_a_template_is_compiled_once(folder, monkeypatch):
     """Rendering N prompts must not compile N times: 14 ms a prompt."""
     compiled, compile_ = [], jinja2.Environment.compile
-    monkeypatch.setattr(jinja2.Environment, "compile", lambda *args, **kw: compiled.append(1) or compile_(*args, **kw))
+    monkeypatch.setattr(jinja2.Environment, "compile",
+                        lambda *args, **kw: compiled.append(1) or compile_(*args, **kw))
     tokenizer = load_tokenizer(str(folder))
     assert len({tokenizer.render_chat([{"role": "user", "content": str(i)}]) for i in range(20)}) == 20
     assert len(compiled) == 1
@@ -247,7 +261,8 @@ def test_a_template_is_compiled_once(folder, monkeypatch):
     ({"tokenizer.json": "{"}, "tokenizer.json is damaged"),
     ({"tokenizer.json": None, "tokenizer_config.json": "{"}, "tokenizer_config.json is damaged"),
     ({"tokenizer.json": None}, "no end-of-sequence token"),
-    ({"tokenizer.json": None, "tokenizer_config.json": '{"eos_token": "<gone>"}'}, "no end-of-sequence token"),
+    ({"tokenizer.json": None, "tokenizer_config.json": '{"eos_token": "<gone>"}'},
+     "no end-of-sequence token"),
 ])
 def test_a_broken_folder_names_the_file(folder, tmp_path, files, words):
     for name, text in files.items():

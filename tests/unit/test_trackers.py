@@ -1,4 +1,5 @@
-"""Trackers get every record, keep no secret, and never stop a run; a missing package is said before it starts."""
+"""Trackers get every record, keep no secret, and never stop a run; a missing package is said before it
+starts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_wandb_offline_holds_the_numbers_and_not_the_key(tmp_path, monkeypatch):
             run.log({"step": step, "reward/mean": 0.25 * step, "loss": float("nan")})
     assert not (tmp_path / "notes.txt").exists()
     paths, until = sorted(tmp_path.rglob("*.wandb")), time.monotonic() + 20
-    while any(p.stat().st_size < 1000 for p in paths) and time.monotonic() < until:  # its service writes on for a moment
+    # its service writes on for a moment
+    while any(p.stat().st_size < 1000 for p in paths) and time.monotonic() < until:
         time.sleep(0.05)
     logs = [p.read_bytes() for p in paths]
     assert len(logs) == 2
@@ -68,7 +70,8 @@ class Failing:
         self._count()
 
 
-@pytest.mark.parametrize("calls, logged", [(0, 0), (1, 1), (2, 2)], ids=["at the first record", "at the second", "at the end"])
+@pytest.mark.parametrize("calls, logged", [(0, 0), (1, 1), (2, 2)],
+                         ids=["at the first record", "at the second", "at the end"])
 def test_a_failing_tracker_is_off_and_the_run_goes_on(calls, logged, tmp_path, monkeypatch):
     failing = Failing(calls)
     monkeypatch.setattr(trackers, "_make", lambda *args: failing)
@@ -112,7 +115,8 @@ def test_a_full_disk_does_not_hold_up_who_logs_to_tensorboard(tmp_path, monkeypa
 def test_a_missing_package_is_said_before_an_engine_starts(name, tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.PACKAGES, name, "not_installed")
     monkeypatch.setattr(loop, "build", lambda *_: pytest.fail("it takes minutes"))
-    with pytest.raises(UserError, match=rf'"{name}" needs the package not_i.*\n  next step: pip install "jaxfp8rl\[trackers\]"'):
+    with pytest.raises(UserError,
+                       match=rf'"{name}" needs the package not_i.*\n  next step: pip install "jaxfp8rl\[trackers\]"'):
         loop.train(config(tmp_path / "run", name))
     assert not (tmp_path / "run").exists()
 
@@ -123,7 +127,8 @@ def test_a_package_that_is_broken_is_a_tracker_that_is_off(name, tmp_path, monke
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     with RunDirectory(config(tmp_path, name), resume=False) as run:
         run.log({"step": 1})
-    assert f"{name} is off for the rest of the run: ModuleNotFoundError" in (tmp_path / "notes.txt").read_text()
+    assert f"{name} is off for the rest of the run: ModuleNotFoundError" in (
+        tmp_path / "notes.txt").read_text()
 
 
 def test_what_ends_a_run_while_trackers_begin_leaves_no_live_line(tmp_path, monkeypatch):
@@ -155,8 +160,9 @@ def events(folder) -> list:
 
 
 def shown(found: list) -> dict[int, float]:
-    """What TensorBoard shows of a series: a session that starts at a step purges what was logged of it and later ones
-    (tensorboard/backend/event_processing/plugin_event_accumulator.py, _CheckForRestartAndMaybePurge)."""
+    """What TensorBoard shows of a series: a session that starts at a step purges what was logged of it and
+    later ones (tensorboard/backend/event_processing/plugin_event_accumulator.py,
+    _CheckForRestartAndMaybePurge)."""
     points = {}
     for event in found:
         if event.HasField("session_log"):
@@ -181,7 +187,8 @@ def test_what_a_rewind_undid_is_in_no_record(tmp_path):
         run.log({"step": 3, "x": 10.0})
     assert not (tmp_path / "summary.json").exists()
     assert shown(events(tmp_path / "events")) == {0: 1.0, 1: 2.0, 2: 3.0, 3: 10.0}
-    assert [(r["step"], r["x"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 10.0)]
+    assert [(r["step"], r["x"])
+            for r in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 10.0)]
     assert [r["step"] for r in read_evaluations(tmp_path / "eval.json")] == [2, 0]
     before = len(events(tmp_path / "events"))
     with RunDirectory(cfg, resume=True) as run:  # nothing is undone: nothing is said

@@ -1,4 +1,5 @@
-"""The learner's step: no result depends on padding, packing, order or the split into micro-batches, nor on what is masked."""
+"""The learner's step: no result depends on padding, packing, order or the split into micro-batches, nor on
+what is masked."""
 
 import functools
 
@@ -30,15 +31,18 @@ LONGEST = 12
 MODEL = ModelConfig.from_hf(
     {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32, "hidden_size": 32,
-        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16,
         "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
         "tie_word_embeddings": True,
     }
-)  # fmt: skip
-FLOAT32 = Precision.uniform(2)  # compute in float32, weights rounded to bfloat16: the bf16 recipe in float32 mode
+)
+# compute in float32, weights rounded to bfloat16: the bf16 recipe in float32 mode
+FLOAT32 = Precision.uniform(2)
 LOGPROBS = make_logprobs(MODEL, FLOAT32, 0.7, remat="none")
 KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients, exact, in opt_state
-    lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
 )
 ADAM = make_optimizer(Optim(lr=1e-3), 10)  # whose momentum moves weights by itself
 policy, score_policy = make_policy(FLOAT32), make_score(LOGPROBS)
@@ -50,16 +54,19 @@ LAYOUTS = (PADDED, (2, 2, 36))
 
 @functools.cache
 def params():
-    """Matrices four times the usual, so that the distributions are far from uniform and attention is not an average."""
+    """Matrices four times the usual, so that the distributions are far from uniform and attention is not an
+    average."""
     drawn = init_params(MODEL, jax.random.key(0))
     return jax.tree.map(lambda p: 4 * p if jnp.std(p) > 0 else p, drawn)
 
 
 def samples_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Sample]:
-    """Completions whose engine log-probabilities are some way off the learner's, so that the correction has work."""
+    """Completions whose engine log-probabilities are some way off the learner's, so that the correction has
+    work."""
     rng = np.random.default_rng(seed)
     return [
-        Sample(rng.integers(1, 32, p), rng.integers(1, 32, c), -rng.uniform(1, 6, c).astype(np.float32), float(rng.normal()))
+        Sample(rng.integers(1, 32, p), rng.integers(1, 32, c), -rng.uniform(1, 6, c).astype(np.float32),
+               float(rng.normal()))
         for p, c in lengths
     ]
 
@@ -68,13 +75,16 @@ def laid_out(samples: list[Sample], layout: tuple[int, int, int]) -> TrainBatch:
     m, rows, row_tokens = layout
     if row_tokens > LONGEST:
         return pack(samples, row_tokens, rows, m)
-    single = [pack([s], row_tokens, 1, 1) for s in samples] + [pack([], row_tokens, 1, 1)] * (m * rows - len(samples))
+    single = [pack([s], row_tokens, 1, 1)
+              for s in samples] + [pack([], row_tokens, 1, 1)] * (m * rows - len(samples))
     return jax.tree.map(lambda *fields: np.concatenate(fields).reshape(layout), *single)
 
 
 def tight_and_loose(samples: list[Sample]) -> tuple[TrainBatch, TrainBatch]:
-    """Of one shape, for one program: all in the first micro-batch's rows; in another order over the rows of both."""
-    tight, halves = laid_out(samples, (2, 2, 36)), (pack(half, 36, 2, 1) for half in (samples[1::2], samples[::2][::-1]))
+    """Of one shape, for one program: all in the first micro-batch's rows; in another order over the rows of
+    both."""
+    tight, halves = laid_out(samples, (2, 2, 36)), (pack(half, 36, 2, 1)
+                                                    for half in (samples[1::2], samples[::2][::-1]))
     loose = jax.tree.map(lambda *fields: np.concatenate(fields), *halves)
     assert not tight.response_mask[1].any() and loose.response_mask.any((1, 2)).all()
     return tight, loose
@@ -85,8 +95,10 @@ def score(params, batch: TrainBatch) -> np.ndarray:
 
 
 def old_logps(params, batch: TrainBatch) -> np.ndarray:
-    """The learner's own, off by some tenths that depend on the token alone: some ratios are clipped, some are not."""
-    return np.asarray(score(params, batch)) + 0.3 * np.sin(batch.tokens + 3.0 * batch.positions).astype(np.float32)
+    """The learner's own, off by some tenths that depend on the token alone: some ratios are clipped, some are
+    not."""
+    return np.asarray(score(params, batch)) + 0.3 * np.sin(batch.tokens + 3.0
+                                                           * batch.positions).astype(np.float32)
 
 
 @functools.cache
@@ -96,12 +108,14 @@ def step_of(loss: Loss, correction: CorrectionConfig):
 
 def learn(params, batch: TrainBatch, old_logp: np.ndarray, ref_logp=None, step=train_step):
     """(metrics, gradients) of one update."""
-    after, _, metrics = step(init_state(jax.tree.map(jnp.copy, params), KEEP), policy(params), batch, old_logp, ref_logp)
+    after, _, metrics = step(init_state(jax.tree.map(jnp.copy, params), KEEP), policy(params), batch,
+                             old_logp, ref_logp)
     return {k: float(v) for k, v in metrics.items()}, jax.tree.map(np.asarray, after.opt_state)
 
 
 def distance(a, b) -> float:
-    """Of two gradient trees, over the length of the first; 0 when all of a batch is clipped and both are zero."""
+    """Of two gradient trees, over the length of the first; 0 when all of a batch is clipped and both are
+    zero."""
     flat = [np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(t)]) for t in (a, b)]
     return float(np.linalg.norm(flat[0] - flat[1]) / max(np.linalg.norm(flat[0]), 1e-12))
 
@@ -122,7 +136,8 @@ def test_padding_packing_splitting_and_order_change_neither_loss_nor_gradients(l
     other, other_grads = learn(params(), b := laid_out(shuffled, layout), old_logps(params(), b))
     assert distance(grads, other_grads) < 1e-6
     # The loss is a sum of terms of both signs: 1e-6 of their magnitudes, not of what is left of them.
-    magnitude = 2 * np.average([abs(s.advantage) for s in samples], weights=[len(s.completion) for s in samples])
+    magnitude = 2 * np.average([abs(s.advantage) for s in samples],
+                               weights=[len(s.completion) for s in samples])
     assert abs(metrics.pop("loss") - other.pop("loss")) < 1e-6 * magnitude
     for key, value in metrics.items():
         atol = 1e-5 if "chi2" in key else 1e-6  # a mean of squared products, less 1
@@ -137,7 +152,8 @@ def test_the_invariance_test_sees_a_microbatch_mean():
     _, grads = learn(params(), whole, old)
     parts = []
     for i in range(len(samples)):
-        alone = jax.tree.map(lambda f, i=i: np.where(np.arange(12)[:, None, None] == i, f, np.zeros_like(f)), whole)
+        alone = jax.tree.map(lambda f, i=i: np.where(np.arange(12)[:, None, None] == i, f, np.zeros_like(f)),
+                             whole)
         parts.append(learn(params(), alone, old)[1])
     mean = jax.tree.map(lambda *g: sum(g) / len(g), *parts)
     assert distance(grads, mean) > 1e-2
@@ -147,22 +163,26 @@ MIXED = samples_of([(2, 1), (3, 7), (1, 2), (5, 5), (2, 6), (4, 4)], seed=1)
 KINDS = {
     "GSPO with sequence TIS": (Loss(objective="gspo", aggregation="seq_mean_token_mean"), "sequence_tis"),
     "GMPO, KL and entropy": (
-        Loss(objective="gmpo", aggregation="seq_mean_token_sum_norm", horizon=8, kl_coef=0.1, unbiased_kl=True,
+        Loss(objective="gmpo", aggregation="seq_mean_token_sum_norm", horizon=8, kl_coef=0.1,
+             unbiased_kl=True,
              entropy_coef=0.05), "icepop",
     ),
     "MIS, normalised": (Loss(aggregation="seq_mean_token_sum"), "slime/mis_sequence"),
-    "REINFORCE, two policies, OPSM": (Loss(objective="reinforce", old_policy="rollout", opsm_delta=0.005), "verl/bypass_pg_is"),
+    "REINFORCE, two policies, OPSM": (Loss(objective="reinforce", old_policy="rollout", opsm_delta=0.005),
+                                      "verl/bypass_pg_is"),
     "prime-rl": (Loss(objective="prime_rl", old_policy="rollout"), "prime_rl/default"),
     "Clip-Cov, NeMo RL's KL, slime's OPSM": (
-        Loss(objective="clip_cov", cov_fraction=0.3, cov_low=0.01, cov_high=9.0, kl_coef=0.1, kl="k3_score", unbiased_kl=True,
+        Loss(objective="clip_cov", cov_fraction=0.3, cov_low=0.01, cov_high=9.0, kl_coef=0.1, kl="k3_score",
+             unbiased_kl=True,
              sampled_by="old", opsm_delta=0.005), "token_tis",
     ),
-}  # fmt: skip
+}
 # Each objective in other layouts is in test_objectives.py, each correction in test_correction_laws.py.
 SHOWN_IN_PARTS = ("GSPO with sequence TIS", "MIS, normalised", "prime-rl")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SHOWN_IN_PARTS else k for k in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SHOWN_IN_PARTS else k
+                                  for k in KINDS])
 def test_every_kind_of_loss_is_as_independent_of_the_layout(kind):
     loss, preset = KINDS[kind]
     results = []
@@ -179,7 +199,8 @@ def test_every_kind_of_loss_is_as_independent_of_the_layout(kind):
 
 
 def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sample]:
-    """The same completions from an engine near the learner: sequences differ by tenths of nats, not by tens."""
+    """The same completions from an engine near the learner: sequences differ by tenths of nats, not by
+    tens."""
     batch = laid_out(samples, layout)
     scores, out = np.asarray(score(params(), batch)), []
     for s in samples:
@@ -192,12 +213,14 @@ def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sam
 
 @pytest.mark.parametrize("preset, objective", [("verl/bypass_pg_is", "reinforce"), ("token_tis", "ppo_clip")])
 def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved(preset, objective):
-    """REINFORCE, its weight worked out from pi a micro-batch at a time, and an objective of three policies whose pi_old = pi, its
-    weight worked out once."""
+    """REINFORCE, its weight worked out from pi a micro-batch at a time, and an objective of three policies
+    whose pi_old = pi, its weight worked out once."""
     batch = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36))
     preset = get_preset(preset)
-    two = learn(params(), batch, batch.rollout_logp, step=step_of(Loss(objective="reinforce", old_policy="rollout"), preset))
-    three = learn(params(), batch, np.asarray(score(params(), batch)), step=step_of(Loss(objective=objective), preset))
+    two = learn(params(), batch, batch.rollout_logp,
+                step=step_of(Loss(objective="reinforce", old_policy="rollout"), preset))
+    three = learn(params(), batch, np.asarray(score(params(), batch)),
+                  step=step_of(Loss(objective=objective), preset))
     assert distance(two[1], three[1]) < 1e-6
     own = ("loss",) if objective == "reinforce" else ()  # PPO's has another value, and the same gradient
     for key in (*own, "mismatch/k3", "mismatch/chi2_seq", "correction/ess", "mismatch/skew_negative"):
@@ -206,12 +229,16 @@ def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved(preset,
 
 
 @pytest.mark.parametrize("preset, objective", [("token_tis", "ppo_clip"), *(
-    pytest.param(*more, marks=pytest.mark.slow) for more in (("sequence_tis", "gspo"), ("icepop", "cispo")))])  # fmt: skip
+    pytest.param(*more, marks=pytest.mark.slow) for more in (("sequence_tis", "gspo"), ("icepop", "cispo")))])
 def test_an_update_that_is_its_own_old_policy_is_the_one_that_was_scored(preset, objective):
-    """At the weights that were scored: the same loss, gradient and metrics, whatever it is told of old log-probabilities."""
-    batch, correction = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36)), get_preset(preset)._replace(denominator="all")
-    own = learn(params(), batch, batch.rollout_logp, step=step_of(Loss(objective=objective, old_policy="current"), correction))
-    scored = learn(params(), batch, np.asarray(score(params(), batch)), step=step_of(Loss(objective=objective), correction))
+    """At the weights that were scored: the same loss, gradient and metrics, whatever it is told of old
+    log-probabilities."""
+    batch, correction = laid_out(near_policy(MIXED, (2, 2, 36)),
+                                 (2, 2, 36)), get_preset(preset)._replace(denominator="all")
+    own = learn(params(), batch, batch.rollout_logp,
+                step=step_of(Loss(objective=objective, old_policy="current"), correction))
+    scored = learn(params(), batch, np.asarray(score(params(), batch)),
+                   step=step_of(Loss(objective=objective), correction))
     assert distance(own[1], scored[1]) < 1e-6
     for key, value in scored[0].items():
         np.testing.assert_allclose(own[0][key], value, rtol=1e-5, atol=1e-7, err_msg=key)
@@ -220,11 +247,13 @@ def test_an_update_that_is_its_own_old_policy_is_the_one_that_was_scored(preset,
 
 @pytest.mark.parametrize("denominator", ["kept", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
-    """Exactly so when it leaves the denominator; when it stays, the gradient shrinks by its share of the tokens."""
+    """Exactly so when it leaves the denominator; when it stays, the gradient shrinks by its share of the
+    tokens."""
     layout = (2, 2, 36)
     good = near_policy(MIXED, layout)
     bad = good[1]._replace(logprobs=good[1].logprobs - 3)  # 7 of 25 tokens
-    reject = CorrectionConfig(denominator=denominator, rejections=(Rejection("sequence", "ratio", "mean", 0.5, 2.0),))
+    reject = CorrectionConfig(denominator=denominator,
+                              rejections=(Rejection("sequence", "ratio", "mean", 0.5, 2.0),))
     results = []
     for samples in ([good[0], bad, *good[2:]], [good[0], *good[2:]]):
         batch = laid_out(samples, layout)
@@ -236,8 +265,9 @@ def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
 
 
 @pytest.mark.parametrize("correction, objective", [("token_k1", "gspo"), ("icepop", "gmpo"), *(
-    pytest.param(*more, marks=pytest.mark.slow) for more in (("token_k1", "gmpo"), ("icepop", "gspo"), ("icepop", "gspo_token"))
-)])  # fmt: skip
+    pytest.param(*more, marks=pytest.mark.slow)
+    for more in (("token_k1", "gmpo"), ("icepop", "gspo"), ("icepop", "gspo_token"))
+)])
 def test_the_ratio_of_a_rejected_token_is_in_no_mean_of_its_sequence(correction, objective):
     """Though it stays in the denominator: what it would say of its sequence changes no gradient."""
     reject = CorrectionConfig(denominator="all", rejections=(Rejection("token", "k1", "mean", -2.0, 2.0),))
@@ -248,7 +278,8 @@ def test_the_ratio_of_a_rejected_token_is_in_no_mean_of_its_sequence(correction,
     old = old_logps(params(), batch)
     gone = batch.response_mask & (old - batch.rollout_logp > 4)
     loss = Loss(objective=objective, clip_low=0.9, clip_high=0.9)
-    results = [learn(params(), batch, np.where(gone, old + more, old), step=step_of(loss, config)) for more in (0, 2)]
+    results = [learn(params(), batch, np.where(gone, old + more, old), step=step_of(loss, config))
+               for more in (0, 2)]
     assert gone.sum() == 2 and distance(results[0][1], results[1][1]) == 0 < results[0][0]["grad_norm"]
     if correction == "token_k1":
         _, kept = learn(params(), batch, old, step=step_of(loss, config._replace(denominator="kept")))
@@ -257,11 +288,13 @@ def test_the_ratio_of_a_rejected_token_is_in_no_mean_of_its_sequence(correction,
 
 
 def test_a_sequence_masked_for_being_off_policy_stays_in_the_denominator_and_teaches_nothing():
-    """As with an advantage of 0; those that were good are learned from, however far they are. What a rejection takes out still
-    says how far its sequence is: the second is by one token."""
+    """As with an advantage of 0; those that were good are learned from, however far they are. What a
+    rejection takes out still says how far its sequence is: the second is by one token."""
     samples = near_policy(MIXED, (2, 2, 36))
-    far = [s._replace(logprobs=s.logprobs + (0.5 if i % 3 else -0.5), advantage=0.5 - i % 2) for i, s in enumerate(samples)]
-    far[1] = samples[1]._replace(logprobs=samples[1].logprobs + np.float32([8, 0, 0, 0, 0, 0, 0]), advantage=-0.5)
+    far = [s._replace(logprobs=s.logprobs + (0.5 if i % 3 else -0.5), advantage=0.5 - i % 2)
+           for i, s in enumerate(samples)]
+    far[1] = samples[1]._replace(logprobs=samples[1].logprobs + np.float32([8, 0, 0, 0, 0, 0, 0]),
+                                 advantage=-0.5)
     masked = [i % 3 != 0 and i % 2 == 1 for i in range(len(far))]
     reject = CorrectionConfig(rejections=(Rejection("token", "k1", "mean", -2.0, 2.0),))
     left = [s._replace(advantage=0.0) if gone else s for s, gone in zip(far, masked)]
@@ -271,12 +304,14 @@ def test_a_sequence_masked_for_being_off_policy_stays_in_the_denominator_and_tea
     other, wanted = learn(params(), zeroed, old, step=step_of(Loss(), reject))
     assert distance(grads, wanted) < 1e-6 and metrics["loss"] == pytest.approx(other["loss"], rel=1e-5)
     lengths = [len(s.completion) - (i == 1) for i, s in enumerate(far)]
-    assert metrics["opsm/fraction"] == pytest.approx(sum(n for n, gone in zip(lengths, masked) if gone) / sum(lengths))
+    assert metrics["opsm/fraction"] == pytest.approx(sum(n for n, gone in zip(lengths, masked) if gone)
+                                                     / sum(lengths))
     assert 0.1 < metrics["opsm/fraction"] < 0.9
 
 
 def test_whose_samples_off_policy_masking_takes_them_for():
-    """An engine half a nat above pi in every token, and pi_old = pi: DeepSeek's mask has all with A < 0, slime's none."""
+    """An engine half a nat above pi in every token, and pi_old = pi: DeepSeek's mask has all with A < 0,
+    slime's none."""
     batch = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36))
     old = np.asarray(score(params(), batch))
     batch = batch._replace(rollout_logp=np.where(batch.response_mask, old + 0.5, 0).astype(np.float32))
@@ -287,9 +322,11 @@ def test_whose_samples_off_policy_masking_takes_them_for():
 
 
 def test_a_token_of_weight_0_is_as_if_it_had_not_been_sampled_and_one_of_weight_3_counts_thrice():
-    """prime-rl's streams of weights: a weight scales the loss, and counts once in the denominator unless it is 0."""
+    """prime-rl's streams of weights: a weight scales the loss, and counts once in the denominator unless it
+    is 0."""
     samples = near_policy(MIXED, (2, 2, 36))
-    weighed = [s._replace(weights=np.full(len(s.completion), 3.0 if i else 0.0, np.float32)) for i, s in enumerate(samples)]
+    weighed = [s._replace(weights=np.full(len(s.completion), 3.0 if i else 0.0, np.float32))
+               for i, s in enumerate(samples)]
     weighed[1] = weighed[1]._replace(weights=None)  # all 1
     step = step_of(Loss(objective="reinforce"), CorrectionConfig())
     results = []
@@ -347,7 +384,8 @@ def test_a_nan_at_a_live_token_is_seen_and_nothing_is_applied(field):
     batch = laid_out(samples_of([(2, 3), (3, 4)]), (2, 2, 36))
     old = old_logps(params(), batch)
     at = tuple(np.argwhere(batch.response_mask)[2])
-    spoilt = {"rollout_logp": batch.rollout_logp.copy(), "advantages": batch.advantages.copy(), "old_logp": old.copy()}
+    spoilt = {"rollout_logp": batch.rollout_logp.copy(), "advantages": batch.advantages.copy(),
+              "old_logp": old.copy()}
     spoilt[field][at] = np.nan
     old = spoilt.pop("old_logp")
     state = init_state(jax.tree.map(jnp.copy, params()), KEEP)
@@ -363,7 +401,8 @@ def test_a_batch_without_a_token_to_learn_from_changes_nothing():
     before = jax.tree.map(np.array, state)
     empty = batch._replace(response_mask=np.zeros_like(batch.response_mask))
     after, _, metrics = train_step(state, policy(params()), empty, old_logps(params(), batch), None)
-    assert metrics["tokens/update"] == 0 and metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 0
+    assert metrics["tokens/update"] == 0 and metrics["update/applied"] == 0 and metrics[
+        "update/bad_in_a_row"] == 0
     assert_bit_equal(before, jax.tree.map(np.asarray, after))
 
 
@@ -374,20 +413,25 @@ def adam_step(loss: Loss, correction: CorrectionConfig, balance_coef: float = 0.
 
 ICEPOP_NONE = CorrectionConfig(action="mask", lower=0.999, upper=1.001, denominator="all")
 REINFORCE_PAIR = Loss(objective="reinforce", old_policy="rollout")
-NOTHING = {  # loss, correction, what the engine's log-probabilities are above the learner's, what becomes of the advantages
+# loss, correction, what the engine's log-probabilities are above the learner's, what becomes of the
+# advantages
+NOTHING = {
     "all sequences rejected, counted": (Loss(), get_preset("skyrl/geo_mask"), 0.5, np.copy),
     "all tokens masked": (Loss(), ICEPOP_NONE, 0.5, np.copy),
-    "all sequences masked for being off-policy": (Loss(opsm_delta=0.1), CorrectionConfig(), 0.5, lambda a: -np.abs(a)),
+    "all sequences masked for being off-policy": (Loss(opsm_delta=0.1), CorrectionConfig(), 0.5,
+                                                  lambda a: -np.abs(a)),
     "all advantages 0": (Loss(), CorrectionConfig(), 0.0, np.zeros_like),
     "all rejected, two policies": (REINFORCE_PAIR, get_preset("verl/bypass_pg_geo_rs"), 0.5, np.copy),
-    "all advantages 0, its own old policy": (Loss(old_policy="current"), CorrectionConfig(), 0.0, np.zeros_like),
+    "all advantages 0, its own old policy": (Loss(old_policy="current"), CorrectionConfig(), 0.0,
+                                             np.zeros_like),
 }
 
 
 @pytest.mark.parametrize(
     "case, layout",
     [("all sequences rejected, counted", (1, 4, 36))]
-    + [pytest.param(case, layout, marks=pytest.mark.slow) for case in NOTHING for layout in ((1, 4, 36), (2, 2, 36))],
+    + [pytest.param(case, layout, marks=pytest.mark.slow) for case in NOTHING
+       for layout in ((1, 4, 36), (2, 2, 36))],
 )
 def test_an_update_whose_gradient_is_0_by_construction_moves_nothing(case, layout):
     """After an update that left momentum behind: neither weights, states nor counters."""
@@ -395,20 +439,23 @@ def test_an_update_whose_gradient_is_0_by_construction_moves_nothing(case, layou
     batch = laid_out(samples_of([(3, 5), (2, 6), (4, 4), (1, 7)]), layout)
     step, old = adam_step(loss, correction), score(params(), batch)
     good = batch._replace(rollout_logp=np.where(batch.response_mask, old, 0).astype(np.float32))
-    state, now, metrics = step(init_state(jax.tree.map(jnp.copy, params()), ADAM), policy(params()), good, old)
+    state, now, metrics = step(init_state(jax.tree.map(jnp.copy, params()), ADAM), policy(params()), good,
+                               old)
     assert metrics["update/applied"] == 1 and metrics["tokens/update"] == 22 and metrics["grad_norm"] > 1e-3
     before = jax.tree.map(np.array, state)
     old = score(before.params, batch)
     engine = np.where(batch.response_mask, old + above, 0).astype(np.float32)
     bad = batch._replace(rollout_logp=engine, advantages=made(batch.advantages))
     after, _, metrics = step(state, now, bad, old)
-    assert metrics["grad_norm"] == 0 and metrics["update/applied"] == 0 and metrics["update/bad_in_a_row"] == 0
+    assert metrics["grad_norm"] == 0 and metrics["update/applied"] == 0 and metrics[
+        "update/bad_in_a_row"] == 0
     assert metrics["tokens/update"] == 0
     assert_bit_equal(before, jax.tree.map(np.asarray, after))
 
 
-@pytest.mark.parametrize("coefs", [{"kl_coef": 0.1}, *(pytest.param(more, marks=pytest.mark.slow) for more in (
-    {"entropy_coef": 0.1}, {"objective": "prime_rl", "old_policy": "rollout"}))])  # fmt: skip
+@pytest.mark.parametrize("coefs",
+                         [{"kl_coef": 0.1}, *(pytest.param(more, marks=pytest.mark.slow) for more in (
+    {"entropy_coef": 0.1}, {"objective": "prime_rl", "old_policy": "rollout"}))])
 def test_a_term_without_an_advantage_is_learned_without_one(coefs):
     batch = laid_out(samples_of([(3, 5), (2, 6)]), (2, 2, 36))
     old = old_logps(params(), batch)
@@ -421,11 +468,12 @@ def test_a_term_without_an_advantage_is_learned_without_one(coefs):
 
 
 @pytest.mark.parametrize(
-    "aggregation", ["token_sum", *(pytest.param(a, marks=pytest.mark.slow) for a in AGGREGATIONS if a != "token_sum")]
+    "aggregation",
+    ["token_sum", *(pytest.param(a, marks=pytest.mark.slow) for a in AGGREGATIONS if a != "token_sum")]
 )
 def test_the_balance_loss_weighs_the_same_however_losses_are_aggregated(aggregation):
-    """Routers that say 1.5 in one micro-batch, of 17 of 28 response tokens, and 1.1 in the other: by hand, over tokens. All
-    advantages are 0, and so is the rest of the loss."""
+    """Routers that say 1.5 in one micro-batch, of 17 of 28 response tokens, and 1.1 in the other: by hand,
+    over tokens. All advantages are 0, and so is the rest of the loss."""
     halves = samples_of([(3, 5), (2, 7), (4, 5)]), samples_of([(1, 7), (3, 4)])
     batch = jax.tree.map(lambda *fields: np.concatenate(fields), *(pack(half, 24, 2, 1) for half in halves))
     assert batch.response_mask.sum((1, 2)).tolist() == [17, 11]
@@ -434,7 +482,8 @@ def test_the_balance_loss_weighs_the_same_however_losses_are_aggregated(aggregat
     loss = Loss(aggregation=aggregation, horizon=9 if aggregation.endswith("norm") else None)
     step = make_train_step(routed, FLOAT32, loss, CorrectionConfig(), KEEP, balance_coef=0.5)
     still = batch._replace(advantages=0 * batch.advantages)
-    metrics, _ = learn(params(), still, np.where(batch.response_mask, -2.0, 0.0).astype(np.float32), step=step)
+    metrics, _ = learn(params(), still, np.where(batch.response_mask, -2.0, 0.0).astype(np.float32),
+                       step=step)
     assert metrics["loss"] == pytest.approx(0.5 * (17 * 1.5 + 11 * 1.1) / 28, rel=1e-5)
 
 
@@ -444,7 +493,8 @@ def test_one_token_with_an_advantage_is_enough_in_whichever_microbatch():
     assert batch.response_mask.any((1, 2)).all() or at[0] == 0
     advantages = np.zeros_like(batch.advantages)
     advantages[at] = 1
-    near = batch._replace(rollout_logp=np.where(batch.response_mask, old, 0).astype(np.float32), advantages=advantages)
+    near = batch._replace(rollout_logp=np.where(batch.response_mask, old, 0).astype(np.float32),
+                          advantages=advantages)
     _, _, metrics = adam_step(Loss(), CorrectionConfig())(
         init_state(jax.tree.map(jnp.copy, params()), ADAM), policy(params()), near, old
     )
@@ -460,12 +510,14 @@ def test_staleness_of_two_policies_is_to_the_engine():
 
 
 def test_on_policy_ratios_are_one_and_the_correction_is_neutral():
-    """At the weights that sampled, engine and learner in agreement, the loss is minus the mean advantage over tokens."""
+    """At the weights that sampled, engine and learner in agreement, the loss is minus the mean advantage over
+    tokens."""
     batch = laid_out(samples_of([(2, 3), (3, 4), (1, 7)]), (2, 2, 36))
     old = np.asarray(score(params(), batch))
     metrics, _ = learn(params(), batch._replace(rollout_logp=old), old)
     np.testing.assert_allclose(metrics["loss"], -batch.advantages[batch.response_mask].mean(), rtol=1e-5)
-    assert metrics["correction/ess"] == 1 and metrics["clip/fraction"] == 0 and metrics["mismatch/max_logp_diff"] == 0
+    assert metrics["correction/ess"] == 1 and metrics["clip/fraction"] == 0 and metrics[
+        "mismatch/max_logp_diff"] == 0
     assert abs(metrics["staleness/k1"]) < 1e-6 and metrics["tokens/update"] == 14
 
 

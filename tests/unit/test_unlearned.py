@@ -1,4 +1,5 @@
-"""An update with nothing to learn from says why: each cause by its name, with prompt, completion and answer, and what to do."""
+"""An update with nothing to learn from says why: each cause by its name, with prompt, completion and answer,
+and what to do."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ def sampled(*rewards, finish: str = "stop") -> Rollouts:
     """A group for each list of rewards."""
     groups = []
     for g, values in enumerate(rewards):
-        of = [Completion(f"{g}", i, np.array([4, 5]), np.zeros(2, np.float32), finish, ()) for i in range(len(values))]
+        of = [Completion(f"{g}", i, np.array([4, 5]), np.zeros(2, np.float32), finish, ())
+              for i in range(len(values))]
         texts = tuple(f"text {g}.{i}" for i in range(len(values)))
-        groups.append(Group(Prompt(Problem(f"p{g}", f"3+{g}=", f"answer {g}"), (1, 2)), tuple(of), texts, np.array(values)))
+        groups.append(Group(Prompt(Problem(f"p{g}", f"3+{g}=", f"answer {g}"), (1, 2)), tuple(of), texts,
+                            np.array(values)))
     return Rollouts(tuple(groups), (), tuple(groups))
 
 
@@ -41,17 +44,21 @@ CASES = [
     (sampled([0.0, 0.0], finish="length"), {}, "every reward is 0", "raise rollout.max_new_tokens (now 4)"),
     (sampled([1.0, 1.0], [1.0, 1.0]), {}, "every reward is 1", EQUAL),
     (sampled([-0.5, -0.5]), {}, "every reward is -0.5", EQUAL),
-    (sampled([1.0, 1.0], [0.0, 0.0]), {}, "the rewards are equal in every group", "raise rollout.samples_per_prompt"),
-    (sampled([1.0, 0.0], finish="length"), {"loss__mask_cut": "true"}, "every completion was cut at 4 tokens and left out",
+    (sampled([1.0, 1.0], [0.0, 0.0]), {}, "the rewards are equal in every group",
+     "raise rollout.samples_per_prompt"),
+    (sampled([1.0, 0.0], finish="length"), {"loss__mask_cut": "true"},
+     "every completion was cut at 4 tokens and left out",
      "--loss.mask_cut false"),
     (sampled([NAN, NAN]), {}, "no completion has a score", "docs/tasks.md"),
-    (sampled([1.0, 0.0]), {}, "the correction left out every token that had an advantage", "docs/corrections.md"),
-]  # fmt: skip
+    (sampled([1.0, 0.0]), {}, "the correction left out every token that had an advantage",
+     "docs/corrections.md"),
+]
 
 
 @pytest.mark.parametrize("batch,options,text,way_on", CASES, ids=[c[2] for c in CASES])
 def test_each_cause_is_told_from_the_others(batch, options, text, way_on):
-    found = why(batch, [("correction/rejected_fraction", 1.0), ("mismatch/token_mult_prob_error", 3.0)], **options)
+    found = why(batch, [("correction/rejected_fraction", 1.0), ("mismatch/token_mult_prob_error", 3.0)],
+                **options)
     assert found.text.startswith(text) and way_on in found.next_step
     if "correction" in text:
         assert "correction/rejected_fraction 1, mismatch/token_mult_prob_error 3" in found.detail
@@ -77,7 +84,8 @@ def test_the_example_is_shown_once(tmp_path, capsys):
             run.note(f"step {step}: no update: {found.text}", found.detail, found.text)
     notes = (tmp_path / "notes.txt").read_text()
     for said in (notes, capsys.readouterr().out):
-        assert said.count("every reward is 0") == 2 and said.count("answer 0") == said.count("next step: ") == 1
+        assert said.count("every reward is 0") == 2 and said.count("answer 0") == said.count(
+            "next step: ") == 1
 
 
 # --- what is kept to be looked at

@@ -1,7 +1,8 @@
-"""Plots as inline SVG: no script, nothing fetched. Colours are CSS variables of the page, so that they follow its theme.
+"""Plots as inline SVG: no script, nothing fetched. Colours are CSS variables of the page, so that they follow
+its theme.
 
-A picture that says something by colour says it by dash as well, has a `<title>` and a `<desc>` for who does not see it, and the
-page puts a table of the same numbers beside it.
+A picture that says something by colour says it by dash as well, has a `<title>` and a `<desc>` for who does
+not see it, and the page puts a table of the same numbers beside it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Line(NamedTuple):
 def line_chart(
     title: str, lines: Sequence[Line], log: bool = False, unit: str = "", bounds: Bounds = (None, None)
 ) -> Markup:
-    """Lines over the same axes. What is not finite is left out, and under `log` what is not positive. `unit`: of the values;
-    `bounds`: ends that they cannot pass."""
+    """Lines over the same axes. What is not finite is left out, and under `log` what is not positive. `unit`:
+    of the values; `bounds`: ends that they cannot pass."""
     lines = [_thin(line, log) for line in lines]
     ys = [v for line in lines for v in (*line.y, *line.low, *line.high) if not log or v > 0]
     axes = _Axes([x for line in lines for x in line.x], ys, log, unit, bounds)
@@ -47,7 +48,8 @@ def line_chart(
 
 
 def stacked_chart(title: str, lines: Sequence[Line], unit: str = "") -> Markup:
-    """Areas one on another, in order; all have the same x. A rare total above three times the usual one is cut off at the top."""
+    """Areas one on another, in order; all have the same x. A rare total above three times the usual one is
+    cut off at the top."""
     lines = [line._replace(x=x, y=y) for line in lines for x, y in [_means(line.x, line.y)]]
     totals = [sum(column) for column in zip(*(line.y for line in lines))]
     usual = sorted(totals)[int(0.9 * (len(totals) - 1))]
@@ -63,8 +65,10 @@ def stacked_chart(title: str, lines: Sequence[Line], unit: str = "") -> Markup:
 
 def swatch(place: int, area: bool = False) -> Markup:
     """The sign of a line, or of an area, for a legend."""
-    mark = f'<rect class="a{place % 8}" width="26" height="10"/>' if area else _path(f"l{place % 8}", "M0 5H26", place)
-    return Markup(f'<svg class="swatch" viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">{mark}</svg>')
+    mark = f'<rect class="a{place % 8}" width="26" height="10"/>' if area else _path(
+        f"l{place % 8}", "M0 5H26", place)
+    return Markup(
+        f'<svg class="swatch" viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">{mark}</svg>')
 
 
 def number(x: float) -> str:
@@ -80,7 +84,8 @@ def number(x: float) -> str:
 class _Axes:
     """From data to the picture's coordinates."""
 
-    def __init__(self, xs: Sequence[float], ys: Sequence[float], log: bool, unit: str = "", bounds: Bounds = (None, None)):
+    def __init__(self, xs: Sequence[float], ys: Sequence[float], log: bool, unit: str = "",
+                 bounds: Bounds = (None, None)):
         self.log, self.unit = log, unit
         self.y_range, self.y_ticks = log_axis(ys) if log else value_axis(ys, bounds)
         self.y_labels = [power(t) for t in self.y_ticks] if log else labels(self.y_ticks)
@@ -165,7 +170,8 @@ def _band(line: Line, axes: _Axes) -> str:
     return _area(line.x, line.low, line.high, axes, f"b{line.place % 8}", "")
 
 
-def _area(x: Sequence[float], low: Sequence[float], high: Sequence[float], axes: _Axes, style: str, name: str) -> str:
+def _area(x: Sequence[float], low: Sequence[float], high: Sequence[float], axes: _Axes, style: str,
+          name: str) -> str:
     there = [axes.point(a, b) for a, b in zip(x, high)]
     back = [axes.point(a, b) for a, b in zip(reversed(x), reversed(low))]
     title = f"<title>{escape(name)}</title>" if name else ""
@@ -181,7 +187,8 @@ def _thin(line: Line, log: bool) -> Line:
         ends = [(min(b, key=line.y.__getitem__), max(b, key=line.y.__getitem__)) for b in buckets]
         kept = sorted({i for pair in ends for i in pair} | {kept[0], kept[-1]})
     fields = (line.x, line.y, line.low, line.high)
-    return line._replace(**{n: [f[i] for i in kept] if f else () for n, f in zip(("x", "y", "low", "high"), fields)})
+    return line._replace(**{n: [f[i] for i in kept] if f else ()
+                            for n, f in zip(("x", "y", "low", "high"), fields)})
 
 
 def _means(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -1,4 +1,5 @@
-"""Runs beside each other: which differ in what, and whether a difference is more than the luck of the seed."""
+"""Runs beside each other: which differ in what, and whether a difference is more than the luck of the
+seed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Variant(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """Two variants over the seeds that both have: the measure's mean in each, mean and range of the differences, p."""
+    """Two variants over the seeds that both have: the measure's mean in each, mean and range of the
+    differences, p."""
 
     measure: str
     first: str
@@ -68,8 +70,8 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def final(run: Run, key: str, until: float = math.inf) -> float | None:
-    """The last value of an evaluation up to the step `until`; of what is logged each step the mean over the last quarter, which
-    one step's luck cannot move far."""
+    """The last value of an evaluation up to the step `until`; of what is logged each step the mean over the
+    last quarter, which one step's luck cannot move far."""
     values = [value for step, value in zip(*run.series(key)) if step <= until]
     if not values:
         return None
@@ -77,8 +79,8 @@ def final(run: Run, key: str, until: float = math.inf) -> float | None:
 
 
 def paired_tests(groups: Sequence[Variant], measures: Sequence[tuple[str, str]]) -> list[Paired]:
-    """Every pair of variants, by each (metric, name) that both have for a common seed, up to the last step that all have come to,
-    which is said where they have not come equally far."""
+    """Every pair of variants, by each (metric, name) that both have for a common seed, up to the last step
+    that all have come to, which is said where they have not come equally far."""
     return [
         test
         for key, name in measures
@@ -91,19 +93,22 @@ def _paired(name: str, key: str, first: Variant, second: Variant) -> Paired | No
     have = [{run.seed for run in v.runs if final(run, key) is not None} for v in (first, second)]
     if not (common := have[0] & have[1]):
         return None
-    ends = {run.series(key)[0][-1] for v in (first, second) for run in v.runs if run.seed in common and run.series(key)[0]}
+    ends = {run.series(key)[0][-1] for v in (first, second) for run in v.runs if run.seed in common
+            and run.series(key)[0]}
     a, b = (_by_seed(v, key, min(ends)) for v in (first, second))
     if not (seeds := tuple(s for s in a if a[s] and b.get(s))):
         return None
     if not seeds:
         return None
     name += f", up to step {min(ends)}" if len(ends) > 1 else ""
-    a, b = ({s: statistics.fmean(values[s]) for s in seeds} for values in (a, b))  # of one seed given twice the mean
+    # of one seed given twice the mean
+    a, b = ({s: statistics.fmean(values[s]) for s in seeds} for values in (a, b))
     differences = [b[s] - a[s] for s in seeds]
     means = statistics.fmean(a[s] for s in seeds), statistics.fmean(b[s] for s in seeds)
     p = sign_flip_p(differences) if len(seeds) > 1 else None
     return Paired(
-        name, first.name, second.name, seeds, means, statistics.fmean(differences), min(differences), max(differences), p
+        name, first.name, second.name, seeds, means, statistics.fmean(differences), min(differences),
+        max(differences), p
     )
 
 
@@ -116,12 +121,13 @@ def _by_seed(variant: Variant, key: str, until: float) -> dict[Any, list[float]]
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Two-sided p of paired `differences` by Fisher's sign-flip test (The Design of Experiments, 1935, section 21).
+    """Two-sided p of paired `differences` by Fisher's sign-flip test (The Design of Experiments, 1935,
+    section 21).
 
-    If the two variants were one, each difference could as well have had the other sign: p is the share of all 2^n sign patterns
-    whose sum is at least as far from 0 as the one seen. Exact up to EXACT_PAIRS pairs and free of assumptions about the
-    distribution; with n pairs it cannot be below 2^(1-n), so that 5% needs six seeds. Of more pairs 2^EXACT_PAIRS patterns are
-    drawn with a fixed seed, the one seen among them.
+    If the two variants were one, each difference could as well have had the other sign: p is the share of all
+    2^n sign patterns whose sum is at least as far from 0 as the one seen. Exact up to EXACT_PAIRS pairs and
+    free of assumptions about the distribution; with n pairs it cannot be below 2^(1-n), so that 5% needs six
+    seeds. Of more pairs 2^EXACT_PAIRS patterns are drawn with a fixed seed, the one seen among them.
     """
     d = np.asarray(differences, np.float64)
     if d.size <= EXACT_PAIRS:

@@ -15,12 +15,13 @@ SHOWN = 12  # completions of a run
 TOKENS = 6000  # of all runs' completions together: what makes a page large
 # The learner's probability over the engine's, beyond which a token is coloured; of the inverse likewise.
 STEPS = (1.01, 1.1, 1.5)
-_BLANK = dict.fromkeys(("step", "id", "prompt", "completion", "answer", "reward", "tokens", "finish_reason"), "")
+_BLANK = dict.fromkeys(("step", "id", "prompt", "completion", "answer", "reward", "tokens", "finish_reason"),
+                       "")
 
 
 class Token(NamedTuple):
-    """`level`: 0, or +-1 to +-3 as the ratio passes STEPS; `out`: left out by the correction; `about`: the numbers in words, for
-    a token that is one or the other."""
+    """`level`: 0, or +-1 to +-3 as the ratio passes STEPS; `out`: left out by the correction; `about`: the
+    numbers in words, for a token that is one or the other."""
 
     text: str
     level: int
@@ -35,7 +36,8 @@ class Token(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """One row of samples.jsonl. `tokens`: none where the run did not keep log-probabilities; `cut`: tokens not shown."""
+    """One row of samples.jsonl. `tokens`: none where the run did not keep log-probabilities; `cut`: tokens
+    not shown."""
 
     row: dict[str, Any]
     tokens: Sequence[Token]
@@ -45,8 +47,9 @@ class Completion(NamedTuple):
 
 
 def pick(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(some rows of samples.jsonl, how many there are): rows spread evenly over the run, and the one whose worst token is the
-    worst of all. The file is read twice, a row at a time: a long run's does not fit into memory."""
+    """(some rows of samples.jsonl, how many there are): rows spread evenly over the run, and the one whose
+    worst token is the worst of all. The file is read twice, a row at a time: a long run's does not fit into
+    memory."""
     worst, count = (-1.0, 0), 0
     for row in _rows(path):
         worst = max(worst, (max((abs(d) for d in _log_ratios(row) if d == d), default=0.0), count))
@@ -68,8 +71,10 @@ def prepared(rows: Sequence[dict[str, Any]], tokens: int = TOKENS) -> list[Compl
 def _completion(row: dict[str, Any], room: int) -> Completion:
     row = _BLANK | row
     tokens = _tokens(row)
-    worst = sorted((t for t in zip(map(abs, _log_ratios(row)), range(len(tokens))) if tokens[t[1]].level), reverse=True)[:5]
-    return Completion(row, tokens[:room], max(0, len(tokens) - room), [tokens[i] for _, i in worst], as_text(row["prompt"]))
+    worst = sorted((t for t in zip(map(abs, _log_ratios(row)), range(len(tokens))) if tokens[t[1]].level),
+                   reverse=True)[:5]
+    return Completion(row, tokens[:room], max(0, len(tokens) - room), [tokens[i] for _, i in worst],
+                      as_text(row["prompt"]))
 
 
 def as_text(prompt: Any) -> str:
@@ -85,7 +90,8 @@ def _log_ratios(row: dict[str, Any]) -> list[float]:
 def _tokens(row: dict[str, Any]) -> list[Token]:
     at, found = 0, []
     ratios, weights = _log_ratios(row), row.get("weights", ())
-    for length, mu, ratio, weight in zip(row.get("token_lengths", ()), row.get("rollout_logp", ()), ratios, weights):
+    for length, mu, ratio, weight in zip(row.get("token_lengths", ()), row.get("rollout_logp", ()), ratios,
+                                         weights):
         text = row["completion"][at : at + length]
         at += length
         found.append(_token(text, float(mu), ratio, float(weight)))
@@ -93,9 +99,11 @@ def _tokens(row: dict[str, Any]) -> list[Token]:
 
 
 def _token(text: str, mu: float, log_ratio: float, weight: float) -> Token:
-    level = 3 if math.isnan(log_ratio) else sum(abs(log_ratio) > math.log(s) for s in STEPS) * (1 if log_ratio > 0 else -1)
+    level = 3 if math.isnan(log_ratio) else sum(abs(log_ratio) > math.log(s)
+                                                for s in STEPS) * (1 if log_ratio > 0 else -1)
     out, about = weight == 0, ""
     if level or out:
-        engine, learner = math.exp(min(mu, 0.0)), math.exp(min(mu + log_ratio, 0.0)) if log_ratio == log_ratio else math.nan
+        engine, learner = math.exp(min(mu, 0.0)), math.exp(
+            min(mu + log_ratio, 0.0)) if log_ratio == log_ratio else math.nan
         about = f"engine {number(engine)}, learner {number(learner)}, weight {number(weight)}"
     return Token(text, level, out, about)

@@ -40,14 +40,15 @@ class Chart(NamedTuple):
 def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Write the page of one run, or of several compared; returns its path.
 
-    Without `out` it is RUN/report.html, or of several runs comparison.html beside the first. Raises UserError for a folder
-    without metrics, and for a place where no file can be.
+    Without `out` it is RUN/report.html, or of several runs comparison.html beside the first. Raises UserError
+    for a folder without metrics, and for a place where no file can be.
     """
     runs = load_runs(paths)
     first = Path(paths[0])
     path = Path(out) if out else first / "report.html" if len(runs) == 1 else first.parent / "comparison.html"
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--out {path}: no file in a folder that is there", "make the folder, or name another file")
+        raise UserError(f"--out {path}: no file in a folder that is there",
+                        "make the folder, or name another file")
     path.write_text(render(runs), encoding="utf-8")
     if not out:
         for folder, run in zip(map(Path, paths), runs):
@@ -58,24 +59,29 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
 def render(runs: Sequence[Run]) -> str:
     """The whole page. Everything a run wrote is escaped: a completion may hold markup."""
     groups = compare.variants(runs)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+                                     lstrip_blocks=True)
     environment.filters |= {"number": number, "in_rows": in_rows}
     files = importlib.resources.files(__package__)
     template, style = ((files / name).read_text(encoding="utf-8") for name in ("template.html", "style.css"))
     room = completions.TOKENS // len(runs)
     return environment.from_string(template).render(
-        style=Markup(style), title=_title(runs), version=__version__, written=datetime.datetime.now(datetime.UTC),
+        style=Markup(style), title=_title(runs), version=__version__,
+        written=datetime.datetime.now(datetime.UTC),
         runs=runs, groups=groups, facts=[_facts(run) for run in runs],
         sections=[_section(section, groups) for section in SECTIONS],
         phases=[_phases(g.runs[0], len(runs) > 1) for g in groups if g.runs[0].series("time/step_s")[0]],
         variant_of={run.name: group.name for group in groups for run in group.runs},
-        evaluations=_evaluations(runs), tests=compare.paired_tests(groups, MEASURES), differences=_differences(runs),
-        events=[(run.name, run.verdict, (found := events(run))[:EVENTS], len(found), run.notes) for run in runs],
-        extremes=[(run.name, [(name, row, completions.as_text(row.get("prompt"))) for name, row in run.extremes.items()])
+        evaluations=_evaluations(runs), tests=compare.paired_tests(groups, MEASURES),
+        differences=_differences(runs),
+        events=[(run.name, run.verdict, (found := events(run))[:EVENTS], len(found), run.notes)
+                for run in runs],
+        extremes=[(run.name, [(name, row, completions.as_text(row.get("prompt")))
+                              for name, row in run.extremes.items()])
                   for run in runs],
         completions=[(run.name, completions.prepared(run.samples, room), run.sampled) for run in runs],
         steps=completions.STEPS, everything=[(run.name, _everything(run)) for run in runs],
-    )  # fmt: skip
+    )
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -90,9 +96,10 @@ def _differences(runs: Sequence[Run]) -> list[list[Any]]:
 def _evaluations(runs: Sequence[Run]) -> list[list[str]]:
     """A row for each pass@k of each record of each run's eval.json."""
     return [
-        [run.name, str(e["step"]), f"pass@{k}", number(x["estimate"]), f"{number(x['low'])} to {number(x['high'])}", _asked(e)]
+        [run.name, str(e["step"]), f"pass@{k}", number(x["estimate"]),
+         f"{number(x['low'])} to {number(x['high'])}", _asked(e)]
         for run in runs for e in run.evaluations for k, x in e["pass_at_k"].items()
-    ]  # fmt: skip
+    ]
 
 
 def _asked(record: Mapping[str, Any]) -> str:
@@ -109,7 +116,8 @@ def _facts(run: Run) -> dict[str, str]:
     for metric, what in ((HELD_OUT, "held-out reward"), (REWARD, "training reward")):
         if values := run.series(metric.key)[1]:
             facts[what] = f"{values[0]:.3f} \N{RIGHTWARDS ARROW} {values[-1]:.3f}"
-    medians = ("mismatch/k3", "mismatch k3"), ("correction/ess", "effective sample size"), ("time/step_s", "seconds a step")
+    medians = ("mismatch/k3", "mismatch k3"), ("correction/ess",
+                                               "effective sample size"), ("time/step_s", "seconds a step")
     for key, what in medians:
         if values := run.series(key)[1]:
             facts[f"{what}, median"] = number(statistics.median(values))
@@ -135,14 +143,16 @@ def _section(section: Section, groups: Sequence[compare.Variant]) -> dict[str, A
 
 
 def in_rows(charts: Sequence[Chart], most: int = 3) -> list[Sequence[Chart]]:
-    """Rows of at most `most` charts, as equal as they can be: 4 are 2 and 2, so that no row is left half empty."""
+    """Rows of at most `most` charts, as equal as they can be: 4 are 2 and 2, so that no row is left half
+    empty."""
     count = math.ceil(len(charts) / most)
     ends = [round(i * len(charts) / count) for i in range(count + 1)] if count else []
     return [charts[a:b] for a, b in zip(ends, ends[1:])]
 
 
 def _line(metric: Metric, group: compare.Variant, place: int) -> Line | None:
-    """A variant's mean over its seeds in a band from the least to the largest; of one run its own interval where one is known."""
+    """A variant's mean over its seeds in a band from the least to the largest; of one run its own interval
+    where one is known."""
     found = [dict(zip(*run.series(metric.key))) for run in group.runs]
     steps = sorted({s for f in found for s in f})
     if not steps:
@@ -155,14 +165,17 @@ def _line(metric: Metric, group: compare.Variant, place: int) -> Line | None:
     return Line(group.name, steps, y, low, high, place)
 
 
-def _interval(metric: Metric, run: Run, steps: Sequence[int], y: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+def _interval(metric: Metric, run: Run, steps: Sequence[int],
+              y: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
     """(low, high) of metric.band; empty where the run does not tell what it takes."""
     by_step = {int(r["step"]): r for r in run.records}
-    completions_a_step = run.config.get("rollout.prompts_per_step", 0) * run.config.get("rollout.samples_per_prompt", 0)
+    completions_a_step = run.config.get("rollout.prompts_per_step",
+                                        0) * run.config.get("rollout.samples_per_prompt", 0)
     if metric is HELD_OUT and all(0 <= v <= 1 and "eval/problems" in by_step[s] for s, v in zip(steps, y)):
         bounds = [wilson(v, by_step[s]["eval/problems"]) for s, v in zip(steps, y)]
     elif metric is REWARD and completions_a_step:
-        errors = [1.96 * float(by_step[s].get("reward/std", 0.0)) / math.sqrt(completions_a_step) for s in steps]
+        errors = [1.96 * float(by_step[s].get("reward/std", 0.0)) / math.sqrt(completions_a_step)
+                  for s in steps]
         bounds = [(v - e, v + e) for v, e in zip(y, errors)]
     else:
         return (), ()
@@ -170,8 +183,8 @@ def _interval(metric: Metric, run: Run, steps: Sequence[int], y: Sequence[float]
 
 
 def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval of Wilson (1927) for a share of n. Of a mean of numbers within [0, 1] it is too wide rather than too narrow:
-    nothing there varies more than zeros and ones."""
+    """The interval of Wilson (1927) for a share of n. Of a mean of numbers within [0, 1] it is too wide
+    rather than too narrow: nothing there varies more than zeros and ones."""
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return middle - half, middle + half
@@ -179,11 +192,14 @@ def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 def _chart(metric: Metric, lines: Sequence[Line], seeded: set[str]) -> Chart:
     """`seeded`: the names of lines that are of several seeds."""
-    bands = [metric.band] * any(line.low for line in lines if line.name not in seeded) + ["the range of the seeds"] * bool(seeded)
+    bands = [metric.band] * any(line.low for line in lines
+                                if line.name not in seeded) + ["the range of the seeds"] * bool(seeded)
     note = f"{metric.words} Band: {'; of several runs '.join(bands)}." if bands else metric.words
     legend = [(swatch(line.place), line.name) for line in lines] if len(lines) > 1 else []
-    table = _table([line.name or metric.title for line in lines], [dict(zip(line.x, line.y)) for line in lines])
-    return Chart(metric.title, note, line_chart(metric.title, lines, metric.log, metric.unit, metric.bounds), legend, *table)
+    table = _table([line.name or metric.title for line in lines],
+                   [dict(zip(line.x, line.y)) for line in lines])
+    return Chart(metric.title, note, line_chart(metric.title, lines, metric.log, metric.unit, metric.bounds),
+                 legend, *table)
 
 
 def _phases(run: Run, named: bool) -> Chart:
@@ -191,12 +207,15 @@ def _phases(run: Run, named: bool) -> Chart:
     title = "Seconds a step by phase" + (f", {run.name}" if named else "")
     steps, whole = run.series("time/step_s")
     found = {p: dict(zip(*run.series(f"time/{p}_s"))) for p in phases_of(run.records)}
-    found["other"] = {s: max(0.0, t - sum(f.get(s, 0.0) for f in found.values())) for s, t in zip(steps, whole)}
-    lines = [Line(p, steps, [f.get(s, 0.0) for s in steps], place=i) for i, (p, f) in enumerate(found.items())]
+    found["other"] = {s: max(0.0, t - sum(f.get(s, 0.0) for f in found.values()))
+                      for s, t in zip(steps, whole)}
+    lines = [Line(p, steps, [f.get(s, 0.0) for s in steps], place=i)
+             for i, (p, f) in enumerate(found.items())]
     note = f"Together {number(sum(whole))} s in {len(steps)} steps. "
     if max(whole) > 3 * statistics.median(whole):
         note += f"The longest, step {steps[whole.index(max(whole))]} with {number(max(whole))} s, is cut off at the top."
-    legend = [(swatch(line.place, area=True), f"{line.name} {sum(line.y) / max(sum(whole), 1e-9):.0%}") for line in lines]
+    legend = [(swatch(line.place, area=True), f"{line.name} {sum(line.y) / max(sum(whole), 1e-9):.0%}")
+              for line in lines]
     head, rows = _table([line.name for line in lines], [dict(zip(line.x, line.y)) for line in lines])
     return Chart(title, note, stacked_chart(title, lines, "seconds"), legend, head, rows)
 

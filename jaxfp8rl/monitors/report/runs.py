@@ -1,4 +1,5 @@
-"""A run directory, read whole: metrics, config, kept completions, notes. Nothing of the learner is imported."""
+"""A run directory, read whole: metrics, config, kept completions, notes. Nothing of the learner is
+imported."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from jaxfp8rl.monitors.evaluations import read_evaluations
 from jaxfp8rl.monitors.extremes import extremes
 from jaxfp8rl.monitors.health import Verdict, verdict
 from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.monitors.report.completions import pick
 from jaxfp8rl.monitors.notes import ABOUT, read_starts
+from jaxfp8rl.monitors.report.completions import pick
 from jaxfp8rl.monitors.summary import series
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`records`: metrics.jsonl; `samples`: some rows of samples.jsonl, of `sampled`; `config`: dotted key -> value; `notes`:
-    lines of notes.txt; `evaluations`: the records of eval.json, of `jaxfp8rl eval`, oldest first; `extremes`: the best and the
-    worst completion that were kept; `starts`: those in run.json."""
+    """`records`: metrics.jsonl; `samples`: some rows of samples.jsonl, of `sampled`; `config`: dotted key ->
+    value; `notes`: lines of notes.txt; `evaluations`: the records of eval.json, of `jaxfp8rl eval`, oldest
+    first; `extremes`: the best and the worst completion that were kept; `starts`: those in run.json."""
 
     name: str
     records: Sequence[dict[str, Any]]
@@ -46,13 +47,17 @@ class Run:
 
     @property
     def about(self) -> dict[str, str]:
-        """Model, task, recipe, engine, hardware, commit, command: as the last start was made, or as far as the config tells."""
-        keys = {"model": "model.path", "task": "task.kind", "recipe": "precision.recipe", "engine": "rollout.engine"}
-        made = {name: self.config.get(key) for name, key in keys.items()} | dict(self.starts[-1] if self.starts else {})
+        """Model, task, recipe, engine, hardware, commit, command: as the last start was made, or as far as
+        the config tells."""
+        keys = {"model": "model.path", "task": "task.kind", "recipe": "precision.recipe",
+                "engine": "rollout.engine"}
+        made = {name: self.config.get(key)
+                for name, key in keys.items()} | dict(self.starts[-1] if self.starts else {})
         if isinstance(versions := made.get("versions"), Mapping):
             made["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
         if len(self.starts) > 1:
-            made["date"] = f"{self.starts[0].get('date')}, resumed {len(self.starts) - 1} time(s), last {made.get('date')}"
+            made[
+                "date"] = f"{self.starts[0].get('date')}, resumed {len(self.starts) - 1} time(s), last {made.get('date')}"
         return {name: str(value) for name, value in made.items() if value}
 
     @property
@@ -74,7 +79,8 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
 def _load(path: Path, name: str) -> Run:
     records = _read(read_metrics, path / "metrics.jsonl", [])
     if not records:
-        raise UserError(f"{path / 'metrics.jsonl'}: no metrics to report", "give the directory of a run that took a step")
+        raise UserError(f"{path / 'metrics.jsonl'}: no metrics to report",
+                        "give the directory of a run that took a step")
     samples, sampled = _read(pick, path / "samples.jsonl", ([], 0))
     config = _read(lambda p: tomllib.loads(p.read_text(encoding="utf-8")), path / "config.toml", {})
     notes = _read(lambda p: p.read_text(encoding="utf-8").splitlines(), path / "notes.txt", [])
@@ -103,15 +109,21 @@ def _flat(table: Mapping[str, Any], prefix: str = ""):
 
 
 def events(run: Run) -> list[tuple[int, str]]:
-    """(step, what happened) of every step that was not as it should be; each kind's words tell what was done about it."""
-    return [(int(r["step"]), text(r[key])) for r in run.records for key, wrong, text in _WRONG if key in r and wrong(r[key])]
+    """(step, what happened) of every step that was not as it should be; each kind's words tell what was done
+    about it."""
+    return [(int(r["step"]), text(r[key])) for r in run.records for key, wrong, text in _WRONG if key in r
+            and wrong(r[key])]
 
 
 _WRONG = (
-    ("update/applied", lambda x: x < 1, lambda _: "an update was not applied; the note of that step says why"),
+    ("update/applied", lambda x: x < 1,
+     lambda _: "an update was not applied; the note of that step says why"),
     ("engine/healthy", lambda x: x < 1, lambda _: "the engine reported that it is not healthy"),
-    ("rollout/groups_rejected", lambda x: x > 0, lambda x: f"{x:.0f} groups of completions could not be learned from"),
-    ("reward/undefined", lambda x: x > 0, lambda x: f"{x:.0f} completions have no score: the scorer failed or overran"),
-    ("eval/undefined", lambda x: x > 0, lambda x: f"{x:.0f} held-out problems have no score, and count as failed"),
+    ("rollout/groups_rejected", lambda x: x > 0,
+     lambda x: f"{x:.0f} groups of completions could not be learned from"),
+    ("reward/undefined", lambda x: x > 0,
+     lambda x: f"{x:.0f} completions have no score: the scorer failed or overran"),
+    ("eval/undefined", lambda x: x > 0,
+     lambda x: f"{x:.0f} held-out problems have no score, and count as failed"),
     ("loss", lambda x: not math.isfinite(x), lambda x: f"the loss was {x}"),
 )
