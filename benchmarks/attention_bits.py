@@ -80,7 +80,7 @@ def compare(case: Case) -> list[dict]:
     error = lambda x: float(np.linalg.norm(x - exact) / np.linalg.norm(exact))
     return [
         row(str(case), "outputs unlike FlashAttention 3's", "share", unlike(ours), unlike(xla), "XLA",
-            smaller_is_better=True),
+        smaller_is_better=True),
         row(str(case), "error to float64", "of norm", error(ours), error(engine), "FlashAttention 3",
             smaller_is_better=True),
     ]

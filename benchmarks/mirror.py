@@ -82,7 +82,7 @@ def run_all(args) -> None:
         found = dict(zip(cases, pool.map(one, enumerate(cases.values()))))
     rows = [
         row(f"{case}: {name}", key, "over response tokens", value, result["gaps"]["mirrored"][key],
-            "mirrored in full", True)
+        "mirrored in full", True)
         for case, result in found.items() if result
         for name, values in result["gaps"].items() for key, value in values.items()
     ]

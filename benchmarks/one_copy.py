@@ -90,7 +90,7 @@ def equal(a: dict, b: dict) -> dict[str, str]:
     """Of each kind of number, how many arrays of how many."""
     return {
         what: f"{sum(x == y for x, y in zip(a['digests'][what], b['digests'][what]))} of {len(b['digests'][what])}"
-            for what in a["digests"]}
+        for what in a["digests"]}
 
 
 def two_updates(one_copy: bool, options: list[str]) -> dict:

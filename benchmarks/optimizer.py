@@ -269,7 +269,7 @@ def learning(steps: int, seeds: int) -> Iterator[tuple[list[dict], dict[str, lis
         case = f"{label}: {steps} steps of the warm start"
         rows = [
             row(case, f"loss, mean of {seeds} seeds", "nats", float(ends.mean()), float(wanted.mean()),
-                "float32", True),
+            "float32", True),
             row(case, "largest difference of a seed", "nats", float(np.abs(ends - wanted).max()),
                 float(np.ptp(wanted)), "range of float32's seeds", True),
         ]

@@ -227,14 +227,14 @@ class VllmEngine:
         if len(r.prompt_token_ids) + r.sampling.max_tokens > room:
             raise ValueError(
                 f"request {r.request_id!r}: {len(r.prompt_token_ids)} prompt tokens and max_tokens "
-                             f"{r.sampling.max_tokens} exceed max_model_len {room}")
+                f"{r.sampling.max_tokens} exceed max_model_len {room}")
         if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < vocabulary:
             raise ValueError(
                 f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {vocabulary}")
         if not (r.sampling.temperature == 0 or COOLEST <= r.sampling.temperature <= HOTTEST):
             raise ValueError(
                 f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to {HOTTEST}, "
-                             f"not {r.sampling.temperature}")
+                f"not {r.sampling.temperature}")
 
     def _likeliest(self, s: SamplingParams) -> int:
         """Tokens whose log-probabilities tell the support of a draw: to all others the filters leave -inf."""

@@ -34,7 +34,7 @@ def prepare(fp8_kernel: str = "native") -> None:
     if (found := os.environ.setdefault("VLLM_USE_DEEP_GEMM", wanted)) != wanted:
         raise BridgeError(
             f"fp8_kernel={fp8_kernel!r} beside VLLM_USE_DEEP_GEMM={found}, which vLLM reads once a process",
-                          "unset it, or use a process for each")
+            "unset it, or use a process for each")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":

@@ -132,7 +132,7 @@ def _check_complete(model: Any, rows: list[LiveRows]) -> None:
         if parameter.dim() and filled[parameter.data_ptr()] != count:
             raise BridgeError(
                 f"{name} cannot be written in place: {filled[parameter.data_ptr()]} of its {count} "
-                              "rows are a checkpoint's", WAY_OUT)
+                "rows are a checkpoint's", WAY_OUT)
     if deriving := sorted({type(m).__name__ for m in model.modules()} & DERIVING):
         raise BridgeError(
             f"the model cannot be written in place: {deriving[0]} computes other tensors from its weights",

@@ -188,8 +188,8 @@ class EngineServer:
         if said["kind"] not in known:
             raise BridgeError(
                 f"this engine's {type(self._transport).__name__} takes weights over {' or '.join(known)}, not over "
-                              f"{said['kind']}",
-                              "choose another link; those between GPUs want --transport in_place")
+                f"{said['kind']}",
+                "choose another link; those between GPUs want --transport in_place")
         self._link = None  # before the memory of another is taken
         self._link = accept(said, self._folder)
 

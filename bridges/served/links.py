@@ -247,7 +247,7 @@ def accept(said: dict[str, Any], folder: Path) -> Link:
     if not (folder / f"{name}.mail").exists():
         raise BridgeError(
             f"{folder}, the folder of the engine's server, is not the one that the learner uses",
-                          "name it as the learner sees it: RemoteDirect(kind, folder=...)")
+            "name it as the learner sees it: RemoteDirect(kind, folder=...)")
     mailbox, path = Mailbox(folder / f"{name}.mail", int(said["tensors"])), folder / f"{name}.data"
     if kind == "shared_memory":
         return Link(_mapped(path, slot_bytes), mailbox)

@@ -100,7 +100,7 @@ class RemoteEngine:
             passed = time.monotonic() - start
             raise EngineUnhealthy(
                 f"{method}: no answer from the engine at {host}:{port} after {passed:.1f} of {seconds:.1f} s "
-                                  f"({type(e).__name__}: {e})", START_OVER) from e
+                f"({type(e).__name__}: {e})", START_OVER) from e
         finally:
             connection.close()
         if "error" in answer:

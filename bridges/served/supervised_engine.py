@@ -106,7 +106,7 @@ class SupervisedEngine:
             if self.restarts == self._budget:
                 raise EngineUnhealthy(
                     f"{said}; the engine has been started anew {self.restarts} times, which is all it may be",
-                                      "see its standard error; continue with --resume") from error
+                    "see its standard error; continue with --resume") from error
             self.restarts += 1
             log.warning("the engine is started anew, %d of %d times: %s", self.restarts, self._budget, said)
             self._end()

@@ -136,7 +136,7 @@ def _check_room(folder: Path, metas: Sequence[ParamMeta]) -> None:
     if need > free:
         raise BridgeError(
             f"{folder.parent} has {free / 2**30:.2f} GiB left, the weights are {need / 2**30:.2f} GiB",
-                          "make room, or use another disk")
+            "make room, or use another disk")
 
 
 def _write_shards(

@@ -278,7 +278,7 @@ class VllmInplace:
         if moved := [r.meta.name for r in self._whole if r.moved()]:
             raise BridgeError(
                 f"{moved[0]} has moved since the transport was opened: CUDA graphs read where it was",
-                              "open the transport on a new engine")
+                "open the transport on a new engine")
 
     def _opened(self) -> VllmEngine:
         if self._engine is None:

@@ -64,7 +64,7 @@ def check_base_model(cfg: Config, run: str | Path) -> None:
     if differ := [f"{name}: {was[name]!r} -> {now[name]!r}" for name in names]:
         raise CheckpointError(
             f"model.path: {cfg.model.path} is another model than the run began with: {'; '.join(differ)}",
-                              f"name the folder that is the same one; {known} has its config.json")
+            f"name the folder that is the same one; {known} has its config.json")
 
 
 def _folders(cfg: Config) -> dict[str, Path]:

@@ -92,6 +92,6 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
                                   "try again, or set run.keep_checkpoints higher") from e
         raise CheckpointError(
             f"{folder} cannot be read as the run's config.toml says: {unlike(folder, {'params': like}, e)}",
-                              "restore the run's own config.toml") from e
+            "restore the run's own config.toml") from e
     numbers = lambda p: decode(p) if is_scaled(p) else p
     return jax.tree.map(numbers, saved["state"]["params"], is_leaf=is_scaled), saved["loop"]

@@ -83,7 +83,7 @@ def _check_same(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[str, 
     for what in (what for what, digest in contents.items() if loop["contents"][what] != digest):
         raise CheckpointError(
             f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
-                              "restore the task's files and the tokenizer, or begin another run (--fork)")
+            "restore the task's files and the tokenizer, or begin another run (--fork)")
 
 
 def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
@@ -186,7 +186,7 @@ def rate_notes(before: Config, now: Config, update: int) -> Iterator[str]:
         longer = make_schedule(now.optim.model_copy(update={"total_steps": now.updates}), now.updates)
         yield (
             f"the learning rate has fallen as far as it does, by update {now.optim.total_steps} (optim.total_steps): it stays "
-               f"{rate:.3g}. With --optim.total_steps {now.updates} it would be {longer(update):.3g} now, and fall from there")
+            f"{rate:.3g}. With --optim.total_steps {now.updates} it would be {longer(update):.3g} now, and fall from there")
 
 
 def _like(parts: Parts) -> TrainState:

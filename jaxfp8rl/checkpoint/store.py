@@ -113,7 +113,7 @@ class Checkpoints:
         if (wrote := saved["loop"].get("format")) != FORMAT:
             raise CheckpointError(
                 f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
-                                  "go on with the version that wrote it, or begin another run from what it exports")
+                "go on with the version that wrote it, or begin another run from what it exports")
         return jax.tree.map(_typed, saved["state"]), saved["loop"]
 
     def loop_state(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def benchmarks() -> dict[str, Benchmark]:
     if not (FOLDER / "common.py").exists():
         raise UserError(
             f"no benchmarks at {FOLDER}: they are in the repository, not in the installed package",
-                        "clone the repository and run `pip install -e .` there")
+            "clone the repository and run `pip install -e .` there")
     return {found.name: found for path in sorted(FOLDER.glob("*.py")) if (found := _read(path))}
 
 

@@ -51,7 +51,7 @@ def settings() -> list[Setting]:
     """All of them, in the order of the file."""
     return [
         Setting(section, key, _kind(field), _default(field), field.description or "",
-                _choices(field.annotation))
+            _choices(field.annotation))
         for section, model in SECTIONS.items() for key, field in model.model_fields.items()
     ]
 

@@ -37,7 +37,7 @@ def check(cfg: Config) -> None:
     if bool(cfg.model.path) == bool(cfg.model.config):
         raise ConfigError(
             "model: give either `path` (an HF folder) or `config` (a table), not both or neither",
-                          "--model.path FOLDER, and where the file has a [model.config] also --model.config '{}'")
+            "--model.path FOLDER, and where the file has a [model.config] also --model.config '{}'")
     if not (cfg.model.tokenizer or cfg.model.path):
         raise ConfigError("model.tokenizer: a model from scratch needs one",
                           'an HF folder, or "chars:0123456789+="')
@@ -86,7 +86,7 @@ def _check_task(cfg: Config) -> None:
                             or len(set(task.think_tags)) != 2):
         raise ConfigError(
             f"task.think_tags = {list(task.think_tags)}: what opens a block of thoughts, and what closes it",
-                          'for example ["<think>", "</think>"]; [] where there are none')
+            'for example ["<think>", "</think>"]; [] where there are none')
 
 
 def _check_float_types(cfg: Config, recipe: Recipe) -> None:
@@ -114,7 +114,7 @@ def _check_schedules(cfg: Config) -> None:
         if optim.warmup_steps >= end:
             raise ConfigError(
                 f"optim.warmup_steps = {optim.warmup_steps}: {what}, none of them after the warm-up",
-                              f"set optim.warmup_steps to {end - 1} at most")
+                f"set optim.warmup_steps to {end - 1} at most")
     if optim.schedule == "constant":
         _refuse_given(cfg, "optim", ("total_steps", "min_lr_ratio"), 'optim.schedule = "constant"',
                       'optim.schedule = "cosine"')
@@ -255,13 +255,13 @@ def _check_server(cfg: Config) -> None:
     elif r.server_url and (given := [n for n in SERVER_SETTINGS if getattr(r, n) != default[n]]):
         raise ConfigError(
             f"rollout.{given[0]}: the server at {r.server_url} runs already, with settings of its own",
-                          "leave it out, and give it to the server when that is started")
+            "leave it out, and give it to the server when that is started")
     elif r.link == "nccl" and not (r.server_gpus or r.server_url):
         raise ConfigError('rollout.link = "nccl" is between two GPUs', "set rollout.server_gpus = [1], say")
     elif len(r.server_gpus) % r.engines:
         raise ConfigError(
             f"rollout.engines = {r.engines} does not divide the {len(r.server_gpus)} rollout.server_gpus",
-                          "give each the same number of GPUs")
+            "give each the same number of GPUs")
     elif r.link in ("cuda_ipc", "nccl") and r.publish == "reload":
         raise ConfigError(f'rollout.link = "{r.link}" is written in place, rollout.publish = "reload" is not',
                           'leave rollout.publish out, or set rollout.link = "file"')
@@ -272,7 +272,7 @@ def _check_temperature(cfg: Config) -> None:
     if cfg.rollout.engine != "jax" and not low <= cfg.rollout.temperature <= high:
         raise ConfigError(
             f"rollout.temperature = {cfg.rollout.temperature:g}: vLLM samples at {low:g} to {high:g}",
-                          'set one of these, or rollout.engine = "jax"')
+            'set one of these, or rollout.engine = "jax"')
 
 
 def _check_idle(cfg: Config, recipe: Recipe) -> None:
@@ -390,7 +390,7 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
     if loss.advantage == "pass_at_k" and loss.overlong_buffer:
         raise ConfigError(
             'loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
-                          "set it to 0, or choose another advantage")
+            "set it to 0, or choose another advantage")
     if is_uncorrected(cfg) and not cfg.correction.allow_uncorrected_fp8:
         raise ConfigError(
             f'precision.recipe "{recipe.name}" samples in FP8 with correction.preset = "{name}", which does nothing: runs '

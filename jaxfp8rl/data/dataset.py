@@ -53,7 +53,7 @@ def demonstrable[Item](items: Sequence[Item], name: str) -> list[Item]:
     if items and not found:
         raise ConfigError(
             f'sft.steps: no problem of "{name}" has a reference answer, which a warm start would imitate',
-                          "set sft.steps = 0, or choose another task for the warm start")
+            "set sft.steps = 0, or choose another task for the warm start")
     return found
 
 
@@ -106,7 +106,7 @@ class PromptStream[Item]:
         if epoch < 0 or not 0 <= position <= len(items):
             raise CheckpointError(
                 f"the data state of the checkpoint is damaged: epoch {epoch}, position {position} "
-                                  f"of {len(items)}", "resume from an older one")
+                f"of {len(items)}", "resume from an older one")
         stream._seek(epoch, position)
         return stream
 

@@ -82,7 +82,7 @@ class Rows:
         if self.repeats:
             found.append(
                 f"dropped {self.repeats:,} of {self.total:,} rows that repeat a prompt and its answer "
-                         'of before (task.options.repeats = "keep" keeps them)')
+                'of before (task.options.repeats = "keep" keeps them)')
         if self.replies:
             found.append(f"cut the assistant's reply off {self.replies:,} of {len(self.rows):,} prompts")
         for column, n in self.left_out.items():

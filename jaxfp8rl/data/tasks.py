@@ -144,7 +144,7 @@ class ArithmeticTask:
         if (possible := (self.max_operand + 1) ** self.operands * len(self.operations)) > 10**7:
             raise ConfigError(
                 f"task.options: max_operand and operands give {possible:,} problems, more than 10 million",
-                              "lower one of them")
+                "lower one of them")
 
     def problems(self) -> Sequence[Problem]:
         return self._split[0]
@@ -279,7 +279,7 @@ class ReasoningGymTask(_ReferenceDemonstrations):
         if self.held_out_size and not held_out:
             raise ConfigError(
                 f'generator "{self.name}" repeats itself: every held-out question also occurs in training',
-                              "make task.options.size smaller, or the options of the generator wider")
+                "make task.options.size smaller, or the options of the generator wider")
         return train, held_out
 
     def _problem(self, index: int) -> Problem:
@@ -493,7 +493,7 @@ def make_task(task: Any, **options: Any) -> Task:
     for key in options.keys() - fields.keys():
         raise ConfigError(
             f'{_full(key)}: a task of kind "{task}" has no option "{key}"{nearest(key, fields)}',
-                          "docs/tasks.md lists them")
+            "docs/tasks.md lists them")
     for key, field in fields.items():
         if field.default is field.default_factory is dataclasses.MISSING and not options.get(key):
             raise ConfigError(f'task.{key}: a task of kind "{task}" needs it')

@@ -209,8 +209,8 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ModelError(
             f"the tokenizer's largest id is {tokenizer.vocab_size - 1}, the model's vocabulary has "
-                         f"{vocab_size} entries",
-                         "use the tokenizer that came with the model, or raise vocab_size")
+            f"{vocab_size} entries",
+            "use the tokenizer that came with the model, or raise vocab_size")
 
 
 def _char_tokenizer(chars: str) -> Tokenizer:
@@ -261,7 +261,7 @@ def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tupl
     if not ids:
         raise ModelError(
             f"{folder}: no end-of-sequence token in generation_config.json, tokenizer_config.json or "
-                         "config.json", 'set "eos_token" in tokenizer_config.json')
+            "config.json", 'set "eos_token" in tokenizer_config.json')
     return tuple(dict.fromkeys(ids))
 
 

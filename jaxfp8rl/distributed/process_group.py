@@ -220,7 +220,7 @@ def _connected(count: int) -> ProcessGroup:
         except jax.errors.JaxRuntimeError as e:
             raise ConfigError(
                 f"train.processes = {count}: not all of them have come: {str(e).splitlines()[0]}",
-                              "start so many, all with the address of the first") from e
+                "start so many, all with the address of the first") from e
     if global_state.num_processes != count:
         raise ConfigError(f"train.processes = {count}, and {global_state.num_processes} were started",
                           "give the number of both")

@@ -349,7 +349,7 @@ def kl_penalty(
     if not weight_cap >= 1:
         raise ConfigError(
             f"kl_weight_cap = {weight_cap} would shrink the KL of tokens from the policy itself",
-                          f"choose at least 1; the default is {KL_WEIGHT_CAP:g}")
+            f"choose at least 1; the default is {KL_WEIGHT_CAP:g}")
     sg, now = jax.lax.stop_gradient, jnp.where(mask, jnp.asarray(logp, jnp.float32), 0.0)
     d = jnp.where(mask, now - sg(jnp.asarray(ref_logp, jnp.float32)), 0.0)
     value = _with_gradient(kind, d, now)

@@ -60,7 +60,7 @@ def _check_products(choice: str, compute_dtype: str) -> None:
     if choice == "pallas" and compute_dtype == "float16":
         raise ConfigError(
             'precision.products = "pallas" has no results in precision.compute_dtype = "float16"',
-                          'set precision.products = "auto"')
+            'set precision.products = "auto"')
 
 
 def _refuse_attention(choice: str, problem: str) -> None:

@@ -51,7 +51,7 @@ def check_moe(cfg: Config, model: ModelConfig) -> None:
     if cfg.moe.replay != "none" and cfg.rollout.kv_scales == "calibrated":
         raise ConfigError(
             f'moe.replay = "{cfg.moe.replay}" and rollout.kv_scales = "calibrated" each make the scoring pass',
-                          'rollout.kv_scales = "one"')
+            'rollout.kv_scales = "one"')
     if cfg.moe.freeze_router and cfg.optim.weight_decay:
         raise ConfigError("moe.freeze_router leaves routers to optim.weight_decay alone",
                           "optim.weight_decay = 0")
@@ -62,7 +62,7 @@ def check_engine(cfg: Config, capabilities: Capabilities) -> None:
     if cfg.moe.replay == "R3" and not capabilities.routed_experts:
         raise ConfigError(
             f'moe.replay = "R3" and engine {capabilities.engine} {capabilities.engine_version} returns no routes',
-                          'moe.replay = "R2", or an engine that returns routed experts')
+            'moe.replay = "R2", or an engine that returns routed experts')
 
 
 def route_problem(model: ModelConfig, request: GenRequest, completion: Completion) -> str | None:

@@ -124,14 +124,14 @@ class RewardRunner:
         if errors := collections.Counter(s.why for s in scores if s.why.startswith(kinds)):
             log.warning(
                 "the scorer failed at %d of %d completions, whose scores are undefined; most often: %.200r",
-                        errors.total(), len(scores), errors.most_common(1)[0][0])
+                errors.total(), len(scores), errors.most_common(1)[0][0])
         malformed = [s.why for s in scores if s.why.startswith("malformed")]
         if malformed and not self._said_malformed:
             self._said_malformed = True
             log.warning(
                 "the scorer broke on %d of %d completions, which score 0, for it takes the reference answer; the first: "
-                        "%.200r; from now on they are only counted", len(malformed), len(scores),
-                        malformed[0])
+                "%.200r; from now on they are only counted", len(malformed), len(scores),
+                malformed[0])
 
     def _start(self) -> _Child:
         return _Child(as_json(self._task), self._timeout_s)
@@ -273,7 +273,7 @@ class _Child:
 # TOKENIZERS.
 _SECRET = re.compile(
     r"PASSW|PASSPHRASE|SECRET|CREDENTIAL|(TOKEN|KEY|PASS|CRED)S?(?![A-Z])|(_PWD|(?<![A-Z])PAT)(?![A-Z])",
-                     re.IGNORECASE)
+    re.IGNORECASE)
 
 
 def _child_environment() -> dict[str, str]:

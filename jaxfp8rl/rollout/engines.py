@@ -62,7 +62,7 @@ def check_engine_settings(cfg: Config) -> None:
     if r.engine == "jax" and r.publish != "auto":
         raise ConfigError(
             f'rollout.publish = "{r.publish}" is a way into vLLM, rollout.engine "jax" has but one',
-                          "leave rollout.publish out")
+            "leave rollout.publish out")
     if r.server_token_file:
         _token(r.server_token_file)
 

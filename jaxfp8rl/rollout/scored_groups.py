@@ -204,10 +204,10 @@ def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list
     shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
     return [
         [
-            Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts,
-                   support=support_of(c))
-            for c, a, reward in zip(g.completions, group, g.rewards)
-            if not (np.isnan(reward) or (loss.mask_cut and c.finish_reason == "length"))
+        Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts,
+               support=support_of(c))
+        for c, a, reward in zip(g.completions, group, g.rewards)
+        if not (np.isnan(reward) or (loss.mask_cut and c.finish_reason == "length"))
         ]
         for g, group in zip(groups, advantages(shaped, loss.advantage, loss.pass_at_k))
     ]

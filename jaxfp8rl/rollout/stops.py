@@ -76,7 +76,7 @@ def _token_id(tokenizer: Tokenizer, token: int | str) -> int:
     if not 0 <= found < tokenizer.vocab_size:
         raise ConfigError(
             f"rollout.stop_token_ids: there is no token {found}, the tokenizer has 0 to {tokenizer.vocab_size - 1}",
-                          'give an id, or the token as it is written: ["<|im_end|>"]')
+            'give an id, or the token as it is written: ["<|im_end|>"]')
     return found
 
 
@@ -95,7 +95,7 @@ def _turn_end(tokenizer: Tokenizer) -> tuple[int | None, str]:
     end = tokenizer.added_tokens()[token]
     note = (
         f"the chat template ends a turn with {token!r} ({end}), which the tokenizer's eos ({eos}) does not name: "
-            "completions stop there, too")
+        "completions stop there, too")
     return end, "" if end in tokenizer.eos_token_ids else note
 
 

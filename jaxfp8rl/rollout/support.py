@@ -50,7 +50,7 @@ def note(r: Rollout, vocab_size: int) -> str | None:
     cut = "" if r.top_k or vocab_size <= WHOLE else f" (the {LIKELIEST} likeliest at most: rollout.top_k sets another bound)"
     return (
         f"{' and '.join(given)}: engine and learner normalise over the tokens that each was drawn among{cut}; "
-            "log-probabilities are computed by XLA, not by the kernel")
+        "log-probabilities are computed by XLA, not by the kernel")
 
 
 def check_engine(cfg: Config, capabilities: Capabilities) -> None:

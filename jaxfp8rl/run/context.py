@@ -189,7 +189,7 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     if cfg.run.samples_top_k > model.vocab_size:
         raise ConfigError(
             f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} words",
-                          "the likeliest few of them say what there is to see")
+            "the likeliest few of them say what there is to see")
     runs = engine_runs(cfg, model)
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)
     check_kernels(cfg.precision.products, cfg.precision.attention, cfg.precision.compute_dtype, model)
@@ -269,7 +269,7 @@ def check_same(group: ProcessGroup, digests: dict[str, str]) -> None:
         for what in (what for what, digest in theirs.items() if digests[what] != digest):
             raise DataError(
                 f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
-                            "give all the same files and the same tokenizer")
+                "give all the same files and the same tokenizer")
 
     group.together(compare)
 

@@ -91,7 +91,7 @@ def _without_model(cfg: Config, task: Task) -> str:
     path = Path(cfg.model.path)
     print(
         f"{path} is not there yet, and a run needs it: its weights, its tokenizer and the length of prompts are not checked\n"
-          f"  next step: {how_to_get(path)}")
+        f"  next step: {how_to_get(path)}")
     train, held_out = task.problems(), task.held_out()
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(

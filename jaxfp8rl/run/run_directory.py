@@ -122,7 +122,7 @@ def check_run_directory(cfg: Config, resume: bool) -> None:
     if newest > cfg.run.steps:
         raise ConfigError(
             f"run.steps = {cfg.run.steps}: the newest checkpoint of {folder} is of step {newest}",
-                          "set run.steps no lower; --fork RUN@STEP --run.dir NEW begins another run before it")
+            "set run.steps no lower; --fork RUN@STEP --run.dir NEW begins another run before it")
 
 
 def _size(path: Path) -> int:
@@ -192,7 +192,7 @@ class RunDirectory:
                 raise
             raise CheckpointError(
                 f"run.dir: what step {record['step']} came to could not be written: {e.strerror}",
-                                  "make room in run.dir, then --resume") from e
+                "make room in run.dir, then --resume") from e
 
     def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
         """While entered, if `wanted`, host and device are traced to `profile/`."""

@@ -53,7 +53,7 @@ class Watchdog:
         said = f'the phase "{phase}" has not ended within {passed:.0f} s (run.watchdog_s = {self._seconds:g})'
         print(
             f"jaxfp8rl: {said}\n  next step: see where it stood in {self._path}; --resume goes on from what is saved, "
-              "with a longer run.watchdog_s if it was slow and did not hang", file=sys.stderr, flush=True)
+            "with a longer run.watchdog_s if it was slow and did not hang", file=sys.stderr, flush=True)
         try:
             with self._path.open("w") as file:
                 print(said, file=file, flush=True)

@@ -149,7 +149,7 @@ def lost(steps: int, done: int | None = None) -> str:
     what = "what it had learned is" if done is None else f"{done} of its {steps} updates are"
     return (
         f"nothing is saved: a warm start cannot be resumed, and {what} lost. The same command begins it anew; one made by "
-            "`jaxfp8rl sft` is kept, for model.path of as many runs as you like")
+        "`jaxfp8rl sft` is kept, for model.path of as many runs as you like")
 
 
 def optim_of(cfg: Config) -> Optim:

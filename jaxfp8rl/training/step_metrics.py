@@ -17,9 +17,9 @@ OF_AN_UPDATE = {"loss", "grad_norm", "update/applied", "update/overflow", "corre
                 "correction/batch_norm_factor"}
 OF_SEQUENCES = {
     f"mismatch/{name}" for name in ("learner_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff_mean",
-                                    "log_ppl_diff_abs_mean",
-                                    "log_ppl_diff_max", "log_ppl_diff_min", "chi2_seq",
-                                    "seq_mult_prob_error_max")
+                        "log_ppl_diff_abs_mean",
+                        "log_ppl_diff_max", "log_ppl_diff_min", "chi2_seq",
+                        "seq_mult_prob_error_max")
 }
 LARGEST = {"mismatch/max_logp_diff", "correction/sequence_weight_max_deviation"}  # and *_max
 

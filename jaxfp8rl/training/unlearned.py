@@ -67,7 +67,7 @@ def _without_reward(sampled: Rollouts, cfg: Config) -> str:
         return f"{broken} completions broke the scorer, which gives them 0 (reward/malformed): score one by hand (docs/tasks.md)"
     return (
         "if the completion is right, look at the extraction and the scorer (docs/tasks.md); if it is not, take easier "
-            "problems, or a warm start (sft.steps)")
+        "problems, or a warm start (sft.steps)")
 
 
 def _left_out(sampled: Rollouts, cfg: Config) -> Cause | None:

@@ -41,7 +41,7 @@ def find(name: str, folder: str = "") -> Callable[[Any, str], Any]:
         if function not in _HANDED_OVER:
             raise ConfigError(
                 f'task.scorer: "{name}" is a function that a Python program handed over, and this one has not',
-                              "jaxfp8rl.train(RUN, resume=True, reward=FUNCTION); docs/tasks.md shows it")
+                "jaxfp8rl.train(RUN, resume=True, reward=FUNCTION); docs/tasks.md shows it")
         return _HANDED_OVER[function]
     found = _module(name, module, folder)
     if not hasattr(found, function):
@@ -86,7 +86,7 @@ def _module(name: str, module: str, folder: str) -> ModuleType:
         at = traceback.extract_tb(e.__traceback__)[-1]
         raise ConfigError(
             f'task.scorer: cannot load "{name}": {type(e).__name__}: {e} ({at.filename}:{at.lineno})',
-                          "import it by hand in a fresh Python") from e
+            "import it by hand in a fresh Python") from e
 
 
 def _file(name: str, path: str, folder: str) -> Path:

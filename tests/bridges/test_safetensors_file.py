@@ -50,9 +50,9 @@ def test_the_same_bytes_come_back_in_order(folder):
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(sorted(SAFETENSORS_DTYPES)),
-                  st.lists(st.integers(0, 5), max_size=3).map(tuple)),
-        min_size=1, max_size=6,
+     st.tuples(st.sampled_from(sorted(SAFETENSORS_DTYPES)),
+       st.lists(st.integers(0, 5), max_size=3).map(tuple)),
+     min_size=1, max_size=6,
     ),
     st.integers(1, 200),
 )
@@ -114,7 +114,7 @@ def cut(folder):
 
 DAMAGE = {
     "a shard cut short": (cut,
-                          r"00002-of-00002.safetensors cannot be read, it is missing, damaged or cut short"),
+                    r"00002-of-00002.safetensors cannot be read, it is missing, damaged or cut short"),
     "a shard missing": (lambda f: shard(f).unlink(), "00002-of-00002.safetensors cannot be read"),
     "a shard of noise": (lambda f: shard(f).write_bytes(b"\xff" * 999), "cannot be read"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} cannot be read"),

@@ -53,8 +53,8 @@ def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products,
         parts.close()
     print(
         f"products {products}, attention {attention}, {same.size} tokens: {(same > 1e-5).mean():.1%} differ, "
-          f"mean {same.mean():.2e}, largest {same.max():.2e} nats; "
-          f"summed in float32 {(apart > 1e-5).mean():.1%}, {apart.mean():.2e}, {apart.max():.2e}")
+        f"mean {same.mean():.2e}, largest {same.max():.2e} nats; "
+        f"summed in float32 {(apart > 1e-5).mean():.1%}, {apart.mean():.2e}, {apart.max():.2e}")
     assert rollout[mask].std() > 0.5
     assert (same > 1e-5).mean() < 0.05 and same.mean() < 1e-3
     assert apart.mean() > 5 * same.mean()

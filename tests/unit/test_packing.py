@@ -14,7 +14,7 @@ def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
     rng = np.random.default_rng(0)
     return [
         Sample(rng.integers(1, 99, p), rng.integers(1, 99, c), -rng.random(c).astype(np.float32),
-               float(rng.normal()))
+           float(rng.normal()))
         for p, c in lengths
     ]
 

@@ -66,7 +66,7 @@ def samples_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     return [
         Sample(rng.integers(1, 32, p), rng.integers(1, 32, c), -rng.uniform(1, 6, c).astype(np.float32),
-               float(rng.normal()))
+           float(rng.normal()))
         for p, c in lengths
     ]
 
