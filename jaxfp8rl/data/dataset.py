@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxfp8rl.data.tasks import Problem
     from jaxfp8rl.data.tokenizer import Tokenizer
 
+
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A uniform permutation of range(n), [n] int64, fixed by (seed, epoch).
 

@@ -29,6 +29,7 @@ from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.checkpoint.read_only import load_trained
 
+
 def params_of(cfg: Config, seed: int):
     """Larger than the initialisation's, so that no layer is nearly the identity and no distribution flat."""
     fresh = init_params(model_config(cfg), jax.random.key(seed))

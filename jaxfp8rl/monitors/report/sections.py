@@ -19,7 +19,6 @@ class Metric(NamedTuple):
     unit: str = ""
     bounds: tuple[float | None, float | None] = (None, None)
 
-
     @property
     def words(self) -> str:
         """The note, and the healthy range where there is one."""
