@@ -57,8 +57,8 @@ from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.rollout.pipeline import collect
+from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.run.context import Parts, build, load_data, model_config, starting_params
-from jaxfp8rl.run.run_directory import Clock
 from jaxfp8rl.training import loop, sft
 from jaxfp8rl.types import Params, TrainBatch
 

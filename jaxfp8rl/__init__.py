@@ -5,12 +5,13 @@
 
 from typing import TYPE_CHECKING
 
+from jaxfp8rl.version import __version__
+
 if TYPE_CHECKING:
     from jaxfp8rl.config.schema import Config
     from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.run.entry import train
 
-__version__ = "0.1.0"
 __all__ = ["Config", "__version__", "load_config", "train"]
 _HOMES = {"Config": "jaxfp8rl.config.schema", "load_config": "jaxfp8rl.config.toml",
           "train": "jaxfp8rl.run.entry"}

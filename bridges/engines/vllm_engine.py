@@ -26,7 +26,7 @@ from bridges.api import (
     SamplingParams,
     supports,
 )
-from bridges.engines import device_pool
+from bridges.inside_vllm import device_pool
 from bridges.engines.weight_state import WeightState
 from bridges.inside_vllm import environment, experts, fp8_emulation, stacks
 from bridges.inside_vllm import formats as vllm_formats

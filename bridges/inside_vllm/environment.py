@@ -6,7 +6,7 @@ import os
 import shutil
 
 from bridges.api import BridgeError
-from bridges.engines import device_pool
+from bridges.inside_vllm import device_pool
 
 FP8 = "fp8_e4m3_128x128"
 # Set before vLLM is imported, where the environment does not say otherwise.

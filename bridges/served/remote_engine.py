@@ -40,7 +40,7 @@ from bridges.api import (
     Health,
     ParamMeta,
 )
-from bridges.engines import device_pool
+from bridges.inside_vllm import device_pool
 from bridges.served import wire
 
 CLOSE_SECONDS = 20.0  # for an engine to free its memory before it is killed

@@ -16,6 +16,7 @@ import numpy as np
 from jaxfp8rl.checkpoint.base_model import check_base_model, with_base_model
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.config.resume_rules import changes, described, settled
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.dataset import PromptStream
@@ -89,7 +90,7 @@ def _check_same(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[str, 
 def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
     """The config that a run takes: `settled`, and with the run's own copies where what it began from is gone.
     Raises ConfigError and CheckpointError, before anything loads, for what cannot be begun this way."""
-    cfg = settled(cfg.check(), resume)
+    cfg = settled(check(cfg), resume)
     if resume and fork_of:
         raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there",
                           "give one of them")

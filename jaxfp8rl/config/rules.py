@@ -26,8 +26,8 @@ VLLM_TEMPERATURES = 0.01, 2.0  # a lower one vLLM raises without saying so, a hi
 DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the leading one counted
 
 
-def check(cfg: Config) -> None:
-    """Refuse combinations that cannot work, before anything loads. Raises ConfigError."""
+def check(cfg: Config) -> Config:
+    """Refuse combinations that cannot work, before anything loads. Raises ConfigError; returns `cfg`."""
     if file := next((p for p in (Path(cfg.run.dir), *Path(cfg.run.dir).parents) if os.path.isfile(p)), None):
         raise ConfigError(f"run.dir: {file} is a file", "choose another --run.dir")
     recipe = get_recipe(cfg.precision.recipe)
@@ -63,6 +63,7 @@ def check(cfg: Config) -> None:
     _check_temperature(cfg)
     _check_idle(cfg, recipe)
     _check_task(cfg)
+    return cfg
 
 
 def _check_task(cfg: Config) -> None:

@@ -581,10 +581,3 @@ class Config(Section):
     def updates(self) -> int:
         """Of the optimiser, in all steps."""
         return self.run.steps * self.train.updates_per_step
-
-    def check(self) -> Config:
-        """Refuse combinations that cannot work (jaxfp8rl.config.rules). Raises ConfigError; returns self."""
-        from jaxfp8rl.config.rules import check
-
-        check(self)
-        return self

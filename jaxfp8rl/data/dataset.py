@@ -11,21 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxfp8rl.data.permutation import permutation
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from jaxfp8rl.data.tasks import Problem
+    from jaxfp8rl.data.problem import Problem
     from jaxfp8rl.data.tokenizer import Tokenizer
-
-
-def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """A uniform permutation of range(n), [n] int64, fixed by (seed, epoch).
-
-    It sorts raw Philox words, which numpy promises never to change; `Generator.permutation` carries no such
-    promise (NEP 19).
-    """
-    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(n)
-    return np.argsort(words, kind="stable")
 
 
 def fingerprint(items: Sequence[Any]) -> str:

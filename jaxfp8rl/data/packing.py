@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxfp8rl.rollout.support import padded
 from jaxfp8rl.types import TrainBatch
 
 
@@ -32,6 +31,13 @@ class Sample(NamedTuple):
     routes: np.ndarray | None = None
     weights: np.ndarray | None = None
     support: tuple[np.ndarray, np.ndarray] | None = None
+
+
+def padded_support(ids: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
+    """support_ids and support_sizes [T] of a completion -> [T, width] int32, -1 behind the last of each."""
+    rows = np.full((len(sizes), width), -1, np.int32)
+    rows[np.arange(width) < np.asarray(sizes)[:, None]] = ids
+    return rows
 
 
 def microbatches_needed(samples: int, longest: int, row_tokens: int, rows: int) -> int:
@@ -100,7 +106,7 @@ def pack(
             if weights is not None:
                 weights[r, start:end] = 1 if s.weights is None else s.weights
             if among is not None:
-                among[r, start:end] = padded(*s.support, support)
+                among[r, start:end] = padded_support(*s.support, support)
                 mask[r, start:end] = s.support[1] > 0
             at = end
     fields = (*ints.values(), mask, logp, advantages, routes, weights, among)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxfp8rl.errors import DataError
 
 if TYPE_CHECKING:
-    from jaxfp8rl.data.tasks import Problem
+    from jaxfp8rl.data.problem import Problem
 
 FILE = "trained_on.npy"
 

@@ -26,9 +26,10 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from jaxfp8rl.data.dataset import permutation
 from jaxfp8rl.data.files import BadRow
 from jaxfp8rl.data.messages import Prompt
+from jaxfp8rl.data.permutation import permutation
+from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.rows import AnswerExtract, Fields, Replies, Row, Rows, read_rows, refuse
 from jaxfp8rl.errors import ConfigError, DataError, nearest
 from jaxfp8rl.verifiers import numbers, reasoning_gym_faults, scorers
@@ -38,30 +39,6 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 ThinkTags = tuple[str, ...]  # what thoughts stand between, or nothing
 GENERATOR = "generator"  # of several rewards the one that a task gives by itself
 ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A prompt (plain text, or chat messages of `role` and `content`) and its reference answer. `meta` is
-    JSON-able.
-
-    `alternatives`: other answers that are as right. `reference`: the text that the answer was found in (a
-    worked solution, say), where it is more than the answer. `question`: two problems that have it in common
-    are one to a split, however they are put; by default what stands in the prompt (jaxfp8rl.data.seen).
-    """
-
-    id: str
-    prompt: Prompt
-    answer: str
-    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
-    alternatives: tuple[str, ...] = ()
-    reference: str = ""
-    question: str = ""
-
-    @property
-    def answers(self) -> tuple[str, ...]:
-        """Every accepted answer, the usual one first."""
-        return (self.answer, *self.alternatives)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax
 from bridges.proof import manifest
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.memory.plan import F32, RESIDENT, memory_plan, warm_start_plan
@@ -20,8 +21,8 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.publish.wire import wire_manifest
 from jaxfp8rl.rollout.engines import device_memory, share_gpu
+from jaxfp8rl.monitors.clock import PHASE
 from jaxfp8rl.run.context import engine_runs, model_config
-from jaxfp8rl.run.run_directory import PHASE
 
 # CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
 ENGINE_REST = 5 * 2**29
@@ -136,7 +137,7 @@ def _savings(cfg: Config, need: Callable[[Config], int], resumed: bool) -> list[
         if resumed and any(key not in MAY_CHANGE.get(section, ()) for section, key in changes(cfg, changed)):
             continue
         try:
-            changed.check()
+            check(changed)
         except ConfigError:
             continue
         said = ", ".join(f"{name}.{key} = {_toml(value)}" for name, keys in change.items()

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 
 from jaxfp8rl.monitors.axes import SPAN, Bounds, labels, value_axis
-from jaxfp8rl.monitors.summary import Records, phases_of, series
+from jaxfp8rl.monitors.series import Records, phases_of, series
 
 matplotlib.use("Agg")  # a file, never a window
 

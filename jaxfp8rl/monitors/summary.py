@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +17,8 @@ from jaxfp8rl.monitors.extremes import extremes, lines_of
 from jaxfp8rl.monitors.health import STYLES, Verdict, verdict
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.notes import write_note
+from jaxfp8rl.monitors.series import Records, phases_of, series
 from jaxfp8rl.monitors.sparkline import sparkline
-
-Records = Sequence[dict[str, Any]]
 
 # (metric, name in the table, format)
 _MEASURES = (
@@ -32,12 +30,6 @@ _MEASURES = (
     ("tokens/rollout_per_s", "rollout tokens/s", ",.0f"),
     ("tokens/update_per_s", "update tokens/s", ",.0f"),
 )
-
-
-def phases_of(records: Records) -> tuple[str, ...]:
-    """What a step's time goes by. With rollout.lag it waits for what is sampled and scored beside it."""
-    waits = any("time/wait_s" in r for r in records)
-    return (*(("wait",) if waits else ("rollout", "reward")), "score", "update", "publish")
 
 
 def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
@@ -99,13 +91,6 @@ def level_style(found: Verdict, key: str) -> str | None:
 def reduced(values: Sequence[float]) -> dict[str, float]:
     return {"first": values[0], "last": values[-1], "median": statistics.median(values), "min": min(values),
             "max": max(values)}
-
-
-def series(records: Records, key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of the records that hold a finite number under `key`."""
-    points = [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float)
-              and math.isfinite(r[key])]
-    return [step for step, _ in points], [float(value) for _, value in points]
 
 
 def summary_table(records: Records, found: Verdict) -> Table:

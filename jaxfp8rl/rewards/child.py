@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 
-from jaxfp8rl.data.tasks import Problem, Task, from_json, named
+from jaxfp8rl.data.problem import Problem
+from jaxfp8rl.data.tasks import Task, from_json, named
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.rewards.scoring import judge
 

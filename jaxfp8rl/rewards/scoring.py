@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxfp8rl.data.tasks import Problem, Task
+    from jaxfp8rl.data.problem import Problem
+    from jaxfp8rl.data.tasks import Task
 
 OURS = str(Path(__file__).parents[1])
 

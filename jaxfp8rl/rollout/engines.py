@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 def share_gpu(cfg: Config) -> None:
     """Have JAX allocate so that vLLM, in this process or another, can be on the same GPU."""
     if cfg.rollout.engine != "jax":
-        from bridges.engines.device_pool import share
+        from bridges.inside_vllm.device_pool import share
 
         share()
 
 
 def device_memory() -> int | None:
     """Bytes of the first GPU; None on a CPU."""
-    from bridges.engines.device_pool import total
+    from bridges.inside_vllm.device_pool import total
 
     return total()
 

@@ -14,21 +14,17 @@ none: a finished run that is given more steps begins them as it began the first,
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from bridges.api import Completion, GenRequest, Health, RolloutEngine, VersionSpan
+from bridges.api import Completion, GenRequest, Health, RolloutEngine
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.run.run_directory import Clock
-
-if TYPE_CHECKING:
-    from jaxfp8rl.run.context import Parts
+from jaxfp8rl.rollout.completion_json import completion_from_json, completion_to_json
+from jaxfp8rl.rollout.context import RolloutContext
+from jaxfp8rl.monitors.clock import Clock
 
 Answers = list[list[list[Completion]]]  # of each call of `generate`
 
@@ -36,7 +32,7 @@ Answers = list[list[list[Completion]]]  # of each call of `generate`
 class Batches:
     """Of one run, in order. With a lag it samples in a thread of its own."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: RolloutContext):
         self._parts, self._waiting, self._kept = parts, None, {}
 
     def take(self, step: int, clock: Clock) -> scored_groups.Rollouts:
@@ -65,7 +61,7 @@ class Batches:
         the next step."""
         if self._waiting is None:
             return {"stream": self._parts.stream.state()}
-        answers = [[[packed(c) for c in group] for group in call] for call in self._kept["answers"]]
+        answers = [[[completion_to_json(c) for c in group] for group in call] for call in self._kept["answers"]]
         return {"stream": self._kept["stream"],
                 "ahead": {"version": self._kept["version"], "answers": answers}}
 
@@ -75,7 +71,7 @@ class Batches:
         self._parts.stream = PromptStream.from_state(self._parts.train, state["stream"])
         # without one the same prompts are sampled anew
         if (ahead := state.get("ahead")) and self._parts.cfg.rollout.lag:
-            answers = [[[unpacked(c) for c in group] for group in call] for call in ahead["answers"]]
+            answers = [[[completion_from_json(c) for c in group] for group in call] for call in ahead["answers"]]
             self._begin(step + 1, ahead["version"], answers)
 
     def _begin(self, step: int, version: int, known: Answers = ()) -> None:
@@ -107,22 +103,7 @@ class _Recorded:
         return self._engine.health()
 
 
-def packed(c: Completion) -> dict[str, Any]:
-    """JSON-able, every bit of it."""
-    fields = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)}
-    arrays = {name: (x.dtype.name, x.tolist()) for name, x in fields.items() if isinstance(x, np.ndarray)}
-    spans = [dataclasses.astuple(span) for span in c.version_spans]
-    return {k: v for k, v in fields.items() if k not in arrays} | {"version_spans": spans, "arrays": arrays}
-
-
-def unpacked(d: dict[str, Any]) -> Completion:
-    arrays = {name: np.array(values, dtype) for name, (dtype, values) in d["arrays"].items()}
-    rest = {k: v for k, v in d.items() if k != "arrays"}
-    return Completion(**rest | arrays
-                      | {"version_spans": tuple(VersionSpan(*span) for span in d["version_spans"])})
-
-
-def collect(parts: Parts, engine: RolloutEngine, step: int, version: int,
+def collect(parts: RolloutContext, engine: RolloutEngine, step: int, version: int,
             clock: Clock) -> scored_groups.Rollouts:
     """Sample and score a batch of prompts; under dynamic sampling further ones, until enough groups have
     rewards that differ."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,17 +21,15 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_seen, head_weight
 from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.rollout.context import RolloutContext
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts
 from jaxfp8rl.types import Params, TrainBatch
-
-if TYPE_CHECKING:
-    from jaxfp8rl.run.context import Parts
 
 DIGITS = 4  # of log-probabilities and weights: a ratio is known to 1e-4, in a third of the bytes
 
 
 def sample_rows(
-    parts: Parts, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]],
+    parts: RolloutContext, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]],
     packed: Sequence[TrainBatch], scored: Sequence,
     likeliest: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> list[dict[str, Any]]:
@@ -87,7 +85,7 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
     return top_k
 
 
-def top_tokens(parts: Parts, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
+def top_tokens(parts: RolloutContext, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of the completions that `sample_rows` keeps the policy's likeliest tokens, [tokens, k], and their
     log-probabilities; none unless run.samples_top_k asks for them. The policy is the one that the step scores
     with."""

@@ -12,7 +12,7 @@ import numpy as np
 from bridges.api import Completion, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
 from jaxfp8rl.config.schema import Loss
 from jaxfp8rl.data.packing import Sample
-from jaxfp8rl.data.tasks import Problem
+from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty

@@ -71,13 +71,6 @@ def problem(completion: Completion, most: int) -> str | None:
     return f"a support of {largest} tokens where {most} were asked for" if largest > most else None
 
 
-def padded(ids: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
-    """support_ids and support_sizes [T] of a completion -> [T, width] int32, -1 behind the last of each."""
-    rows = np.full((len(sizes), width), -1, np.int32)
-    rows[np.arange(width) < np.asarray(sizes)[:, None]] = ids
-    return rows
-
-
 def metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """support/tokens_mean, of those that are known, and support/unknown, the share that is not; none without
     filters."""

@@ -13,15 +13,17 @@ import numpy as np
 import optax
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import PromptStream, contents, demonstrable, prepare
 from jaxfp8rl.data.packing import Sample, microbatches_needed
+from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, read_seen
-from jaxfp8rl.data.tasks import FileTask, Problem, Task, make_task
+from jaxfp8rl.data.tasks import FileTask, Task, make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from jaxfp8rl.distributed.mesh import ONE, Layout, check_divides, make_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
-from jaxfp8rl.distributed.process_proxies import World, shared
+from jaxfp8rl.rollout.process_proxies import World, shared
 from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
@@ -171,7 +173,7 @@ def preflight(cfg: Config, fresh: bool = False) -> Prepared:
     """All that can be checked of a run without a device, which `--dry-run` does as well as a run. `fresh`: it
     begins with the weights in model.path, not with a checkpoint. Raises UserErrors in the order cheapest
     first: config, model shape, the headers of its weights, tokenizer, data."""
-    cfg.check()
+    check(cfg)
     check_kept(cfg.train.compilation_cache)
     check_engine_settings(cfg)
     model = with_options(model_config(cfg), cfg)

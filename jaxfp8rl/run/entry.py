@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config, RewardSection
 from jaxfp8rl.config.toml import load_config, of_table
 from jaxfp8rl.errors import ConfigError
@@ -39,7 +40,7 @@ def train(
     with handed_over(functions):
         from jaxfp8rl.training.loop import train as run  # it loads jax
 
-        run(cfg.check(), resume, fork_of)
+        run(check(cfg), resume, fork_of)
     return Path(cfg.run.dir)
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxfp8rl import __version__
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.notes import ABOUT, read_starts
+from jaxfp8rl.version import __version__
 
 if TYPE_CHECKING:
     from jaxfp8rl.run.context import Parts

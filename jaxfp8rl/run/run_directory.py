@@ -8,10 +8,8 @@ import errno
 import fcntl
 import functools
 import os
-import resource
 import shlex
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +40,6 @@ from jaxfp8rl.monitors.trackers import check_trackers, make_trackers
 from jaxfp8rl.run.provenance import write_about
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
-PHASE = "phase: "  # begins the note that a Clock adds to what went wrong
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -349,76 +346,3 @@ class RunDirectory:
             save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, path)
         return path
 
-
-class Clock:
-    """Wall-clock seconds of the phases of one step, on the host. `began` is told of each."""
-
-    def __init__(self, began: Callable[[str], None] = lambda phase: None):
-        self._start, self._phases, self._began = time.perf_counter(), {}, began
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str):
-        self._began(phase)
-        start = time.perf_counter()
-        try:
-            yield
-        except Exception as e:
-            e.add_note(PHASE + phase)
-            raise
-        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
-
-    def include(self, other: Clock) -> None:
-        """Phases that another thread has gone through."""
-        self._phases |= other._phases
-
-    def metrics(self) -> dict[str, float]:
-        """time/<phase>_s for each phase, and time/step_s since the clock was made."""
-        return {f"time/{k}_s": v for k, v in (*self._phases.items(),
-                                              ("step", time.perf_counter() - self._start))}
-
-
-class StopSignals:
-    """While entered, the first SIGINT or SIGTERM asks the loop to stop after the step in progress; the second
-    stops at once.
-
-    asked: the exit code by which this process was asked to, or 0. exit_code: the same of the whole group,
-    since `settle`.
-    """
-
-    def __init__(self, group: ProcessGroup = ALONE):
-        self.asked, self.exit_code, self._group = 0, 0, group
-
-    @property
-    def requested(self) -> bool:
-        return bool(self.exit_code)
-
-    def settle(self) -> None:
-        """Between two steps: what any of several processes was asked they all do."""
-        self.exit_code = self._group.largest(self.asked)
-
-    def __enter__(self) -> StopSignals:
-        try:
-            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: signals are somebody else's
-            self._before = {}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for s, handler in self._before.items():
-            signal.signal(s, handler)
-
-    def _ask(self, number: int, _: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = 128 + number
-        if self._group.count == 1:
-            self.settle()
-        print("\nstopping after this step; once more to stop now", flush=True)
-
-
-def peak_memory_gib() -> float:
-    """The GPU allocator's peak on the first device, or the process's peak resident size where there is no
-    GPU."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use", 0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return peak / 2**30

@@ -22,6 +22,7 @@ from jaxfp8rl.distributed.mesh import fetch, gloo_warning
 from jaxfp8rl.distributed.process_group import joined
 from jaxfp8rl.memory.fit import check_memory, explained
 from jaxfp8rl.memory.flops import mfu, update_flops
+from jaxfp8rl.memory.peak import peak_memory_gib
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.policy.hardware import computed_by
@@ -29,9 +30,11 @@ from jaxfp8rl.policy.policy import shared
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups, support
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
+from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.run.context import Parts, build, ignored
 from jaxfp8rl.run.provenance import about
-from jaxfp8rl.run.run_directory import Clock, RunDirectory, StopSignals, claimed, peak_memory_gib
+from jaxfp8rl.run.run_directory import RunDirectory, claimed
+from jaxfp8rl.run.signals import StopSignals
 from jaxfp8rl.run.watchdog import Watchdog
 from jaxfp8rl.training.checks import check_finite, kv_fp8_warning, uncorrected_warning, untested_warning
 from jaxfp8rl.training.gate import check_gate

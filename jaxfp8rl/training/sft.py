@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config, Optim
 from jaxfp8rl.data.dataset import demonstrable
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
@@ -83,7 +84,7 @@ def check_sft(cfg: Config) -> None:
     if not cfg.sft.steps:
         raise ConfigError("sft.steps = 0: nothing to train",
                           "set sft.steps, sft.lr and sft.examples_per_step")
-    cfg.check()
+    check(cfg)
     check_empty(sft_folder(cfg))
     check_writable(sft_folder(cfg))
     check_kept(cfg.train.compilation_cache)

@@ -12,8 +12,8 @@ import pytest
 from bridges.conformance import EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
 from bridges.served.remote_engine import Deadlines, RemoteEngine, spawn
-from bridges.sources.array_source import random_source
 from bridges.served.remote_file import RemoteFile
+from bridges.sources.array_source import random_source
 
 TOKEN = "a token of the tests, 32 letters"
 SHORT = Deadlines(connect=1.0, generate=1.0, publish=1.0, call=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from bridges.engines import device_pool
+from bridges.inside_vllm import device_pool
 
 
 def test_the_environment_has_the_last_word(monkeypatch):

@@ -7,17 +7,23 @@ import time
 
 import numpy as np
 import pytest
-from bridges.sources.array_source import random_source
 
 from bridges import conformance
 from bridges.api import (
-    BridgeError, EngineDirty, EngineUnhealthy, GenRequest, ManifestMismatch, PublishFailed, RolloutEngine,
+    BridgeError,
+    EngineDirty,
+    EngineUnhealthy,
+    GenRequest,
+    ManifestMismatch,
+    PublishFailed,
+    RolloutEngine,
     WeightTransport,
 )
 from bridges.api import SamplingParams as Sampling
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.served.engine_pool import EnginePool, Member
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
+from bridges.served.engine_pool import EnginePool, Member
+from bridges.sources.array_source import random_source
 
 
 def member(**kwargs) -> Member:
@@ -219,9 +225,10 @@ def test_who_waits_for_his_turn_is_told_that_they_were_closed():
 def test_engines_of_a_run_have_seeds_of_their_own(monkeypatch):
     """Those of one seed would answer unseeded requests alike."""
     from bridges.served import remote_engine
+    from jaxfp8rl.config.rules import check
+    from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.rollout import engines as registry
     from jaxfp8rl.run.context import engine_runs, model_config
-    from jaxfp8rl.config.toml import load_config
 
     seeds = []
 
@@ -233,7 +240,7 @@ def test_engines_of_a_run_have_seeds_of_their_own(monkeypatch):
     monkeypatch.setattr(registry, "_opened", lambda cfg, engine: FakeTransport())
     options = ["--rollout.engine", "remote", "--rollout.link", "file", "--rollout.engines", "3", "--run.seed",
                "5"]
-    cfg = load_config("demo", options).check()
+    cfg = check(load_config("demo", options))
     model = model_config(cfg)
     registry.build_engine(cfg, model, engine_runs(cfg, model))
     assert sorted(seeds) == [5, 6, 7]

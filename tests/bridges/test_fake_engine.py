@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bridges.sources.array_source import random_source
 
 from bridges import conformance
 from bridges.api import EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import EMBED, FakeEngine, FakeTransport, Faults
+from bridges.sources.array_source import random_source
 
 
 def build(**kwargs) -> EngineUnderTest:

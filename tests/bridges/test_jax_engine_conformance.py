@@ -12,9 +12,10 @@ from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.embedded_engine import EngineModel, JaxEngine
 from bridges.sources.array_source import ArraySource, random_source
 from bridges.transports.embedded import JaxInprocess
-from jaxfp8rl.run.context import engine_runs, model_config
-from jaxfp8rl.rollout.engines import build_engine
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.rollout.engines import build_engine
+from jaxfp8rl.run.context import engine_runs, model_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 COMMON = ["--precision.compute_dtype", "float32", "--task.max_prompt_tokens", "48", "--train.row_tokens",
@@ -29,7 +30,7 @@ ENGINES = {
 
 @pytest.fixture(scope="module", params=["fp8-kv8", pytest.param("float32", marks=pytest.mark.slow)])
 def under_test(request):
-    cfg = load_config("demo", [*COMMON, *ENGINES[request.param]]).check()
+    cfg = check(load_config("demo", [*COMMON, *ENGINES[request.param]]))
     model = model_config(cfg)
     engine, transport = build_engine(cfg, model, engine_runs(cfg, model))
     yield EngineUnderTest(

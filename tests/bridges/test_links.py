@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridges.proof import manifest
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, PublishFailed, StackRow
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
-from bridges.served.remote_engine import Deadlines, RemoteEngine
+from bridges.proof import manifest
 from bridges.served import links
-from bridges.sources.array_source import ArraySource, random_source
 from bridges.served.linked import LinkedWeights, _SentFromGpu, _SentFromHost, host_digest, send
 from bridges.served.remote_direct import RemoteDirect
+from bridges.served.remote_engine import Deadlines, RemoteEngine
+from bridges.sources.array_source import ArraySource, random_source
 
 TOKEN = "a token of the tests, 32 letters"
 FP8 = ParamMeta("w", "float8_e4m3fn", (33, 40), "weight", (128, 128))

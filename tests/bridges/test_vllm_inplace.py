@@ -21,9 +21,10 @@ from bridges.inside_vllm.layout import LiveRows  # noqa: E402
 from bridges.inside_vllm.params import Place  # noqa: E402
 from bridges.inside_vllm.stacks import stacks_of  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace, _Reader  # noqa: E402
+from jaxfp8rl.config.rules import check
+from jaxfp8rl.config.toml import load_config  # noqa: E402
 from jaxfp8rl.errors import ConfigError  # noqa: E402
 from jaxfp8rl.rollout.engines import check_engine_settings  # noqa: E402
-from jaxfp8rl.config.toml import load_config  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 LAYERS, ROWS, COLUMNS = 6, 4, 32
@@ -257,6 +258,6 @@ def test_a_stack_row_passes_for_an_array_anywhere():
 
 
 def test_a_way_into_vllm_is_refused_for_the_embedded_engine():
-    cfg = load_config("demo", ["--rollout.publish", "in_place"]).check()
+    cfg = check(load_config("demo", ["--rollout.publish", "in_place"]))
     with pytest.raises(ConfigError, match='rollout.publish = "in_place" is a way into vLLM'):
         check_engine_settings(cfg)

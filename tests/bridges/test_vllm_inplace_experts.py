@@ -16,14 +16,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, PublishFailed, Rows, StackRow  # noqa: E402
-from bridges.inside_vllm import params  # noqa: E402
 from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
+from bridges.engines.weight_state import WeightState  # noqa: E402
+from bridges.inside_vllm import params  # noqa: E402
 from bridges.inside_vllm.params import Place  # noqa: E402
 from bridges.inside_vllm.stacks import stacks_of  # noqa: E402
-from bridges.engines.weight_state import WeightState  # noqa: E402
 from bridges.served import links  # noqa: E402
-from bridges.sources.array_source import ArraySource  # noqa: E402
 from bridges.served.linked import LinkedWeights, _SentFromGpu, send  # noqa: E402
+from bridges.sources.array_source import ArraySource  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace, _Reader  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_collections")

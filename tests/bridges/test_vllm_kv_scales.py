@@ -16,8 +16,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 import torch
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, ManifestMismatch, PublishFailed, SamplingParams
-from bridges.inside_vllm import environment, kv_scales
 from bridges.engines.vllm_engine import FP8, VllmEngine
+from bridges.inside_vllm import environment, kv_scales
 from bridges.sources.array_source import ArraySource, random_source
 from bridges.transports.vllm_inplace import VllmInplace
 from bridges.transports.vllm_reload import VllmReload

@@ -19,13 +19,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 import torch
 
 from bridges.api import BridgeError
-from bridges.probe import vllm_demo_flags
 from bridges.inside_vllm import formats
 from bridges.inside_vllm.formats import PROBABILITIES
+from bridges.probe import vllm_demo_flags
 from bridges.sources.dlpack import torch_view
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.precision.jit import exact_jit
 
 if torch.cuda.is_available():
     pytest.skip("of vLLM's build for CPUs", allow_module_level=True)

@@ -14,9 +14,9 @@ from micro_run import rewarded
 
 from bridges.api import EngineUnhealthy
 from bridges.engines.embedded_engine import JaxEngine
-from jaxfp8rl.training import loop
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.training import loop
 
 what, when, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 one_step = loop.one_step

@@ -7,13 +7,13 @@ import json
 
 import numpy as np
 import pytest
-
-from jaxfp8rl.run.context import Parts, model_config
-from jaxfp8rl.data.packing import Sample
-from jaxfp8rl.training.loop import pack_samples, train
-from jaxfp8rl.rewards.runner import RewardRunner
-from jaxfp8rl.config.toml import load_config
 from micro_run import rewarded
+
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.run.context import Parts, model_config
+from jaxfp8rl.training.loop import pack_samples, train
 
 MOE = [word for key, value in {
     "model.config.architectures": '["Qwen3MoeForCausalLM"]', "model.config.model_type": "qwen3_moe",

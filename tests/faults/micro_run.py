@@ -22,10 +22,9 @@ import numpy as np
 
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.rewards.runner import Score
-from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.rewards.runner import RewardRunner, Score
 
 MICRO = {
     "run.steps": 6, "run.eval_problems": 4, "run.eval_every": 0, "run.save_every": 2,

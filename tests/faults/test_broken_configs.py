@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from benchmarks.common import config as qwen3
 from jaxfp8rl.cli.main import main
-from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.config.toml import load_config, presets
+from jaxfp8rl.errors import ConfigError
 
 DEMO = presets()["demo"].read_text(encoding="utf-8")
 

@@ -18,13 +18,13 @@ from safetensors.numpy import save
 from bridges.api import BridgeError, ParamMeta
 from bridges.sources.array_source import ArraySource
 from bridges.transports.safetensors_file import FileSource, write_folder
-from jaxfp8rl.run.context import load_data, model_config
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.rows import read_rows
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.errors import DataError, UserError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.run.context import load_data, model_config
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
 DEEP = "[" * 100_000

@@ -19,9 +19,9 @@ import pytest
 from jaxfp8rl.checkpoint import store
 from jaxfp8rl.checkpoint.store import DIGESTS, Checkpoints, damage
 from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes, check_resumable
+from jaxfp8rl.config.toml import SECTIONS, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.run.run_directory import RunDirectory, check_run_directory
-from jaxfp8rl.config.toml import SECTIONS, load_config
 from jaxfp8rl.types import TrainState
 
 

@@ -14,19 +14,27 @@ from pathlib import Path
 
 import pytest
 
-from bridges.api import EngineDirty, EngineUnhealthy, GenRequest, ManifestMismatch, PublishFailed, SamplingParams
+from bridges.api import (
+    EngineDirty,
+    EngineUnhealthy,
+    GenRequest,
+    ManifestMismatch,
+    PublishFailed,
+    SamplingParams,
+)
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.served import supervised_engine
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
+from bridges.served import supervised_engine
 from bridges.served.remote_engine import Deadlines, RemoteEngine, start
-from bridges.served.supervised_engine import SupervisedEngine
-from bridges.sources.array_source import random_source
 from bridges.served.remote_file import RemoteFile
+from bridges.served.supervised_engine import SupervisedEngine
 from bridges.served.wire import pack_error, unpack_error
-from jaxfp8rl.run import watchdog
-from jaxfp8rl.errors import CheckpointError, ConfigError, UserError
-from jaxfp8rl.run.run_directory import StopSignals, claimed
+from bridges.sources.array_source import random_source
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.errors import CheckpointError, ConfigError, UserError
+from jaxfp8rl.run import watchdog
+from jaxfp8rl.run.run_directory import claimed
+from jaxfp8rl.run.signals import StopSignals
 
 TOKEN = "a token of the tests, 32 letters"
 DEADLINES = Deadlines(2.0, 5.0, 5.0, 5.0)

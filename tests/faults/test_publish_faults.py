@@ -19,19 +19,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridges.proof import manifest
-from bridges.api import BridgeError, EngineDirty, EngineFormats, EngineUnhealthy, ManifestMismatch, ParamMeta, PublishFailed
+from bridges.api import (
+    BridgeError,
+    EngineDirty,
+    EngineFormats,
+    EngineUnhealthy,
+    ManifestMismatch,
+    ParamMeta,
+    PublishFailed,
+)
 from bridges.conformance import MISMATCHES, EngineUnderTest
-from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
 from bridges.engines.embedded_engine import EngineModel, JaxEngine
-from bridges.served.remote_engine import Deadlines, RemoteEngine, spawn
+from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
 from bridges.engines.vllm_engine import SLEEP_LEVEL, VllmEngine
 from bridges.engines.weight_state import WeightState
+from bridges.proof import manifest
 from bridges.served import links
+from bridges.served.remote_direct import RemoteDirect
+from bridges.served.remote_engine import Deadlines, RemoteEngine, spawn
+from bridges.served.remote_file import RemoteFile
 from bridges.sources.array_source import ArraySource, random_source
 from bridges.transports.embedded import JaxInprocess
-from bridges.served.remote_direct import RemoteDirect
-from bridges.served.remote_file import RemoteFile
 from bridges.transports.vllm_reload import VllmReload
 
 TOKEN = "a token of the tests, 32 letters"

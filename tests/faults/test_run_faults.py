@@ -14,22 +14,22 @@ import weakref
 from pathlib import Path
 
 import jax
+import micro_run
 import numpy as np
 import pytest
+from micro_run import arrays, assert_same_run, config, metrics, words
 
-import micro_run
 from bridges.api import EngineUnhealthy
 from bridges.engines.embedded_engine import JaxEngine
 from bridges.served.supervised_engine import SupervisedEngine
-from jaxfp8rl.run import context, run_directory, watchdog
 from jaxfp8rl.checkpoint import store
-from jaxfp8rl.training import loop
-from jaxfp8rl.rollout import engines
 from jaxfp8rl.config.schema import Section
+from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed, NonFiniteStep
 from jaxfp8rl.rewards.runner import RewardRunner, _child_environment
-from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
-from micro_run import arrays, assert_same_run, config, metrics, words
+from jaxfp8rl.rollout import engines
+from jaxfp8rl.run import context, run_directory, watchdog
+from jaxfp8rl.training import loop
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "children")
 

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.layers import attention, round_e4m3
+from jaxfp8rl.precision.jit import exact_jit
 
 B, T, H, K, D, PAGE = 16, 48, 4, 2, 64, 16
 

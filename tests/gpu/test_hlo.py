@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.layers import rope_tables
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import decoder_layer, embed
-from jaxfp8rl.policy.policy import handles, policy_of
 from jaxfp8rl.policy.hardware import products_of
+from jaxfp8rl.policy.policy import handles, policy_of
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import linear
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.moe import mixture
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight, handles_of, trainable
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.numerics import relative_l2

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.config.schema import Optim
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.optim.low_bit import DTYPES, decode, encode, is_scaled, round_stochastically
 from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_schedule
+from jaxfp8rl.optim.low_bit import DTYPES, decode, encode, is_scaled, round_stochastically
+from jaxfp8rl.precision.jit import exact_jit
 
 LEAST = Formats("bfloat16", "float8", "bfloat16")
 D, F, LAYERS = 4096, 12288, 4  # of Qwen3-8B

@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 
 from bridges.api import EngineDirty, GenRequest, PublishFailed, SamplingParams  # noqa: E402
 from bridges.conformance import CHECKS, EngineUnderTest  # noqa: E402
-from bridges.served.remote_engine import spawn  # noqa: E402
 from bridges.engines.vllm_engine import FP8, VllmEngine  # noqa: E402
-from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
 from bridges.served.remote_direct import RemoteDirect  # noqa: E402
+from bridges.served.remote_engine import spawn  # noqa: E402
+from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace  # noqa: E402
 
 QWEN3 = {

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.layers import round_e4m3
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight, round_to
 from pallas_kernels.quantize import reference as q
 

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.common import config
 from benchmarks.step import OPTIMIZERS
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.config.toml import load_config
 
 CASES = [("8b", "fp8_unified", "mlp"), ("8b", "bf16", "mlp"), ("8b", "bf16", "layer"),
          ("1.7b", "fp8_unified", "products")]

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxfp8rl.errors import ConfigError, DataError
-from jaxfp8rl.losses.advantages import ADVANTAGES, advantages, check_advantage, informative_groups, overlong_penalty
+from jaxfp8rl.losses.advantages import (
+    ADVANTAGES,
+    advantages,
+    check_advantage,
+    informative_groups,
+    overlong_penalty,
+)
 
 nan = np.nan
 seeds = st.integers(0, 2**32 - 1)

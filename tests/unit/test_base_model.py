@@ -7,10 +7,10 @@ import json
 import pytest
 
 from jaxfp8rl.checkpoint.base_model import check_base_model, keep_base_model, with_base_model
+from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.config.toml import dump_config, load_config
 
 
 def folder(path, **changes):

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl.training.calibrate import ClipCalibration
 from jaxfp8rl.config.schema import Loss
 from jaxfp8rl.losses.calibration import calibrated_bounds
 from jaxfp8rl.losses.objectives import ObjectiveConfig, policy_loss
+from jaxfp8rl.training.calibrate import ClipCalibration
 from jaxfp8rl.types import TrainBatch
 
 seeds = st.integers(0, 2**32 - 1)

@@ -12,10 +12,10 @@ import types
 import pytest
 
 from bridges.api import EngineUnhealthy
-from jaxfp8rl.cli import main
 from jaxfp8rl.checkpoint.store import seal
-from jaxfp8rl.errors import GateFailed, NonFiniteStep, UserError, check_writable
+from jaxfp8rl.cli import main
 from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.errors import GateFailed, NonFiniteStep, UserError, check_writable
 
 CONFIG = """\
 [run]

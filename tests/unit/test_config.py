@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxfp8rl.config import schema, toml
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.rules import VLLM_TEMPERATURES
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.toml import dump_config, key_lines, load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.advantages import ADVANTAGES
 from jaxfp8rl.losses.aggregation import AGGREGATIONS
 from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection
 from jaxfp8rl.losses.objectives import OBJECTIVES, ObjectiveConfig
 from jaxfp8rl.losses.presets import get_preset
-from jaxfp8rl.config.toml import dump_config, key_lines, load_config
 
 GOOD = """\
 [run]

@@ -20,7 +20,13 @@ from hypothesis import strategies as st
 from jax import Array
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.losses.correction import AdaptiveMix, Correction, CorrectionConfig, Rejection, rollout_correction
+from jaxfp8rl.losses.correction import (
+    AdaptiveMix,
+    Correction,
+    CorrectionConfig,
+    Rejection,
+    rollout_correction,
+)
 from jaxfp8rl.losses.presets import PRESETS, get_preset
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.losses.advantages import ADVANTAGES
 from jaxfp8rl.losses.aggregation import AGGREGATIONS
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
 from jaxfp8rl.losses.objectives import OBJECTIVES
 from jaxfp8rl.losses.presets import PRESETS
-from jaxfp8rl.config.toml import load_config
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "corrections.md").read_text()

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.policy import routing_replay
-from jaxfp8rl.training.calibrate import KvCalibration
 from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection, rollout_correction
 from jaxfp8rl.losses.presets import PRESETS
 from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.precision.kv_scales import NAMES
+from jaxfp8rl.training.calibrate import KvCalibration
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {name.split("/")[0] for name in PRESETS} | {"tok"}  # tok/s heads a column of the console

@@ -16,10 +16,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.common import config as qwen3
-from jaxfp8rl.run import context
 from jaxfp8rl.cli.main import main
+from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.seen import digests_of, write_seen
-from jaxfp8rl.data.tasks import Problem
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
@@ -27,6 +26,7 @@ from jaxfp8rl.models.known import KNOWN, known_shape
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors import trackers
+from jaxfp8rl.run import context
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64,

@@ -12,13 +12,15 @@ import time
 import pytest
 
 import jaxfp8rl
-from jaxfp8rl.run import entry
-from jaxfp8rl.data.tasks import Problem, make_task
-from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.verifiers.own_scorers import handed_over
-from jaxfp8rl.rewards.runner import RewardRunner, Score
-from jaxfp8rl.verifiers.scorers import exact_match
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.data.problem import Problem
+from jaxfp8rl.data.tasks import make_task
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.rewards.runner import RewardRunner, Score
+from jaxfp8rl.run import entry
+from jaxfp8rl.verifiers.own_scorers import handed_over
+from jaxfp8rl.verifiers.scorers import exact_match
 
 ROWS = ["--task.kind", "file", "--task.path", "x.jsonl", "--task.options", "{}"]
 P = Problem("p", "?", "1")
@@ -34,7 +36,7 @@ class Judge:
 
 def rewarded(reward, weights=None, words=ROWS):
     functions = {}
-    cfg = entry._rewarded(load_config("demo", words), reward, weights or {}, functions).check()
+    cfg = check(entry._rewarded(load_config("demo", words), reward, weights or {}, functions))
     return cfg, functions
 
 

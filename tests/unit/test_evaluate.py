@@ -17,21 +17,22 @@ from hypothesis import strategies as st
 
 from bridges.api import EngineFormats
 from bridges.engines.embedded_engine import JaxEngine
-from jaxfp8rl.evaluate import pass_at_k as evaluate
-from jaxfp8rl.training import loop
-from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.run.context import _not_in, load_data, model_config, starting_params
+from jaxfp8rl.checkpoint.read_only import Trained
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main
+from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.seen import digests_of, question, read_seen, write_seen
-from jaxfp8rl.data.tasks import Problem, make_task
+from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.errors import DataError
+from jaxfp8rl.evaluate import pass_at_k as evaluate
 from jaxfp8rl.evaluate.pass_at_k import check_held_out, interval, pass_at_k
 from jaxfp8rl.optim.adamw import init_state, make_optimizer
 from jaxfp8rl.publish.wire import LearnerWeights
+from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.config.toml import dump_config, load_config
-from jaxfp8rl.checkpoint.read_only import Trained
+from jaxfp8rl.run.context import _not_in, load_data, model_config, starting_params
+from jaxfp8rl.training import loop
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

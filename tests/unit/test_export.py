@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16, float8_e4m3fn
 
-from jaxfp8rl.run.context import model_config, weights_in_fp8
+from jaxfp8rl.checkpoint.read_only import load_trained
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
-from jaxfp8rl.optim.low_bit import decode, encode
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.low_bit import decode, encode
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.publish.wire import LearnerWeights
-from jaxfp8rl.config.toml import dump_config, load_config
-from jaxfp8rl.checkpoint.read_only import load_trained
+from jaxfp8rl.run.context import model_config, weights_in_fp8
 
 
 def params_of(cfg: Config, seed: int):

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxfp8rl.memory import flops
 from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.memory import flops
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 

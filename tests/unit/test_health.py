@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jaxfp8rl.cli.main import main
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.monitors import health
 from jaxfp8rl.monitors.extremes import extremes, one_line
 from jaxfp8rl.monitors.health import RULES, verdict
@@ -24,7 +25,6 @@ from jaxfp8rl.monitors.judges import Bound, Level
 from jaxfp8rl.monitors.sparkline import sparkline
 from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.run.run_directory import RunDirectory
-from jaxfp8rl.config.toml import load_config
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = math.nan, math.inf

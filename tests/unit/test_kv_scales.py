@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl.training import calibrate, loop, updates
-from jaxfp8rl.run.context import build
-from jaxfp8rl.training.calibrate import KvCalibration
+from jaxfp8rl.config.rules import check
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
@@ -23,7 +22,9 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_and_amax
 from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.run.context import build
+from jaxfp8rl.training import calibrate, loop, updates
+from jaxfp8rl.training.calibrate import KvCalibration
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig.from_hf(
@@ -186,7 +187,7 @@ def test_the_scoring_pass_gives_the_same_log_probabilities_and_remembers():
 )
 def test_calibration_that_cannot_be_is_refused(options, says):
     with pytest.raises(ConfigError, match=says):
-        load_config("demo", [*OPTIONS, *options]).check()
+        check(load_config("demo", [*OPTIONS, *options]))
 
 
 def test_scales_are_no_part_of_the_gradient():

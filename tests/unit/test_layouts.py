@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.rows import Fields, read_rows
 from jaxfp8rl.data.tasks import FileTask, make_task
 from jaxfp8rl.errors import DataError
-from jaxfp8rl.config.toml import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
 LINES = re.findall(r"^\*\*(.*?)\*\*.*?^```toml\n(.*?)^```", PAGE, re.S | re.M)

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfp8rl.losses.logprobs import logits_of, token_logprobs, token_top_k
-from jaxfp8rl.probes.sharpness import logit_sharpness
 from jaxfp8rl.precision.linear import round_to
+from jaxfp8rl.probes.sharpness import logit_sharpness
 from pallas_kernels.logprob import api
 from pallas_kernels.numerics import relative_l2
 

@@ -9,12 +9,22 @@ import pytest
 
 from benchmarks.common import config as shape
 from jaxfp8rl.checkpoint.store import DIGESTS
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
-from jaxfp8rl.memory.fit import ENGINE_REST, WARM, _savings, check_fits, check_warm_start, explained, format_needs, needs
+from jaxfp8rl.memory.fit import (
+    ENGINE_REST,
+    WARM,
+    _savings,
+    check_fits,
+    check_warm_start,
+    explained,
+    format_needs,
+    needs,
+)
 from jaxfp8rl.memory.plan import memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.run.run_directory import Clock
+from jaxfp8rl.monitors.clock import Clock
 
 H200 = 150_754_820_096  # bytes, by the driver
 QWEN3_8B = shape("8b")
@@ -115,7 +125,7 @@ def test_no_change_is_advised_that_would_be_refused():
     float32 = config(precision={"recipe": "bf16", "weight_dtype": "float32", "compute_dtype": "float32"},
                      optim=full)
     need = lambda changed: needs(changed, MODEL, H200)["an update"]
-    advised = [[knob for _, knob in _savings(cfg.check(), need, False)] for cfg in (several, float32)]
+    advised = [[knob for _, knob in _savings(check(cfg), need, False)] for cfg in (several, float32)]
     assert [[knob.partition(" = ")[0] for knob in knobs] for knobs in advised] == [
         ["optim.master", "train.remat", "train.rows_per_microbatch", "train.fsdp"],
         ["optim.offload", "train.fsdp"],

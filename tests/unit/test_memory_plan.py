@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.common import config
 from bridges.sources import sent
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.memory import plan as module
 from jaxfp8rl.memory.plan import _kept_of_layers, memory_plan
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.config.toml import load_config
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/step_8b.json").read_text())
 

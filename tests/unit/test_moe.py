@@ -18,16 +18,23 @@ from hypothesis.extra.numpy import arrays
 from jax.sharding import AbstractMesh
 from safetensors.numpy import load_file
 
+from jaxfp8rl.distributed.mesh import AXES, ONE, Layout
 from jaxfp8rl.errors import ConfigError, ModelError
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.models.hf_names import empty_params, get_param, linear_shapes, param_table, set_param
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.models.transformer import forward, forward_and_seen, forward_cached, head_weight, init_cache, split_layers
+from jaxfp8rl.models.transformer import (
+    forward,
+    forward_and_seen,
+    forward_cached,
+    head_weight,
+    init_cache,
+    split_layers,
+)
 from jaxfp8rl.policy.policy import as_params
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
-from jaxfp8rl.distributed.mesh import AXES, ONE, Layout
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HF = {

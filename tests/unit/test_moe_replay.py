@@ -15,18 +15,18 @@ import pytest
 
 from benchmarks import moe_learning
 from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
-from jaxfp8rl.policy import routing_replay
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample, assign_rows, pack
+from jaxfp8rl.distributed.mesh import ONE
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.moe import no_route, route_dtype
 from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.moe import no_route, route_dtype
+from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.policy.policy import policy_of
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.rollout.scored_groups import generate
-from jaxfp8rl.distributed.mesh import ONE
-from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.training.step import make_logprobs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

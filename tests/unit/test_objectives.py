@@ -16,7 +16,13 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.aggregation import AGGREGATIONS, token_scale
 from jaxfp8rl.losses.covariance import covariances, select_tokens
 from jaxfp8rl.losses.objectives import (
-    KL_KINDS, OBJECTIVES, SELECTING, ObjectiveConfig, kl_penalty, objective_parameters, off_policy,
+    KL_KINDS,
+    OBJECTIVES,
+    SELECTING,
+    ObjectiveConfig,
+    kl_penalty,
+    objective_parameters,
+    off_policy,
     policy_loss,
 )
 

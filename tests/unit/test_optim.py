@@ -6,12 +6,19 @@ import numpy as np
 import optax
 import pytest
 
-from jaxfp8rl.config.schema import Optim
-from jaxfp8rl.config.resume_rules import check_resumable, settled
-from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.optim.adamw import LOSS_SCALE_PATIENCE, guarded_update, init_state, make_optimizer, make_schedule, rescaled
 from jaxfp8rl.checkpoint.resume import rate_notes
+from jaxfp8rl.config.resume_rules import check_resumable, settled
+from jaxfp8rl.config.schema import Optim
 from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.optim.adamw import (
+    LOSS_SCALE_PATIENCE,
+    guarded_update,
+    init_state,
+    make_optimizer,
+    make_schedule,
+    rescaled,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PARAMS = {

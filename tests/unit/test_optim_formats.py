@@ -15,18 +15,19 @@ import optax
 import pytest
 
 from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Optim
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import empty_params
 from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_optimizer, make_schedule
+from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
 from jaxfp8rl.policy.policy import policy_of
-from jaxfp8rl.training.checks import bad_tensors
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training.checks import bad_tensors
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LEAST = Formats("bfloat16", "float8", "bfloat16")  # 5.03 bytes a parameter
@@ -371,5 +372,5 @@ def test_the_memory_plan_has_the_bytes_of_the_arrays(master, moments):
 )
 def test_what_cannot_work_is_refused(words, message):
     with pytest.raises(ConfigError) as e:
-        load_config("demo", words).check()
+        check(load_config("demo", words))
     assert message in str(e.value) and e.value.next_step

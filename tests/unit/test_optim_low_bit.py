@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.config.schema import Optim
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.optim.low_bit import CODES, DTYPES, Scaled, decode, encode, nbytes, random_words, round_stochastically
 from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_schedule
+from jaxfp8rl.optim.low_bit import (
+    CODES,
+    DTYPES,
+    Scaled,
+    decode,
+    encode,
+    nbytes,
+    random_words,
+    round_stochastically,
+)
+from jaxfp8rl.precision.jit import exact_jit
 from pallas_kernels.numerics import tile_distinct
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

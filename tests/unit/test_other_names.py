@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxfp8rl.cli import main
+from jaxfp8rl.cli.settings import find, settings
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.other_names import KEYS, VALUES, here, index, names
-from jaxfp8rl.cli.settings import find, settings
 
 PAGE = Path("docs/coming_from.md").read_text()
 

@@ -13,13 +13,21 @@ import pytest
 
 from bridges.api import EngineFormats
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, linears, round_to
 from jaxfp8rl.precision.recipe import (
-    FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, RECIPES, LayerRun, Precision, fp8_runs, get_recipe, resolve,
+    FP8_ACTIVATION,
+    FP8_KV,
+    FP8_WEIGHT,
+    RECIPES,
+    LayerRun,
+    Precision,
+    fp8_runs,
+    get_recipe,
+    resolve,
 )
 from pallas_kernels.numerics import relative_l2
 from pallas_kernels.quantize import reference as q

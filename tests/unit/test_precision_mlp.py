@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.models.layers import swiglu
+from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
 from jaxfp8rl.precision.mlp import fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision

@@ -16,26 +16,46 @@ import pytest
 from rich.console import Console
 
 from bridges.api import Capabilities, EngineFormats
-from jaxfp8rl.training import updates
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.errors import ModelError
-from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.losses.logprobs import logits_of
-from jaxfp8rl.probes.sharpness import logit_sharpness, sharpness_of
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.training.checks import bad_tensors, check_finite, find_nonfinite, kv_fp8_warning, untested_warning
+from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.recipe import (
+    FP8_KV,
+    FP8_WEIGHT,
+    LayerRun,
+    Precision,
+    fp8_runs,
+    get_recipe,
+    resolve,
+    without_fp8,
+)
 from jaxfp8rl.probes.probes import (
-    _formats, _look, layer_groups, mixed_forward, precision_report, rounding_stats, unquantized_policy, walk,
+    _formats,
+    _look,
+    layer_groups,
+    mixed_forward,
+    precision_report,
+    rounding_stats,
+    unquantized_policy,
+    walk,
     weight_stats,
 )
-from jaxfp8rl.precision.recipe import (
-    FP8_KV, FP8_WEIGHT, LayerRun, Precision, fp8_runs, get_recipe, resolve, without_fp8,
-)
 from jaxfp8rl.probes.report import PrecisionReport
+from jaxfp8rl.probes.sharpness import logit_sharpness, sharpness_of
+from jaxfp8rl.training import updates
+from jaxfp8rl.training.checks import (
+    bad_tensors,
+    check_finite,
+    find_nonfinite,
+    kv_fp8_warning,
+    untested_warning,
+)
 from pallas_kernels.quantize import reference as q
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -13,15 +13,15 @@ import pytest
 
 from bridges.api import Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
 from bridges.engines.fake_engine import FakeEngine
-from jaxfp8rl.distributed import process_group
-from jaxfp8rl.run.context import check_same
-from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
-from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared, joined
-from jaxfp8rl.rewards.runner import Score
-from jaxfp8rl.distributed.mesh import make_layout
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.distributed.process_proxies import shared
-
+from jaxfp8rl.distributed import process_group
+from jaxfp8rl.distributed.mesh import make_layout
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared, joined
+from jaxfp8rl.rollout.process_proxies import shared
+from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
+from jaxfp8rl.rewards.runner import Score
+from jaxfp8rl.run.context import check_same
 
 LARGEST = 64  # bytes
 
@@ -276,7 +276,7 @@ def test_on_one_machine_no_other_can_reach_the_coordinator(address, bound, monke
 )
 def test_what_is_only_there_in_one_process_is_refused(options, says):
     with pytest.raises(ConfigError, match=says):
-        load_config("demo", [*TWO, *options]).check()
+        check(load_config("demo", [*TWO, *options]))
 
 
 def test_all_devices_of_all_processes_are_taken():

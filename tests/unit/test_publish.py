@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridges.proof import manifest
 from bridges.api import StackRow
-from jaxfp8rl.publish import wire as publish
+from bridges.proof import manifest
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
+from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.linear import QuantizedWeight
 from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.publish import wire as publish
 from jaxfp8rl.publish.wire import LearnerWeights, assemble, is_fp8, wire_manifest
-from jaxfp8rl.policy.policy import policy_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -19,7 +19,6 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfp8rl.run.provenance import commit, hardware, versions, write_about
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.data.packing import Sample, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
@@ -32,6 +31,7 @@ from jaxfp8rl.monitors.report.page import in_rows, wilson
 from jaxfp8rl.monitors.report.runs import events, load_runs
 from jaxfp8rl.monitors.report.sections import SECTIONS
 from jaxfp8rl.rollout.samples import token_lengths
+from jaxfp8rl.run.provenance import commit, hardware, versions, write_about
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&lt;\"'{{ 7 * 7 }}"

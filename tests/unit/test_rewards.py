@@ -18,18 +18,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridges.api import Completion, VersionSpan
-from jaxfp8rl.run import context
-from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.data.tasks import Problem, as_json, from_json, make_task
+from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.data.problem import Problem
+from jaxfp8rl.data.tasks import as_json, from_json, make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rewards import runner
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rewards.scoring import total
-from jaxfp8rl.verifiers.numbers import last_number, value, whole_number
-from jaxfp8rl.verifiers.scorers import THINK_TAGS, behind_thoughts, exact_match, extract, math_verify, normalise
+from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.run import context
+from jaxfp8rl.verifiers.numbers import last_number, value, whole_number
+from jaxfp8rl.verifiers.scorers import (
+    THINK_TAGS,
+    behind_thoughts,
+    exact_match,
+    extract,
+    math_verify,
+    normalise,
+)
 
 # What the scorer under test does is the problem's answer; the text names a file to write process ids to.
 SCORER = """

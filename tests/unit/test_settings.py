@@ -11,8 +11,8 @@ import pytest
 
 from jaxfp8rl.cli import main
 from jaxfp8rl.cli.completion import SHELLS
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.cli.settings import find, settings
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import presets
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxfp8rl.config.rules import check
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.distributed.mesh import check_divides, make_layout
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.distributed.mesh import check_divides, make_layout
-from jaxfp8rl.config.toml import load_config
 
 
 @pytest.mark.parametrize("case", ["high", "experts", pytest.param("fp8", marks=pytest.mark.slow)])
@@ -77,4 +78,4 @@ def test_what_does_not_divide_is_named():
 )
 def test_what_is_only_there_on_one_device_is_refused(options, says):
     with pytest.raises(ConfigError, match=says):
-        load_config("demo", ["--train.fsdp", "2", "--run.dir", "unused", *options]).check()
+        check(load_config("demo", ["--train.fsdp", "2", "--run.dir", "unused", *options]))

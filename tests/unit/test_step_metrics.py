@@ -13,17 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridges.api import Completion
-from jaxfp8rl.training import loop, updates as update
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection, rollout_correction
 from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.rollout.scored_groups import Group, Prompt, Rollouts
-from jaxfp8rl.data.tasks import Problem
+from jaxfp8rl.training import loop
+from jaxfp8rl.training import updates as update
 from jaxfp8rl.training.step_metrics import Counts, counts_of, of_step
-from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.types import TrainBatch, TrainState
 from jaxfp8rl.training.updates import is_bad
+from jaxfp8rl.types import TrainBatch, TrainState
 
 
 def group(name: int, rewards: list[float]) -> Group:

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from bridges.api import Completion, GenRequest, SamplingParams, VersionSpan
 from bridges.engines.fake_engine import FakeEngine
-from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.run.context import build
 from jaxfp8rl.config.schema import Rollout
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.training.sft import _example
+from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.stops import stops_of
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.run.context import build
+from jaxfp8rl.training.sft import _example
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 LLAMA3 = ("{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"

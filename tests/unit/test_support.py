@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridges.api import Capabilities, Completion, EngineFormats, SamplingParams, VersionSpan, supports
-from jaxfp8rl.rollout import support
 from jaxfp8rl.config.schema import Rollout
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.rollout import support
 
 
 def rollout(**settings) -> Rollout:

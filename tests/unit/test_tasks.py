@@ -8,6 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfp8rl.config.schema import Task as TaskSection
-import numpy as np
-from jaxfp8rl.data.tasks import OF_SECTION, TASKS, Problem, as_json, from_json, make_task
+from jaxfp8rl.data.problem import Problem
+from jaxfp8rl.data.tasks import OF_SECTION, TASKS, as_json, from_json, make_task
 from jaxfp8rl.errors import ConfigError, DataError
 
 

@@ -12,16 +12,16 @@ import time
 import pytest
 from rich.console import Console
 
-from jaxfp8rl.training import loop
-from jaxfp8rl.run import run_directory
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors import trackers
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.evaluations import read_evaluations, write_evaluations
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.wandb import WandbMonitor
+from jaxfp8rl.run import run_directory
 from jaxfp8rl.run.run_directory import RunDirectory
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training import loop
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # of the form that Weights & Biases gives out
 NAMES = ("tensorboard", "wandb")

@@ -17,8 +17,8 @@ from jaxfp8rl.losses.aggregation import AGGREGATIONS
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
 from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.optim.adamw import init_state, make_optimizer
 from jaxfp8rl.precision.recipe import Precision

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from bridges.api import Completion
-from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import pack
-from jaxfp8rl.data.tasks import Problem
+from jaxfp8rl.data.problem import Problem
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.rollout.samples import kept
 from jaxfp8rl.rollout.scored_groups import Group, Prompt, Rollouts
 from jaxfp8rl.run.run_directory import RunDirectory
-from jaxfp8rl.rollout.samples import kept
-from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.training.unlearned import cause, equal_rewards
 
 NAN = float("nan")

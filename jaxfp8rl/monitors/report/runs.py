@@ -18,7 +18,7 @@ from jaxfp8rl.monitors.health import Verdict, verdict
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.notes import ABOUT, read_starts
 from jaxfp8rl.monitors.report.completions import pick
-from jaxfp8rl.monitors.summary import series
+from jaxfp8rl.monitors.series import series
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,10 @@ from bridges.api import (
     WeightSource,
     WeightTransport,
 )
-from jaxfp8rl.data.tasks import Problem
+from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.rewards.runner import RewardRunner, Score
-from jaxfp8rl.rollout.pipeline import packed, unpacked
+from jaxfp8rl.rollout.completion_json import completion_from_json, completion_to_json
 
 World = tuple[RewardRunner, RolloutEngine, WeightTransport]
 
@@ -64,9 +64,9 @@ class _Engine(_OfFirst):
         return self._capabilities
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        answers = self._group.told(lambda: [[packed(c) for c in group]
+        answers = self._group.told(lambda: [[completion_to_json(c) for c in group]
                                             for group in self._part.generate(requests)])
-        return [[unpacked(c) for c in group] for group in answers]
+        return [[completion_from_json(c) for c in group] for group in answers]
 
     def pause(self) -> None:
         self._here("pause")

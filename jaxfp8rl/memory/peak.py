@@ -1,0 +1,15 @@
+"""The peak of the memory that a run has used."""
+
+from __future__ import annotations
+
+import resource
+
+import jax
+
+
+def peak_memory_gib() -> float:
+    """The GPU allocator's peak on the first device, or the process's peak resident size where there is no
+    GPU."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use", 0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak / 2**30

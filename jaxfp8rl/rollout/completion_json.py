@@ -1,0 +1,26 @@
+"""Completions as JSON: for checkpoints, and between the processes of one learner."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from bridges.api import Completion, VersionSpan
+
+
+def completion_to_json(c: Completion) -> dict[str, Any]:
+    """A JSON-able dictionary that keeps every bit of the completion."""
+    fields = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)}
+    arrays = {name: (x.dtype.name, x.tolist()) for name, x in fields.items() if isinstance(x, np.ndarray)}
+    spans = [dataclasses.astuple(span) for span in c.version_spans]
+    return {k: v for k, v in fields.items() if k not in arrays} | {"version_spans": spans, "arrays": arrays}
+
+
+def completion_from_json(d: dict[str, Any]) -> Completion:
+    """The completion that `completion_to_json` made `d` of."""
+    arrays = {name: np.array(values, dtype) for name, (dtype, values) in d["arrays"].items()}
+    rest = {k: v for k, v in d.items() if k != "arrays"}
+    return Completion(**rest | arrays
+                      | {"version_spans": tuple(VersionSpan(*span) for span in d["version_spans"])})

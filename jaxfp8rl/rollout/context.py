@@ -1,0 +1,40 @@
+"""The part of a run's context that rollout needs: a protocol, so that rollout does not import the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.data.dataset import PromptStream
+from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.rollout.scored_groups import Prompt
+from jaxfp8rl.rollout.stops import Stops
+
+
+class RolloutContext(Protocol):
+    """`jaxfp8rl.run.context.RunContext` is one."""
+
+    cfg: Config
+    engine: RolloutEngine
+    rewards: RewardRunner
+    stops: Stops
+    stream: PromptStream[Prompt]
+    tokenizer: Tokenizer
+    top_k: Callable | None
+    train: list[Prompt]
+
+    @property
+    def no_routes(self) -> np.ndarray | None: ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+    def unfit(self, request: GenRequest, completion: Completion) -> str | None: ...
+
+    def with_routes(self, samples: list[Sample]) -> list[Sample]: ...

@@ -1,0 +1,46 @@
+"""SIGINT and SIGTERM: a run stops after the step in progress."""
+
+from __future__ import annotations
+
+import signal
+
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
+
+
+class StopSignals:
+    """While entered, the first SIGINT or SIGTERM asks the loop to stop after the step in progress; the second
+    stops at once.
+
+    asked: the exit code by which this process was asked to, or 0. exit_code: the same of the whole group,
+    since `settle`.
+    """
+
+    def __init__(self, group: ProcessGroup = ALONE):
+        self.asked, self.exit_code, self._group = 0, 0, group
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.exit_code)
+
+    def settle(self) -> None:
+        """Between two steps: what any of several processes was asked they all do."""
+        self.exit_code = self._group.largest(self.asked)
+
+    def __enter__(self) -> StopSignals:
+        try:
+            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals are somebody else's
+            self._before = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for s, handler in self._before.items():
+            signal.signal(s, handler)
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = 128 + number
+        if self._group.count == 1:
+            self.settle()
+        print("\nstopping after this step; once more to stop now", flush=True)
