@@ -45,8 +45,7 @@ from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main as command_line
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import engines, scored_groups
-from jaxfp8rl.run import context
-from jaxfp8rl.training import loop, updates
+from jaxfp8rl.training import context, loop, updates
 
 SAVE_EVERY, BAD_ROWS, ROWS = 3, 10, 200
 PLACES = {  # name: the function before which the process dies

@@ -40,10 +40,10 @@ from bridges.transports.vllm_choice import open_vllm_transport
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import NAMES
-from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.run.run_directory import RunDirectory
 from jaxfp8rl.run.signals import StopSignals
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import Parts, build
 from jaxfp8rl.training.step import make_logprobs, make_score
 from jaxfp8rl.types import Params
 

@@ -34,8 +34,8 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import Parts, build
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 
 CASES = {

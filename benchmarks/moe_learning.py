@@ -53,13 +53,16 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.losses.mismatch import mean_over, mismatch_metrics
 from jaxfp8rl.models.loading import save_params
+from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.policy import routing_replay
+from jaxfp8rl.policy.initial import starting_params
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.rollout.pipeline import collect
-from jaxfp8rl.monitors.clock import Clock
-from jaxfp8rl.run.context import Parts, build, load_data, model_config, starting_params
+from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training import loop, sft
+from jaxfp8rl.training.context import Parts, build
 from jaxfp8rl.types import Params, TrainBatch
 
 MODEL = {

@@ -38,8 +38,8 @@ from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.optim.adamw import init_state
 from jaxfp8rl.publish.wire import is_fp8
 from jaxfp8rl.rollout.scored_groups import make_requests
-from jaxfp8rl.run.context import build
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import build
 from jaxfp8rl.training.step import make_policy
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,

@@ -44,9 +44,11 @@ from jaxfp8rl.optim.adamw import (
     make_schedule,
 )
 from jaxfp8rl.optim.low_bit import Kept, decode, encode, is_scaled, nbytes, random_words, zeros
+from jaxfp8rl.policy.initial import starting_params
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.run.context import load_data, model_config, starting_params
+from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training.sft import make_sft_step, optim_of
 from jaxfp8rl.training.step import make_logprobs
 from jaxfp8rl.types import Params, TrainBatch, TrainState

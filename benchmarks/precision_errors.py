@@ -44,11 +44,13 @@ from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention
 from jaxfp8rl.optim.adamw import init_state
+from jaxfp8rl.policy.initial import starting_params
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.probes.probes import precision_report, unquantized_policy
-from jaxfp8rl.run.context import load_data, model_config, starting_params
+from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training.sft import warm_start
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_train_step
 from jaxfp8rl.types import Params, TrainBatch

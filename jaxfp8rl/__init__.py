@@ -10,11 +10,11 @@ from jaxfp8rl.version import __version__
 if TYPE_CHECKING:
     from jaxfp8rl.config.schema import Config
     from jaxfp8rl.config.toml import load_config
-    from jaxfp8rl.run.entry import train
+    from jaxfp8rl.training.entry import train
 
 __all__ = ["Config", "__version__", "load_config", "train"]
 _HOMES = {"Config": "jaxfp8rl.config.schema", "load_config": "jaxfp8rl.config.toml",
-          "train": "jaxfp8rl.run.entry"}
+          "train": "jaxfp8rl.training.entry"}
 
 
 def __getattr__(name: str):

@@ -26,9 +26,8 @@ from bridges.api import (
     SamplingParams,
     supports,
 )
-from bridges.inside_vllm import device_pool
 from bridges.engines.weight_state import WeightState
-from bridges.inside_vllm import environment, experts, fp8_emulation, stacks
+from bridges.inside_vllm import device_pool, environment, experts, fp8_emulation, stacks
 from bridges.inside_vllm import formats as vllm_formats
 from bridges.inside_vllm import kv_scales as vllm_kv_scales
 from bridges.inside_vllm.environment import FP8

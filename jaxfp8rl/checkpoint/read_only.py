@@ -22,8 +22,9 @@ from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
+from jaxfp8rl.policy.initial import starting_params
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import share_gpu
-from jaxfp8rl.run.context import model_config, starting_params
 from jaxfp8rl.types import Params
 
 

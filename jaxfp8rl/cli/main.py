@@ -237,7 +237,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> None:
         cfg = settled(cfg, resume=True)
         check_typed(cfg, overrides)
     if args.dry_run:
-        from jaxfp8rl.run.dry_run import dry_run
+        from jaxfp8rl.cli.dry_run import dry_run
 
         return dry_run(cfg, args.resume, args.fork)
     if args.resume and not args.fork and _finished(cfg):
@@ -265,7 +265,7 @@ def _finished(cfg: Config) -> bool:
 def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
     cfg = load_config(args.config, overrides)
     if args.dry_run:
-        from jaxfp8rl.run.dry_run import dry_run_sft
+        from jaxfp8rl.cli.dry_run import dry_run_sft
 
         return dry_run_sft(cfg)
     from jaxfp8rl.training.sft import run_sft
@@ -289,7 +289,7 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def _export(args: argparse.Namespace, overrides: list[str]) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it needs no GPU, which the run may still have
-    from jaxfp8rl.publish.export import export
+    from jaxfp8rl.checkpoint.export import export
 
     print(f"wrote {export(args.directory, args.out, args.format, args.step, overrides)}")
 

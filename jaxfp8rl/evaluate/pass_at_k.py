@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfp8rl.checkpoint.read_only import Trained, load_trained
-from jaxfp8rl.checkpoint.resume import unseen_by
 from jaxfp8rl.config.toml import parse_overrides
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
 from jaxfp8rl.monitors.evaluations import locked, read_evaluations, write_evaluations
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import Parts, build
+from jaxfp8rl.training.resume import unseen_by
 
 Z = 1.959963984540054  # of a normal distribution 95% lies within so many standard deviations
 RESAMPLES = 10_000

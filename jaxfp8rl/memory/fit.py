@@ -19,10 +19,10 @@ from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.memory.plan import F32, RESIDENT, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
+from jaxfp8rl.monitors.clock import PHASE
+from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.publish.wire import wire_manifest
 from jaxfp8rl.rollout.engines import device_memory, share_gpu
-from jaxfp8rl.monitors.clock import PHASE
-from jaxfp8rl.run.context import engine_runs, model_config
 
 # CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
 ENGINE_REST = 5 * 2**29

@@ -20,10 +20,10 @@ from jaxfp8rl.data.packing import microbatches_needed
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.optim.low_bit import Format, nbytes
+from jaxfp8rl.policy.shapes import engine_runs
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.publish.wire import is_fp8, wire_manifest
 from jaxfp8rl.rollout.support import width
-from jaxfp8rl.run.context import engine_runs
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
 from pallas_kernels.logprob.api import MEMORY
 from pallas_kernels.quantize import BLOCK

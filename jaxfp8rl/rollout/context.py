@@ -18,7 +18,7 @@ from jaxfp8rl.rollout.stops import Stops
 
 
 class RolloutContext(Protocol):
-    """`jaxfp8rl.run.context.RunContext` is one."""
+    """`jaxfp8rl.training.context.RunContext` is one."""
 
     cfg: Config
     engine: RolloutEngine

@@ -21,10 +21,10 @@ from typing import Any
 
 from bridges.api import Completion, GenRequest, Health, RolloutEngine
 from jaxfp8rl.data.dataset import PromptStream
+from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.completion_json import completion_from_json, completion_to_json
 from jaxfp8rl.rollout.context import RolloutContext
-from jaxfp8rl.monitors.clock import Clock
 
 Answers = list[list[list[Completion]]]  # of each call of `generate`
 

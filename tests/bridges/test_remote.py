@@ -262,7 +262,7 @@ def test_a_server_that_runs_already_must_be_what_the_config_asks_for(serving, tm
     from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.errors import ConfigError
     from jaxfp8rl.rollout.engines import build_engine
-    from jaxfp8rl.run import context
+    from jaxfp8rl.training import context
 
     engine, transport, token = FakeEngine(**{"vocab_size": 128}
                                           | options), FakeTransport(), tmp_path / "token"
@@ -303,8 +303,7 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
     from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.monitors.jsonl import read_metrics
     from jaxfp8rl.rollout.engines import build_engine
-    from jaxfp8rl.run import context
-    from jaxfp8rl.training import loop
+    from jaxfp8rl.training import context, loop
 
     def config(**changes):
         own = {k: v for k, v in SMALL.items() if not (changes and k in GIVEN_TO_THE_SERVER)}

@@ -11,8 +11,9 @@ from micro_run import rewarded
 
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rewards.runner import RewardRunner
-from jaxfp8rl.run.context import Parts, model_config
+from jaxfp8rl.training.context import Parts
 from jaxfp8rl.training.loop import pack_samples, train
 
 MOE = [word for key, value in {

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from bridges.engines.embedded_engine import JaxEngine
 from bridges.transports.embedded import JaxInprocess
 from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.cli.dry_run import dry_run
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.config import rules
 from jaxfp8rl.config.schema import Config
@@ -29,11 +30,11 @@ from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError,
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.policy.initial import starting_params
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.run.context import model_config, starting_params
-from jaxfp8rl.run.dry_run import dry_run
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.sft import run_sft
 

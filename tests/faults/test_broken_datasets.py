@@ -24,7 +24,8 @@ from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.errors import DataError, UserError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params
-from jaxfp8rl.run.context import load_data, model_config
+from jaxfp8rl.policy.shapes import model_config
+from jaxfp8rl.rollout.problems import load_data
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
 DEEP = "[" * 100_000

@@ -28,8 +28,8 @@ from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed, NonFiniteStep
 from jaxfp8rl.rewards.runner import RewardRunner, _child_environment
 from jaxfp8rl.rollout import engines
-from jaxfp8rl.run import context, run_directory, watchdog
-from jaxfp8rl.training import loop
+from jaxfp8rl.run import run_directory, watchdog
+from jaxfp8rl.training import context, loop
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "children")
 
@@ -194,7 +194,7 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
 POINTS = [
     ("jaxfp8rl.training.loop:learn", 1), ("jaxfp8rl.checkpoint.store:seal", 2),
     ("jaxfp8rl.training.loop:publish", 3),
-    ("jaxfp8rl.training.loop:begin", 1), ("jaxfp8rl.run.context:fresh_state", 1),
+    ("jaxfp8rl.training.loop:begin", 1), ("jaxfp8rl.training.context:fresh_state", 1),
     ("jaxfp8rl.training.loop:check_gate", 1),
     ("jaxfp8rl.training.loop:evaluate", 1), ("jaxfp8rl.rollout.scored_groups:generate", 2),
     ("jaxfp8rl.rollout.scored_groups:score", 1),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.run.context import build
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import build
 
 COMMON = ["--rollout.engine", "jax", "--gate.completions", "64", "--gate.max_gap", "20",
           "--gate.max_mean_gap", "20"]

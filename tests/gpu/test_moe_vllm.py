@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.mirror import sample
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.models.moe import no_route
-from jaxfp8rl.run.context import build
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import build
 
 OPTIONS = [word for key, value in {
     "rollout.engine": "vllm", "rollout.gpu_memory_utilization": 0.1, "rollout.kv_cache_gib": 4,

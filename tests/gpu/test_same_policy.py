@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.mirror import sample
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.run.context import build
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import build
 from jaxfp8rl.training.step import make_logprobs, make_score
 
 OPTIONS = [

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl.checkpoint import resume
 from jaxfp8rl.data.dataset import PrepareReport, PromptStream, contents, fingerprint, prepare
 from jaxfp8rl.data.permutation import permutation
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import CheckpointError, DataError
+from jaxfp8rl.training import resume
 
 
 def problems(n):

@@ -26,7 +26,7 @@ from jaxfp8rl.models.known import KNOWN, known_shape
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors import trackers
-from jaxfp8rl.run import context
+from jaxfp8rl.training import context
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64,

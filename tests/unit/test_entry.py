@@ -18,7 +18,7 @@ from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rewards.runner import RewardRunner, Score
-from jaxfp8rl.run import entry
+from jaxfp8rl.training import entry
 from jaxfp8rl.verifiers.own_scorers import handed_over
 from jaxfp8rl.verifiers.scorers import exact_match
 

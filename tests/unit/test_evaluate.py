@@ -28,11 +28,14 @@ from jaxfp8rl.errors import DataError
 from jaxfp8rl.evaluate import pass_at_k as evaluate
 from jaxfp8rl.evaluate.pass_at_k import check_held_out, interval, pass_at_k
 from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.policy.initial import starting_params
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.run.context import _not_in, load_data, model_config, starting_params
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import _not_in
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

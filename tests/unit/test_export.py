@@ -25,9 +25,9 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.optim.adamw import init_state, make_optimizer
 from jaxfp8rl.optim.low_bit import decode, encode
+from jaxfp8rl.policy.shapes import model_config, weights_in_fp8
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.publish.wire import LearnerWeights
-from jaxfp8rl.run.context import model_config, weights_in_fp8
 
 
 def params_of(cfg: Config, seed: int):
@@ -81,7 +81,7 @@ def test_bf16_is_the_rounded_checkpoint(run, folders, tmp_path):
 
 def test_the_stops_of_the_run_are_the_folders_eos_tokens(run, tmp_path):
     """generation_config.json, which transformers and vLLM stop by, names them; what else it says stays."""
-    from jaxfp8rl.publish.export import _write_tokenizer
+    from jaxfp8rl.checkpoint.export import _write_tokenizer
 
     cfg, source = load_trained(str(run)).cfg, tmp_path / "source"
     load_tokenizer(cfg.model.tokenizer).save(str(source))
@@ -221,7 +221,7 @@ def test_what_cannot_be_written_leaves_nothing(words, says, run, tmp_path, capsy
 
 
 def test_a_failure_half_way_leaves_nothing(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxfp8rl.publish.export.hf_config", lambda *args: 1 / 0)  # after the weights
+    monkeypatch.setattr("jaxfp8rl.checkpoint.export.hf_config", lambda *args: 1 / 0)  # after the weights
     with pytest.raises(ZeroDivisionError):
         main(["export", str(run), str(tmp_path / "out")])
     assert os.listdir(tmp_path) == []

@@ -23,8 +23,8 @@ from jaxfp8rl.losses.objectives import SELECTING, policy_loss
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.samples import make_top_k
-from jaxfp8rl.run.context import Parts, build
 from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import Parts, build
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import TrainBatch
 

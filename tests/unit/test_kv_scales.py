@@ -22,9 +22,9 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_and_amax
 from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.run.context import build
 from jaxfp8rl.training import calibrate, loop, updates
 from jaxfp8rl.training.calibrate import KvCalibration
+from jaxfp8rl.training.context import build
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig.from_hf(

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxfp8rl.checkpoint.resume import rate_notes
 from jaxfp8rl.config.resume_rules import check_resumable, settled
 from jaxfp8rl.config.schema import Optim
 from jaxfp8rl.config.toml import dump_config, load_config
@@ -19,6 +18,7 @@ from jaxfp8rl.optim.adamw import (
     make_schedule,
     rescaled,
 )
+from jaxfp8rl.training.resume import rate_notes
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PARAMS = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxfp8rl.checkpoint.resume import check_forkable
 from jaxfp8rl.cli import main
 from jaxfp8rl.cli.settings import settings
 from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.training.resume import check_forkable
 
 PATHS = {
     "run.dir", "model.path", "model.tokenizer", "task.path", "task.held_out_path", "task.scorer_folder",

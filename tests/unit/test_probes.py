@@ -24,6 +24,13 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
+from jaxfp8rl.policy.checks import (
+    bad_tensors,
+    check_finite,
+    find_nonfinite,
+    kv_fp8_warning,
+    untested_warning,
+)
 from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import (
     FP8_KV,
@@ -49,13 +56,6 @@ from jaxfp8rl.probes.probes import (
 from jaxfp8rl.probes.report import PrecisionReport
 from jaxfp8rl.probes.sharpness import logit_sharpness, sharpness_of
 from jaxfp8rl.training import updates
-from jaxfp8rl.training.checks import (
-    bad_tensors,
-    check_finite,
-    find_nonfinite,
-    kv_fp8_warning,
-    untested_warning,
-)
 from pallas_kernels.quantize import reference as q
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -18,10 +18,10 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.distributed import process_group
 from jaxfp8rl.distributed.mesh import make_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared, joined
-from jaxfp8rl.rollout.process_proxies import shared
 from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
 from jaxfp8rl.rewards.runner import Score
-from jaxfp8rl.run.context import check_same
+from jaxfp8rl.rollout.process_proxies import shared
+from jaxfp8rl.training.context import check_same
 
 LARGEST = 64  # bytes
 

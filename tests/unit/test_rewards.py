@@ -28,7 +28,7 @@ from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rewards.scoring import total
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.run import context
+from jaxfp8rl.training import context
 from jaxfp8rl.verifiers.numbers import last_number, value, whole_number
 from jaxfp8rl.verifiers.scorers import (
     THINK_TAGS,

@@ -20,7 +20,7 @@ from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.stops import stops_of
-from jaxfp8rl.run.context import build
+from jaxfp8rl.training.context import build
 from jaxfp8rl.training.sft import _example
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

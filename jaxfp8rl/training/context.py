@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +14,20 @@ import optax
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.data.dataset import PromptStream, contents, demonstrable, prepare
+from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.packing import Sample, microbatches_needed
-from jaxfp8rl.data.problem import Problem
-from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, read_seen
-from jaxfp8rl.data.tasks import FileTask, Task, make_task
-from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from jaxfp8rl.data.seen import Questions
+from jaxfp8rl.data.tasks import Task
+from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.distributed.mesh import ONE, Layout, check_divides, make_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
-from jaxfp8rl.rollout.process_proxies import World, shared
 from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.loading import check_weights, load_params
-from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.optim.adamw import Optimizer, init_state, make_optimizer, make_schedule
+from jaxfp8rl.optim.adamw import make_optimizer, make_schedule
 from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
+from jaxfp8rl.policy.initial import fresh_state, starting_params
 from jaxfp8rl.policy.routing_replay import (
     RouteReplay,
     check_engine,
@@ -42,15 +38,18 @@ from jaxfp8rl.policy.routing_replay import (
     route_problem,
     with_options,
 )
+from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.precision.jit import check_kept, keep_compiled
-from jaxfp8rl.precision.recipe import LayerRun, Precision, fp8_runs, get_recipe, plain_runs, resolve
+from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, plain_runs, resolve
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
 from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, share_gpu
 from jaxfp8rl.rollout.pipeline import Batches
+from jaxfp8rl.rollout.problems import Data, load_data
+from jaxfp8rl.rollout.process_proxies import World, shared
 from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.rollout.stops import Stops, stops_of
+from jaxfp8rl.rollout.stops import Stops
 from jaxfp8rl.training.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import Params, TrainState
@@ -289,122 +288,3 @@ def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCal
     policy, score = make_policy(plain, layout=layout), make_score(logprobs, layout)
     return ClipCalibration(lambda params, batch: score(policy(params), batch), cfg.loss)
 
-
-def model_config(cfg: Config, known: ModelConfig | None = None) -> ModelConfig:
-    """The model's shape, or that which is `known` of it, checked against the lengths the run asks for."""
-    model = known or ModelConfig.from_hf(Path(cfg.model.path) if cfg.model.path else cfg.model.config)
-    if cfg.max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_new_tokens = {cfg.max_model_len} exceeds the model's "
-            f"max_position_embeddings = {model.max_position_embeddings}"
-        )
-    return model
-
-
-def engine_runs(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    """Which linears of which layers the engine holds in FP8, or none under a recipe without FP8."""
-    if not get_recipe(cfg.precision.recipe).engine_fp8:
-        return plain_runs(model.sparse_layers)
-    return weights_in_fp8(cfg, model)
-
-
-def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    """Which linears of which layers FP8 takes, whatever the recipe. Raises ConfigError for shapes that it
-    cannot take."""
-    p, layers = cfg.precision, model.num_hidden_layers
-    return fp8_runs(linear_shapes(model), layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude,
-                    model.sparse_layers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Tokenizer, what ends a completion, task, and its usable prompts."""
-
-    stops: Stops
-    task: Task
-    train: list[Prompt]
-    held_out: list[Prompt]
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.stops.tokenizer
-
-    def contents(self) -> dict[str, str]:
-        """Digests of what a resumed run must find again. The options of a generator fix its answers, and some
-        of reasoning_gym's write down another right one in each process."""
-        answers = self.task.kind != "reasoning_gym"
-        return {"problems": contents(self.train, answers),
-                "held-out problems": contents(self.held_out, answers)}
-
-    def questions(self, cfg: Config) -> Questions:
-        """Raises DataError where the weights in model.path were trained on what is held out here."""
-        train, held_out = (digests_of([p.problem for p in prompts])
-                           for prompts in (self.train, self.held_out))
-        if not cfg.model.path or (seen := read_seen(cfg.model.path)) is None:
-            return Questions(train, held_out)
-        check_unseen(held_out, seen, f"model.path, {cfg.model.path},")
-        return Questions(np.union1d(train, seen), held_out)
-
-
-def load_data(cfg: Config, model: ModelConfig) -> Data:
-    """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises
-    UserErrors."""
-    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date,
-                               cfg.task.chat_template_kwargs)
-    check_fits(tokenizer, model.vocab_size)
-    task = make_task(cfg.task)
-    train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))
-    held_out = _not_in(train, held_out)
-    if isinstance(task, FileTask):
-        print(*task.report.notes, sep="\n", end="\n" if task.report.notes else "")
-        if bad := task.report.bad:
-            print(f"left out {len(bad)} bad rows of {task.report.rows}; the first: {bad[0]}")
-    if not held_out:
-        print("no problem is held out: there will be no evaluation (docs/tasks.md)")
-    if cfg.sft.steps and (lost := len(train) - len(demonstrable(train, task.name))):
-        print(
-            f"the warm start leaves out {lost} of {len(train)} problems, which have no reference answer to imitate")
-    if len(train) < cfg.rollout.prompts_per_step:
-        raise DataError(
-            f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
-    chat = any(not isinstance(prompt.problem.prompt, str) for prompt in [*train, *held_out])
-    return Data(stops_of(cfg.rollout, tokenizer, chat), task, train, held_out)
-
-
-def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout: Layout) -> TrainState:
-    """A first state around float32 `params`, which lie where the masters will. Each array is made in its
-    place: no device holds what all of them do together."""
-    if layout.mesh is None:
-        # committed, as restored: the same programs
-        return layout.place(init_state(params, optimizer, compute_dtype))
-    return jax.jit(lambda params: layout.keep(init_state(params, optimizer, compute_dtype)))(params)
-
-
-def starting_params(cfg: Config, model: ModelConfig, layout: Layout = ONE) -> Params:
-    """Float32 masters: the HF folder's weights, or random ones from the run's seed."""
-    if not cfg.model.path:
-        return init_params(model, jax.random.key(cfg.run.seed))
-    return on_devices(load_params(cfg.model.path, model)[1], layout)
-
-
-def on_devices(params: Params, layout: Layout) -> Params:
-    """From the host to where masters lie."""
-    return layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)
-
-
-def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Prompt]:
-    usable, report = prepare(problems, tokenizer, cfg.task.max_prompt_tokens, skip=cfg.task.skip_bad_rows)
-    if report.first:
-        left_out = f"{report.empty} empty, {report.too_long} overlong and {report.refused} refused prompts"
-        print(f"left out {left_out} of {len(problems)}; the first: {report.first}")
-    return [Prompt(*p) for p in usable]
-
-
-def _not_in(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """The held-out problems that training has not, put otherwise (another system prompt, say): a split goes
-    by prompts."""
-    asked = {question(p.problem) for p in train}
-    kept = [p for p in held_out if question(p.problem) not in asked]
-    if left_out := len(held_out) - len(kept):
-        print(f"left out {left_out} held-out problems that training has, too, put otherwise")
-    return kept

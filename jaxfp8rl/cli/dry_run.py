@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from jaxfp8rl.checkpoint.resume import check_data, check_start
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
 from jaxfp8rl.data.tasks import Task, make_task
@@ -22,9 +21,11 @@ from jaxfp8rl.memory.plan import format_plan, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig, how_to_get
 from jaxfp8rl.models.known import awaited, known_shape
 from jaxfp8rl.policy.routing_replay import with_options
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import engine_lacks
-from jaxfp8rl.run.context import check_shape, model_config, open_rewards, preflight
 from jaxfp8rl.run.run_directory import check_claimable
+from jaxfp8rl.training.context import check_shape, open_rewards, preflight
+from jaxfp8rl.training.resume import check_data, check_start
 from jaxfp8rl.training.sft import check_demonstrations, check_sft, prepare_sft
 
 WARM_START = "memory of the warm start, on one device, without an engine"

@@ -1,0 +1,92 @@
+"""The problems of a run as prompts of tokens, checked and split."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.data.dataset import contents, demonstrable, prepare
+from jaxfp8rl.data.problem import Problem
+from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, read_seen
+from jaxfp8rl.data.tasks import FileTask, Task, make_task
+from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from jaxfp8rl.errors import DataError
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.rollout.scored_groups import Prompt
+from jaxfp8rl.rollout.stops import Stops, stops_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Tokenizer, what ends a completion, task, and its usable prompts."""
+
+    stops: Stops
+    task: Task
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.stops.tokenizer
+
+    def contents(self) -> dict[str, str]:
+        """Digests of what a resumed run must find again. The options of a generator fix its answers, and some
+        of reasoning_gym's write down another right one in each process."""
+        answers = self.task.kind != "reasoning_gym"
+        return {"problems": contents(self.train, answers),
+                "held-out problems": contents(self.held_out, answers)}
+
+    def questions(self, cfg: Config) -> Questions:
+        """Raises DataError where the weights in model.path were trained on what is held out here."""
+        train, held_out = (digests_of([p.problem for p in prompts])
+                           for prompts in (self.train, self.held_out))
+        if not cfg.model.path or (seen := read_seen(cfg.model.path)) is None:
+            return Questions(train, held_out)
+        check_unseen(held_out, seen, f"model.path, {cfg.model.path},")
+        return Questions(np.union1d(train, seen), held_out)
+
+
+def load_data(cfg: Config, model: ModelConfig) -> Data:
+    """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises
+    UserErrors."""
+    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date,
+                               cfg.task.chat_template_kwargs)
+    check_fits(tokenizer, model.vocab_size)
+    task = make_task(cfg.task)
+    train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))
+    held_out = _not_in(train, held_out)
+    if isinstance(task, FileTask):
+        print(*task.report.notes, sep="\n", end="\n" if task.report.notes else "")
+        if bad := task.report.bad:
+            print(f"left out {len(bad)} bad rows of {task.report.rows}; the first: {bad[0]}")
+    if not held_out:
+        print("no problem is held out: there will be no evaluation (docs/tasks.md)")
+    if cfg.sft.steps and (lost := len(train) - len(demonstrable(train, task.name))):
+        print(
+            f"the warm start leaves out {lost} of {len(train)} problems, which have no reference answer to imitate")
+    if len(train) < cfg.rollout.prompts_per_step:
+        raise DataError(
+            f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
+    chat = any(not isinstance(prompt.problem.prompt, str) for prompt in [*train, *held_out])
+    return Data(stops_of(cfg.rollout, tokenizer, chat), task, train, held_out)
+
+
+def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Prompt]:
+    usable, report = prepare(problems, tokenizer, cfg.task.max_prompt_tokens, skip=cfg.task.skip_bad_rows)
+    if report.first:
+        left_out = f"{report.empty} empty, {report.too_long} overlong and {report.refused} refused prompts"
+        print(f"left out {left_out} of {len(problems)}; the first: {report.first}")
+    return [Prompt(*p) for p in usable]
+
+
+def _not_in(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
+    """The held-out problems that training has not, put otherwise (another system prompt, say): a split goes
+    by prompts."""
+    asked = {question(p.problem) for p in train}
+    kept = [p for p in held_out if question(p.problem) not in asked]
+    if left_out := len(held_out) - len(kept):
+        print(f"left out {left_out} held-out problems that training has, too, put otherwise")
+    return kept
