@@ -1,1 +1,1 @@
-"""Saving a run, resuming it, and reading one that may still be running."""
+"""Saving a run, reading one that may still be running, and exporting it as a Hugging Face folder."""

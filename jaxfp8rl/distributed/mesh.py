@@ -27,11 +27,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.precision.linear import TrainableWeight
 from pallas_kernels import shards
-from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import E4M3
 
 DATA, FSDP, TENSOR = AXES = "data", "fsdp", "tensor"
@@ -199,32 +196,6 @@ def gloo_warning(layout: Layout) -> str | None:
         f"train.fsdp = {mesh.shape[FSDP]} in several processes on CPUs: JAX's reduce-scatter there may return wrong sums of "
         "large weights (jax-ml/jax#40830)\n  next step: train.data and train.tensor instead, or GPUs"
     )
-
-
-def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
-    """Raises ConfigError, naming the first weight that does not divide; `quantized`: linears in blocks of
-    128."""
-    if model.num_key_value_heads % tensor:
-        heads = f"num_key_value_heads = {model.num_key_value_heads}"
-        raise ConfigError(f"train.tensor = {tensor} does not divide {heads}: a device has whole heads",
-                          "use fewer")
-    if model.experts and model.experts.num_experts % (fsdp * tensor):
-        raise ConfigError(f"{_over(fsdp, tensor)} does not divide num_experts = {model.experts.num_experts}",
-                          "use fewer")
-    for e in param_table(model):
-        if len(e.shape) < 2 or len(e.index) == 2:  # a vector; of an expert, which lies on a device whole
-            continue
-        block = BLOCK if quantized and e.role == "linear" else 1
-        along_tensor = 1 if e.path[-2] in BY_COLUMNS or e.role == "router" else tensor
-        # columns divide, too: they are the rows of another weight
-        if e.shape[0] % (fsdp * along_tensor * block):
-            blocks = f" in whole blocks of {BLOCK}" if block > 1 else ""
-            rows = f"the {e.shape[0]} rows of {e.hf_name}{blocks}"
-            raise ConfigError(f"{_over(fsdp, along_tensor)} does not divide {rows}", "use fewer")
-
-
-def _over(fsdp: int, tensor: int) -> str:
-    return f"train.fsdp = {fsdp}" if tensor == 1 else f"train.fsdp * train.tensor = {fsdp * tensor}"
 
 
 def _is_split(path: tuple, leaf: Any) -> bool:

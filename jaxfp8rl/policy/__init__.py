@@ -1,2 +1,2 @@
-"""From master weights to the policy that computes and is published; routing replay; the hardware it runs
+"""The one policy that computes and is published: its shape, its weights, routing replay, and its hardware."""
 on."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.distributed.mesh import BY_COLUMNS
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.hf_names import linear_shapes
+from jaxfp8rl.models.hf_names import linear_shapes, param_table
 from jaxfp8rl.precision.recipe import LayerRun, fp8_runs, get_recipe, plain_runs
+from pallas_kernels.quantize import BLOCK
 
 
 def model_config(cfg: Config, known: ModelConfig | None = None) -> ModelConfig:
@@ -35,3 +37,29 @@ def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     p, layers = cfg.precision, model.num_hidden_layers
     return fp8_runs(linear_shapes(model), layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude,
                     model.sparse_layers)
+
+
+def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
+    """Raises ConfigError, naming the first weight that does not divide; `quantized`: linears in blocks of
+    128."""
+    if model.num_key_value_heads % tensor:
+        heads = f"num_key_value_heads = {model.num_key_value_heads}"
+        raise ConfigError(f"train.tensor = {tensor} does not divide {heads}: a device has whole heads",
+                          "use fewer")
+    if model.experts and model.experts.num_experts % (fsdp * tensor):
+        raise ConfigError(f"{_over(fsdp, tensor)} does not divide num_experts = {model.experts.num_experts}",
+                          "use fewer")
+    for e in param_table(model):
+        if len(e.shape) < 2 or len(e.index) == 2:  # a vector; of an expert, which lies on a device whole
+            continue
+        block = BLOCK if quantized and e.role == "linear" else 1
+        along_tensor = 1 if e.path[-2] in BY_COLUMNS or e.role == "router" else tensor
+        # columns divide, too: they are the rows of another weight
+        if e.shape[0] % (fsdp * along_tensor * block):
+            blocks = f" in whole blocks of {BLOCK}" if block > 1 else ""
+            rows = f"the {e.shape[0]} rows of {e.hf_name}{blocks}"
+            raise ConfigError(f"{_over(fsdp, along_tensor)} does not divide {rows}", "use fewer")
+
+
+def _over(fsdp: int, tensor: int) -> str:
+    return f"train.fsdp = {fsdp}" if tensor == 1 else f"train.fsdp * train.tensor = {fsdp * tensor}"

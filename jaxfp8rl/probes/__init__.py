@@ -1,1 +1,1 @@
-"""Where FP8 loses precision: rounding errors by layer, and the layers that cause the mismatch."""
+"""Where FP8 loses precision, and where numbers stop being finite: by layer and linear."""

@@ -1,1 +1,1 @@
-"""A run as a whole: its context, its directory, its entry from Python, and its watchdog."""
+"""A run as a process: its directory, provenance, signals and watchdog."""

@@ -19,7 +19,7 @@ from jaxfp8rl.data.packing import Sample, microbatches_needed
 from jaxfp8rl.data.seen import Questions
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.distributed.mesh import ONE, Layout, check_divides, make_layout
+from jaxfp8rl.distributed.mesh import ONE, Layout, make_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
 from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.models.config import ModelConfig
@@ -38,7 +38,7 @@ from jaxfp8rl.policy.routing_replay import (
     route_problem,
     with_options,
 )
-from jaxfp8rl.policy.shapes import engine_runs, model_config
+from jaxfp8rl.policy.shapes import check_divides, engine_runs, model_config
 from jaxfp8rl.precision.jit import check_kept, keep_compiled
 from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, plain_runs, resolve
 from jaxfp8rl.rewards.runner import RewardRunner

@@ -25,9 +25,10 @@ from jaxfp8rl.memory.peak import peak_memory_gib
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.summary import write_summary
-from jaxfp8rl.policy.checks import check_finite, kv_fp8_warning, uncorrected_warning, untested_warning
 from jaxfp8rl.policy.hardware import computed_by
 from jaxfp8rl.policy.policy import shared
+from jaxfp8rl.policy.warnings import kv_fp8_warning, uncorrected_warning, untested_warning
+from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups, support
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens

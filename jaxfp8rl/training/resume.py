@@ -26,8 +26,8 @@ from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteSt
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import make_schedule, rescaled
 from jaxfp8rl.optim.low_bit import decode, is_scaled
-from jaxfp8rl.policy.checks import bad_tensors, check_finite
 from jaxfp8rl.policy.initial import on_devices
+from jaxfp8rl.probes.finite import bad_tensors, check_finite
 from jaxfp8rl.rollout.problems import Data
 from jaxfp8rl.run.run_directory import RunDirectory
 from jaxfp8rl.training.context import Parts

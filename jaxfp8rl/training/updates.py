@@ -9,9 +9,9 @@ import jax
 
 from jaxfp8rl.distributed.mesh import fetch
 from jaxfp8rl.errors import NonFiniteStep
-from jaxfp8rl.policy.checks import find_nonfinite
 from jaxfp8rl.policy.policy import scales_in
 from jaxfp8rl.precision.recipe import FP8_KV
+from jaxfp8rl.probes.finite import find_nonfinite
 from jaxfp8rl.probes.probes import precision_report
 from jaxfp8rl.rollout.scored_groups import Rollouts
 from jaxfp8rl.run.run_directory import RunDirectory

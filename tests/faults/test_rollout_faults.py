@@ -17,7 +17,7 @@ from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
-from jaxfp8rl.policy.checks import uncorrected_warning
+from jaxfp8rl.policy.warnings import uncorrected_warning
 from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.scored_groups import Prompt, Rollouts

@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.common import config as qwen3
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.distributed.mesh import check_divides
 from jaxfp8rl.memory.fit import check_fits, format_needs
 from jaxfp8rl.memory.plan import format_plan, memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
+from jaxfp8rl.policy.shapes import check_divides
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # bytes; an H100's by what is left of its 80 GB, an H200's by the driver

@@ -19,11 +19,11 @@ from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.moe import mixture
-from jaxfp8rl.policy.checks import check_finite, find_nonfinite
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear
 from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
+from jaxfp8rl.probes.finite import check_finite, find_nonfinite
 from jaxfp8rl.publish.wire import LearnerWeights, assemble, is_fp8
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -24,10 +24,10 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import empty_params
 from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_optimizer, make_schedule
 from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
-from jaxfp8rl.policy.checks import bad_tensors
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.probes.finite import bad_tensors
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LEAST = Formats("bfloat16", "float8", "bfloat16")  # 5.03 bytes a parameter

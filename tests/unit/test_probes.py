@@ -24,13 +24,7 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.policy.checks import (
-    bad_tensors,
-    check_finite,
-    find_nonfinite,
-    kv_fp8_warning,
-    untested_warning,
-)
+from jaxfp8rl.policy.warnings import kv_fp8_warning, untested_warning
 from jaxfp8rl.precision.jit import exact_jit
 from jaxfp8rl.precision.recipe import (
     FP8_KV,
@@ -42,6 +36,7 @@ from jaxfp8rl.precision.recipe import (
     resolve,
     without_fp8,
 )
+from jaxfp8rl.probes.finite import bad_tensors, check_finite, find_nonfinite
 from jaxfp8rl.probes.probes import (
     _formats,
     _look,

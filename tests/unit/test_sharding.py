@@ -12,9 +12,10 @@ import pytest
 
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.distributed.mesh import check_divides, make_layout
+from jaxfp8rl.distributed.mesh import make_layout
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.policy.shapes import check_divides
 
 
 @pytest.mark.parametrize("case", ["high", "experts", pytest.param("fp8", marks=pytest.mark.slow)])
