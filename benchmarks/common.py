@@ -107,7 +107,7 @@ def _number(x: float | None) -> str:
 
 def draw(rows: list[dict], title: str, path: str | Path) -> None:
     """A bar for each ratio, from the yardstick at 1."""
-    from jaxfp8rl.monitors.plot import BLUE, ORANGE, STYLE, plt
+    from jaxfp8rl.monitors.end.plot import BLUE, ORANGE, STYLE, plt
 
     shown = [r for r in rows if r["ratio"] and math.isfinite(r["ratio"])][::-1]
     with plt.rc_context(STYLE):

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, compare, curve, write
-from jaxfp8rl.monitors.health import verdict
+from jaxfp8rl.health.table import verdict
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 

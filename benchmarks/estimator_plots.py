@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from jaxfp8rl.monitors.plot import BLUE, GREEN, GREY, ORANGE, RED, STYLE, VIOLET, plt
+from jaxfp8rl.monitors.end.plot import BLUE, GREEN, GREY, ORANGE, RED, STYLE, VIOLET, plt
 
 SEQUENCES = 1024  # in a batch, where an error is that of a batch
 TEAL, PALE_BLUE = "#6cc5b0", "#9db2ee"

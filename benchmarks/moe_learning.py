@@ -402,7 +402,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def plot(records: dict, path: Path) -> None:
     """Mismatch by share of other experts; held-out reward and mismatch of the runs."""
-    from jaxfp8rl.monitors.plot import STYLE, plt
+    from jaxfp8rl.monitors.end.plot import STYLE, plt
 
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
@@ -417,7 +417,7 @@ def plot(records: dict, path: Path) -> None:
 
 
 def _scored(ax, records: dict) -> None:
-    from jaxfp8rl.monitors.plot import GREEN, RED
+    from jaxfp8rl.monitors.end.plot import GREEN, RED
 
     for routers, replay in itertools.product(ROUTERS, ("none", "R3")):
         found = [r for r in averaged(records, routers, "mismatch") if r["recipe"] == "fp8_rollout"]
@@ -432,7 +432,7 @@ def _scored(ax, records: dict) -> None:
 
 def _runs(ax, records: dict, key: str, title: str) -> None:
     """Mean and range over seeds; dashed: perturbed."""
-    from jaxfp8rl.monitors.plot import BLUE, GREEN, GREY, RED, VIOLET
+    from jaxfp8rl.monitors.end.plot import BLUE, GREEN, GREY, RED, VIOLET
 
     colors = {"R3, token TIS": GREEN, "R3": VIOLET, "token TIS": BLUE, "neither": RED}
     for name in filter(records.get, CASES):

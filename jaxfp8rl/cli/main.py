@@ -334,7 +334,7 @@ def _bench(args: argparse.Namespace, _: list[str]) -> None:
 
 
 def _report_page(args: argparse.Namespace, _: list[str]) -> None:
-    from jaxfp8rl.monitors.health import verdict
+    from jaxfp8rl.health.table import verdict
     from jaxfp8rl.monitors.jsonl import read_metrics
     from jaxfp8rl.monitors.report import write_report
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from jaxfp8rl.health.table import STYLES, level_of
 from jaxfp8rl.monitors.base import Record
-from jaxfp8rl.monitors.health import STYLES, level_of
 from jaxfp8rl.monitors.sparkline import sparkline
 
 # (metric, label, format): what a reader watches; a record shows those it holds, an evaluation's first, the

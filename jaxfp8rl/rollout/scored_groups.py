@@ -16,7 +16,7 @@ from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
-from jaxfp8rl.monitors.extremes import told
+from jaxfp8rl.monitors.end.extremes import told
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import support
 from jaxfp8rl.verifiers.scorers import THINK_TAGS, thinks_on

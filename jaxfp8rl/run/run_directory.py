@@ -28,12 +28,12 @@ from jaxfp8rl.data.seen import write_seen
 from jaxfp8rl.distributed.mesh import fetch
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared
 from jaxfp8rl.errors import CheckpointError, ConfigError, UserError, check_writable
+from jaxfp8rl.health.table import Watch
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
-from jaxfp8rl.monitors.evaluations import forget_after
-from jaxfp8rl.monitors.health import Watch
+from jaxfp8rl.monitors.end.evaluations import forget_after
 from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
 from jaxfp8rl.monitors.notes import ABOUT, write_note
 from jaxfp8rl.monitors.trackers import check_trackers, make_trackers

@@ -24,7 +24,7 @@ from jaxfp8rl.memory.flops import mfu, update_flops
 from jaxfp8rl.memory.peak import peak_memory_gib
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.monitors.console import ConsoleMonitor
-from jaxfp8rl.monitors.summary import write_summary
+from jaxfp8rl.monitors.end.summary import write_summary
 from jaxfp8rl.policy.hardware import computed_by
 from jaxfp8rl.policy.policy import shared
 from jaxfp8rl.policy.warnings import kv_fp8_warning, uncorrected_warning, untested_warning

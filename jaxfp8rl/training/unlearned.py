@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.losses.advantages import informative_groups
-from jaxfp8rl.monitors.extremes import told
+from jaxfp8rl.monitors.end.extremes import told
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts
 from jaxfp8rl.types import TrainBatch
 

@@ -17,13 +17,13 @@ from rich.console import Console
 
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.monitors import health
-from jaxfp8rl.monitors.extremes import extremes, one_line
-from jaxfp8rl.monitors.health import RULES, verdict
+from jaxfp8rl.health import table
+from jaxfp8rl.health.judges import Bound, Level
+from jaxfp8rl.health.table import RULES, verdict
+from jaxfp8rl.monitors.end.extremes import extremes, one_line
+from jaxfp8rl.monitors.end.summary import write_summary
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
-from jaxfp8rl.monitors.judges import Bound, Level
 from jaxfp8rl.monitors.sparkline import sparkline
-from jaxfp8rl.monitors.summary import write_summary
 from jaxfp8rl.run.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_a_worse_step_never_makes_a_run_healthier(rule, values, data):
 @given(VALUES, st.floats(0, 30))
 def test_a_value_is_shown_on_its_own_side_of_a_bound(values, bound):
     for value in values:
-        text = health.Bound("k", "n", bound, bound, "", "").show(value).replace(",", "")
+        text = table.Bound("k", "n", bound, bound, "", "").show(value).replace(",", "")
         assert (float(text) > bound) == (value > bound) or abs(value) >= 1000
 
 
@@ -231,13 +231,13 @@ def cells(page: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("page", ["architecture.md", "corrections.md"])
 def test_pages_give_the_limits_of_the_table(page):
-    limits = {rule.key: health.ranges(rule.key) for rule in BOUNDS}
+    limits = {rule.key: table.ranges(rule.key) for rule in BOUNDS}
     told = {key: cell for key, cell in cells(page).items() if key in limits}
     assert len(told) >= 4 and {key: cell for key, cell in told.items() if limits[key] not in cell} == {}
 
 
 def test_the_page_is_the_table():
-    assert health.table() in (ROOT / "docs" / "health.md").read_text()
+    assert table.table() in (ROOT / "docs" / "health.md").read_text()
 
 
 # --- completions

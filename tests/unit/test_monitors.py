@@ -20,10 +20,10 @@ from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors import console as console_module
 from jaxfp8rl.monitors.base import Monitors
 from jaxfp8rl.monitors.console import ConsoleMonitor
+from jaxfp8rl.monitors.end.plot import smooth, write_plot
+from jaxfp8rl.monitors.end.summary import phase_table, write_summary
 from jaxfp8rl.monitors.jsonl import JsonlMonitor, read_metrics
-from jaxfp8rl.monitors.plot import smooth, write_plot
 from jaxfp8rl.monitors.series import series
-from jaxfp8rl.monitors.summary import phase_table, write_summary
 from jaxfp8rl.monitors.tensorboard import TensorboardMonitor
 from jaxfp8rl.run.run_directory import RunDirectory
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.data.packing import Sample, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.monitors.axes import SPAN, labels, power, ticks, value_axis
+from jaxfp8rl.monitors.end.axes import SPAN, labels, power, ticks, value_axis
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.monitors.report import compare, write_report
 from jaxfp8rl.monitors.report.charts import HEIGHT, POINTS, WIDTH, Line, line_chart, stacked_chart

@@ -16,7 +16,7 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.monitors import trackers
 from jaxfp8rl.monitors.console import ConsoleMonitor
-from jaxfp8rl.monitors.evaluations import read_evaluations, write_evaluations
+from jaxfp8rl.monitors.end.evaluations import read_evaluations, write_evaluations
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.wandb import WandbMonitor
 from jaxfp8rl.run import run_directory

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from jaxfp8rl.monitors.axes import Bounds, labels, log_axis, power, step, ticks, value_axis
+from jaxfp8rl.monitors.end.axes import Bounds, labels, log_axis, power, step, ticks, value_axis
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 26

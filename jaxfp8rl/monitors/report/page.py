@@ -14,13 +14,13 @@ import jinja2
 from markupsafe import Markup
 
 from jaxfp8rl.errors import UserError
+from jaxfp8rl.monitors.end.summary import write_json
 from jaxfp8rl.monitors.report import compare, completions
 from jaxfp8rl.monitors.report.charts import Line, line_chart, number, stacked_chart, swatch
 from jaxfp8rl.monitors.report.runs import Run, events, load_runs
 from jaxfp8rl.monitors.report.sections import HELD_OUT, MEASURES, REWARD, SECTIONS, Metric, Section
 from jaxfp8rl.monitors.series import phases_of
 from jaxfp8rl.monitors.sparkline import FLAT
-from jaxfp8rl.monitors.summary import write_json
 from jaxfp8rl.version import __version__
 
 TABLE_ROWS = 20

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxfp8rl.errors import UserError
-from jaxfp8rl.monitors.evaluations import read_evaluations
-from jaxfp8rl.monitors.extremes import extremes
-from jaxfp8rl.monitors.health import Verdict, verdict
+from jaxfp8rl.health.table import Verdict, verdict
+from jaxfp8rl.monitors.end.evaluations import read_evaluations
+from jaxfp8rl.monitors.end.extremes import extremes
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.notes import ABOUT, read_starts
 from jaxfp8rl.monitors.report.completions import pick

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxfp8rl.monitors.health import ranges
+from jaxfp8rl.health.table import ranges
 
 
 class Metric(NamedTuple):

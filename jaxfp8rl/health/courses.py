@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxfp8rl.monitors.judges import OFTEN, Level, Records, Series, at, median_of, series_of, shown, tenth
+from jaxfp8rl.health.judges import OFTEN, Level, Records, Series, at, median_of, series_of, shown, tenth
 
 Found = tuple[Level, str] | None
 

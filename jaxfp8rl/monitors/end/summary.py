@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfp8rl.errors import UserError
-from jaxfp8rl.monitors.extremes import extremes, lines_of
-from jaxfp8rl.monitors.health import STYLES, Verdict, verdict
+from jaxfp8rl.health.table import STYLES, Verdict, verdict
+from jaxfp8rl.monitors.end.extremes import extremes, lines_of
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.notes import write_note
 from jaxfp8rl.monitors.series import Records, phases_of, series
@@ -38,7 +38,7 @@ def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
 
     Raises UserError when the directory holds no metrics.
     """
-    from jaxfp8rl.monitors.plot import write_plot  # matplotlib takes a second to import
+    from jaxfp8rl.monitors.end.plot import write_plot  # matplotlib takes a second to import
 
     run_dir = Path(run_dir)
     path = run_dir / "metrics.jsonl"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib
 
-from jaxfp8rl.monitors.axes import SPAN, Bounds, labels, value_axis
+from jaxfp8rl.monitors.end.axes import SPAN, Bounds, labels, value_axis
 from jaxfp8rl.monitors.series import Records, phases_of, series
 
 matplotlib.use("Agg")  # a file, never a window

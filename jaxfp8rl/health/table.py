@@ -2,7 +2,7 @@
 RULES.
 
 `verdict` judges a whole run by all of them, in one line. docs/health.md is the table as a page, which a test
-compares (`python -m jaxfp8rl.monitors.health` prints it anew).
+compares (`python -m jaxfp8rl.health.table` prints it anew).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxfp8rl.monitors import courses
-from jaxfp8rl.monitors.courses import (
+from jaxfp8rl.health import courses
+from jaxfp8rl.health.courses import (
     ENTROPY_FLOOR,
     ENTROPY_RISE,
     FALL,
@@ -22,7 +22,7 @@ from jaxfp8rl.monitors.courses import (
     completions,
     share_of,
 )
-from jaxfp8rl.monitors.judges import OFTEN, Bound, Course, Fault, Finding, Level, Records, Rule, is_number
+from jaxfp8rl.health.judges import OFTEN, Bound, Course, Fault, Finding, Level, Records, Rule, is_number
 
 SHOWN = 3  # findings that the line names
 STYLES = {Level.HEALTHY: "green", Level.WARNING: "yellow", Level.ILL: "bold red"}

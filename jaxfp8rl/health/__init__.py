@@ -1,0 +1,1 @@
+"""Healthy ranges of the metrics, and what tells that a run is ill."""

@@ -1,0 +1,1 @@
+"""How a run ends: the summary, the plot, its best and worst completions, its evaluations."""
