@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 
 import pydantic
 
-from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config, Run, Section
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.other_names import key_here, plain, value_here
@@ -61,6 +60,8 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     where = _Places(name, text, given)
     try:
         cfg = _beside(Config.model_validate(data), Path(path), text)
+        from jaxfp8rl.config.rules import check  # it loads jax
+
         return check(cfg if Path(path).is_file() else _fitted(cfg, given))
     except pydantic.ValidationError as e:
         problems = [f"{where.named(tuple(map(str, err['loc'])))}: {_explain(err)}" for err in e.errors()]
@@ -96,6 +97,8 @@ def _fitted(cfg: Config, given: Sequence[Override]) -> Config:
 def of_table(data: Mapping[str, Any]) -> Config:
     """A config from a table of sections, as Python has it. Raises ConfigError."""
     try:
+        from jaxfp8rl.config.rules import check  # it loads jax
+
         return check(Config.model_validate(dict(data)))
     except pydantic.ValidationError as e:
         raise _config_error("config", [f"{'.'.join(map(str, err['loc']))}: {_explain(err)}"

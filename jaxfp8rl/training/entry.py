@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config, RewardSection
 from jaxfp8rl.config.toml import load_config, of_table
 from jaxfp8rl.errors import ConfigError
@@ -38,7 +37,8 @@ def train(
     if reward is not None:
         cfg = _rewarded(cfg, reward, weights or {}, functions)
     with handed_over(functions):
-        from jaxfp8rl.training.loop import train as run  # it loads jax
+        from jaxfp8rl.config.rules import check  # both load jax
+        from jaxfp8rl.training.loop import train as run
 
         run(check(cfg), resume, fork_of)
     return Path(cfg.run.dir)
