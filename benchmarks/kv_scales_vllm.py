@@ -43,7 +43,7 @@ from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.run.run_directory import RunDirectory
 from jaxfp8rl.run.signals import StopSignals
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import Parts, build
+from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.step import make_logprobs, make_score
 from jaxfp8rl.types import Params
 
@@ -124,20 +124,20 @@ def run_all(args) -> None:
 
 def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str, float]]]:
     """What was published, and how -> learner -> gaps."""
-    with contextlib.closing(build(load_config("demo", [*COMMON, *NORMS[norm], *CACHES[cache]]))) as parts:
-        plain = dataclasses.replace(parts.precision, kv_fp8=False, attention_fp8=False)
-        mirrored = parts.kv_scales.score if parts.kv_scales else parts.score  # as a step scores
+    with contextlib.closing(build_run(load_config("demo", [*COMMON, *NORMS[norm], *CACHES[cache]]))) as ctx:
+        plain = dataclasses.replace(ctx.precision, kv_fp8=False, attention_fp8=False)
+        mirrored = ctx.kv_scales.score if ctx.kv_scales else ctx.score  # as a step scores
         learners = {"mirrored": mirrored,
-                    "BF16 attention": make_score(make_logprobs(parts.model, plain, 1.0, remat="none"))}
-        policy = parts.policy(with_outliers(parts.model, parts.initial_params()))
+                    "BF16 attention": make_score(make_logprobs(ctx.model, plain, 1.0, remat="none"))}
+        policy = ctx.policy(with_outliers(ctx.model, ctx.initial_params()))
         if cache == "BF16":
-            return {"BF16 cache": published(parts, learners, policy, samples)}
-        unit = policy | {"kv_scales": {name: jnp.ones(parts.model.num_hidden_layers) for name in NAMES}}
-        calibrated = loop.with_scales(parts, unit)
-        found = {f"{what}, in place": published(parts, learners, p, samples)
+            return {"BF16 cache": published(ctx, learners, policy, samples)}
+        unit = policy | {"kv_scales": {name: jnp.ones(ctx.model.num_hidden_layers) for name in NAMES}}
+        calibrated = loop.with_scales(ctx, unit)
+        found = {f"{what}, in place": published(ctx, learners, p, samples)
                  for what, p in (("calibrated", calibrated), ("scale 1", unit))}
-        parts.transport = open_vllm_transport("reload", parts.engine)
-        return found | {"calibrated, reload": published(parts, learners, calibrated, samples)}
+        ctx.transport = open_vllm_transport("reload", ctx.engine)
+        return found | {"calibrated, reload": published(ctx, learners, calibrated, samples)}
 
 
 def with_outliers(model: ModelConfig, params: Params) -> Params:
@@ -156,11 +156,11 @@ def with_outliers(model: ModelConfig, params: Params) -> Params:
     return params
 
 
-def published(parts: Parts, learners: dict[str, Callable], policy: Params,
+def published(ctx: RunContext, learners: dict[str, Callable], policy: Params,
               samples: int) -> dict[str, dict[str, float]]:
     """Publish, sample, score: learner -> gaps."""
-    loop.publish(parts, policy, 0)
-    batch = sample(parts, samples)
+    loop.publish(ctx, policy, 0)
+    batch = sample(ctx, samples)
     return {name: gaps(score(policy, batch), batch) for name, score in learners.items()}
 
 
@@ -179,18 +179,19 @@ def timed_step() -> dict[str, float]:
     options = [*COMMON, *CACHES["FP8"], *(w for k, v in STEP.items() for w in (f"--{k}", str(v)))]
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config("demo", [*options, "--run.dir", folder + "/run"])
-        with contextlib.closing(build(cfg)) as parts, RunDirectory(cfg, False) as run, StopSignals() as stop:
-            state = loop.begin(parts, run, stop)
-            policy, steps = loop.with_scales(parts, parts.policy(state.params)), []
-            loop.publish(parts, policy, 0)
+        with contextlib.closing(build_run(cfg)) as ctx, RunDirectory(cfg, False) as run, StopSignals(
+                ) as stop:
+            state = loop.init_train_state(ctx, run, stop)
+            policy, steps = loop.with_scales(ctx, ctx.policy(state.params)), []
+            loop.publish(ctx, policy, 0)
             for step in range(1, STEPS + 1):
-                state, policy, metrics, _ = loop.one_step(parts, run, state, policy, step)
+                state, policy, metrics, _ = loop.one_step(ctx, run, state, policy, step)
                 assert metrics["update/applied"] == 1, "a step without an update is none"
                 steps.append(metrics)
-            batch = sample(parts, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt, STEPS)
+            batch = sample(ctx, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt, STEPS)
             plain, seen = (median_seconds(lambda s=s: s(policy, batch))
-                           for s in (parts.score, parts.kv_scales.score))
-            apply = median_seconds(lambda: parts.kv_scales.apply(policy)["kv_scales"])
+                           for s in (ctx.score, ctx.kv_scales.score))
+            apply = median_seconds(lambda: ctx.kv_scales.apply(policy)["kv_scales"])
     medians = {key: statistics.median(m[key] for m in steps[1:]) for key in steps[0]
                if key.startswith("time/")}
     return {"step": medians["time/step_s"], "score": seen - plain, "apply": apply, "plain score": plain,

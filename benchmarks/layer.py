@@ -31,11 +31,11 @@ from benchmarks.common import arguments, config, row, write
 from benchmarks.grouped import measure
 from benchmarks.step import precision_of
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.layers import Stream, rope_tables
+from jaxfp8rl.models.layers import UnfusedResidual, rope_tables
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import decoder_layer, packed_attention
-from jaxfp8rl.policy.policy import handles, policy_of
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.policy.policy import grad_slots, policy_of
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import trainable
 from jaxfp8rl.precision.recipe import Precision
 
@@ -68,7 +68,8 @@ def compare(recipe: str, tokens: int, segments: int, rounds: int) -> list[dict]:
     precisions = {name: dataclasses.replace(precision, attention=attention)
                   for name, (attention, _) in attentions.items()}
     arguments = draw(precisions[OURS], tokens)
-    program = lambda name, what: exact_jit(functools.partial(what, precisions[name], attentions[name][1]))
+    program = lambda name, what: rounding_exact_jit(
+        functools.partial(what, precisions[name], attentions[name][1]))
     keys = [(name, what) for name in attentions for what in PASSES]
     with ThreadPoolExecutor() as pool:
         compiled = pool.map(lambda key: program(key[0], PASSES[key[1]]).lower(*arguments, ids).compile(),
@@ -86,8 +87,8 @@ def draw(precision: Precision, tokens: int) -> tuple:
     policy = policy_of(init_params(MODEL, keys[0], jnp.bfloat16), precision)
     x, dy = (jax.random.normal(key, (1, tokens, MODEL.hidden_size), "bfloat16") for key in keys[1:])
     if precision.fused:
-        x, dy = Stream(x, jnp.zeros_like(x)), Stream(dy, dy)
-    return policy, handles(policy, "bfloat16"), x, dy
+        x, dy = UnfusedResidual(x, jnp.zeros_like(x)), UnfusedResidual(dy, dy)
+    return policy, grad_slots(policy, "bfloat16"), x, dy
 
 
 def forward(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array,

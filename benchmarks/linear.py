@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from jaxfp8rl.models.layers import swiglu
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, linears
+from jaxfp8rl.precision.jit import rounding_exact_jit
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, linears
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
@@ -60,7 +60,7 @@ def one_by_one(p: Precision, fp8: bool = True, own: Callable = lambda x, w: x) -
     return lambda xs, weights: [linear(own(x, w), w, p, fp8) for x, ws in zip(xs, weights) for w in ws]
 
 
-def unlike(x: jax.Array, w: QuantizedWeight | TrainableWeight) -> jax.Array:
+def unlike(x: jax.Array, w: QuantizedWeight | WeightWithGradSlot) -> jax.Array:
     """x, which to XLA is another array for every w."""
     return jax.lax.optimization_barrier((x, jax.tree.leaves(w)[0]))[0]
 
@@ -153,7 +153,7 @@ def both(case: Case, xs: list, weights: list, dys: list) -> tuple:
     """Outputs, and gradients of every input and weight."""
 
     def run(xs: list, handles: list) -> list:
-        return case.outputs(xs, [list(map(TrainableWeight, *pair)) for pair in zip(weights, handles)]
+        return case.outputs(xs, [list(map(WeightWithGradSlot, *pair)) for pair in zip(weights, handles)]
                             if case.fp8 else handles)
 
     handles = [[jnp.zeros(w.codes.shape, jnp.bfloat16) for w in ws]
@@ -170,7 +170,7 @@ def bind(what: str, case: Case, drawn: tuple) -> Callable[[int], jax.Array]:
     xs, weights, dys = drawn
     of = jax.jit(QuantizedWeight.of) if case.fp8 else (lambda w: w)
     args = xs, [[of(w) for w in ws] for ws in weights], dys
-    compiled = exact_jit(functools.partial(PASSES[what], case)).lower(*args).compile()
+    compiled = rounding_exact_jit(functools.partial(PASSES[what], case)).lower(*args).compile()
     return lambda i: jax.tree.leaves(compiled(*args))[0]
 
 

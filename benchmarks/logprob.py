@@ -30,7 +30,7 @@ from jax import Array
 
 from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.logprob import api, reference, sm90
 
 TILES = {  # what --tune compares
@@ -58,7 +58,7 @@ def main() -> None:
     if args.tune:
         tune(inputs, args.rounds)
         return
-    f = {name: exact_jit(f) for name, f in (ours() | yardsticks()).items()}
+    f = {name: rounding_exact_jit(f) for name, f in (ours() | yardsticks()).items()}
     programs = compiled({name: f[name].lower(*inputs) for name in f})
     found = times({name: (lambda i, p=p: jax.tree.leaves(p(*inputs))[0]) for name, p in programs.items()},
                   args.rounds)
@@ -179,7 +179,7 @@ def tune(inputs: Inputs, rounds: int) -> None:
     start, lowered = time.perf_counter(), {}
     for name, f in cases.items():
         try:
-            lowered[name] = exact_jit(f).lower(*inputs)
+            lowered[name] = rounding_exact_jit(f).lower(*inputs)
         except ValueError as e:
             print(f"{name}: {e}", flush=True)
     programs = compiled(lowered)

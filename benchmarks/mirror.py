@@ -35,7 +35,7 @@ from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import Parts, build
+from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 
 CASES = {
@@ -100,14 +100,14 @@ def cpu_engine() -> str:
 
 
 def measure(config: str, options: str, out: str, samples: int) -> None:
-    parts = build(load_config(config, shlex.split(options)))
-    params = parts.initial_params()
-    loop.publish(parts, parts.policy(params), 0)
-    batch, formats = sample(parts, samples), parts.engine.capabilities().formats
-    found = {name: gaps(parts, params, batch, precision)
-             for name, precision in variants(parts.precision).items()}
+    ctx = build_run(load_config(config, shlex.split(options)))
+    params = ctx.initial_params()
+    loop.publish(ctx, ctx.policy(params), 0)
+    batch, formats = sample(ctx, samples), ctx.engine.capabilities().formats
+    found = {name: gaps(ctx, params, batch, precision)
+             for name, precision in variants(ctx.precision).items()}
     Path(out).write_text(json.dumps({"formats": dataclasses.asdict(formats), "gaps": found}))
-    parts.close()
+    ctx.close()
 
 
 def variants(full: Precision) -> dict[str, Precision]:
@@ -135,23 +135,23 @@ def variants(full: Precision) -> dict[str, Precision]:
     return {"mirrored": full} | {name: precision for name, precision in changed.items() if precision != full}
 
 
-def sample(parts: Parts, count: int, version: int = 0):
+def sample(ctx: RunContext, count: int, version: int = 0):
     """`count` completions of the training prompts by weights of `version`, packed, with their routes if these
     are replayed."""
-    prompts = (parts.train * (count // len(parts.train) + 1))[: max(1, count // 4)]
-    kept, _ = scored_groups.generate(parts.engine, prompts,
-                                     scored_groups.make_requests(prompts, parts.sampling, 4, 7, 5), version)
+    prompts = (ctx.train * (count // len(ctx.train) + 1))[: max(1, count // 4)]
+    kept, _ = scored_groups.generate(ctx.engine, prompts,
+                                     scored_groups.make_requests(prompts, ctx.sampling, 4, 7, 5), version)
     return loop.pack_samples(
-        parts, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, routes=c.routed_experts) for p, cs in kept
+        ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, routes=c.routed_experts) for p, cs in kept
                 for c in cs]
     )
 
 
-def gaps(parts: Parts, params, batch, precision: Precision) -> dict[str, float]:
+def gaps(ctx: RunContext, params, batch, precision: Precision) -> dict[str, float]:
     """Means over response tokens of |d|, of k3 and of those with |d| < 1e-5, and the largest |d|; d in
     nats."""
-    cfg = parts.cfg
-    score = make_score(make_logprobs(parts.model, precision, cfg.rollout.temperature, cfg.train.remat))
+    cfg = ctx.cfg
+    score = make_score(make_logprobs(ctx.model, precision, cfg.rollout.temperature, cfg.train.remat))
     logp = np.asarray(jax.device_get(score(make_policy(precision)(params), batch)))
     d = (logp - np.asarray(batch.rollout_logp))[np.asarray(batch.response_mask)].astype(np.float64)
     apart = np.abs(d)

@@ -26,10 +26,10 @@ from jax import Array
 from benchmarks.common import arguments, row, write
 from benchmarks.grouped import measure
 from jaxfp8rl.models.config import Experts
-from jaxfp8rl.models.moe import mixture
+from jaxfp8rl.models.moe import moe_block
 from jaxfp8rl.precision.experts import collect, dispatch, spread
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, handles_of, trainable
+from jaxfp8rl.precision.jit import rounding_exact_jit
+from jaxfp8rl.precision.linear import QuantizedWeight, grad_slots_of, trainable
 from jaxfp8rl.precision.recipe import Precision
 
 WIDTH, EXPERTS = 2048, Experts(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
@@ -54,9 +54,9 @@ def main() -> None:
 def compare(tokens: int, rounds: int) -> list[dict]:
     weights = {name: draw(name == "FP8", tokens) for name in PRECISIONS}
     keys = [(name, what) for name in PRECISIONS for what in PASSES]
-    programs = {(name, what): exact_jit(functools.partial(PASSES[what], PRECISIONS[name]))
+    programs = {(name, what): rounding_exact_jit(functools.partial(PASSES[what], PRECISIONS[name]))
                 for name, what in keys}
-    programs["FP8", MOVES] = exact_jit(moves)
+    programs["FP8", MOVES] = rounding_exact_jit(moves)
     compiled = {key: f.lower(*weights[key[0]]).compile() for key, f in programs.items()}
     runs = {key: lambda i, f=f, w=weights[key[0]]: jax.tree.leaves(f(*w))[0] for key, f in compiled.items()}
     ms = {key: 1e3 * time for key, time in measure(runs, rounds).items()}
@@ -75,12 +75,12 @@ def draw(fp8: bool, tokens: int) -> tuple:
     of = {name: {"weight": QuantizedWeight.of(w) if fp8 else w} for name, w in experts.items()}
     weights = {"gate": {"weight": random(E, D)}, "experts": of}
     x, dy = (50 * random(1, tokens, D) for _ in range(2))
-    return weights, handles_of(weights, "bfloat16"), x, dy
+    return weights, grad_slots_of(weights, "bfloat16"), x, dy
 
 
 def forward(precision: Precision, weights: dict, handles: dict, x: Array, dy: Array) -> Array:
     fp8 = isinstance(weights["experts"]["up_proj"]["weight"], QuantizedWeight)
-    return mixture(x, trainable(weights, handles), EXPERTS, precision, fp8)[0]
+    return moe_block(x, trainable(weights, handles), EXPERTS, precision, fp8)[0]
 
 
 def both(precision: Precision, weights: dict, handles: dict, x: Array, dy: Array) -> tuple:

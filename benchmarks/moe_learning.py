@@ -59,10 +59,10 @@ from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.linear import round_to
-from jaxfp8rl.rollout.pipeline import collect
+from jaxfp8rl.rollout.pipeline import generate_batch
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training import loop, sft
-from jaxfp8rl.training.context import Parts, build
+from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.types import Params, TrainBatch
 
 MODEL = {
@@ -132,15 +132,15 @@ def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0
     engine."""
     publish, evaluate, exact = loop.publish, loop.evaluate, []
 
-    def publish_perturbed(parts: Parts, policy: Params, version: int) -> PublishReceipt:
+    def publish_perturbed(ctx: RunContext, policy: Params, version: int) -> PublishReceipt:
         exact[:] = [policy]
-        return publish(parts, perturbed(policy, noise, seed), version)
+        return publish(ctx, perturbed(policy, noise, seed), version)
 
-    def evaluate_both(parts: Parts, version: int) -> dict[str, float]:
-        own = evaluate(parts, version)["eval/reward_mean"]
-        publish(parts, *exact, version)
-        found = evaluate(parts, version)
-        publish_perturbed(parts, *exact, version)
+    def evaluate_both(ctx: RunContext, version: int) -> dict[str, float]:
+        own = evaluate(ctx, version)["eval/reward_mean"]
+        publish(ctx, *exact, version)
+        found = evaluate(ctx, version)
+        publish_perturbed(ctx, *exact, version)
         return {"eval/own_engine": own, **found}
 
     loop.publish, loop.evaluate = publish_perturbed, evaluate_both
@@ -161,48 +161,48 @@ def compare(folder: Path, seed: int, routers: str) -> None:
     (run / "found.json").write_text(json.dumps(found))
 
 
-def with_policy(run: Path, words: list[str], step: int) -> tuple[Parts, Params]:
+def with_policy(run: Path, words: list[str], step: int) -> tuple[RunContext, Params]:
     trained = load_trained(str(run), step, [*words, *R3])
-    parts = build(trained.cfg)
-    return parts, parts.policy(trained.params)
+    ctx = build_run(trained.cfg)
+    return ctx, ctx.policy(trained.params)
 
 
-def sampled(parts: Parts, engine: Params, version: int) -> TrainBatch:
+def sampled(ctx: RunContext, engine: Params, version: int) -> TrainBatch:
     """A step's batch by an engine with that policy, and its routes."""
-    loop.publish(parts, engine, version)
-    (samples,) = loop.split(collect(parts, parts.engine, version, version, Clock()), parts)
-    return loop.pack_samples(parts, samples)
+    loop.publish(ctx, engine, version)
+    (samples,) = loop.split(generate_batch(ctx, ctx.engine, version, version, Clock()), ctx)
+    return loop.pack_samples(ctx, samples)
 
 
 def mismatches(run: Path, words: list[str]) -> list[dict]:
     """One record a size of noise: means over DRAWS batches, each sampled with its own noise."""
-    parts, policy = with_policy(run, words, SCORED)
-    record = routing_replay.make_record(parts.logprobs, parts.layout)
+    ctx, policy = with_policy(run, words, SCORED)
+    record = routing_replay.make_record(ctx.logprobs, ctx.layout)
     found = []
     for size in SIZES:
-        parts.stream, seen = PromptStream(parts.train, parts.cfg.run.seed), []
+        ctx.stream, seen = PromptStream(ctx.train, ctx.cfg.run.seed), []
         for version in range(1, DRAWS + 1):  # the same prompts and seeds at all sizes
             engine = perturbed(policy, size, version)
-            batch = sampled(parts, engine, version)
+            batch = sampled(ctx, engine, version)
             none, own = record(policy, batch._replace(routes=None))
             seen.append(routing_replay.disagreement(own, batch.routes, batch.segment_ids))
             replayed, choice = record(policy, batch)[0], record(engine, batch._replace(routes=own))[0]
             for name, logp in zip(PASSES, (none, replayed, choice)):
                 seen[-1] |= {f"{key} {name}": value
                              for key, value in compared(logp, batch.rollout_logp, batch).items()}
-        found.append({"recipe": parts.cfg.precision.recipe, "noise": size, **means(seen)})
-    parts.close()
+        found.append({"recipe": ctx.cfg.precision.recipe, "noise": size, **means(seen)})
+    ctx.close()
     return found
 
 
 def staleness(run: Path) -> list[dict]:
     """One record a number of updates between pi_old and pi, in BF16 and by unperturbed engines."""
-    parts, old_policy = with_policy(run, BF16, SCORED)
-    record = routing_replay.make_record(parts.logprobs, parts.layout)
-    batches = [sampled(parts, old_policy, version) for version in range(1, DRAWS + 1)]
+    ctx, old_policy = with_policy(run, BF16, SCORED)
+    record = routing_replay.make_record(ctx.logprobs, ctx.layout)
+    batches = [sampled(ctx, old_policy, version) for version in range(1, DRAWS + 1)]
     found = []
     for updates in LATER:
-        policy, seen = parts.policy(load_trained(str(run), SCORED + updates).params), []
+        policy, seen = ctx.policy(load_trained(str(run), SCORED + updates).params), []
         for batch in batches:
             old, routes = record(old_policy, batch._replace(routes=None))
             own, own_routes = record(policy, batch._replace(routes=None))
@@ -212,7 +212,7 @@ def staleness(run: Path) -> list[dict]:
                 outside = jnp.abs(jnp.expm1(logp - old)) > 0.2  # ppo_clip's bounds
                 seen[-1][f"outside {name}"] = mean_over(batch.response_mask, outside)
         found.append({"updates": updates, **means(seen)})
-    parts.close()
+    ctx.close()
     return found
 
 

@@ -39,7 +39,7 @@ from jaxfp8rl.optim.adamw import init_state
 from jaxfp8rl.publish.wire import is_fp8
 from jaxfp8rl.rollout.scored_groups import make_requests
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import build
+from jaxfp8rl.training.context import build_run
 from jaxfp8rl.training.step import make_policy
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -97,29 +97,29 @@ def two_updates(one_copy: bool, options: list[str]) -> dict:
     """Digests of scores, of the weights on the way and of what the engine then says; whether scores are as by
     codes of the learner's own; bytes."""
     cfg = load_config("demo", [*OPTIONS, "--rollout.one_copy", str(one_copy).lower(), *options])
-    with contextlib.closing(build(cfg)) as parts:
-        params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, parts.initial_params())
-        state = init_state(params, parts.optimizer, parts.precision.compute_dtype)
-        _, policy = loop.hand_over(parts, state, parts.policy(state.params), 0)
+    with contextlib.closing(build_run(cfg)) as ctx:
+        params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, ctx.initial_params())
+        state = init_state(params, ctx.optimizer, ctx.precision.compute_dtype)
+        _, policy = loop.sync_weights(ctx, state, ctx.policy(state.params), 0)
         del params
         digests = {"scores": [], "weights": [], "the engine's": []}
         logp = np.full(3, -2.0, np.float32)
-        samples = [Sample(p.token_ids, (1, 2, 3), logp, 1.0 - i % 2) for i, p in enumerate(parts.train[:512])]
-        batch = loop.pack_samples(parts, samples)
+        samples = [Sample(p.token_ids, (1, 2, 3), logp, 1.0 - i % 2) for i, p in enumerate(ctx.train[:512])]
+        batch = loop.pack_samples(ctx, samples)
         for version in (1, 2, 3):
-            old = parts.score(policy, batch)
+            old = ctx.score(policy, batch)
             digests["scores"].append(digest(old))
             if version < 3:
-                state, policy, _ = parts.train_step(state, policy, batch, old)
-                _, policy = loop.hand_over(parts, state, policy, version)
+                state, policy, _ = ctx.train_step(state, policy, batch, old)
+                _, policy = loop.sync_weights(ctx, state, policy, version)
                 digests["weights"] += map(digest, jax.tree.leaves(state.params))
         del old
         gc.collect()
         stats = jax.local_devices()[0].memory_stats() or {"bytes_in_use": 0, "peak_bytes_in_use": 0}
-        codes = sum(int(np.prod(e.shape)) for e in param_table(parts.model) if is_fp8(e, parts.runs))
-        own = make_policy(parts.precision)(state.params)
-        as_own = digest(parts.score(own, batch)) == digests["scores"][-1]
-        said = parts.engine.generate(make_requests(parts.train[:16], parts.sampling, 4, seed=1, step=3))
+        codes = sum(int(np.prod(e.shape)) for e in param_table(ctx.model) if is_fp8(e, ctx.runs))
+        own = make_policy(ctx.precision)(state.params)
+        as_own = digest(ctx.score(own, batch)) == digests["scores"][-1]
+        said = ctx.engine.generate(make_requests(ctx.train[:16], ctx.sampling, 4, seed=1, step=3))
         digests["the engine's"] += [digest(c.logprobs) for completions in said for c in completions]
     return {"digests": digests, "as_own": as_own, "in_use": stats["bytes_in_use"],
             "peak": stats["peak_bytes_in_use"],

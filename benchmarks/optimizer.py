@@ -43,10 +43,10 @@ from jaxfp8rl.optim.adamw import (
     init_state,
     make_schedule,
 )
-from jaxfp8rl.optim.low_bit import Kept, decode, encode, is_scaled, nbytes, random_words, zeros
+from jaxfp8rl.optim.low_bit import Stored, decode, encode, is_scaled, nbytes, random_bits, zeros
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training.sft import make_sft_step, optim_of
@@ -116,11 +116,12 @@ def drift_rows(updates: int = 1000, lr: float = 1e-6) -> Iterator[dict]:
     for master in ("float32", "bfloat16", "float16"):
         cfg = Optim(lr=lr, clip_norm=1e9)
         optimizer = adamw(cfg, make_schedule(cfg, updates), Formats(master))
-        update = exact_jit(lambda state, o=optimizer: guarded_update(o, state, jnp.float32(0), grads)[0],
+        update = rounding_exact_jit(
+            lambda state, o=optimizer: guarded_update(o, state, jnp.float32(0), grads)[0],
                            donate_argnums=0)
         state, nearest = init_state({"w": jnp.copy(start)}, optimizer), encode(start, master)
         begin = [np.asarray(decode(kept), np.float64) for kept in (state.params["w"], nearest)]
-        to_nearest = exact_jit(lambda kept, m=master: encode(decode(kept) - lr, m))
+        to_nearest = rounding_exact_jit(lambda kept, m=master: encode(decode(kept) - lr, m))
         for _ in range(updates):
             state, nearest = update(state), to_nearest(nearest)
         after = [np.asarray(decode(kept), np.float64) for kept in (state.params["w"], nearest)]
@@ -154,7 +155,7 @@ def step_rows(updates: int = 20) -> Iterator[dict]:
 
 def adam_steps(adam: optax.GradientTransformation, grads: list[jax.Array]) -> np.ndarray:
     """|step| by update and weight, in learning rates."""
-    update, state, steps = exact_jit(adam.update), adam.init(grads[0]), []
+    update, state, steps = rounding_exact_jit(adam.update), adam.init(grads[0]), []
     for g in grads:
         step, state = update(g, state)
         steps.append(np.abs(step))
@@ -166,8 +167,8 @@ def kept_adam(formats: Formats, b2: float = 0.95, to_nearest: bool = False) -> o
     rounds them or to nearest."""
     adam, read = optax.scale_by_adam(0.9, b2), functools.partial(jax.tree.map, decode, is_leaf=is_scaled)
 
-    def write(x: jax.Array, which: int, count: jax.Array) -> Kept:
-        word = random_words(jnp.stack([jnp.uint32(count)] * 2), 0, x.shape)[which]
+    def write(x: jax.Array, which: int, count: jax.Array) -> Stored:
+        word = random_bits(jnp.stack([jnp.uint32(count)] * 2), 0, x.shape)[which]
         return encode(x, formats[which]) if to_nearest else encode(x, formats[which], word, FAINT[which])
 
     def init(params: Params) -> optax.ScaleByAdamState:
@@ -238,7 +239,8 @@ def timed_update(optimizer: Optimizer, stacks: dict[str, tuple]) -> tuple[float,
     draw = lambda scale: {"layers": {k: scale * jax.random.normal(jax.random.key(0), s)
                                      for k, s in stacks.items()}}
     state, grads = init_state(draw(0.02), optimizer), draw(1e-4)
-    update = exact_jit(lambda state, grads: guarded_update(optimizer, state, jnp.float32(0), grads)[0],
+    update = rounding_exact_jit(
+        lambda state, grads: guarded_update(optimizer, state, jnp.float32(0), grads)[0],
                        donate_argnums=0)
     compiled = update.lower(state, grads).compile()
     held = [state]

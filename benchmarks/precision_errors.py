@@ -46,7 +46,7 @@ from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_w
 from jaxfp8rl.optim.adamw import init_state
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.probes.probes import precision_report, unquantized_policy
@@ -187,7 +187,7 @@ def products(subject: Subject) -> dict[str, Product]:
         return -jnp.sum(jnp.where(micro.response_mask, micro.advantages * logp,
                                   0)) / jnp.sum(micro.response_mask), seen
 
-    dy, x = exact_jit(jax.grad(loss, has_aux=True))(taps)
+    dy, x = rounding_exact_jit(jax.grad(loss, has_aux=True))(taps)
     found = {}
     for module in linear_shapes(model):
         block, name = module.split(".")
@@ -196,7 +196,7 @@ def products(subject: Subject) -> dict[str, Product]:
     return found
 
 
-@functools.partial(exact_jit, static_argnums=0)
+@functools.partial(rounding_exact_jit, static_argnums=0)
 def through_linear(precision: Precision, p: Product) -> tuple:
     """(y, dx, dw) as the learner computes them."""
     dtype = precision.compute_dtype
@@ -205,7 +205,7 @@ def through_linear(precision: Precision, p: Product) -> tuple:
     return y, *pull(p.dy.astype(y.dtype))
 
 
-@exact_jit
+@rounding_exact_jit
 def through_powers_of_two(p: Product) -> tuple:
     """(y, dx, dw) with every scale rounded up to a power of two."""
     codes, scale = q.quantize_blocks(p.w, power_of_two=True)

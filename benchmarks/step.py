@@ -38,7 +38,7 @@ from benchmarks.attention import packed
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
 from jaxfp8rl.config.schema import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
-from jaxfp8rl.distributed.mesh import AXES, make_layout
+from jaxfp8rl.distributed.mesh import AXES, make_mesh_layout
 from jaxfp8rl.memory.flops import mfu, update_flops
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
@@ -107,7 +107,7 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     model = ModelConfig.from_hf(config(size, args.layers))
     precision = dataclasses.replace(precision_of(model, recipe), wgrad_inputs=args.wgrad_inputs)
     optimizer = make_optimizer(Optim(lr=1e-6, **OPTIMIZERS[args.optim]), 100)
-    layout, devices = make_layout(args.data, args.fsdp, args.tensor), args.data * args.fsdp * args.tensor
+    layout, devices = make_mesh_layout(args.data, args.fsdp, args.tensor), args.data * args.fsdp * args.tensor
     logprobs = make_logprobs(model, precision, 1.0, args.remat, layout)
     score = make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)

@@ -51,7 +51,7 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, loop: dict[str, Any]) -> None:
         """Write both parts of `step`; returns when they are durable. The oldest go only then, the newest
         `keep` stay."""
-        draft, together = self._folder / f"{DRAFT}{step}", self._group.together
+        draft, together = self._folder / f"{DRAFT}{step}", self._group.run_and_sync
         together(self._clear, alone=True)
         try:
             together(lambda: ocp.save_checkpointables(
@@ -97,7 +97,7 @@ class Checkpoints:
 
         Raises CheckpointError when there is none, or when it does not fit the model or the optimiser at hand.
         """
-        step = self._group.told(lambda: self._sound(self.steps() if step is None else [step]))
+        step = self._group.broadcast(lambda: self._sound(self.steps() if step is None else [step]))
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         try:
             saved = ocp.load_checkpointables(self._folder / str(step), {"state": abstract, "loop": None})

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.linear import TrainableWeight
+from jaxfp8rl.precision.linear import WeightWithGradSlot
 from pallas_kernels import shards
 from pallas_kernels.quantize.reference import E4M3
 
@@ -38,7 +38,7 @@ ROWS = P(None, (DATA, FSDP))  # [M, R, T] over R
 BY_COLUMNS = "o_proj", "down_proj"
 
 
-class Layout(NamedTuple):
+class MeshLayout(NamedTuple):
     """Where a learner's arrays lie: over the axes of `mesh`, or on one device if that is None."""
 
     mesh: Mesh | None = None
@@ -84,7 +84,7 @@ class Layout(NamedTuple):
         if self.mesh is None:
             return weights
         one, is_leaf = lambda path, w: _gathered(w) if _is_split(path, w) else w, lambda w: isinstance(
-            w, TrainableWeight)
+            w, WeightWithGradSlot)
         return jax.tree_util.tree_map_with_path(one, weights, is_leaf=is_leaf)
 
     def enter(self, x: Array) -> Array:
@@ -130,10 +130,10 @@ class Layout(NamedTuple):
         return jax.tree_util.tree_map_with_path(over, grads)
 
 
-ONE = Layout()
+ONE = MeshLayout()
 
 
-def make_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: int = 1) -> Layout:
+def make_mesh_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: int = 1) -> MeshLayout:
     """Over the first data * fsdp * tensor local devices, or over all devices of several processes; those
     along "tensor" are neighbours. Raises ConfigError where there are fewer, or where a process would have
     none of it."""
@@ -151,7 +151,7 @@ def make_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: int = 
         raise ConfigError(f"devices of several kinds: {', '.join(kinds)}: all compute one program",
                           "leave out those of a kind")
     grid = np.array(here[:count]).reshape(data, fsdp, tensor)
-    return ONE if count == 1 else Layout(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3))
+    return ONE if count == 1 else MeshLayout(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3))
 
 
 def whole(x: Array) -> Array:
@@ -186,7 +186,7 @@ def _placed(x: Any, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
-def gloo_warning(layout: Layout) -> str | None:
+def gloo_warning(layout: MeshLayout) -> str | None:
     """What to say at the start of a run whose gradients are scattered between processes on CPUs."""
     mesh = layout.mesh
     if mesh is None or not mesh.is_multi_process or mesh.shape[FSDP] == 1 or mesh.devices.flat[
@@ -217,8 +217,8 @@ def _spec(path: tuple, leaf: Any) -> P:
 
 
 def _gathered(weight: Any) -> Any:
-    if isinstance(weight, TrainableWeight):
-        return TrainableWeight(_gathered(weight.quantized), _whole(weight.handle))
+    if isinstance(weight, WeightWithGradSlot):
+        return WeightWithGradSlot(_gathered(weight.quantized), _whole(weight.handle))
     return jax.tree.map(_all_gather, weight)
 
 

@@ -50,17 +50,17 @@ class ProcessGroup:
         """Of a file that each process has: "" in the first."""
         return "" if self.first else f"-{self.number}"
 
-    def told(self, f: Callable[[], Any]) -> Any:
+    def broadcast(self, f: Callable[[], Any]) -> Any:
         """f() of the first process, JSON-able, in all of them. What it raises ends the run in all."""
         if self.count == 1:
             return f()
         if not self.first:
-            return self._hear()
+            return self._recv()
         value = f()
-        self._tell({"value": value})
+        self._send({"value": value})
         return value
 
-    def largest(self, code: int) -> int:
+    def all_reduce_max(self, code: int) -> int:
         """Of all processes' codes; returns when all have come here."""
         if self.count == 1:
             return code
@@ -68,15 +68,15 @@ class ProcessGroup:
         keys = [f"{self._name}/{self._rounds}/of/{i}" for i in range(self.count)]
         if not self.first:
             self._store.key_value_set_bytes(keys[self.number], str(code).encode())
-            return self._hear()
+            return self._recv()
         codes = [int(self._wait_for(key)) for key in keys[1:]]
         # all have heard those
         for key in (*keys[1:], *(f"{self._name}/told/{n}" for n in range(self._deleted, self._sent))):
             self._store.key_value_delete(key)  # and what is below it: the parts
         self._deleted = self._sent
-        return self.told(lambda: max(code, *codes))
+        return self.broadcast(lambda: max(code, *codes))
 
-    def together(self, f: Callable[[], None], alone: bool = False) -> None:
+    def run_and_sync(self, f: Callable[[], None], alone: bool = False) -> None:
         """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all where it
         does in one. Nothing is told in it: who has failed does not hear."""
         error = None
@@ -85,15 +85,15 @@ class ProcessGroup:
                 f()
         except Exception as e:
             error = e
-        if self.largest(int(error is not None)):
+        if self.all_reduce_max(int(error is not None)):
             raise error or ProcessFailed("another process has failed, and says why")
 
-    def made_by_first(self, f: Callable[[], Any], like: Any) -> Any:
+    def broadcast_tree(self, f: Callable[[], Any], like: Any) -> Any:
         """f() of the first process in all of them: a tree of arrays, `like` it."""
         if self.count == 1:
             return f()
         made = f() if self.first else like
-        self.largest(0)  # a collective does not wait for long
+        self.all_reduce_max(0)  # a collective does not wait for long
         return multihost_utils.broadcast_one_to_all(made)
 
     def lend(self, policy: Any) -> Callable[[jax.Array], jax.Array]:
@@ -105,7 +105,7 @@ class ProcessGroup:
         numbers = {id(leaf): i for i, leaf in enumerate(self._lent)}
 
         def ask(leaf: jax.Array) -> jax.Array:
-            self._tell({"whole": numbers[id(leaf)]})
+            self._send({"whole": numbers[id(leaf)]})
             return whole(leaf)
 
         return ask
@@ -117,9 +117,9 @@ class ProcessGroup:
             error, "exit_code", 1)
         said = str(error) if isinstance(error,
                                         UserError | BridgeError) else f"{type(error).__name__}: {error}"
-        self._tell({"ended": said, "code": code, "asked": asked})
+        self._send({"ended": said, "code": code, "asked": asked})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         """In parts, then how many: a wait's deadline is for the transfer, too, and what did not cross in it
         never would."""
         key, data = f"{self._name}/told/{self._sent}", json.dumps(message).encode()
@@ -130,7 +130,7 @@ class ProcessGroup:
         self._store.key_value_set_bytes(key, str(len(starts)).encode())
         self._sent += 1
 
-    def _hear(self) -> Any:
+    def _recv(self) -> Any:
         """The next value that the first process tells."""
         while self._ended is None:
             key = f"{self._name}/told/{self._sent}"
@@ -177,7 +177,7 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
         _compare(group, cfg, how)
         yield group
         # nobody waits in JAX's own farewell for an engine of the first that takes long to end
-        group.largest(0)
+        group.all_reduce_max(0)
     except BaseException as e:
         if group.first:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is nobody to hear it
@@ -230,7 +230,7 @@ def _connected(count: int) -> ProcessGroup:
 def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:
     """All processes run the same, else they would wait for each other for ever, or learn apart."""
     own, way = json.loads(json.dumps([cfg.model_dump(mode="json"), how]))
-    theirs, their_way = group.told(lambda: (own, way))
+    theirs, their_way = group.broadcast(lambda: (own, way))
     differ = {(s, k): (theirs[s][k], value) for s in own for k, value in own[s].items()
               if theirs[s][k] != value}
     said = "; ".join(described(differ)) or "--resume or --fork"
@@ -240,13 +240,13 @@ def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:
             raise ConfigError(f"process {group.number} was started with other words than the first: {said}",
                               "start all with the same")
 
-    group.together(refuse)
+    group.run_and_sync(refuse)
 
 
 def check_shared(group: ProcessGroup, file: Path) -> None:
     """Raise ConfigError where `file`, which the first process has written, is not there for all."""
 
-    content, last = group.told(file.read_text), time.monotonic() + SHARED_S
+    content, last = group.broadcast(file.read_text), time.monotonic() + SHARED_S
 
     def look() -> None:
         while not (file.is_file() and file.read_text() == content):
@@ -255,4 +255,4 @@ def check_shared(group: ProcessGroup, file: Path) -> None:
                                   "put run.dir on a disk that all processes share")
             time.sleep(0.2)
 
-    group.together(look)
+    group.run_and_sync(look)

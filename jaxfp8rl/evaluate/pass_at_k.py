@@ -26,7 +26,7 @@ from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writa
 from jaxfp8rl.monitors.end.evaluations import locked, read_evaluations, write_evaluations
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import Parts, build
+from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.resume import unseen_by
 
 Z = 1.959963984540054  # of a normal distribution 95% lies within so many standard deviations
@@ -63,11 +63,11 @@ def run_eval(
     if path:
         recorded(path)  # what is no list of evaluations is refused before anything is sampled
     trained = load_trained(source, step, overrides)
-    with contextlib.closing(build(trained.cfg)) as parts:
-        check_held_out(parts, trained, source)
+    with contextlib.closing(build_run(trained.cfg)) as ctx:
+        check_held_out(ctx, trained, source)
         seed = trained.cfg.run.seed if seed is None else seed
-        passed, facts = sample(parts, trained, n, greedy, threshold, seed)
-        found = summary(parts, trained, passed, n, ks) | {"seed": seed, "greedy": greedy,
+        passed, facts = sample(ctx, trained, n, greedy, threshold, seed)
+        found = summary(ctx, trained, passed, n, ks) | {"seed": seed, "greedy": greedy,
                                                           "threshold": threshold, **facts}
     found["overrides"] = {".".join(override.path): override.value for override in parse_overrides(overrides)}
     how = "greedy" if greedy else f"{n} sampled at temperature {found['temperature']:g}"
@@ -82,7 +82,7 @@ def run_eval(
         print(f"wrote {path}")
 
 
-def check_held_out(parts: Parts, trained: Trained, source: str) -> None:
+def check_held_out(ctx: RunContext, trained: Trained, source: str) -> None:
     """Raise DataError where the run was trained on a problem that is held out here; say so where it just
     never met them."""
     if not trained.loop:
@@ -90,34 +90,34 @@ def check_held_out(parts: Parts, trained: Trained, source: str) -> None:
     if "contents" not in trained.loop:
         return print(
             "an earlier version wrote this checkpoint: it does not say whether these problems were held out")
-    if trained.loop["tokenizer"] != parts.tokenizer.fingerprint():
+    if trained.loop["tokenizer"] != ctx.tokenizer.fingerprint():
         raise CheckpointError("model.tokenizer: the run was trained with another vocabulary",
                               "evaluate it with the same one")
-    if trained.loop["contents"] == parts.contents:
+    if trained.loop["contents"] == ctx.contents:
         return
-    unseen_by(Path(source), trained.loop, parts)
-    if len(parts.questions.held_out):
+    unseen_by(Path(source), trained.loop, ctx)
+    if len(ctx.questions.held_out):
         print(
-            f"these are not the run's own held-out problems: of {len(parts.questions.held_out)} it was trained on none")
+            f"these are not the run's own held-out problems: of {len(ctx.questions.held_out)} it was trained on none")
 
 
 def sample(
-    parts: Parts, trained: Trained, n: int, greedy: bool, threshold: float, seed: int
+    ctx: RunContext, trained: Trained, n: int, greedy: bool, threshold: float, seed: int
 ) -> tuple[np.ndarray, dict[str, float]]:
     """(how many of `n` completions passed [P], for each held-out problem; the gate's numbers, their mean
     reward, how many had no score, and how many groups were unfit). Those without a score, and those of an
     unfit group, have failed. Raises DataError when none is held out."""
-    if not parts.held_out:
+    if not ctx.held_out:
         raise DataError("the task holds no problems out",
                         "task.held_out_path, or task.options.held_out_fraction")
-    print(*parts.stops.notes, sep="\n", end="\n" if parts.stops.notes else "")
-    facts = hand_over(parts, trained)
-    sampling = parts.greedy if greedy else dataclasses.replace(parts.sampling, support=0)
-    requests = scored_groups.make_requests(parts.held_out, sampling, n, seed, loop.EVAL_STEP + trained.step)
-    kept, rejected = scored_groups.generate(parts.engine, parts.held_out, requests, version=trained.step,
-                                            cut=parts.stops.cut)
+    print(*ctx.stops.notes, sep="\n", end="\n" if ctx.stops.notes else "")
+    facts = publish_and_gate(ctx, trained)
+    sampling = ctx.greedy if greedy else dataclasses.replace(ctx.sampling, support=0)
+    requests = scored_groups.make_requests(ctx.held_out, sampling, n, seed, loop.EVAL_STEP + trained.step)
+    kept, rejected = scored_groups.generate(ctx.engine, ctx.held_out, requests, version=trained.step,
+                                            cut=ctx.stops.cut)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
-    groups = scored_groups.score(kept, parts.tokenizer, parts.rewards, parts.cfg.task.think_tags)
+    groups = scored_groups.score(kept, ctx.tokenizer, ctx.rewards, ctx.cfg.task.think_tags)
     for group in groups:
         rewards[place[group.completions[0].request_id]] = group.rewards
     undefined = int(np.isnan(rewards).sum()) - len(rejected) * n
@@ -127,23 +127,24 @@ def sample(
     return (rewards >= threshold).sum(1), facts | counts
 
 
-def hand_over(parts: Parts, trained: Trained) -> dict[str, float]:
+def publish_and_gate(ctx: RunContext, trained: Trained) -> dict[str, float]:
     """Publish the checkpoint and pass the gate as a run does -> the gate's numbers."""
-    trained = dataclasses.replace(trained, params=parts.layout.place(trained.params))
-    if parts.kv_scales:
+    trained = dataclasses.replace(trained, params=ctx.layout.place(trained.params))
+    if ctx.kv_scales:
         if not trained.loop.get("kv_amax"):
             raise CheckpointError("rollout.kv_scales: the checkpoint has not calibrated any yet",
                                   '--rollout.kv_scales one')
-        parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32)
+        ctx.kv_scales.amax = {name: jnp.asarray(x, jnp.float32)
                                 for name, x in trained.loop["kv_amax"].items()}
-    policy = loop.with_scales(parts, parts.policy(trained.params))
-    _, policy = loop.hand_over(parts, trained, policy, trained.step)
-    return loop.gate(parts, policy, trained.step)
+    policy = loop.with_scales(ctx, ctx.policy(trained.params))
+    _, policy = loop.sync_weights(ctx, trained, policy, trained.step)
+    return loop.gate(ctx, policy, trained.step)
 
 
-def summary(parts: Parts, trained: Trained, passed: np.ndarray, n: int, ks: Sequence[int]) -> dict[str, Any]:
+def summary(ctx: RunContext, trained: Trained, passed: np.ndarray, n: int,
+            ks: Sequence[int]) -> dict[str, Any]:
     """What a record of eval.json says. passed [P]."""
-    cfg, engine = trained.cfg, parts.engine.capabilities()
+    cfg, engine = trained.cfg, ctx.engine.capabilities()
     return {
         "run": cfg.run.dir, "step": trained.step, "task": cfg.task.kind, "name": cfg.task.name,
         "problems": len(passed), "samples": n,
@@ -151,7 +152,7 @@ def summary(parts: Parts, trained: Trained, passed: np.ndarray, n: int, ks: Sequ
         "engine": f"{engine.engine} {engine.engine_version}", "weights": engine.formats.weights,
         "kv_cache": engine.formats.kv_cache,
         "pass_at_k": {str(k): interval(pass_at_k(passed, n, k))._asdict() for k in sorted(set(ks))},
-        "passed": [[prompt.problem.id, int(count)] for prompt, count in zip(parts.held_out, passed)],
+        "passed": [[prompt.problem.id, int(count)] for prompt, count in zip(ctx.held_out, passed)],
     }
 
 

@@ -19,11 +19,11 @@ from pallas_kernels.attention import masked
 from pallas_kernels.quantize.reference import E4M3_MAX
 
 
-def rms_norm(x: Array | Stream, weight: Array, eps: float, dtype: DTypeLike | None = None,
+def rms_norm(x: Array | UnfusedResidual, weight: Array, eps: float, dtype: DTypeLike | None = None,
              once: bool = False) -> Array:
     """x [..., D] / rms(x) * weight [D] in `dtype`, x's own by default. Rounded to it before and after the
     weight, as Hugging Face does, or `once`, after it, as compilers do that fuse the two."""
-    x32 = total(x).astype(jnp.float32)
+    x32 = materialize(x).astype(jnp.float32)
     normed, dtype = x32 * inverse_rms(x32, x, eps), dtype or x.dtype
     if once:
         return (normed * weight.astype(dtype).astype(jnp.float32)).astype(dtype)
@@ -35,7 +35,7 @@ def _weighted(normed: Array, weight: Array, dtype: DTypeLike) -> Array:
     return normed.astype(dtype) * weight.astype(dtype)
 
 
-def inverse_rms(x32: Array, x: Array | Stream, eps: float) -> Array:
+def inverse_rms(x32: Array, x: Array | UnfusedResidual, eps: float) -> Array:
     """[..., 1] float32 of x32 [..., D], which is `x` in float32. The sum of squares, which the derivative
     needs, is little enough to be kept for it."""
     return jax.lax.rsqrt(checkpoint_name(_sum_of_squares(x32, x), "statistics") / x32.shape[-1] + eps)
@@ -43,18 +43,18 @@ def inverse_rms(x32: Array, x: Array | Stream, eps: float) -> Array:
 
 @jax.custom_vjp
 @jax.named_scope("sum_of_squares")
-def _sum_of_squares(x32: Array, x: Array | Stream) -> Array:
+def _sum_of_squares(x32: Array, x: Array | UnfusedResidual) -> Array:
     """In every program a kernel of its own, which reads x and writes this: fused with what else is made of x,
     or of the sum, as suits the program, XLA for GPUs adds up in another order. Score and update would differ,
     in FP8 by whole roundings."""
-    x32 = total(jax.lax.optimization_barrier(x)).astype(jnp.float32)
+    x32 = materialize(jax.lax.optimization_barrier(x)).astype(jnp.float32)
     return jax.lax.optimization_barrier(jnp.sum(jnp.square(x32), axis=-1, keepdims=True))
 
 
 _sum_of_squares.defvjp(lambda x32, x: (_sum_of_squares(x32, x), x32), lambda x32, g: (2 * g * x32, None))
 
 
-class Stream(NamedTuple):
+class UnfusedResidual(NamedTuple):
     """A residual stream [..., D] as its last two parts, of one type: `x`, rounded, and what was added to it.
     A norm sees their sum unrounded; what travels on is the rounded one, made when the next part is added.
     Neither is ever written in float32."""
@@ -68,24 +68,25 @@ class Stream(NamedTuple):
 
 
 @jax.custom_vjp
-def one_cotangent(x: Array | Stream) -> Array | Stream:
+def shared_cotangent(x: Array | UnfusedResidual) -> Array | UnfusedResidual:
     """x. Backwards what comes back for the two parts of a Stream, of which only their sum is used, is the
     same: one of them is read."""
     return x
 
 
-one_cotangent.defvjp(lambda x: (x, None), lambda _, d: (Stream(d.x, d.x) if isinstance(d, Stream) else d,))
+shared_cotangent.defvjp(lambda x: (x, None),
+                        lambda _, d: (UnfusedResidual(d.x, d.x) if isinstance(d, UnfusedResidual) else d,))
 
 
-def total(x: Array | Stream) -> Array:
+def materialize(x: Array | UnfusedResidual) -> Array:
     """[..., D], float32 of a Stream."""
-    return x.total if isinstance(x, Stream) else x
+    return x.total if isinstance(x, UnfusedResidual) else x
 
 
-def add_residual(x: Array | Stream, y: Array) -> Array | Stream:
+def add_residual(x: Array | UnfusedResidual, y: Array) -> Array | UnfusedResidual:
     """x + y, of x's type."""
-    if isinstance(x, Stream):
-        return Stream(x.total.astype(x.x.dtype), y.astype(x.x.dtype))
+    if isinstance(x, UnfusedResidual):
+        return UnfusedResidual(x.total.astype(x.x.dtype), y.astype(x.x.dtype))
     return x + y.astype(x.dtype)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfp8rl.distributed.mesh import ONE, Layout
+from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear, is_expert
@@ -43,9 +43,9 @@ def no_route(dtype: Any) -> int:
     return np.iinfo(dtype).max
 
 
-def mixture(
+def moe_block(
     x_BTD: Array, w: dict, experts: Experts, precision: Precision, fp8: bool,
-    live_BT: Array | None = None, routes_BTk: Array | None = None, layout: Layout = ONE,
+    live_BT: Array | None = None, routes_BTk: Array | None = None, layout: MeshLayout = ONE,
 ) -> tuple[Array, Routing]:
     """The MLP of a sparse layer, in x's dtype, and what its router said.
 

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfp8rl.distributed.mesh import ONE, Layout
+from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.microbatch import sums_end, tap
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
-from jaxfp8rl.precision.linear import handles_of, linear, linears, trainable
+from jaxfp8rl.precision.linear import grad_slots_of, linear, linears, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
 from pallas_kernels.attention import api as packed
@@ -57,7 +57,7 @@ class KVCache(NamedTuple):
 
 def forward(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: Remat = "none", layout: Layout = ONE,
+    precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE,
 ) -> Array:
     """Hidden states [B, T, D] after the final norm, in `precision.compute_dtype`.
 
@@ -71,7 +71,7 @@ def forward(
 
 def forward_and_amax(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: Remat = "none", layout: Layout = ONE,
+    precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE,
 ) -> tuple[Array, KvScales]:
     """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L]
     float32."""
@@ -81,7 +81,7 @@ def forward_and_amax(
 
 def forward_and_seen(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: Remat = "none", layout: Layout = ONE,
+    precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE,
     routes: Array | None = None,
 ) -> tuple[Array, KvScales, moe.Routing | None]:
     """`forward_and_amax`, and what the routers of sparse layers said, stacked (None if there are none).
@@ -105,10 +105,10 @@ def forward_and_seen(
             (x, sums), (i, w, routes) = carry, at
             for name in [name for name in sums if name in w]:
                 row = i - run.start + rows_of(run, precision.runs, name).start
-                handles, own = tap(handles_of(w[name], precision.compute_dtype), sums[name], row)
+                handles, own = tap(grad_slots_of(w[name], precision.compute_dtype), sums[name], row)
                 w, sums = w | trainable(w, {name: handles}), sums | {name: own}
             x, said = layer(x, w, routes)
-            return (nn.one_cotangent(x), sums), said
+            return (nn.shared_cotangent(x), sums), said
 
         replayed = None if routes is None or not run.sparse else jnp.moveaxis(routes, 2, 0)[
             rows_of(run, precision.runs, "moe")]
@@ -121,12 +121,12 @@ def forward_and_seen(
 
 def _mixture(
     cfg: ModelConfig, said: list, live_BT: Array | None = None, routes_BTk: Array | None = None,
-    layout: Layout = ONE
+    layout: MeshLayout = ONE
 ) -> Callable:
     """mixture(x, weights, precision, fp8) -> its output; what its router said is added to `said`."""
 
     def compute(x: Array, w: Params, precision: Precision, fp8: bool) -> Array:
-        y, routing = moe.mixture(x, w, cfg.experts, precision, fp8, live_BT, routes_BTk, layout)
+        y, routing = moe.moe_block(x, w, cfg.experts, precision, fp8, live_BT, routes_BTk, layout)
         said.append(routing)
         return y
 
@@ -220,14 +220,16 @@ def split_layers(params: Params, precision: Precision) -> Params:
     return {**params, "layers": tuple(map(stack_of, precision.runs))}
 
 
-def embed(params: Params, tokens_BT: Array, precision: Precision, layout: Layout = ONE) -> Array | nn.Stream:
+def embed(params: Params, tokens_BT: Array, precision: Precision,
+          layout: MeshLayout = ONE) -> Array | nn.UnfusedResidual:
     """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; a Stream where norms see
     unrounded sums."""
     x = layout.lookup(params["embed_tokens"]["weight"], tokens_BT).astype(precision.compute_dtype)
-    return nn.Stream(x, jnp.zeros_like(x)) if precision.fused or precision.unrounded_sums else x
+    return nn.UnfusedResidual(x, jnp.zeros_like(x)) if precision.fused or precision.unrounded_sums else x
 
 
-def final_norm(x_BTD: Array | nn.Stream, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
+def final_norm(x_BTD: Array | nn.UnfusedResidual, params: Params, cfg: ModelConfig,
+               precision: Precision) -> Array:
     """The norm after the last layer, [B, T, D] in `precision.compute_dtype`."""
     return nn.rms_norm(x_BTD, params["norm"]["weight"], cfg.rms_norm_eps, precision.compute_dtype,
                        once=precision.fused)
@@ -253,10 +255,11 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
 
 
 def decoder_layer(
-    x_BTD: Array | nn.Stream, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun,
+    x_BTD: Array | nn.UnfusedResidual, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun,
     rope: tuple[Array, Array],
-    attend: Callable, product: Callable | None = None, mixture: Callable | None = None, layout: Layout = ONE,
-) -> tuple[Array | nn.Stream, Any]:
+    attend: Callable, product: Callable | None = None, mixture: Callable | None = None,
+    layout: MeshLayout = ONE,
+) -> tuple[Array | nn.UnfusedResidual, Any]:
     """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is as `embed` makes it. `attend(q, k,
     v)` gets rotated, normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"),
     for who wants to look on; `mixture(x, weights, ...)` a mixture of experts, for who wants to hear what its
@@ -279,7 +282,7 @@ def decoder_layer(
     def saved(y: Array) -> Array:
         return checkpoint_name(y, "projections")
 
-    def normed(x: Array | nn.Stream, name: str, reader: str) -> Array:
+    def normed(x: Array | nn.UnfusedResidual, name: str, reader: str) -> Array:
         once = precision.fused and reader not in quantizes
         return nn.rms_norm(x, w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
 

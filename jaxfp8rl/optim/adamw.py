@@ -19,13 +19,13 @@ from jax import Array
 from jaxfp8rl.config.schema import Optim
 from jaxfp8rl.optim.low_bit import (
     Format,
-    Kept,
+    Stored,
     block_amax,
     blocks,
     decode,
     encode,
     is_scaled,
-    random_words,
+    random_bits,
     zeros,
 )
 from jaxfp8rl.types import Params, StepMetrics, TrainState
@@ -94,7 +94,7 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
         masters, *moments = _stow(kept) if formats.offload else kept
         return masters, optax.ScaleByAdamState(jnp.int32(0), *moments)
 
-    def peaks(g: Array, mu: Kept) -> tuple[Array, Array]:
+    def peaks(g: Array, mu: Stored) -> tuple[Array, Array]:
         """The largest of each block of the new first moment, if gradients are not clipped, and if they are
         clipped to 0: it is no more than between the two when they are clipped by a factor between."""
         before = cfg.b1 * decode(mu)
@@ -115,10 +115,10 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
         rate, count = schedule(state.count), state.count + 1
         unbias = [1 / (1 - jnp.float32(b) ** count) for b in (cfg.b1, cfg.b2)]
 
-        def leaf(number: int, path: tuple, grads: Array, *kept: Kept) -> tuple[Kept, ...]:
+        def leaf(number: int, path: tuple, grads: Array, *kept: Stored) -> tuple[Stored, ...]:
             decay = 0.0 if "norm" in jax.tree_util.keystr(path) else cfg.weight_decay
 
-            def step(first: Array | int, g: Array, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
+            def step(first: Array | int, g: Array, kept: tuple[Stored, ...]) -> tuple[Stored, ...]:
                 param, mu, nu = map(decode, kept)
                 free, still = (seen[number][1:]
                                or peaks(scale * g, kept[1])) if is_scaled(kept[1]) else (0.0, 0.0)
@@ -128,7 +128,7 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
                 nu = cfg.b2 * nu + (1 - cfg.b2) * g * g
                 direction = unbias[0] * mu / (jnp.sqrt(unbias[1] * nu) + cfg.eps)
                 param -= rate * (direction + decay * param if decay else direction)
-                words = random_words(salts[number], first, g.shape)
+                words = random_bits(salts[number], first, g.shape)
                 after = tuple(map(encode, (param, mu, nu), formats[:3], words, FAINT, amax))
                 return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, kept)
 
@@ -149,12 +149,12 @@ def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
 _nearest = jax.jit(encode, static_argnums=1)  # jitted, so that nothing of a stack's size stands beside it
 
 
-def _from_host(step: Callable, grads: Array, kept: tuple[Kept, ...], stacked: bool) -> tuple[Kept, ...]:
+def _from_host(step: Callable, grads: Array, kept: tuple[Stored, ...], stacked: bool) -> tuple[Stored, ...]:
     """`step` with moments that are fetched and put back, a layer of a stack [L, ...] at a time, each in its
     place. The barrier reads a layer before any of it is written: otherwise XLA copies the whole stack first.
     """
 
-    def layer(i: Array, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
+    def layer(i: Array, kept: tuple[Stored, ...]) -> tuple[Stored, ...]:
         row = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1)
         read = jax.lax.optimization_barrier((row(grads), _fetch(jax.tree.map(row, kept))))
         write = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 0)

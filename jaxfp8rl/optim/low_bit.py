@@ -46,7 +46,7 @@ class Scaled(NamedTuple):
     scale: Array
 
 
-Kept = Array | Scaled
+Stored = Array | Scaled
 
 
 def is_scaled(x: Any) -> bool:
@@ -56,7 +56,7 @@ def is_scaled(x: Any) -> bool:
 def encode(
     x: Array, kept_as: Format, bits: Array | None = None, faint: Faint = "stochastic",
     amax: Array | None = None
-) -> Kept:
+) -> Stored:
     """x [..., K] float32, finite, rounded to a format: with `bits` [..., K] uint32 stochastically, without to
     nearest.
 
@@ -74,7 +74,7 @@ def encode(
     return Scaled(jax.lax.bitcast_convert_type(codes, CODES[kept_as]), _power_of_two(exponent))
 
 
-def decode(kept: Kept) -> Array:
+def decode(kept: Stored) -> Array:
     """The float32 numbers, exactly."""
     if not is_scaled(kept):
         return kept.astype(jnp.float32)
@@ -89,7 +89,7 @@ def _e4m3(codes: Array) -> Array:
     return jax.lax.bitcast_convert_type(shifted, jnp.float16).astype(jnp.float32) * 2.0**8
 
 
-def zeros(shape: Sequence[int], kept_as: Format) -> Kept:
+def zeros(shape: Sequence[int], kept_as: Format) -> Stored:
     """All bytes 0, scales too, which no `encode` makes."""
     like = jax.eval_shape(lambda: encode(jnp.zeros(shape), kept_as))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
@@ -129,7 +129,7 @@ def round_stochastically(x: Array, dtype: jnp.dtype, bits: Array, faint: Faint =
     return jax.lax.bitcast_convert_type(code.astype(unsigned), dtype)
 
 
-def random_words(salt: Array, first: Array | int, shape: Sequence[int]) -> tuple[Array, Array, Array]:
+def random_bits(salt: Array, first: Array | int, shape: Sequence[int]) -> tuple[Array, Array, Array]:
     """Three uint32 for each element: a hash of `salt` [2] uint32 and the element's place, its index along the
     first of several axes counted from `first`. It is as good as rounding needs, a tenth of jax.random's
     instructions, so that XLA may fuse it anywhere, and the same however the array is sharded or cut."""

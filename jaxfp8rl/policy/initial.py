@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.distributed.mesh import ONE, Layout
+from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.module import init_params
@@ -14,7 +14,7 @@ from jaxfp8rl.optim.adamw import Optimizer, init_state
 from jaxfp8rl.types import Params, TrainState
 
 
-def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout: Layout) -> TrainState:
+def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout: MeshLayout) -> TrainState:
     """A first state around float32 `params`, which lie where the masters will. Each array is made in its
     place: no device holds what all of them do together."""
     if layout.mesh is None:
@@ -23,13 +23,13 @@ def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout
     return jax.jit(lambda params: layout.keep(init_state(params, optimizer, compute_dtype)))(params)
 
 
-def starting_params(cfg: Config, model: ModelConfig, layout: Layout = ONE) -> Params:
+def starting_params(cfg: Config, model: ModelConfig, layout: MeshLayout = ONE) -> Params:
     """Float32 masters: the HF folder's weights, or random ones from the run's seed."""
     if not cfg.model.path:
         return init_params(model, jax.random.key(cfg.run.seed))
     return on_devices(load_params(cfg.model.path, model)[1], layout)
 
 
-def on_devices(params: Params, layout: Layout) -> Params:
+def on_devices(params: Params, layout: MeshLayout) -> Params:
     """From the host to where masters lie."""
     return layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)

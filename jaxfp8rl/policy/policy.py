@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxfp8rl.models.transformer import split_layers
 from jaxfp8rl.optim.low_bit import decode, is_scaled
-from jaxfp8rl.precision.linear import QuantizedWeight, SharedWeight, handles_of, round_to
+from jaxfp8rl.precision.linear import EngineWeight, QuantizedWeight, grad_slots_of, round_to
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 from jaxfp8rl.types import Params
 
@@ -42,15 +42,15 @@ def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Par
     }
 
 
-def handles(policy: Params, dtype: str) -> Params:
+def grad_slots(policy: Params, dtype: str) -> Params:
     """What a loss is differentiated by: the policy's float leaves themselves, and zeros of `dtype` for
     quantised ones."""
-    return handles_of(without_scales(policy), dtype)
+    return grad_slots_of(without_scales(policy), dtype)
 
 
 def gradients_like(policy: Params) -> Params:
     """Zeros, float32, of the shapes of a policy's gradients: one stack of layers, as the masters have it."""
-    wide = jax.eval_shape(lambda policy: as_params(handles(policy, "float32")), policy)
+    wide = jax.eval_shape(lambda policy: as_params(grad_slots(policy, "float32")), policy)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), wide)
 
 
@@ -79,14 +79,15 @@ def as_params(tree: Params) -> Params:
                                for name, nodes in parts.items()}}
 
 
-def shared(policy: Params, precision: Precision, lend: Callable[[Sequence[str]], tuple]) -> Params:
+def with_engine_weights(policy: Params, precision: Precision,
+                        lend: Callable[[Sequence[str]], tuple]) -> Params:
     """A policy without codes -> the same with those in the engine's memory. `lend(HF names of one linear in
     consecutive layers)` -> (fused codes [L, R, K], scales, and the first and last row of the linear in them).
     """
 
     def filled(node: Any, run: LayerRun, path: str) -> Any:
         if node is None:
-            return SharedWeight(*lend([f"model.layers.{i}.{path}" for i in range(run.start, run.stop)]))
+            return EngineWeight(*lend([f"model.layers.{i}.{path}" for i in range(run.start, run.stop)]))
         if not isinstance(node, dict):
             return node
         return {key: filled(value, run, f"{path}.{key}".lstrip(".")) for key, value in node.items()}
@@ -96,10 +97,10 @@ def shared(policy: Params, precision: Precision, lend: Callable[[Sequence[str]],
 
 
 def _is_lent(leaf: Any) -> bool:
-    return isinstance(leaf, SharedWeight)
+    return isinstance(leaf, EngineWeight)
 
 
-def parted(policy: Params) -> tuple[Params, Params]:
+def partition(policy: Params) -> tuple[Params, Params]:
     """(what is the learner's own, what is the engine's), each with None for the other: one may be donated,
     the other never."""
 
@@ -109,7 +110,7 @@ def parted(policy: Params) -> tuple[Params, Params]:
     return pick(False), pick(True)
 
 
-def rejoined(own: Params, lent: Params) -> Params:
+def combine(own: Params, lent: Params) -> Params:
     """The policy that was `parted`."""
     return jax.tree.map(lambda a, b: b if a is None else a, own, lent,
                         is_leaf=lambda w: w is None or _is_lent(w))

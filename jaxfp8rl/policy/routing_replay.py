@@ -21,13 +21,13 @@ from jax import Array
 from bridges.api import Capabilities, Completion, GenRequest
 from jaxfp8rl.config.schema import Config, Moe
 from jaxfp8rl.data.packing import Sample
-from jaxfp8rl.distributed.mesh import ALL, ROWS, Layout
+from jaxfp8rl.distributed.mesh import ALL, ROWS, MeshLayout
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND, mean_over
 from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.models.moe import no_route, route_dtype
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.types import Params, TrainBatch
 
 
@@ -140,7 +140,7 @@ class RouteReplay:
         return {name: float(np.average([s[name] for s, _ in seen], weights=tokens(name))) for name in names}
 
 
-def make_record(logprobs: Callable, layout: Layout) -> Callable:
+def make_record(logprobs: Callable, layout: MeshLayout) -> Callable:
     """Jitted record(policy, batch), as RouteReplay wants it."""
 
     def of_micro(policy: Params, micro: TrainBatch) -> tuple[Array, Array]:
@@ -150,7 +150,7 @@ def make_record(logprobs: Callable, layout: Layout) -> Callable:
     def of_rows(policy: Params, batch: TrainBatch, live: Array) -> tuple[Array, Array]:
         return map_live(functools.partial(of_micro, policy), batch, live)
 
-    @exact_jit
+    @rounding_exact_jit
     def record(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
         run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL), (ROWS, ROWS))
         return run(policy, batch, batch.response_mask.any((1, 2)))

@@ -22,10 +22,10 @@ from jax import Array
 
 from jaxfp8rl.precision.linear import (
     GRADIENT_DTYPES,
+    EngineWeight,
     QuantizedWeight,
-    SharedWeight,
-    TrainableWeight,
     Weight,
+    WeightWithGradSlot,
     backend_of,
     in_codes,
     quantize_both,
@@ -126,7 +126,7 @@ def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, 
     `linear` takes it, with an axis of experts before.
     """
     how = _How(precision, of_tokens)
-    if not (fp8 or isinstance(weight, QuantizedWeight | SharedWeight | TrainableWeight)):
+    if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
         return _high(how, x.astype(dtype), weight.astype(dtype), d)
     quantized, handle = in_codes(weight)

@@ -25,7 +25,7 @@ import jax
 from jaxfp8rl.errors import check_writable
 
 OPTIONS = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
-exact_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
+rounding_exact_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 gradient_jit = functools.partial(jax.jit,
                                  compiler_options=OPTIONS | {"xla_gpu_enable_dynamic_slice_fusion": False})
 

@@ -84,7 +84,7 @@ class QuantizedWeight(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["fused", "scale"],
                    meta_fields=["start", "stop"])
 @dataclasses.dataclass(frozen=True)
-class SharedWeight:
+class EngineWeight:
     """A QuantizedWeight in an engine's memory: its codes are rows [start, stop) of `fused` [..., R, K] uint8,
     where the engine holds several linears in one."""
 
@@ -101,19 +101,19 @@ class SharedWeight:
         return QuantizedWeight(self.codes, self.scale)
 
 
-class TrainableWeight(NamedTuple):
+class WeightWithGradSlot(NamedTuple):
     """A weight in a differentiated forward. `handle` [..., N, K]: zeros in the type of the weight's gradient,
     never read; its cotangent is the gradient of the weight that was quantised (straight-through)."""
 
-    quantized: QuantizedWeight | SharedWeight
+    quantized: QuantizedWeight | EngineWeight
     handle: Array
 
 
 def is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QuantizedWeight | SharedWeight)
+    return isinstance(leaf, QuantizedWeight | EngineWeight)
 
 
-def handles_of(weights: Any, dtype: str) -> Any:
+def grad_slots_of(weights: Any, dtype: str) -> Any:
     """What a loss is differentiated by: float weights themselves, and zeros of `dtype` for quantised ones."""
     zeros_or_leaf = lambda w: jnp.zeros(w.codes.shape, dtype) if is_quantized(w) else w
     return jax.tree.map(zeros_or_leaf, weights, is_leaf=is_quantized)
@@ -121,7 +121,7 @@ def handles_of(weights: Any, dtype: str) -> Any:
 
 def trainable(weights: dict, handles: dict) -> dict:
     """The weights of which there are handles, differentiable by these."""
-    attach = lambda h, w: TrainableWeight(w, h) if is_quantized(w) else h
+    attach = lambda h, w: WeightWithGradSlot(w, h) if is_quantized(w) else h
     return jax.tree.map(attach, handles, {name: weights[name] for name in handles})
 
 
@@ -137,7 +137,7 @@ def round_to(x: Array, dtype: str) -> Array:
     return jnp.where(jnp.abs(x) < 2.0**to.minexp, jnp.round(x / step) * step, rounded)
 
 
-Weight = Array | QuantizedWeight | SharedWeight | TrainableWeight
+Weight = Array | QuantizedWeight | EngineWeight | WeightWithGradSlot
 
 
 def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
@@ -148,7 +148,7 @@ def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
     is not differentiated; or a float array, quantised on the fly when `fp8` (straight-through to it).
     `amax_floor` is that of x's quantisation.
     """
-    if not (fp8 or isinstance(weight, QuantizedWeight | SharedWeight | TrainableWeight)):
+    if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
         return _high_linear(x.astype(dtype), weight.astype(dtype))
     return linears(x, [weight], precision, amax_floor)[0]
@@ -176,8 +176,8 @@ def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 def in_codes(weight: Weight) -> tuple[QuantizedWeight, Array | None]:
     """What a product computes with, and what its gradient is of: None where that is not asked for."""
-    quantized, handle = weight if isinstance(weight, TrainableWeight) else (weight, None)
-    if isinstance(quantized, SharedWeight):
+    quantized, handle = weight if isinstance(weight, WeightWithGradSlot) else (weight, None)
+    if isinstance(quantized, EngineWeight):
         quantized = quantized.cut_out()
     if not isinstance(quantized, QuantizedWeight):
         return QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight

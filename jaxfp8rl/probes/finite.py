@@ -18,10 +18,10 @@ from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.transformer import head_weight
-from jaxfp8rl.optim.low_bit import Kept, decode, is_scaled
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.optim.low_bit import Stored, decode, is_scaled
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision
-from jaxfp8rl.probes.probes import unquantized_policy, walk
+from jaxfp8rl.probes.probes import forward_with_hooks, unquantized_policy
 from jaxfp8rl.types import Params, TrainBatch
 
 NAMED = 3  # tensors a message lists
@@ -37,7 +37,7 @@ class BadTensor(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _count_bad(x: Kept, stacked: int) -> Array:
+def _count_bad(x: Stored, stacked: int) -> Array:
     """Non-finite elements: of each of a stack of layers [L, ...] -> [L], of their experts [L, E, ...] -> [L,
     E], of any other tensor -> a scalar; `stacked`: how many axes that are."""
     bad = ~jnp.isfinite(decode(x))
@@ -105,7 +105,7 @@ _SEEN = {  # in the order in which a layer computes them
 }
 
 
-@functools.partial(exact_jit, static_argnums=(2, 3, 4))
+@functools.partial(rounding_exact_jit, static_argnums=(2, 3, 4))
 def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
                            temperature: float):
     """({seen: [L]}, scalar): tokens at which something is not finite, in each layer and in the
@@ -114,7 +114,7 @@ def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfi
     def look(name: str, x: Array, live: Array) -> Array:
         return jnp.sum(live & ~jnp.isfinite(x).reshape(*live.shape, -1).all(-1))
 
-    hidden, seen = walk(weights, micro, model, precision, look)
+    hidden, seen = forward_with_hooks(weights, micro, model, precision, look)
     logp, _ = token_logprobs(hidden, head_weight(weights, model), micro.tokens, temperature)
     return seen, jnp.sum(micro.response_mask & ~jnp.isfinite(logp))
 

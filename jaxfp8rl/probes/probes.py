@@ -47,7 +47,7 @@ from jaxfp8rl.models.transformer import (
     runs_of,
 )
 from jaxfp8rl.policy.policy import as_params, policy_of, scales_in, without_scales
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import UNIT
 from jaxfp8rl.precision.linear import QuantizedWeight, linear
 from jaxfp8rl.precision.recipe import LayerRun, Precision, without_fp8
@@ -130,7 +130,7 @@ def rounding_stats(x: Array, codes: Array, scale: Array, back: Array, live: Arra
     }
 
 
-@functools.partial(exact_jit, static_argnums=1)
+@functools.partial(rounding_exact_jit, static_argnums=1)
 def weight_stats(weights: Params, model: ModelConfig) -> Stats:
     """[L, linears] float32 of each statistic of every linear's weight, one layer's at a time."""
 
@@ -145,11 +145,11 @@ def weight_stats(weights: Params, model: ModelConfig) -> Stats:
     return _by_linear(by_name, model)
 
 
-@functools.partial(exact_jit, static_argnums=(2, 3, 4))
+@functools.partial(rounding_exact_jit, static_argnums=(2, 3, 4))
 def _roundings(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
                temperature: float):
     """({linear, "key" or "value": statistics [L]}, sharpness) of a forward pass in `precision`."""
-    hidden, found = walk(weights, micro, model, precision, functools.partial(_look, precision))
+    hidden, found = forward_with_hooks(weights, micro, model, precision, functools.partial(_look, precision))
     head = head_weight(weights, model)
     return found, logit_sharpness(hidden, head, micro.tokens, micro.response_mask, temperature)
 
@@ -175,7 +175,7 @@ def _relative_error(got: Array, want: Array, where: Array) -> Array:
     return jnp.linalg.norm((got - want).ravel()) / jnp.where(norm == 0, 1.0, norm)
 
 
-def walk(
+def forward_with_hooks(
     weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
     look: Callable[[str, Array, Array], Any]
 ) -> tuple[Array, dict[str, Any]]:
@@ -206,13 +206,13 @@ def walk(
                 return attention(queries, keys, values, scales)
 
             def mixture(x: Array, weights: Params, *formats: Any) -> Array:
-                y, _ = moe.mixture(x, weights, model.experts, *formats, live)
+                y, _ = moe.moe_block(x, weights, model.experts, *formats, live)
                 ends = {"gate_proj": x, "up_proj": x, "down_proj": y}
                 seen.update((name, look(name, end, live)) for name, end in ends.items())
                 return y
 
             x, _ = decoder_layer(x, w, model, precision, run, rope, attend, product, mixture)
-            return x, seen | {"output": look("output", nn.total(x), live)}
+            return x, seen | {"output": look("output", nn.materialize(x), live)}
 
         x, seen = jax.lax.scan(body, x, stack)
         stacks.append(seen)
@@ -253,7 +253,7 @@ def _formats(full: Precision) -> tuple[Precision, ...]:
     )
 
 
-@functools.partial(exact_jit, static_argnums=(3, 4, 5))
+@functools.partial(rounding_exact_jit, static_argnums=(3, 4, 5))
 def _gaps(weights: Params, micro: TrainBatch, choices: Array, model: ModelConfig, formats: tuple,
           temperature: float):
     """choices [S, L] int32 into `formats`, rows as `mismatch_gaps` lays them out."""

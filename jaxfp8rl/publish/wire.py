@@ -22,7 +22,7 @@ from bridges.api import ParamMeta, Rows, StackRow
 from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, param_table
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.precision.linear import QuantizedWeight, round_to
 from jaxfp8rl.precision.recipe import LayerRun
@@ -254,7 +254,7 @@ def _on_device(index: int | None) -> Array | None:
     return None if index is None else jnp.int32(index)
 
 
-@functools.partial(exact_jit, static_argnums=(2, 3))
+@functools.partial(rounding_exact_jit, static_argnums=(2, 3))
 def _made_layer(
     leaves: dict[Path, Array], rows: dict[Path, Array | None], dtype: str, fp8: frozenset[Path]
 ) -> dict[Path, Any]:
@@ -269,7 +269,7 @@ def _made_layer(
     return {path: one(path) for path in leaves}
 
 
-@functools.partial(exact_jit, static_argnums=(2, 3, 4))
+@functools.partial(rounding_exact_jit, static_argnums=(2, 3, 4))
 def _made(leaf: Array, first: Array | None, count: int, dtype: str, fp8: bool) -> Array | QuantizedWeight:
     """`count` rows of `leaf` from the first on, or if that is None the leaf itself. `first` is traced: all
     parts of a stack share a program."""

@@ -29,17 +29,17 @@ from jaxfp8rl.rollout.context import RolloutContext
 Answers = list[list[list[Completion]]]  # of each call of `generate`
 
 
-class Batches:
+class RolloutPipeline:
     """Of one run, in order. With a lag it samples in a thread of its own."""
 
-    def __init__(self, parts: RolloutContext):
-        self._parts, self._waiting, self._kept = parts, None, {}
+    def __init__(self, ctx: RolloutContext):
+        self._parts, self._waiting, self._kept = ctx, None, {}
 
-    def take(self, step: int, clock: Clock) -> scored_groups.Rollouts:
+    def next_batch(self, step: int, clock: Clock) -> scored_groups.Rollouts:
         """The batch of `step`. What it cost is added to `clock`, with a lag also of what was sampled beside
         the last step."""
         if not self._parts.cfg.rollout.lag:
-            return collect(self._parts, self._parts.engine, step, step - 1, clock)
+            return generate_batch(self._parts, self._parts.engine, step, step - 1, clock)
         if self._waiting is None:
             self._begin(step, step - 1)
         with clock("wait"):
@@ -50,7 +50,7 @@ class Batches:
             self._begin(step + 1, step - 1)
         return batch
 
-    def settle(self, clock: Clock) -> None:
+    def wait(self, clock: Clock) -> None:
         """Return when nothing is being sampled; raises what sampling raised."""
         if self._waiting is not None:
             with clock("wait"):
@@ -61,7 +61,8 @@ class Batches:
         the next step."""
         if self._waiting is None:
             return {"stream": self._parts.stream.state()}
-        answers = [[[completion_to_json(c) for c in group] for group in call] for call in self._kept["answers"]]
+        answers = [[[completion_to_json(c) for c in group] for group in call]
+                   for call in self._kept["answers"]]
         return {"stream": self._kept["stream"],
                 "ahead": {"version": self._kept["version"], "answers": answers}}
 
@@ -71,25 +72,26 @@ class Batches:
         self._parts.stream = PromptStream.from_state(self._parts.train, state["stream"])
         # without one the same prompts are sampled anew
         if (ahead := state.get("ahead")) and self._parts.cfg.rollout.lag:
-            answers = [[[completion_from_json(c) for c in group] for group in call] for call in ahead["answers"]]
+            answers = [[[completion_from_json(c) for c in group] for group in call]
+                       for call in ahead["answers"]]
             self._begin(step + 1, ahead["version"], answers)
 
     def _begin(self, step: int, version: int, known: Answers = ()) -> None:
         """Sample in a thread; what is `known` is not asked for again."""
-        engine, clock, self._waiting = _Recorded(self._parts.engine, known), Clock(), Future()
+        engine, clock, self._waiting = _ReplayedEngine(self._parts.engine, known), Clock(), Future()
         self._kept = {"stream": self._parts.stream.state(), "version": version, "answers": engine.answers}
         done = self._waiting
 
         def sample() -> None:
             try:
-                done.set_result((collect(self._parts, engine, step, version, clock), clock))
+                done.set_result((generate_batch(self._parts, engine, step, version, clock), clock))
             except BaseException as e:  # raised where the batch is taken
                 done.set_exception(e)
 
         threading.Thread(target=sample, name="rollout", daemon=True).start()
 
 
-class _Recorded:
+class _ReplayedEngine:
     """An engine of which each answer is kept; the first ones may be `known`."""
 
     def __init__(self, engine: RolloutEngine, known: Answers):
@@ -103,21 +105,21 @@ class _Recorded:
         return self._engine.health()
 
 
-def collect(parts: RolloutContext, engine: RolloutEngine, step: int, version: int,
+def generate_batch(ctx: RolloutContext, engine: RolloutEngine, step: int, version: int,
             clock: Clock) -> scored_groups.Rollouts:
     """Sample and score a batch of prompts; under dynamic sampling further ones, until enough groups have
     rewards that differ."""
-    cfg, rounds = parts.cfg, []
+    cfg, rounds = ctx.cfg, []
     for again in range(cfg.loss.dynamic_sampling_rounds):
         with clock("rollout"):
-            prompts = parts.stream.next(cfg.rollout.prompts_per_step)
+            prompts = ctx.stream.next(cfg.rollout.prompts_per_step)
             n, seed = cfg.rollout.samples_per_prompt, cfg.run.seed
-            requests = scored_groups.make_requests(prompts, parts.sampling, n, seed, step, again)
-            kept, rejected = scored_groups.generate(engine, prompts, requests, version, parts.unfit,
-                                                    parts.stops.cut)
+            requests = scored_groups.make_requests(prompts, ctx.sampling, n, seed, step, again)
+            kept, rejected = scored_groups.generate(engine, prompts, requests, version, ctx.unfit,
+                                                    ctx.stops.cut)
         with clock("reward"):
-            groups = tuple(scored_groups.score(kept, parts.tokenizer, parts.rewards,
-                                               parts.cfg.task.think_tags))
+            groups = tuple(scored_groups.score(kept, ctx.tokenizer, ctx.rewards,
+                                               ctx.cfg.task.think_tags))
         rounds.append(scored_groups.Rollouts(groups, rejected, groups))
         if len(scored_groups.choose(rounds,
                                     cfg.rollout.prompts_per_step).chosen) == cfg.rollout.prompts_per_step:

@@ -26,7 +26,7 @@ from jaxfp8rl.rollout.completion_json import completion_from_json, completion_to
 World = tuple[RewardRunner, RolloutEngine, WeightTransport]
 
 
-def shared(group: ProcessGroup, make: Callable[[], World]) -> World:
+def with_proxies(group: ProcessGroup, make: Callable[[], World]) -> World:
     """What `make` makes; of several processes the first makes it, and all hear the same of it."""
     if group.count == 1:
         return make()
@@ -34,7 +34,7 @@ def shared(group: ProcessGroup, make: Callable[[], World]) -> World:
     return _Rewards(group, rewards), _Engine(group, engine), _Transport(group, transport)
 
 
-class _OfFirst:
+class _RankZeroProxy:
     """A part that only the first process has; `_here` does there what the others need not hear of."""
 
     def __init__(self, group: ProcessGroup, part: Any):
@@ -48,23 +48,24 @@ class _OfFirst:
         self._here("close")
 
 
-class _Rewards(_OfFirst):
+class _Rewards(_RankZeroProxy):
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[Score]:
         return [Score(**s)
-                for s in self._group.told(lambda: [dataclasses.asdict(s) for s in self._part.score(items)])]
+                for s in self._group.broadcast(lambda: [dataclasses.asdict(s)
+                                                        for s in self._part.score(items)])]
 
 
-class _Engine(_OfFirst):
+class _Engine(_RankZeroProxy):
     def __init__(self, group: ProcessGroup, engine: RolloutEngine | None):
         super().__init__(group, engine)
-        said = group.told(lambda: dataclasses.asdict(engine.capabilities()))
+        said = group.broadcast(lambda: dataclasses.asdict(engine.capabilities()))
         self._capabilities = Capabilities(**said | {"formats": EngineFormats(**said["formats"])})
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        answers = self._group.told(lambda: [[completion_to_json(c) for c in group]
+        answers = self._group.broadcast(lambda: [[completion_to_json(c) for c in group]
                                             for group in self._part.generate(requests)])
         return [[completion_from_json(c) for c in group] for group in answers]
 
@@ -88,15 +89,15 @@ class _Engine(_OfFirst):
         return getattr(self._part, "restarts", 0)
 
     def weight_version(self) -> int | None:
-        return self._group.told(lambda: self._part.weight_version())
+        return self._group.broadcast(lambda: self._part.weight_version())
 
 
-class _Transport(_OfFirst):
+class _Transport(_RankZeroProxy):
     """Opened already. While the others wait for the receipt, they put whole what the first asks for
     (ProcessGroup.lend)."""
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        said = self._group.told(lambda: dataclasses.asdict(self._part.publish(source, version)))
+        said = self._group.broadcast(lambda: dataclasses.asdict(self._part.publish(source, version)))
         return PublishReceipt(**said | {"caches_reset": tuple(said["caches_reset"])})
 
     def verify(self, receipt: PublishReceipt) -> None:

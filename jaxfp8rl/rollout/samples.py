@@ -13,13 +13,13 @@ from jax import Array
 
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, Layout, fetch
+from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, MeshLayout, fetch
 from jaxfp8rl.losses.correction import rollout_correction
 from jaxfp8rl.losses.logprobs import token_top_k
 from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_seen, head_weight
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollout.context import RolloutContext
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts
@@ -29,7 +29,7 @@ DIGITS = 4  # of log-probabilities and weights: a ratio is known to 1e-4, in a t
 
 
 def sample_rows(
-    parts: RolloutContext, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]],
+    ctx: RolloutContext, batch: Rollouts, step: int, samples: Sequence[Sequence[Sample]],
     packed: Sequence[TrainBatch], scored: Sequence,
     likeliest: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> list[dict[str, Any]]:
@@ -38,14 +38,14 @@ def sample_rows(
     update alone. `likeliest`: what `top_tokens` said of these completions, for `top_ids` and `top_logp`
     [tokens, k].
     """
-    chosen = kept(batch.groups, parts.cfg.run.samples_per_step)
+    chosen = kept(batch.groups, ctx.cfg.run.samples_per_step)
     learned = {}
-    if chosen and parts.cfg.loss.old_policy == "recomputed":
+    if chosen and ctx.cfg.loss.old_policy == "recomputed":
         for members, rows, (old, _) in zip(samples, packed, scored):
-            facts = fetch((old, _weights(old, rows, parts.cfg.correction.resolve())))
+            facts = fetch((old, _weights(old, rows, ctx.cfg.correction.resolve())))
             learned |= {id(s.completion): pair
                         for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
-    rows = [_row(g, i, step, parts.tokenizer, learned.get(id(g.completions[i].token_ids))) for g, i in chosen]
+    rows = [_row(g, i, step, ctx.tokenizer, learned.get(id(g.completions[i].token_ids))) for g, i in chosen]
     return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)}
             for row, (ids, logp) in zip(rows, likeliest)] or rows
 
@@ -66,7 +66,7 @@ def kept(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
 
 
 def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: int,
-               layout: Layout = ONE) -> Callable:
+               layout: MeshLayout = ONE) -> Callable:
     """Jitted top_k(policy, batch) -> the k likeliest tokens in place of each that was sampled: ids [M, R, T,
     k] int32, and their log-probabilities, float32; 0 off the response mask."""
 
@@ -76,7 +76,7 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
         head, axis = layout.gather(head_weight(policy, model)), TENSOR if layout.tensor > 1 else None
         return token_top_k(hidden, head, batch.response_mask, k, temperature, precision.logits_dtype, axis)
 
-    @exact_jit
+    @rounding_exact_jit
     def top_k(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
         of_rows = lambda policy, batch, live: map_live(functools.partial(of_micro, policy), batch, live)
         run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL), (ROWS, ROWS))
@@ -85,21 +85,21 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
     return top_k
 
 
-def top_tokens(parts: RolloutContext, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
+def top_tokens(ctx: RolloutContext, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of the completions that `sample_rows` keeps the policy's likeliest tokens, [tokens, k], and their
     log-probabilities; none unless run.samples_top_k asks for them. The policy is the one that the step scores
     with."""
-    if parts.top_k is None:
+    if ctx.top_k is None:
         return []
     first = [(g.prompt.token_ids, g.completions[i])
-             for g, i in kept(batch.groups, parts.cfg.run.samples_per_step)]
+             for g, i in kept(batch.groups, ctx.cfg.run.samples_per_step)]
     samples = [Sample(prompt, c.token_ids, c.logprobs, 0.0, c.routed_experts) for prompt, c in first]
-    t = parts.cfg.train
-    needed = microbatches_needed(parts.cfg.run.samples_per_step, parts.cfg.max_model_len, t.row_tokens,
+    t = ctx.cfg.train
+    needed = microbatches_needed(ctx.cfg.run.samples_per_step, ctx.cfg.max_model_len, t.row_tokens,
                                  t.rows_per_microbatch)
-    packed = pack(parts.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed,
-                  like=parts.no_routes)
-    found = fetch(parts.top_k(policy, packed))
+    packed = pack(ctx.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed,
+                  like=ctx.no_routes)
+    found = fetch(ctx.top_k(policy, packed))
     return list(zip(*(unpack(x, samples) for x in found)))
 
 

@@ -238,7 +238,7 @@ class RunDirectory:
         except Exception as e:  # Orbax, tensorstore and the system have their own each
             self.unsaved_since = self.unsaved_since or time.monotonic()
             said = f"the checkpoint of step {step} could not be written: {type(e).__name__}: {e}"
-            passed, newest = self.group.told(lambda: time.monotonic()
+            passed, newest = self.group.broadcast(lambda: time.monotonic()
                                              - self.unsaved_since), self._checkpoints.latest()
             if last or passed > self._patience:
                 there = "there is none" if newest is None else f"the newest is that of step {newest}"
@@ -249,7 +249,7 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """Whether it has a line of metrics."""
-        return self.group.told(lambda: _size(self._metrics.path) > 0)
+        return self.group.broadcast(lambda: _size(self._metrics.path) > 0)
 
     def leave(self, code: int, lost: str = "") -> NoReturn:
         """End the process, as a signal asked for; say what is saved and how to go on, or what is `lost`."""
@@ -330,7 +330,7 @@ class RunDirectory:
     def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
         """Keep the policy that the run began with: a Hugging Face folder, `reference`."""
         params = fetch(params) if self.group.count > 1 else params
-        self.group.together(lambda: save_params(self.path / "reference", model, params, dtype=dtype),
+        self.group.run_and_sync(lambda: save_params(self.path / "reference", model, params, dtype=dtype),
                             alone=True)
 
     def load_reference(self, model: ModelConfig) -> Params:

@@ -24,7 +24,7 @@ class StopSignals:
 
     def settle(self) -> None:
         """Between two steps: what any of several processes was asked they all do."""
-        self.exit_code = self._group.largest(self.asked)
+        self.exit_code = self._group.all_reduce_max(self.asked)
 
     def __enter__(self) -> StopSignals:
         try:

@@ -25,7 +25,7 @@ from jaxfp8rl.losses.objectives import objective_parameters
 from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_amax, head_weight
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import KvScales, finite, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.types import Params, TrainBatch
@@ -78,7 +78,7 @@ class KvCalibration:
     def __init__(self, model: ModelConfig, precision: Precision, temperature: float, decay: float):
         self.amax: KvScales | None = None
         self._seen: KvScales | None = None  # in this step
-        self._decay, self._observe = decay, exact_jit(
+        self._decay, self._observe = decay, rounding_exact_jit(
             functools.partial(_observe, model, precision, temperature))
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:

@@ -19,7 +19,7 @@ from jaxfp8rl.data.packing import Sample, microbatches_needed
 from jaxfp8rl.data.seen import Questions
 from jaxfp8rl.data.tasks import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.distributed.mesh import ONE, Layout, make_layout
+from jaxfp8rl.distributed.mesh import ONE, MeshLayout, make_mesh_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
 from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.models.config import ModelConfig
@@ -44,9 +44,9 @@ from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, plain_run
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
 from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, share_gpu
-from jaxfp8rl.rollout.pipeline import Batches
+from jaxfp8rl.rollout.pipeline import RolloutPipeline
 from jaxfp8rl.rollout.problems import Data, load_data
-from jaxfp8rl.rollout.process_proxies import World, shared
+from jaxfp8rl.rollout.process_proxies import World, with_proxies
 from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops
@@ -56,7 +56,7 @@ from jaxfp8rl.types import Params, TrainState
 
 
 @dataclasses.dataclass
-class Parts:
+class RunContext:
     """What the loop works with. `runs`: which linears the engine holds in FP8; `precision`: how the learner
     computes; `policy` makes no codes where those in the engine's memory are used (rollout.one_copy)."""
 
@@ -76,7 +76,7 @@ class Parts:
     transport: WeightTransport
     runs: tuple[LayerRun, ...]
     precision: Precision
-    layout: Layout
+    layout: MeshLayout
     logprobs: Callable
     policy: Callable
     score: Callable
@@ -91,8 +91,8 @@ class Parts:
     reference: Params | None = None  # the policy that the run began with, when loss.kl_coef holds on to it
 
     @functools.cached_property
-    def batches(self) -> Batches:
-        return Batches(self)
+    def batches(self) -> RolloutPipeline:
+        return RolloutPipeline(self)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -197,9 +197,9 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     return runs
 
 
-def build(
+def build_run(
     cfg: Config, group: ProcessGroup = ALONE, fresh: bool = False, phase: Callable[[str], None] = ignored
-) -> Parts:
+) -> RunContext:
     """Assemble a run, as this process of its `group` has it; `phase` is told of what takes long. Raises
     UserErrors: those of `preflight`, then what devices or the engine refuse."""
     share_gpu(cfg)  # before anything asks JAX for its devices
@@ -207,11 +207,11 @@ def build(
     prepared = preflight(cfg, fresh)
     model, runs, data = prepared.model, prepared.runs, prepared.data
     keep_compiled(cfg.train.compilation_cache)
-    layout = make_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
+    layout = make_mesh_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
     attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     check_same(group, digests := data.contents())
     phase(f"starting the engine ({cfg.rollout.engine})")
-    rewards, engine, transport = shared(group, lambda: open_world(cfg, model, runs, data.task))
+    rewards, engine, transport = with_proxies(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
     support.check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
@@ -224,7 +224,7 @@ def build(
     )
     optimizer = make_optimizer(cfg.optim, cfg.updates)
     logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
-    return Parts(
+    return RunContext(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
         PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems], digests, prepared.questions,
@@ -264,7 +264,7 @@ def open_rewards(cfg: Config, task: Task, workers: int) -> RewardRunner:
 
 def check_same(group: ProcessGroup, digests: dict[str, str]) -> None:
     """Raises DataError where this process has read other problems than the first."""
-    theirs = group.told(lambda: digests)
+    theirs = group.broadcast(lambda: digests)
 
     def compare() -> None:
         for what in (what for what, digest in theirs.items() if digests[what] != digest):
@@ -272,10 +272,10 @@ def check_same(group: ProcessGroup, digests: dict[str, str]) -> None:
                 f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
                 "give all the same files and the same tokenizer")
 
-    group.together(compare)
+    group.run_and_sync(compare)
 
 
-def make_calibration(cfg: Config, model: ModelConfig, layout: Layout) -> ClipCalibration | None:
+def make_calibration(cfg: Config, model: ModelConfig, layout: MeshLayout) -> ClipCalibration | None:
     """The shadow learner without FP8 that loss.calibrate_clip_every asks for."""
     if not cfg.loss.calibrate_clip_every:
         return None

@@ -30,26 +30,26 @@ from jaxfp8rl.policy.initial import on_devices
 from jaxfp8rl.probes.finite import bad_tensors, check_finite
 from jaxfp8rl.rollout.problems import Data
 from jaxfp8rl.run.run_directory import RunDirectory
-from jaxfp8rl.training.context import Parts
+from jaxfp8rl.training.context import RunContext
 from jaxfp8rl.types import TrainState
 
 
-def save(parts: Parts, run: RunDirectory, state: TrainState, step: int, last: bool = False) -> None:
+def save(ctx: RunContext, run: RunDirectory, state: TrainState, step: int, last: bool = False) -> None:
     """A checkpoint of finite parameters, so that the newest is always one to go on from. Raises NonFiniteStep
     otherwise."""
-    if bad := bad_tensors(state.params, parts.model):
+    if bad := bad_tensors(state.params, ctx.model):
         raise NonFiniteStep(f"after step {step} the parameters are not finite, and are not saved: {bad[0]}",
                             "resume from the last checkpoint with --resume and a lower optim.lr")
-    clip = parts.calibration.state() if parts.calibration else {}
+    clip = ctx.calibration.state() if ctx.calibration else {}
     seen = {n: np.asarray(x).tolist()
-            for n, x in (parts.kv_scales.amax or {}).items()} if parts.kv_scales else {}
-    loop = parts.batches.state() | {"tokenizer": parts.tokenizer.fingerprint(), "contents": parts.contents,
+            for n, x in (ctx.kv_scales.amax or {}).items()} if ctx.kv_scales else {}
+    loop = ctx.batches.state() | {"tokenizer": ctx.tokenizer.fingerprint(), "contents": ctx.contents,
                                     "kv_amax": seen}
-    loop |= {"spikes": parts.spikes.state(), "eos_token_ids": list(parts.tokenizer.eos_token_ids)}
+    loop |= {"spikes": ctx.spikes.state(), "eos_token_ids": list(ctx.tokenizer.eos_token_ids)}
     run.save(step, state, loop | clip, last)
 
 
-def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
+def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     """The newest sound checkpoint: state, step; the prompt stream goes back to where it was, later metrics
     are forgotten.
 
@@ -57,16 +57,16 @@ def restore(parts: Parts, run: RunDirectory) -> tuple[TrainState, int]:
     or another tokenizer.
     """
     run.phase("restore")
-    state, loop, step = run.restore(_like(parts))
-    _check_same(loop, parts.tokenizer, parts.contents)
-    parts.batches.restore(loop, step)
-    _take_up(parts, loop)
-    if parts.cfg.loss.kl_coef:
-        parts.hold_reference(run.load_reference(parts.model))
-    check_finite(state.params, parts.model, "the checkpoint")
+    state, loop, step = run.restore(_like(ctx))
+    _check_same(loop, ctx.tokenizer, ctx.contents)
+    ctx.batches.restore(loop, step)
+    _take_up(ctx, loop)
+    if ctx.cfg.loss.kl_coef:
+        ctx.hold_reference(run.load_reference(ctx.model))
+    check_finite(state.params, ctx.model, "the checkpoint")
     if read_seen(run.path) is None:  # as an earlier version began it
-        run.keep_seen(parts.questions.seen)
-    for said in rate_notes(load_config(str(run.path / "config.toml")), parts.cfg, int(state.step)):
+        run.keep_seen(ctx.questions.seen)
+    for said in rate_notes(load_config(str(run.path / "config.toml")), ctx.cfg, int(state.step)):
         run.note(said)
     run.rewind(step)
     return state, step
@@ -126,7 +126,7 @@ def _source(text: str) -> tuple[Path, int | None]:
     return (Path(name), int(step)) if name and step.isdecimal() else (Path(text), None)
 
 
-def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]:
+def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, int]:
     """State and step of a checkpoint of another run, "RUN" (the newest) or "RUN@STEP", as the first of this
     one.
 
@@ -136,46 +136,46 @@ def fork(parts: Parts, run: RunDirectory, source: str) -> tuple[TrainState, int]
     """
     run.phase("restore")
     name, step = _source(source)
-    other = Checkpoints(name / "checkpoints", 1, parts.group)
-    state, loop = other.restore(_like(parts), step)
-    run.keep_seen(np.union1d(parts.questions.seen, unseen_by(name, loop, parts)))
-    state = rescaled(state, parts.precision.compute_dtype)
-    mine, theirs = parts.stream.state(), loop["stream"]
+    other = Checkpoints(name / "checkpoints", 1, ctx.group)
+    state, loop = other.restore(_like(ctx), step)
+    run.keep_seen(np.union1d(ctx.questions.seen, unseen_by(name, loop, ctx)))
+    state = rescaled(state, ctx.precision.compute_dtype)
+    mine, theirs = ctx.stream.state(), loop["stream"]
     if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
-        parts.stream = PromptStream.from_state(parts.train, theirs)
-    _take_up(parts, loop)
+        ctx.stream = PromptStream.from_state(ctx.train, theirs)
+    _take_up(ctx, loop)
     for bad, why in other.damaged.items():
         run.note(f"checkpoint {bad} of {name} is damaged: {why}")
-    run.note(f"forked from {name} at step {loop['step']}; " + _differences(parts, name))
-    for said in rate_notes(load_config(str(name / "config.toml")), parts.cfg, int(state.step)):
+    run.note(f"forked from {name} at step {loop['step']}; " + _differences(ctx, name))
+    for said in rate_notes(load_config(str(name / "config.toml")), ctx.cfg, int(state.step)):
         run.note(said)
-    if parts.cfg.loss.kl_coef:
+    if ctx.cfg.loss.kl_coef:
         if (reference := name / "reference").is_dir():
-            parts.group.together(lambda: shutil.copytree(reference, run.path / "reference"), alone=True)
+            ctx.group.run_and_sync(lambda: shutil.copytree(reference, run.path / "reference"), alone=True)
         else:
             params = jax.tree.map(decode, state.params, is_leaf=is_scaled)
-            run.save_reference(parts.model, params, parts.cfg.precision.weight_dtype)
-        parts.hold_reference(run.load_reference(parts.model))
-    save(parts, run, state, loop["step"])
+            run.save_reference(ctx.model, params, ctx.cfg.precision.weight_dtype)
+        ctx.hold_reference(run.load_reference(ctx.model))
+    save(ctx, run, state, loop["step"])
     return state, loop["step"]
 
 
-def unseen_by(run: Path, loop: dict[str, Any], parts: Parts) -> np.ndarray:
+def unseen_by(run: Path, loop: dict[str, Any], ctx: RunContext) -> np.ndarray:
     """What the weights of `run` were trained on, none of which is held out in `parts`. `loop`: of its
     checkpoint.
 
     Raises DataError where some is, and where the split is another and an earlier version has not written down
     what it was."""
     seen = read_seen(run)
-    if seen is None and loop["contents"]["problems"] == parts.contents["problems"]:
-        seen = parts.questions.seen
+    if seen is None and loop["contents"]["problems"] == ctx.contents["problems"]:
+        seen = ctx.questions.seen
     if seen is None:
         raise DataError(
             f"task: other problems are trained on or held out here than by {run}, which does not say what it was trained on: an "
             "earlier version began it",
             "leave the problems as they were there: task.seed, task.options, the files",
         )
-    check_unseen(parts.questions.held_out, seen, str(run))
+    check_unseen(ctx.questions.held_out, seen, str(run))
     return seen
 
 
@@ -192,27 +192,27 @@ def rate_notes(before: Config, now: Config, update: int) -> Iterator[str]:
             f"{rate:.3g}. With --optim.total_steps {now.updates} it would be {longer(update):.3g} now, and fall from there")
 
 
-def _like(parts: Parts) -> TrainState:
+def _like(ctx: RunContext) -> TrainState:
     """What is restored has its shapes, types and places; its arrays are gone before those that are restored
     come. No weights are read: the checkpoint has them, and the folder that they began from may be gone."""
-    like = jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0)))
-    fresh = parts.fresh_state(on_devices(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), like),
-                                         parts.layout))
+    like = jax.eval_shape(lambda: init_params(ctx.model, jax.random.key(0)))
+    fresh = ctx.fresh_state(on_devices(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), like),
+                                         ctx.layout))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
 
 
-def _take_up(parts: Parts, loop: dict[str, Any]) -> None:
+def _take_up(ctx: RunContext, loop: dict[str, Any]) -> None:
     """What was calibrated goes on from where it was."""
-    if parts.calibration:
-        parts.calibration.take_up(loop)
-    if parts.kv_scales and loop["kv_amax"]:
-        parts.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in loop["kv_amax"].items()}
-    if parts.replay:
-        parts.replay.steps = loop["step"]
-    parts.spikes.take_up(loop["spikes"])
+    if ctx.calibration:
+        ctx.calibration.take_up(loop)
+    if ctx.kv_scales and loop["kv_amax"]:
+        ctx.kv_scales.amax = {name: jnp.asarray(x, jnp.float32) for name, x in loop["kv_amax"].items()}
+    if ctx.replay:
+        ctx.replay.steps = loop["step"]
+    ctx.spikes.take_up(loop["spikes"])
 
 
-def _differences(parts: Parts, other: Path) -> str:
-    found = changes(load_config(str(other / "config.toml")), parts.cfg)
+def _differences(ctx: RunContext, other: Path) -> str:
+    found = changes(load_config(str(other / "config.toml")), ctx.cfg)
     return "settings that differ: " + "; ".join(
         described({k: v for k, v in found.items() if k != ("run", "dir")}) or ["none"])

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfp8rl.config.schema import Loss
-from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, Layout
+from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, MeshLayout
 from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import Correction, CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.covariance import select_tokens
@@ -35,20 +35,20 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.transformer import Remat, forward_and_seen, head_weight
 from jaxfp8rl.optim.adamw import Optimizer, guarded_update
-from jaxfp8rl.policy.policy import gradients_like, outer, parted, policy_of, rejoined, scales_in
-from jaxfp8rl.precision.jit import exact_jit, gradient_jit
+from jaxfp8rl.policy.policy import combine, gradients_like, outer, partition, policy_of, scales_in
+from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
-def make_policy(precision: Precision, codes: bool = True, layout: Layout = ONE) -> Callable:
+def make_policy(precision: Precision, codes: bool = True, layout: MeshLayout = ONE) -> Callable:
     """Jitted policy(params) -> the policy as it computes and as it is published (jaxfp8rl.policy.policy)."""
-    return exact_jit(functools.partial(layout.on_weights,
+    return rounding_exact_jit(functools.partial(layout.on_weights,
                                        functools.partial(policy_of, precision=precision, codes=codes)))
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat,
-                  layout: Layout = ONE) -> Callable:
+                  layout: MeshLayout = ONE) -> Callable:
     """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first
     two [R, T] float32, over batch.support, 0 off the response mask. On several devices f is what one of them
     computes, of its part of both."""
@@ -66,14 +66,14 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
     return logprobs
 
 
-def make_score(logprobs: Callable, layout: Layout = ONE) -> Callable:
+def make_score(logprobs: Callable, layout: MeshLayout = ONE) -> Callable:
     """Jitted score(policy, batch) -> old_logp [M, R, T]: the learner's log-probabilities of what the engine
     sampled."""
 
     def of_rows(policy: Params, batch: TrainBatch, live: Array) -> Array:
         return map_live(lambda micro: logprobs(policy, micro)[0], batch, live)
 
-    @exact_jit
+    @rounding_exact_jit
     def score(policy: Params, batch: TrainBatch) -> Array:
         run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL), ROWS)
         return run(policy, batch, batch.response_mask.any((1, 2)))
@@ -82,8 +82,9 @@ def make_score(logprobs: Callable, layout: Layout = ONE) -> Callable:
 
 
 def make_train_step(
-    logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: Optimizer,
-    layout: Layout = ONE, balance_coef: float = 0.0,
+    logprobs: Callable, precision: Precision, loss: Loss, correction_config: CorrectionConfig,
+    optimizer: Optimizer,
+    layout: MeshLayout = ONE, balance_coef: float = 0.0,
 ) -> Callable:
     """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy,
     metrics). The buffers of state and policy are donated, but for weights in an engine's memory; the policy
@@ -97,91 +98,93 @@ def make_train_step(
     """
     scored = loss.old_policy == "recomputed"
 
-    def taught(fix: Correction, advantages: Array, masked: Array | bool) -> Array:
+    def has_gradient(correction: Correction, advantages: Array, masked: Array | bool) -> Array:
         """Tokens that can have a gradient [M, R, T] bool: without any it is exactly 0, and only Adam's
         momentum would move."""
         if loss.kl_coef or loss.entropy_coef or balance_coef:
-            return fix.mask  # these terms know neither weight nor advantage
+            return correction.mask  # these terms know neither weight nor advantage
         penalised = loss.objective in ("prime_rl", "kl_cov")  # their penalties have no advantage, either
         # of a NaN both hold, so that the guard sees it
-        weighed = (fix.weights != 0) & (penalised | (advantages != 0))
-        return fix.mask & weighed & jnp.logical_not(masked)
+        weighed = (correction.weights != 0) & (penalised | (advantages != 0))
+        return correction.mask & weighed & jnp.logical_not(masked)
 
-    def selection(batch: TrainBatch, known_logp: Array, heard: Array) -> Array | None:
+    def selection(batch: TrainBatch, known_logp: Array, kept_mask: Array) -> Array | None:
         """The tokens that the objective treats apart, chosen from the whole batch."""
         if loss.objective not in SELECTING:
             return None
-        heard = heard if scored else batch.response_mask  # its weights are not known yet
+        kept_mask = kept_mask if scored else batch.response_mask  # its weights are not known yet
         places = batch.tokens + 262147 * batch.positions  # any number that tells tokens apart
-        return select_tokens(known_logp, batch.advantages, heard, places, loss.objective_config)
+        return select_tokens(known_logp, batch.advantages, kept_mask, places, loss.objective_config)
 
     def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params,
                         clip: tuple | None) -> tuple[Array, dict]:
         batch, old_logp, ref_logp, importance, mask, scale, selected, share = micro
         logp, entropy, routing = logprobs(policy | weights | {"sums": sums}, batch)
         if not scored:
-            importance = rollout_correction(logp, batch.rollout_logp, mask, correction,
+            importance = rollout_correction(logp, batch.rollout_logp, mask, correction_config,
                                             batch.segment_ids).weights
         if loss.old_policy == "current":
             old_logp = jax.lax.stop_gradient(logp)
         # what is rejected says nothing: its ratio is in no mean over its sequence, either
-        heard = mask & (importance != 0)
-        fields = logp, old_logp, batch.advantages, heard, batch.segment_ids
-        surrogate, cut = policy_loss(*fields, loss.objective_config, clip, selected)
+        kept_mask = mask & (importance != 0)
+        fields = logp, old_logp, batch.advantages, kept_mask, batch.segment_ids
+        surrogate, loss_metrics = policy_loss(*fields, loss.objective_config, clip, selected)
         sampled = batch.rollout_logp if loss.sampled_by == "rollout" else old_logp
         if loss.opsm_delta is not None:
             # whole, with what was rejected
             sequences = batch.advantages, batch.response_mask, batch.segment_ids
-            cut["opsm/fraction"] = off_policy(logp, sampled, *sequences, loss.opsm_delta) & mask
-            surrogate = jnp.where(cut["opsm/fraction"], 0.0, surrogate)
+            loss_metrics["opsm/fraction"] = off_policy(logp, sampled, *sequences, loss.opsm_delta) & mask
+            surrogate = jnp.where(loss_metrics["opsm/fraction"], 0.0, surrogate)
         total = importance * surrogate
         if loss.kl_coef:
             weighed = (sampled, loss.kl_weight_cap) if loss.unbiased_kl else ()
             total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, *weighed))
-            cut["kl"] = jax.lax.stop_gradient(kl)
+            loss_metrics["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
         value = jnp.sum(jnp.where(mask, scale * total, 0.0))
         # by the micro-batch's share of the tokens: its weight is one, however their losses are aggregated
         if balance_coef:
             value += balance_coef * jnp.mean(routing.balance) * jnp.sum(share)
-        return value, {"logp": logp, "entropy": entropy, **cut}
+        return value, {"logp": logp, "entropy": entropy, **loss_metrics}
 
     def of_rows(policy: Params, batch: tuple, live: Array, loss_scale: Array, clip: tuple | None) -> tuple:
         """Loss and gradients of all rows, from a device's own."""
         of_micro = functools.partial(microbatch_loss, policy=policy, clip=clip)
-        value, seen, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live,
+        value, aux, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live,
                                         loss_scale)
-        return layout.sum(value), seen, layout.sum_gradients(grads)
+        return layout.sum(value), aux, layout.sum_gradients(grads)
 
     @functools.partial(gradient_jit, donate_argnums=(0, 1))
     def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array,
                  ref_logp=None, clip=None):
-        policy, in_engine = rejoined(own, lent), bool(jax.tree.leaves(lent))
+        policy, in_engine = combine(own, lent), bool(jax.tree.leaves(lent))
         sampled = batch.response_mask
         if batch.loss_weights is not None:
             sampled &= batch.loss_weights != 0
-        fix = rollout_correction(old_logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
-        mask = fix.mask if scored else sampled
+        correction = rollout_correction(old_logp, batch.rollout_logp, sampled, correction_config,
+                                        batch.segment_ids)
+        mask = correction.mask if scored else sampled
         scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon, batch.loss_weights)
         grads_specs = layout.specs(jax.eval_shape(gradients_like, policy))
         run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL, ALL, ALL), (ALL, ROWS, grads_specs))
         known_logp = old_logp if scored else batch.rollout_logp  # of pi_old, before the batch is split
-        selected = selection(batch, known_logp, mask & (fix.weights != 0))
+        selected = selection(batch, known_logp, mask & (correction.weights != 0))
         share = token_scale(mask, batch.segment_ids, "token_mean") if balance_coef else None
-        rows = batch, known_logp, ref_logp, fix.weights, mask, scale, selected, share
-        value, seen, grads = run(policy, rows, mask.any((1, 2)), state.loss_scale, clip)
-        logp = seen.pop("logp")
+        rows = batch, known_logp, ref_logp, correction.weights, mask, scale, selected, share
+        value, aux, grads = run(policy, rows, mask.any((1, 2)), state.loss_scale, clip)
+        logp = aux.pop("logp")
         if not scored:
             old_logp = logp
-            fix = rollout_correction(logp, batch.rollout_logp, sampled, correction, batch.segment_ids)
-        silent = seen.get("opsm/fraction", False) | seen.get("clip/covariance", jnp.zeros_like(sampled))
-        live = jnp.any(taught(fix, batch.advantages, silent))
+            correction = rollout_correction(logp, batch.rollout_logp, sampled, correction_config,
+                                            batch.segment_ids)
+        silent = aux.get("opsm/fraction", False) | aux.get("clip/covariance", jnp.zeros_like(sampled))
+        live = jnp.any(has_gradient(correction, batch.advantages, silent))
         state, update = guarded_update(optimizer, state, value, grads, live)
         before = batch.rollout_logp if loss.old_policy == "rollout" else old_logp
-        metrics = {"loss": value, "tokens/update": jnp.sum(fix.mask & live),
+        metrics = {"loss": value, "tokens/update": jnp.sum(correction.mask & live),
                    "staleness/k1": mean_over(mask, before - logp)}
-        metrics |= {name: mean_over(mask, x) for name, x in seen.items()} | fix.metrics | update
+        metrics |= {name: mean_over(mask, x) for name, x in aux.items()} | correction.metrics | update
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
         state = layout.keep(state)
         quantized = functools.partial(policy_of, precision=precision, codes=not in_engine)
@@ -189,6 +192,6 @@ def make_train_step(
 
     @functools.wraps(compiled)
     def train_step(state: TrainState, policy: Params, *rest: Any, **more: Any):
-        return compiled(state, *parted(policy), *rest, **more)
+        return compiled(state, *partition(policy), *rest, **more)
 
     return train_step

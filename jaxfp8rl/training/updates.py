@@ -15,59 +15,59 @@ from jaxfp8rl.probes.finite import find_nonfinite
 from jaxfp8rl.probes.probes import precision_report
 from jaxfp8rl.rollout.scored_groups import Rollouts
 from jaxfp8rl.run.run_directory import RunDirectory
-from jaxfp8rl.training.context import Parts
+from jaxfp8rl.training.context import RunContext
 from jaxfp8rl.training.step_metrics import counts_of, of_step
 from jaxfp8rl.training.unlearned import cause, equal_rewards
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
-def score(parts: Parts, policy: Params, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
+def score(ctx: RunContext, policy: Params, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
     """(old_logp, reference_logp or None), [M, R, T]. old_logp is recomputed by the learner, or the engine's
     own word where the update needs no scoring pass."""
-    recompute = (parts.kv_scales or parts.replay or parts).score
-    old = recompute(policy, batch) if parts.cfg.loss.old_policy == "recomputed" else batch.rollout_logp
-    if parts.reference is None:
+    recompute = (ctx.kv_scales or ctx.replay or ctx).score
+    old = recompute(policy, batch) if ctx.cfg.loss.old_policy == "recomputed" else batch.rollout_logp
+    if ctx.reference is None:
         return old, None
     # in the same attention
-    return old, parts.score(parts.reference | scales_in(policy), batch._replace(routes=None))
+    return old, ctx.score(ctx.reference | scales_in(policy), batch._replace(routes=None))
 
 
-def learn(
-    parts: Parts, run: RunDirectory, state: TrainState, policy: Params, step: int, sampled: Rollouts,
+def run_updates(
+    ctx: RunContext, run: RunDirectory, state: TrainState, policy: Params, step: int, sampled: Rollouts,
     packed: list[TrainBatch],
     scored: list[tuple],
 ) -> tuple[TrainState, Params, dict[str, float]]:
     """Apply the step's updates in turn -> (state, its policy, the step's metrics). `state` and `policy` are
     donated; `sampled` is what `packed` was made of. Raises NonFiniteStep after too many bad ones in a row."""
-    rows, counts, calibration = [], [], parts.calibration
-    drops_rejected = parts.cfg.loss.old_policy == "recomputed" and parts.cfg.correction.resolve(
+    rows, counts, calibration = [], [], ctx.calibration
+    drops_rejected = ctx.cfg.loss.old_policy == "recomputed" and ctx.cfg.correction.resolve(
         ).denominator == "kept"
     # one has no ratios
     shadow = calibration.begin(step, state.params, packed[-1]) if calibration and len(packed) > 1 else None
     for batch, (old, reference) in zip(packed, scored):
         if shadow is not None and batch is packed[-1]:
-            calibration.finish(state.params, batch, parts.score(policy, batch), old, shadow)
+            calibration.finish(state.params, batch, ctx.score(policy, batch), old, shadow)
         clip = calibration.clip if calibration else None
-        state, policy, metrics = parts.train_step(state, policy, batch, old, reference, clip)
+        state, policy, metrics = ctx.train_step(state, policy, batch, old, reference, clip)
         rows.append({k: float(v) for k, v in jax.device_get(metrics).items()})
         if clip:
             rows[-1] |= {"clip/bound_low": float(clip[0]), "clip/bound_high": float(clip[1])}
         counts.append(counts_of(batch, rows[-1], drops_rejected))
-        parts.spikes.add(rows[-1]["loss"])
+        ctx.spikes.add(rows[-1]["loss"])
         if is_bad(rows[-1]):
             saved = run.save_bad_batch(batch, old)
-            where = find_nonfinite(state.params, batch, parts.model, parts.precision, fetch(old),
-                                   parts.cfg.rollout.temperature)
+            where = find_nonfinite(state.params, batch, ctx.model, ctx.precision, fetch(old),
+                                   ctx.cfg.rollout.temperature)
             run.note(f"step {step}: an update was not finite and was not applied: {where}")
-            if rows[-1]["update/bad_in_a_row"] >= parts.cfg.optim.max_bad_steps:
+            if rows[-1]["update/bad_in_a_row"] >= ctx.cfg.optim.max_bad_steps:
                 raise NonFiniteStep(
-                    f"{parts.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied: {where}",
+                    f"{ctx.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied: {where}",
                     f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
         elif not rows[-1]["tokens/update"]:
-            why = cause(sampled, batch, parts.cfg, rows[-1])
+            why = cause(sampled, batch, ctx.cfg, rows[-1])
             run.note(f"step {step}: no update: {why.text}", why.detail, why.text)
-    if any(r["tokens/update"] for r in rows) and (why := equal_rewards(sampled, parts.cfg)):
+    if any(r["tokens/update"] for r in rows) and (why := equal_rewards(sampled, ctx.cfg)):
         # the update was of a penalty alone, or of the groups' levels
         run.note(f"step {step}: {why.text}", why.detail, why.text)
     return state, policy, of_step(rows, counts)
@@ -80,21 +80,21 @@ def is_bad(update: dict[str, float]) -> bool:
                 or (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])))
 
 
-def probe(parts: Parts, run: RunDirectory, state: TrainState, policy: Params,
+def probe(ctx: RunContext, run: RunDirectory, state: TrainState, policy: Params,
           batch: TrainBatch) -> dict[str, float]:
     """What FP8 rounds away in weights, activations and the cache, and which layers that shows in: metrics of
     the step, and the whole report as precision.json. All as the engine has it: a learner without FP8 is asked
     what that would cost it. `policy` is of `state` and has the scales of FP8 attention, where there are any.
     """
-    formats = parts.engine.capabilities().formats
+    formats = ctx.engine.capabilities().formats
     precision = dataclasses.replace(
-        parts.precision, runs=parts.runs, kv_fp8=formats.kv_cache == FP8_KV,
+        ctx.precision, runs=ctx.runs, kv_fp8=formats.kv_cache == FP8_KV,
         kv_truncated=formats.kv_truncated,
         attention_fp8=formats.attention == FP8_KV, fused_quantizer=formats.fused_quantizer,
     )
     if not (precision.any_fp8 or precision.kv_fp8):
         return {}
     params = {**state.params, **scales_in(policy)}
-    report = precision_report(params, batch, parts.model, precision, parts.cfg.rollout.temperature)
+    report = precision_report(params, batch, ctx.model, precision, ctx.cfg.rollout.temperature)
     report.save(run.path / "precision.json")
-    return report.metrics() | {"precision/loss_spikes": parts.spikes.count}
+    return report.metrics() | {"precision/loss_spikes": ctx.spikes.count}

@@ -3,7 +3,7 @@
 Every block of 128 is summed inside the tensor core, whose accumulator keeps some 14 bits, and promoted to a float32 sum: what
 CUTLASS's and DeepGEMM's kernels do, in the same order, so that the result equals the engine's to the bit (on Hopper, checked by
 tests/gpu/test_vllm_quantizers.py), provided that XLA takes cuBLASLt's FP8 product and not one of its own that sums otherwise:
-compile with `xla_gpu_enable_triton_gemm` off, as `jaxfp8rl.precision.jit.exact_jit` does. It costs a pass over the output for every
+compile with `xla_gpu_enable_triton_gemm` off, as `jaxfp8rl.precision.jit.rounding_exact_jit` does. It costs a pass over the output for every
 block, which a kernel of ours need not.
 """
 
@@ -19,7 +19,8 @@ from pallas_kernels.quantize.reference import pad_to_blocks
 from pallas_kernels.rounding import fused_multiply_add
 
 ROWS = 16  # cuBLASLt takes FP8 operands in multiples of it; XLA would multiply others in a wider format
-no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
+no_derivative = forward_only(
+    "differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
 
 
 @no_derivative
@@ -35,7 +36,8 @@ def blockwise_matmul(x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Ar
     total = jnp.zeros((x.shape[0], w.shape[0]), jnp.float32)
     for g in range(x.shape[1] // BLOCK):
         block = slice(g * BLOCK, (g + 1) * BLOCK)
-        partial = jax.lax.dot_general(x[:, block], w[:, block], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        partial = jax.lax.dot_general(x[:, block], w[:, block], (((1,), (1,)), ((), ())),
+                                      preferred_element_type=jnp.float32)
         total = fused_multiply_add(partial, x_scale[:, g, None] * w_scale[None, :, g], total)
     return total[: x_codes.size // x_codes.shape[-1], :n].reshape(*lead, n)
 

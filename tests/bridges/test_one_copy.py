@@ -21,10 +21,10 @@ from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.optim.adamw import init_state
-from jaxfp8rl.policy.policy import parted, rejoined
-from jaxfp8rl.precision.linear import SharedWeight
+from jaxfp8rl.policy.policy import combine, partition
+from jaxfp8rl.precision.linear import EngineWeight
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import Parts, build
+from jaxfp8rl.training.context import RunContext, build_run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 OPTIONS = [
@@ -40,29 +40,29 @@ ONE_COPY = ["--rollout.one_copy", "true"]
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
 
 
-def begun(parts: Parts):
+def begun(ctx: RunContext):
     """State and policy after a first publish."""
-    state = init_state(jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, parts.initial_params()),
-                       parts.optimizer, "float32")
+    state = init_state(jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, ctx.initial_params()),
+                       ctx.optimizer, "float32")
     state = jax.device_put(state, jax.local_devices()[0])  # as an update leaves it: the same programs
-    return state, loop.hand_over(parts, state, parts.policy(state.params), 0)[1]
+    return state, loop.sync_weights(ctx, state, ctx.policy(state.params), 0)[1]
 
 
 def two_steps(options: list[str]) -> list[np.ndarray]:
     """old_logp, and the weights that an update makes of it, twice."""
     found = []
-    with contextlib.closing(build(load_config("demo", [*OPTIONS, *options]))) as parts:
-        state, policy = begun(parts)
-        batch = loop.pack_samples(parts, [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32),
+    with contextlib.closing(build_run(load_config("demo", [*OPTIONS, *options]))) as ctx:
+        state, policy = begun(ctx)
+        batch = loop.pack_samples(ctx, [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32),
                                                       1.0 - i % 2)
-                                          for i, p in enumerate(parts.train[:8])])
+                                          for i, p in enumerate(ctx.train[:8])])
         for version in (1, 2):
-            old = parts.score(policy, batch)
+            old = ctx.score(policy, batch)
             found.append(np.asarray(old))
-            state, policy, _ = parts.train_step(state, policy, batch, old)
+            state, policy, _ = ctx.train_step(state, policy, batch, old)
             found += [np.array(w) for w in jax.tree.leaves(state.params)]
-            policy = loop.hand_over(parts, state, policy, version)[1]
-        found.append(np.asarray(parts.score(policy, batch)))
+            policy = loop.sync_weights(ctx, state, policy, version)[1]
+        found.append(np.asarray(ctx.score(policy, batch)))
     return found
 
 
@@ -78,70 +78,70 @@ def test_every_bit_is_as_with_two_copies():
 def lending():
     if packs_bfloat16():
         pytest.skip("vLLM packs the linears that THREE_RUNS leaves in bfloat16 on this machine")
-    with contextlib.closing(build(load_config("demo", [*OPTIONS, *THREE_RUNS, *ONE_COPY]))) as parts:
-        yield parts, *begun(parts)
+    with contextlib.closing(build_run(load_config("demo", [*OPTIONS, *THREE_RUNS, *ONE_COPY]))) as ctx:
+        yield ctx, *begun(ctx)
 
 
 @cpu_only
 def test_the_codes_are_the_engines_own(lending):
-    parts, _, policy = lending
-    own, lent = parted(policy)
-    weights = jax.tree.leaves(lent, is_leaf=lambda w: isinstance(w, SharedWeight))
+    ctx, _, policy = lending
+    own, lent = partition(policy)
+    weights = jax.tree.leaves(lent, is_leaf=lambda w: isinstance(w, EngineWeight))
     assert len(weights) == 7 + 6 + 7  # of runs [1, 2), [2, 3) and [3, 4)
-    engines = {t.data_ptr() for t in parts.engine.on_model(lambda m: [p for p in m.parameters()])}
+    engines = {t.data_ptr() for t in ctx.engine.on_model(lambda m: [p for p in m.parameters()])}
     assert {w.fused.unsafe_buffer_pointer() for w in weights} <= engines
     assert not any(a.dtype.itemsize == 1 for a in jax.tree.leaves(own))
-    assert jax.tree.structure(rejoined(own, lent)) == jax.tree.structure(policy)
+    assert jax.tree.structure(combine(own, lent)) == jax.tree.structure(policy)
 
 
 @cpu_only
 def test_the_reference_keeps_codes_of_its_own(lending):
-    parts, state, _ = lending
-    parts.hold_reference(state.params)
-    _, lent = parted(parts.reference)
+    ctx, state, _ = lending
+    ctx.hold_reference(state.params)
+    _, lent = partition(ctx.reference)
     assert not jax.tree.leaves(lent) and None not in jax.tree.leaves(
-        parts.reference, is_leaf=lambda w: w is None)
+        ctx.reference, is_leaf=lambda w: w is None)
     assert sum(isinstance(a, jax.Array) and a.dtype.itemsize == 1
-               for a in jax.tree.leaves(parts.reference)) == 7 + 6 + 7
+               for a in jax.tree.leaves(ctx.reference)) == 7 + 6 + 7
 
 
 @cpu_only
 def test_a_publish_takes_back_what_was_lent_and_a_stale_policy_is_refused(lending):
-    parts, state, policy = lending
-    _, fresh = loop.hand_over(parts, state, parts.policy(state.params), 7)
-    batch = loop.pack_samples(parts,
-                              [loop.Sample(parts.train[0].token_ids, (1,), np.zeros(1, np.float32), 1.0)])
+    ctx, state, policy = lending
+    _, fresh = loop.sync_weights(ctx, state, ctx.policy(state.params), 7)
+    batch = loop.pack_samples(ctx,
+                              [loop.Sample(ctx.train[0].token_ids, (1,), np.zeros(1, np.float32), 1.0)])
     with pytest.raises(Exception, match="deleted"):
-        parts.score(policy, batch)
-    assert np.isfinite(parts.score(fresh, batch)).all()
+        ctx.score(policy, batch)
+    assert np.isfinite(ctx.score(fresh, batch)).all()
 
 
 @cpu_only
 def test_donating_what_was_lent_does_not_write_to_the_engine(lending):
-    parts, state, _ = lending
-    receipt = loop.publish(parts, {**state.params, "layers": (state.params["layers"],)}, 8)
-    codes = parts.transport.lend(["model.layers.3.mlp.down_proj.weight"]).codes
+    ctx, state, _ = lending
+    receipt = loop.publish(ctx, {**state.params, "layers": (state.params["layers"],)}, 8)
+    codes = ctx.transport.lend(["model.layers.3.mlp.down_proj.weight"]).codes
     jax.block_until_ready(jax.jit(jnp.zeros_like, donate_argnums=0)(codes))
-    parts.transport.verify(receipt)
+    ctx.transport.verify(receipt)
 
 
 @cpu_only
 def test_what_cannot_be_lent_is_refused_by_name(lending):
-    parts, state, _ = lending
+    ctx, state, _ = lending
     names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 3)]
-    loop.publish(parts, {**state.params, "layers": (state.params["layers"],)}, 9)
+    loop.publish(ctx, {**state.params, "layers": (state.params["layers"],)}, 9)
     with pytest.raises(BridgeError,
                        match="model.layers.1.self_attn.o_proj.weight and those .* one after the other"):
-        parts.transport.lend(names)
-    parts.engine.drop("for a test")
+        ctx.transport.lend(names)
+    ctx.engine.drop("for a test")
     with pytest.raises(BridgeError, match="publish first"):
-        parts.transport.lend(names)
+        ctx.transport.lend(names)
 
 
 @cpu_only
 def test_layers_of_a_linear_are_one_tensor(lending):
-    parts, _, _ = lending
-    rows = [r for r in parts.transport._rows if r.meta.name.endswith("gate_proj.weight")
+    ctx, _, _ = lending
+    rows = [r for r in ctx.transport._rows if r.meta.name.endswith("gate_proj.weight")
             and ".0." not in r.meta.name]
     stack = stack_of(rows)
     assert stack.shape == (3, 512, 128) and stack.dtype == torch.float8_e4m3fn

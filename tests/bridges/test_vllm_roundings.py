@@ -25,7 +25,7 @@ from bridges.probe import vllm_demo_flags
 from bridges.sources.dlpack import torch_view
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 
 if torch.cuda.is_available():
     pytest.skip("of vLLM's build for CPUs", allow_module_level=True)
@@ -77,16 +77,16 @@ def test_norms_see_the_sum_unrounded_and_round_before_and_after_their_weight(vll
 
     def ours(unrounded: bool, once: bool) -> jax.Array:
         def forward(x, added):
-            stream = layers.Stream(x, added) if unrounded else layers.add_residual(x, added)
+            stream = layers.UnfusedResidual(x, added) if unrounded else layers.add_residual(x, added)
             return layers.rms_norm(stream if with_residual else x, weight, EPS, jnp.bfloat16, once)
 
-        return exact_jit(forward)(x, added)
+        return rounding_exact_jit(forward)(x, added)
 
     assert share_apart(ours(True, once=False), theirs) < 1e-4
     assert share_apart(ours(True, once=True), theirs) > 0.1
     if with_residual:
         assert share_apart(ours(False, once=False), theirs) > 0.1
-        assert share_apart(exact_jit(layers.add_residual)(x, added), total) == 0
+        assert share_apart(rounding_exact_jit(layers.add_residual)(x, added), total) == 0
 
 
 def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_config):
@@ -106,7 +106,8 @@ def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_confi
     tables = layers.rope_tables(jnp.arange(T)[None], cfg, "bfloat16")
 
     def ours(fused: bool) -> jax.Array:
-        return exact_jit(lambda x: layers.apply_rope(x[None], *tables, weight, EPS, fused))(x).reshape(T, -1)
+        return rounding_exact_jit(lambda x: layers.apply_rope(x[None], *tables, weight, EPS, fused))(
+            x).reshape(T, -1)
 
     # torch and XLA take a few cosines an ulp of float32 apart, which bfloat16 rounds otherwise: these
     # positions aside
@@ -122,8 +123,9 @@ def test_swiglu_rounds_silu_first():
 
     gate, up = drawn(3, T, D), drawn(4, T, D)
     theirs = SiluAndMul.forward_native(torch_view(jnp.concatenate([gate, up], -1)))
-    assert share_apart(exact_jit(layers.swiglu)(gate, up), theirs) < 1e-4
-    assert share_apart(exact_jit(lambda g, u: layers.swiglu(g, u, fused=True).astype(g.dtype))(gate, up),
+    assert share_apart(rounding_exact_jit(layers.swiglu)(gate, up), theirs) < 1e-4
+    assert share_apart(rounding_exact_jit(lambda g, u: layers.swiglu(g, u, fused=True).astype(g.dtype))(
+        gate, up),
                        theirs) > 0.1
 
 
@@ -143,7 +145,7 @@ def test_attention_without_amx_keeps_probabilities_in_float32(cache, tokens):
             mask = layers.packed_mask(jnp.ones((1, tokens), jnp.int32))
             return layers.attention(q[None], k[None], v[None], mask, probabilities=probabilities)[0]
 
-        return exact_jit(forward)(q, k, v)
+        return rounding_exact_jit(forward)(q, k, v)
 
     assert share_apart(ours(PROBABILITIES["vec"]), theirs) < 1e-3
     assert share_apart(ours(None), theirs) > 0.1

@@ -13,7 +13,7 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rewards.runner import RewardRunner
-from jaxfp8rl.training.context import Parts
+from jaxfp8rl.training.context import RunContext
 from jaxfp8rl.training.loop import pack_samples, train
 
 MOE = [word for key, value in {
@@ -53,10 +53,10 @@ def test_a_small_mixture_trains(recipe, replay, more, tmp_path, monkeypatch):
 
 def test_an_update_without_a_sample_has_the_shape_of_others():
     """Dynamic sampling may find no group to learn from; routes are replayed all the same."""
-    parts = Parts.__new__(Parts)
-    parts.cfg = load_config("demo", [*MOE, "--moe.replay", "R3"])
-    parts.model = model_config(parts.cfg)
+    ctx = RunContext.__new__(RunContext)
+    ctx.cfg = load_config("demo", [*MOE, "--moe.replay", "R3"])
+    ctx.model = model_config(ctx.cfg)
     one = Sample((3, 4), (5,), np.zeros(1, np.float32), 0.0, np.zeros((2, 1, 2), np.int64))
-    packed = (pack_samples(parts, samples) for samples in ([], [one]))
+    packed = (pack_samples(ctx, samples) for samples in ([], [one]))
     none, some = ([x if x is None else (x.shape, x.dtype) for x in batch] for batch in packed)
     assert none == some

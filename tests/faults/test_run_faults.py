@@ -194,7 +194,7 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
 POINTS = [
     ("jaxfp8rl.training.loop:learn", 1), ("jaxfp8rl.checkpoint.store:seal", 2),
     ("jaxfp8rl.training.loop:publish", 3),
-    ("jaxfp8rl.training.loop:begin", 1), ("jaxfp8rl.training.context:fresh_state", 1),
+    ("jaxfp8rl.training.loop:init_train_state", 1), ("jaxfp8rl.training.context:fresh_state", 1),
     ("jaxfp8rl.training.loop:check_gate", 1),
     ("jaxfp8rl.training.loop:evaluate", 1), ("jaxfp8rl.rollout.scored_groups:generate", 2),
     ("jaxfp8rl.rollout.scored_groups:score", 1),

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from jaxfp8rl.models.layers import attention, round_e4m3
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 
 B, T, H, K, D, PAGE = 16, 48, 4, 2, 64, 16
 
@@ -53,7 +53,7 @@ def test_attention_is_flash_attention_3(fp8, qkv):
     mask = jnp.tril(jnp.ones((B, T, T), bool))
     want = flash(q, k, v, fp8)
     mirrored, other = (
-        np.asarray(exact_jit(attention, static_argnums=4)(q, k, v, mask, flag), np.float32)
+        np.asarray(rounding_exact_jit(attention, static_argnums=4)(q, k, v, mask, flag), np.float32)
         for flag in (fp8, not fp8)
     )
     assert (mirrored == want).mean() > 0.9 and (other == want).mean() < 0.7

@@ -19,8 +19,8 @@ from jaxfp8rl.models.layers import rope_tables
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import decoder_layer, embed
 from jaxfp8rl.policy.hardware import products_of
-from jaxfp8rl.policy.policy import handles, policy_of
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.policy.policy import grad_slots, policy_of
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import linear
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
@@ -35,7 +35,7 @@ def compiled():
         products_of("pallas", "bfloat16")
     except ConfigError as e:
         pytest.skip(str(e))
-    return exact_jit(gradients).lower(*shapes()).compile()
+    return rounding_exact_jit(gradients).lower(*shapes()).compile()
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,10 @@ def test_of_codes_only_a_layers_weights_are_moved_and_turned_once(text):
 
 @pytest.fixture(scope="module")
 def args() -> tuple:
-    policy = exact_jit(policy_of, static_argnums=1)(init_params(MODEL, jax.random.key(0)), PRECISION)
+    policy = rounding_exact_jit(policy_of, static_argnums=1)(init_params(MODEL, jax.random.key(0)), PRECISION)
     tokens = jax.random.randint(jax.random.key(1), BATCH, 0, MODEL.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(BATCH[1]), BATCH)
-    return policy, handles(policy, "bfloat16"), tokens, positions, jnp.ones_like(tokens)
+    return policy, grad_slots(policy, "bfloat16"), tokens, positions, jnp.ones_like(tokens)
 
 
 def test_it_runs_and_repeats_itself(compiled, args):
@@ -99,7 +99,7 @@ def test_a_layer_without_attention_is_that_of_the_tensor_cores_by_xla(args):
         x = embed(policy, tokens, precision)
         return decoder_layer(x, weights, MODEL, precision, precision.runs[0], rope, attend, product)[0]
 
-    run = exact_jit(layer, static_argnums=(1, 2))
+    run = rounding_exact_jit(layer, static_argnums=(1, 2))
     want = run(policy, dataclasses.replace(PRECISION, products="tensor_core"), None)
     for product in (None, lambda name, *args: linear(*args)):
         np.testing.assert_array_equal(run(policy, PRECISION, product), want)

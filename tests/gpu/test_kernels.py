@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import reference, xla
 from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, FOR_WGRAD
@@ -91,7 +91,7 @@ def test_the_product_equals_the_tensor_cores_through_xla_bit_for_bit(shape):
     multiply-adds."""
     args = operands(*shape, False)
     got = kernel(matmul.blockwise_matmul, out_dtype=jnp.float32)(*args)
-    np.testing.assert_array_equal(got, exact_jit(xla.blockwise_matmul)(*args))
+    np.testing.assert_array_equal(got, rounding_exact_jit(xla.blockwise_matmul)(*args))
 
 
 @pytest.mark.parametrize("wgrad", [False, True])

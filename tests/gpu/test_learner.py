@@ -6,7 +6,7 @@ import pytest
 
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import build
+from jaxfp8rl.training.context import build_run
 
 COMMON = ["--rollout.engine", "jax", "--gate.completions", "64", "--gate.max_gap", "20",
           "--gate.max_mean_gap", "20"]
@@ -26,9 +26,9 @@ def test_engine_and_learner_agree(case):
     """Mean and largest gap in nats. A flipped E4M3 rounding moves single tokens; a lost one would move the
     mean."""
     options, mean, largest = CASES[case]
-    parts = build(load_config("demo", [*COMMON, *options]))
-    policy = parts.policy(parts.initial_params())
-    loop.publish(parts, policy, 0)
-    gaps = loop.gate(parts, policy, 0)
-    parts.close()
+    ctx = build_run(load_config("demo", [*COMMON, *options]))
+    policy = ctx.policy(ctx.initial_params())
+    loop.publish(ctx, policy, 0)
+    gaps = loop.gate(ctx, policy, 0)
+    ctx.close()
     assert gaps["gate/mean_gap"] <= mean and gaps["gate/max_gap"] <= largest, gaps

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models.layers import swiglu
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, linears
+from jaxfp8rl.precision.jit import rounding_exact_jit
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, linears
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.numerics import relative_l2, tile_distinct
@@ -38,11 +38,11 @@ def data(tokens: tuple[int, ...], dtype=jnp.bfloat16):
 def both_passes(p: Precision, x, weight, dy):
     """(y, dx, dw)"""
     handle = jnp.zeros(weight.codes.shape, p.compute_dtype)
-    y, pull = jax.vjp(lambda x, h: linear(x, TrainableWeight(weight, h), p, fp8=True), x, handle)
+    y, pull = jax.vjp(lambda x, h: linear(x, WeightWithGradSlot(weight, h), p, fp8=True), x, handle)
     return y, *pull(dy)
 
 
-passes = exact_jit(both_passes, static_argnums=0)
+passes = rounding_exact_jit(both_passes, static_argnums=0)
 
 
 OPTIONS = {}, {"gradients": "e5m2"}, {"saved_activations": "fp8"}, {"gradients": "high"}, {
@@ -67,7 +67,7 @@ def test_the_kernels_compute_what_the_reference_does(tokens, dtype, options):
 def all_passes(p: Precision, x, weights, dys):
     """(y of each weight, dx, dw of each)"""
     handles = [jnp.zeros(w.codes.shape, p.compute_dtype) for w in weights]
-    ys, pull = jax.vjp(lambda x, hs: linears(x, [*map(TrainableWeight, weights, hs)], p), x, handles)
+    ys, pull = jax.vjp(lambda x, hs: linears(x, [*map(WeightWithGradSlot, weights, hs)], p), x, handles)
     return ys, *pull(dys)
 
 
@@ -76,7 +76,7 @@ def test_of_several_weights_the_backward_is_one_product_and_computes_what_the_re
     """As above; x's gradient is one sum over all columns, quantised where they lie, side by side."""
     x, w, dy = data((512,))
     weights = [QuantizedWeight(w.codes, w.scale * s) for s in (1, 2, 3)]
-    run = exact_jit(all_passes, static_argnums=0)
+    run = rounding_exact_jit(all_passes, static_argnums=0)
     args = x, weights, tuple(jnp.roll(dy, s) for s in range(3))
     ours, engine, exact = (run(precision(name, **options), *args)
                            for name in ("pallas", "tensor_core", "float32"))
@@ -96,7 +96,7 @@ def test_what_is_shared_is_quantised_once_and_no_weight_is_made_of_its_codes():
         return [o[0] for o in outs], sum(o[1] for o in outs), [o[2] for o in outs]
 
     weights = [w, *(QuantizedWeight(w.codes, w.scale * s) for s in (2, 3))]
-    text = exact_jit(qkv).lower(x, weights, dy).compile().as_text()
+    text = rounding_exact_jit(qkv).lower(x, weights, dy).compile().as_text()
     calls = [line for line in text.splitlines() if "mosaic_gpu" in line and "custom-call(" in line]
     print("\n".join(line.strip()[:200] for line in calls))
     k, n = WIDTHS
@@ -108,7 +108,7 @@ def test_what_is_shared_is_quantised_once_and_no_weight_is_made_of_its_codes():
 
 def mlp_passes(mlp, p: Precision, x, weights, handles, dy):
     """(y, dx, gradients of weights)"""
-    y, pull = jax.vjp(lambda x, handles: mlp(x, *map(TrainableWeight, weights, handles), p), x, handles)
+    y, pull = jax.vjp(lambda x, handles: mlp(x, *map(WeightWithGradSlot, weights, handles), p), x, handles)
     return y, *pull(dy)
 
 
@@ -128,7 +128,7 @@ def test_swiglu_inside_the_quantisers_computes_what_it_does_apart(tokens):
     weights = [QuantizedWeight.of(w / 16) for w in (gate, up, down)]
     args = x, weights, [jnp.zeros(w.codes.shape, jnp.bfloat16) for w in weights], dy
     fused = {"fused": True, "fused_quantizer": True}
-    run = exact_jit(mlp_passes, static_argnums=(0, 1))
+    run = rounding_exact_jit(mlp_passes, static_argnums=(0, 1))
     y, *ours = run(swiglu_mlp, precision("pallas", **fused), *args)
     want, *theirs = run(apart, precision("tensor_core", **fused), *args)
     _, *exact = run(apart, precision("float32", **fused | {"gradients": "high"}), *args)

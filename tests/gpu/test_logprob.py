@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.logprob import api, reference, sm90
 from pallas_kernels.numerics import relative_l2
 
@@ -42,7 +42,7 @@ def program(**options):
         found, pull = jax.vjp(lambda x, w: f(x, w), x, w)
         return *found, *pull((g, h))
 
-    return exact_jit(both)
+    return rounding_exact_jit(both)
 
 
 def float64(x, w, y, g, h):
@@ -76,7 +76,8 @@ def test_its_logits_are_those_of_xla_to_the_bit(logits_dtype):
     dtype = jnp.dtype(logits_dtype)
     stats = jax.jit(functools.partial(sm90.statistics, temperature=1.0, logits_dtype=dtype,
                                       tiles=sm90.Tiles()))(x, w, y)
-    want = exact_jit(functools.partial(reference.statistics, temperature=1.0, logits_dtype=dtype))(x, w, y)
+    want = rounding_exact_jit(functools.partial(reference.statistics, temperature=1.0,
+                                                logits_dtype=dtype))(x, w, y)
     np.testing.assert_array_equal(stats[3].sum(0), want[3])
     np.testing.assert_array_equal(stats[0].max(0), want[0])
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models.config import Experts
-from jaxfp8rl.models.moe import mixture
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, handles_of, trainable
+from jaxfp8rl.models.moe import moe_block
+from jaxfp8rl.precision.jit import rounding_exact_jit
+from jaxfp8rl.precision.linear import QuantizedWeight, grad_slots_of, trainable
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.numerics import relative_l2
 
@@ -34,11 +34,11 @@ def data(fp8: bool):
 def both(precision: Precision, fp8: bool, routes=None):
     weights, x, dy = data(fp8)
 
-    @exact_jit
+    @rounding_exact_jit
     def run(weights, x, dy):
-        f = lambda handles, x: mixture(x, trainable(weights, handles), EXPERTS, precision, fp8,
+        f = lambda handles, x: moe_block(x, trainable(weights, handles), EXPERTS, precision, fp8,
                                        routes_BTk=routes)[0]
-        y, pull = jax.vjp(f, handles_of(weights, "bfloat16"), x)
+        y, pull = jax.vjp(f, grad_slots_of(weights, "bfloat16"), x)
         return y, pull(dy)
 
     return run(weights, x, dy)

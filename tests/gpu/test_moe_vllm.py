@@ -15,7 +15,7 @@ from benchmarks.mirror import sample
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.models.moe import no_route
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import build
+from jaxfp8rl.training.context import build_run
 
 OPTIONS = [word for key, value in {
     "rollout.engine": "vllm", "rollout.gpu_memory_utilization": 0.1, "rollout.kv_cache_gib": 4,
@@ -40,18 +40,18 @@ def widened(weight: jax.Array, by: float) -> jax.Array:
 def test_three_publishes_in_place_and_the_engines_routes(recipe):
     """Random weights, drawn wide: the routers of both sides differ here and there, and replay takes what that
     costs away."""
-    parts = build(load_config("demo", [*OPTIONS, "--precision.recipe", recipe]))
+    ctx = build_run(load_config("demo", [*OPTIONS, "--precision.recipe", recipe]))
     try:
-        first = parts.initial_params()
+        first = ctx.initial_params()
         for version in range(3):
             wide = functools.partial(widened, by=2.0 + version / 2)
-            policy = parts.policy(jax.tree.map(wide, first))
-            receipt = loop.publish(parts, policy, version)
+            policy = ctx.policy(jax.tree.map(wide, first))
+            receipt = loop.publish(ctx, policy, version)
             assert receipt.content, "every byte was read back from the engine"
-            batch = sample(parts, COUNT, version)
+            batch = sample(ctx, COUNT, version)
             mask, rollout = np.asarray(batch.response_mask), np.asarray(batch.rollout_logp)
-            scored = {"R3": parts.score(policy, batch),
-                      "none": parts.score(policy, batch._replace(routes=None))}
+            scored = {"R3": ctx.score(policy, batch),
+                      "none": ctx.score(policy, batch._replace(routes=None))}
             d = {name: (np.asarray(logp) - rollout)[mask].astype(np.float64) for name, logp in scored.items()}
             k3 = {name: (np.expm1(x) - x).mean() for name, x in d.items()}
             routed = np.asarray(batch.routes[..., 0, 0] != no_route(batch.routes.dtype))
@@ -61,4 +61,4 @@ def test_three_publishes_in_place_and_the_engines_routes(recipe):
                 ) - COUNT, "all but the last token of each"
             assert k3["R3"] < 1e-2 and k3["R3"] <= k3["none"]
     finally:
-        parts.close()
+        ctx.close()

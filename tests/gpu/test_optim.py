@@ -13,7 +13,7 @@ import pytest
 from jaxfp8rl.config.schema import Optim
 from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_schedule
 from jaxfp8rl.optim.low_bit import DTYPES, decode, encode, is_scaled, round_stochastically
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 
 LEAST = Formats("bfloat16", "float8", "bfloat16")
 D, F, LAYERS = 4096, 12288, 4  # of Qwen3-8B
@@ -32,7 +32,8 @@ def normal(shapes: dict, scale: float, seed: int) -> dict:
 
 
 def compiled(optimizer, state, grads):
-    update = exact_jit(lambda state, grads: guarded_update(optimizer, state, jnp.float32(0), grads)[0],
+    update = rounding_exact_jit(
+        lambda state, grads: guarded_update(optimizer, state, jnp.float32(0), grads)[0],
                        donate_argnums=0)
     return update.lower(state, grads).compile()
 
@@ -112,15 +113,16 @@ def test_rounding_is_exact_here_too(kept_as):
     dtype = DTYPES[kept_as]
     x = np.random.default_rng(0).normal(size=(64, 384)).astype(np.float32) * np.float32(2) ** np.arange(
         -32, 32)[:, None]
-    kept = exact_jit(encode, static_argnums=1)(x, kept_as)
-    back = np.asarray(exact_jit(decode)(kept))
+    kept = rounding_exact_jit(encode, static_argnums=1)(x, kept_as)
+    back = np.asarray(rounding_exact_jit(decode)(kept))
     scale = np.repeat(np.asarray(kept.scale), 128, -1) if is_scaled(kept) else np.float32(1)
     np.testing.assert_array_equal(back, (x / scale).astype(dtype).astype(np.float32) * scale)
-    again = exact_jit(encode, static_argnums=1)(back, kept_as,
+    again = rounding_exact_jit(encode, static_argnums=1)(back, kept_as,
                                                 jax.random.bits(jax.random.key(0), x.shape, jnp.uint32))
-    np.testing.assert_array_equal(exact_jit(decode)(again), back)
+    np.testing.assert_array_equal(rounding_exact_jit(decode)(again), back)
     spare = 23 - jnp.finfo(dtype).nmant
     every = jnp.arange(2**spare, dtype=jnp.uint32) << (32 - spare)
     for value in np.float32([1 / 3, -2.9999998, 0.1]):
-        got = exact_jit(round_stochastically, static_argnums=1)(jnp.full(every.shape, value), dtype, every)
+        got = rounding_exact_jit(round_stochastically,
+                                 static_argnums=1)(jnp.full(every.shape, value), dtype, every)
         assert np.asarray(got, np.float64).mean() == value

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight
 from pallas_kernels.numerics import tile_distinct
 from pallas_kernels.quantize import reference
@@ -20,7 +20,8 @@ def test_bits_are_the_references(shape, dtype):
     w = jnp.asarray(tile_distinct((shape[0] * shape[1], shape[2]), (128, 128),
                                   seed=1)).reshape(shape).astype(dtype)
     want = jax.jit(reference.quantize_blocks)(w)
-    for got in (exact_jit(QuantizedWeight.of)(w), exact_jit(lambda w: jax.lax.map(QuantizedWeight.of, w))(w)):
+    for got in (rounding_exact_jit(QuantizedWeight.of)(w),
+                rounding_exact_jit(lambda w: jax.lax.map(QuantizedWeight.of, w))(w)):
         np.testing.assert_array_equal(np.asarray(got.codes).view(np.uint8),
                                       np.asarray(want[0]).view(np.uint8))
         np.testing.assert_array_equal(got.scale, want[1])

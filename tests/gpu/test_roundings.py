@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models.layers import round_e4m3
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight, round_to
 from pallas_kernels.quantize import reference as q
 
@@ -22,13 +22,13 @@ def x() -> np.ndarray:
     return (rng.normal(size=(256, 384)) * blocks).astype(np.float32)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, exact_jit], ids=["jit", "exact_jit"])
+@pytest.mark.parametrize("jit", [jax.jit, rounding_exact_jit], ids=["jit", "exact_jit"])
 def test_kv_rounding_survives_jit(jit, x):
     want = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(jit(round_e4m3)(x), want)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, exact_jit], ids=["jit", "exact_jit"])
+@pytest.mark.parametrize("jit", [jax.jit, rounding_exact_jit], ids=["jit", "exact_jit"])
 def test_quantising_and_reading_back_survives_jit(jit, x):
     codes, scale = q.quantize_blocks(x)
     np.testing.assert_array_equal(jit(lambda x: q.dequantize_blocks(*q.quantize_blocks(x)))(x),
@@ -48,7 +48,7 @@ def test_exact_jit_keeps_bfloat16_between_operations(x):
     b = x.astype(ml_dtypes.bfloat16)
     square = (b.astype(np.float32) ** 2).astype(ml_dtypes.bfloat16)
     want = (b.astype(np.float32) + square.astype(np.float32)).astype(ml_dtypes.bfloat16)
-    got = exact_jit(lambda b: b + b * b)(jnp.asarray(b))
+    got = rounding_exact_jit(lambda b: b + b * b)(jnp.asarray(b))
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
 
 
@@ -65,6 +65,7 @@ def test_codes_and_scales_are_those_of_exact_divisions(x):
 def test_published_bytes_are_the_forwards(x):
     """Quantising inside another program gives the same codes and scales: what is published is what the
     learner computes with."""
-    alone, inside = jax.jit(QuantizedWeight.of)(x), exact_jit(lambda x: QuantizedWeight.of(x * 1.0))(x)
+    alone, inside = jax.jit(QuantizedWeight.of)(x), rounding_exact_jit(lambda x: QuantizedWeight.of(x * 1.0))(
+        x)
     for a, b in zip(alone, inside):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

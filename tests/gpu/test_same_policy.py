@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.mirror import sample
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import build
+from jaxfp8rl.training.context import build_run
 from jaxfp8rl.training.step import make_logprobs, make_score
 
 OPTIONS = [
@@ -37,20 +37,20 @@ KERNEL = pytest.mark.xfail(strict=True,
 def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products, attention):
     """Random weights, drawn wide so that the distributions are far from uniform. What is left is a rounding
     of BF16 attention or logits here and there."""
-    parts = build(load_config("demo", [*OPTIONS, "--precision.products", products, "--precision.attention",
+    ctx = build_run(load_config("demo", [*OPTIONS, "--precision.products", products, "--precision.attention",
                                        attention]))
     try:
         params = jax.tree.map(lambda w: 4 * w if w.ndim > 1 and w.shape[-1] > 64 else w,
-                              parts.initial_params())
-        policy = parts.policy(params)
-        loop.publish(parts, policy, 0)
-        batch = sample(parts, 1024)
+                              ctx.initial_params())
+        policy = ctx.policy(params)
+        loop.publish(ctx, policy, 0)
+        batch = sample(ctx, 1024)
         mask, rollout = np.asarray(batch.response_mask), np.asarray(batch.rollout_logp)
-        other = dataclasses.replace(parts.precision, products="float32")
-        scores = parts.score, make_score(make_logprobs(parts.model, other, 1.0, remat="none"))
+        other = dataclasses.replace(ctx.precision, products="float32")
+        scores = ctx.score, make_score(make_logprobs(ctx.model, other, 1.0, remat="none"))
         same, apart = (np.abs(np.asarray(score(policy, batch)) - rollout)[mask] for score in scores)
     finally:
-        parts.close()
+        ctx.close()
     print(
         f"products {products}, attention {attention}, {same.size} tokens: {(same > 1e-5).mean():.1%} differ, "
         f"mean {same.mean():.2e}, largest {same.max():.2e} nats; "

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.blockwise_matmul import reference as matmul
 from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.numerics import relative_l2, tile_distinct, ulp_distance
@@ -274,7 +274,8 @@ def test_the_tensor_core_product_equals_cutlass_to_the_bit(torch, tokens, n, k):
         cuda(torch, np.asarray(x)), cuda(torch, np.asarray(w)).T, device_sx, cuda(torch, np.asarray(sw)).T,
         torch.bfloat16
     )
-    ours = np.asarray(exact_jit(lambda *a: xla.blockwise_matmul(*a).astype(jnp.bfloat16))(x, sx, w, sw))
+    ours = np.asarray(
+        rounding_exact_jit(lambda *a: xla.blockwise_matmul(*a).astype(jnp.bfloat16))(x, sx, w, sw))
     theirs = host(out, ml_dtypes.bfloat16)
     assert (ours != theirs).mean(
         ) == 0, f"{(ours != theirs).mean():.2e} differ, relative l2 {relative_l2(ours, theirs):.1e}"

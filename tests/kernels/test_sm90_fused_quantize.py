@@ -39,7 +39,8 @@ def same(got, want) -> None:
 
 ALL = dict(tokens=True, keep=True)
 CASES = {  # arrays, the function of them
-    "norm": ((normal((20, 256), 1), normal((256,), 2)), lambda f, x, w, **o: f.rms_norm_quantize(x, w, EPS, **o)),
+    "norm": ((normal((20, 256), 1), normal((256,), 2)),
+             lambda f, x, w, **o: f.rms_norm_quantize(x, w, EPS, **o)),
     "norm of float32, all results": (
         (normal((136, 128), 1, dtype=F32), normal((128,), 2, dtype=F32)),
         lambda f, x, w, **o: f.rms_norm_quantize(x, w, EPS, **ALL, **o),
@@ -49,15 +50,19 @@ CASES = {  # arrays, the function of them
         lambda f, x, w, residual, **o: f.rms_norm_quantize(x, w, EPS, residual, **ALL, **o),
     ),
     "norm without epsilon, all results": (
-        (normal((100, 128), 1), normal((128,), 2)), lambda f, x, w, **o: f.rms_norm_quantize(x, w, 0.0, **ALL, **o),
+        (normal((100, 128), 1), normal((128,), 2)),
+        lambda f, x, w, **o: f.rms_norm_quantize(x, w, 0.0, **ALL, **o),
     ),
     "swiglu": ((gate_up(20, 256),), lambda f, x, **o: f.swiglu_quantize(x, **o)),
     "swiglu, all results": ((gate_up(136, 128),), lambda f, x, **o: f.swiglu_quantize(x, **ALL, **o)),
-    "swiglu by tokens": ((gate_up(136, 128),), lambda f, x, **o: f.swiglu_quantize(x, rows=False, tokens=True, **o)),
+    "swiglu by tokens": ((gate_up(136, 128),),
+                         lambda f, x, **o: f.swiglu_quantize(x, rows=False, tokens=True, **o)),
     "swiglu in square blocks": (
-        (gate_up(136, 256),), lambda f, x, **o: f.swiglu_quantize(x, rows=False, tokens=True, square=True, **o),
+        (gate_up(136, 256),),
+        lambda f, x, **o: f.swiglu_quantize(x, rows=False, tokens=True, square=True, **o),
     ),
-    "its backward": ((normal((136, 256), 5), gate_up(136, 256)), lambda f, d_h, x, **o: f.swiglu_grad_quantize(d_h, x, **o)),
+    "its backward": ((normal((136, 256), 5), gate_up(136, 256)),
+                     lambda f, d_h, x, **o: f.swiglu_grad_quantize(d_h, x, **o)),
     "its backward, of float32 to E5M2": (
         (normal((136, 128), 5, dtype=F32), gate_up(136, 128)),
         lambda f, d_h, x, **o: f.swiglu_grad_quantize(d_h, x, q.E5M2, **o),
@@ -67,23 +72,26 @@ FULL = "norm of a sum, all results", "swiglu, all results", "its backward"  # of
 QUICK = *FULL, "norm without epsilon, all results"
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name",
+                         [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_simulated_producers_equal_the_reference_bit_for_bit(name):
     args, f = CASES[name]
-    same(f(api, *args, backend="pallas", interpret=INTERPRET), jax.jit(functools.partial(f, reference))(*args))
+    same(f(api, *args, backend="pallas", interpret=INTERPRET),
+         jax.jit(functools.partial(f, reference))(*args))
 
 
 @pytest.mark.parametrize("name", [*FULL, "swiglu in square blocks"])
 def test_every_producer_lowers_for_cuda_as_one_kernel(name):
     args, f = CASES[name]
-    text = jax.jit(functools.partial(f, api, backend="pallas")).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(functools.partial(f, api, backend="pallas")).trace(*args).lower(
+        lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 1
 
 
 @jax.jit
 def learner(x, residual, weight, joint, d_h):
     """Its forward as it mirrors an engine that fuses the quantiser, and what differentiating that gives."""
-    stream = layers.Stream(x, residual).total
+    stream = layers.UnfusedResidual(x, residual).total
     normed = layers.rms_norm(stream, weight, EPS, BF16)
     h, pull = jax.vjp(lambda joint: layers.swiglu(*jnp.split(joint, 2, -1), fused=True), joint)
     return normed, stream.astype(BF16), q.quantize_rows(h, amax_floor=q.FUSED_AMAX_FLOOR), pull(d_h)[0]
@@ -96,7 +104,8 @@ def test_the_reference_is_what_the_learner_computes():
     @jax.jit
     def ours(x, residual, weight, joint, d_h):
         normed, total = reference.rms_norm_quantize(x, weight, EPS, residual, keep=True)
-        return normed.kept, total, reference.swiglu_quantize(joint).rows, reference.swiglu_grad(d_h, joint).astype(BF16)
+        return normed.kept, total, reference.swiglu_quantize(joint).rows, reference.swiglu_grad(
+            d_h, joint).astype(BF16)
 
     args = x, residual, weight, joint, d_h
     same(ours(*args), learner(*args))
@@ -105,7 +114,8 @@ def test_the_reference_is_what_the_learner_computes():
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_cpu_auto_is_the_reference(name):
     args, f = CASES[name]
-    auto, by_name = (str(jax.make_jaxpr(functools.partial(f, api, **how))(*args)) for how in ({}, {"backend": "reference"}))
+    auto, by_name = (str(jax.make_jaxpr(functools.partial(f, api, **how))(*args))
+                     for how in ({}, {"backend": "reference"}))
     assert auto == by_name and "pallas_call" not in auto and "mosaic" not in auto
 
 
@@ -117,14 +127,16 @@ def test_bad_input_is_an_error_at_trace_time(backend):
     norm = functools.partial(api.rms_norm_quantize, eps=EPS, backend=backend)
     with pytest.raises(ValueError, match=r"x \(8, 200\): \[tokens, a multiple of 128\] is wanted"):
         jax.eval_shape(norm, struct(8, 200), struct(200))
-    with pytest.raises(ValueError, match=r"weight \(8,\) of x \(8, 128\): one number for each of the 128 columns"):
+    with pytest.raises(ValueError,
+                       match=r"weight \(8,\) of x \(8, 128\): one number for each of the 128 columns"):
         jax.eval_shape(norm, struct(8, 128), struct(8))
     with pytest.raises(ValueError, match=r"residual \(8, 128\) float32: \(8, 128\) bfloat16 is wanted"):
         jax.eval_shape(norm, struct(8, 128), struct(128), residual=struct(8, 128, dtype=jnp.float32))
     with pytest.raises(ValueError, match=r"gate_up \(8, 384\): \[tokens, a multiple of 256\] is wanted"):
         jax.eval_shape(functools.partial(api.swiglu_quantize, backend=backend), struct(8, 384))
     with pytest.raises(ValueError, match=r"gate_up \(8, 256\) is float32: bfloat16 is wanted"):
-        jax.eval_shape(functools.partial(api.swiglu_quantize, backend=backend), struct(8, 256, dtype=jnp.float32))
+        jax.eval_shape(functools.partial(api.swiglu_quantize, backend=backend),
+                       struct(8, 256, dtype=jnp.float32))
     with pytest.raises(ValueError, match="neither rows nor tokens"):
         jax.eval_shape(functools.partial(api.swiglu_quantize, rows=False, backend=backend), struct(8, 256))
     grad = functools.partial(api.swiglu_grad_quantize, backend=backend)

@@ -23,7 +23,7 @@ from jaxfp8rl.config.schema import Correction, Loss, Optim
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import init_state, make_optimizer
-from jaxfp8rl.policy.policy import parted
+from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from pallas_kernels.logprob import api as logprob
 
@@ -92,6 +92,6 @@ def compiled_step():
             patch.setattr(logprob, "use_kernel", lambda backend: True)
             old = jax.eval_shape(score, policy, batch)
             return {"score": compiled(score, policy, batch),
-                    "update": compiled(update, state, *parted(policy), batch, old)}
+                    "update": compiled(update, state, *partition(policy), batch, old)}
 
     return step

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
-from jaxfp8rl.policy.policy import handles, policy_of
+from jaxfp8rl.policy.policy import grad_slots, policy_of
 from jaxfp8rl.precision.linear import trainable
 from jaxfp8rl.precision.recipe import LayerRun, Precision
 
@@ -47,7 +47,7 @@ def gradients(policy, leaves, tokens, positions, segments, precision=PRECISION, 
 def shapes() -> tuple:
     """Of the arguments of `gradients`."""
     policy = jax.eval_shape(lambda: policy_of(init_params(MODEL, jax.random.key(0)), PRECISION))
-    leaves = jax.eval_shape(lambda policy: handles(policy, "bfloat16"), policy)
+    leaves = jax.eval_shape(lambda policy: grad_slots(policy, "bfloat16"), policy)
     return policy, leaves, *(jax.ShapeDtypeStruct(BATCH, jnp.int32) for _ in range(3))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxfp8rl.config.schema import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
-from jaxfp8rl.distributed.mesh import ONE, make_layout
+from jaxfp8rl.distributed.mesh import ONE, make_mesh_layout
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
@@ -107,7 +107,7 @@ def published(layout, precision) -> dict[str, np.ndarray]:
 
 
 axes, precision, of_scores, of_weights = CASES[CASE]
-layout = make_layout(**axes)
+layout = make_mesh_layout(**axes)
 for a, b in zip(steps(ONE, precision), steps(layout, precision), strict=True):
     for name in a if isinstance(a, dict) else ():
         np.testing.assert_allclose(float(b[name]), float(a[name]), rtol=10 * of_scores, atol=of_scores,

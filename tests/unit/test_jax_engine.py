@@ -24,7 +24,7 @@ from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import Parts, build
+from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import TrainBatch
 
@@ -47,40 +47,40 @@ EXACT = ("bf16", "W8A16, some layers")  # nothing that depends on a sum is round
 
 
 @functools.cache
-def case(name: str) -> tuple[Parts, dict, TrainBatch]:
-    """A run's parts, parameters far from uniform, and a packed batch that its engine sampled from them."""
-    parts = build(load_config("demo", ["--run.dir", "unused", *TINY, *CASES[name]]))
-    params = jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, parts.initial_params())
-    loop.publish(parts, parts.policy(params), 3)
-    return parts, params, sample(parts, seed=1)
+def case(name: str) -> tuple[RunContext, dict, TrainBatch]:
+    """A run's context, parameters far from uniform, and a packed batch that its engine sampled from them."""
+    ctx = build_run(load_config("demo", ["--run.dir", "unused", *TINY, *CASES[name]]))
+    params = jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, ctx.initial_params())
+    loop.publish(ctx, ctx.policy(params), 3)
+    return ctx, params, sample(ctx, seed=1)
 
 
-def sample(parts: Parts, seed: int, known: bool = True) -> TrainBatch:
-    prompts = parts.train[seed * 8 : seed * 8 + 8]
-    requests = scored_groups.make_requests(prompts, parts.sampling, 4, seed, 1)
-    kept, rejected = scored_groups.generate(parts.engine, prompts, requests, 3)
+def sample(ctx: RunContext, seed: int, known: bool = True) -> TrainBatch:
+    prompts = ctx.train[seed * 8 : seed * 8 + 8]
+    requests = scored_groups.make_requests(prompts, ctx.sampling, 4, seed, 1)
+    kept, rejected = scored_groups.generate(ctx.engine, prompts, requests, 3)
     assert not rejected
     among = lambda c: scored_groups.support_of(c) if known else None
     return loop.pack_samples(
-        parts,
+        ctx,
         [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, support=among(c)) for p, cs in kept for c in cs]
     )
 
 
-def gaps(parts: Parts, params, batch: TrainBatch, precision: Precision | None = None) -> np.ndarray:
+def gaps(ctx: RunContext, params, batch: TrainBatch, precision: Precision | None = None) -> np.ndarray:
     """|learner - engine| of each sampled token, in nats; of a learner of another precision where one is given.
     """
-    policy, score = parts.policy, parts.score
+    policy, score = ctx.policy, ctx.score
     if precision:
-        policy, score = make_policy(precision), make_score(make_logprobs(parts.model, precision, 0.8, "none"))
+        policy, score = make_policy(precision), make_score(make_logprobs(ctx.model, precision, 0.8, "none"))
     return np.abs(np.asarray(score(policy(params), batch)) - batch.rollout_logp)[batch.response_mask]
 
 
 @pytest.mark.parametrize("name",
                          [pytest.param(n, marks=pytest.mark.slow) if "W8A16" in n else n for n in CASES])
 def test_engine_and_learner_agree_on_every_token(name):
-    parts, params, batch = case(name)
-    found = gaps(parts, params, batch)
+    ctx, params, batch = case(name)
+    found = gaps(ctx, params, batch)
     # the distributions are not flat
     assert len(found) > 200 and np.std(batch.rollout_logp[batch.response_mask]) > 0.5
     if name in EXACT:
@@ -90,12 +90,12 @@ def test_engine_and_learner_agree_on_every_token(name):
 
 
 @functools.cache
-def filtered(**settings) -> tuple[Parts, dict, TrainBatch]:
+def filtered(**settings) -> tuple[RunContext, dict, TrainBatch]:
     """As `case`, of a run that samples among the likeliest tokens."""
-    parts, params, _ = case("bf16")
-    rollout = parts.cfg.rollout.model_copy(update=settings)
-    parts = dataclasses.replace(parts, cfg=parts.cfg.model_copy(update={"rollout": rollout}))
-    return parts, params, sample(parts, seed=1)
+    ctx, params, _ = case("bf16")
+    rollout = ctx.cfg.rollout.model_copy(update=settings)
+    ctx = dataclasses.replace(ctx, cfg=ctx.cfg.model_copy(update={"rollout": rollout}))
+    return ctx, params, sample(ctx, seed=1)
 
 
 FILTER = {"top_k": 8, "top_p": 0.8}
@@ -103,12 +103,12 @@ FILTER = {"top_k": 8, "top_p": 0.8}
 
 def test_of_a_filtered_draw_engine_and_learner_normalise_over_the_same_tokens():
     """Which are those that numpy leaves of the learner's whole distribution."""
-    parts, params, batch = filtered(**FILTER)
+    ctx, params, batch = filtered(**FILTER)
     live = batch.response_mask
-    assert gaps(parts, params, batch).max() < 1e-5 and (batch.rollout_logp[live] < -1e-3).mean() > 0.3
-    assert np.median(gaps(parts, params, sample(parts, 1, known=False))) > 0.05  # over the whole vocabulary
-    words = parts.model.vocab_size
-    ids, logp = make_top_k(parts.model, parts.precision, 0.8, words)(parts.policy(params), batch)
+    assert gaps(ctx, params, batch).max() < 1e-5 and (batch.rollout_logp[live] < -1e-3).mean() > 0.3
+    assert np.median(gaps(ctx, params, sample(ctx, 1, known=False))) > 0.05  # over the whole vocabulary
+    words = ctx.model.vocab_size
+    ids, logp = make_top_k(ctx.model, ctx.precision, 0.8, words)(ctx.policy(params), batch)
     p = np.exp(np.asarray(logp, np.float64)[live][:, : FILTER["top_k"]])
     p /= p.sum(-1, keepdims=True)
     before, border = p.cumsum(-1) - p, FILTER["top_p"]
@@ -123,8 +123,8 @@ def test_of_a_filtered_draw_engine_and_learner_normalise_over_the_same_tokens():
 def test_a_filter_takes_no_gradient_from_tokens_to_be_avoided(objective):
     """With two policies the ratio is pi / mu: at zero age it is 1, whatever the filter, and nothing is
     clipped. Of the tokens with a negative advantage GSPO had kept none, ppo_clip 8%, DPPO 75%."""
-    parts, params, batch = filtered(**FILTER)
-    logp, config = parts.score(parts.policy(params), batch), Loss(objective=objective).objective_config
+    ctx, params, batch = filtered(**FILTER)
+    logp, config = ctx.score(ctx.policy(params), batch), Loss(objective=objective).objective_config
     rows = [jnp.asarray(a[0]) for a in (batch.rollout_logp, batch.response_mask, batch.segment_ids)]
     chosen = jnp.zeros_like(rows[1]) if objective in SELECTING else None
     loss = lambda logp: jnp.sum(policy_loss(logp, rows[0], -jnp.ones_like(logp), *rows[1:], config, None,
@@ -135,60 +135,60 @@ def test_a_filter_takes_no_gradient_from_tokens_to_be_avoided(objective):
 
 @pytest.mark.parametrize("missing", ["kv_fp8", "activations_fp8"])
 def test_a_learner_without_one_of_the_roundings_is_far_off(missing):
-    parts, params, batch = case("W8A8, FP8 KV")
-    lacking = dataclasses.replace(parts.precision, **{missing: False})
-    found = gaps(parts, params, batch, lacking)
+    ctx, params, batch = case("W8A8, FP8 KV")
+    lacking = dataclasses.replace(ctx.precision, **{missing: False})
+    found = gaps(ctx, params, batch, lacking)
     assert np.median(found) > 1e-3
 
 
 def test_a_learner_that_excludes_other_layers_is_far_off():
-    parts, params, batch = case("W8A16, some layers")
+    ctx, params, batch = case("W8A16, some layers")
     runs = tuple(dataclasses.replace(r, fp8=r.fp8 | {"o_proj"} if r.fp8 else r.fp8)
-                 for r in parts.precision.runs)
-    other = dataclasses.replace(parts.precision, runs=runs)
-    assert np.median(gaps(parts, params, batch, other)) > 1e-4
+                 for r in ctx.precision.runs)
+    other = dataclasses.replace(ctx.precision, runs=runs)
+    assert np.median(gaps(ctx, params, batch, other)) > 1e-4
 
 
 def test_a_publish_replaces_the_weights_and_the_old_batch_no_longer_fits():
-    parts, params, batch = case("bf16")
+    ctx, params, batch = case("bf16")
     moved = jax.tree.map(lambda a: a * 1.05, params)
-    loop.publish(parts, parts.policy(moved), 3)
+    loop.publish(ctx, ctx.policy(moved), 3)
     try:
-        again = sample(parts, seed=1)
-        assert gaps(parts, moved, again).max() < 1e-5 < np.median(gaps(parts, params, again))
+        again = sample(ctx, seed=1)
+        assert gaps(ctx, moved, again).max() < 1e-5 < np.median(gaps(ctx, params, again))
     finally:
-        loop.publish(parts, parts.policy(params), 3)
+        loop.publish(ctx, ctx.policy(params), 3)
     # and back, bit for bit
-    np.testing.assert_array_equal(sample(parts, seed=1).rollout_logp, batch.rollout_logp)
+    np.testing.assert_array_equal(sample(ctx, seed=1).rollout_logp, batch.rollout_logp)
 
 
 def test_a_publish_that_was_not_read_back_is_verified(monkeypatch):
-    parts, params, _ = case("bf16")
-    verified, publish = [], parts.transport.publish
-    monkeypatch.setattr(parts.transport, "verify", verified.append)
-    receipt = loop.publish(parts, parts.policy(params), 3)
+    ctx, params, _ = case("bf16")
+    verified, publish = [], ctx.transport.publish
+    monkeypatch.setattr(ctx.transport, "verify", verified.append)
+    receipt = loop.publish(ctx, ctx.policy(params), 3)
     assert verified == [receipt] and not receipt.content
-    monkeypatch.setattr(parts.transport, "publish",
+    monkeypatch.setattr(ctx.transport, "publish",
                         lambda *args: dataclasses.replace(publish(*args), content="of the engine"))
-    assert loop.publish(parts, parts.policy(params), 3).content and verified == [receipt]
+    assert loop.publish(ctx, ctx.policy(params), 3).content and verified == [receipt]
 
 
 def test_other_prompts_compile_nothing():
-    parts, _, _ = case("bf16")
-    before = parts.engine._run._cache_size(), parts.score._cache_size()
+    ctx, _, _ = case("bf16")
+    before = ctx.engine._run._cache_size(), ctx.score._cache_size()
     for seed in (2, 3):
-        parts.score(parts.policy(case("bf16")[1]), sample(parts, seed))
-    assert (parts.engine._run._cache_size(), parts.score._cache_size()) == before
+        ctx.score(ctx.policy(case("bf16")[1]), sample(ctx, seed))
+    assert (ctx.engine._run._cache_size(), ctx.score._cache_size()) == before
 
 
 def test_filters_and_temperature_leave_the_reported_distribution_normalised():
     """With top_k = 1 every sampled token is certain; the greedy one is reported at temperature 1,
     unfiltered."""
-    parts, params, _ = case("bf16")
-    prompts = parts.train[:8]
-    certain = dataclasses.replace(parts.sampling, top_k=1)
-    for sampling, sure in ((certain, True), (parts.greedy, False)):
-        kept, _ = scored_groups.generate(parts.engine, prompts,
+    ctx, params, _ = case("bf16")
+    prompts = ctx.train[:8]
+    certain = dataclasses.replace(ctx.sampling, top_k=1)
+    for sampling, sure in ((certain, True), (ctx.greedy, False)):
+        kept, _ = scored_groups.generate(ctx.engine, prompts,
                                          scored_groups.make_requests(prompts, sampling, 1, 0, 1), 3)
         values = np.concatenate([c.logprobs for _, (c,) in kept])
         assert (values == 0).all() if sure else (values < 0).all()

@@ -24,7 +24,7 @@ from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.training import calibrate, loop, updates
 from jaxfp8rl.training.calibrate import KvCalibration
-from jaxfp8rl.training.context import build
+from jaxfp8rl.training.context import build_run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig.from_hf(
@@ -131,13 +131,13 @@ def test_the_forward_reports_what_each_layer_holds_and_rounds_over_the_scales():
 def test_a_reference_is_scored_in_the_policys_attention():
     """By scales of its own, 1, keys above 448 would be cut off, and the KL would pull towards that."""
     seen = []
-    parts = types.SimpleNamespace(
+    ctx = types.SimpleNamespace(
         kv_scales=None, replay=None, reference={"layers": "reference's"},
         score=lambda policy, batch: seen.append(policy),
         cfg=types.SimpleNamespace(loss=types.SimpleNamespace(old_policy="recomputed")),
     )
     scales = {name: jnp.full(2, 8.0) for name in "qkv"}
-    updates.score(parts, {"layers": "policy's", "kv_scales": scales},
+    updates.score(ctx, {"layers": "policy's", "kv_scales": scales},
                   types.SimpleNamespace(_replace=lambda routes: None))
     assert seen[1] == {"layers": "reference's", "kv_scales": scales}
 
@@ -148,33 +148,33 @@ OPTIONS = ["--rollout.kv_scales", "calibrated", "--run.dir", "unused", "--gate.c
 def test_learner_and_embedded_engine_share_the_scales():
     """Keys so large that scale 1 would cut them off: the wire carries the scales, and learner and engine
     agree."""
-    parts = build(load_config("demo", OPTIONS))
-    params = parts.initial_params()
+    ctx = build_run(load_config("demo", OPTIONS))
+    params = ctx.initial_params()
     params["layers"]["self_attn"]["k_norm"]["weight"] *= 500.0
-    policy = loop.with_scales(parts, parts.policy(params))
+    policy = loop.with_scales(ctx, ctx.policy(params))
     assert (np.asarray(policy["kv_scales"]["k"]) >= 4).all()
-    receipt = loop.publish(parts, policy, 0)
-    assert receipt.tensors == len(parts.engine.expected_manifest())
+    receipt = loop.publish(ctx, policy, 0)
+    assert receipt.tensors == len(ctx.engine.expected_manifest())
     assert sum(m.role == "kv_scale"
-               for m in parts.engine.expected_manifest()) == 3 * parts.model.num_hidden_layers
-    gaps = loop.gate(parts, policy, 0)
+               for m in ctx.engine.expected_manifest()) == 3 * ctx.model.num_hidden_layers
+    gaps = loop.gate(ctx, policy, 0)
     assert gaps["gate/mean_gap"] < 1e-3  # flipped roundings alone
     dropped = {k: v for k, v in policy.items() if k != "kv_scales"}
     with pytest.raises(Exception, match="missing from the source"):
-        loop.publish(parts, dropped, 1)
-    parts.close()
+        loop.publish(ctx, dropped, 1)
+    ctx.close()
 
 
 def test_the_scoring_pass_gives_the_same_log_probabilities_and_remembers():
-    parts = build(load_config("demo", OPTIONS))
-    policy = loop.with_scales(parts, parts.policy(parts.initial_params()))
-    before = jax.tree.map(np.asarray, parts.kv_scales.amax)
-    samples = [loop.Sample(p.token_ids, (1, 2, 3), np.zeros(3, np.float32), 0.0) for p in parts.train[:8]]
-    batch = loop.pack_samples(parts, samples)
-    np.testing.assert_allclose(parts.kv_scales.score(policy, batch), parts.score(policy, batch), atol=1e-5)
-    parts.kv_scales.apply(policy)
-    assert all((np.asarray(parts.kv_scales.amax[n]) >= 0.9 * before[n] * (1 - 1e-6)).all() for n in before)
-    parts.close()
+    ctx = build_run(load_config("demo", OPTIONS))
+    policy = loop.with_scales(ctx, ctx.policy(ctx.initial_params()))
+    before = jax.tree.map(np.asarray, ctx.kv_scales.amax)
+    samples = [loop.Sample(p.token_ids, (1, 2, 3), np.zeros(3, np.float32), 0.0) for p in ctx.train[:8]]
+    batch = loop.pack_samples(ctx, samples)
+    np.testing.assert_allclose(ctx.kv_scales.score(policy, batch), ctx.score(policy, batch), atol=1e-5)
+    ctx.kv_scales.apply(policy)
+    assert all((np.asarray(ctx.kv_scales.amax[n]) >= 0.9 * before[n] * (1 - 1e-6)).all() for n in before)
+    ctx.close()
 
 
 @pytest.mark.parametrize(
@@ -191,12 +191,12 @@ def test_calibration_that_cannot_be_is_refused(options, says):
 
 
 def test_scales_are_no_part_of_the_gradient():
-    parts = build(load_config("demo", OPTIONS))
-    assert dataclasses.replace(parts.precision).kv_fp8
-    policy = loop.with_scales(parts, parts.policy(parts.initial_params()))
-    from jaxfp8rl.policy.policy import gradients_like, handles, outer
+    ctx = build_run(load_config("demo", OPTIONS))
+    assert dataclasses.replace(ctx.precision).kv_fp8
+    policy = loop.with_scales(ctx, ctx.policy(ctx.initial_params()))
+    from jaxfp8rl.policy.policy import grad_slots, gradients_like, outer
 
     assert "kv_scales" in policy
-    assert all("kv_scales" not in tree for tree in (handles(policy, "float32"), gradients_like(policy),
+    assert all("kv_scales" not in tree for tree in (grad_slots(policy, "float32"), gradients_like(policy),
                                                     outer(policy)))
-    parts.close()
+    ctx.close()

@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 from jax.sharding import AbstractMesh
 from safetensors.numpy import load_file
 
-from jaxfp8rl.distributed.mesh import AXES, ONE, Layout
+from jaxfp8rl.distributed.mesh import AXES, ONE, MeshLayout
 from jaxfp8rl.errors import ConfigError, ModelError
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import Experts, ModelConfig
@@ -156,7 +156,7 @@ def test_gradients_equal_a_one_hot_reference(experts):
     precision = Precision.uniform(1)
 
     def ours(x, w):
-        return jnp.sum(dy * moe.mixture(x, w, experts, precision, False)[0])
+        return jnp.sum(dy * moe.moe_block(x, w, experts, precision, False)[0])
 
     def theirs(x, w):
         return jnp.sum(dy * one_hot_mixture(x.reshape(-1, 24), w, experts).reshape(x.shape))
@@ -175,7 +175,7 @@ def test_experts_without_tokens_get_no_gradient_and_padding_gets_zeros():
     routes = jnp.full((1, 9, 2), jnp.asarray([4, 1], jnp.uint8))
 
     def f(x, w):
-        y, routing = moe.mixture(x, w, experts, Precision.uniform(1), False, live, routes)
+        y, routing = moe.moe_block(x, w, experts, Precision.uniform(1), False, live, routes)
         return jnp.sum(y), (y, routing)
 
     (dx, dw), (y, routing) = jax.jit(jax.grad(f, (0, 1), has_aux=True))(x, w)
@@ -209,11 +209,11 @@ def by_numpy(x, w, ids, experts: Experts):
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def by_routes(x, w, ids, experts: Experts, tensor: int):
     """The mixture on `tensor` devices, each with its own experts: as `vmap` makes the axis of a mesh."""
-    layout = Layout(AbstractMesh((1, 1, tensor), AXES)) if tensor > 1 else ONE
+    layout = MeshLayout(AbstractMesh((1, 1, tensor), AXES)) if tensor > 1 else ONE
     parts = jax.tree.map(lambda a: a.reshape(tensor, -1, *a.shape[1:]), w["experts"])
 
     def one(part):
-        return moe.mixture(x[None], w | {"experts": part}, experts, Precision.uniform(1), False, None,
+        return moe.moe_block(x[None], w | {"experts": part}, experts, Precision.uniform(1), False, None,
                            ids[None], layout)[0][0]
 
     return jax.vmap(one, axis_name="tensor")(parts)
@@ -243,7 +243,7 @@ def test_a_frozen_router_gets_no_gradient_and_its_input_does():
     experts, x = Experts(4, 2, 16,
                          True), jnp.asarray(np.random.default_rng(0).standard_normal((1, 7, 24), np.float32))
     w = layer_of(experts)
-    f = lambda w, x, e: jnp.sum(moe.mixture(x, w, e, Precision.uniform(1), False)[0] ** 2)
+    f = lambda w, x, e: jnp.sum(moe.moe_block(x, w, e, Precision.uniform(1), False)[0] ** 2)
     gradient = jax.jit(jax.grad(f, (0, 1)), static_argnums=2)
     free, frozen = (gradient(w, x, dataclasses.replace(experts, frozen_router=still))
                     for still in (False, True))
@@ -255,7 +255,7 @@ def test_router_logits_are_rounded_as_an_engines_are_and_their_gradient_is_not()
     experts, rng = Experts(64, 8, 16, True), np.random.default_rng(0)
     w, x = layer_of(experts), jnp.asarray(rng.standard_normal((1, 300, 24), np.float32))
     engines = dataclasses.replace(Precision.uniform(1), router_dtype="bfloat16")
-    chosen = {p.router_dtype: np.asarray(moe.mixture(x, w, experts, p, False)[1].ids[0])
+    chosen = {p.router_dtype: np.asarray(moe.moe_block(x, w, experts, p, False)[1].ids[0])
               for p in (engines, Precision.uniform(1))}
     logits = np.asarray(jnp.asarray(x[0] @ w["gate"]["weight"].T, jnp.bfloat16), np.float32)
     want = np.sort(np.argsort(-logits, axis=-1, kind="stable")[:, :8], -1)  # of equal ones the first
@@ -273,7 +273,7 @@ def test_the_balance_is_one_where_all_experts_have_as_much_to_do():
     experts = Experts(4, 1, 16, True)
     x = 20 * jnp.eye(4)[None]  # token i is expert i's
     w = layer_of(experts, D=4) | {"gate": {"weight": jnp.eye(4)}}
-    balance = jax.jit(lambda live: moe.mixture(x, w, experts, Precision.uniform(1), False, live)[1].balance)
+    balance = jax.jit(lambda live: moe.moe_block(x, w, experts, Precision.uniform(1), False, live)[1].balance)
     even, one = balance(jnp.ones((1, 4), bool)), balance(jnp.arange(4)[None] == 2)
     np.testing.assert_allclose([even, one], [1, 4], rtol=1e-5)
 

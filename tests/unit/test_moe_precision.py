@@ -18,10 +18,10 @@ from jaxfp8rl.errors import ConfigError, ModelError
 from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.models.moe import mixture
+from jaxfp8rl.models.moe import moe_block
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear
-from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
 from jaxfp8rl.probes.finite import check_finite, find_nonfinite
 from jaxfp8rl.publish.wire import LearnerWeights, assemble, is_fp8
@@ -55,7 +55,7 @@ def test_each_expert_is_an_instance_of_linear(name):
     quantized = QuantizedWeight.of(w) if fp8 else w
 
     def weight(w, handle):
-        return TrainableWeight(w, handle) if fp8 else handle
+        return WeightWithGradSlot(w, handle) if fp8 else handle
 
     @jax.jit
     def grouped(x, quantized, handle):
@@ -93,7 +93,7 @@ def test_gates_and_router_stay_in_float32():
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     w = {"gate": {"weight": like(E, K)}, "experts": {n: {"weight": like(E, *s)} for n, s in
          {"gate_proj": (128, K), "up_proj": (128, K), "down_proj": (K, 128)}.items()}}
-    jaxpr = str(jax.make_jaxpr(lambda x, w: mixture(x, w, experts, precision, False))(like(1, T, K), w))
+    jaxpr = str(jax.make_jaxpr(lambda x, w: moe_block(x, w, experts, precision, False))(like(1, T, K), w))
     routers = [line for line in jaxpr.splitlines() if "dot_general" in line and f"f32[{T},{E}]" in line]
     assert len(routers) == 1
 

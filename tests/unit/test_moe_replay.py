@@ -24,7 +24,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.moe import no_route, route_dtype
 from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.policy.policy import policy_of
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.rollout.scored_groups import generate
 from jaxfp8rl.training.step import make_logprobs
@@ -91,7 +91,7 @@ def test_identical_routes_change_nothing_bit_for_bit(logprobs, record):
     assert packed.routes.dtype == np.uint8 and (packed.routes == no_route(np.uint8)).any()
     shuffled = packed._replace(routes=packed.routes[..., ::-1])  # an engine names them in another order
 
-    @exact_jit
+    @rounding_exact_jit
     def value_and_grad(policy, batch):
         micro = jax.tree.map(lambda x: x[0], batch)
         live = micro.response_mask

@@ -25,7 +25,7 @@ from jaxfp8rl.models.hf_names import empty_params
 from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_optimizer, make_schedule
 from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
 from jaxfp8rl.policy.policy import policy_of
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.probes.finite import bad_tensors
 
@@ -51,7 +51,7 @@ def make(formats: Formats, updates: int = 10, **settings):
 
 
 def stepper(optimizer):
-    return exact_jit(lambda state, loss, grads: guarded_update(optimizer, state, loss, grads)[0],
+    return rounding_exact_jit(lambda state, loss, grads: guarded_update(optimizer, state, loss, grads)[0],
                      donate_argnums=0)
 
 
@@ -155,7 +155,7 @@ def regression_loss(formats: Formats):
     samples."""
     optimizer = make(formats, 250, lr=1e-2, schedule="linear", weight_decay=0.01)
 
-    @exact_jit
+    @rounding_exact_jit
     def f(seed):
         keys = jax.random.split(jax.random.key(seed), 5)
         shapes = {"a": (64, 16), "b": (8, 64)}

@@ -17,10 +17,10 @@ from jaxfp8rl.optim.low_bit import (
     decode,
     encode,
     nbytes,
-    random_words,
+    random_bits,
     round_stochastically,
 )
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.numerics import tile_distinct
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -150,7 +150,7 @@ def test_words_are_uniform_and_know_nothing_of_each_other():
     """Every bit is set half of the time; words of neighbours, layers, updates and of one element are
     uncorrelated."""
     shape = (64, 1024)
-    draw = lambda seed, layer: random_words(jax.random.bits(jax.random.key(seed), (2,), jnp.uint32), layer,
+    draw = lambda seed, layer: random_bits(jax.random.bits(jax.random.key(seed), (2,), jnp.uint32), layer,
                                             shape)
     (a, b, c), (above, _, _), (later, _, _) = draw(3, 0), draw(3, 1), draw(4, 0)
     for word in (a, b, c):
@@ -194,7 +194,7 @@ def test_with_offload_an_update_takes_a_few_copies_of_one_layer_of_one_parameter
         optimizer = adamw(cfg, make_schedule(cfg, 10), formats)
         grads = {"embed": struct(16, 256), "layers": {name: struct(layers, 256, 256) for name in names}}
         state = jax.eval_shape(lambda params: init_state(params, optimizer), grads)
-        step = exact_jit(lambda *args: guarded_update(optimizer, *args), donate_argnums=0)
+        step = rounding_exact_jit(lambda *args: guarded_update(optimizer, *args), donate_argnums=0)
         found = step.lower(state, struct(), grads).compile().memory_analysis()
         kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.opt_state)))
         assert found.alias_size_in_bytes >= kept

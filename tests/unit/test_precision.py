@@ -16,8 +16,8 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear, linears, round_to
+from jaxfp8rl.precision.jit import rounding_exact_jit
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, linears, round_to
 from jaxfp8rl.precision.recipe import (
     FP8_ACTIVATION,
     FP8_KV,
@@ -47,7 +47,7 @@ def precision_of(activations_fp8: bool, backward_fp8: bool) -> Precision:
     return Precision.uniform(1, activations_fp8=activations_fp8, gradients="e4m3" if backward_fp8 else "high")
 
 
-@functools.partial(exact_jit, static_argnums=0)
+@functools.partial(rounding_exact_jit, static_argnums=0)
 def product(precision: Precision, x, w, dy):
     """(y, dx, dw) of the FP8 product."""
     y, pull = jax.vjp(lambda x, w: linear(x, w, precision, fp8=True), x, w)
@@ -182,9 +182,9 @@ def test_products_of_one_input_are_one_on_their_way_back(options):
     dys = tuple(jax.random.normal(jax.random.key(9 + i), (150, len(w)), jnp.bfloat16)
                 for i, w in enumerate(weights))
 
-    @functools.partial(exact_jit, static_argnums=0)
+    @functools.partial(rounding_exact_jit, static_argnums=0)
     def run(products, x, handles):
-        ys, pull = jax.vjp(lambda x, hs: products(x, [*map(TrainableWeight, codes, hs)]), x, handles)
+        ys, pull = jax.vjp(lambda x, hs: products(x, [*map(WeightWithGradSlot, codes, hs)]), x, handles)
         return ys, *pull(dys)
 
     apart = lambda x, ws: tuple(linear(x, w, p, fp8=True) for w in ws)
@@ -208,7 +208,7 @@ def test_by_the_kernels_what_comes_back_is_quantised_where_it_lies(widths, group
     handles = [jax.ShapeDtypeStruct(w.codes.shape, jnp.bfloat16) for w in weights]
 
     def run(x, weights, handles):
-        ys, pull = jax.vjp(lambda x, hs: linears(x, [*map(TrainableWeight, weights, hs)], p), x, handles)
+        ys, pull = jax.vjp(lambda x, hs: linears(x, [*map(WeightWithGradSlot, weights, hs)], p), x, handles)
         return pull(ys)
 
     text = jax.jit(run).trace(x, weights, handles).lower(lowering_platforms=("cuda",)).as_text()
@@ -350,7 +350,8 @@ def test_on_hopper_all_of_an_fp8_product_is_kernels(gradients, kernels):
     handle = jax.ShapeDtypeStruct((640, 384), jnp.bfloat16)
 
     def run(x, weight, handle, dy):
-        y, pull = jax.vjp(lambda x, h: linear(x, TrainableWeight(weight, h), precision, fp8=True), x, handle)
+        y, pull = jax.vjp(lambda x, h: linear(x, WeightWithGradSlot(weight, h), precision, fp8=True), x,
+                          handle)
         return y, pull(dy)
 
     text = jax.jit(run).trace(x, weight, handle, dy).lower(lowering_platforms=("cuda",)).as_text()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models.layers import swiglu
-from jaxfp8rl.precision.jit import exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, TrainableWeight, linear
+from jaxfp8rl.precision.jit import rounding_exact_jit
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear
 from jaxfp8rl.precision.mlp import fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.numerics import relative_l2
@@ -32,7 +32,7 @@ def apart(x, gate, up, down, p):
 
 def both(mlp, p, x, weights, handles, dy):
     """(y, dx, dws)"""
-    run = lambda x, handles: mlp(x, *map(TrainableWeight, weights, handles), p)
+    run = lambda x, handles: mlp(x, *map(WeightWithGradSlot, weights, handles), p)
     y, pull = jax.vjp(run, x, handles)
     return y, *pull(dy)
 
@@ -51,7 +51,7 @@ def test_it_computes_what_the_products_do_apart(tokens, gradients, inputs):
     """The forward to the last bit. One more rounding to bfloat16 moves codes of gradients, which makes them
     no worse: both are as far from those in high precision."""
     p, args = dataclasses.replace(PRECISION, gradients=gradients, wgrad_inputs=inputs), drawn(tokens)
-    run = exact_jit(both, static_argnums=(0, 1))
+    run = rounding_exact_jit(both, static_argnums=(0, 1))
     (y, *ours), (want, *theirs) = run(swiglu_mlp, p, *args), run(apart, p, *args)
     _, *exact = run(apart, dataclasses.replace(p, gradients="high"), *args)
     np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want, np.float32))
@@ -64,7 +64,7 @@ def test_it_computes_what_the_products_do_apart(tokens, gradients, inputs):
 def test_without_handles_it_is_the_forward_alone():
     x, weights, handles, _ = drawn((2, 40))
     run = jax.jit(swiglu_mlp, static_argnums=4)
-    trained = run(x, *map(TrainableWeight, weights, handles), PRECISION)
+    trained = run(x, *map(WeightWithGradSlot, weights, handles), PRECISION)
     np.testing.assert_array_equal(np.asarray(run(x, *weights, PRECISION), np.float32),
                                   np.asarray(trained, np.float32))
 

@@ -25,7 +25,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.policy.warnings import kv_fp8_warning, untested_warning
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.recipe import (
     FP8_KV,
     FP8_WEIGHT,
@@ -40,12 +40,12 @@ from jaxfp8rl.probes.finite import bad_tensors, check_finite, find_nonfinite
 from jaxfp8rl.probes.probes import (
     _formats,
     _look,
+    forward_with_hooks,
     layer_groups,
     mixed_forward,
     precision_report,
     rounding_stats,
     unquantized_policy,
-    walk,
     weight_stats,
 )
 from jaxfp8rl.probes.report import PrecisionReport
@@ -234,12 +234,13 @@ def test_the_mixed_and_the_watched_forward_are_the_models_forward():
     weights = unquantized_policy({**params(), "kv_scales": scales}, full)
     live = m.segment_ids > 0
 
-    @exact_jit
+    @rounding_exact_jit
     def compare(weights):
         want = [forward(weights, MODEL, m.tokens, m.positions, m.segment_ids, f) for f in formats]
         mixed = jax.lax.map(lambda i: mixed_forward(weights, m, MODEL, formats, jnp.full(3, i)),
                             jnp.arange(4))
-        watched, seen = walk(weights, m, MODEL, full, lambda name, x, live: x.astype(jnp.float32))
+        watched, seen = forward_with_hooks(weights, m, MODEL, full,
+                                           lambda name, x, live: x.astype(jnp.float32))
         return want, mixed, watched, seen
 
     want, mixed, watched, seen = compare(weights)

@@ -16,11 +16,11 @@ from bridges.engines.fake_engine import FakeEngine
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.distributed import process_group
-from jaxfp8rl.distributed.mesh import make_layout
+from jaxfp8rl.distributed.mesh import make_mesh_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared, joined
 from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
 from jaxfp8rl.rewards.runner import Score
-from jaxfp8rl.rollout.process_proxies import shared
+from jaxfp8rl.rollout.process_proxies import with_proxies
 from jaxfp8rl.training.context import check_same
 
 LARGEST = 64  # bytes
@@ -83,8 +83,9 @@ def each(monkeypatch):
 
 def test_what_the_first_finds_all_are_told_in_order_and_then_it_is_forgotten(each):
     def f(group):
-        found = [group.told(lambda i=i: [group.number, 0.1, None, i]) for i in range(3)]
-        return found, group.largest(group.number), group.largest(0), group.told(lambda: float("nan"))
+        found = [group.broadcast(lambda i=i: [group.number, 0.1, None, i]) for i in range(3)]
+        return found, group.all_reduce_max(group.number), group.all_reduce_max(0), group.broadcast(
+            lambda: float("nan"))
 
     results, store = each(f)
     assert [str(r) for r in results] == [str(([[0, 0.1, None, i] for i in range(3)], 2, 0, float("nan")))] * 3
@@ -94,8 +95,8 @@ def test_what_the_first_finds_all_are_told_in_order_and_then_it_is_forgotten(eac
 
 def test_what_is_large_is_told_in_parts_and_they_are_forgotten_too(each):
     value = ["ä" * 10 * LARGEST, 7]
-    results, store = each(lambda group: (group.told(lambda: value), group.largest(0),
-                                         group.told(lambda: "x")))
+    results, store = each(lambda group: (group.broadcast(lambda: value), group.all_reduce_max(0),
+                                         group.broadcast(lambda: "x")))
     assert results == [(value, 0, "x")] * 3
     assert sorted(store.values) == ["run/told/1", "run/told/1/0", "run/told/2", "run/told/2/0"]
 
@@ -107,16 +108,16 @@ def test_whoever_is_interrupted_while_telling_still_says_so(each, monkeypatch):
         set(store, key, value, allow_overwrite)
 
     monkeypatch.setattr(Store, "key_value_set_bytes", interrupted)
-    results, _ = each(lambda group: group.told(lambda: "x" * 10 * LARGEST))
+    results, _ = each(lambda group: group.broadcast(lambda: "x" * 10 * LARGEST))
     assert isinstance(results[0], KeyboardInterrupt) and [r.code for r in results[1:]] == [130, 130]
 
 
 def test_with_one_process_nothing_is_sent():
-    assert ALONE.told(lambda: 3) == 3 and ALONE.largest(4) == 4 and ALONE.suffix == ""
+    assert ALONE.broadcast(lambda: 3) == 3 and ALONE.all_reduce_max(4) == 4 and ALONE.suffix == ""
     with pytest.raises(ValueError, match="of its own"):
-        ALONE.together(lambda: (_ for _ in ()).throw(ValueError("of its own")))
+        ALONE.run_and_sync(lambda: (_ for _ in ()).throw(ValueError("of its own")))
     with joined(load_config("demo", ["--run.dir", "unused"])) as group:
-        assert group is ALONE and shared(group, lambda: (1, 2, 3)) == (1, 2, 3)
+        assert group is ALONE and with_proxies(group, lambda: (1, 2, 3)) == (1, 2, 3)
 
 
 def test_what_one_raises_ends_all(each):
@@ -125,26 +126,26 @@ def test_what_one_raises_ends_all(each):
             raise DataError("a row", "mend it")
 
     for number in range(3):
-        results, _ = each(lambda group, number=number: group.together(lambda: fail(group, number)))
+        results, _ = each(lambda group, number=number: group.run_and_sync(lambda: fail(group, number)))
         assert [type(r) for r in results] == [DataError if i == number else ProcessFailed for i in range(3)]
-    results, _ = each(lambda group: group.together(lambda: fail(group, 1), alone=True))
+    results, _ = each(lambda group: group.run_and_sync(lambda: fail(group, 1), alone=True))
     assert results == [None] * 3  # who is not the first does nothing
     for error, code, says in [
         (DataError("a row", "mend it"), 2, "the first process has ended: a row\n  next step: mend it"),
         (KeyError("x"), 1, "the first process has ended: KeyError: 'x'"),
     ]:
-        results, _ = each(lambda group, error=error: group.told(lambda: (_ for _ in ()).throw(error)))
+        results, _ = each(lambda group, error=error: group.broadcast(lambda: (_ for _ in ()).throw(error)))
         assert results[0] is error and all(isinstance(r, ProcessFailed) for r in results[1:])
         assert {(r.exit_code, str(r)) for r in results[1:]} == {(code, says)}
 
     def go_on(group):
         fail(group, 0)
         with contextlib.suppress(ProcessFailed):  # as who tries a disk again would
-            group.together(lambda: None)
-        group.told(lambda: 1)
+            group.run_and_sync(lambda: None)
+        group.broadcast(lambda: 1)
 
     assert [type(r) for r in each(go_on)[0]] == [DataError, ProcessFailed, ProcessFailed]
-    results, _ = each(lambda group: group.told(lambda: (_ for _ in ()).throw(SystemExit(143))))
+    results, _ = each(lambda group: group.broadcast(lambda: (_ for _ in ()).throw(SystemExit(143))))
     assert [r.code for r in results] == [143] * 3
 
 
@@ -177,7 +178,7 @@ def test_engine_and_rewards_of_the_first_answer_in_all(each):
         return Rewards(), Engine(), None
 
     def f(group):
-        rewards, engine, _ = shared(group, make)
+        rewards, engine, _ = with_proxies(group, make)
         answers = engine.generate([GenRequest("a", (1, 2), SamplingParams(4), 2),
                                    GenRequest("b", (1,), SamplingParams(4), 1)])
         engine.sleep(), engine.wake()
@@ -281,4 +282,4 @@ def test_what_is_only_there_in_one_process_is_refused(options, says):
 
 def test_all_devices_of_all_processes_are_taken():
     with pytest.raises(ConfigError, match=r"train.data = 2000: the 2 processes have \d+ device"):
-        make_layout(data=2000, processes=2)
+        make_mesh_layout(data=2000, processes=2)

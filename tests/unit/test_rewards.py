@@ -260,7 +260,7 @@ def test_a_run_knows_of_it_before_its_engine_starts(tmp_path, monkeypatch):
             "scorer": "no_such_module:score"}
     words = [word for key, value in task.items() for word in (f"--task.{key}", value)]
     with pytest.raises(ConfigError, match='cannot load "no_such_module:score": No module named'):
-        context.build(load_config("demo", [*words, "--rollout.prompts_per_step", "8"]))
+        context.build_run(load_config("demo", [*words, "--rollout.prompts_per_step", "8"]))
 
 
 def test_cheap_tasks_need_no_process():

@@ -12,7 +12,7 @@ import pytest
 
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.distributed.mesh import make_layout
+from jaxfp8rl.distributed.mesh import make_mesh_layout
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.shapes import check_divides
@@ -65,7 +65,7 @@ def test_what_does_not_divide_is_named():
     with pytest.raises(ConfigError, match=r"train.fsdp \* train.tensor = 4 does not divide num_experts = 6"):
         check_divides(2, 2, model(**experts), quantized=False)
     with pytest.raises(ConfigError, match=r"train.fsdp = 1000 \* train.tensor = 2: this process has"):
-        make_layout(fsdp=1000, tensor=2)
+        make_mesh_layout(fsdp=1000, tensor=2)
 
 
 @pytest.mark.parametrize(

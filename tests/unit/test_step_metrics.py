@@ -147,5 +147,5 @@ def test_updates_that_are_not_finite_end_the_run_though_nothing_was_left_to_lear
     state = TrainState(0, {}, (), 0, 1.0, 0)
     with pytest.raises(NonFiniteStep,
                        match="2 updates in a row were not finite; none was applied: weights are not finite"):
-        update.learn(parts, run, state, {}, 1, None, [batch] * 3, [(np.zeros(1), None)] * 3)
+        update.run_updates(parts, run, state, {}, 1, None, [batch] * 3, [(np.zeros(1), None)] * 3)
     assert len(notes) == 2 and "no token was left" not in "".join(notes)

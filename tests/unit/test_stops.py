@@ -20,7 +20,7 @@ from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.stops import stops_of
-from jaxfp8rl.training.context import build
+from jaxfp8rl.training.context import build_run
 from jaxfp8rl.training.sft import _example
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -170,20 +170,20 @@ def test_an_engine_stops_at_once_at_tokens_that_have_the_string_in_them(tmp_path
 
 
 def test_a_batch_is_scored_and_learned_from_up_to_its_stops():
-    """Through the run's own parts: the engine stops at tokens, the string of two is found behind it."""
+    """Through the run's own context: the engine stops at tokens, the string of two is found behind it."""
     cfg = load_config("demo", ["--rollout.stop", '["*", "7+"]', "--rollout.stop_token_ids", '["9"]'])
-    with contextlib.closing(build(cfg)) as parts:
-        encode = parts.tokenizer.encode
+    with contextlib.closing(build_run(cfg)) as ctx:
+        encode = ctx.tokenizer.encode
         said = ["12*34", "1947", "17+50", "23"]
-        engine = FakeEngine(parts.model.vocab_size, replies=[encode(text) for text in said])
+        engine = FakeEngine(ctx.model.vocab_size, replies=[encode(text) for text in said])
         engine.commit(0, "")
-        prompts, sampling = parts.held_out[:2], dataclasses.replace(parts.sampling, max_tokens=5)
-        assert set(parts.greedy.stop_token_ids) == set(sampling.stop_token_ids) == {1, *encode("*9")}
+        prompts, sampling = ctx.held_out[:2], dataclasses.replace(ctx.sampling, max_tokens=5)
+        assert set(ctx.greedy.stop_token_ids) == set(sampling.stop_token_ids) == {1, *encode("*9")}
         requests = scored_groups.make_requests(prompts, sampling, 2, 0, 1)
-        kept, _ = scored_groups.generate(engine, prompts, requests, 0, cut=parts.stops.cut)
-        groups = scored_groups.score(kept, parts.tokenizer, parts.rewards)
+        kept, _ = scored_groups.generate(engine, prompts, requests, 0, cut=ctx.stops.cut)
+        groups = scored_groups.score(kept, ctx.tokenizer, ctx.rewards)
         assert [text for g in groups for text in g.texts] == ["12*", "19", "17+", "23"]
         assert [c.finish_reason for g in groups for c in g.completions] == ["stop", "stop", "stop", "length"]
-        samples = sum(scored_groups.to_samples(groups, parts.cfg.loss, 5), [])
+        samples = sum(scored_groups.to_samples(groups, ctx.cfg.loss, 5), [])
         assert [list(s.completion) for s in samples] == [encode(text) for text in ("12*", "19", "17+", "23")]
         assert all(len(s.completion) == len(s.logprobs) for s in samples)
