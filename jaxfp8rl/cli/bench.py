@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxfp8rl.errors import UserError, nearest
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 COMMIT = "--commit-result"
 
 
