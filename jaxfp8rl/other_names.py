@@ -1,5 +1,6 @@
-"""Names of verl, NeMo RL, TRL and transformers, slime, SkyRL, OpenRLHF and prime-rl, and where each stands here: for hints,
-`jaxfp8rl config --find` and the index of docs/coming_from.md. The standard library alone: a misspelt key is answered at once.
+"""Names of verl, NeMo RL, TRL and transformers, SkyRL, slime, OpenRLHF, prime-rl and AReaL, and where each stands here: for
+hints, `jaxfp8rl config --find` and the index of docs/coming_from.md. Read in their sources; older names of theirs stay. The
+standard library alone: a misspelt key is answered at once.
 """
 
 from __future__ import annotations
@@ -10,100 +11,125 @@ from collections.abc import Iterable
 # What is set here: their keys, each by its last part, or by its last two where the last alone would be another's.
 KEYS = {
     "run.dir": "output_dir default_local_dir checkpoint_dir ckpt_path save_path",
-    "run.steps": "max_steps total_training_steps num_rollout max_num_steps num_train_epochs total_epochs num_epochs num_episodes",
+    "run.steps": "max_steps total_training_steps num_rollout max_num_steps num_train_epochs total_epochs num_epochs num_episodes"
+        " max_training_steps",
     "run.seed": "data_seed",
-    "run.eval_every": "eval_steps test_freq val_period eval_interval",
+    "run.eval_every": "eval_steps test_freq val_period eval_interval eval.interval eval.steps",
     "run.eval_problems": "max_val_samples",
-    "run.save_every": "save_steps save_freq save_period save_interval ckpt_interval",
-    "run.keep_checkpoints": "save_total_limit keep_top_k max_ckpt_num max_actor_ckpt_to_keep max_ckpts_to_keep",
-    "run.trackers": "report_to logger use_wandb wandb_enabled use_tensorboard",
+    "run.save_every": "save_steps save_freq save_period save_interval ckpt_interval ckpt.interval",
+    "run.keep_checkpoints": "save_total_limit keep_top_k max_ckpt_num max_actor_ckpt_to_keep max_ckpts_to_keep"
+        " keep_last ckpt.max_num",
+    "run.trackers": "report_to logger use_wandb wandb_enabled use_tensorboard tensorboard_enabled",
     "model.path": "model_name model_name_or_path model.name pretrain hf_checkpoint model_path",
     "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
-    "task.path": "train_files prompt_data dataset_name train_data data_path",
-    "task.held_out_path": "val_files eval_prompt_data eval_dataset val_data validation_dataset_name",
+    "task.path": "train_files prompt_data dataset_name train_data data_path prompt_dataset",
+    "task.held_out_path": "val_files eval_prompt_data eval_dataset val_data eval.dataset",
     "task.options.prompt_field": "prompt_key input_key",
     "task.options.answer_field": "answer_key label_key",
     "task.chat": "apply_chat_template",
     "task.chat_template_kwargs": "enable_thinking apply_chat_template_kwargs",
-    "task.scorer": "reward_fn custom_reward_function rm_type remote_rm_url custom_rm_path reward_manager",
+    "task.scorer": "reward_fn custom_reward_function rm_type remote_rm_url custom_rm_path reward_manager remote_url",
     "[[task.rewards]]": "reward_funcs reward_weights",
     "task.max_prompt_tokens": "max_prompt_length max_input_seq_length prompt_max_len rollout_max_prompt_len",
     "rollout.engine": "rollout_backend use_vllm vllm_mode",
-    "rollout.prompts_per_step": "train_batch_size num_prompts_per_step rollout_batch_size",
+    "rollout.prompts_per_step": "train_batch_size num_prompts_per_step rollout_batch_size rollout.batch_size",
     "rollout.samples_per_prompt":
-        "n num_generations num_generations_per_prompt n_samples_per_prompt rollouts_per_example rollout_n group_size",
+        "n num_generations num_generations_per_prompt n_samples_per_prompt rollouts_per_example rollout_n group_size"
+        " n_samples",
     "rollout.prompts_per_step times rollout.samples_per_prompt": "generation_batch_size orchestrator.batch_size",
     "rollout.max_new_tokens":
-        "max_response_length max_completion_length rollout_max_response_len generate_max_len max_tokens max_generate_length",
-    "task.max_prompt_tokens and rollout.max_new_tokens": "max_model_len max_total_sequence_length max_seq_length max_length",
+        "max_response_length max_completion_length rollout_max_response_len generate_max_len max_tokens max_generate_length"
+        " max_completion_tokens",
+    "task.max_prompt_tokens and rollout.max_new_tokens":
+        "max_model_len max_total_sequence_length max_seq_length max_length data.max_len",
     "rollout.temperature": "rollout_temperature",
     "rollout.top_p": "rollout_top_p",
     "rollout.top_k": "rollout_top_k",
     "rollout.stop": "stop_strings rollout_stop",
     "rollout.stop_token_ids": "rollout_stop_token_ids",
     "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization sglang_mem_fraction_static",
-    "rollout.sleep": "vllm_enable_sleep_mode free_cache_engine colocate offload_rollout",
+    "rollout.sleep": "vllm_enable_sleep_mode free_cache_engine colocate colocate_all offload_rollout vllm.enable_sleep",
     "rollout.kv_cache": "kv_cache_dtype",
-    "rollout.engines": "vllm_num_engines num_inference_engines",
-    "rollout.server_url": "vllm_server_base_url vllm_server_host",
-    "rollout.lag": "max_async_level max_trajectory_age_steps async_train async_rollout",
+    "rollout.engines": "vllm_num_engines num_inference_engines num_engines",
+    "rollout.server_url": "vllm_server_base_url vllm_server_host external_proxy_url external_server_urls",
+    "rollout.lag": "max_async_level max_trajectory_age_steps async_train async_rollout max_staleness_steps"
+        " max_staleness max_off_policy_steps staleness_threshold async_enable",
     "precision.recipe": "quantization fp8_recipe fp8_cfg fp8 bf16 fp16",
     "precision.compute_dtype": "torch_dtype model_dtype",
     "precision.attention": "attn_implementation attention_backend flash_attn",
     "precision.first_layers_bf16": "num_first_layers_in_bf16",
     "precision.last_layers_bf16": "num_last_layers_in_bf16",
     "loss.advantage": "adv_estimator advantage_estimator scale_rewards norm_adv_by_std_in_grpo grpo_norm_by_std normalize_rewards"
-        " use_leave_one_out_baseline normalize_advantages",
-    "loss.objective": "loss_mode policy_loss_type importance_sampling_level use_cispo sequence_level_importance_ratios",
+        " use_leave_one_out_baseline normalize_advantages disable_grpo_std_normalization advantage.estimator no_std_norm",
+    "loss.objective": "loss_mode policy_loss_type importance_sampling_level use_cispo sequence_level_importance_ratios"
+        " disable_ppo_ratio use_sapo_loss dppo_type",
     "loss.objective or loss.aggregation": "loss_type",
     "loss.aggregation": "loss_agg_mode loss_reduction token_level_loss calculate_per_token_loss",
+    "loss.horizon": "loss_scale_factor algorithm.max_seq_len",
     "loss.clip_low": "clip_ratio_low ratio_clip_min eps_clip_low",
-    "loss.clip_low and loss.clip_high": "clip_ratio epsilon eps_clip clip_eps cliprange clip_range",
-    "loss.clip_high": "clip_ratio_high ratio_clip_max epsilon_high eps_clip_high clip_eps_high",
-    "loss.dual_clip": "clip_ratio_c ratio_clip_c eps_clip_c",
-    "loss.kl_coef": "beta kl_loss_coef reference_policy_kl_penalty init_kl_coef kl_beta use_kl_loss",
-    "loss.kl": "kl_loss_type reference_policy_kl_type kl_estimator kl_estimator_type kl_penalty",
-    "loss.unbiased_kl": "use_bias_correction_kl use_on_policy_kl_approximation",
-    'loss.unbiased_kl with loss.sampled_by = "old"': "use_unbiased_kl",
+    "loss.clip_low and loss.clip_high": "clip_ratio epsilon eps_clip clip_eps cliprange clip_range eps_clip_low_high",
+    "loss.clip_high": "clip_ratio_high ratio_clip_max epsilon_high eps_clip_high eps_clip_higher clip_eps_high",
+    "loss.dual_clip": "clip_ratio_c ratio_clip_c eps_clip_c c_clip delta",
+    "loss.kl_coef": "beta kl_loss_coef reference_policy_kl_penalty init_kl_coef use_kl_loss kl.init_coef kl.use_loss",
+    "loss.kl": "kl_loss_type reference_policy_kl_type kl_estimator kl_estimator_type kl_penalty kl.estimator",
+    "loss.unbiased_kl": "use_on_policy_kl_approximation",
+    'loss.unbiased_kl with loss.sampled_by = "old"': "use_unbiased_kl use_bias_correction_kl",
     "loss.opsm_delta": "off_policy_mask_threshold",
     'loss.opsm_delta with loss.sampled_by = "old"': "use_opsm",
-    "loss.entropy_coef": "entropy_coeff entropy_loss_coef ent_coef",
-    "loss.mask_cut": "overlong_filtering mask_truncated_completions",
-    "loss.overlong_buffer": "overlong_buffer_length overlong_buffer_len overlong_buffer_cfg",
-    "loss.overlong_penalty": "overlong_penalty_factor overlong_buffer_penalty",
+    "loss.entropy_coef": "entropy_coeff entropy_loss_coef use_entropy_loss",
+    "loss.mask_cut": "overlong_filtering apply_overlong_filtering mask_truncated_completions",
+    "loss.overlong_buffer": "overlong_buffer_length overlong_buffer_len overlong_buffer_cfg overlong_tokens"
+        " overlong_buffer_cfg.len",
+    "loss.overlong_penalty": "overlong_penalty_factor overlong_buffer_penalty overlong_buffer_penalty_factor"
+        " overlong_buffer_cfg.penalty_factor",
     "loss.dynamic_sampling_rounds": "use_dynamic_sampling dynamic_sampling dynamic_sampling_max_gen_batches max_num_gen_batches"
-        " filter_groups dynamic_sampling_filter_path",
-    'loss.old_policy = "rollout"': "bypass_mode",
+        " filter_groups dynamic_sampling_filter_path max_sample_batches dynamic_filtering_enable",
+    'loss.old_policy = "rollout"': "bypass_mode use_rollout_logprobs",
+    'loss.old_policy = "current"': "force_on_policy_ratio",
     "correction.preset": "rollout_is rollout_rs rollout_correction truncated_importance_sampling_type use_tis"
         " vllm_importance_sampling_mode vllm_importance_sampling_correction use_importance_sampling_correction tis_mode"
-        " off_policy_correction",
+        " off_policy_correction tis_ratio_type is_correction_enable is_correction_type",
     "correction.upper": "rollout_is_threshold vllm_importance_sampling_cap truncated_importance_sampling_ratio tis_clip"
-        " tis_imp_ratio_cap",
-    "optim.lr": "learning_rate actor_learning_rate",
-    "optim.warmup_steps": "lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio",
-    "optim.schedule": "lr_scheduler_type lr_scheduler lr_decay_style",
+        " tis_imp_ratio_cap vllm_importance_sampling_clip_max token_tis_ratio_clip_high sequence_tis_ratio_clip_high",
+    "correction.lower": "vllm_importance_sampling_clip_min truncated_importance_sampling_ratio_min tis_clip_low",
+    "correction.lower and correction.upper": "is_correction_threshold",
+    "correction.rejections": "rollout_rs_threshold sequence_mask_metric geo_mask_low geo_mask_high product_mask_low"
+        " product_mask_high outlier_token_is_threshold_low outlier_token_is_threshold_high token_mask_is_threshold_low"
+        " token_mask_is_threshold_high",
+    "correction.batch_normalize": "rollout_is_batch_normalize",
+    "correction.m2_limit": "m2_threshold",
+    "optim.lr": "learning_rate actor_learning_rate optimizer.lr optimizer_config.lr kwargs.lr",
+    "optim.warmup_steps": "lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio"
+        " lr_warmup_iters",
+    "optim.schedule": "lr_scheduler_type lr_scheduler lr_decay_style optimizer_config.scheduler",
     "optim.clip_norm": "max_grad_norm grad_clip clip_grad max_norm",
-    "optim.b1": "adam_beta1 optim.beta1",
-    "optim.b2": "adam_beta2 optim.beta2",
+    "optim.b1": "adam_beta1 optim.beta1 betas1",
+    "optim.b2": "adam_beta2 optim.beta2 betas2",
     "optim.b1 and optim.b2": "adam_betas betas optim.beta",
     "optim.eps": "adam_epsilon adam_eps optim.epsilon",
-    "optim.offload": "optimizer_offload optimizer_cpu_offload cpu_offload adam_offload",
+    "optim.offload": "optimizer_offload optimizer_cpu_offload cpu_offload adam_offload optim_cpu_offload"
+        " offload_after_step",
     "train.updates_per_step": "ppo_mini_batch_size steps_per_generation train_global_batch_size global_batch_size"
-        " policy_mini_batch_size gradient_accumulation_steps ppo_epochs num_iterations",
+        " policy_mini_batch_size gradient_accumulation_steps ppo_epochs num_iterations"
+        " update_epochs_per_batch num_steps_per_rollout ppo_n_minibatches train.batch_size",
     "train.rows_per_microbatch": "per_device_train_batch_size train_micro_batch_size micro_train_batch_size micro_batch_size"
         " ppo_micro_batch_size_per_gpu micro_train_batch_size_per_gpu",
-    "train.row_tokens times train.rows_per_microbatch": "ppo_max_token_len_per_gpu max_tokens_per_gpu train_mb_tokens seq_len",
+    "train.row_tokens times train.rows_per_microbatch": "ppo_max_token_len_per_gpu max_tokens_per_gpu train_mb_tokens seq_len"
+        " max_tokens_per_microbatch",
     "train.remat": "gradient_checkpointing activation_checkpointing enable_gradient_checkpointing recompute_granularity ac",
     "train.data": "data_parallel_size dp_replicate replicas",
     "train.fsdp": "fsdp_size dp_shard zero_stage",
     "train.tensor": "tensor_model_parallel_size tensor_parallel_size tensor_parallel tp_size",
-    "moe.replay": "router_replay use_rollout_routing_replay enable_rollout_routing_replay use_routing_replay",
+    "moe.replay": "router_replay use_rollout_routing_replay enable_rollout_routing_replay use_routing_replay"
+        " enable_router_replay moe_enable_routing_replay enable_return_routed_experts",
     "moe.balance_coef": "aux_loss_coef router_aux_loss_coef moe_aux_loss_coeff",
     "moe.freeze_router": "freeze_moe_router",
 }  # fmt: skip
 _HERE = {theirs: ours for ours, names in KEYS.items() for theirs in names.split()}
 
 _FP8 = 'precision.recipe = "fp8_unified" (engine and learner) or "fp8_rollout" (the engine alone)'
+_NO_CRITIC = "nothing: there are no critics"
+_NOT_HERE = "nothing: it is not here"
 _DR_GRPO = 'loss.objective = "ppo_clip" with loss.advantage = "dr_grpo" and loss.aggregation = "seq_mean_token_sum_norm"'
 VALUES = {  # our key -> their value -> what says it here
     "loss.objective": {
@@ -117,6 +143,11 @@ VALUES = {  # our key -> their value -> what says it here
         "pg": 'loss.objective = "reinforce"', "gpg": 'loss.objective = "reinforce"',
         "policy_gradient": 'loss.objective = "reinforce"',
         "rloo": 'loss.advantage = "rloo" with an objective', "reinforce_plus_plus": 'loss.advantage = "reinforce_pp"',
+        "bnpo": 'loss.objective = "ppo_clip" with loss.aggregation = "token_mean"',
+        "luspo": 'loss.objective = "gspo" with loss.aggregation = "seq_mean_token_sum"',
+        "sequence": 'loss.objective = "gspo"', "policy_loss": 'loss.objective = "ppo_clip"',
+        "binary_tv": 'loss.objective = "dppo_tv"', "binary_kl": 'loss.objective = "dppo_kl"',
+        "vespo": _NOT_HERE, "dro": _NOT_HERE, "ipo": _NOT_HERE,
     },
     "loss.advantage": {
         "rloo_baseline": 'loss.advantage = "rloo"', "rloo_vectorized": 'loss.advantage = "rloo"',
@@ -125,8 +156,13 @@ VALUES = {  # our key -> their value -> what says it here
         "reinforce": 'loss.advantage = "reinforce_pp"', "reinforce_plus_plus": 'loss.advantage = "reinforce_pp"',
         "reinforce++": 'loss.advantage = "reinforce_pp"', "reinforce_baseline": 'loss.advantage = "reinforce_pp_baseline"',
         "reinforce_plus_plus_baseline": 'loss.advantage = "reinforce_pp_baseline"',
-        "reinforce++_baseline": 'loss.advantage = "reinforce_pp_baseline"', "grpo_passk": 'loss.advantage = "pass_at_k"',
-        "gae": "nothing: there are no critics", "none": 'loss.advantage = "dr_grpo"', "drgrpo": 'loss.advantage = "dr_grpo"',
+        "reinforce++_baseline": 'loss.advantage = "reinforce_pp_baseline"',
+        "grpo_passk": 'loss.advantage = "pass_at_k", of another paper',
+        "gae": _NO_CRITIC, "ppo": _NO_CRITIC, "none": 'loss.advantage = "dr_grpo"', "drgrpo": 'loss.advantage = "dr_grpo"',
+        "true": 'loss.advantage = "grpo_sample_std"', "false": 'loss.advantage = "dr_grpo"',
+        "bnpo": 'loss.advantage = "grpo_sample_std"', "remax": _NOT_HERE, "opo": _NOT_HERE, "gpg": _NOT_HERE, "gdpo": _NOT_HERE,
+        "maxrl": _NOT_HERE, "max_rl": _NOT_HERE, "opd": _NOT_HERE, "optimal_token_baseline": _NOT_HERE,
+        "tir_optimal_token_baseline": _NOT_HERE,
         "dapo": 'loss.advantage = "grpo_sample_std"', "gspo": 'loss.objective = "gspo"', "cispo": 'loss.objective = "cispo"',
     },
     "loss.aggregation": {
@@ -134,6 +170,12 @@ VALUES = {  # our key -> their value -> what says it here
         "grpo": 'loss.aggregation = "seq_mean_token_mean"', "sequence_mean": 'loss.aggregation = "seq_mean_token_mean"',
         "dr_grpo": 'loss.aggregation = "seq_mean_token_sum_norm" with loss.horizon',
         "mean": 'loss.aggregation = "token_mean"', "sum": 'loss.aggregation = "token_sum"',
+        "true": 'loss.aggregation = "token_mean"', "false": 'loss.aggregation = "seq_mean_token_mean"',
+        "token_level": 'loss.aggregation = "token_mean"', "sequence_level": 'loss.aggregation = "seq_mean_token_mean"',
+        "token_mean_legacy": 'loss.aggregation = "token_mean"', "prompt_mean": _NOT_HERE, "vespo": _NOT_HERE,
+        "cispo": 'loss.aggregation = "token_mean" with loss.objective = "cispo"',
+        "sapo": 'loss.aggregation = "seq_mean_token_mean" with loss.objective = "sapo"',
+        "luspo": 'loss.aggregation = "seq_mean_token_sum" with loss.objective = "gspo"',
     },
     "loss.kl": {
         "kl": 'loss.kl = "k1"', "mse": 'loss.kl = "k2"', "low_var_kl": 'loss.kl = "k3"', "full": "nothing: it is estimated",
@@ -147,7 +189,14 @@ VALUES = {  # our key -> their value -> what says it here
         "false": 'correction.preset = "none"', "true": 'correction.preset = "token_tis"',
         "token": 'correction.preset = "token_tis"', "token_truncate": 'correction.preset = "token_tis"',
         "sequence": 'correction.preset = "sequence_tis"', "sequence_truncate": 'correction.preset = "sequence_tis"',
-        "token_mask": 'correction.preset = "icepop"', "sequence_mask": 'correction.preset = "sequence_mis"',
+        "token_mask": 'correction.preset = "icepop" with correction.lower = 0',
+        "sequence_mask": 'correction.preset = "sequence_mis"',
+        "tis": 'correction.preset = "token_tis"', "mis": 'correction.preset = "slime/mis"',
+        "geometric": 'correction.preset = "geometric_mask"',
+        "seq_sum_k1": 'correction.preset = "verl/decoupled_seq_is_rs"',
+        "seq_mean_k1": 'correction.preset = "verl/decoupled_geo_rs"',
+        "seq_mean_k3": 'correction.preset = "verl/decoupled_k3_rs"',
+        **dict.fromkeys(("bypass", "bypass_mode"), 'correction.preset = "verl/bypass_ppo_clip" with loss.old_policy = "rollout"'),
     },
     "precision.recipe": {
         "fp8": _FP8, "float8": _FP8, "e4m3": _FP8, "hybrid": _FP8, "blockwise": _FP8, "fp8_blockwise": _FP8, "w8a8": _FP8,
@@ -185,9 +234,11 @@ def key_here(name: str) -> str:
 
 
 def value_here(key: str, value: object, choices: Iterable[str] = ()) -> str:
-    """What says here a value of theirs for our `key`, or one of its `choices` spelt otherwise; "" where nothing does."""
+    """What says here a value of theirs for our `key`, or one of its `choices` spelt otherwise, or without the framework before
+    its slash; "" where nothing does."""
     word = plain(str(value))
-    same = [c for c in choices for spelt in SPELLINGS if word in spelt and c in spelt]
+    same = [c for c in choices if word in (plain(c), c.rpartition("/")[2])]
+    same += [c for c in choices for spelt in SPELLINGS if word in spelt and c in spelt]
     return VALUES.get(key, {}).get(word) or (f'{key} = "{same[0]}"' if same else "")
 
 

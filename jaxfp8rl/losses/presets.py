@@ -144,7 +144,7 @@ PRESETS: dict[str, CorrectionConfig] = {
 def get_preset(name: str) -> CorrectionConfig:
     """The correction called `name`. Raises ConfigError with the nearest names."""
     if name not in PRESETS:
-        ours = value_here("correction.preset", name)
+        ours = value_here("correction.preset", name, PRESETS)
         hint = f": here it is {ours}" if ours else nearest(name, PRESETS)
         raise ConfigError(f'correction.preset "{name}" does not exist{hint}',
                           "docs/corrections.md lists every preset with its arithmetic")

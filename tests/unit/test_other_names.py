@@ -10,6 +10,7 @@ import pytest
 from jaxfp8rl.cli import main
 from jaxfp8rl.cli.settings import find, settings
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.losses.presets import PRESETS
 from jaxfp8rl.other_names import KEYS, VALUES, here, index, names
 
 PAGE = Path("docs/coming_from.md").read_text()
@@ -20,7 +21,28 @@ PAGE = Path("docs/coming_from.md").read_text()
     (["--loss.objective", "dapo"], 'loss.objective = "ppo_clip" with loss.clip_high = 0.28'),
     (["--loss.objective", "geo_mean"], 'here it is loss.objective = "gmpo"'),
     (["--loss.advantage", "rloo_baseline"], 'here it is loss.advantage = "rloo"'),
-    (["--loss.aggregation", "token-mean"], '(did you mean "token_mean"?)'),
+    (["--loss.objective", "bnpo"], 'loss.objective = "ppo_clip" with loss.aggregation = "token_mean"'),
+    (["--loss.objective", "luspo"], 'loss.objective = "gspo" with loss.aggregation = "seq_mean_token_sum"'),
+    (["--loss.objective", "binary_kl"], 'here it is loss.objective = "dppo_kl"'),
+    (["--loss.advantage", "reinforce_plus_plus"], 'here it is loss.advantage = "reinforce_pp"'),
+    (["--loss.advantage", "reinforce++-baseline"], 'here it is loss.advantage = "reinforce_pp_baseline"'),
+    (["--loss.advantage", "False"], 'here it is loss.advantage = "dr_grpo"'),
+    (["--loss.advantage", "gdpo"], "here it is nothing: it is not here"),
+    (["--loss.advantage", "ppo"], "here it is nothing: there are no critics"),
+    (["--loss.aggregation", "token-mean"], 'here it is loss.aggregation = "token_mean"'),
+    (["--loss.aggregation", "seq-mean-token-sum"], 'here it is loss.aggregation = "seq_mean_token_sum"\n'),
+    (["--loss.aggregation", "Seq-Mean-Token-Sum-Norm"], 'here it is loss.aggregation = "seq_mean_token_sum_norm"'),
+    (["--loss.aggregation", "sequence_mean"], 'here it is loss.aggregation = "seq_mean_token_mean"'),
+    (["--loss.aggregation", "bnpo"], 'here it is loss.aggregation = "token_mean"'),
+    (["--loss.aggregation", "dr_grpo"], 'here it is loss.aggregation = "seq_mean_token_sum_norm" with loss.horizon'),
+    (["--loss.aggregation", "prompt_mean"], "here it is nothing: it is not here"),
+    (["--correction.preset", "tis"], 'here it is correction.preset = "token_tis"'),
+    (["--correction.preset", "token_mask"], 'here it is correction.preset = "icepop" with correction.lower = 0'),
+    (["--correction.preset", "geometric"], 'here it is correction.preset = "geometric_mask"'),
+    (["--correction.preset", "seq_mean_k1"], 'here it is correction.preset = "verl/decoupled_geo_rs"'),
+    (["--correction.preset", "seq-mask-tis"], 'here it is correction.preset = "nemo/seq_mask_tis"'),
+    (["--correction.preset", "decoupled_k3_rs"], 'here it is correction.preset = "verl/decoupled_k3_rs"'),
+    (["--moe.replay", "r3"], 'here it is moe.replay = "R3"'),
     (["--correction.preset", "off"], 'here it is correction.preset = "none"'),
     (["--correction.preset", "sequence_mask"], 'here it is correction.preset = "sequence_mis"'),
     (["--precision.recipe", "fp8"], 'here it is precision.recipe = "fp8_unified" (engine and learner) or "fp8_rollout"'),
@@ -42,6 +64,11 @@ PAGE = Path("docs/coming_from.md").read_text()
     (["--per_device_train_batch_size", "4"], "train.rows_per_microbatch"), (["--bf16", "true"], "precision.recipe"),
     (["--gradient_checkpointing"], "train.remat"), (["--max_completion_length", "9"], "rollout.max_new_tokens"),
     (["--n-samples-per-prompt", "8"], "rollout.samples_per_prompt"),
+    (["--use_bias_correction_kl", "true"], 'loss.unbiased_kl with loss.sampled_by = "old"'),
+    (["--delta", "3"], "is loss.dual_clip here"), (["--policy.optimizer.kwargs.lr", "1e-6"], "is optim.lr here"),
+    (["--trainer.policy.optimizer_config.lr", "1e-6"], "is optim.lr here"),
+    (["--generator.sampling_params.max_generate_length", "9"], "is rollout.max_new_tokens here"),
+    (["--trainer.algorithm.off_policy_correction.tis_ratio_type", "token"], "is correction.preset here"),
 ])  # fmt: skip
 def test_a_name_of_theirs_gets_ours(words, says, capsys):
     assert main.main(["train", "demo", *words]) == 2
@@ -93,6 +120,8 @@ def test_a_value_that_stands_for_one_of_ours_is_one():
         for text in ours.values():
             for key, value in re.findall(r'([a-z]+\.[a-z_]+) = "(\w+)"', text):
                 assert not choices[key] or value in choices[key], text
+            for preset in re.findall(r'correction\.preset = "([^"]+)"', text):
+                assert preset in PRESETS, text
 
 
 def test_names_are_those_of_the_other_tables_of_the_page():
