@@ -52,6 +52,64 @@ def breaches(file: str, source: str) -> list[str]:
     return [f"{file}:{line} imports {name}" for name, line in ours if not re.fullmatch(allowed, name)]
 
 
+def units() -> dict[str, set[str]]:
+    """Of each row of the table in docs/architecture.md, in order: the folders and files that it may import."""
+    table = (ROOT / "docs/architecture.md").read_text().partition("## Folders")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+) \|$", table, re.M)
+    whole = lambda unit, name: name if "/" in name or name in PACKAGES else f"{unit.split('/')[0]}/{name}"
+    names = {unit: [] if words == "nothing of ours" else words.split(", ") for unit, words in rows}
+    return {unit: {whole(unit, name) for name in found} for unit, found in names.items()}
+
+
+def unit_of(file: str) -> str:
+    """The row that a file belongs to."""
+    return "pallas_kernels" if file.startswith("pallas_kernels") else "/".join(file.split("/")[:2])
+
+
+def module_graph() -> dict[str, set[str]]:
+    """By file: the files of ours that it imports anywhere, for types and in functions, too."""
+    files = {f[:-3].replace("/", ".").removesuffix(".__init__"): f for f in FILES}
+
+    def home(name: str) -> str | None:
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return files.get(name)
+
+    found = {f: {home(name) for name, _ in imports(ast.parse((ROOT / f).read_text()))} for f in FILES}
+    return {f: targets - {None, f} for f, targets in found.items()}
+
+
+def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Files that import each other, each circle sorted."""
+    reach = {f: set(targets) for f, targets in graph.items()}
+    for middle in reach:
+        for targets in reach.values():
+            if middle in targets:
+                targets |= reach[middle]
+    return sorted({tuple(sorted(g for g in reach if f in reach[g] and g in reach[f])) for f in reach if f in reach[f]})
+
+
+def test_folders_import_what_the_table_says():
+    table, graph = units(), module_graph()
+    lonely = {"jaxfp8rl/__init__.py", "jaxfp8rl/__main__.py", "bridges/__init__.py"}  # the doors
+    assert {unit_of(f) for f in FILES} - lonely - {"pallas_kernels"} == set(table)
+    found = {(unit_of(f), unit_of(g)) for f, targets in graph.items() for g in targets if f not in lonely}
+    assert {(a, b) for a, b in found if a != b and a != "pallas_kernels"} == {
+        (unit, name) for unit, names in table.items() for name in names}
+
+
+def test_a_folder_stands_below_all_that_it_imports():
+    table, seen = units(), {"pallas_kernels"}
+    for unit, names in table.items():
+        assert names - seen <= {"bridges/served"}, unit
+        seen.add(unit)
+
+
+def test_no_two_modules_import_each_other():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [("b", "c")]
+    assert circles(module_graph()) == []
+
+
 def at_module_level(tree: ast.Module) -> list[str]:
     """Top packages imported when the module is, TYPE_CHECKING blocks left out."""
     names, todo = [], list(tree.body)
