@@ -35,7 +35,7 @@ from benchmarks.common import arguments, row, write
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.models.hf_names import param_table
-from jaxfp8rl.optim.adamw import init_state
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.publish.wire import is_fp8
 from jaxfp8rl.rollout.scored_groups import make_requests
 from jaxfp8rl.training import loop

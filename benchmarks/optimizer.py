@@ -30,20 +30,14 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from jaxfp8rl.config.schema import Config, Optim
+from jaxfp8rl.config.learning import Optim
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
-from jaxfp8rl.optim.adamw import (
-    FAINT,
-    Formats,
-    Optimizer,
-    adamw,
-    from_optax,
-    guarded_update,
-    init_state,
-    make_schedule,
-)
+from jaxfp8rl.optim.adamw import FAINT, Formats, Optimizer, adamw
+from jaxfp8rl.optim.guard import from_optax, guarded_update, init_state
 from jaxfp8rl.optim.low_bit import Stored, decode, encode, is_scaled, nbytes, random_bits, zeros
+from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import rounding_exact_jit

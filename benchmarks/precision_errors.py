@@ -32,7 +32,7 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from jaxfp8rl.config.schema import Loss
+from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention
-from jaxfp8rl.optim.adamw import init_state
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import rounding_exact_jit

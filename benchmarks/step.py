@@ -36,7 +36,7 @@ import numpy as np
 
 from benchmarks.attention import packed
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
-from jaxfp8rl.config.schema import Correction, Loss, Optim
+from jaxfp8rl.config.learning import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.distributed.mesh import AXES, make_mesh_layout
 from jaxfp8rl.memory.flops import mfu, update_flops
@@ -44,7 +44,8 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import Remat
-from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch

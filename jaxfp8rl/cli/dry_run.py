@@ -13,7 +13,8 @@ from pathlib import Path
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
-from jaxfp8rl.data.tasks import Task, make_task
+from jaxfp8rl.data.task import Task
+from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.distributed.process_group import check_environment
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.memory.fit import format_needs

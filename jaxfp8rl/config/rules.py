@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxfp8rl.config.schema import Config, Loss, Rollout
+from jaxfp8rl.config.learning import Loss
+from jaxfp8rl.config.sampling import Rollout
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.precision.recipe import Recipe, get_recipe
 from jaxfp8rl.verifiers.scorers import check_scorer_name

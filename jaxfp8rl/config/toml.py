@@ -24,7 +24,9 @@ from typing import Any, Literal, NamedTuple
 
 import pydantic
 
-from jaxfp8rl.config.schema import Config, Run, Section
+from jaxfp8rl.config.sampling import Run
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.config.section import Section
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.other_names import key_here, plain, value_here
 

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and global-norm clipping, and the guard that never applies a non-finite update.
+"""AdamW with global-norm clipping, on masters and moments of any format.
 
 Masters and moments are kept in the formats that `optim` names (jaxfp8rl.optim.low_bit). They are read,
 updated and written where they lie, in one elementwise pass after one look ahead: besides them and the
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxfp8rl.config.schema import Optim
+from jaxfp8rl.config.learning import Optim
 from jaxfp8rl.optim.low_bit import (
     Format,
     Stored,
@@ -28,9 +28,8 @@ from jaxfp8rl.optim.low_bit import (
     random_bits,
     zeros,
 )
-from jaxfp8rl.types import Params, StepMetrics, TrainState
-
-FIRST_LOSS_SCALE, LARGEST_LOSS_SCALE, LOSS_SCALE_PATIENCE = 2.0**15, 2.0**16, 200
+from jaxfp8rl.optim.schedule import make_schedule
+from jaxfp8rl.types import Params
 
 # How masters and moments are rounded that are too faint for the digits of their format: moments so that a
 # step gets smaller, for a first moment rounded up, or a second one rounded to 0, makes a step of a thousand
@@ -59,19 +58,6 @@ class Formats(NamedTuple):
     first: Format = "float32"
     second: Format = "float32"
     offload: bool = False
-
-
-def make_schedule(cfg: Optim, updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up to `lr`, then constant, or a cosine or linear decay to lr *
-    min_lr_ratio at update `total_steps`, or else `updates`; there it stays."""
-    after = max((cfg.total_steps or updates) - cfg.warmup_steps, 1)
-    tail = {
-        "constant": lambda: optax.constant_schedule(cfg.lr),
-        "cosine": lambda: optax.cosine_decay_schedule(cfg.lr, after, cfg.min_lr_ratio),
-        "linear": lambda: optax.linear_schedule(cfg.lr, cfg.lr * cfg.min_lr_ratio, after),
-    }[cfg.schedule]()
-    warmup = optax.linear_schedule(cfg.lr / max(cfg.warmup_steps, 1), cfg.lr, max(cfg.warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, tail], [cfg.warmup_steps]) if cfg.warmup_steps else tail
 
 
 def make_optimizer(cfg: Optim, updates: int) -> Optimizer:
@@ -171,82 +157,3 @@ def _fetch(kept: tuple) -> tuple:
 def _stow(kept: tuple) -> tuple:
     return kept[0], *jax.device_put(kept[1:], jax.memory.Space.Host)
 
-
-def from_optax(transformation: optax.GradientTransformation) -> Optimizer:
-    """Any optax transformation, of float32 parameters."""
-
-    def update(grads: Params, scale: Array, state: Any, params: Params, finite: Array) -> tuple:
-        norm = scale * optax.tree.norm(grads)
-
-        def apply() -> tuple[Params, Any]:
-            updates, new = transformation.update(jax.tree.map(lambda g: g * scale, grads), state, params)
-            return optax.apply_updates(params, updates), new
-
-        return *jax.lax.cond(finite & jnp.isfinite(norm), apply, lambda: (params, state)), norm
-
-    return Optimizer(lambda params: (params, transformation.init(params)), update)
-
-
-def init_state(
-    params: Params, optimizer: Optimizer | optax.GradientTransformation, compute_dtype: str = "float32"
-) -> TrainState:
-    """A fresh TrainState around float32 parameters, which become its masters; under float16 with a loss
-    scale."""
-    steps, bad, good = (jnp.zeros((), jnp.int32) for _ in range(3))  # three buffers: each is donated
-    masters, opt_state = _ours(optimizer).init(params)
-    return TrainState(steps, masters, opt_state, bad, jnp.float32(first_loss_scale(compute_dtype)), good)
-
-
-def first_loss_scale(compute_dtype: str) -> float:
-    return FIRST_LOSS_SCALE if compute_dtype == "float16" else 1.0
-
-
-def rescaled(state: TrainState, compute_dtype: str) -> TrainState:
-    """A state of another run: with a loss scale exactly where `compute_dtype` asks for one, in the memory
-    that it was in."""
-    if bool(state.loss_scale > 1) == (compute_dtype == "float16"):
-        return state
-    scale = 0 * state.loss_scale + first_loss_scale(compute_dtype)
-    return state._replace(loss_scale=scale, good_steps=0 * state.good_steps)
-
-
-def _ours(optimizer: Optimizer | optax.GradientTransformation) -> Optimizer:
-    return optimizer if isinstance(optimizer, Optimizer) else from_optax(optimizer)
-
-
-def guarded_update(
-    optimizer: Optimizer | optax.GradientTransformation, state: TrainState, loss: Array, grads: Params,
-    live: Array | bool = True
-) -> tuple[TrainState, StepMetrics]:
-    """Apply `grads`, the gradients times state.loss_scale, unless the loss or their global norm is not
-    finite; then keep every byte of params and optimiser state and count up `bad_steps`.
-    (optax.apply_if_finite applies the bad update after N in a row: a delay, not a guard.) Every byte is also
-    kept where nothing is `live`: Adam's momentum is no reason to move by itself. Such an update is neither
-    good nor bad, unless it is not finite: both counts in a row stay.
-
-    With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is
-    halved; it doubles after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed
-    Precision Training", section 3.2). At 2 it is halved no more, since 1 is none at all: gradients that
-    overflow then are a bad step.
-    """
-    finite = jnp.isfinite(loss)
-    scale = 1 / state.loss_scale  # a power of two
-    params, opt_state, norm = _ours(optimizer).update(grads, scale, state.opt_state, state.params,
-                                                      finite & live)
-    sound = finite & jnp.isfinite(norm)
-    ok, scaling = sound & live, state.loss_scale > 1
-    overflow = (state.loss_scale > 2) & finite & ~sound
-    grow = ok & scaling & (state.good_steps
-                           + 1 >= LOSS_SCALE_PATIENCE) & (state.loss_scale < LARGEST_LOSS_SCALE)
-    new = TrainState(
-        step=state.step + ok,
-        params=params,
-        opt_state=opt_state,
-        bad_steps=jnp.where(ok, 0, state.bad_steps + ~(sound | overflow)),
-        loss_scale=state.loss_scale * jnp.where(grow, 2.0, jnp.where(overflow, 0.5, 1.0)),
-        good_steps=jnp.where(sound & ~grow, state.good_steps + (ok & scaling), 0),
-    )
-    return new, {
-        "grad_norm": norm, "update/applied": ok.astype(jnp.float32), "update/bad_in_a_row": new.bad_steps,
-        "update/overflow": overflow.astype(jnp.float32), "update/loss_scale": new.loss_scale,
-    }

@@ -10,7 +10,8 @@ from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.optim.adamw import Optimizer, init_state
+from jaxfp8rl.optim.adamw import Optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.types import Params, TrainState
 
 

@@ -25,6 +25,8 @@ from jaxfp8rl.probes.probes import forward_with_hooks, unquantized_policy
 from jaxfp8rl.types import Params, TrainBatch
 
 NAMED = 3  # tensors a message lists
+
+
 class BadTensor(NamedTuple):
     """`bad` of `size` elements of the tensor are NaN or infinite."""
 

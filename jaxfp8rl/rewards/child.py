@@ -15,7 +15,8 @@ import socket
 import sys
 
 from jaxfp8rl.data.problem import Problem
-from jaxfp8rl.data.tasks import Task, from_json, named
+from jaxfp8rl.data.task import Task
+from jaxfp8rl.data.tasks import from_json, named
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.rewards.scoring import judge
 

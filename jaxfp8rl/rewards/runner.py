@@ -25,8 +25,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Self
 
+from jaxfp8rl.data.file_task import FileTask
 from jaxfp8rl.data.problem import Problem
-from jaxfp8rl.data.tasks import FileTask, Task, as_json, named
+from jaxfp8rl.data.task import Task
+from jaxfp8rl.data.tasks import as_json, named
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rewards.scoring import Score, judge, total
 

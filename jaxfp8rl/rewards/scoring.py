@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxfp8rl.data.problem import Problem
-    from jaxfp8rl.data.tasks import Task
+    from jaxfp8rl.data.task import Task
 
 OURS = str(Path(__file__).parents[1])
 

@@ -9,9 +9,11 @@ import numpy as np
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import contents, demonstrable, prepare
+from jaxfp8rl.data.file_task import FileTask
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, read_seen
-from jaxfp8rl.data.tasks import FileTask, Task, make_task
+from jaxfp8rl.data.task import Task
+from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.models.config import ModelConfig

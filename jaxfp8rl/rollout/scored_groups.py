@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridges.api import Completion, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
-from jaxfp8rl.config.schema import Loss
+from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer

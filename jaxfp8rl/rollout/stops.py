@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 
 from bridges.api import Completion, GenRequest
-from jaxfp8rl.config.schema import Rollout
+from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, DataError
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from bridges.api import Capabilities, Completion
-from jaxfp8rl.config.schema import Config, Rollout
+from jaxfp8rl.config.sampling import Rollout
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
 
 WHOLE = 1024  # words that a nucleus may be of

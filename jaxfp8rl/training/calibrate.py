@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfp8rl.config.schema import Loss
+from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.losses.calibration import calibrated_bounds
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND

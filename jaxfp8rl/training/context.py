@@ -17,7 +17,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.packing import Sample, microbatches_needed
 from jaxfp8rl.data.seen import Questions
-from jaxfp8rl.data.tasks import Task
+from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout, make_mesh_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
@@ -25,7 +25,8 @@ from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.optim.adamw import make_optimizer, make_schedule
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
 from jaxfp8rl.policy.initial import fresh_state, starting_params
 from jaxfp8rl.policy.routing_replay import (

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxfp8rl.config.schema import Config, RewardSection
+from jaxfp8rl.config.sampling import RewardSection
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config, of_table
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.verifiers.own_scorers import CALLABLE, check_signature, handed_over

@@ -24,8 +24,9 @@ from jaxfp8rl.data.seen import check_unseen, read_seen
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.optim.adamw import make_schedule, rescaled
+from jaxfp8rl.optim.loss_scale import rescaled
 from jaxfp8rl.optim.low_bit import decode, is_scaled
+from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.policy.initial import on_devices
 from jaxfp8rl.probes.finite import bad_tensors, check_finite
 from jaxfp8rl.rollout.problems import Data

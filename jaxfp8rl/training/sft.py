@@ -16,12 +16,13 @@ import numpy as np
 import optax
 from jax import Array
 
+from jaxfp8rl.config.learning import Optim
 from jaxfp8rl.config.rules import check
-from jaxfp8rl.config.schema import Config, Optim
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import demonstrable
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.seen import Questions, write_seen
-from jaxfp8rl.data.tasks import Task
+from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import ConfigError, NonFiniteStep, check_writable
 from jaxfp8rl.memory.fit import check_warm_start
@@ -29,7 +30,8 @@ from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
 from jaxfp8rl.monitors.console import ConsoleMonitor
-from jaxfp8rl.optim.adamw import guarded_update, init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import guarded_update, init_state
 from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.policy.hardware import attention_of, check_kernels
 from jaxfp8rl.policy.initial import starting_params

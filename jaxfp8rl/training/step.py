@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxfp8rl.config.schema import Loss
+from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, MeshLayout
 from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import Correction, CorrectionConfig, rollout_correction
@@ -34,7 +34,8 @@ from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.transformer import Remat, forward_and_seen, head_weight
-from jaxfp8rl.optim.adamw import Optimizer, guarded_update
+from jaxfp8rl.optim.adamw import Optimizer
+from jaxfp8rl.optim.guard import guarded_update
 from jaxfp8rl.policy.policy import combine, gradients_like, outer, partition, policy_of, scales_in
 from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision

@@ -20,7 +20,7 @@ from bridges.inside_vllm.stacks import stack_of
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.optim.adamw import init_state
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.policy import combine, partition
 from jaxfp8rl.precision.linear import EngineWeight
 from jaxfp8rl.training import loop

@@ -29,7 +29,8 @@ from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteStep
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.publish.wire import LearnerWeights

@@ -10,7 +10,7 @@ from benchmarks.learning_grid import CORRECTIONS
 from bridges.api import EngineDirty, EngineUnhealthy, SamplingParams, VersionSpan
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
 from bridges.sources.array_source import random_source
-from jaxfp8rl.config.schema import Loss
+from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.dataset import prepare
 from jaxfp8rl.data.problem import Problem

@@ -23,7 +23,7 @@ from bridges.api import EngineUnhealthy
 from bridges.engines.embedded_engine import JaxEngine
 from bridges.served.supervised_engine import SupervisedEngine
 from jaxfp8rl.checkpoint import store
-from jaxfp8rl.config.schema import Section
+from jaxfp8rl.config.section import Section
 from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed, NonFiniteStep
 from jaxfp8rl.rewards.runner import RewardRunner, _child_environment

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.config.schema import Optim
-from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_schedule
+from jaxfp8rl.config.learning import Optim
+from jaxfp8rl.optim.adamw import Formats, adamw
+from jaxfp8rl.optim.guard import guarded_update, init_state
 from jaxfp8rl.optim.low_bit import DTYPES, decode, encode, is_scaled, round_stochastically
+from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.precision.jit import rounding_exact_jit
 
 LEAST = Formats("bfloat16", "float8", "bfloat16")

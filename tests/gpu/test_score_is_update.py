@@ -12,10 +12,11 @@ import pytest
 
 from benchmarks.common import config
 from benchmarks.step import batch_of, precision_of, rows_of
-from jaxfp8rl.config.schema import Correction, Loss, Optim
+from jaxfp8rl.config.learning import Correction, Loss, Optim
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 
 ARGS = argparse.Namespace(row_tokens=2048, segments=8, microbatches=2, data=1, fsdp=1, tensor=1)

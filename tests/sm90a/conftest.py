@@ -19,10 +19,11 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.common import config
 from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of
-from jaxfp8rl.config.schema import Correction, Loss, Optim
+from jaxfp8rl.config.learning import Correction, Loss, Optim
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from pallas_kernels.logprob import api as logprob

@@ -9,7 +9,7 @@ import sys
 import jax
 import numpy as np
 
-from jaxfp8rl.config.schema import Correction, Loss, Optim
+from jaxfp8rl.config.learning import Correction, Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.distributed.mesh import ONE, make_mesh_layout
 from jaxfp8rl.models.config import ModelConfig

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl.config.schema import Loss
+from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.losses.calibration import calibrated_bounds
 from jaxfp8rl.losses.objectives import ObjectiveConfig, policy_loss
 from jaxfp8rl.training.calibrate import ClipCalibration

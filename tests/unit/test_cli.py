@@ -279,7 +279,8 @@ def test_memory_plan_counts_the_tensors(config):
     from jaxfp8rl.memory.plan import memory_plan
     from jaxfp8rl.models.config import ModelConfig
     from jaxfp8rl.models.hf_names import empty_params
-    from jaxfp8rl.optim.adamw import init_state, make_optimizer
+    from jaxfp8rl.optim.adamw import make_optimizer
+    from jaxfp8rl.optim.guard import init_state
 
     cfg = load_config(config, ["--precision.recipe", "fp8_unified", "--rollout.kv_cache", "fp8"])
     model = ModelConfig.from_hf(cfg.model.config)

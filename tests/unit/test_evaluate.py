@@ -27,7 +27,8 @@ from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.evaluate import pass_at_k as evaluate
 from jaxfp8rl.evaluate.pass_at_k import check_held_out, interval, pass_at_k
-from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.publish.wire import LearnerWeights

@@ -23,7 +23,8 @@ from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, head_weight
-from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.optim.low_bit import decode, encode
 from jaxfp8rl.policy.shapes import model_config, weights_in_fp8
 from jaxfp8rl.precision.recipe import Precision

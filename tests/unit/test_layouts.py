@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.file_task import FileTask
 from jaxfp8rl.data.rows import Fields, read_rows
-from jaxfp8rl.data.tasks import FileTask, make_task
+from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.errors import DataError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.config.schema import Loss, Optim
+from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 

@@ -6,18 +6,14 @@ import numpy as np
 import optax
 import pytest
 
+from jaxfp8rl.config.learning import Optim
 from jaxfp8rl.config.resume_rules import check_resumable, settled
-from jaxfp8rl.config.schema import Optim
 from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.optim.adamw import (
-    LOSS_SCALE_PATIENCE,
-    guarded_update,
-    init_state,
-    make_optimizer,
-    make_schedule,
-    rescaled,
-)
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import guarded_update, init_state
+from jaxfp8rl.optim.loss_scale import LOSS_SCALE_PATIENCE, rescaled
+from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.training.resume import rate_notes
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -15,15 +15,17 @@ import optax
 import pytest
 
 from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.config.learning import Optim
 from jaxfp8rl.config.rules import check
-from jaxfp8rl.config.schema import Optim
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import empty_params
-from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_optimizer, make_schedule
+from jaxfp8rl.optim.adamw import Formats, adamw, make_optimizer
+from jaxfp8rl.optim.guard import guarded_update, init_state
 from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
+from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision

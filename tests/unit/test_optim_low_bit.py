@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.config.schema import Optim
-from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_schedule
+from jaxfp8rl.config.learning import Optim
+from jaxfp8rl.optim.adamw import Formats, adamw
+from jaxfp8rl.optim.guard import guarded_update, init_state
 from jaxfp8rl.optim.low_bit import (
     CODES,
     DTYPES,
@@ -20,6 +21,7 @@ from jaxfp8rl.optim.low_bit import (
     random_bits,
     round_stochastically,
 )
+from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.numerics import tile_distinct
 

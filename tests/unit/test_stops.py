@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bridges.api import Completion, GenRequest, SamplingParams, VersionSpan
 from bridges.engines.fake_engine import FakeEngine
-from jaxfp8rl.config.schema import Rollout
+from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import ConfigError

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridges.api import Capabilities, Completion, EngineFormats, SamplingParams, VersionSpan, supports
-from jaxfp8rl.config.schema import Rollout
+from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.memory.plan import memory_plan

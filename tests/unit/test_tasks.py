@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfp8rl.config.schema import Task as TaskSection
+from jaxfp8rl.config.sampling import Task as TaskSection
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tasks import OF_SECTION, TASKS, as_json, from_json, make_task
 from jaxfp8rl.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfp8rl.config.schema import Loss, Optim
+from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.losses.aggregation import AGGREGATIONS
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
@@ -20,7 +20,8 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.transformer import forward
-from jaxfp8rl.optim.adamw import init_state, make_optimizer
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.training.sft import make_sft_step
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step

@@ -1,0 +1,45 @@
+"""The base class of the configuration's sections, and the types that they share."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import pydantic
+
+from jaxfp8rl.data.tokenizer import CHARS_PREFIX
+
+if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
+    pass
+
+FloatType = Literal["float32", "bfloat16", "float16"]
+
+
+def _day(text: str) -> str:
+    """Raises ValueError, which pydantic reports, for what is none."""
+    return datetime.date.fromisoformat(text).isoformat()
+
+
+def _listed(value: Any) -> Any:
+    """One of a list, given alone."""
+    return (value,) if isinstance(value, int | str) and not isinstance(value, bool) else value
+
+
+def _expanded(path: str) -> str:
+    """With ~ and $NAME, which a shell would have put in, and a file has not. Raises ValueError for a name
+    that is not set."""
+    if path.startswith(CHARS_PREFIX):
+        return path
+    found = os.path.expanduser(os.path.expandvars(path))
+    if unset := re.search(r"\$(\w+|\{\w+\})", found):
+        raise ValueError(f"{path}: the environment has no {unset[0]}")
+    return found
+
+
+File = Annotated[str, pydantic.AfterValidator(_expanded)]  # the name of a file or folder
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

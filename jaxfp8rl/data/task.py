@@ -1,0 +1,109 @@
+"""The protocol of a task, and what the kinds of tasks share."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import numpy as np
+from pydantic import Field
+
+from jaxfp8rl.data.messages import Prompt
+from jaxfp8rl.data.problem import Problem
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.verifiers import scorers
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+ThinkTags = tuple[str, ...]  # what thoughts stand between, or nothing
+GENERATOR = "generator"  # of several rewards the one that a task gives by itself
+NAME = r"[a-z][a-z0-9_]*"  # of a reward
+ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """One of several rewards of a task: what its `scorer` says of what `extract` finds, "" as the task's own
+    does."""
+
+    name: str
+    scorer: str
+    weight: float = 1.0
+    extract: Literal["", "all", "tag", "last_line", "last_number", "raw"] = ""
+
+
+class Task(Protocol):
+    """What the loop needs. `in_child`: `score` may be slow or crash, so it must run in the scoring
+    process."""
+
+    kind: ClassVar[str]
+    name: str
+
+    @property
+    def in_child(self) -> bool: ...
+
+    def problems(self) -> Sequence[Problem]:
+        """Training problems, in an order that the options fix."""
+
+    def held_out(self) -> Sequence[Problem]:
+        """Problems that are never trained on; empty when the options ask for none."""
+
+    def score(self, problem: Problem, text: str) -> float | None:
+        """Score of a completion's text (special tokens removed); None: undefined. May raise: undefined as
+        well."""
+
+    def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
+        """An answer for the supervised warm start to imitate; the reference answer unless the task says
+        otherwise."""
+
+    def load_scorer(self) -> None:
+        """Import what `score` needs, so that no item's clock pays for it."""
+
+
+class ReferenceDemonstrations:
+    """The reference as it stands, in a tag where `extract` looks there."""
+
+    def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
+        if self.extract != "tag":
+            return problem.reference or problem.answer
+        return "\n".join([problem.reference] * bool(problem.reference)
+                         + [f"<answer>{problem.answer}</answer>"])
+
+
+def check_chat(chat: bool, system_prompt: str) -> None:
+    if system_prompt and not chat:
+        raise ConfigError("task.system_prompt: only a prompt rendered with the chat template has one",
+                          "set task.chat = true")
+
+
+def with_system_prompt(prompt: Prompt, chat: bool, system_prompt: str) -> Prompt:
+    if isinstance(prompt, str) and not chat:
+        return prompt
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    has_own = messages[0]["role"] == "system"
+    return messages if not system_prompt or has_own else ({"role": "system", "content": system_prompt},
+                                                          *messages)
+
+
+def unit_hash(*parts: Any) -> float:
+    """A number in [0, 1) fixed by the parts, on every machine."""
+    return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:6]) / 2**48
+
+
+def check_rewards(rewards: Sequence[Any], built_in: Sequence[str]) -> None:
+    """Raise ConfigError for rewards (`Reward`, or the config's) of one name, of a weight that is no number,
+    or of no scorer."""
+    for reward in rewards:
+        if [r.name for r in rewards].count(reward.name) > 1 or not re.fullmatch(NAME, reward.name):
+            raise ConfigError(
+                f'task.rewards: name "{reward.name}": each has a name of its own, of a-z, 0-9 and _',
+                "rename it")
+        if not math.isfinite(reward.weight):
+            raise ConfigError(f'task.rewards: weight {reward.weight} of "{reward.name}" is no number',
+                              "weight = 1.0, say")
+        scorers.check_scorer_name(reward.scorer, built_in, "task.rewards")
