@@ -59,7 +59,7 @@ class Model(Section):
 
 
 class RewardSection(Section):
-    """One of several rewards; see jaxfp8rl.data.tasks.Reward."""
+    """One of several rewards; see jaxfp8rl.data.task.Reward."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     scorer: str

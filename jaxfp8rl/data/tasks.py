@@ -78,7 +78,7 @@ def from_json(text: str) -> Task:
 
 
 def _section_options(section: Any) -> dict[str, Any]:
-    """The fields of `jaxfp8rl.config.schema.Task` that are set and concern a task, and its `options`, side by
+    """The fields of `jaxfp8rl.config.sampling.Task` that are set and concern a task, and its `options`, side by
     side."""
     given = {f: getattr(section, f) for f in OF_SECTION
              if getattr(section, f) != type(section).model_fields[f].default}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8rl.config import schema, toml
+from jaxfp8rl.config import learning, toml
 from jaxfp8rl.config.rules import VLLM_TEMPERATURES
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config, key_lines, load_config
@@ -285,14 +285,14 @@ def test_no_text_crashes(tmp_path_factory, text):
 
 
 def test_the_choices_of_the_loss_are_those_that_exist():
-    fields = {name: set(typing.get_args(schema.Loss.model_fields[name].annotation))
-              for name in schema.Loss.model_fields}
+    fields = {name: set(typing.get_args(learning.Loss.model_fields[name].annotation))
+              for name in learning.Loss.model_fields}
     assert fields["objective"] == set(OBJECTIVES) and fields["advantage"] == set(ADVANTAGES)
     assert fields["aggregation"] == set(AGGREGATIONS)
-    assert set(schema.Correction.model_fields) - {"preset",
+    assert set(learning.Correction.model_fields) - {"preset",
                                                   "allow_uncorrected_fp8"} == set(CorrectionConfig._fields)
-    assert schema.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
-    assert set(schema.RejectionSection.model_fields) == set(Rejection._fields)
+    assert learning.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
+    assert set(learning.RejectionSection.model_fields) == set(Rejection._fields)
     assert set(ObjectiveConfig._fields) - {"kind"} <= set(fields)
 
 
