@@ -21,7 +21,7 @@ from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import E4M3, E5M2
 
 OUTPUTS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
+no_derivative = forward_only("differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 
 
 @no_derivative

@@ -19,7 +19,7 @@ from pallas_kernels.quantize.reference import pad_to_blocks
 from pallas_kernels.rounding import fused_multiply_add
 
 ROWS = 16  # cuBLASLt takes FP8 operands in multiples of it; XLA would multiply others in a wider format
-no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
+no_derivative = forward_only("differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 
 
 @no_derivative

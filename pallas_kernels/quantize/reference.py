@@ -30,7 +30,7 @@ E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10  # vLLM's CUDA kernel; its kernels fused with RMSNorm and SiLU, and its torch form, use the next
 FUSED_AMAX_FLOOR = 2.0**-9
-no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
+no_derivative = forward_only("differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 
 
 def _divide(x: Array, y: Array) -> Array:

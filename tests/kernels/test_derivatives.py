@@ -12,10 +12,12 @@ from jax import lax
 
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.recipe import Precision
+from pallas_kernels import fp8_dot_general
 from pallas_kernels.attention import api as attention
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.decode_attention import api as decode
+from pallas_kernels.dot_general import api as dot_general
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.grouped_matmul import api as grouped
 from pallas_kernels.grouped_matmul import groups, high
@@ -60,10 +62,12 @@ DIFFERENTIABLE = {  # by whom the gradient is checked
     attention.attention: "tests/kernels/test_attention_reference.py", attention.attention_and_lse: "test_sm90_attention.py",
     logprob.linear_logprob: "test_sm90_logprob.py", groups.pad_rows: "below", groups.unpad_rows: "below",
     reference.dequantize_rows: "below", reference.dequantize_blocks: "below", reference.pad_to_blocks: "below",
+    dot_general.fp8_dot_general: "test_dot_general.py", dot_general.fp8_linear: "test_dot_general.py",
 }  # fmt: skip
 OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, high.why_reference, logprob.why_reference}
 OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite}
-PARTS = {groups.by_block, attention.forward, attention.backward}  # of those above
+MODULES = [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob, dot_general]
+PARTS = {groups.by_block, attention.forward, attention.backward, dot_general.only_forward, dot_general.forward, dot_general.backward}  # of those above
 
 
 def _decode(f, x, **how):
@@ -82,7 +86,7 @@ def product(x):
     return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("module", [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob])
+@pytest.mark.parametrize("module", MODULES)
 def test_every_public_function_is_one_or_the_other(module):
     functions = [f for name, f in inspect.getmembers(module, inspect.isroutine) if not name.startswith("_")]
     own = {f for f in functions if f.__module__ == module.__name__}
@@ -99,7 +103,7 @@ def test_what_has_no_derivative_says_so_by_kernel_and_reference(function):
                 jax.jit(derivative).lower(X)
 
 
-SAID = r"\.(quantize_rows|blockwise_matmul) has no derivative: differentiate jaxfp8rl.precision.linear.linear"
+SAID = r"\.(quantize_rows|blockwise_matmul) has no derivative: differentiate pallas_kernels.fp8_dot_general, or"
 WHERE = {
     "as it is": lambda f: f,
     "jit": jax.jit,
@@ -154,9 +158,13 @@ def test_eagerly_it_is_an_error_too():
             DERIVATIVES[derivative](product)(X)
 
 
-def test_the_one_that_the_message_names_has_the_gradient_of_straight_through():
+@pytest.mark.parametrize("product", [
+    lambda x, w: linear(x, w, Precision.uniform(1, "float32"), True),
+    lambda x, w: fp8_dot_general(x, w, (((1,), (1,)), ((), ())), backend="reference"),
+], ids=["linear", "fp8_dot_general"])  # fmt: skip
+def test_those_that_the_message_names_have_the_gradient_of_straight_through(product):
     """Of x and w as if neither were rounded, at the rounded ones: numpy's, to what FP8 operands allow of the backward."""
-    f = lambda x, w: jnp.mean(jnp.square(linear(x, w, Precision.uniform(1, "float32"), True)))
+    f = lambda x, w: jnp.mean(jnp.square(product(x, w)))
     y = np.asarray(reference.dequantize_rows(*ROWS)) @ np.asarray(reference.dequantize_blocks(*BLOCKS)).T
     dy = 2 * y / y.size
     for got, want in zip(jax.grad(f, (0, 1))(X, W), (dy @ W, dy.T @ X)):

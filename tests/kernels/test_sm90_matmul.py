@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.blockwise_matmul import api, reference, sm90
+from pallas_kernels.blockwise_matmul import tiles as tiles_module
 from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, FOR_WGRAD, Tiles, choose
 from pallas_kernels.numerics import worst_tile
 from pallas_kernels.plgpu_compat import INTERPRET
@@ -141,14 +142,14 @@ def test_few_rows_are_shared_by_many_multiprocessors():
 @pytest.mark.parametrize(("multiprocessors", "width"), [(132, 32), (114, 64), (78, 64)])  # H100 SXM, H100 PCIe, H20
 def test_tiles_are_those_of_the_gpu_that_is_here(monkeypatch, multiprocessors, width):
     """8 x 4096 is 128 tiles of 32 columns: one turn of 132 multiprocessors, two of fewer, which one turn of 64 columns beats."""
-    monkeypatch.setattr("pallas_kernels.blockwise_matmul.tiles.multiprocessors", lambda: multiprocessors)
+    monkeypatch.setattr(tiles_module, "multiprocessors", lambda: multiprocessors)
     assert choose(8, 4096, 4096, b_blocks=True).n == width
 
 
 @pytest.mark.parametrize(("mib", "pairs"), [(50, True), (60, False)])  # of an H100, of an H200
 def test_pairs_are_taken_where_the_cache_of_the_gpu_that_is_here_is_too_small(monkeypatch, mib, pairs):
     """A band of 8 tiles of 192 rows and 17 of 128 columns, 3,712 together, of 14,336 bytes each: 50.75 MiB."""
-    monkeypatch.setattr("pallas_kernels.blockwise_matmul.tiles.cache_bytes", lambda: mib * 2**20)
+    monkeypatch.setattr(tiles_module, "cache_bytes", lambda: mib * 2**20)
     assert bool(choose(65280, 4096, 14336, b_blocks=True).cluster) == pairs
 
 
