@@ -57,7 +57,7 @@ def spacing(x: ArrayLike, dtype: DTypeLike) -> np.ndarray:
     return np.ldexp(1.0, exponent - 1 - info.nmant)
 
 
-def tile_distinct(shape: tuple[int, int], block: tuple[int, int], seed: int = 0) -> np.ndarray:
+def tile_distinct(shape: tuple[int, int], block: tuple[int, int], seed: int = 0, octaves: float = 3.0) -> np.ndarray:
     """Normal float32 numbers [M, N], every tile of size `block` at a magnitude unlike its neighbours', 8^-6 to 8^6.
 
     Magnitudes repeat after 13 tiles, but not among tiles less than 3 rows and 3 columns of tiles apart, nor between one of
@@ -66,7 +66,7 @@ def tile_distinct(shape: tuple[int, int], block: tuple[int, int], seed: int = 0)
     """
     i, j = (np.arange(size) // b for size, b in zip(shape, block))
     level = (i[:, None] + 5 * j[None, :] + seed) % LEVELS
-    return (np.random.default_rng(seed).normal(size=shape) * np.exp2(3.0 * (level - LEVELS // 2))).astype(np.float32)
+    return (np.random.default_rng(seed).normal(size=shape) * np.exp2(octaves * (level - LEVELS // 2))).astype(np.float32)
 
 
 def _float64(x: ArrayLike) -> np.ndarray:

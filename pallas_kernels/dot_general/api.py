@@ -1,7 +1,9 @@
-"""`jax.lax.dot_general` whose product and both gradients are FP8 products: activations times a kernel of weights.
+"""`jax.lax.dot_general` whose product and both gradients are FP8 products: activations times a kernel of
+weights.
 
-`lhs` is the activations, `rhs` the kernel. The operands stay in their float type; each call quantises them (DeepSeek-V3, 2024,
-section 3.3): the kernel in blocks of 128x128, everything else in blocks of 1x128 along the contraction, all as E4M3.
+`lhs` is the activations, `rhs` the kernel. The operands stay in their float type; each call quantises them
+(DeepSeek-V3, 2024, section 3.3): the kernel in blocks of 128x128, everything else in blocks of 1x128 along
+the contraction, all as E4M3.
 
 | product  | contracts over | first operand      | second operand                             |
 |----------|----------------|--------------------|--------------------------------------------|
@@ -9,12 +11,15 @@ section 3.3): the kernel in blocks of 128x128, everything else in blocks of 1x12
 | d lhs    | N              | dy, 1x128 along N  | the very same codes and scales, transposed |
 | d kernel | tokens         | dy, 1x128 along T  | lhs, 1x128 along T, quantised anew         |
 
-T stands for the axes of lhs alone, N for those of rhs alone, K for the contracted ones. The gradient is that of the product as
-if neither operand had been rounded (straight-through), at the rounded kernel; it exists to first order, by reverse mode.
+T stands for the axes of lhs alone, N for those of rhs alone, K for the contracted ones. The gradient is that
+of the product as if neither operand had been rounded (straight-through), at the rounded kernel; it exists to
+first order, by reverse mode.
 
-`backend` as in `pallas_kernels.quantize.api`: the three products are Hopper's kernels, or the references that they are tested by.
-A NaN or an infinity gives its block a scale that is not finite: the result is NaN wherever that block enters, and nowhere else.
-A block whose largest magnitude is under 1e-10 is quantised as if that were 1e-10: what is under 2e-16 becomes 0.
+`backend` as in `pallas_kernels.quantize.api`: the three products are Hopper's kernels, or the references that
+they are tested by.
+A NaN or an infinity gives its block a scale that is not finite: the result is NaN wherever that block enters,
+and nowhere else. A block whose largest magnitude is under 1e-10 is quantised as if that were 1e-10: what is
+under 2e-16 becomes 0.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ Axes = Sequence[int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 AS_IT_COMES = (None, lax.Precision.DEFAULT, "default", "fastest", "bfloat16")  # names of the same
+PLAIN = "jax.lax.dot_general"
 once = forward_only("pallas_kernels.fp8_dot_general has a first derivative, by reverse mode, and no other")
 
 # Functions of their own in a program: Mosaic then compiles one kernel for all equal calls.
@@ -70,20 +76,25 @@ def fp8_dot_general(
     preferred_element_type: DTypeLike | None = None, *, out_sharding: Any = None, backend: Backend = "auto",
     interpret: Any = None,
 ) -> Array:  # fmt: skip
-    """`jax.lax.dot_general(lhs, rhs, dimension_numbers)` in FP8, differentiable in FP8: see the module's table.
+    """`jax.lax.dot_general(lhs, rhs, dimension_numbers)` in FP8, differentiable in FP8: see the module's
+    table.
 
     lhs: activations, rhs: the kernel; bfloat16, float16 or float32, of any shape without a zero.
-    dimension_numbers: ((axes contracted in lhs, in rhs), (batch axes of lhs, of rhs)), as `jax.lax.dot_general` has them. A
-        kernel [N, K] and a kernel [K, N] are both read as they lie. Products of a batch are computed one after another.
-    preferred_element_type: the result's dtype, bfloat16, float16 or float32; by default what `jax.lax.dot_general` gives.
-        Sums are float32 and are rounded once. Gradients have their operands' dtypes.
+    dimension_numbers: ((axes contracted in lhs, in rhs), (batch axes of lhs, of rhs)), as
+        `jax.lax.dot_general` has them. A kernel [N, K] and a kernel [K, N] are both read as they lie. A batch is
+        computed product by product.
+    preferred_element_type: the result's dtype, bfloat16, float16 or float32; by default what
+        `jax.lax.dot_general` gives. Sums are float32 and are rounded once. Gradients have their operands'
+        dtypes.
     precision: None or `jax.lax.Precision.DEFAULT`: there is no other way to compute it.
     out_sharding: None. A kernel is not split over devices by itself: call this inside `jax.shard_map`.
-    backend: "auto": the kernels on a Hopper GPU, elsewhere the reference, with a warning. "pallas": the kernels or an error.
-        "reference": plain jnp on any device, slowly. `interpret`: run the kernels on a CPU, for tests.
+    backend: "auto" is the kernels on a Hopper GPU and elsewhere the reference, with a warning; "pallas" is
+        the kernels or an error; "reference" is plain jnp on any device, slowly.
+    interpret: runs the kernels on a CPU, for tests.
 
-    Returns an array [*batch, *axes of lhs alone, *axes of rhs alone]. Raises ValueError, with what was found and what to do,
-    for other dtypes and for an operand without elements, and what `jax.lax.dot_general` raises for axes that do not fit.
+    Returns an array [*batch, *axes of lhs alone, *axes of rhs alone]. Raises ValueError, with what was found
+    and what to do, for other dtypes and for an operand without elements, and what `jax.lax.dot_general`
+    raises for axes that do not fit.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     _check("lhs", lhs), _check("rhs", rhs), _check_options(precision, preferred_element_type, out_sharding)
@@ -99,12 +110,15 @@ def fp8_linear(
     x: ArrayLike, w: ArrayLike, *, preferred_element_type: DTypeLike | None = None, backend: Backend = "auto",
     interpret: Any = None,
 ) -> Array:  # fmt: skip
-    """x [..., K] times w [N, K] transposed -> [..., N], in FP8 with a derivative in FP8: `fp8_dot_general` of a linear layer.
+    """x [..., K] times w [N, K] transposed -> [..., N], in FP8 with a derivative in FP8: `fp8_dot_general` of
+    a linear layer.
 
     dtypes, options and errors are those of `fp8_dot_general`.
     """
     if jnp.ndim(x) < 1 or jnp.ndim(w) != 2:
-        raise ValueError(f"x {list(jnp.shape(x))}, w {list(jnp.shape(w))}: x [..., K] and w [N, K] are wanted")
+        raise ValueError(
+            f"x {list(jnp.shape(x))}, w {list(jnp.shape(w))}: x [..., K] and w [N, K] are wanted"
+        )
     axes = ((jnp.ndim(x) - 1,), (1,)), ((), ())
     options = dict(preferred_element_type=preferred_element_type, backend=backend, interpret=interpret)
     return fp8_dot_general(x, w, axes, **options)
@@ -115,7 +129,8 @@ def _plain(axes: DimensionNumbers, dtype: DTypeLike | None) -> Callable[[Array, 
 
 
 def _as_matrices(lhs: Array, rhs: Array, axes: DimensionNumbers) -> tuple[Array, Array, bool]:
-    """lhs as [T, K], rhs as [N, K], or as [K, N] where K comes first in it; with an axis for the batch in front if there is one."""
+    """lhs as [T, K], rhs as [N, K], or as [K, N] where K comes first in it; with an axis for the batch in
+    front if there is one."""
     (contracted, of_rhs), (batch, batch_of_rhs) = axes
     pairs = sorted(zip(of_rhs, contracted))  # in the kernel's order, which then is only read
     of_rhs, contracted = [r for r, _ in pairs], [l for _, l in pairs]
@@ -194,7 +209,8 @@ def _readable(x: Array) -> Array:
 
 
 def _rounded(product: Callable, operands: tuple, dtype: jnp.dtype, how: How) -> Array:
-    """The product of two pairs of codes and scales in `dtype`, by way of float32 where the kernels do not write it."""
+    """The product of two pairs of codes and scales in `dtype`, by way of float32 where the kernels do not
+    write it."""
     (a, b), written = operands, jnp.float32 if dtype == jnp.float16 else dtype
     return product(*a, *b, out_dtype=jnp.dtype(written), **how.by).astype(dtype)
 
@@ -203,31 +219,36 @@ def _check(name: str, x: Array) -> None:
     found = f"{name} is {x.dtype}{list(x.shape)}"
     if x.dtype not in DTYPES:
         if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{found}: codes have no meaning without scales; multiply them by pallas_kernels.blockwise_matmul")
-        raise ValueError(f"{found}: bfloat16, float16 or float32 is quantised; cast it, or use jax.lax.dot_general")
+            raise ValueError(
+                f"{found}: these are codes already; pallas_kernels.blockwise_matmul takes them, with scales"
+            )
+        raise ValueError(f"{found}: bfloat16, float16 or float32 is quantised; cast it, or use {PLAIN}")
     if not x.size:
-        raise ValueError(f"{found}, empty: there is nothing to multiply; leave the call out, or use jax.lax.dot_general")
+        raise ValueError(f"{found}, empty: there is nothing to multiply; leave the call out, or use {PLAIN}")
 
 
 def _check_options(precision: Any, dtype: DTypeLike | None, out_sharding: Any) -> None:
     given = precision if isinstance(precision, tuple) else (precision,)
     if any(p not in AS_IT_COMES for p in given):
-        raise ValueError(f"precision = {precision}: the products are FP8; leave it out, or use jax.lax.dot_general")
+        raise ValueError(f"precision = {precision}: the products are FP8; leave it out, or use {PLAIN}")
     if dtype is not None and jnp.dtype(dtype) not in DTYPES:
-        raise ValueError(f"preferred_element_type = {jnp.dtype(dtype)}: bfloat16, float16 or float32; cast the result")
+        found = f"preferred_element_type = {jnp.dtype(dtype)}"
+        raise ValueError(f"{found}: bfloat16, float16 or float32; cast the result to others")
     if out_sharding is not None:
-        raise ValueError(f"out_sharding = {out_sharding}: kernels are not split over devices; call it inside jax.shard_map")
+        raise ValueError(f"out_sharding = {out_sharding}: no kernel is split; call it inside jax.shard_map")
 
 
 def _say_once_where_no_kernel_is(backend: Backend) -> None:
-    here = device()
-    if backend == "auto" and not use_kernel(backend) and here.platform != "gpu":  # of another GPU use_kernel says it
-        _warn_once(here.platform)
+    platform = device().platform
+    if backend == "auto" and not use_kernel(backend) and platform != "gpu":  # of another GPU use_kernel warns
+        _warn_once(platform)
 
 
 @functools.cache
 def _warn_once(platform: str) -> None:
     warnings.warn(
-        f'fp8_dot_general on backend "{platform}", which is no Hopper GPU: the reference computes the FP8 products, slowly and '
-        f'to a rounding of float32 as the kernels would; say backend="reference" if that is meant', RuntimeWarning, stacklevel=4,
-    )  # fmt: skip
+        f'fp8_dot_general on the backend "{platform}", which has no Hopper GPU: the reference computes the FP8 '
+        'products, slowly; backend="reference" asks for it without this warning',
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -67,7 +67,8 @@ DIFFERENTIABLE = {  # by whom the gradient is checked
 OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, high.why_reference, logprob.why_reference}
 OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite}
 MODULES = [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob, dot_general]
-PARTS = {groups.by_block, attention.forward, attention.backward, dot_general.only_forward, dot_general.forward, dot_general.backward}  # of those above
+PARTS = {groups.by_block, attention.forward, attention.backward}  # of those above
+PARTS |= {dot_general.only_forward, dot_general.forward, dot_general.backward}
 
 
 def _decode(f, x, **how):
