@@ -124,8 +124,8 @@ def assert_blockwise_close(
     """Every |actual - desired| is at most `rtol` times the largest |desired| of its block, plus `atol`.
 
     Blocks are of the last two axes and end where the array does: (128, 128) of weights, (1, 128) along the
-    contraction, (1, N) of rows. A vector counts as one row. A small block counts as much as a large one, which
-    an error relative to the whole hides. NaN belongs to NaN, and an infinity to its like. Raises
+    contraction, (1, N) of rows. A vector counts as one row. A small block counts as much as a large one,
+    which an error relative to the whole hides. NaN belongs to NaN, and an infinity to its like. Raises
     AssertionError, which names the worst block and the worst number in it.
     """
     got, want = (np.atleast_2d(np.asarray(x).astype(np.float64)) for x in (actual, desired))

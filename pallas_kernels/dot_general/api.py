@@ -81,8 +81,8 @@ def fp8_dot_general(
 
     lhs: activations, rhs: the kernel; bfloat16, float16 or float32, of any shape without a zero.
     dimension_numbers: ((axes contracted in lhs, in rhs), (batch axes of lhs, of rhs)), as
-        `jax.lax.dot_general` has them. A kernel [N, K] and a kernel [K, N] are both read as they lie. A batch is
-        computed product by product.
+        `jax.lax.dot_general` has them. Both a kernel [N, K] and a kernel [K, N] are read as they lie. A
+        batch is computed product by product.
     preferred_element_type: the result's dtype, bfloat16, float16 or float32; by default what
         `jax.lax.dot_general` gives. Sums are float32 and are rounded once. Gradients have their operands'
         dtypes.
@@ -247,8 +247,8 @@ def _say_once_where_no_kernel_is(backend: Backend) -> None:
 @functools.cache
 def _warn_once(platform: str) -> None:
     warnings.warn(
-        f'fp8_dot_general on the backend "{platform}", which has no Hopper GPU: the reference computes the FP8 '
-        'products, slowly; backend="reference" asks for it without this warning',
+        f'fp8_dot_general on the backend "{platform}", which has no Hopper GPU: the reference computes the '
+        'FP8 products, slowly; backend="reference" asks for it without this warning',
         RuntimeWarning,
         stacklevel=4,
     )
