@@ -64,6 +64,8 @@ def attention(
 
     Raises ValueError, with what was found and the rule, for anything else; ids that are known when the program is traced are
     checked too: none below 0, and none that comes back after another. Ids that are not known begin a new segment there.
+
+    Source: FlashAttention (Dao et al., 2022), algorithm 1.
     """
     return attention_and_lse(
         q, k, v, segments, scale=scale, fp8=fp8, backend=backend, tiles=tiles, interpret=interpret

@@ -32,7 +32,10 @@ def blockwise_matmul(
     """x [T, K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [T, N] in `out_dtype`. fprop and dgrad.
 
     x_scale [T, ceil(K/128)], w_scale [ceil(N/128), ceil(K/128)] float32; codes E4M3 or E5M2. `tiles`: other than the tuned ones.
-    `interpret`: run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the rule, for anything else.
+    `interpret`: run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the rule, for anything else, and
+    TypeError where a derivative is computed: `pallas_kernels.fp8_dot_general` has one.
+
+    Source: DeepSeek-V3 (2024), section 3.3.2: each 128 products are summed in the tensor cores, scaled, and added in float32.
     """
     _check(("x", x_codes, x_scale, False), ("w", w_codes, w_scale, True), out_dtype)
     if not use_kernel(backend):
@@ -47,7 +50,8 @@ def wgrad(
 ) -> Array:  # fmt: skip
     """dy^T x over the tokens: dy_codes [N, T], x_codes [K, T], both in 1x128 blocks along T -> [N, K] in `out_dtype`.
 
-    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as `quantize_tokens` gives them. Else as `blockwise_matmul`.
+    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as `quantize_tokens` gives them. Else as `blockwise_matmul`,
+    what it raises and the source included.
     """
     _check(("dy", dy_codes, dy_scale, False), ("x", x_codes, x_scale, False), out_dtype)
     if not use_kernel(backend):

@@ -47,7 +47,8 @@ def decode_attention(
     names pages that exist: neither is known when the program is traced, so neither is checked. `tiles`: other than the tuned
     ones. `interpret`: run the kernel on a CPU, for tests.
 
-    Raises ValueError, with what was found and the rule, for anything else.
+    Raises ValueError, with what was found and the rule, for anything else, and TypeError where a derivative is computed.
+    Source: PagedAttention (Kwon et al., 2023), in pieces that are joined as in flash-decoding (Dao et al., 2023).
     """
     return attention_and_lse(
         q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale=scale, backend=backend, tiles=tiles,

@@ -94,7 +94,7 @@ def fp8_dot_general(
 
     Returns an array [*batch, *axes of lhs alone, *axes of rhs alone]. Raises ValueError, with what was found
     and what to do, for other dtypes and for an operand without elements, and what `jax.lax.dot_general`
-    raises for axes that do not fit.
+    raises for axes that do not fit. Source: DeepSeek-V3 (2024), section 3.3.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     _check("lhs", lhs), _check("rhs", rhs), _check_options(precision, preferred_element_type, out_sharding)
@@ -113,7 +113,7 @@ def fp8_linear(
     """x [..., K] times w [N, K] transposed -> [..., N], in FP8 with a derivative in FP8: `fp8_dot_general` of
     a linear layer.
 
-    dtypes, options and errors are those of `fp8_dot_general`.
+    dtypes, options, what it raises and the source are those of `fp8_dot_general`.
     """
     if jnp.ndim(x) < 1 or jnp.ndim(w) != 2:
         raise ValueError(

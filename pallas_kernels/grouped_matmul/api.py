@@ -38,7 +38,8 @@ def grouped_matmul(
 
     x_scale [P, K/128], w_scale [E, ceil(N/128), K/128] float32; codes E4M3 or E5M2; K a multiple of 128, N of 64 and
     128 at least (of 32 and 64 for a float32 result). Rows of no expert are zeros. `tiles`: other than the tuned. `interpret`:
-    run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the rule, for anything else.
+    run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the rule, for anything else, and TypeError where a
+    derivative is computed. `groups`: of `plan_groups`. Source: as `blockwise_matmul`, of which each expert's rows are a product.
     """
     _check_codes("x", x_codes, 2), _check_codes("w", w_codes, 3)
     _check_groups(groups, "x_codes", x_codes, 0), _check_experts(groups, w_codes)

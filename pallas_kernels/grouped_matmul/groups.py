@@ -35,7 +35,7 @@ def plan_groups(group_sizes: Array, rows: int) -> Groups:
     """group_sizes [E] int32, the rows of each expert among `rows` rows sorted by expert -> where they lie, padded.
 
     Sizes may be zero. Rows beyond their sum belong to no expert; sizes that add up to more than `rows` are cut there, since the
-    device cannot raise. Raises ValueError for other shapes or dtypes.
+    device cannot raise. Raises ValueError for other shapes or dtypes. Source: see the module.
     """
     if group_sizes.ndim != 1 or not group_sizes.size or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}: a whole number for each expert is wanted")
@@ -60,12 +60,14 @@ def plan_groups(group_sizes: Array, rows: int) -> Groups:
 
 
 def pad_rows(x: Array, groups: Groups) -> Array:
-    """Sorted rows x [R, ...] -> [P, ...], zeros where there is padding. A gather, as is its inverse."""
+    """Sorted rows x [R, ...] of any dtype -> [P, ...], zeros where there is padding. A gather, as is its inverse. It raises
+    nothing: `groups` says what R and P are. Source: see the module."""
     return jnp.asarray(x).at[groups.source].get(mode="fill", fill_value=0)
 
 
 def unpad_rows(y: Array, groups: Groups) -> Array:
-    """Padded rows y [P, ...] -> sorted rows [R, ...], zeros for a row of no expert."""
+    """Padded rows y [P, ...] of any dtype -> sorted rows [R, ...], zeros for a row of no expert. It raises nothing. Source: see
+    the module."""
     return jnp.asarray(y).at[groups.padded].get(mode="fill", fill_value=0)
 
 

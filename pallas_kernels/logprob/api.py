@@ -82,7 +82,7 @@ def linear_logprob(
     `axis_name`: w is this device's part of the words, in the order of that axis of a `shard_map`; targets count all words; x and
     the results are the same on all devices. To be differentiated inside, with `check_vma=False` (pallas_kernels.shards).
 
-    Raises ValueError, with the shapes and the rule, for anything else.
+    Raises ValueError, with the shapes and the rule, for anything else. Source: the softmax's own; the formulas are the module's.
     """
     x, w, targets = map(jnp.asarray, (x, w, targets))
     _check(x, w, targets, live, support)

@@ -34,7 +34,12 @@ def quantize_rows(
 ) -> tuple[Array, Array]:  # fmt: skip
     """1x128 blocks along the last axis: x [..., K] bfloat16 or float32 -> codes [..., K], scales [..., ceil(K/128)] float32.
 
-    Options as `reference.quantize_rows`. `interpret`: run the kernel on a CPU, for tests. Raises ValueError for other dtypes.
+    dtype: of the codes, float8_e4m3fn or float8_e5m2. A number is about its code times its block's scale, which is the block's
+    largest magnitude over the largest code; `amax_floor` is the least such magnitude. `power_of_two`: scales are rounded up to
+    powers of two. A block with a NaN or an infinity has a scale that is not finite. `interpret`: run the kernel on a CPU, for
+    tests. Raises ValueError for other dtypes and for an array without elements.
+
+    Source: DeepSeek-V3 (2024), section 3.3.2, with the floor and the divisions of vLLM's `per_token_group_fp8_quant`.
     """
     _check(x, dtype)
     if not use_kernel(backend):
@@ -52,8 +57,10 @@ def quantize_tokens(
     x: Array, dtype: jnp.dtype = E4M3, *, square: bool = False, power_of_two: bool = False, backend: Backend = "auto",
     interpret=None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """1x128 blocks along the tokens: x [T, K] -> codes [K, T], scales [K, ceil(T/128)] float32, for wgrad; in 128x128 blocks if
-    `square` (E4M3 alone), scales [ceil(K/128), ceil(T/128)], which `blockwise_matmul` takes for its weight."""
+    """1x128 blocks along the tokens: x [T, K] bfloat16 or float32 -> codes [K, T], scales [K, ceil(T/128)] float32, for wgrad; in
+    128x128 blocks if `square` (E4M3 alone), scales [ceil(K/128), ceil(T/128)], which `blockwise_matmul` takes for its weight.
+
+    Else as `quantize_rows`: what it raises, and the source, where these are 128x1 tiles of x."""
     _check(x, dtype, ndim=2)
     if square and jnp.dtype(dtype) != E4M3:
         raise ValueError(f"codes of type {jnp.dtype(dtype)} in 128x128 blocks: float8_e4m3fn")
@@ -104,6 +111,7 @@ def quantize_blocks(
     `first`, `rows`: of `rows` rows from 128 * `first` on, int32 [] and not known when traced, in place of all. The kernel reads
     them where they are; XLA would copy them out for it.
     `transposed`: a third result, the same codes as [K, N], which dgrad contracts over N; their scales are the transpose.
+    Else as `quantize_rows`, what it raises included. Source: DeepSeek-V3 (2024), section 3.3.2.
     """
     _check(w, E4M3, ndim=2)
     if first is not None and (not use_kernel(backend) or w.shape[1] % BLOCK or rows % BLOCK):

@@ -102,7 +102,8 @@ def quantize_rows(
 
 
 def dequantize_rows(codes: Array, scale: Array) -> Array:
-    """Inverse of `quantize_rows` in float32: [..., K]."""
+    """Inverse of `quantize_rows`: codes [..., K] times scales [..., ceil(K/128)] -> [..., K] float32. Raises what jnp does where
+    these do not fit. Source: see the module."""
     return read_codes(codes) * jnp.repeat(scale, BLOCK, -1)[..., : codes.shape[-1]]
 
 
@@ -134,7 +135,8 @@ def quantize_blocks(w: Array, *, power_of_two: bool = False) -> tuple[Array, Arr
 
 
 def dequantize_blocks(codes: Array, scale: Array) -> Array:
-    """Inverse of `quantize_blocks` in float32: [..., N, K]."""
+    """Inverse of `quantize_blocks`: codes [..., N, K] times scales [..., ceil(N/128), ceil(K/128)] -> [..., N, K] float32. Raises
+    what jnp does where these do not fit. Source: see the module."""
     n, k = codes.shape[-2:]
     spread = jnp.repeat(jnp.repeat(scale, BLOCK, -1), BLOCK, -2)
     return read_codes(codes) * spread[..., :n, :k]
