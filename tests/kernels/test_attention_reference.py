@@ -14,21 +14,16 @@ from hypothesis import strategies as st
 from jaxfp8rl.models import layers
 from pallas_kernels.attention import api, reference
 from pallas_kernels.attention.segments import STEP, first_and_last, key_walks, query_walks
+from pallas_kernels.testing import segment_ids
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOKENS = 24
 
 
-def ids_of(lengths: list[int], tokens: int, front: int = 0) -> np.ndarray:
-    """Ids of segments (those of length 0 leave a gap in the numbers) after `front` tokens of padding, cut to `tokens`."""
-    ids = np.repeat(np.arange(len(lengths)) + 1, lengths)[: tokens - front]
-    return np.pad(ids, (front, tokens - front - len(ids))).astype(np.int32)
-
-
-packs = st.builds(ids_of, st.lists(st.integers(0, 9), max_size=6), st.just(TOKENS), st.integers(0, 3))
-LENGTHS = st.sampled_from([0, 1, 2, 63, 64, 65, 100, 127, 128, 129, 200, 300])
-long_packs = st.builds(ids_of, st.lists(LENGTHS, max_size=9), st.just(768), st.integers(0, 130))
+LENGTHS = 0, 1, 2, 63, 64, 65, 100, 127, 128, 129, 200, 300
+packs = segment_ids(TOKENS, lengths=range(10))
+long_packs = segment_ids(768, 9, LENGTHS, max_front=130)
 
 
 def drawn(heads: int, kv_heads: int, d: int = 8):
