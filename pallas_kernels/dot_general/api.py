@@ -87,7 +87,8 @@ def fp8_dot_general(
         `jax.lax.dot_general` gives. Sums are float32 and are rounded once. Gradients have their operands'
         dtypes.
     precision: None or `jax.lax.Precision.DEFAULT`: there is no other way to compute it.
-    out_sharding: None. A kernel is not split over devices by itself: call this inside `jax.shard_map`.
+    out_sharding: None. A kernel is not split over devices by itself: call this inside `jax.shard_map` with
+        `check_vma=False`; gradients of what is replicated are summed over devices, as usual.
     backend: "auto" is the kernels on a Hopper GPU and elsewhere the reference, with a warning; "pallas" is
         the kernels or an error; "reference" is plain jnp on any device, slowly.
     interpret: runs the kernels on a CPU, for tests.
@@ -235,7 +236,7 @@ def _check_options(precision: Any, dtype: DTypeLike | None, out_sharding: Any) -
         found = f"preferred_element_type = {jnp.dtype(dtype)}"
         raise ValueError(f"{found}: bfloat16, float16 or float32; cast the result to others")
     if out_sharding is not None:
-        raise ValueError(f"out_sharding = {out_sharding}: no kernel is split; call it inside jax.shard_map")
+        raise ValueError(f"out_sharding = {out_sharding}: no kernel is split; call it inside a shard_map")
 
 
 def _say_once_where_no_kernel_is(backend: Backend) -> None:

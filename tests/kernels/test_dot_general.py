@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import subprocess
+import sys
 import warnings
 
 import flax.linen as nn
@@ -236,6 +239,30 @@ def test_scan_and_remat_change_no_bit():
             assert_blockwise_close(a, b, rtol=1e-6)
 
 
+SHARDED = """
+import functools, jax, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+from pallas_kernels import fp8_linear
+from pallas_kernels.testing import assert_blockwise_close, assert_same_bits
+
+rng, mesh = np.random.default_rng(0), jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((512, 256), (128, 256)))
+linear = functools.partial(fp8_linear, backend="reference")
+split = jax.shard_map(linear, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False)
+both = lambda f: jax.jit(jax.value_and_grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1)))(x, w)[1]
+(dx, dw), (want_dx, want_dw) = both(split), both(linear)
+assert_same_bits((split(x, w), dx), (linear(x, w), want_dx))
+assert_blockwise_close(dw, want_dw, rtol=1e-5)
+"""
+
+
+def test_in_a_shard_map_over_tokens_it_is_the_same():
+    """The kernel's gradient is the sum over devices; 128 tokens each, so that blocks along the tokens are the same."""
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_second_derivative_is_an_error_that_says_so():
     said = "fp8_dot_general has a first derivative, by reverse mode, and no other"
     for f in (lambda x: jnp.sum(jax.grad(square)(x, W)), lambda x: jnp.sum(jax.jit(jax.grad(square))(x, W))):
@@ -289,7 +316,7 @@ def test_what_is_refused_says_what_was_found_and_what_to_do():
         ((x, w), {"precision": lax.Precision.HIGHEST}, "the products are FP8"),
         ((x, w), {"precision": ("default", "highest")}, "the products are FP8"),
         ((x, w), {"preferred_element_type": jnp.int32}, "preferred_element_type = int32"),
-        ((x, w), {"out_sharding": jax.sharding.PartitionSpec()}, "inside jax.shard_map"),
+        ((x, w), {"out_sharding": jax.sharding.PartitionSpec()}, "inside a shard_map"),
         ((x, w), {"backend": "cuda"}, 'one of "auto", "pallas", "reference"'),
     ):
         with pytest.raises(ValueError, match=said):
