@@ -1,6 +1,6 @@
-"""Names of verl, NeMo RL, TRL and transformers, SkyRL, slime, OpenRLHF, prime-rl and AReaL, and where each stands here: for
-hints, `jaxfp8rl config --find` and the index of docs/coming_from.md. Read in their sources; older names of theirs stay. The
-standard library alone: a misspelt key is answered at once.
+"""Names of verl, NeMo RL, TRL and transformers, SkyRL, slime, OpenRLHF, prime-rl and AReaL, and where each
+stands here: for hints, `jaxfp8rl config --find` and the index of docs/coming_from.md. Read in their sources;
+older names of theirs stay. The standard library alone: a misspelt key is answered at once.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# What is set here: their keys, each by its last part, or by its last two where the last alone would be another's.
+# What is set here: their keys, each by its last part, or by its last two where the last alone would be
+# another's.
 KEYS = {
     "run.dir": "output_dir default_local_dir checkpoint_dir ckpt_path save_path",
     "run.steps": "max_steps total_training_steps num_rollout max_num_steps num_train_epochs total_epochs num_epochs num_episodes"
@@ -124,7 +125,7 @@ KEYS = {
         " enable_router_replay moe_enable_routing_replay enable_return_routed_experts",
     "moe.balance_coef": "aux_loss_coef router_aux_loss_coef moe_aux_loss_coeff",
     "moe.freeze_router": "freeze_moe_router",
-}  # fmt: skip
+}
 _HERE = {theirs: ours for ours, names in KEYS.items() for theirs in names.split()}
 
 _FP8 = 'precision.recipe = "fp8_unified" (engine and learner) or "fp8_rollout" (the engine alone)'
@@ -134,7 +135,8 @@ _DR_GRPO = 'loss.objective = "ppo_clip" with loss.advantage = "dr_grpo" and loss
 VALUES = {  # our key -> their value -> what says it here
     "loss.objective": {
         "grpo": 'loss.objective = "ppo_clip" with loss.advantage = "grpo"',
-        "vanilla": 'loss.objective = "ppo_clip"', "ppo": 'loss.objective = "ppo_clip"', "regular": 'loss.objective = "ppo_clip"',
+        "vanilla": 'loss.objective = "ppo_clip"', "ppo": 'loss.objective = "ppo_clip"',
+        "regular": 'loss.objective = "ppo_clip"',
         "dual_clip": 'loss.objective = "ppo_clip" with loss.dual_clip = 3.0',
         "dapo": 'loss.objective = "ppo_clip" with loss.clip_high = 0.28, loss.aggregation = "token_mean" and '
                 "loss.dynamic_sampling_rounds",
@@ -142,7 +144,8 @@ VALUES = {  # our key -> their value -> what says it here
         "geo_mean": 'loss.objective = "gmpo"', "dppo": 'loss.objective = "dppo_tv" or "dppo_kl"',
         "pg": 'loss.objective = "reinforce"', "gpg": 'loss.objective = "reinforce"',
         "policy_gradient": 'loss.objective = "reinforce"',
-        "rloo": 'loss.advantage = "rloo" with an objective', "reinforce_plus_plus": 'loss.advantage = "reinforce_pp"',
+        "rloo": 'loss.advantage = "rloo" with an objective',
+        "reinforce_plus_plus": 'loss.advantage = "reinforce_pp"',
         "bnpo": 'loss.objective = "ppo_clip" with loss.aggregation = "token_mean"',
         "luspo": 'loss.objective = "gspo" with loss.aggregation = "seq_mean_token_sum"',
         "sequence": 'loss.objective = "gspo"', "policy_loss": 'loss.objective = "ppo_clip"',
@@ -152,43 +155,54 @@ VALUES = {  # our key -> their value -> what says it here
     "loss.advantage": {
         "rloo_baseline": 'loss.advantage = "rloo"', "rloo_vectorized": 'loss.advantage = "rloo"',
         "loo": 'loss.advantage = "leave_one_out"', "group_norm": 'loss.advantage = "grpo_sample_std"',
-        "group": 'loss.advantage = "grpo_sample_std"', "grpo_vectorized": 'loss.advantage = "grpo_sample_std"',
-        "reinforce": 'loss.advantage = "reinforce_pp"', "reinforce_plus_plus": 'loss.advantage = "reinforce_pp"',
-        "reinforce++": 'loss.advantage = "reinforce_pp"', "reinforce_baseline": 'loss.advantage = "reinforce_pp_baseline"',
+        "group": 'loss.advantage = "grpo_sample_std"',
+        "grpo_vectorized": 'loss.advantage = "grpo_sample_std"',
+        "reinforce": 'loss.advantage = "reinforce_pp"',
+        "reinforce_plus_plus": 'loss.advantage = "reinforce_pp"',
+        "reinforce++": 'loss.advantage = "reinforce_pp"',
+        "reinforce_baseline": 'loss.advantage = "reinforce_pp_baseline"',
         "reinforce_plus_plus_baseline": 'loss.advantage = "reinforce_pp_baseline"',
         "reinforce++_baseline": 'loss.advantage = "reinforce_pp_baseline"',
         "grpo_passk": 'loss.advantage = "pass_at_k", of another paper',
-        "gae": _NO_CRITIC, "ppo": _NO_CRITIC, "none": 'loss.advantage = "dr_grpo"', "drgrpo": 'loss.advantage = "dr_grpo"',
+        "gae": _NO_CRITIC, "ppo": _NO_CRITIC, "none": 'loss.advantage = "dr_grpo"',
+        "drgrpo": 'loss.advantage = "dr_grpo"',
         "true": 'loss.advantage = "grpo_sample_std"', "false": 'loss.advantage = "dr_grpo"',
-        "bnpo": 'loss.advantage = "grpo_sample_std"', "remax": _NOT_HERE, "opo": _NOT_HERE, "gpg": _NOT_HERE, "gdpo": _NOT_HERE,
+        "bnpo": 'loss.advantage = "grpo_sample_std"', "remax": _NOT_HERE, "opo": _NOT_HERE, "gpg": _NOT_HERE,
+        "gdpo": _NOT_HERE,
         "maxrl": _NOT_HERE, "max_rl": _NOT_HERE, "opd": _NOT_HERE, "optimal_token_baseline": _NOT_HERE,
         "tir_optimal_token_baseline": _NOT_HERE,
-        "dapo": 'loss.advantage = "grpo_sample_std"', "gspo": 'loss.objective = "gspo"', "cispo": 'loss.objective = "cispo"',
+        "dapo": 'loss.advantage = "grpo_sample_std"', "gspo": 'loss.objective = "gspo"',
+        "cispo": 'loss.objective = "cispo"',
     },
     "loss.aggregation": {
         "dapo": 'loss.aggregation = "token_mean"', "bnpo": 'loss.aggregation = "token_mean"',
-        "grpo": 'loss.aggregation = "seq_mean_token_mean"', "sequence_mean": 'loss.aggregation = "seq_mean_token_mean"',
+        "grpo": 'loss.aggregation = "seq_mean_token_mean"',
+        "sequence_mean": 'loss.aggregation = "seq_mean_token_mean"',
         "dr_grpo": 'loss.aggregation = "seq_mean_token_sum_norm" with loss.horizon',
         "mean": 'loss.aggregation = "token_mean"', "sum": 'loss.aggregation = "token_sum"',
         "true": 'loss.aggregation = "token_mean"', "false": 'loss.aggregation = "seq_mean_token_mean"',
-        "token_level": 'loss.aggregation = "token_mean"', "sequence_level": 'loss.aggregation = "seq_mean_token_mean"',
+        "token_level": 'loss.aggregation = "token_mean"',
+        "sequence_level": 'loss.aggregation = "seq_mean_token_mean"',
         "token_mean_legacy": 'loss.aggregation = "token_mean"', "prompt_mean": _NOT_HERE, "vespo": _NOT_HERE,
         "cispo": 'loss.aggregation = "token_mean" with loss.objective = "cispo"',
         "sapo": 'loss.aggregation = "seq_mean_token_mean" with loss.objective = "sapo"',
         "luspo": 'loss.aggregation = "seq_mean_token_sum" with loss.objective = "gspo"',
     },
     "loss.kl": {
-        "kl": 'loss.kl = "k1"', "mse": 'loss.kl = "k2"', "low_var_kl": 'loss.kl = "k3"', "full": "nothing: it is estimated",
+        "kl": 'loss.kl = "k1"', "mse": 'loss.kl = "k2"', "low_var_kl": 'loss.kl = "k3"',
+        "full": "nothing: it is estimated",
     },
     "loss.old_policy": {
         "bypass": 'loss.old_policy = "rollout"', "decoupled": 'loss.old_policy = "recomputed"',
         "actor": 'loss.old_policy = "current"',
     },
     "correction.preset": {
-        "off": 'correction.preset = "none"', "disabled": 'correction.preset = "none"', "null": 'correction.preset = "none"',
+        "off": 'correction.preset = "none"', "disabled": 'correction.preset = "none"',
+        "null": 'correction.preset = "none"',
         "false": 'correction.preset = "none"', "true": 'correction.preset = "token_tis"',
         "token": 'correction.preset = "token_tis"', "token_truncate": 'correction.preset = "token_tis"',
-        "sequence": 'correction.preset = "sequence_tis"', "sequence_truncate": 'correction.preset = "sequence_tis"',
+        "sequence": 'correction.preset = "sequence_tis"',
+        "sequence_truncate": 'correction.preset = "sequence_tis"',
         "token_mask": 'correction.preset = "icepop" with correction.lower = 0',
         "sequence_mask": 'correction.preset = "sequence_mis"',
         "tis": 'correction.preset = "token_tis"', "mis": 'correction.preset = "slime/mis"',
@@ -196,30 +210,37 @@ VALUES = {  # our key -> their value -> what says it here
         "seq_sum_k1": 'correction.preset = "verl/decoupled_seq_is_rs"',
         "seq_mean_k1": 'correction.preset = "verl/decoupled_geo_rs"',
         "seq_mean_k3": 'correction.preset = "verl/decoupled_k3_rs"',
-        **dict.fromkeys(("bypass", "bypass_mode"), 'correction.preset = "verl/bypass_ppo_clip" with loss.old_policy = "rollout"'),
+        **dict.fromkeys(("bypass", "bypass_mode"),
+                        'correction.preset = "verl/bypass_ppo_clip" with loss.old_policy = "rollout"'),
     },
     "precision.recipe": {
-        "fp8": _FP8, "float8": _FP8, "e4m3": _FP8, "hybrid": _FP8, "blockwise": _FP8, "fp8_blockwise": _FP8, "w8a8": _FP8,
+        "fp8": _FP8, "float8": _FP8, "e4m3": _FP8, "hybrid": _FP8, "blockwise": _FP8, "fp8_blockwise": _FP8,
+        "w8a8": _FP8,
         "fp8_e2e": 'precision.recipe = "fp8_unified"', "bfloat16": 'precision.recipe = "bf16"',
-        "float16": 'precision.recipe = "fp16"', "half": 'precision.recipe = "fp16"', "none": 'precision.recipe = "bf16"',
+        "float16": 'precision.recipe = "fp16"', "half": 'precision.recipe = "fp16"',
+        "none": 'precision.recipe = "bf16"',
     },
     "rollout.engine": {
-        "sglang": 'rollout.engine = "vllm"', "hf": 'rollout.engine = "jax"', "colocate": 'rollout.engine = "vllm"',
+        "sglang": 'rollout.engine = "vllm"', "hf": 'rollout.engine = "jax"',
+        "colocate": 'rollout.engine = "vllm"',
         "server": 'rollout.engine = "remote"', "async": 'rollout.engine = "remote"',
     },
     "rollout.kv_cache": {"fp8_e4m3": 'rollout.kv_cache = "fp8"', "bfloat16": 'rollout.kv_cache = "auto"'},
-    "rollout.sleep": {"true": 'rollout.sleep = "keep_weights" or "drop_weights"', "false": 'rollout.sleep = "off"'},
+    "rollout.sleep": {"true": 'rollout.sleep = "keep_weights" or "drop_weights"',
+                      "false": 'rollout.sleep = "off"'},
     "train.remat": {
         "true": 'train.remat = "layer"', "false": 'train.remat = "none"', "full": 'train.remat = "layer"',
         "selective": 'train.remat = "products"',
     },
     "optim.schedule": {"constant_with_warmup": 'optim.schedule = "constant" with optim.warmup_steps'},
-    "moe.replay": {"rollout": 'moe.replay = "R3"', "true": 'moe.replay = "R3"', "false": 'moe.replay = "none"'},
-}  # fmt: skip
+    "moe.replay": {"rollout": 'moe.replay = "R3"', "true": 'moe.replay = "R3"',
+                   "false": 'moe.replay = "none"'},
+}
 SPELLINGS = (  # of one format
-    {"bfloat16", "bf16"}, {"float16", "fp16", "half"}, {"float32", "fp32", "single"}, {"float8", "fp8", "fp8_e4m3", "e4m3"},
+    {"bfloat16", "bf16"}, {"float16", "fp16", "half"}, {"float32", "fp32", "single"},
+    {"float8", "fp8", "fp8_e4m3", "e4m3"},
     {"none", "off", "false", "null"},
-)  # fmt: skip
+)
 
 
 def plain(name: str) -> str:
@@ -228,14 +249,15 @@ def plain(name: str) -> str:
 
 
 def key_here(name: str) -> str:
-    """What is set here for a key of theirs, given as it is typed or with its sections; "" where the table has none."""
+    """What is set here for a key of theirs, given as it is typed or with its sections; "" where the table has
+    none."""
     parts = plain(name).split(".")
     return _HERE.get(".".join(parts[-2:])) or _HERE.get(parts[-1], "")
 
 
 def value_here(key: str, value: object, choices: Iterable[str] = ()) -> str:
-    """What says here a value of theirs for our `key`, or one of its `choices` spelt otherwise, or without the framework before
-    its slash; "" where nothing does."""
+    """What says here a value of theirs for our `key`, or one of its `choices` spelt otherwise, or without the
+    framework before its slash; "" where nothing does."""
     word = plain(str(value))
     same = [c for c in choices if word in (plain(c), c.rpartition("/")[2])]
     same += [c for c in choices for spelt in SPELLINGS if word in spelt and c in spelt]
@@ -256,7 +278,8 @@ def names() -> list[str]:
 def index() -> list[str]:
     """The rows of docs/coming_from.md's index."""
     named = lambda names: ", ".join(f"`{name}`" for name in sorted(names.split()))
-    return [f"| `{ours}` | {named(names)} |" for ours, names in sorted(KEYS.items(), key=lambda row: row[0].strip("["))]
+    return [f"| `{ours}` | {named(names)} |"
+            for ours, names in sorted(KEYS.items(), key=lambda row: row[0].strip("["))]
 
 
 if __name__ == "__main__":

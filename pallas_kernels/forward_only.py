@@ -1,8 +1,8 @@
 """Functions without a derivative say so where one is asked for.
 
-A code is a step function of the number that it stands for. JAX would differentiate it all the same: the cotangent of a code is
-itself cast to FP8, in which a gradient below 2^-10 is 0 and one above 464 is NaN, and nothing says so. And a kernel in Pallas
-has no derivative at all.
+A code is a step function of the number that it stands for. JAX would differentiate it all the same: the
+cotangent of a code is itself cast to FP8, in which a gradient below 2^-10 is 0 and one above 464 is NaN, and
+nothing says so. And a kernel in Pallas has no derivative at all.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ F = TypeVar("F", bound=Callable)
 
 
 def forward_only(instead: str) -> Callable[[F], F]:
-    """Of a function of arrays: whoever computes its derivative, of any kind and order, gets a TypeError that ends in `instead`,
-    the way to one. What is not computed is no error: another argument's, that of an auxiliary result, or of one that goes
-    through `stop_gradient` afterwards (but for a `jax.jvp` outside `jit`, which computes all)."""
+    """Of a function of arrays: whoever computes its derivative, of any kind and order, gets a TypeError that
+    ends in `instead`, the way to one. What is not computed is no error: another argument's, that of an
+    auxiliary result, or of one that goes through `stop_gradient` afterwards (but for a `jax.jvp` outside
+    `jit`, which computes all)."""
 
     def decorate(f: F) -> F:
         message = f"{f.__module__}.{f.__name__} has no derivative: {instead}"

@@ -1,4 +1,5 @@
-"""How far two results are apart, and inputs on which a wrong scale cannot hide. numpy: for tests and benchmarks."""
+"""How far two results are apart, and inputs on which a wrong scale cannot hide. numpy: for tests and
+benchmarks."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ def relative_l2(got: ArrayLike, want: ArrayLike) -> float:
 
 
 def worst_tile(got: ArrayLike, want: ArrayLike, block: tuple[int, int]) -> float:
-    """The largest `relative_l2` of any tile of that size of [M, N]: small tiles count as much as large ones."""
+    """The largest `relative_l2` of any tile of that size of [M, N]: small tiles count as much as large
+    ones."""
     got, want = _float64(got), _float64(want)
     tiles = [np.s_[i : i + block[0], j : j + block[1]] for i in range(0, want.shape[0], block[0])
-             for j in range(0, want.shape[1], block[1])]  # fmt: skip
+             for j in range(0, want.shape[1], block[1])]
     return max(relative_l2(got[at], want[at]) for at in tiles)
 
 
@@ -50,23 +52,28 @@ def max_ulp(a: ArrayLike, b: ArrayLike) -> int:
 
 
 def spacing(x: ArrayLike, dtype: DTypeLike) -> np.ndarray:
-    """The step of `dtype` at |x|, float64: between neighbours of its binade, the subnormal step below the least normal."""
+    """The step of `dtype` at |x|, float64: between neighbours of its binade, the subnormal step below the
+    least normal."""
     info = ml_dtypes.finfo(dtype)
     least = float(info.smallest_normal)
     _, exponent = np.frexp(np.maximum(np.abs(_float64(x)), least))
     return np.ldexp(1.0, exponent - 1 - info.nmant)
 
 
-def tile_distinct(shape: tuple[int, int], block: tuple[int, int], seed: int = 0) -> np.ndarray:
-    """Normal float32 numbers [M, N], every tile of size `block` at a magnitude unlike its neighbours', 8^-6 to 8^6.
+def tile_distinct(shape: tuple[int, int], block: tuple[int, int], seed: int = 0,
+                  octaves: float = 3.0) -> np.ndarray:
+    """Normal float32 numbers [M, N], every tile of size `block` at a magnitude unlike its neighbours', 8^-6
+    to 8^6.
 
-    Magnitudes repeat after 13 tiles, but not among tiles less than 3 rows and 3 columns of tiles apart, nor between one of
-    the first 13 and its mirror image across the diagonal. There a scale read from the wrong tile is about 8 times too
-    large or too small: an error (`worst_tile`) over 0.5, where that of E4M3 is 0.03.
+    Magnitudes repeat after 13 tiles, but not among tiles less than 3 rows and 3 columns of tiles apart, nor
+    between one of the first 13 and its mirror image across the diagonal. There a scale read from the wrong
+    tile is about 8 times too large or too small: an error (`worst_tile`) over 0.5, where that of E4M3 is
+    0.03.
     """
     i, j = (np.arange(size) // b for size, b in zip(shape, block))
     level = (i[:, None] + 5 * j[None, :] + seed) % LEVELS
-    return (np.random.default_rng(seed).normal(size=shape) * np.exp2(3.0 * (level - LEVELS // 2))).astype(np.float32)
+    return (np.random.default_rng(seed).normal(size=shape)
+            * np.exp2(octaves * (level - LEVELS // 2))).astype(np.float32)
 
 
 def _float64(x: ArrayLike) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""What persistent kernels share: a warp that copies, consumers that compute, and the walk over tiles that both make.
+"""What persistent kernels share: a warp that copies, consumers that compute, and the walk over tiles that
+both make.
 
-A `plan` here has `grid`, tiles (or pairs of them) along M and N; `k_blocks`, stages that a tile takes; `blocks` of threads; and
-`tiles`, with `cluster`, `band`, `band_axis` and `stages`.
+A `plan` here has `grid`, tiles (or pairs of them) along M and N; `k_blocks`, stages that a tile takes;
+`blocks` of threads; and `tiles`, with `cluster`, `band`, `band_axis` and `stages`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pallas_kernels.plgpu_compat import plgpu
 
 def specialise(
     consumers: int, registers: tuple[int, int], produce: Callable[[], None], consume: Callable[[Array], None]
-) -> None:  # fmt: skip
-    """The last warpgroup's first warp runs `produce`, the others `consume` with their number; `registers` a thread of either,
-    of a consumer first."""
+) -> None:
+    """The last warpgroup's first warp runs `produce`, the others `consume` with their number; `registers` a
+    thread of either, of a consumer first."""
     wg = lax.axis_index("wg")
 
     @pl.when(wg == consumers)
@@ -43,8 +44,9 @@ def slot_of(step: Array | int, slots: int) -> Array:
 
 
 def for_each_tile(plan, body: Callable[..., tuple | None], state: tuple | None = None) -> tuple | None:
-    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of threads. Where there is a
-    `state`, body takes that, too, part by part, and returns the next one; the last is returned."""
+    """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of
+    threads. Where there is a `state`, body takes that, too, part by part, and returns the next one; the last
+    is returned."""
 
     @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block", init_carry=state)
     def last(loop, carry=()):
@@ -59,7 +61,8 @@ def for_each_tile(plan, body: Callable[..., tuple | None], state: tuple | None =
 
 
 def drain(plan, empty: jax.Ref) -> None:
-    """Stay until every stage is free again: a block that left could still be written to by its partner in the cluster."""
+    """Stay until every stage is free again: a block that left could still be written to by its partner in the
+    cluster."""
     mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks
     left = lax.min(mine, jnp.asarray(plan.tiles.stages, mine.dtype))
     pl.loop(0, left)(lambda i: plgpu.barrier_wait(empty.at[slot_of(mine - left + i, plan.tiles.stages)]))

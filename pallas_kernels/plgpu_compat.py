@@ -1,4 +1,5 @@
-"""The one module that names `jax.experimental.pallas.mosaic_gpu`, whose interface may change with any release of JAX.
+"""The one module that names `jax.experimental.pallas.mosaic_gpu`, whose interface may change with any release
+of JAX.
 
 With it, what every kernel's api asks: where it runs, and which backend that means.
 """
@@ -21,12 +22,14 @@ HOPPER = "9.0"  # the compute capability whose tensor cores and copy engine the 
 SMS = 132  # streaming multiprocessors, of an H100 SXM or H200; an H100 PCIe has 114, an H20 78
 L2 = 50 * 2**20  # bytes of the cache that they share, an H100's; an H200 has 60 MiB
 WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-# Runs a kernel on a CPU: threads, barriers, copies and clusters are simulated, and it says where two of them race.
+# Runs a kernel on a CPU: threads, barriers, copies and clusters are simulated, and it says where two of them
+# race.
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def swizzled(dtype: jnp.dtype) -> tuple:
-    """The shared-memory layout that tensor cores and copy engine want: tiles of 8 rows of 128 swizzled bytes."""
+    """The shared-memory layout that tensor cores and copy engine want: tiles of 8 rows of 128 swizzled
+    bytes."""
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
@@ -42,8 +45,8 @@ def pad_to(x: Array, rows: int, columns: int) -> Array:
 
 
 def device() -> jax.Device:
-    """Where what is computed, or traced, here will run: in a `shard_map`, or with a mesh set, on a device of the mesh; else on
-    `jax.default_device`, or on the first device of this process."""
+    """Where what is computed, or traced, here will run: in a `shard_map`, or with a mesh set, on a device of
+    the mesh; else on `jax.default_device`, or on the first device of this process."""
     mesh, default = jax.sharding.get_abstract_mesh().abstract_device, jax.config.jax_default_device
     if mesh is not None:
         return next(d for d in jax.local_devices(backend=mesh.platform) if d.device_kind == mesh.device_kind)
@@ -74,9 +77,11 @@ def _cache_bytes(number: int) -> int:
 
 
 def use_kernel(backend: Backend) -> bool:
-    """Whether `backend` means the Hopper kernels: "pallas" does, "reference" does not, "auto" on a Hopper GPU.
+    """Whether `backend` means the Hopper kernels: "pallas" does, "reference" does not, "auto" on a Hopper
+    GPU.
 
-    On another GPU "auto" warns once and "pallas" is a RuntimeError. On a CPU "pallas" traces, so that it can be lowered for CUDA.
+    On another GPU "auto" warns once and "pallas" is a RuntimeError. On a CPU "pallas" traces, so that it can
+    be lowered for CUDA.
     """
     if backend not in ("auto", "pallas", "reference"):
         raise ValueError(f'backend = {backend!r}: one of "auto", "pallas", "reference"')
@@ -84,7 +89,8 @@ def use_kernel(backend: Backend) -> bool:
     capability = str(getattr(here, "compute_capability", "unknown"))
     other = f"{here.device_kind} ({capability})" if here.platform == "gpu" and capability != HOPPER else ""
     if backend == "pallas" and other:
-        raise RuntimeError(f'backend = "pallas" needs a Hopper GPU (capability {HOPPER}), this is {other}: use "auto"')
+        raise RuntimeError(
+            f'backend = "pallas" needs a Hopper GPU (capability {HOPPER}), this is {other}: use "auto"')
     if backend == "auto" and other:
         _warn_once(other)
     return backend == "pallas" or (backend == "auto" and not other and here.platform == "gpu")
@@ -93,5 +99,6 @@ def use_kernel(backend: Backend) -> bool:
 @functools.cache
 def _warn_once(gpu: str) -> None:
     warnings.warn(
-        f"{gpu} is no Hopper GPU (compute capability {HOPPER}): kernels give way to references", RuntimeWarning, stacklevel=3
+        f"{gpu} is no Hopper GPU (compute capability {HOPPER}): kernels give way to references",
+        RuntimeWarning, stacklevel=3
     )

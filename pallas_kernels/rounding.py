@@ -1,4 +1,5 @@
-"""A fused multiply-add for XLA, which fuses a product and a sum or not as it likes, and for a CPU that simulates a GPU."""
+"""A fused multiply-add for XLA, which fuses a product and a sum or not as it likes, and for a CPU that
+simulates a GPU."""
 
 from __future__ import annotations
 
@@ -8,23 +9,28 @@ from jax import Array, lax
 
 
 def fused_multiply_add(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c of float32 numbers, rounded once to float32; below 2^-126 where the machine has subnormal numbers, else it is 0.
+    """a * b + c of float32 numbers, rounded once to float32; below 2^-126 where the machine has subnormal
+    numbers, else it is 0.
 
-    By way of float64, where the product is exact. The sum is not. Rounded to float64 and then to float32 it would be off by an
-    ulp where the first rounding makes a tie of it. So that one is to odd, which makes none (Boldo and Melquiond, "Emulation of
-    a FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008)."""
+    By way of float64, where the product is exact. The sum is not. Rounded to float64 and then to float32 it
+    would be off by an ulp where the first rounding makes a tie of it. So that one is to odd, which makes none
+    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to
+    odd", 2008)."""
     with jax.enable_x64(True):
         a, b, c = (lax.convert_element_type(x, jnp.float64) for x in (a, b, c))
         total = _odd_sum(a * b, c)
-        rounded = lax.reduce_precision(total, 8, 23)  # not the cast's own rounding, which XLA may drop with another cast's
+        # not the cast's own rounding, which XLA may drop with another cast's
+        rounded = lax.reduce_precision(total, 8, 23)
         return lax.convert_element_type(jnp.where(jnp.abs(total) < 2.0**-126, total, rounded), jnp.float32)
 
 
 def _odd_sum(x: Array, y: Array) -> Array:
-    """x + y rounded to float64: itself if that is exact, else the one of its two neighbours whose last bit is 1."""
+    """x + y rounded to float64: itself if that is exact, else the one of its two neighbours whose last bit is
+    1."""
     total = x + y
     of_y = total - x
-    lost = (x - (total - of_y)) + (y - of_y)  # exact (Knuth's TwoSum); of a total that is not finite it is NaN, which is neither
+    # exact (Knuth's TwoSum); of a total that is not finite it is NaN, which is neither
+    lost = (x - (total - of_y)) + (y - of_y)
     bits = lax.bitcast_convert_type(total, jnp.int64)
     outwards = (lost > 0) == (total > 0)
     moved = jnp.where(outwards, bits + 1, bits - 1)

@@ -1,8 +1,9 @@
-"""The two seams of a computation that devices share, each with weights of its own: f and g of Megatron-LM (Shoeybi et al. 2019,
-section 3).
+"""The two seams of a computation that devices share, each with weights of its own: f and g of Megatron-LM
+(Shoeybi et al. 2019, section 3).
 
-For a `shard_map` with `check_vma=False`, which kernels want, and derivatives taken inside it. There JAX cannot know that an array
-is the same on all devices, so both say it: what comes in through `enter` is, and so are what `leave` gives and its cotangent.
+For a `shard_map` with `check_vma=False`, which kernels want, and derivatives taken inside it. There JAX
+cannot know that an array is the same on all devices, so both say it: what comes in through `enter` is, and so
+are what `leave` gives and its cotangent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from jax import Array, lax
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def enter(x: Array, axis: str) -> Array:
-    """x, the same on all devices of `axis`, for each of them to compute its part with. Backwards their gradients are summed."""
+    """x, the same on all devices of `axis`, for each of them to compute its part with. Backwards their
+    gradients are summed."""
     return x
 
 

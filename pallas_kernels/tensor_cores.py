@@ -1,10 +1,11 @@
 """Tensor-core products that leave nothing to be done between the end of one and the start of the next.
 
-Pallas's own `wgmma` computes where its operands lie right before the first instruction, some 30 clocks in which the tensor cores
-have nothing to do; here that is a value, found ahead and carried through a loop. And its accumulators begin as zeros, new values
-each, so that the compiler of machine code may start a product in registers of its own while the last one is still being read,
-and a kernel that needs nearly all registers spills. Here the old product's registers are operands of the first instruction,
-which is told to ignore what they hold.
+Pallas's own `wgmma` computes where its operands lie right before the first instruction, some 30 clocks in
+which the tensor cores have nothing to do; here that is a value, found ahead and carried through a loop. And
+its accumulators begin as zeros, new values each, so that the compiler of machine code may start a product in
+registers of its own while the last one is still being read, and a kernel that needs nearly all registers
+spills. Here the old product's registers are operands of the first instruction, which is told to ignore what
+they hold.
 
 Made of parts of JAX that are not public, as they are in 0.11.
 """
@@ -24,7 +25,8 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.plgpu_compat import WGMMA, plgpu, swizzled
 
-library = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")  # the package has a function of that name
+# the package has a function of that name
+library = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 
 ROWS, DEPTH, BLOCK = 64, 32, 128  # of one instruction; the contraction here
 UNIT = 16  # bytes that a descriptor counts by
@@ -33,8 +35,8 @@ SCALAR = plgpu.Layout.WG_SPLAT
 
 
 class Descriptor(NamedTuple):
-    """A matrix of FP8 codes in shared memory, rows of 128, as tensor cores are told of it: two words of 32 bits (PTX ISA,
-    "matrix descriptor format")."""
+    """A matrix of FP8 codes in shared memory, rows of 128, as tensor cores are told of it: two words of 32
+    bits (PTX ISA, "matrix descriptor format")."""
 
     low: Array  # int32; its lowest bits say where it begins
     high: Array  # how it lies
@@ -73,7 +75,8 @@ def multiply_over(old: Array, a: Descriptor, b: Descriptor, dtypes: tuple[jnp.dt
         values, words = list(registers.registers.flat), [word.registers.item() for word in words]
         for step in range(BLOCK // DEPTH):
             values = _instruct(values, words, f"m{ROWS}n{width}k{DEPTH}.f32.{kind}", step)
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "",
+                        has_side_effects=True)
         shape = registers.registers.shape
         new = fragmented_array.FragmentedArray(
             _registers=np.array(values, object).reshape(shape), _layout=registers.layout, _is_signed=None
@@ -98,10 +101,13 @@ def _descriptors(a, b, width: int) -> list[ir.Value]:
     """Of 64 bits each."""
     b = utils.memref_transpose(b, (1, 0, 3, 2))
     create = functools.partial(mma_utils.create_descriptor, swizzle=128)
-    (of_a, a_strides), *_ = create(a, large_tile=(ROWS, BLOCK), group_size=(ROWS, BLOCK), logical_k_major=False)
-    (of_b, b_strides), *_ = create(b, large_tile=(BLOCK, BLOCK), group_size=(BLOCK, width), logical_k_major=True)
+    (of_a, a_strides), *_ = create(a, large_tile=(ROWS, BLOCK), group_size=(ROWS, BLOCK),
+                                   logical_k_major=False)
+    (of_b, b_strides), *_ = create(b, large_tile=(BLOCK, BLOCK), group_size=(BLOCK, width),
+                                   logical_k_major=True)
     if {a_strides[1][0], b_strides[1][0]} != {DEPTH}:
-        raise NotImplementedError(f"the next {DEPTH} of the contraction are {a_strides[1][0]} and {b_strides[1][0]} bytes away")
+        raise NotImplementedError(
+            f"the next {DEPTH} of the contraction are {a_strides[1][0]} and {b_strides[1][0]} bytes away")
     return [of_a, of_b]
 
 
@@ -117,8 +123,8 @@ def _splat(value: ir.Value) -> fragmented_array.FragmentedArray:
 
 
 def _instruct(values: list, words: list[ir.Value], shape: str, step: int) -> list:
-    """The instruction for 32 of the contraction; its sums in `values`, which are added to or ignored, are tied to the same
-    registers. `words`: two of either descriptor."""
+    """The instruction for 32 of the contraction; its sums in `values`, which are added to or ignored, are
+    tied to the same registers. `words`: two of either descriptor."""
     count, of = len(values), values[0].type
     sums = ",".join(f"${i}" for i in range(count))
     low_a, high_a, low_b, high_b = (f"${2 * count + i}" for i in range(4))
@@ -131,6 +137,7 @@ def _instruct(values: list, words: list[ir.Value], shape: str, step: int) -> lis
     )
     constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4
     packed = llvm.inline_asm(
-        llvm.StructType.get_literal([of] * count), [*values, *words], text, ",".join(constraints), has_side_effects=True
+        llvm.StructType.get_literal([of] * count), [*values, *words], text, ",".join(constraints),
+        has_side_effects=True
     )
     return [llvm.extractvalue(of, packed, [i]) for i in range(count)]

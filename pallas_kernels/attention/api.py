@@ -1,11 +1,12 @@
 """Causal attention over packed sequences, by the Hopper kernels or by reference.py: one visible choice.
 
-A row holds several sequences one after the other; `segment_ids` says which token is of which. A query sees its own segment up to
-itself. Query head h reads KV head h // (H / K), and none is repeated. Scores, sums and the logarithm of the sum are float32;
-exponentials enter the product with the values in the values' type, as in FlashAttention (Dao et al., 2022, algorithm 1).
+A row holds several sequences one after the other; `segment_ids` says which token is of which. A query sees
+its own segment up to itself. Query head h reads KV head h // (H / K), and none is repeated. Scores, sums and
+the logarithm of the sum are float32; exponentials enter the product with the values in the values' type, as
+in FlashAttention (Dao et al., 2022, algorithm 1).
 
-`backend` as in `pallas_kernels.quantize.api`. The kernels skip what lies outside a query's segment, forward and backward, add in
-a fixed order, and make nothing of the size [T, T]; the reference makes exactly that.
+`backend` as in `pallas_kernels.quantize.api`. The kernels skip what lies outside a query's segment, forward
+and backward, add in a fixed order, and make nothing of the size [T, T]; the reference makes exactly that.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import queries, reference, sm90_dkv, sm90_dq, sm90_forward
-from pallas_kernels.attention.schedule import LOG2E
 from pallas_kernels.attention.masked import finite
+from pallas_kernels.attention.schedule import LOG2E
 from pallas_kernels.attention.segments import Tables, check_ids, seen_by, sees, tables_of
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 
@@ -50,31 +51,37 @@ class How(NamedTuple):
 def attention(
     q: Array, k: Array, v: Array, segments: Array | Tables, *, scale: float | None = None, fp8: bool = False,
     backend: Backend = "auto", tiles: Tiles = TILES, interpret=None,
-) -> Array:  # fmt: skip
-    """q [T, H, d], k and v [T, K, d], segment ids [T] int32 -> o [T, H, d] in q's dtype; or all with rows [B, T, ...] in front.
+) -> Array:
+    """q [T, H, d], k and v [T, K, d], segment ids [T] int32 -> o [T, H, d] in q's dtype; or all with rows [B,
+    T, ...] in front.
 
-    `segments`: the ids, or `tables_of` them, the same for all layers of a model. A segment is a run of equal ids above 0
-    in one row; 0 is padding, of which o and gradients are 0, whatever q, k and v hold there. What is not finite reaches queries
-    that see it, all of whose result is NaN, and no others; and backwards likewise.
-    `scale` of the scores: d ** -0.5 if None. The kernels take bfloat16 or float16, one type for all, and d of 64 or 128; the
-    reference any. `tiles`: other than the tuned ones. `interpret`: run the kernels on a CPU, for tests.
-    `fp8`: exponentials, times 2^8, are rounded to E4M3 before they are multiplied with values, and not in their sum, as
-    FlashAttention 3 does in FP8. q, k and v are to be numbers of E4M3 times powers of two, in their wider type: products are
-    then as of the codes. The backward takes the rounding for none.
+    `segments`: the ids, or `tables_of` them, the same for all layers of a model. A segment is a run of equal
+    ids above 0 in one row; 0 is padding, of which o and gradients are 0, whatever q, k and v hold there. What
+    is not finite reaches queries that see it, all of whose result is NaN, and no others; and backwards
+    likewise. `scale` of the scores: d ** -0.5 if None. The kernels take bfloat16 or float16, one type for
+    all, and d of 64 or 128; the reference any. `tiles`: other than the tuned ones. `interpret`: run the
+    kernels on a CPU, for tests. `fp8`: exponentials, times 2^8, are rounded to E4M3 before they are
+    multiplied with values, and not in their sum, as FlashAttention 3 does in FP8. q, k and v are to be
+    numbers of E4M3 times powers of two, in their wider type: products are then as of the codes. The backward
+    takes the rounding for none.
 
-    Raises ValueError, with what was found and the rule, for anything else; ids that are known when the program is traced are
-    checked too: none below 0, and none that comes back after another. Ids that are not known begin a new segment there.
+    Raises ValueError, with what was found and the rule, for anything else; ids that are known when the
+    program is traced are checked too: none below 0, and none that comes back after another. Ids that are not
+    known begin a new segment there.
+
+    Source: FlashAttention (Dao et al., 2022), algorithm 1.
     """
     return attention_and_lse(
         q, k, v, segments, scale=scale, fp8=fp8, backend=backend, tiles=tiles, interpret=interpret
-    )[0]  # fmt: skip
+    )[0]
 
 
 def attention_and_lse(
     q: Array, k: Array, v: Array, segments: Array | Tables, *, scale: float | None = None, fp8: bool = False,
     backend: Backend = "auto", tiles: Tiles = TILES, interpret=None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """`attention`, and the logarithm of each query's sum of exponentials: [H, T] float32, or [B, H, T]; +inf for padding."""
+) -> tuple[Array, Array]:
+    """`attention`, and the logarithm of each query's sum of exponentials: [H, T] float32, or [B, H, T]; +inf
+    for padding."""
     ids = segments.segment_ids if isinstance(segments, Tables) else segments
     _check(q, k, v, ids)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -115,21 +122,21 @@ def _attend(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[Arr
 
 
 def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
-    """(o [N, H, d], lse [H, N]), and what `backward` needs. The kernel multiplies what a query does not see by 0, so that keys
-    and values have to be finite: of a query that sees one that is not, all is NaN."""
+    """(o [N, H, d], lse [H, N]), and what `backward` needs. The kernel multiplies what a query does not see
+    by 0, so that keys and values have to be finite: of a query that sees one that is not, all is NaN."""
     bad = sees(not_finite(k) | not_finite(v), tables.first)
     k, v, marked = finite(k), finite(v), tables._replace(first=jnp.where(bad, queries.BAD, tables.first))
     o, lse = sm90_forward.forward(
         q, k, v, marked, scale=how.scale, fp8=how.fp8, tiles=how.tiles.forward, interpret=how.interpret
-    )  # fmt: skip
+    )
     o, lse = (checkpoint_name(x, "attention") for x in (o, lse))  # for a jax.checkpoint that keeps them
     return (o, lse * (1 / LOG2E)), (q, k, v, tables, o, lse)
 
 
 def backward(how: How, saved: tuple, cotangents: tuple[Array, Array]):
-    """dq, dk, dv, and nothing for the tables. dS = P (dP - delta + dlse): what comes in for lse is part of delta; at padding,
-    where lse is a constant, nothing does. What is summed over is finite here, too: of a key that a query sees whose P or dS is
-    not, the gradients are NaN."""
+    """dq, dk, dv, and nothing for the tables. dS = P (dP - delta + dlse): what comes in for lse is part of
+    delta; at padding, where lse is a constant, nothing does. What is summed over is finite here, too: of a
+    key that a query sees whose P or dS is not, the gradients are NaN."""
     q, k, v, tables, o, lse = saved
     do, dlse = cotangents
     padding, how_both = jnp.isinf(lse), dict(scale=how.scale, interpret=how.interpret)
@@ -147,11 +154,14 @@ _attend.defvjp(forward, backward)
 
 
 def _check(q: Array, k: Array, v: Array, ids: Array) -> None:
-    found = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v), ("segment_ids", ids)))
-    if q.ndim not in (3, 4) or k.shape != v.shape or (*k.shape[:-2], k.shape[-1]) != (*q.shape[:-2], q.shape[-1]):
+    found = ", ".join(f"{name} {x.dtype}{list(x.shape)}"
+                      for name, x in (("q", q), ("k", k), ("v", v), ("segment_ids", ids)))
+    if q.ndim not in (3, 4) or k.shape != v.shape or (*k.shape[:-2],
+                                                      k.shape[-1]) != (*q.shape[:-2], q.shape[-1]):
         raise ValueError(f"{found}: q [T, H, d], k and v [T, K, d], or with rows [B, T, ...] in front")
     if not q.size or not k.size or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"{found}: every KV head serves the same number of query heads, at least one, so K divides H")
+        raise ValueError(
+            f"{found}: every KV head serves the same number of query heads, at least one, so K divides H")
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"{found}: q, k and v are of one floating-point type")
     if ids.shape != q.shape[:-2] or ids.dtype != jnp.int32:
@@ -161,6 +171,8 @@ def _check(q: Array, k: Array, v: Array, ids: Array) -> None:
 
 def _check_kernel(q: Array) -> None:
     if q.dtype not in DTYPES:
-        raise ValueError(f'q is {q.dtype}: the kernels take bfloat16 or float16; backend="reference" takes any')
+        raise ValueError(
+            f'q is {q.dtype}: the kernels take bfloat16 or float16; backend="reference" takes any')
     if q.shape[-1] not in HEAD_SIZES:
-        raise ValueError(f'heads of {q.shape[-1]}: the kernels have 64 and 128; backend="reference" takes any')
+        raise ValueError(
+            f'heads of {q.shape[-1]}: the kernels have 64 and 128; backend="reference" takes any')

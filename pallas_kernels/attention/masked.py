@@ -1,10 +1,11 @@
 """Products over keys that a query sees, and over queries that see a key: what is not seen is not multiplied.
 
-A probability is 0 there, but 0 times NaN is NaN, and 0 times infinity too: one such value of a packed row would be in every other
-sequence of it. So what is summed over is finite, and a sum over something that is not, and is seen, is NaN as a whole.
-Derivatives are such products again.
+A probability is 0 there, but 0 times NaN is NaN, and 0 times infinity too: one such value of a packed row
+would be in every other sequence of it. So what is summed over is finite, and a sum over something that is
+not, and is seen, is NaN as a whole. Derivatives are such products again.
 
-Letters: B rows, T queries, S keys, K heads of keys, G queries a head of keys, d. mask [B, T, S]: which keys a query sees.
+Letters: B rows, T queries, S keys, K heads of keys, G queries a head of keys, d. mask [B, T, S]: which keys a
+query sees.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from jax import Array
 
 
 def scores(q: Array, k: Array, mask: Array, **product) -> Array:
-    """q [B, T, K, G, d], k [B, S, K, d] -> q k^T [B, K, G, T, S], 0 where a key is not seen. `product`: how `jnp.einsum` does
-    it."""
+    """q [B, T, K, G, d], k [B, S, K, d] -> q k^T [B, K, G, T, S], 0 where a key is not seen. `product`: how
+    `jnp.einsum` does it."""
     return _scores(tuple(product.items()), q, k, mask)
 
 
@@ -57,7 +58,8 @@ def _weighted_sum_bwd(product: tuple, saved: tuple, do: Array):
     return dp.astype(p.dtype), dv.astype(v.dtype), None
 
 
-_weighted_sum.defvjp(lambda product, p, v, mask: (_weighted_sum(product, p, v, mask), (p, v, mask)), _weighted_sum_bwd)
+_weighted_sum.defvjp(lambda product, p, v, mask: (_weighted_sum(product, p, v, mask), (p, v, mask)),
+                     _weighted_sum_bwd)
 
 
 def _sum_over_queries(product: tuple, p: Array, x: Array, mask: Array) -> Array:

@@ -1,9 +1,11 @@
-"""What the kernels share that walk over keys, the forward and dq: 128 queries a block of threads, 64 for each of its consumers.
+"""What the kernels share that walk over keys, the forward and dq: 128 queries a block of threads, 64 for each
+of its consumers.
 
-The two consumers have the same 64 queries of two heads of a group, which share every key and are done at the same time; or, where
-a group is odd, 128 queries of one head. A producer warp keeps a ring of blocks of keys and values full, from the diagonal back to
-the start of the first query's segment, and the next queries ready; nothing else is read. Blocks are counted from that start and
-walked from the diagonal as in FlashAttention 3, so that a running maximum is over the same keys as there.
+The two consumers have the same 64 queries of two heads of a group, which share every key and are done at the
+same time; or, where a group is odd, 128 queries of one head. A producer warp keeps a ring of blocks of keys
+and values full, from the diagonal back to the start of the first query's segment, and the next queries ready;
+nothing else is read. Blocks are counted from that start and walked from the diagonal as in FlashAttention 3,
+so that a running maximum is over the same keys as there.
 """
 
 from __future__ import annotations
@@ -17,12 +19,23 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
-    BLOCK, BUFFERS, CONSUMERS, ROWS, Deal, Work, drain, keep, launch, rows, since, steps_of, up_to,
-)  # fmt: skip
+    BLOCK,
+    BUFFERS,
+    CONSUMERS,
+    ROWS,
+    Deal,
+    Work,
+    drain,
+    keep,
+    launch,
+    rows,
+    since,
+    steps_of,
+    up_to,
+)
 from pallas_kernels.attention.segments import COPIED, WALK, Tables
 from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import ROW, plgpu, swizzled
-
 
 BAD = 2**30  # for the first key of a query whose result is to be NaN
 
@@ -82,10 +95,13 @@ class Walk(NamedTuple):
     clear: Array
 
 
-def kernel(body, tiles: Tiles, tables: Tables, q: Array, k: Array, scale: float, out_type, shared, interpret) -> Callable:
-    """The kernel body(Plan, *operands, first, walks, *results, *shared), to be given its operands; `tiles` as of the group."""
+def kernel(body, tiles: Tiles, tables: Tables, q: Array, k: Array, scale: float, out_type, shared,
+           interpret) -> Callable:
+    """The kernel body(Plan, *operands, first, walks, *results, *shared), to be given its operands; `tiles` as
+    of the group."""
     walks, units = tables.of_queries[tiles.rows], q.shape[1] // tiles.heads
-    make = functools.partial(Plan, tiles, len(walks), units, q.shape[1] // k.shape[1], scale, interpret is not None)
+    make = functools.partial(Plan, tiles, len(walks), units, q.shape[1] // k.shape[1], scale,
+                             interpret is not None)
     run = launch(body, make, out_type, shared, len(walks) * units, interpret)
     return lambda *operands: run(*operands, tables.first, walks)
 
@@ -96,21 +112,24 @@ def shared_memory(tiles: Tiles, d: int, dtype: jnp.dtype, copies: int) -> dict:
     full, empty = plgpu.Barrier, functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
     slots = BUFFERS * CONSUMERS
     return dict(
-        q=memory((slots, ROWS, d)), first=plgpu.SMEM((slots, ROWS), jnp.int32), walk=plgpu.SMEM((slots, WALK), jnp.int32),
+        q=memory((slots, ROWS, d)), first=plgpu.SMEM((slots, ROWS), jnp.int32),
+        walk=plgpu.SMEM((slots, WALK), jnp.int32),
         k=memory((tiles.k_stages, tiles.keys, d)), v=memory((tiles.v_stages, tiles.keys, d)),
-        q_full=plgpu.Barrier(num_arrivals=copies, num_barriers=slots), q_empty=plgpu.Barrier(num_barriers=slots),
+        q_full=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
+        q_empty=plgpu.Barrier(num_barriers=slots),
         k_full=full(num_barriers=tiles.k_stages), k_empty=empty(num_barriers=tiles.k_stages),
         v_full=full(num_barriers=tiles.v_stages), v_empty=empty(num_barriers=tiles.v_stages),
-    )  # fmt: skip
+    )
 
 
 def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, shared) -> None:
-    """Copy queries for the work to come, of pairs of a `matrix` [N, H, d] or a `vector` [H, N] and where it goes, then block
-    after block of keys and values, as room is made for them."""
+    """Copy queries for the work to come, of pairs of a `matrix` [N, H, d] or a `vector` [H, N] and where it
+    goes, then block after block of keys and values, as room is made for them."""
     tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
 
     def queries(work: Work, wg: int, block: Array) -> None:
-        slot, head, mine = slot_of(work.number, BUFFERS) * CONSUMERS + wg, plan.head(work, wg), pl.ds(plan.row(block, wg), ROWS)
+        slot, head, mine = slot_of(work.number, BUFFERS) * CONSUMERS + wg, plan.head(work, wg), pl.ds(
+            plan.row(block, wg), ROWS)
         full = shared.q_full.at[slot]
         pl.when(work.number >= BUFFERS)(lambda: plgpu.barrier_wait(shared.q_empty.at[slot]))
         for matrix, into in matrices:
@@ -135,7 +154,8 @@ def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, share
                 (v, shared.v, shared.v_full, shared.v_empty, tiles.v_stages),
             ):
                 slot = slot_of(work.before + step, stages)
-                pl.when(work.before + step >= stages)(lambda empty=empty, slot=slot: plgpu.barrier_wait(empty.at[slot]))
+                pl.when(work.before
+                        + step >= stages)(lambda empty=empty, slot=slot: plgpu.barrier_wait(empty.at[slot]))
                 copy(ref.at[keys, head], ring.at[slot], full.at[slot])
 
         return steps
@@ -152,7 +172,8 @@ def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True
     pl.when(more)(lambda: plgpu.barrier_wait(shared.q_full.at[slot]))
     block, begin, steps, clear = (shared.walk[slot, i] for i in range(4))
     first = plgpu.load(shared.first.at[slot], layout=ROW, optimized=False)
-    return Walk(slot, block, plan.row(block, wg), plan.head(work, wg), first, begin, steps_of(steps, plan.tiles.keys), clear)
+    return Walk(slot, block, plan.row(block, wg), plan.head(work, wg), first, begin,
+                steps_of(steps, plan.tiles.keys), clear)
 
 
 def masked(x: Array, walk: Walk, step: Array, other: float) -> Array:

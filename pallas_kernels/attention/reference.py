@@ -1,4 +1,5 @@
-"""Packed causal attention in plain jnp, float32: what is right, whatever it costs. It makes scores of [H, N, N]."""
+"""Packed causal attention in plain jnp, float32: what is right, whatever it costs. It makes scores of [H, N,
+N]."""
 
 from __future__ import annotations
 
@@ -10,11 +11,14 @@ from pallas_kernels.attention import masked
 from pallas_kernels.attention.segments import first_and_last
 
 
-def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: float, fp8: bool = False) -> tuple[Array, Array]:
-    """q [B, T, H, d], k and v [B, T, K, d], segment_ids [B, T] -> o [B, T, H, d] in q's dtype, lse [B, H, T] float32.
+def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: float,
+                      fp8: bool = False) -> tuple[Array, Array]:
+    """q [B, T, H, d], k and v [B, T, K, d], segment_ids [B, T] -> o [B, T, H, d] in q's dtype, lse [B, H, T]
+    float32.
 
-    Scores, probabilities and sums in float32 (float64 of float64). A token of padding gets o = 0 and lse = +inf.
-    `fp8`: exponentials of scores less the largest, times 2^8, are rounded to E4M3 in their product with values.
+    Scores, probabilities and sums in float32 (float64 of float64). A token of padding gets o = 0 and lse =
+    +inf. `fp8`: exponentials of scores less the largest, times 2^8, are rounded to E4M3 in their product with
+    values.
     """
     (B, T, H, d), K = q.shape, k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -27,19 +31,23 @@ def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: f
     lse = jax.nn.logsumexp(jnp.where(some, scores, 0), axis=-1, keepdims=True)
     p = jnp.where(mask, jnp.exp(scores - lse), 0)
     o = masked.weighted_sum(_in_e4m3(p) if fp8 else p, v, seen, **exact)
-    return o.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype), jnp.where(some, lse, jnp.inf).reshape(B, H, T)
+    return o.transpose(0, 3, 1, 2,
+                       4).reshape(q.shape).astype(q.dtype), jnp.where(some, lse, jnp.inf).reshape(B, H, T)
 
 
 def _in_e4m3(p: Array) -> Array:
-    """p, which is exponentials over their sum, with those times 2^8 rounded to E4M3. Its derivative is that of p."""
+    """p, which is exponentials over their sum, with those times 2^8 rounded to E4M3. Its derivative is that
+    of p."""
     largest = jnp.maximum(p.max(-1, keepdims=True), jnp.finfo(p.dtype).tiny)
     x = p / largest * 2.0**8
-    x = jnp.where(x < 2.0**-6, jnp.round(x * 2.0**9) * 2.0**-9, jax.lax.reduce_precision(x, 8, 3))  # a cast XLA might drop
+    # a cast XLA might drop
+    x = jnp.where(x < 2.0**-6, jnp.round(x * 2.0**9) * 2.0**-9, jax.lax.reduce_precision(x, 8, 3))
     return p + jax.lax.stop_gradient(x * 2.0**-8 * largest - p)
 
 
 def visible(segment_ids: Array) -> Array:
-    """[B, T] -> bool [B, T, T]: which keys (last axis) a query sees, itself and those before it in its segment."""
+    """[B, T] -> bool [B, T, T]: which keys (last axis) a query sees, itself and those before it in its
+    segment."""
     B, T = segment_ids.shape
     first = first_and_last(segment_ids)[0][: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]
     key, query = jnp.arange(T), jnp.arange(T)[:, None]

@@ -1,4 +1,5 @@
-"""What the kernels of attention share: walks dealt out to blocks of threads, a warp that copies, and products in flight."""
+"""What the kernels of attention share: walks dealt out to blocks of threads, a warp that copies, and products
+in flight."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class Work(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """How work is shared out: walks come longest first, all heads of one before the next, dealt there and back over blocks of
-    threads, so that all get nearly as many steps."""
+    """How work is shared out: walks come longest first, all heads of one before the next, dealt there and
+    back over blocks of threads, so that all get nearly as many steps."""
 
     walks: int
     heads: int
@@ -58,19 +59,22 @@ class Deal(NamedTuple):
         return number * self.blocks + jnp.where(lax.rem(number, jnp.int32(2)) == 0, me, self.blocks - 1 - me)
 
     def for_each(self, body: Callable[[Work], Array]) -> tuple[Array, Array]:
-        """body(work) -> its steps, for all work of this block of threads -> how many there were, of work and of steps."""
+        """body(work) -> its steps, for all work of this block of threads -> how many there were, of work and
+        of steps."""
         count = self.count()
-        return count, lax.fori_loop(0, count, lambda i, before: before + body(self.work(i, before)), jnp.int32(0))
+        return count, lax.fori_loop(0, count, lambda i, before: before + body(self.work(i, before)),
+                                    jnp.int32(0))
 
 
 def launch(body, plan: Callable, out_type, scratch, works: int, interpret) -> Callable:
     """The persistent kernel body(plan(blocks=...), *operands, *results, *scratch)."""
     blocks = min(2 if interpret else multiprocessors(), works)
     return plgpu.kernel(
-        functools.partial(body, plan(blocks=blocks)), out_type=out_type, scratch_types=scratch, interpret=interpret,
+        functools.partial(body, plan(blocks=blocks)), out_type=out_type, scratch_types=scratch,
+        interpret=interpret,
         grid=(blocks,), grid_names=("block",), num_threads=CONSUMERS + 1, thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )  # fmt: skip
+    )
 
 
 def steps_of(walk: Array, size: int) -> Array:
@@ -116,8 +120,9 @@ def up_to(last: Array) -> Seen:
 
 
 def _from_column(vector: Array) -> Array:
-    """How far [64] is from the first COLUMNS columns: [64, COLUMNS]. What that is compared with is then known to the compiler; an
-    index made of every element instead took more instructions, and registers that there were not."""
+    """How far [64] is from the first COLUMNS columns: [64, COLUMNS]. What that is compared with is then known
+    to the compiler; an index made of every element instead took more instructions, and registers that there
+    were not."""
     shape = ROWS, COLUMNS
     return spread(vector, shape, 0) - plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
 

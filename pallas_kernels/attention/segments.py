@@ -1,8 +1,9 @@
 """Packed rows as ranges of keys: a query sees the keys from the start of its segment up to itself.
 
-So one number a token says all: `first`, the first token of its segment. The mask is first[t] <= s <= t, and no key needs an id:
-what lies between the start of t's segment and t is of that segment. Kernels walk blocks of keys (or, for the gradients of keys,
-blocks of queries) and take from the tables here where a walk begins and ends, and which of its blocks need a mask.
+So one number a token says all: `first`, the first token of its segment. The mask is first[t] <= s <= t, and
+no key needs an id: what lies between the start of t's segment and t is of that segment. Kernels walk blocks
+of keys (or, for the gradients of keys, blocks of queries) and take from the tables here where a walk begins
+and ends, and which of its blocks need a mask.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from jax import Array
 CHUNK = 128  # what N is a multiple of
 STEP = 64  # keys or queries that walks are counted in
 COPIED = 8  # rows that the copy engine moves together: where a walk may begin
-WALK = 32  # numbers in a row of a table of walks: 128 bytes, as the copy engine's addresses in shared memory are
+# numbers in a row of a table of walks: 128 bytes, as the copy engine's addresses in shared memory are
+WALK = 32
 
 
 class Tables(NamedTuple):
@@ -30,17 +32,21 @@ class Tables(NamedTuple):
 
 
 def tables_of(segment_ids: Array) -> Tables:
-    """segment_ids [T] or [B, T] int32 -> Tables of all tokens in a row, N of them with padding up to a multiple of CHUNK.
+    """segment_ids [T] or [B, T] int32 -> Tables of all tokens in a row, N of them with padding up to a
+    multiple of CHUNK.
 
-    Raises ValueError for ids of another shape or type, or, where they are known as the program is traced, below 0 or coming back.
+    Raises ValueError for ids of another shape or type, or, where they are known as the program is traced,
+    below 0 or coming back.
     """
     check_ids(segment_ids)
     first, last = first_and_last(jnp.atleast_2d(segment_ids))
-    return Tables(segment_ids, first, {rows: key_walks(first, rows) for rows in (64, 128)}, query_walks(last, 128))
+    return Tables(segment_ids, first, {rows: key_walks(first, rows) for rows in (64, 128)},
+                  query_walks(last, 128))
 
 
 def first_and_last(segment_ids: Array) -> tuple[Array, Array]:
-    """segment_ids [B, T] -> int32 [N] each: the first token of each token's segment, and the one after its last.
+    """segment_ids [B, T] -> int32 [N] each: the first token of each token's segment, and the one after its
+    last.
 
     A segment is a run of equal ids above 0 in one row. Padding, which no token is in: N and 0.
     """
@@ -67,7 +73,8 @@ def seen_by(bad: Array, first: Array) -> Array:
 
 
 def running_max(x: Array) -> Array:
-    """The largest so far, of x [N] >= 0: in chunks, then over the chunks. Two passes, where a scan would be many kernels."""
+    """The largest so far, of x [N] >= 0: in chunks, then over the chunks. Two passes, where a scan would be
+    many kernels."""
     chunks = x.reshape(-1, CHUNK)
     inside = jnp.where(jnp.tri(CHUNK, dtype=bool), chunks[:, None], 0).max(-1)
     before = jnp.where(jnp.tri(len(chunks), k=-1, dtype=bool), inside[:, -1], 0).max(-1)
@@ -75,10 +82,12 @@ def running_max(x: Array) -> Array:
 
 
 def key_walks(first: Array, rows: int) -> Array:
-    """For blocks of `rows` queries, longest walk first: int32 [blocks, WALK], (block, begin, steps, clear) and zeros.
+    """For blocks of `rows` queries, longest walk first: int32 [blocks, WALK], (block, begin, steps, clear)
+    and zeros.
 
-    The block sees keys from `begin` on, in `steps` of STEP; before `clear` there are keys that some of its queries do not see
-    because of their segments. A walk has a step at least, of which a block of padding sees nothing.
+    The block sees keys from `begin` on, in `steps` of STEP; before `clear` there are keys that some of its
+    queries do not see because of their segments. A walk has a step at least, of which a block of padding sees
+    nothing.
     """
     at, first = (x.reshape(-1, rows) for x in (jnp.arange(len(first), dtype=jnp.int32), first))
     real = first <= at
@@ -88,10 +97,11 @@ def key_walks(first: Array, rows: int) -> Array:
 
 
 def query_walks(last: Array, keys: int) -> Array:
-    """For blocks of `keys` keys, longest walk first: int32 [blocks, WALK], (block, begin, steps, clear) and zeros.
+    """For blocks of `keys` keys, longest walk first: int32 [blocks, WALK], (block, begin, steps, clear) and
+    zeros.
 
-    The block is seen by queries from `begin` on, in `steps` of STEP; from `clear` on there are queries that do not see some of
-    its keys because of their segments. A block of padding has no step.
+    The block is seen by queries from `begin` on, in `steps` of STEP; from `clear` on there are queries that
+    do not see some of its keys because of their segments. A block of padding has no step.
     """
     last = last.reshape(-1, keys)
     begin = jnp.arange(len(last), dtype=jnp.int32) * keys
@@ -116,9 +126,11 @@ def check_ids(ids: Array) -> None:
 def _check_row(i: int, row: np.ndarray) -> None:
     begins = np.flatnonzero(np.diff(row, prepend=-1))
     if row.min(initial=0) < 0:
-        raise ValueError(f"segment_ids: token {row.argmin()} of row {i} has {row.min()}; ids are above 0, and 0 is padding")
+        raise ValueError(
+            f"segment_ids: token {row.argmin()} of row {i} has {row.min()}; ids are above 0, and 0 is padding")
     seen, counts = np.unique(row[begins][row[begins] > 0], return_counts=True)
     if counts.max(initial=1) > 1:
         segment = seen[counts.argmax()]
         back = begins[row[begins] == segment][1]
-        raise ValueError(f"segment_ids: {segment} comes back at token {back} of row {i}; a segment's tokens are contiguous")
+        raise ValueError(
+            f"segment_ids: {segment} comes back at token {back} of row {i}; a segment's tokens are contiguous")

@@ -1,10 +1,11 @@
 """Packed causal attention on Hopper: the gradients of keys and values.
 
-Persistent blocks of threads; each takes 128 keys of a KV head at a time, 64 for each of its two consumers, and walks the queries
-that see them, of all query heads of the group, so that the sum over the group never leaves registers. All is transposed, P^T
-[keys, queries]: with P = exp(S - lse) from the forward's logarithms, dV = P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta) and
-dK = dS^T Q, delta = rowsum(dO O) (Dao et al., 2022, algorithm 4). Everything is added in a fixed order. The exponentials of a
-step are computed beside the sums of the step before.
+Persistent blocks of threads; each takes 128 keys of a KV head at a time, 64 for each of its two consumers,
+and walks the queries that see them, of all query heads of the group, so that the sum over the group never
+leaves registers. All is transposed, P^T [keys, queries]: with P = exp(S - lse) from the forward's logarithms,
+dV = P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta) and dK = dS^T Q, delta = rowsum(dO O) (Dao et al., 2022,
+algorithm 4). Everything is added in a fixed order. The exponentials of a step are computed beside the sums of
+the step before.
 """
 
 from __future__ import annotations
@@ -18,15 +19,34 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
-    BLOCK, BUFFERS, COLUMNS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Deal, Seen, Work, drain, give_back, keep, launch,
-    nothing, rows, since, steps_of,
-)  # fmt: skip
+    BLOCK,
+    BUFFERS,
+    COLUMNS,
+    CONSUMERS,
+    F32,
+    LOG2E,
+    REGISTERS,
+    ROWS,
+    Deal,
+    Seen,
+    Work,
+    drain,
+    give_back,
+    keep,
+    launch,
+    nothing,
+    rows,
+    since,
+    steps_of,
+)
 from pallas_kernels.attention.segments import WALK, Tables
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import COLUMN, plgpu, spread, swizzled
-no_derivative = forward_only("pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
+
+no_derivative = forward_only(
+    "pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
 
 
 class Tiles(NamedTuple):
@@ -69,12 +89,14 @@ class Shared(NamedTuple):
 @no_derivative
 @functools.partial(jax.jit, static_argnames=("scale", "tiles", "interpret"))
 def gradients(
-    q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float, tiles: Tiles,
+    q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float,
+    tiles: Tiles,
     interpret=None,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """dk and dv [N, K, d] from q and do [N, H, d], the forward's lse, in base 2, and delta [H, N] float32."""
     walks, heads = tables.of_keys, k.shape[1]
-    make = functools.partial(Plan, tiles, len(walks), heads, q.shape[1] // heads, scale, interpret is not None)
+    make = functools.partial(Plan, tiles, len(walks), heads, q.shape[1] // heads, scale,
+                             interpret is not None)
     like = jax.ShapeDtypeStruct(k.shape, k.dtype)
     args = q, k, v, do, lse, delta, tables.first, walks
     return launch(_kernel, make, (like, like), _shared_memory(tiles, q), len(walks) * heads, interpret)(*args)
@@ -83,17 +105,20 @@ def gradients(
 def _shared_memory(tiles: Tiles, q: Array) -> Shared:
     memory = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=swizzled(q.dtype))
     slots, barrier = BUFFERS * CONSUMERS, plgpu.Barrier
-    mine, ring = memory((slots, ROWS, q.shape[-1])), lambda stages: memory((stages, tiles.queries, q.shape[-1]))
-    vectors, full = lambda stages: plgpu.SMEM((stages, tiles.queries), F32), functools.partial(plgpu.Barrier, num_arrivals=2)
+    mine, ring = memory((slots, ROWS,
+                         q.shape[-1])), lambda stages: memory((stages, tiles.queries, q.shape[-1]))
+    vectors, full = lambda stages: plgpu.SMEM((stages, tiles.queries),
+                                              F32), functools.partial(plgpu.Barrier, num_arrivals=2)
     return Shared(
         k=mine, v=mine, walk=plgpu.SMEM((slots, WALK), jnp.int32),
-        q=ring(tiles.q_stages), lse=vectors(tiles.q_stages), do=ring(tiles.do_stages), delta=vectors(tiles.do_stages),
+        q=ring(tiles.q_stages), lse=vectors(tiles.q_stages), do=ring(tiles.do_stages),
+        delta=vectors(tiles.do_stages),
         kv_full=plgpu.Barrier(num_arrivals=3, num_barriers=slots), kv_empty=plgpu.Barrier(num_barriers=slots),
         q_full=full(num_barriers=tiles.q_stages), do_full=full(num_barriers=tiles.do_stages),
         q_empty=barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_stages),
         do_empty=barrier(num_arrivals=CONSUMERS, num_barriers=tiles.do_stages),
         turn=barrier(num_barriers=CONSUMERS),
-    )  # fmt: skip
+    )
 
 
 def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) -> None:
@@ -103,15 +128,18 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) 
     def consume(wg):
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(shared.turn.at[0]))  # the first turn
         works, _ = each(lambda work: _consume(plan, wg, work, first, dk, dv, shared))
-        pl.when(wg == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))  # the last, for which there is nothing left
+        # the last, for which there is nothing left
+        pl.when(wg == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))
         give_back(shared.kv_empty, wg, works - 1)
         plgpu.wait_smem_to_gmem(0)
 
-    specialise(CONSUMERS, REGISTERS, lambda: _produce(plan, each, (q, k, v, do, lse, delta, walks), shared), consume)
+    specialise(CONSUMERS, REGISTERS, lambda: _produce(plan, each, (q, k, v, do, lse, delta, walks), shared),
+               consume)
 
 
 def _produce(plan: Plan, each, operands, shared: Shared) -> None:
-    """Copy keys and values for the work to come, then block after block of queries, as room is made for them."""
+    """Copy keys and values for the work to come, then block after block of queries, as room is made for
+    them."""
     q, k, v, do, lse, delta, walks = operands
     tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
 
@@ -134,11 +162,13 @@ def _produce(plan: Plan, each, operands, shared: Shared) -> None:
                 count = work.before + member * blocks + i
                 rows = pl.ds((block * (BLOCK // tiles.queries) + i) * tiles.queries, tiles.queries)
                 slot = slot_of(count, tiles.q_stages)
-                pl.when(count >= tiles.q_stages)(lambda slot=slot: plgpu.barrier_wait(shared.q_empty.at[slot]))
+                pl.when(count >= tiles.q_stages)(
+                    lambda slot=slot: plgpu.barrier_wait(shared.q_empty.at[slot]))
                 copy(q.at[rows, head], shared.q.at[slot], shared.q_full.at[slot])
                 copy(lse.at[head, rows], shared.lse.at[slot], shared.q_full.at[slot])
                 slot = slot_of(count, tiles.do_stages)
-                pl.when(count >= tiles.do_stages)(lambda slot=slot: plgpu.barrier_wait(shared.do_empty.at[slot]))
+                pl.when(count >= tiles.do_stages)(
+                    lambda slot=slot: plgpu.barrier_wait(shared.do_empty.at[slot]))
                 copy(do.at[rows, head], shared.do.at[slot], shared.do_full.at[slot])
                 copy(delta.at[head, rows], shared.delta.at[slot], shared.do_full.at[slot])
 
@@ -216,7 +246,8 @@ class Consumer(NamedTuple):
         return p, dk, dv
 
     def multiply(self, body, *of):
-        """Products, issued in turn with the other consumer: while one computes, the tensor cores have the other's to do."""
+        """Products, issued in turn with the other consumer: while one computes, the tensor cores have the
+        other's to do."""
         turn = self.shared.turn
         plgpu.barrier_wait(turn.at[self.wg])
 
@@ -227,7 +258,8 @@ class Consumer(NamedTuple):
         return multiply(self.plan.simulated, issued, *of)
 
     def my(self, ring) -> jax.Ref:
-        """The keys or values. Their addresses are made anew in every step: kept, they take registers that are needed."""
+        """The keys or values. Their addresses are made anew in every step: kept, they take registers that are
+        needed."""
         return ring.at[lax.optimization_barrier(self.keys)]
 
     def scores(self, step: Array) -> tuple:
@@ -255,12 +287,14 @@ class Consumer(NamedTuple):
         return spread(plgpu.load(vector, layout=COLUMN, optimized=False), (ROWS, self.plan.tiles.queries), 1)
 
     def probabilities(self, scores: Array, step: Array) -> Array:
-        """[keys, queries]; 0 for queries of other segments and before the key, in blocks that have any. Masked as in dq."""
+        """[keys, queries]; 0 for queries of other segments and before the key, in blocks that have any.
+        Masked as in dq."""
         size, slot = scores.shape[1], self.q_slot(step)
         row = self.begin + lax.rem(jnp.int32(step), self.blocks) * size
 
         def own() -> Seen:
-            first, key = self.by_column(self.first.at[pl.ds(row, size)]), spread(rows() + self.key, (ROWS, COLUMNS), 0)
+            first, key = self.by_column(self.first.at[pl.ds(row, size)]), spread(
+                rows() + self.key, (ROWS, COLUMNS), 0)
             return lambda at: first[:, at : at + COLUMNS] <= key
 
         p = jnp.exp2(scores * (self.plan.scale * LOG2E) - self.by_column(self.shared.lse.at[slot]))

@@ -1,8 +1,8 @@
 """Packed causal attention on Hopper: the gradient of queries.
 
-Blocks of queries walk over the keys they see, as the forward's do (`queries.py`). With P = exp(S - lse) from the forward's
-logarithms, dP = dO V^T, dS = P (dP - delta) and dQ = dS K, delta = rowsum(dO O) (Dao et al., 2022, algorithm 4). The tensor
-cores multiply dS of a block by its keys while that of the next is computed.
+Blocks of queries walk over the keys they see, as the forward's do (`queries.py`). With P = exp(S - lse) from
+the forward's logarithms, dP = dO V^T, dS = P (dP - delta) and dQ = dS K, delta = rowsum(dO O) (Dao et al.,
+2022, algorithm 4). The tensor cores multiply dS of a block by its keys while that of the next is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import queries
 from pallas_kernels.attention.queries import Plan, Tiles, Walk
-from pallas_kernels.attention.schedule import BUFFERS, CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, nothing, rows
+from pallas_kernels.attention.schedule import (
+    BUFFERS,
+    CONSUMERS,
+    F32,
+    LOG2E,
+    REGISTERS,
+    ROWS,
+    Work,
+    give_back,
+    nothing,
+    rows,
+)
 from pallas_kernels.attention.segments import Tables
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
@@ -25,7 +36,8 @@ from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, WGMMA, plgpu, spread, swizzled
 
 TILES = Tiles(keys=64, k_stages=3, v_stages=2)
-no_derivative = forward_only("pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
+no_derivative = forward_only(
+    "pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
 
 
 class Shared(NamedTuple):
@@ -48,10 +60,12 @@ class Shared(NamedTuple):
 @no_derivative
 @functools.partial(jax.jit, static_argnames=("scale", "tiles", "interpret"))
 def gradient(
-    q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float, tiles: Tiles,
+    q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float,
+    tiles: Tiles,
     interpret=None,
-) -> Array:  # fmt: skip
-    """dq [N, H, d] from q and do [N, H, d], k and v [N, K, d], the forward's lse, in base 2, and delta [H, N] float32."""
+) -> Array:
+    """dq [N, H, d] from q and do [N, H, d], k and v [N, K, d], the forward's lse, in base 2, and delta [H, N]
+    float32."""
     tiles = tiles.of(q.shape[1] // k.shape[1])
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     return queries.kernel(_kernel, tiles, tables, q, k, scale, like, _shared_memory(tiles, q), interpret)(
@@ -61,7 +75,8 @@ def gradient(
 
 def _shared_memory(tiles: Tiles, q: Array) -> Shared:
     slots, d = BUFFERS * CONSUMERS, q.shape[-1]
-    do, vectors = plgpu.SMEM((slots, ROWS, d), q.dtype, transforms=swizzled(q.dtype)), plgpu.SMEM((slots, ROWS), F32)
+    do, vectors = plgpu.SMEM((slots, ROWS, d), q.dtype,
+                             transforms=swizzled(q.dtype)), plgpu.SMEM((slots, ROWS), F32)
     return Shared(do=do, lse=vectors, delta=vectors, **queries.shared_memory(tiles, d, q.dtype, copies=6))
 
 
@@ -83,8 +98,10 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dq, *shared) -> N
 def _consume(plan: Plan, wg: Array, work: Work, dq, shared: Shared) -> Array:
     """The gradient of this warpgroup's 64 queries, stored; -> the number of steps."""
     walk = queries.arrived(plan, wg, work, shared)
-    lse, delta = (plgpu.load(x.at[walk.slot], layout=ROW, optimized=False) for x in (shared.lse, shared.delta))
-    q = plgpu.load(shared.q.at[walk.slot], layout=WGMMA)  # held: products by 64 keys ask for all that shared memory can give
+    lse, delta = (plgpu.load(x.at[walk.slot], layout=ROW, optimized=False)
+                  for x in (shared.lse, shared.delta))
+    # held: products by 64 keys ask for all that shared memory can give
+    q = plgpu.load(shared.q.at[walk.slot], layout=WGMMA)
     total = Consumer(plan, wg, work, walk, q, lse, delta, shared).sum()
     real = spread(walk.first <= rows() + walk.row, total.shape, 0)
     shared.q[walk.slot] = jnp.where(real, total * plan.scale, 0.0).astype(dq.dtype)
@@ -141,18 +158,22 @@ class Consumer(NamedTuple):
 
         def body(take):
             p = lax.optimization_barrier(self.probabilities(take(), step))
-            self.k_arrived(step + 1)  # what is above such a wait stays above, and the next product's wait below
+            # what is above such a wait stays above, and the next product's wait below
+            self.k_arrived(step + 1)
             dp = take()
             plgpu.barrier_arrive(shared.v_empty.at[v_slot])
             ds = lax.optimization_barrier(p * (dp - spread(self.delta, dp.shape, 0)))
             self.v_arrived(step + 1)
-            ds, *rest = lax.optimization_barrier((ds, *(take() for _ in more)))  # in the other product's registers from here on
+            # in the other product's registers from here on
+            ds, *rest = lax.optimization_barrier((ds, *(take() for _ in more)))
             return ds.astype(shared.q.dtype), *rest
 
         k, v = (ring.transpose((1, 0)) for ring in (shared.k.at[self.k_slot(step)], shared.v.at[v_slot]))
-        return multiply(self.plan.simulated, body, (None, self.q, k), (None, shared.do.at[self.walk.slot], v), *more)
+        return multiply(self.plan.simulated, body, (None, self.q, k), (None, shared.do.at[self.walk.slot], v),
+                        *more)
 
     def probabilities(self, scores: Array, step: Array) -> Array:
-        """[queries, keys]; 0 for keys that are not seen, by a mask over what is done: behind it, ptxas would put off the rest."""
+        """[queries, keys]; 0 for keys that are not seen, by a mask over what is done: behind it, ptxas would
+        put off the rest."""
         p = jnp.exp2(scores * (self.plan.scale * LOG2E) - spread(self.lse, scores.shape, 0))
         return queries.masked(p, self.walk, step, 0.0)

@@ -1,9 +1,11 @@
-"""Packed causal attention on Hopper, forward: FlashAttention-3's schedule (Shah et al., 2024) over ranges of keys.
+"""Packed causal attention on Hopper, forward: FlashAttention-3's schedule (Shah et al., 2024) over ranges of
+keys.
 
-Blocks of queries walk over the keys they see (`queries.py`). A consumer computes the exponentials of a step while the tensor
-cores multiply those of the step before with its values.
+Blocks of queries walk over the keys they see (`queries.py`). A consumer computes the exponentials of a step
+while the tensor cores multiply those of the step before with its values.
 
-Scores are kept in units of log 2, so that the scale, the change of base and the maximum are one fused multiply-add.
+Scores are kept in units of log 2, so that the scale, the change of base and the maximum are one fused
+multiply-add.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import queries
 from pallas_kernels.attention.queries import Plan, Tiles, Walk
-from pallas_kernels.attention.schedule import CONSUMERS, F32, LOG2E, REGISTERS, ROWS, Work, give_back, nothing, rows
+from pallas_kernels.attention.schedule import (
+    CONSUMERS,
+    F32,
+    LOG2E,
+    REGISTERS,
+    ROWS,
+    Work,
+    give_back,
+    nothing,
+    rows,
+)
 from pallas_kernels.attention.segments import Tables
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
@@ -26,9 +38,11 @@ from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, plgpu, spread
 
 TILES = Tiles(keys=128, k_stages=2, v_stages=2)
-E4M3_SHIFT = 8  # log2 of what exponentials are multiplied by before they are rounded to E4M3, as in FlashAttention 3
+# log2 of what exponentials are multiplied by before they are rounded to E4M3, as in FlashAttention 3
+E4M3_SHIFT = 8
 LOWEST = -1e30  # the maximum of no scores: finite, so that -inf minus it is no NaN
-no_derivative = forward_only("pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
+no_derivative = forward_only(
+    "pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
 
 
 class Shared(NamedTuple):
@@ -49,17 +63,18 @@ class Shared(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("scale", "fp8", "tiles", "interpret"))
 def forward(
     q: Array, k: Array, v: Array, tables: Tables, *, scale: float, fp8: bool, tiles: Tiles, interpret=None
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """q [N, H, d], k and v [N, K, d] -> o [N, H, d], and log2 of the sums of exponentials, [H, N] float32.
 
-    N is a multiple of 128, d 64 or 128; k and v are finite. Padding gets o = 0 and +inf, a query whose `first` is BAD NaN.
-    `fp8`: exponentials enter their product as E4M3.
+    N is a multiple of 128, d 64 or 128; k and v are finite. Padding gets o = 0 and +inf, a query whose
+    `first` is BAD NaN. `fp8`: exponentials enter their product as E4M3.
     """
     n, heads, d = q.shape
     tiles = tiles.of(heads // k.shape[1])
     out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((heads, n), F32)
     shared = Shared(**queries.shared_memory(tiles, d, q.dtype, copies=3))
-    return queries.kernel(functools.partial(_forward, fp8), tiles, tables, q, k, scale * LOG2E, out, shared, interpret)(q, k, v)
+    return queries.kernel(functools.partial(_forward, fp8), tiles, tables, q, k, scale * LOG2E, out, shared,
+                          interpret)(q, k, v)
 
 
 def _forward(fp8: bool, plan: Plan, q, k, v, first, walks, o, lse, *shared) -> None:
@@ -85,7 +100,8 @@ class Softmax(NamedTuple):
 
 
 def _consume(plan: Plan, fp8: bool, wg: Array, o, lse, shared: Shared) -> Array:
-    """All work of this warpgroup, 64 queries at a time -> how much there was. Stores hide behind the next scores."""
+    """All work of this warpgroup, 64 queries at a time -> how much there was. Stores hide behind the next
+    scores."""
     deal, count = plan.deal, plan.deal.count()
 
     def consumer(number: Array, before: Array) -> Consumer:
@@ -139,8 +155,10 @@ class Consumer(NamedTuple):
         plgpu.barrier_arrive(self.shared.k_empty.at[self.k_slot(0)])
         return self.first(scores)
 
-    def end(self, p: Array, state: Softmax, following: Consumer, more: Array, o, lse) -> tuple[Array, Softmax]:
-        """Add the last values, and store, beside the scores of the next work's first step -> its exponentials."""
+    def end(self, p: Array, state: Softmax, following: Consumer, more: Array, o,
+            lse) -> tuple[Array, Softmax]:
+        """Add the last values, and store, beside the scores of the next work's first step -> its
+        exponentials."""
         shared, last = self.shared, self.v_slot(self.walk.steps - 1)
         pl.when(more)(lambda: following.keys_arrived(0))
 
@@ -152,7 +170,8 @@ class Consumer(NamedTuple):
             pl.when(more)(lambda: plgpu.barrier_arrive(shared.k_empty.at[following.k_slot(0)]))
             return scores
 
-        scores = multiply(self.plan.simulated, body, self.values(self.walk.steps - 1, p, state.o), following.scores(0))
+        scores = multiply(self.plan.simulated, body, self.values(self.walk.steps - 1, p, state.o),
+                          following.scores(0))
         made = following.first(scores, more)
         pl.when(more)(lambda: give_back(shared.q_empty, self.wg, self.work.number))
         return made
@@ -167,24 +186,29 @@ class Consumer(NamedTuple):
     def store(self, state: Softmax, o, lse) -> None:
         walk, shape = self.walk, state.o.shape
         real = walk.first <= rows() + walk.row
-        inverse, other = jnp.where(real, 1.0 / state.total, 0.0), jnp.where(walk.first == queries.BAD, jnp.nan, 0.0)
-        result = jnp.where(spread(real, shape, 0), state.o * spread(inverse, shape, 0), spread(other, shape, 0))
+        inverse, other = jnp.where(real, 1.0 / state.total,
+                                   0.0), jnp.where(walk.first == queries.BAD, jnp.nan, 0.0)
+        result = jnp.where(spread(real, shape, 0), state.o * spread(inverse, shape, 0),
+                           spread(other, shape, 0))
         self.shared.q[walk.slot] = result.astype(self.shared.q.dtype)
         plgpu.commit_smem()
         mine = pl.ds(self.plan.row(walk.block, self.wg), ROWS)  # seen to be whole blocks, as walk.row is not
         plgpu.copy_smem_to_gmem(self.shared.q.at[walk.slot], o.at[mine, walk.head])
         shift = E4M3_SHIFT if self.fp8 else 0
-        lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(state.total) * LOG2E, other + jnp.inf)
+        lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(state.total) * LOG2E,
+                                         other + jnp.inf)
 
     def step(self, step: Array, carry: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
-        """The scores of this step; beside its exponentials, the product of those of the step before with their values."""
+        """The scores of this step; beside its exponentials, the product of those of the step before with
+        their values."""
         (p, state), shared = carry, self.shared
 
         def body(take):
             scores = take()
             plgpu.barrier_arrive(shared.k_empty.at[self.k_slot(step)])
             p_next, alpha, maximum, total = lax.optimization_barrier(self.softmax(scores, step, state))
-            self.keys_arrived(step + 1)  # what is above such a wait stays above, and the following product's wait below
+            # what is above such a wait stays above, and the following product's wait below
+            self.keys_arrived(step + 1)
             o = take()
             p_next, o = lax.optimization_barrier((p_next, o))  # p's registers are the product's until here
             plgpu.barrier_arrive(shared.v_empty.at[self.v_slot(step - 1)])
@@ -193,7 +217,8 @@ class Consumer(NamedTuple):
         return multiply(self.plan.simulated, body, self.scores(step), self.values(step - 1, p, state.o))
 
     def softmax(self, scores: Array, step: Array, state: Softmax) -> tuple[Array, Array, Array, Array]:
-        """The block's exponentials, what earlier sums are to be multiplied by, the maxima and the sums of exponentials."""
+        """The block's exponentials, what earlier sums are to be multiplied by, the maxima and the sums of
+        exponentials."""
         scores, scale = queries.masked(scores, self.walk, step, -jnp.inf), self.plan.scale
         maximum = jnp.maximum(state.maximum, scores.max(axis=1) * scale)
         alpha = jnp.exp2(state.maximum - maximum)

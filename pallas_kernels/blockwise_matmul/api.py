@@ -1,11 +1,12 @@
 """The scaled FP8 products, by the Hopper kernel or by reference.py: one visible choice.
 
-`backend` as in `pallas_kernels.quantize.api`. The kernel sums each 128 products in the tensor cores, which keep about 14 bits
-(`reference.short_dot`), so that it differs from the reference by some 1e-4 before the result is rounded.
+`backend` as in `pallas_kernels.quantize.api`. The kernel sums each 128 products in the tensor cores, which
+keep about 14 bits (`reference.short_dot`), so that it differs from the reference by some 1e-4 before the
+result is rounded.
 
-Sizes that the kernel does not take as they are, are padded, which costs a copy: it wants the contraction in multiples of 128, M
-of 8 (or below 8), N of 64 (32 for a float32 result), two at least. Widths of language models have these, and so have packed rows
-of tokens.
+Sizes that the kernel does not take as they are, are padded, which costs a copy: it wants the contraction in
+multiples of 128, M of 8 (or below 8), N of 64 (32 for a float32 result), two at least. Widths of language
+models have these, and so have packed rows of tokens.
 """
 
 from __future__ import annotations
@@ -21,18 +22,25 @@ from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import E4M3, E5M2
 
 OUTPUTS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
+no_derivative = forward_only(
+    "differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 
 
 @no_derivative
 def blockwise_matmul(
     x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, *, out_dtype: jnp.dtype = jnp.bfloat16,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
-) -> Array:  # fmt: skip
-    """x [T, K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [T, N] in `out_dtype`. fprop and dgrad.
+) -> Array:
+    """x [T, K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [T, N] in `out_dtype`. fprop
+    and dgrad.
 
-    x_scale [T, ceil(K/128)], w_scale [ceil(N/128), ceil(K/128)] float32; codes E4M3 or E5M2. `tiles`: other than the tuned ones.
-    `interpret`: run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the rule, for anything else.
+    x_scale [T, ceil(K/128)], w_scale [ceil(N/128), ceil(K/128)] float32; codes E4M3 or E5M2. `tiles`: other
+    than the tuned ones. `interpret`: run the kernel on a CPU, for tests. Raises ValueError, with the shapes
+    and the rule, for anything else, and TypeError where a derivative is computed:
+    `pallas_kernels.fp8_dot_general` has one.
+
+    Source: DeepSeek-V3 (2024), section 3.3.2: each 128 products are summed in the tensor cores, scaled, and
+    added in float32.
     """
     _check(("x", x_codes, x_scale, False), ("w", w_codes, w_scale, True), out_dtype)
     if not use_kernel(backend):
@@ -44,10 +52,12 @@ def blockwise_matmul(
 def wgrad(
     dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, *, out_dtype: jnp.dtype = jnp.float32,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
-) -> Array:  # fmt: skip
-    """dy^T x over the tokens: dy_codes [N, T], x_codes [K, T], both in 1x128 blocks along T -> [N, K] in `out_dtype`.
+) -> Array:
+    """dy^T x over the tokens: dy_codes [N, T], x_codes [K, T], both in 1x128 blocks along T -> [N, K] in
+    `out_dtype`.
 
-    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as `quantize_tokens` gives them. Else as `blockwise_matmul`.
+    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as `quantize_tokens` gives them. Else as
+    `blockwise_matmul`, what it raises and the source included.
     """
     _check(("dy", dy_codes, dy_scale, False), ("x", x_codes, x_scale, False), out_dtype)
     if not use_kernel(backend):
@@ -59,7 +69,8 @@ def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: Tiles | No
     """Pad to what the copy engine takes; scales of rows as [K/128, M]. Zeros add nothing, by any scale."""
     m, n = a.shape[0], b.shape[0]
     columns = 128 // jnp.dtype(out_dtype).itemsize
-    if n <= columns:  # Mosaic drops an axis of one box from a copy, and with it the check that columns beyond are not written
+    # Mosaic drops an axis of one box from a copy, and with it the check that columns beyond are not written
+    if n <= columns:
         columns *= 2
     tiles = tiles or choose(m, n, a.shape[1], b_blocks=b_blocks)
     rows = min(m, 8)  # a copy of fewer than 8 is one box, too
@@ -68,7 +79,7 @@ def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: Tiles | No
     y = sm90.matmul(
         pad_to(a, rows, BLOCK), a_scale, pad_to(b, columns, BLOCK), b_scale, tiles,
         b_blocks=b_blocks, out_dtype=out_dtype, interpret=interpret,
-    )  # fmt: skip
+    )
     return y[:m, :n]
 
 
@@ -95,4 +106,5 @@ def _check_operand(name: str, codes: Array, scale: Array, blocks: bool) -> None:
     if scale.shape != want or scale.dtype != jnp.float32:
         kind = "128x128" if blocks else "1x128"
         found = f"{name}_scale is {scale.dtype}{list(scale.shape)}"
-        raise ValueError(f"{found}: {name}_codes {list(codes.shape)} in {kind} blocks has float32{list(want)}")
+        raise ValueError(
+            f"{found}: {name}_codes {list(codes.shape)} in {kind} blocks has float32{list(want)}")

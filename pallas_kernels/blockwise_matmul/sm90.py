@@ -1,19 +1,24 @@
-"""The scaled FP8 products on Hopper: y = a b^T with a [M, K] and b [N, K], both contiguous along the contraction.
+"""The scaled FP8 products on Hopper: y = a b^T with a [M, K] and b [N, K], both contiguous along the
+contraction.
 
-One persistent kernel serves all three passes. A block of threads computes tiles of y one after the other; in it
+One persistent kernel serves all three passes. A block of threads computes tiles of y one after the other; in
+it
 
-- one warp is the *producer*: it walks all tiles of its block and keeps the copy engine a few stages ahead of the products, over
-  the borders of tiles too, so that no tile waits for its first operands. In a cluster two blocks share rows of a by multicast;
-- one to three warpgroups are the *consumers*, each with 64 rows of the tile, twice 64, or some columns. The tensor cores sum 128
-  products in registers; then that partial times its scales is added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2).
+- one warp is the *producer*: it walks all tiles of its block and keeps the copy engine a few stages ahead of
+  the products, over the borders of tiles too, so that no tile waits for its first operands. In a cluster two
+  blocks share rows of a by multicast;
+- one to three warpgroups are the *consumers*, each with 64 rows of the tile, twice 64, or some columns. The
+  tensor cores sum 128 products in registers; then that partial times its scales is added to a float32 sum
+  (DeepSeek-V3, 2024, section 3.3.2).
 
-That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at once while the tensor
-cores rest; three warpgroups lose less by it than two, and at a tile's end, too: one stores while two compute. Where there are
-two, of twice 64 rows, the results of a tile leave behind the first products of the next. Between the wait for one product and the
-start of the next nothing else should stand, so where the next operands lie is found while the last product is computed, and each
-is written over the registers of the last (`tensor_cores.py`). Where b has a scale a column (wgrad), those are read from shared
-memory a few columns at a time, or three warpgroups would not have the registers. Of few rows one consumer has several products in
-flight (`_sum_in_flight`), and as many stages as fit: what takes the time is reading b.
+That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at
+once while the tensor cores rest; three warpgroups lose less by it than two, and at a tile's end, too: one
+stores while two compute. Where there are two, of twice 64 rows, the results of a tile leave behind the first
+products of the next. Between the wait for one product and the start of the next nothing else should stand, so
+where the next operands lie is found while the last product is computed, and each is written over the
+registers of the last (`tensor_cores.py`). Where b has a scale a column (wgrad), those are read from shared
+memory a few columns at a time, or three warpgroups would not have the registers. Of few rows one consumer has
+several products in flight (`_sum_in_flight`), and as many stages as fit: what takes the time is reading b.
 
 Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
 """
@@ -39,7 +44,8 @@ from pallas_kernels.plgpu_compat import COLUMN, ROW, WGMMA, multiprocessors, plg
 from pallas_kernels.quantize import BLOCK
 
 F32 = jnp.float32
-SLAB = 32  # columns, each with its own scale, whose scales a consumer of a 1x128 by 1x128 product holds at once
+# columns, each with its own scale, whose scales a consumer of a 1x128 by 1x128 product holds at once
+SLAB = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +67,8 @@ class Plan:
 
     @property
     def box(self) -> int:
-        """Rows of a that are copied for a tile: all of it, or, where a has fewer, those, in whole boxes of 8 a block. What lies
-        where the others would makes rows of the sum that are stored nowhere."""
+        """Rows of a that are copied for a tile: all of it, or, where a has fewer, those, in whole boxes of 8
+        a block. What lies where the others would makes rows of the sum that are stored nowhere."""
         boxes = 8 * (1 + bool(self.tiles.cluster))
         return min(self.tiles.m, boxes * pl.cdiv(self.m, boxes))
 
@@ -73,7 +79,8 @@ class Plan:
 
     @property
     def slab(self) -> int:
-        """Columns promoted together: those that surely share a scale of b, or few enough for their scales to fit in registers."""
+        """Columns promoted together: those that surely share a scale of b, or few enough for their scales to
+        fit in registers."""
         return math.gcd(self.tiles.width, BLOCK if self.b_blocks else SLAB)
 
     @property
@@ -99,18 +106,20 @@ class Shared(NamedTuple):
 
 
 def reads_scalars(m: int, b_blocks: bool) -> bool:
-    """Whether a's scales are read one by one, as b's of 128x128 blocks are: one row has no more, and a copy would want four."""
+    """Whether a's scales are read one by one, as b's of 128x128 blocks are: one row has no more, and a copy
+    would want four."""
     return m == 1 and b_blocks
 
 
 def matmul(
-    a: Array, a_scale: Array, b: Array, b_scale: Array, tiles: Tiles, *, b_blocks: bool, out_dtype: jnp.dtype, interpret=None
+    a: Array, a_scale: Array, b: Array, b_scale: Array, tiles: Tiles, *, b_blocks: bool, out_dtype: jnp.dtype,
+    interpret=None
 ) -> Array:
     """a [M, K] times b [N, K] transposed -> [M, N] in `out_dtype`, bfloat16 or float32.
 
-    a_scale [K/128, M] and b_scale [K/128, N], or [N/128, K/128] for `b_blocks`; float32. The copy engine moves boxes of 8 rows by
-    128 bytes: M is a multiple of 8 or below it, K of 128, N of 64 (bfloat16) or 32 (float32). a_scale has whole boxes of 8,
-    unless `reads_scalars`. `api.py` pads.
+    a_scale [K/128, M] and b_scale [K/128, N], or [N/128, K/128] for `b_blocks`; float32. The copy engine
+    moves boxes of 8 rows by 128 bytes: M is a multiple of 8 or below it, K of 128, N of 64 (bfloat16) or 32
+    (float32). a_scale has whole boxes of 8, unless `reads_scalars`. `api.py` pads.
     """
     (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
@@ -119,31 +128,36 @@ def matmul(
     scratch = shared_memory(plan, a.dtype, b.dtype)
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
-        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype), grid=(blocks,), grid_names=("block",),
+        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype), grid=(blocks,),
+        grid_names=("block",),
         num_threads=tiles.consumers + 1, thread_name="wg", scratch_types=scratch, interpret=interpret,
         **clusters,
-    )(a, a_scale, b, b_scale)  # fmt: skip
+    )(a, a_scale, b, b_scale)
 
 
 def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
     t, store = plan.tiles, (ROWS, plan.store_width)
-    store_layout = plgpu.TilingTransform((8, store[1])), plgpu.SwizzleTransform(store[1] * plan.out_dtype.itemsize)
-    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
+    store_layout = plgpu.TilingTransform((8, store[1])), plgpu.SwizzleTransform(
+        store[1] * plan.out_dtype.itemsize)
+    barrier = functools.partial(plgpu.ClusterBarrier,
+                                collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
     return Shared(
         a=plgpu.SMEM((t.stages, t.m, BLOCK), a_dtype, transforms=swizzled(a_dtype)),
         b=plgpu.SMEM((t.stages, t.n, BLOCK), b_dtype, transforms=swizzled(b_dtype)),
         a_scale=plgpu.SMEM((t.stages, t.m), F32),
-        b_scale=plgpu.SMEM((t.stages, t.n) if not plan.b_blocks else (8,), F32),  # blocks' scales are read as scalars
+        # blocks' scales are read as scalars
+        b_scale=plgpu.SMEM((t.stages, t.n) if not plan.b_blocks else (8,), F32),
         out=plgpu.SMEM((t.consumers, t.buffers, *store), plan.out_dtype, transforms=store_layout),
         full=plgpu.Barrier(num_arrivals=3 + (not plan.b_blocks) - plan.one_row, num_barriers=t.stages),
         empty=barrier(num_arrivals=t.consumers, num_barriers=t.stages),
-    )  # fmt: skip
+    )
 
 
 def _kernel(plan: Plan, a, a_scale, b, b_scale, out, *shared) -> None:
     shared, consumers = Shared(*shared), plan.tiles.consumers
     produce = functools.partial(_produce, plan, (a, a_scale, b, b_scale), shared)
-    specialise(consumers, REGISTERS[consumers], produce, lambda wg: _consume(plan, wg, a_scale, b_scale, out, shared))
+    specialise(consumers, REGISTERS[consumers], produce,
+               lambda wg: _consume(plan, wg, a_scale, b_scale, out, shared))
 
 
 def _produce(plan: Plan, operands, shared: Shared) -> None:
@@ -173,7 +187,8 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
 
 
 class Consumer(NamedTuple):
-    """One warpgroup's view of the ring, for one product in one tile; `i` counts the tile's blocks of the contraction."""
+    """One warpgroup's view of the ring, for one product in one tile; `i` counts the tile's blocks of the
+    contraction."""
 
     plan: Plan
     shared: Shared
@@ -206,15 +221,17 @@ class Consumer(NamedTuple):
         plgpu.barrier_wait(self.shared.full.at[self.slot(i)])
 
     def release(self, i: Array) -> None:
-        """Of what has been read. The simulator wants the scales' reads fenced from the copy that will write over them; on the
-        device those that have arrived in registers are done."""
+        """Of what has been read. The simulator wants the scales' reads fenced from the copy that will write
+        over them; on the device those that have arrived in registers are done."""
         if self.plan.simulated:
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.empty.at[self.slot(i)])
 
-    def promote(self, total: tuple[Array, ...], partial: Array, scales: tuple[Array, ...], i: Array) -> tuple[Array, ...]:
-        """total + partial * scales, slab by slab, so that few scales of b's columns are held at once. `scales` is a's by row: one
-        vector a slab with b's multiplied in, or one, and b's are read by column."""
+    def promote(self, total: tuple[Array, ...], partial: Array, scales: tuple[Array, ...],
+                i: Array) -> tuple[Array, ...]:
+        """total + partial * scales, slab by slab, so that few scales of b's columns are held at once.
+        `scales` is a's by row: one vector a slab with b's multiplied in, or one, and b's are read by column.
+        """
         out, width = [], self.plan.slab
         for s, t in enumerate(total):
             part = partial[:, s * width : (s + 1) * width]
@@ -263,11 +280,12 @@ def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> No
         store_sums(plan, totals[n], at, shared.out.at[wg])
 
     if later:
-        # Before the first, a tile below the result, of which the copy engine writes nothing; every block has its own, or the
-        # simulator would see a race. By a condition instead, the compiler would promote the product behind which results leave
-        # after the start of the next, and spill.
+        # Before the first, a tile below the result, of which the copy engine writes nothing; every block has
+        # its own, or the simulator would see a race. By a condition instead, the compiler would promote the
+        # product behind which results leave after the start of the next, and spill.
         nothing = tuple(zeros(plan) for _ in range(t.high))
-        nowhere = plan.grid[0] + lax.axis_index("block"), lax.axis_index("cluster") if t.cluster else jnp.int32(0)
+        nowhere = plan.grid[0] + lax.axis_index("block"), lax.axis_index(
+            "cluster") if t.cluster else jnp.int32(0)
         last = for_each_tile(plan, tile, (nothing, *nowhere))
         for n in range(t.high):
             store(n, *last)
@@ -286,12 +304,13 @@ def _registers(shape: tuple[int, int]) -> Array:
 
 def sum_tile(
     parts: tuple[Consumer, ...], blocks: int | Array, scales: Callable[[Consumer, Array], tuple[Array, ...]],
-    begin: Callable[[int], None] | None = None, at_end: Callable[[], object] = lambda: (), scalars: Callable | None = None,
-) -> tuple[tuple[tuple[Array, ...], ...], object]:  # fmt: skip
+    begin: Callable[[int], None] | None = None, at_end: Callable[[], object] = lambda: (),
+    scalars: Callable | None = None,
+) -> tuple[tuple[tuple[Array, ...], ...], object]:
     """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns.
 
-    `begin`, of a part's number, is run behind the first product of that part; where there is one, `blocks` is an int. `scalars`,
-    of a block, is what `scales` takes as its last argument, where it can be read earlier.
+    `begin`, of a part's number, is run behind the first product of that part; where there is one, `blocks` is
+    an int. `scalars`, of a block, is what `scales` takes as its last argument, where it can be read earlier.
     """
     if parts[0].plan.tiles.flight > 1:
         return _sum_in_flight(*parts, blocks, scales, scalars), at_end()
@@ -299,9 +318,9 @@ def sum_tile(
 
 
 def all_have(scales: Callable, part: Consumer, *which) -> tuple[Array, ...]:
-    """Scales of a stage; of a pair, once all four warps have read theirs. There one warp releases a stage for all, a copy may
-    then write over it, and nothing else orders the other warps' reads before that. They wait behind a product, where nothing
-    waits for them."""
+    """Scales of a stage; of a pair, once all four warps have read theirs. There one warp releases a stage for
+    all, a copy may then write over it, and nothing else orders the other warps' reads before that. They wait
+    behind a product, where nothing waits for them."""
     own = scales(part, *which)
     if part.plan.tiles.cluster and not part.plan.simulated:  # there `release` fences the reads
         from pallas_kernels.tensor_cores import wait_for_warps
@@ -310,19 +329,23 @@ def all_have(scales: Callable, part: Consumer, *which) -> tuple[Array, ...]:
     return own
 
 
-def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, begin, at_end) -> tuple[tuple, object]:
-    """Nothing but promotion stands between two products: behind one, the next one's operands are waited for and found, and where
-    a consumer makes several of a stage, its scales are read. The scales of a single one are read behind itself, but not in a
-    pair: there one warp tells both blocks that a stage is read, for all four. When a product is done, all warps have started it,
-    so what they read before, and waited for together, they have (`all_have`)."""
+def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, begin,
+                    at_end) -> tuple[tuple, object]:
+    """Nothing but promotion stands between two products: behind one, the next one's operands are waited for
+    and found, and where a consumer makes several of a stage, its scales are read. The scales of a single one
+    are read behind itself, but not in a pair: there one warp tells both blocks that a stage is read, for all
+    four. When a product is done, all warps have started it, so what they read before, and waited for
+    together, they have (`all_have`)."""
     plan, last, read = parts[0].plan, parts[-1], functools.partial(all_have, scales)
     alone = len(parts) == 1 and not plan.tiles.cluster
     find, old = (lambda i: ()), ()
     if not plan.simulated:
-        from pallas_kernels import tensor_cores  # parts of JAX that are not public: who does not multiply here does not need them
+        # parts of JAX that are not public: who does not multiply here does not need them
+        from pallas_kernels import tensor_cores
 
         origin, old = tensor_cores.describe(*parts[0].of_stage(0)), _registers((ROWS, plan.tiles.width))
-        find = lambda i: tuple(at.moved(last.slot(i) * rows) for at, rows in zip(origin, (plan.tiles.m, plan.tiles.n)))
+        find = lambda i: tuple(at.moved(last.slot(i) * rows)
+                               for at, rows in zip(origin, (plan.tiles.m, plan.tiles.n)))
 
     def ready(i):
         last.arrived(i)
@@ -361,8 +384,8 @@ def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, be
 
 
 def _sum_in_flight(part: Consumer, blocks: int, scales, scalars) -> tuple[tuple[Array, ...]]:
-    """The same of one part, in the same order: some products at a time, each promoted while the next is computed. What memory
-    has of the next ones' scales is read before these are waited for."""
+    """The same of one part, in the same order: some products at a time, each promoted while the next is
+    computed. What memory has of the next ones' scales is read before these are waited for."""
 
     def some(first: Array | int, count: int, total: tuple[Array, ...], read: tuple) -> tuple[Array, ...]:
         numbers = [first + n for n in range(count)]
@@ -396,8 +419,10 @@ def _sum_in_flight(part: Consumer, blocks: int, scales, scalars) -> tuple[tuple[
     return (some(times * flight, left, total, read) if left else total,)
 
 
-def _product(part: Consumer, n: int, i: Array, old, operands, behind: Callable[[], object]) -> tuple[Array, object]:
-    """The partial of the n-th part and block i, and what `behind`, run while the tensor cores compute it, returns.
+def _product(part: Consumer, n: int, i: Array, old, operands,
+             behind: Callable[[], object]) -> tuple[Array, object]:
+    """The partial of the n-th part and block i, and what `behind`, run while the tensor cores compute it,
+    returns.
 
     It is written over `old`; `operands` is where those of the first part lie.
     """
@@ -420,8 +445,8 @@ def _product(part: Consumer, n: int, i: Array, old, operands, behind: Callable[[
 
 
 def store_sums(plan: Plan, total: tuple[Array, ...], at: jax.Ref, buffers: jax.Ref) -> None:
-    """Sums [64, width] to their place in the result through shared memory, a swizzled 128-byte column a buffer, as many at once
-    as there are buffers; the copies run while the next tile is computed."""
+    """Sums [64, width] to their place in the result through shared memory, a swizzled 128-byte column a
+    buffer, as many at once as there are buffers; the copies run while the next tile is computed."""
     width = plan.store_width
     for some in itertools.batched(range(0, plan.tiles.width, width), plan.tiles.buffers):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

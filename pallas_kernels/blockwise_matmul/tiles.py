@@ -1,4 +1,5 @@
-"""How the products on Hopper are cut up: what registers allow, what was compared on an H200, and what is chosen by it."""
+"""How the products on Hopper are cut up: what registers allow, what was compared on an H200, and what is
+chosen by it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.plgpu_compat import cache_bytes, multiprocessors
 
 ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
-REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 24)}  # a thread of a consumer, of the producer's, by number of consumers
+# a thread of a consumer, of the producer's, by number of consumers
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 24)}
 
 
 class Tiles(NamedTuple):
@@ -41,25 +43,29 @@ class Tiles(NamedTuple):
 
 
 def check_tiles(tiles: Tiles, store_width: int, pairs: bool) -> None:
-    """What registers allow, and whether there may be `pairs`; shared memory is counted by Pallas, which raises a ValueError with
-    the bytes."""
+    """What registers allow, and whether there may be `pairs`; shared memory is counted by Pallas, which
+    raises a ValueError with the bytes."""
     if tiles.cluster not in (("", "n") if pairs else ("",)):
         raise ValueError(
             f"{tiles}: pairs of blocks are along N, and in dense products by 128x128 blocks alone. One warp of a consumer tells "
             "both of a pair that a stage is read, and does not wait for the others: these may be reading scales of 1x128"
         )
     if tiles.consumers not in REGISTERS:
-        raise ValueError(f"{tiles} has {tiles.consumers} consumers (down x across): 1, 2 or 3 share the registers")
+        raise ValueError(
+            f"{tiles} has {tiles.consumers} consumers (down x across): 1, 2 or 3 share the registers")
     if tiles.high not in (1, 2) or tiles.high * tiles.consumers > 4:
-        raise ValueError(f"{tiles}: two consumers have the registers for 64 rows or twice 64 (high), three for 64")
+        raise ValueError(
+            f"{tiles}: two consumers have the registers for 64 rows or twice 64 (high), three for 64")
     widest = 128 if tiles.high == 2 else {1: 192, 2: 192, 3: 128}[tiles.consumers]
     if tiles.width % 32 or not 0 < tiles.width <= widest:
         raise ValueError(f"{tiles}: the width is a multiple of 32, {widest} at most with so many consumers")
     together = (192 if tiles.consumers == 3 else 256) // tiles.width
     if tiles.flight > 1 and (tiles.high > 1 or tiles.flight > min(tiles.stages, together)):
-        raise ValueError(f"{tiles}: products in flight are of 64 rows each, and of {min(tiles.stages, together)} stages or fewer")
+        raise ValueError(
+            f"{tiles}: products in flight are of 64 rows each, and of {min(tiles.stages, together)} stages or fewer")
     if tiles.unroll < 1 or tiles.unroll > 1 and tiles.flight > 1:
-        raise ValueError(f"{tiles}: a turn of the loop reads 1 stage or more (unroll), and those in flight alone where some are")
+        raise ValueError(
+            f"{tiles}: a turn of the loop reads 1 stage or more (unroll), and those in flight alone where some are")
     if tiles.stages < 2:
         raise ValueError(f"{tiles}: one stage is read while the next is written, so 2 or more")
     columns = tiles.width // store_width
@@ -90,9 +96,10 @@ RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_ahe
 
 
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
-    """The tiles for a product on the GPU here, by what was measured on an H200 (docs/kernels.md): big ones, unless they would
-    leave many multiprocessors without work in the last turn, and in pairs, which read less, where the cache does not hold what
-    is in flight; for few rows, which take as long as reading b, those with which no multiprocessor reads much of it."""
+    """The tiles for a product on the GPU here, by what was measured on an H200 (docs/kernels.md): big ones,
+    unless they would leave many multiprocessors without work in the last turn, and in pairs, which read less,
+    where the cache does not hold what is in flight; for few rows, which take as long as reading b, those with
+    which no multiprocessor reads much of it."""
     if m <= ROWS:
         return min(FEW_ROWS.values(), key=lambda tiles: _turns(tiles, m, n) * tiles.n)
     rates, candidates = RATES[b_blocks], CANDIDATES if b_blocks else FOR_WGRAD
@@ -101,7 +108,8 @@ def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
 
 
 def _in_flight(tiles: Tiles, m: int, n: int, k: int) -> int:
-    """Bytes of the operands of tiles that are computed at once, the whole contraction: blocks of threads drift apart along it."""
+    """Bytes of the operands of tiles that are computed at once, the whole contraction: blocks of threads
+    drift apart along it."""
     band, others = tiles.band, pl.cdiv(multiprocessors(), tiles.band)
     rows, columns = (band, others) if tiles.band_axis == 0 else (others, band)
     return (min(m, rows * tiles.m) + min(n, columns * tiles.n)) * k

@@ -1,10 +1,12 @@
-"""The blockwise product on a GPU's FP8 tensor cores through XLA: one FP8 product for each 128 of the contraction.
+"""The blockwise product on a GPU's FP8 tensor cores through XLA: one FP8 product for each 128 of the
+contraction.
 
-Every block of 128 is summed inside the tensor core, whose accumulator keeps some 14 bits, and promoted to a float32 sum: what
-CUTLASS's and DeepGEMM's kernels do, in the same order, so that the result equals the engine's to the bit (on Hopper, checked by
-tests/gpu/test_vllm_quantizers.py), provided that XLA takes cuBLASLt's FP8 product and not one of its own that sums otherwise:
-compile with `xla_gpu_enable_triton_gemm` off, as `jaxfp8rl.precision.jit.rounding_exact_jit` does. It costs a pass over the output for every
-block, which a kernel of ours need not.
+Every block of 128 is summed inside the tensor core, whose accumulator keeps some 14 bits, and promoted to a
+float32 sum: what CUTLASS's and DeepGEMM's kernels do, in the same order, so that the result equals the
+engine's to the bit (on Hopper, checked by tests/gpu/test_vllm_quantizers.py), provided that XLA takes
+cuBLASLt's FP8 product and not one of its own that sums otherwise: compile with `xla_gpu_enable_triton_gemm`
+off, as `jaxfp8rl.precision.jit.rounding_exact_jit` does. It costs a pass over the output for every block,
+which a kernel of ours need not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pallas_kernels.rounding import fused_multiply_add
 
 ROWS = 16  # cuBLASLt takes FP8 operands in multiples of it; XLA would multiply others in a wider format
 no_derivative = forward_only(
-    "differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
+    "differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 
 
 @no_derivative

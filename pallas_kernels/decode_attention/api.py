@@ -1,15 +1,18 @@
-"""Attention of one query a sequence over a paged cache, by the Hopper kernel or by reference.py: one visible choice.
+"""Attention of one query a sequence over a paged cache, by the Hopper kernel or by reference.py: one visible
+choice.
 
-A page holds the keys, or the values, of `page_size` consecutive tokens of one sequence, for all KV heads; a row of `block_table`
-names a sequence's pages in order. Only pages up to a sequence's length are read, and what lies behind it counts for nothing, NaN
-or not. Query head h reads KV head h // (H / K), and none is repeated. A cache in E4M3 holds keys and values over scales, one a KV
-head, which are multiplied into scores and results.
+A page holds the keys, or the values, of `page_size` consecutive tokens of one sequence, for all KV heads; a
+row of `block_table` names a sequence's pages in order. Only pages up to a sequence's length are read, and
+what lies behind it counts for nothing, NaN or not. Query head h reads KV head h // (H / K), and none is
+repeated. A cache in E4M3 holds keys and values over scales, one a KV head, which are multiplied into scores
+and results.
 
-`backend` as in `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last rounding; exponentials enter
-the product with the values in float16 beside an E4M3 cache, else in the cache's type. Pieces of a sequence are computed apart
-(flash-decoding) and joined in a fixed order: the same operands give the same bits on the same kind of GPU. Where a sequence is
-cut depends on the lengths of all sequences in the batch and on the number of multiprocessors, and so do the last bits of its
-result. What is not finite and is seen may reach all heads of its sequence by the kernel, and never another sequence.
+`backend` as in `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last rounding;
+exponentials enter the product with the values in float16 beside an E4M3 cache, else in the cache's type.
+Pieces of a sequence are computed apart (flash-decoding) and joined in a fixed order: the same operands give
+the same bits on the same kind of GPU. Where a sequence is cut depends on the lengths of all sequences in the
+batch and on the number of multiprocessors, and so do the last bits of its result. What is not finite and is
+seen may reach all heads of its sequence by the kernel, and never another sequence.
 """
 
 from __future__ import annotations
@@ -29,39 +32,49 @@ from pallas_kernels.plgpu_compat import Backend, use_kernel
 LOG2E = math.log2(math.e)
 HEAD_SIZES = 64, 128
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-PARTS = {jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.float16): 3}  # E4M3 numbers that make up a query of that type
+# E4M3 numbers that make up a query of that type
+PARTS = {jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.float16): 3}
 no_derivative = forward_only("differentiate pallas_kernels.attention.api.attention, of whole sequences")
 
 
 def decode_attention(
-    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array | None = None,
-    v_scale: Array | None = None, *, scale: float | None = None, backend: Backend = "auto", tiles: Tiles | None = None,
+    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None, *, scale: float | None = None, backend: Backend = "auto",
+    tiles: Tiles | None = None,
     interpret=None,
-) -> Array:  # fmt: skip
-    """q [B, H, d], k_pages and v_pages [pages, page_size, K, d], block_table [B, max_pages] int32, lengths [B] int32
-    -> o [B, H, d] in q's dtype, 0 where the length is 0.
+) -> Array:
+    """q [B, H, d], k_pages and v_pages [pages, page_size, K, d], block_table [B, max_pages] int32, lengths
+    [B] int32 -> o [B, H, d] in q's dtype, 0 where the length is 0.
 
-    k_scale, v_scale [K] float32: what E4M3 keys and values are over; 1 if None. `scale` of the scores: d ** -0.5 if None. The
-    kernel takes q in bfloat16 or float16, pages in E4M3 or q's type, d of 64 or 128, pages of 8, 16 or 32 tokens or a multiple
-    of 64, and at most 64 queries a KV head; the reference takes any. Lengths are at most max_pages * page_size, and the table
-    names pages that exist: neither is known when the program is traced, so neither is checked. `tiles`: other than the tuned
-    ones. `interpret`: run the kernel on a CPU, for tests.
+    k_scale, v_scale [K] float32: what E4M3 keys and values are over; 1 if None. `scale` of the scores: d **
+    -0.5 if None. The kernel takes q in bfloat16 or float16, pages in E4M3 or q's type, d of 64 or 128, pages
+    of 8, 16 or 32 tokens or a multiple of 64, and at most 64 queries a KV head; the reference takes any.
+    Lengths are at most max_pages * page_size, and the table names pages that exist: neither is known when the
+    program is traced, so neither is checked. `tiles`: other than the tuned ones. `interpret`: run the kernel
+    on a CPU, for tests.
 
-    Raises ValueError, with what was found and the rule, for anything else.
+    Raises ValueError, with what was found and the rule, for anything else, and TypeError where a derivative
+    is computed. Source: PagedAttention (Kwon et al., 2023), in pieces that are joined as in flash-decoding
+    (Dao et al., 2023).
     """
     return attention_and_lse(
-        q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale=scale, backend=backend, tiles=tiles,
+        q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale=scale, backend=backend,
+        tiles=tiles,
         interpret=interpret,
-    )[0]  # fmt: skip
+    )[0]
 
 
 @no_derivative
 def attention_and_lse(
-    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array | None = None,
-    v_scale: Array | None = None, *, scale: float | None = None, backend: Backend = "auto", tiles: Tiles | None = None,
+    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None, *, scale: float | None = None, backend: Backend = "auto",
+    tiles: Tiles | None = None,
     interpret=None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """`decode_attention`, and the logarithm of each query's sum of exponentials, [B, H] float32; -inf where the length is 0."""
+) -> tuple[Array, Array]:
+    """`decode_attention`, and the logarithm of each query's sum of exponentials, [B, H] float32; -inf where
+    the length is 0."""
     _check(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < math.inf:
@@ -74,7 +87,8 @@ def attention_and_lse(
     return _by_kernel(q, k_pages, v_pages, block_table, lengths, *scales, scale, tiles or Tiles(), interpret)
 
 
-def _by_kernel(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale, tiles, interpret) -> tuple[Array, Array]:
+def _by_kernel(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale, tiles,
+               interpret) -> tuple[Array, Array]:
     plan = plan_of(q, k_pages, tiles, interpret is not None)
     dealt = deal(lengths, plan.passes, sm90.workers(interpret))
     flat = (pages.reshape(-1, pages.shape[2] * plan.d) for pages in (k_pages, v_pages))
@@ -106,7 +120,8 @@ def _check(q, k, v, table, lengths, k_scale, v_scale) -> None:
     if q.ndim != 3 or k.ndim != 4 or k.shape != v.shape or k.shape[-1] != q.shape[-1] or k.dtype != v.dtype:
         raise ValueError(f"{found}: q [B, H, d], k_pages and v_pages [pages, page_size, K, d] of one type")
     if not q.size or not k.size or q.shape[1] % k.shape[2]:
-        raise ValueError(f"{found}: every KV head serves the same number of query heads, at least one, so K divides H")
+        raise ValueError(
+            f"{found}: every KV head serves the same number of query heads, at least one, so K divides H")
     if not jnp.issubdtype(q.dtype, jnp.floating) or not jnp.issubdtype(k.dtype, jnp.floating):
         raise ValueError(f"{found}: q and pages are of floating-point types")
     if table.shape[:-1] != q.shape[:1] or table.ndim != 2 or lengths.shape != q.shape[:1]:
@@ -115,7 +130,8 @@ def _check(q, k, v, table, lengths, k_scale, v_scale) -> None:
         raise ValueError(f"{found}: block_table and lengths are int32")
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         if x is not None and (x.shape != k.shape[2:3] or x.dtype != F32):
-            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: float32, one for each of the {k.shape[2]} KV heads")
+            raise ValueError(
+                f"{name} is {x.dtype}{list(x.shape)}: float32, one for each of the {k.shape[2]} KV heads")
 
 
 def _check_kernel(q: Array, k: Array) -> None:
@@ -132,4 +148,5 @@ def _check_kernel(q: Array, k: Array) -> None:
             f'pages of {page} tokens: the kernel has 8, 16, 32 and multiples of {KEYS}; backend="reference" any'
         )
     if q.shape[1] // K > ROWS:
-        raise ValueError(f'{q.shape[1] // K} queries a KV head: the kernel has up to {ROWS}; backend="reference" takes any')
+        raise ValueError(
+            f'{q.shape[1] // K} queries a KV head: the kernel has up to {ROWS}; backend="reference" takes any')

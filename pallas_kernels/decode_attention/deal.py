@@ -1,9 +1,9 @@
 """Work dealt out evenly on the device: which worker has which tiles of keys of which sequences.
 
-A row is a sequence, or one of several passes over its KV heads. All tiles lie in one line, row after row; every worker takes an
-equal stretch of it, to one tile. What a worker has of a row is a piece. The piece of worker w in row r is at place w + r of all
-results: from a piece to the next either of the two grows by one, so that places are all different, and those of a row are
-neighbours, in order.
+A row is a sequence, or one of several passes over its KV heads. All tiles lie in one line, row after row;
+every worker takes an equal stretch of it, to one tile. What a worker has of a row is a piece. The piece of
+worker w in row r is at place w + r of all results: from a piece to the next either of the two grows by one,
+so that places are all different, and those of a row are neighbours, in order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def begin_of(worker: Array, total: Array, workers: int) -> Array:
 def worker_of(tile: Array, total: Array, workers: int) -> Array:
     each, more = _shares(total, workers)
     long = more * (each + 1)  # tiles of the workers that have one more
-    return jnp.where(tile < long, lax.div(tile, each + 1), more + lax.div(tile - long, lax.max(each, jnp.int32(1))))
+    return jnp.where(tile < long, lax.div(tile, each + 1),
+                     more + lax.div(tile - long, lax.max(each, jnp.int32(1))))
 
 
 def _shares(total: Array, workers: int) -> tuple[Array, Array]:
@@ -77,6 +78,7 @@ def for_each_piece(begins: jax.Ref, first: jax.Ref, worker: Array, body: Callabl
         @pl.loop(first[worker], lax.min(first[worker + 1], rows - 1) + 1)
         def _(row):
             start, stop = lax.max(begins[row], begin), lax.min(begins[row + 1], end)
-            pl.when(start < stop)(lambda: body(Piece(row, start - begins[row], stop - begins[row], start - begin)))
+            pl.when(start < stop)(lambda: body(Piece(row, start - begins[row], stop - begins[row],
+                                                     start - begin)))
 
     return end - begin

@@ -1,4 +1,5 @@
-"""Attention of one query a sequence over a paged cache, in plain jnp: what the kernel is held to, and what runs elsewhere."""
+"""Attention of one query a sequence over a paged cache, in plain jnp: what the kernel is held to, and what
+runs elsewhere."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from jax.lax import Precision
 
 
 def attention_and_lse(
-    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array, v_scale: Array, scale: float
-) -> tuple[Array, Array]:  # fmt: skip
-    """As `api.attention_and_lse`; all pages of the table are gathered, and everything is computed in float32 or wider."""
+    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array,
+    v_scale: Array, scale: float
+) -> tuple[Array, Array]:
+    """As `api.attention_and_lse`; all pages of the table are gathered, and everything is computed in float32
+    or wider."""
     B, H, d = q.shape
     _, page, K, _ = k_pages.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -29,5 +32,6 @@ def attention_and_lse(
     exps = jnp.where(some, jnp.exp(scores - jnp.where(some, scores.max(-1, keepdims=True), 0)), 0)
     total = exps.sum(-1, keepdims=True)
     o = jnp.einsum("bkgs,bskd->bkgd", exps, v, precision=Precision.HIGHEST) / jnp.where(some, total, 1)
-    lse = jnp.where(some[..., 0], jnp.log(jnp.where(some, total, 1))[..., 0] + jnp.where(some, scores, 0).max(-1), -jnp.inf)
+    lse = jnp.where(some[..., 0],
+                    jnp.log(jnp.where(some, total, 1))[..., 0] + jnp.where(some, scores, 0).max(-1), -jnp.inf)
     return o.reshape(B, H, d).astype(q.dtype), lse.reshape(B, H).astype(wide)

@@ -1,13 +1,16 @@
-"""Attention of one query a sequence over a paged cache on Hopper: flash-decoding (Dao et al., 2023), its work dealt out evenly.
+"""Attention of one query a sequence over a paged cache on Hopper: flash-decoding (Dao et al., 2023), its work
+dealt out evenly.
 
-A worker is a warpgroup with a warp that copies for it; two share a multiprocessor. Each has pieces of sequences (`deal.py`), tile
-after tile of 64 keys. For a tile come the keys of its KV heads, then their values, a head a slot of a ring.
+A worker is a warpgroup with a warp that copies for it; two share a multiprocessor. Each has pieces of
+sequences (`deal.py`), tile after tile of 64 keys. For a tile come the keys of its KV heads, then their
+values, a head a slot of a ring.
 
-A tensor-core instruction has 64 rows, a KV head a few queries. So the rows are the queries of all heads, and one softmax is
-theirs: scores are a sum over the heads of the queries, 0 in the rows of others, by that head's keys; o is one over the heads of
-the exponentials, 0 likewise, by that head's values. Tensor cores work eightfold, and have the time: memory is what is waited
-for. E4M3 keys are multiplied as they are, by queries in E4M3 parts whose sum is the 16-bit query (`api.py`); E4M3 values become
-float16, exactly, on their way. Each piece leaves o and the logarithm of its sum; `sm90_join.py` adds a sequence's up in order.
+A tensor-core instruction has 64 rows, a KV head a few queries. So the rows are the queries of all heads, and
+one softmax is theirs: scores are a sum over the heads of the queries, 0 in the rows of others, by that head's
+keys; o is one over the heads of the exponentials, 0 likewise, by that head's values. Tensor cores work
+eightfold, and have the time: memory is what is waited for. E4M3 keys are multiplied as they are, by queries
+in E4M3 parts whose sum is the 16-bit query (`api.py`); E4M3 values become float16, exactly, on their way.
+Each piece leaves o and the logarithm of its sum; `sm90_join.py` adds a sequence's up in order.
 """
 
 from __future__ import annotations
@@ -85,15 +88,18 @@ def workers(interpret=None) -> int:
 
 
 def attend(
-    plan: Plan, q: Array, factor: Array, k: Array, v: Array, table: Array, lengths: Array, deal: Deal, interpret=None
+    plan: Plan, q: Array, factor: Array, k: Array, v: Array, table: Array, lengths: Array, deal: Deal,
+    interpret=None
 ) -> tuple[Array, Array]:
     """Of each piece, o [pieces, ROWS, d] divided by its sum, and log2 of that sum, [pieces, ROWS]; float32.
 
-    q [rows, queries, d], those of a pass and padding to a multiple of 8; `factor` [passes, ROWS] what scores are multiplied by,
-    in units of log 2; k and v [tokens of all pages, KV heads * d]; table [B, pages], lengths [B].
+    q [rows, queries, d], those of a pass and padding to a multiple of 8; `factor` [passes, ROWS] what scores
+    are multiplied by, in units of log 2; k and v [tokens of all pages, KV heads * d]; table [B, pages],
+    lengths [B].
     """
     if not plan.turn <= plan.slots <= MOST_SLOTS:
-        raise ValueError(f"{plan.tiles}: a ring has {plan.turn} slots or more, those of a turn, and {MOST_SLOTS} at most")
+        raise ValueError(
+            f"{plan.tiles}: a ring has {plan.turn} slots or more, those of a turn, and {MOST_SLOTS} at most")
     places, workers = len(deal.begins) + len(deal.first) - 2, len(deal.first) - 1
     out = (places, ROWS, plan.d), (places, ROWS)
     return plgpu.kernel(
@@ -101,20 +107,22 @@ def attend(
         scratch_types=_shared_memory(plan, k.dtype, q.dtype), interpret=interpret,
         grid=(workers // WORKERS,), grid_names=("block",), num_threads=WORKERS + 1, thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(q, factor, k, v, table, lengths, *deal)  # fmt: skip
+    )(q, factor, k, v, table, lengths, *deal)
 
 
 def _shared_memory(plan: Plan, cache: jnp.dtype, query: jnp.dtype) -> Shared:
-    memory = lambda *shape, dtype: plgpu.SMEM((WORKERS, *shape), dtype, transforms=_transforms(shape[-1], dtype))  # noqa: E731
+    memory = lambda *shape, dtype: plgpu.SMEM((WORKERS, *shape), dtype,
+                                              transforms=_transforms(shape[-1], dtype))  # noqa: E731
     barrier = functools.partial(plgpu.Barrier, num_barriers=WORKERS)
     ring = functools.partial(plgpu.Barrier, num_barriers=WORKERS * plan.slots)
     return Shared(
         q=memory(ROWS, plan.d, dtype=query),
         ring=memory(plan.slots, KEYS, plan.d, dtype=cache),
-        values=memory(plan.turn, KEYS, plan.d, dtype=jnp.float16) if plan.fp8 else plgpu.SMEM((1,), jnp.int32),
+        values=memory(plan.turn, KEYS, plan.d, dtype=jnp.float16) if plan.fp8
+        else plgpu.SMEM((1,), jnp.int32),
         q_full=barrier(), q_empty=barrier(),
         full=ring(num_arrivals=max(1, KEYS // plan.page)), empty=ring(),
-    )  # fmt: skip
+    )
 
 
 def _transforms(columns: int, dtype: jnp.dtype) -> tuple:
@@ -125,7 +133,8 @@ def _transforms(columns: int, dtype: jnp.dtype) -> tuple:
 
 
 def _eight_a_thread(d: int):
-    """Registers of a matrix [KEYS, d]: a warp has whole rows, a thread 8 neighbours, 8 bytes of E4M3 and 16 of float16."""
+    """Registers of a matrix [KEYS, d]: a warp has whole rows, a thread 8 neighbours, 8 bytes of E4M3 and 16
+    of float16."""
     rows = 32 * 8 // d
     tiling = plgpu.Tiling(((4 * rows, d), (rows, d), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -151,7 +160,8 @@ def _attend(plan: Plan, q, factor, k, v, table, lengths, begins, first, o, lse, 
 
 
 def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
-    """Copy a piece's queries, then for tile after tile the keys of every head, and the values, as slots become free."""
+    """Copy a piece's queries, then for tile after tile the keys of every head, and the values, as slots
+    become free."""
     q, k, v, table, lengths = operands
     slots = plan.slots
     pages, height = max(1, KEYS // plan.page), min(KEYS, plan.page)
@@ -182,7 +192,8 @@ def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
                     columns = pl.ds((turn * plan.heads + head) * plan.d, plan.d)
                     for j, token in enumerate(at):
                         into = shared.ring.at[wg, slot, pl.ds(j * height, height)]
-                        plgpu.copy_gmem_to_smem(source.at[pl.ds(token, height), columns], into, shared.full.at[barrier])
+                        plgpu.copy_gmem_to_smem(source.at[pl.ds(token, height), columns], into,
+                                                shared.full.at[barrier])
 
     used = each(lax.axis_index("block") * WORKERS + wg, one) * plan.slots_of_tile
     pl.when(used > 0)(lambda: plgpu.barrier_wait(shared.q_empty.at[wg]))
@@ -192,7 +203,8 @@ def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
         plgpu.barrier_wait(shared.empty.at[wg * slots + slot_of(i, slots)])
 
 
-def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, lengths, o, lse, shared: Shared) -> None:
+def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, lengths, o, lse,
+             shared: Shared) -> None:
     """Attend to a piece, and store."""
     batch, turn = lax.div(piece.row, jnp.int32(plan.passes)), lax.rem(piece.row, jnp.int32(plan.passes))
     length, factors = lengths[batch], plgpu.load(factor.at[turn], layout=ROW, optimized=False)
@@ -210,9 +222,9 @@ def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, lengths
 
 
 def _parts(x: Array, count: int) -> tuple[list[Array], Array]:
-    """x [ROWS, d] as a sum of E4M3 numbers times a power of two [ROWS], each with four bits of what those before it left: exact
-    for elements down to 2^-8 of the row's largest in bfloat16, 2^-5 in float16, and to 2^-16 of that below. The smallest
-    first, as products are cut off at the size of their sum."""
+    """x [ROWS, d] as a sum of E4M3 numbers times a power of two [ROWS], each with four bits of what those
+    before it left: exact for elements down to 2^-8 of the row's largest in bfloat16, 2^-5 in float16, and to
+    2^-16 of that below. The smallest first, as products are cut off at the size of their sum."""
     bits = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1), jnp.int32) & 0x7F800000
     bits = jnp.maximum(bits, 0x10000000)  # a row of zeros has a power, too
     power, inverse = (lax.bitcast_convert_type(b, F32) for b in (bits, 0x7F000000 - bits))
@@ -254,15 +266,18 @@ class Consumer(NamedTuple):
     def add_values(self, o: Array, p: Array, used: Array, left: Array) -> Array:
         """o [ROWS, d] and each query's exponentials by its head's values."""
         p = p.astype(jnp.float16 if self.plan.fp8 else self.shared.ring.dtype)
-        return self.sum_over_heads(o, [p], lambda head, i: self.values(self.arrived(used + head), i, left), used)
+        return self.sum_over_heads(o, [p], lambda head, i: self.values(self.arrived(used + head), i, left),
+                                   used)
 
     def sum_over_heads(self, initial: Array, parts: list[Array], right, used: Array) -> Array:
-        """initial + the sum over heads, and over parts, of the head's rows of a part by right(head, its number in the turn)."""
+        """initial + the sum over heads, and over parts, of the head's rows of a part by right(head, its
+        number in the turn)."""
         plan = self.plan
 
         def turn(first: Array, multiply) -> None:
             heads = [first * plan.turn + i for i in range(plan.turn)]
-            # What is in registers has to be there before the first product is issued, or ptxas makes them wait for each other.
+            # What is in registers has to be there before the first product is issued, or ptxas makes them
+            # wait for each other.
             lefts = [[self.of_head(head, x) for x in parts] for head in heads]
             for i, head in enumerate(heads):
                 b = right(head, i)
@@ -273,7 +288,8 @@ class Consumer(NamedTuple):
             for head in heads:
                 plgpu.barrier_arrive(self.shared.empty.at[self.slot(used + head)[1]])
 
-        if plan.simulated:  # the simulator has no accumulator that begins with a value, and no operand in registers
+        # the simulator has no accumulator that begins with a value, and no operand in registers
+        if plan.simulated:
 
             def add(i, total):
                 made = []
@@ -302,7 +318,8 @@ class Consumer(NamedTuple):
     def of_head(self, head: Array, x: Array) -> Array:
         """x [ROWS, n], 0 in the rows that are no queries of this head."""
         layout = plgpu.Layout.WGMMA_8BIT.reduce(1) if x.dtype.itemsize == 1 else ROW
-        rows = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout), jnp.int32(self.plan.group))
+        rows = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout),
+                       jnp.int32(self.plan.group))
         if x.dtype.itemsize > 1:
             return x * spread(jnp.where(rows == head, 1.0, 0.0).astype(x.dtype), x.shape, 0)
         kept = spread(jnp.where(rows == head, -1, 0).astype(jnp.int8), x.shape, 0)

@@ -33,15 +33,18 @@ def nothing(d: int) -> Softmax:
     return Softmax(plgpu.layout_cast(jnp.zeros((ROWS, d), F32), WGMMA), maximum, total)
 
 
-def join(o: Array, lse: Array, deal: Deal, factor: Array, dtype: jnp.dtype, interpret=None) -> tuple[Array, Array]:
-    """Each row's pieces in one: o [rows, ROWS, d] times factor [passes, ROWS] in `dtype`, and log2 of the sum of exponentials
-    [rows, ROWS]; 0 and -inf of none."""
+def join(o: Array, lse: Array, deal: Deal, factor: Array, dtype: jnp.dtype,
+         interpret=None) -> tuple[Array, Array]:
+    """Each row's pieces in one: o [rows, ROWS, d] times factor [passes, ROWS] in `dtype`, and log2 of the sum
+    of exponentials [rows, ROWS]; 0 and -inf of none."""
     d, rows = o.shape[-1], len(deal.begins) - 1
     out = jax.ShapeDtypeStruct((rows, ROWS, d), dtype), jax.ShapeDtypeStruct((rows, ROWS), F32)
     return plgpu.kernel(
-        functools.partial(_join, len(deal.first) - 1), out_type=out, grid=(rows, d // HALF), grid_names=("row", "part"),
-        num_threads=1, thread_name="wg", interpret=interpret, compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(o, lse, deal.begins, factor)  # fmt: skip
+        functools.partial(_join, len(deal.first) - 1), out_type=out, grid=(rows, d // HALF),
+        grid_names=("row", "part"),
+        num_threads=1, thread_name="wg", interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(o, lse, deal.begins, factor)
 
 
 def _join(workers: int, o, lse, begins, factor, joined, joined_lse) -> None:

@@ -1,10 +1,12 @@
-"""RMSNorm, SwiGLU and its backward that leave FP8 codes, by the Hopper kernels or by reference.py: one visible choice.
+"""RMSNorm, SwiGLU and its backward that leave FP8 codes, by the Hopper kernels or by reference.py: one
+visible choice.
 
-`backend` as in `quantize.api`. Codes and scales are the reference's where the activation is, to the last bit: always for SwiGLU;
-but for some 1e-6 of the norms, as their sum of squares may be taken in another order, and of its backward, where a compiler
-fuses other products with sums.
+`backend` as in `quantize.api`. Codes and scales are the reference's where the activation is, to the last bit:
+always for SwiGLU; but for some 1e-6 of the norms, as their sum of squares may be taken in another order, and
+of its backward, where a compiler fuses other products with sums.
 
-Widths are whole blocks of 128, as in every FP8 product that an engine fuses; tokens are padded to what the kernels take.
+Widths are whole blocks of 128, as in every FP8 product that an engine fuses; tokens are padded to what the
+kernels take.
 """
 
 from __future__ import annotations
@@ -30,24 +32,29 @@ no_derivative = forward_only(
 
 @no_derivative
 def rms_norm_quantize(
-    x: Array, weight: Array, eps: float, residual: Array | None = None, *, tokens: bool = False, keep: bool = False,
+    x: Array, weight: Array, eps: float, residual: Array | None = None, *, tokens: bool = False,
+    keep: bool = False,
     backend: Backend = "auto", interpret=None,
-) -> tuple[Quantized, Array | None]:  # fmt: skip
-    """The norm of x [T, D] (bfloat16 or float32) plus `residual` [T, D] bfloat16, times weight [D], as codes by rows.
+) -> tuple[Quantized, Array | None]:
+    """The norm of x [T, D] (bfloat16 or float32) plus `residual` [T, D] bfloat16, times weight [D], as codes
+    by rows.
 
-    tokens: by tokens as well, for wgrad; keep: in bfloat16 as well. The second result is the sum in bfloat16, what travels on
-    as the next x; None without a residual. The statistics of the rows take a pass of their own over x.
+    tokens: by tokens as well, for wgrad; keep: in bfloat16 as well. The second result is the sum in bfloat16,
+    what travels on as the next x; None without a residual. The statistics of the rows take a pass of their
+    own over x.
     """
     _check("x", x, (BF16, F32), 1)
     if weight.shape != x.shape[1:]:
-        raise ValueError(f"weight {weight.shape} of x {x.shape}: one number for each of the {x.shape[1]} columns is wanted")
+        raise ValueError(
+            f"weight {weight.shape} of x {x.shape}: one number for each of the {x.shape[1]} columns is wanted")
     if residual is not None and (residual.shape != x.shape or residual.dtype != BF16):
         raise ValueError(f"residual {residual.shape} {residual.dtype}: {x.shape} bfloat16 is wanted, as x is")
     if not use_kernel(backend):
         return reference.rms_norm_quantize(x, weight, eps, residual, tokens=tokens, keep=keep)
     t, inverse = x.shape[0], reference.inverse_rms(reference.residual_sum(x, residual), eps)[:, 0]
     x, residual = _padded(x, tokens), None if residual is None else _padded(residual, tokens)
-    inverse = jnp.pad(inverse, (0, len(x) - t))  # 0 of a padded row: with eps = 0 its own were infinite, and 0 times that NaN
+    # 0 of a padded row: with eps = 0 its own were infinite, and 0 times that NaN
+    inverse = jnp.pad(inverse, (0, len(x) - t))
     rows, by_tokens, kept = sm90.rms_norm(
         x, inverse, reference.round_bf16(weight), residual, FUSED, PLAIN if tokens else None, keep, interpret
     )
@@ -59,9 +66,9 @@ def rms_norm_quantize(
 def swiglu_quantize(
     gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False, square: bool = False,
     backend: Backend = "auto", interpret=None,
-) -> Quantized:  # fmt: skip
-    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows, by tokens or both; `keep` as above, `square` as of
-    `quantize_tokens`."""
+) -> Quantized:
+    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows, by tokens or both; `keep` as
+    above, `square` as of `quantize_tokens`."""
     _check("gate_up", gate_up, (BF16,), 2)
     if not (rows or tokens):
         raise ValueError("swiglu_quantize of neither rows nor tokens: one of them is wanted")

@@ -1,11 +1,13 @@
-"""What the fused producers compute, in plain jnp: the activation as an engine's fused kernels make it, then its codes.
+"""What the fused producers compute, in plain jnp: the activation as an engine's fused kernels make it, then
+its codes.
 
-vLLM's `rms_norm_per_block_quant` and `silu_and_mul_per_block_quant` quantise the norm of the unrounded residual sum, rounded to
-bfloat16 before and after the weight, and the unrounded float32 silu(gate) * up, both with the floor `FUSED_AMAX_FLOOR`. For wgrad
-the same activations are rounded to bfloat16 and quantised along the tokens with the plain floor.
+vLLM's `rms_norm_per_block_quant` and `silu_and_mul_per_block_quant` quantise the norm of the unrounded
+residual sum, rounded to bfloat16 before and after the weight, and the unrounded float32 silu(gate) * up, both
+with the floor `FUSED_AMAX_FLOOR`. For wgrad the same activations are rounded to bfloat16 and quantised along
+the tokens with the plain floor.
 
-Letters: T tokens, D model width, F hidden width. Codes and scales are those of `quantize.reference`: (codes [T, D], scales
-[T, D/128]) by rows, (codes [D, T], scales [D, ceil(T/128)]) by tokens.
+Letters: T tokens, D model width, F hidden width. Codes and scales are those of `quantize.reference`: (codes
+[T, D], scales [T, D/128]) by rows, (codes [D, T], scales [D, ceil(T/128)]) by tokens.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ class Quantized(NamedTuple):
 
 
 def round_bf16(x: Array) -> Array:
-    """Rounded to bfloat16, in float32. Not a pair of casts: XLA may drop those as excess precision, and another with them."""
+    """Rounded to bfloat16, in float32. Not a pair of casts: XLA may drop those as excess precision, and
+    another with them."""
     return jax.lax.reduce_precision(x.astype(jnp.float32), 8, 7)
 
 
 def residual_sum(x: Array, residual: Array | None) -> Array:
-    """x [T, D], rounded to bfloat16, plus `residual` [T, D], unrounded float32; x itself in float32 without one."""
+    """x [T, D], rounded to bfloat16, plus `residual` [T, D], unrounded float32; x itself in float32 without
+    one."""
     return x.astype(jnp.float32) if residual is None else round_bf16(x) + residual.astype(jnp.float32)
 
 
@@ -45,7 +49,8 @@ def inverse_rms(total: Array, eps: float) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None) -> Array:
-    """The norm of the unrounded sum, [T, D] float32, rounded to bfloat16 before the weight [D], itself bfloat16, and after."""
+    """The norm of the unrounded sum, [T, D] float32, rounded to bfloat16 before the weight [D], itself
+    bfloat16, and after."""
     total = residual_sum(x, residual)
     return round_bf16(round_bf16(total * inverse_rms(total, eps)) * round_bf16(weight))
 
@@ -57,7 +62,8 @@ def swiglu(gate_up: Array) -> Array:
 
 
 def swiglu_grad(d_h: Array, gate_up: Array) -> Array:
-    """The cotangent of gate_up [T, 2F], rounded to bfloat16, in float32, for that of the result, d_h [T, F]."""
+    """The cotangent of gate_up [T, 2F], rounded to bfloat16, in float32, for that of the result, d_h [T,
+    F]."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     d_h, s = d_h.astype(jnp.float32), jax.nn.sigmoid(gate)
     d_silu = d_h * up
@@ -73,9 +79,11 @@ def _quantized(value: Array, tokens: bool, keep: bool, rows: bool = True, square
 
 
 def rms_norm_quantize(
-    x: Array, weight: Array, eps: float, residual: Array | None = None, *, tokens: bool = False, keep: bool = False
+    x: Array, weight: Array, eps: float, residual: Array | None = None, *, tokens: bool = False,
+    keep: bool = False
 ) -> tuple[Quantized, Array | None]:
-    """`rms_norm`, quantised, and the sum in bfloat16, [T, D], which is the next residual stream; None without `residual`."""
+    """`rms_norm`, quantised, and the sum in bfloat16, [T, D], which is the next residual stream; None without
+    `residual`."""
     total = None if residual is None else residual_sum(x, residual).astype(jnp.bfloat16)
     return _quantized(rms_norm(x, weight, eps, residual), tokens, keep), total
 

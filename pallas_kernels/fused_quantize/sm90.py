@@ -1,7 +1,8 @@
 """RMSNorm, SwiGLU and its backward as producers of FP8 codes on Hopper: one pass over their inputs.
 
-A tile is made in registers from the tiles that it depends on, quantised by rows from there, and put in shared memory in
-bfloat16, in the place of what it was made from, to be quantised along the tokens and copied out. The rest is `quantize.sm90`'s.
+A tile is made in registers from the tiles that it depends on, quantised by rows from there, and put in shared
+memory in bfloat16, in the place of what it was made from, to be quantised along the tokens and copied out.
+The rest is `quantize.sm90`'s.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from pallas_kernels.quantize.sm90 import F32, Format, Plan, fused_multiply_add, 
 
 
 def rms_norm(
-    x: Array, inverse: Array, weight: Array, residual: Array | None, rows: Format, tokens: Format | None, keep: bool,
+    x: Array, inverse: Array, weight: Array, residual: Array | None, rows: Format, tokens: Format | None,
+    keep: bool,
     interpret=None,
-):  # fmt: skip
-    """x [T, D] bfloat16 or float32, inverse [T] float32 (1 / rms), weight [D] float32, residual [T, D] bfloat16 or None ->
-    (rows, tokens, [norm [T, D] bfloat16 if `keep`, x + residual [T, D] bfloat16 if there is one])."""
+):
+    """x [T, D] bfloat16 or float32, inverse [T] float32 (1 / rms), weight [D] float32, residual [T, D]
+    bfloat16 or None -> (rows, tokens, [norm [T, D] bfloat16 if `keep`, x + residual [T, D] bfloat16 if there
+    is one])."""
     arrays = (x,) if residual is None else (x, residual)
     plan = Plan(
-        *x.shape, rows, tokens, fused_multiply_add(interpret), reads=tuple((i, 0) for i in range(len(arrays))), vectors=(0, 1),
+        *x.shape, rows, tokens, fused_multiply_add(interpret),
+        reads=tuple((i, 0) for i in range(len(arrays))), vectors=(0, 1),
         make=_normed, keep=(0,) * keep + (1,) * (len(arrays) - 1),
-    )  # fmt: skip
+    )
     return quantize_made(plan, arrays, (inverse, weight), interpret)
 
 
@@ -37,12 +41,15 @@ def _normed(values: list[Array], vectors: list[Array]) -> list[Array]:
 
 
 def swiglu(
-    gate_up: Array, rows: Format | None, tokens: Format | None = None, keep: bool = False, square: bool = False, interpret=None
+    gate_up: Array, rows: Format | None, tokens: Format | None = None, keep: bool = False,
+    square: bool = False, interpret=None
 ):
-    """gate_up [T, 2F] bfloat16 -> (rows, tokens, [silu(gate) * up [T, F] bfloat16 if `keep`]); `square` as of `quantize.sm90`."""
+    """gate_up [T, 2F] bfloat16 -> (rows, tokens, [silu(gate) * up [T, F] bfloat16 if `keep`]); `square` as of
+    `quantize.sm90`."""
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
     fused = fused_multiply_add(interpret)
-    plan = Plan(t, f, rows, tokens, fused, reads=((0, 0), (0, f)), make=_swiglu, keep=(0,) * keep, square=square)
+    plan = Plan(t, f, rows, tokens, fused, reads=((0, 0), (0, f)), make=_swiglu, keep=(0,) * keep,
+                square=square)
     return quantize_made(plan, (gate_up,), interpret=interpret)
 
 
@@ -55,7 +62,8 @@ def swiglu_grad(d_h: Array, gate_up: Array, fmt: Format, interpret=None):
     """d_h [T, F] bfloat16 or float32, gate_up [T, 2F] bfloat16 -> (rows, tokens, []) of d_gate_up [T, 2F]."""
     t, f = d_h.shape
     fused = fused_multiply_add(interpret)
-    reads = (0, 0), (0, f), (1, 0)  # of bfloat16 they take 96 KiB, and with one buffer two blocks share a multiprocessor
+    # of bfloat16 they take 96 KiB, and with one buffer two blocks share a multiprocessor
+    reads = (0, 0), (0, f), (1, 0)
     plan = Plan(t, f, fmt, fmt, fused, reads=reads, make=_swiglu_grad, rounded=True, parts=2, buffers=1)
     return quantize_made(plan, (gate_up, d_h), interpret=interpret)
 

@@ -1,7 +1,8 @@
-"""The grouped FP8 products of a mixture of experts, by the Hopper kernel or by reference.py: one visible choice.
+"""The grouped FP8 products of a mixture of experts, by the Hopper kernel or by reference.py: one visible
+choice.
 
-Rows are sorted by expert and padded, so that every expert's start at a multiple of 128 (`plan_groups`, `pad_rows`): P rows. Rows
-of padding hold zeros, and zeros come out for them. For one layer of E experts:
+Rows are sorted by expert and padded, so that every expert's start at a multiple of 128 (`plan_groups`,
+`pad_rows`): P rows. Rows of padding hold zeros, and zeros come out for them. For one layer of E experts:
 
 | pass  | call                                                                      |
 |-------|---------------------------------------------------------------------------|
@@ -9,7 +10,8 @@ of padding hold zeros, and zeros come out for them. For one layer of E experts:
 | dgrad | grouped_matmul(*quantize_rows(dy), w_codes_t, w_scale_t, groups)          |
 | wgrad | grouped_wgrad(*quantize_tokens(dy), *quantize_tokens(x), groups)          |
 
-`backend` as in `pallas_kernels.quantize.api`; how results differ from the reference's, as in `blockwise_matmul.api`.
+`backend` as in `pallas_kernels.quantize.api`; how results differ from the reference's, as in
+`blockwise_matmul.api`.
 """
 
 from __future__ import annotations
@@ -25,26 +27,33 @@ from pallas_kernels.plgpu_compat import Backend, use_kernel
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import E4M3, E5M2
 
-__all__ = ["Groups", "grouped_matmul", "grouped_wgrad", "pad_rows", "padded_rows", "plan_groups", "unpad_rows"]
-no_derivative = forward_only("differentiate jaxfp8rl.precision.experts.grouped_linear, which computes its gradients by these")
+__all__ = ["Groups", "grouped_matmul", "grouped_wgrad", "pad_rows", "padded_rows", "plan_groups",
+           "unpad_rows"]
+no_derivative = forward_only(
+    "differentiate jaxfp8rl.precision.experts.grouped_linear, which computes its gradients by these")
 
 
 @no_derivative
 def grouped_matmul(
-    x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, groups: Groups, *, out_dtype: jnp.dtype = jnp.bfloat16,
+    x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, groups: Groups, *,
+    out_dtype: jnp.dtype = jnp.bfloat16,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
-) -> Array:  # fmt: skip
-    """x [P, K] in 1x128 blocks times its expert's w [E, N, K] in 128x128 blocks, transposed -> [P, N] in `out_dtype`.
+) -> Array:
+    """x [P, K] in 1x128 blocks times its expert's w [E, N, K] in 128x128 blocks, transposed -> [P, N] in
+    `out_dtype`.
 
-    x_scale [P, K/128], w_scale [E, ceil(N/128), K/128] float32; codes E4M3 or E5M2; K a multiple of 128, N of 64 and
-    128 at least (of 32 and 64 for a float32 result). Rows of no expert are zeros. `tiles`: other than the tuned. `interpret`:
-    run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the rule, for anything else.
+    x_scale [P, K/128], w_scale [E, ceil(N/128), K/128] float32; codes E4M3 or E5M2; K a multiple of 128, N of
+    64 and 128 at least (of 32 and 64 for a float32 result). Rows of no expert are zeros. `tiles`: other than
+    the tuned. `interpret`: run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the
+    rule, for anything else, and TypeError where a derivative is computed. `groups`: of `plan_groups`. Source:
+    as `blockwise_matmul`, of which each expert's rows are a product.
     """
     _check_codes("x", x_codes, 2), _check_codes("w", w_codes, 3)
     _check_groups(groups, "x_codes", x_codes, 0), _check_experts(groups, w_codes)
     (e, n, k), p = w_codes.shape, x_codes.shape[0]
     if x_codes.shape[1] != k:
-        raise ValueError(f"x {x_codes.shape} and w {w_codes.shape} contract over their last axes, which must be equal")
+        raise ValueError(
+            f"x {x_codes.shape} and w {w_codes.shape} contract over their last axes, which must be equal")
     _check_width("K", k, BLOCK), _check_out(out_dtype), _check_columns("N", n, out_dtype)
     _check_scale("x", x_scale, (p, k // BLOCK)), _check_scale("w", w_scale, (e, -(-n // BLOCK), k // BLOCK))
     if not use_kernel(backend):
@@ -52,18 +61,21 @@ def grouped_matmul(
     tiles = tiles or sm90.FORWARD["2x1x192"]
     return sm90.grouped_matmul(
         x_codes, x_scale.T, w_codes, w_scale, groups, tiles, out_dtype=out_dtype, interpret=interpret
-    )  # fmt: skip
+    )
 
 
 @no_derivative
 def grouped_wgrad(
-    dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, groups: Groups, *, out_dtype: jnp.dtype = jnp.float32,
+    dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, groups: Groups, *,
+    out_dtype: jnp.dtype = jnp.float32,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
-) -> Array:  # fmt: skip
-    """dy^T x over each expert's rows: dy_codes [N, P], x_codes [K, P], both in 1x128 blocks along P -> [E, N, K] in `out_dtype`.
+) -> Array:
+    """dy^T x over each expert's rows: dy_codes [N, P], x_codes [K, P], both in 1x128 blocks along P -> [E, N,
+    K] in `out_dtype`.
 
-    dy_scale [N, P/128], x_scale [K, P/128] float32, as `quantize_tokens` gives them; N a multiple of 8, K of 32 and 64 at
-    least (of 64 and 128 for a bfloat16 result). An expert without rows gets zeros. Else as `grouped_matmul`.
+    dy_scale [N, P/128], x_scale [K, P/128] float32, as `quantize_tokens` gives them; N a multiple of 8, K of
+    32 and 64 at least (of 64 and 128 for a bfloat16 result). An expert without rows gets zeros. Else as
+    `grouped_matmul`.
     """
     _check_codes("dy", dy_codes, 2), _check_codes("x", x_codes, 2)
     _check_groups(groups, "dy_codes", dy_codes, 1), _check_groups(groups, "x_codes", x_codes, 1)
@@ -75,7 +87,7 @@ def grouped_wgrad(
     tiles = tiles or sm90.WEIGHTS["3x1x128 bands of 2"]
     return sm90.grouped_wgrad(
         dy_codes, dy_scale.T, x_codes, x_scale.T, groups, tiles, out_dtype=out_dtype, interpret=interpret
-    )  # fmt: skip
+    )
 
 
 def _check_codes(name: str, codes: Array, ndim: int) -> None:
@@ -89,25 +101,30 @@ def _check_codes(name: str, codes: Array, ndim: int) -> None:
 def _check_groups(groups: Groups, name: str, codes: Array, axis: int) -> None:
     if codes.shape[axis] != groups.source.shape[0]:
         want = f"{groups.padded.shape[0]} rows of {groups.sizes.shape[0]} experts are padded to {groups.source.shape[0]}"
-        raise ValueError(f"{name} {list(codes.shape)} has {codes.shape[axis]} rows along axis {axis}, but {want}: use pad_rows")
+        raise ValueError(
+            f"{name} {list(codes.shape)} has {codes.shape[axis]} rows along axis {axis}, but {want}: use pad_rows")
 
 
 def _check_experts(groups: Groups, w_codes: Array) -> None:
     if w_codes.shape[0] != groups.sizes.shape[0]:
-        raise ValueError(f"w_codes {list(w_codes.shape)} has {w_codes.shape[0]} experts, groups have {groups.sizes.shape[0]}")
+        raise ValueError(
+            f"w_codes {list(w_codes.shape)} has {w_codes.shape[0]} experts, groups have {groups.sizes.shape[0]}")
 
 
 def _check_width(name: str, size: int, multiple: int) -> None:
     if size % multiple:
-        raise ValueError(f"{name} = {size}: a multiple of {multiple} is wanted, so pad the weights, once, when they are made")
+        raise ValueError(
+            f"{name} = {size}: a multiple of {multiple} is wanted, so pad the weights, once, when they are made")
 
 
 def _check_columns(name: str, size: int, out_dtype: jnp.dtype) -> None:
-    """Of a result, which leaves in boxes of 128 bytes. Of a single box Mosaic drops the index: what is beyond would go there."""
+    """Of a result, which leaves in boxes of 128 bytes. Of a single box Mosaic drops the index: what is beyond
+    would go there."""
     box = 128 // jnp.dtype(out_dtype).itemsize
     _check_width(name, size, box)
     if size == box:
-        raise ValueError(f"{name} = {size}: {2 * box} at least are wanted, so pad the weights, once, when they are made")
+        raise ValueError(
+            f"{name} = {size}: {2 * box} at least are wanted, so pad the weights, once, when they are made")
 
 
 def _check_out(out_dtype: jnp.dtype) -> None:
@@ -117,4 +134,5 @@ def _check_out(out_dtype: jnp.dtype) -> None:
 
 def _check_scale(name: str, scale: Array, want: tuple[int, ...]) -> None:
     if scale.shape != want or scale.dtype != jnp.float32:
-        raise ValueError(f"{name}_scale is {scale.dtype}{list(scale.shape)}: its codes have float32{list(want)}")
+        raise ValueError(
+            f"{name}_scale is {scale.dtype}{list(scale.shape)}: its codes have float32{list(want)}")

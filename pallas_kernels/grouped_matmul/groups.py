@@ -1,8 +1,8 @@
-"""Where the rows of each expert lie: every group starts at a multiple of 128 rows, so that neither a tile of a product nor a
-1x128 block along the tokens holds rows of two experts.
+"""Where the rows of each expert lie: every group starts at a multiple of 128 rows, so that neither a tile of
+a product nor a 1x128 block along the tokens holds rows of two experts.
 
-All of it is computed on the device from the group sizes; what must be static, the number of padded rows, is their bound over
-all sizes there can be.
+All of it is computed on the device from the group sizes; what must be static, the number of padded rows, is
+their bound over all sizes there can be.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pallas_kernels.quantize import BLOCK
 
 
 class Groups(NamedTuple):
-    """R sorted rows of E experts in P padded rows, P = `padded_rows(R, E)`; all int32. Made by `plan_groups`."""
+    """R sorted rows of E experts in P padded rows, P = `padded_rows(R, E)`; all int32. Made by
+    `plan_groups`."""
 
     sizes: Array  # [E] rows that an expert has
     starts: Array  # [E] its first padded row, a multiple of 128
@@ -32,13 +33,16 @@ def padded_rows(rows: int, experts: int) -> int:
 
 
 def plan_groups(group_sizes: Array, rows: int) -> Groups:
-    """group_sizes [E] int32, the rows of each expert among `rows` rows sorted by expert -> where they lie, padded.
+    """group_sizes [E] int32, the rows of each expert among `rows` rows sorted by expert -> where they lie,
+    padded.
 
-    Sizes may be zero. Rows beyond their sum belong to no expert; sizes that add up to more than `rows` are cut there, since the
-    device cannot raise. Raises ValueError for other shapes or dtypes.
+    Sizes may be zero. Rows beyond their sum belong to no expert; sizes that add up to more than `rows` are
+    cut there, since the device cannot raise. Raises ValueError for other shapes or dtypes. Source: see the
+    module.
     """
     if group_sizes.ndim != 1 or not group_sizes.size or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}: a whole number for each expert is wanted")
+        raise ValueError(
+            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}: a whole number for each expert is wanted")
     if rows < 1:
         raise ValueError(f"rows = {rows}: there is nothing to group")
     experts = group_sizes.shape[0]
@@ -60,18 +64,21 @@ def plan_groups(group_sizes: Array, rows: int) -> Groups:
 
 
 def pad_rows(x: Array, groups: Groups) -> Array:
-    """Sorted rows x [R, ...] -> [P, ...], zeros where there is padding. A gather, as is its inverse."""
+    """Sorted rows x [R, ...] of any dtype -> [P, ...], zeros where there is padding. A gather, as is its
+    inverse. It raises nothing: `groups` says what R and P are. Source: see the module."""
     return jnp.asarray(x).at[groups.source].get(mode="fill", fill_value=0)
 
 
 def unpad_rows(y: Array, groups: Groups) -> Array:
-    """Padded rows y [P, ...] -> sorted rows [R, ...], zeros for a row of no expert."""
+    """Padded rows y [P, ...] of any dtype -> sorted rows [R, ...], zeros for a row of no expert. It raises
+    nothing. Source: see the module."""
     return jnp.asarray(y).at[groups.padded].get(mode="fill", fill_value=0)
 
 
-def by_block(f: Callable[..., Array], rows: tuple[Array, ...], weights: tuple[Array, ...], groups: Groups) -> Array:
-    """f(some of `rows` [P, ...], their expert's of `weights` [E, ...]) block of 128 rows by block -> [P, N]; zeros for rows of no
-    expert."""
+def by_block(f: Callable[..., Array], rows: tuple[Array, ...], weights: tuple[Array, ...],
+             groups: Groups) -> Array:
+    """f(some of `rows` [P, ...], their expert's of `weights` [E, ...]) block of 128 rows by block -> [P, N];
+    zeros for rows of no expert."""
     experts, weights = groups.sizes.size, tuple(map(jnp.asarray, weights))
 
     def one(block: tuple[Array, ...]) -> Array:

@@ -1,8 +1,10 @@
-"""Grouped products of a mixture of experts in high precision: by JAX's shipped Hopper kernels, or block by block by XLA.
+"""Grouped products of a mixture of experts in high precision: by JAX's shipped Hopper kernels, or block by
+block by XLA.
 
-Rows are laid out as for the FP8 products (`groups.plan_groups`), so that both serve the same layer. JAX's kernels take bfloat16
-and widths in multiples of 128, and round results to bfloat16 before any wider `out_dtype`. `backend`: "auto" is theirs on a
-Hopper GPU where they fit and XLA's else, "pallas" is theirs or a ValueError, "reference" is XLA's.
+Rows are laid out as for the FP8 products (`groups.plan_groups`), so that both serve the same layer. JAX's
+kernels take bfloat16 and widths in multiples of 128, and round results to bfloat16 before any wider
+`out_dtype`. `backend`: "auto" is theirs on a Hopper GPU where they fit and XLA's else, "pallas" is theirs or
+a ValueError, "reference" is XLA's.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from pallas_kernels.plgpu_compat import Backend, device, use_kernel
 from pallas_kernels.quantize import BLOCK
 
 TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}  # of the shipped kernels
-no_derivative = forward_only("differentiate jaxfp8rl.precision.experts.grouped_linear, which computes its gradients by these")
+no_derivative = forward_only(
+    "differentiate jaxfp8rl.precision.experts.grouped_linear, which computes its gradients by these")
 
 
 @no_derivative
 def grouped_matmul(
     x: Array, w: Array, groups: Groups, *, out_dtype: jnp.dtype | None = None, backend: Backend = "auto"
-) -> Array:  # fmt: skip
-    """Each padded row of x [P, K] times its expert's w [E, N, K], transposed -> [P, N] in `out_dtype`, x's by default; summed in
-    float32. Zeros for rows of no expert."""
+) -> Array:
+    """Each padded row of x [P, K] times its expert's w [E, N, K], transposed -> [P, N] in `out_dtype`, x's by
+    default; summed in float32. Zeros for rows of no expert."""
     out_dtype = out_dtype or x.dtype
     if _shipped(backend, x, w):
         return _shipped_matmul(x, w, groups).astype(out_dtype)
@@ -34,9 +37,9 @@ def grouped_matmul(
 @no_derivative
 def grouped_wgrad(
     dy: Array, x: Array, groups: Groups, *, out_dtype: jnp.dtype | None = None, backend: Backend = "auto"
-) -> Array:  # fmt: skip
-    """dy^T x over each expert's rows: dy [P, N], x [P, K] -> [E, N, K] in `out_dtype`, x's by default; summed in float32. Zeros
-    for an expert without rows."""
+) -> Array:
+    """dy^T x over each expert's rows: dy [P, N], x [P, K] -> [E, N, K] in `out_dtype`, x's by default; summed
+    in float32. Zeros for an expert without rows."""
     out_dtype = out_dtype or x.dtype
     if _shipped(backend, dy, x):
         return _shipped_wgrad(dy, x, groups).astype(out_dtype)
@@ -82,7 +85,8 @@ def _shipped_matmul(x: Array, w: Array, groups: Groups) -> Array:
 
 def _shipped_wgrad(dy: Array, x: Array, groups: Groups) -> Array:
     if device().platform != "gpu":
-        raise ValueError('backend = "pallas": JAX\'s kernel asks a GPU for its size when it is traced, here is none: use "auto"')
+        raise ValueError(
+            'backend = "pallas": JAX\'s kernel asks a GPU for its size when it is traced, here is none: use "auto"')
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     dw = transposed_ragged_dot(dy, x, group_sizes=_whole_sizes(groups), **TILES, grid_block_n=1)
@@ -92,4 +96,5 @@ def _shipped_wgrad(dy: Array, x: Array, groups: Groups) -> Array:
 def _product(a: Array, b: Array, axis: int) -> Array:
     """a [M, K] by b, contracted over its axis `axis` -> [M, N] float32."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
-    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=exact, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=exact,
+                           preferred_element_type=jnp.float32)

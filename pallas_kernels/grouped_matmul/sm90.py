@@ -1,13 +1,15 @@
-"""The grouped FP8 products on Hopper: the pipeline of `blockwise_matmul.sm90`, whose tiles come from a table on the device.
+"""The grouped FP8 products on Hopper: the pipeline of `blockwise_matmul.sm90`, whose tiles come from a table
+on the device.
 
-A tile of the result belongs to one expert. Producer and consumers read the same table, each tile's entry while the tile before
-is computed; there is no round trip to the host, and other sizes need no compilation.
+A tile of the result belongs to one expert. Producer and consumers read the same table, each tile's entry
+while the tile before is computed; there is no round trip to the host, and other sizes need no compilation.
 
-- fprop, dgrad: tiles walk down each group's rows, all columns of a row of tiles before the next, so that those in flight share an
-  expert or two. Groups are padded to 128 rows and tiles are 64 rows a consumer: a consumer whose 64 rows begin where the group
-  has no more rows does not compute them, and does not write what is another tile's.
-- wgrad: the contraction is over an expert's blocks of 128 rows, of which there may be none. Experts come in the order of
-  their sizes, largest first, so that all multiprocessors end at nearly the same time.
+- fprop, dgrad: tiles walk down each group's rows, all columns of a row of tiles before the next, so that
+  those in flight share an expert or two. Groups are padded to 128 rows and tiles are 64 rows a consumer: a
+  consumer whose 64 rows begin where the group has no more rows does not compute them, and does not write what
+  is another tile's.
+- wgrad: the contraction is over an expert's blocks of 128 rows, of which there may be none. Experts come in
+  the order of their sizes, largest first, so that all multiprocessors end at nearly the same time.
 """
 
 from __future__ import annotations
@@ -23,8 +25,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blockwise_matmul.sm90 import (
-    F32, Consumer, Plan, Shared, shared_memory, store_sums, sum_tile, zeros,
-)  # fmt: skip
+    F32,
+    Consumer,
+    Plan,
+    Shared,
+    shared_memory,
+    store_sums,
+    sum_tile,
+    zeros,
+)
 from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.persistent import slot_of, specialise
@@ -48,11 +57,14 @@ class Work(NamedTuple):
 
 
 def grouped_matmul(
-    x: Array, x_scale: Array, w: Array, w_scale: Array, groups: Groups, tiles: Tiles, *, out_dtype: jnp.dtype, interpret=None
+    x: Array, x_scale: Array, w: Array, w_scale: Array, groups: Groups, tiles: Tiles, *, out_dtype: jnp.dtype,
+    interpret=None
 ) -> Array:
-    """x [P, K] times its expert's w [E, N, K] transposed -> [P, N] in `out_dtype`, bfloat16 or float32; zeros elsewhere.
+    """x [P, K] times its expert's w [E, N, K] transposed -> [P, N] in `out_dtype`, bfloat16 or float32; zeros
+    elsewhere.
 
-    x_scale [K/128, P], w_scale [E, N/128, K/128] float32. K is a multiple of 128, N of 64 (bfloat16) or 32 (float32).
+    x_scale [K/128, P], w_scale [E, N/128, K/128] float32. K is a multiple of 128, N of 64 (bfloat16) or 32
+    (float32).
     """
     plan = _plan(tiles, x.shape[0], w.shape[1], x.shape[1], True, out_dtype, interpret)
     table, count = _row_tiles(groups, plan.m, tiles.down)
@@ -61,7 +73,8 @@ def grouped_matmul(
 
 
 def grouped_wgrad(
-    dy: Array, dy_scale: Array, x: Array, x_scale: Array, groups: Groups, tiles: Tiles, *, out_dtype: jnp.dtype, interpret=None
+    dy: Array, dy_scale: Array, x: Array, x_scale: Array, groups: Groups, tiles: Tiles, *,
+    out_dtype: jnp.dtype, interpret=None
 ) -> Array:
     """dy [N, P] times x [K, P] transposed, over the rows of each expert -> [E, N, K] in `out_dtype`.
 
@@ -80,9 +93,11 @@ def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.d
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
     check_tiles(tiles, plan.store_width, pairs=False)
     if tiles.high > 1:
-        raise ValueError(f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
+        raise ValueError(
+            f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
     if tiles.flight > 1:
-        raise ValueError(f"{tiles}: experts differ in how many products they have, computed here one by one, and flight is 1")
+        raise ValueError(
+            f"{tiles}: experts differ in how many products they have, computed here one by one, and flight is 1")
     if tiles.unroll > 1:
         raise ValueError(f"{tiles}: how many stages a tile has is known on the device alone, so unroll is 1")
     return plan
@@ -91,23 +106,27 @@ def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.d
 def _call(plan: Plan, shape: tuple[int, ...], operands: tuple[Array, ...], interpret) -> Array:
     a, b = operands[2], operands[4]
     return plgpu.kernel(
-        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct(shape, plan.out_dtype), grid=(plan.blocks,),
+        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct(shape, plan.out_dtype),
+        grid=(plan.blocks,),
         grid_names=("block",), num_threads=plan.tiles.consumers + 1, thread_name="wg",
         scratch_types=_scratch(plan, a.dtype, b.dtype), interpret=interpret,
-    )(*operands)  # fmt: skip
+    )(*operands)
 
 
 def _scratch(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
-    """Scales of b's blocks come through shared memory too: read from memory, each expert's first would be waited for."""
+    """Scales of b's blocks come through shared memory too: read from memory, each expert's first would be
+    waited for."""
     shared, stages = shared_memory(plan, a_dtype, b_dtype), plan.tiles.stages
     if not plan.b_blocks:
         return shared
     full = plgpu.Barrier(num_arrivals=4, num_barriers=stages)
-    return shared._replace(b_scale=plgpu.SMEM((stages, 32 // QUAD, QUAD), F32), full=full)  # a stage begins at 128 bytes
+    # a stage begins at 128 bytes
+    return shared._replace(b_scale=plgpu.SMEM((stages, 32 // QUAD, QUAD), F32), full=full)
 
 
 def _row_tiles(groups: Groups, rows: int, down: int) -> tuple[Array, Array]:
-    """[4, bound] int32, of each row of tiles what `Work` calls part, filled, end and expert; and how many there are, [1].
+    """[4, bound] int32, of each row of tiles what `Work` calls part, filled, end and expert; and how many
+    there are, [1].
 
     The rows after the last group are one more group, all padding.
     """
@@ -128,11 +147,14 @@ def _kernel(plan: Plan, table, count, a, a_scale, b, b_scale, out, *shared) -> N
     shared, consumers = Shared(*shared), plan.tiles.consumers
     for_each_tile = functools.partial(_for_each_tile, plan, table, count)
     produce = functools.partial(_produce, plan, for_each_tile, (a, a_scale, b, b_scale), shared)
-    specialise(consumers, REGISTERS[consumers], produce, lambda wg: _consume(plan, for_each_tile, wg, out, shared))
+    specialise(consumers, REGISTERS[consumers], produce,
+               lambda wg: _consume(plan, for_each_tile, wg, out, shared))
 
 
-def _for_each_tile(plan: Plan, table, count, body: Callable[[Work, Array, Callable[[], Entry]], Entry]) -> Array:
-    """body(tile, stages used before, what reads the next entry) -> that entry, for every tile of this block of threads.
+def _for_each_tile(plan: Plan, table, count,
+                   body: Callable[[Work, Array, Callable[[], Entry]], Entry]) -> Array:
+    """body(tile, stages used before, what reads the next entry) -> that entry, for every tile of this block
+    of threads.
 
     Returns the stages used in all.
     """
@@ -200,8 +222,10 @@ def _produce(plan: Plan, for_each_tile, operands, shared: Shared) -> None:
         return following
 
     used = for_each_tile(tile)
-    left = lax.min(used, jnp.int32(t.stages))  # stay until every stage is free: no arrival at a barrier is left over
-    pl.loop(0, left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(used - left + i, plan.tiles.stages)]))
+    # stay until every stage is free: no arrival at a barrier is left over
+    left = lax.min(used, jnp.int32(t.stages))
+    pl.loop(0,
+            left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(used - left + i, plan.tiles.stages)]))
 
 
 def _blocks_of(tiles: Tiles) -> int:
@@ -228,7 +252,8 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
             return tuple(by_row * shared.b_scale[me.slot(i), block, place] for block in blocks)
 
         def store(total):
-            at = (out if plan.b_blocks else out.at[work.expert]).at[pl.ds(part * ROWS, ROWS), pl.ds(first_column, t.width)]
+            at = (out if plan.b_blocks
+                  else out.at[work.expert]).at[pl.ds(part * ROWS, ROWS), pl.ds(first_column, t.width)]
             store_sums(plan, total, at, shared.out.at[wg])
 
         def compute():

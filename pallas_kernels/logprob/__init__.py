@@ -1,1 +1,2 @@
-"""Log-probabilities and entropy of a softmax over a large vocabulary, by products whose logits never reach memory."""
+"""Log-probabilities and entropy of a softmax over a large vocabulary, by products whose logits never reach
+memory."""

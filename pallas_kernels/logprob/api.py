@@ -1,20 +1,23 @@
-"""Log-probability and entropy of a softmax over a large vocabulary, z = x w^T / temperature, forward and backward.
+"""Log-probability and entropy of a softmax over a large vocabulary, z = x w^T / temperature, forward and
+backward.
 
-The logits [M, N] never exist. The forward pass makes them a block of rows at a time; of each row it keeps the maximum m, the sum
-s of exp(z - m), the sum t of exp(z - m) (z - m), and z at the target y:
+The logits [M, N] never exist. The forward pass makes them a block of rows at a time; of each row it keeps the
+maximum m, the sum s of exp(z - m), the sum t of exp(z - m) (z - m), and z at the target y:
 
     log p(y) = (z_y - m) - log s        entropy = log s - t / s
 
-The backward pass makes them again, a block of words at a time, as dz, the gradient of z, in the type of x, and multiplies that
-twice. With cotangents g of log p(y) and h of the entropy H, and p = softmax(z):
+The backward pass makes them again, a block of words at a time, as dz, the gradient of z, in the type of x,
+and multiplies that twice. With cotangents g of log p(y) and h of the entropy H, and p = softmax(z):
 
     dz = g (onehot(y) - p) - h p (log p + H)        dx = dz w        dw = dz^T x
 
-So four products, where a loss that knows g before the logits are dropped needs three; docs/logprob.md says why it is so.
-Blocks of words suit the backward pass: each has its rows of dw to itself, summed over all rows of x in one product.
+So four products, where a loss that knows g before the logits are dropped needs three; docs/logprob.md says
+why it is so. Blocks of words suit the backward pass: each has its rows of dw to itself, summed over all rows
+of x in one product.
 
-A sampler that keeps the likeliest words alone (top-k, top-p) draws from a softmax over these, the `support` of its row. All sums
-are then over it; the logits of other words are made and dropped. The kernel does not know of it: the reference computes it.
+A sampler that keeps the likeliest words alone (top-k, top-p) draws from a softmax over these, the `support`
+of its row. All sums are then over it; the logits of other words are made and dropped. The kernel does not
+know of it: the reference computes it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from pallas_kernels.shards import enter, leave
 
 MEMORY = 850_000_000  # bytes of blocks: of logits, their gradient, and the words they belong to
 CAPACITIES = 4  # numbers of rows, up to all, that there are backward programs for
-FEWEST = 2048  # rows, for one of them; fewer are not sorted out, and the kernel's forward pass takes so many at a time
+# rows, for one of them; fewer are not sorted out, and the kernel's forward pass takes so many at a time
+FEWEST = 2048
 T = TypeVar("T")
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 GRAIN = 256  # rows of two of the kernel's tiles
@@ -69,20 +73,23 @@ def linear_logprob(
     x: Array, w: Array, targets: Array, live: Array | None = None, *, temperature: float = 1.0,
     logits_dtype: jnp.dtype = jnp.float32, axis_name: str | None = None, backend: Backend = "auto",
     memory: int = MEMORY, tiles: sm90.Tiles | None = None, interpret=None, support: Array | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """x [M, K], w [N, K] of one float type, targets [M] int -> log p(target) [M] and entropy [M] in nats, float32.
+) -> tuple[Array, Array]:
+    """x [M, K], w [N, K] of one float type, targets [M] int -> log p(target) [M] and entropy [M] in nats,
+    float32.
 
-    Rows where `live` [M] bool is False are 0, get no gradient, and cost little. Logits are rounded to `logits_dtype` before they
-    are divided by `temperature`; the gradient passes that by. A target that is no word has a log p of nan. `memory`: bytes that
-    blocks of logits may take.
+    Rows where `live` [M] bool is False are 0, get no gradient, and cost little. Logits are rounded to
+    `logits_dtype` before they are divided by `temperature`; the gradient passes that by. A target that is no
+    word has a log p of nan. `memory`: bytes that blocks of logits may take.
 
-    support [M, S] int: words that the softmax of a row is over, and its target in any case; a number of no word (-1) stands for
-    none. Never by the kernel.
+    support [M, S] int: words that the softmax of a row is over, and its target in any case; a number of no
+    word (-1) stands for none. Never by the kernel.
 
-    `axis_name`: w is this device's part of the words, in the order of that axis of a `shard_map`; targets count all words; x and
-    the results are the same on all devices. To be differentiated inside, with `check_vma=False` (pallas_kernels.shards).
+    `axis_name`: w is this device's part of the words, in the order of that axis of a `shard_map`; targets
+    count all words; x and the results are the same on all devices. To be differentiated inside, with
+    `check_vma=False` (pallas_kernels.shards).
 
-    Raises ValueError, with the shapes and the rule, for anything else.
+    Raises ValueError, with the shapes and the rule, for anything else. Source: the softmax's own; the
+    formulas are the module's.
     """
     x, w, targets = map(jnp.asarray, (x, w, targets))
     _check(x, w, targets, live, support)
@@ -91,7 +98,8 @@ def linear_logprob(
     (words, _), m = w.shape, x.shape[0]
     block = _block(m, FEWEST if kernel else memory // (4 * words), kernel)
     tiles = tiles or sm90.Tiles()
-    static = Static(float(temperature), jnp.dtype(logits_dtype), kernel, words, block, memory, tiles, interpret)
+    static = Static(float(temperature), jnp.dtype(logits_dtype), kernel, words, block, memory, tiles,
+                    interpret)
     w = jnp.pad(w, ((0, _padded_words(words) - words), (0, 0))) if kernel else w
     missing = -m % block
     x, targets = jnp.pad(x, ((0, missing), (0, 0))), jnp.pad(targets.astype(jnp.int32), (0, missing))
@@ -125,16 +133,21 @@ def _check(x: Array, w: Array, targets: Array, live: Array | None, support: Arra
     if x.dtype != w.dtype or x.dtype not in DTYPES:
         raise ValueError(f"{found}: both in one of {', '.join(map(str, DTYPES))} is wanted")
     if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"targets is {targets.dtype}{list(targets.shape)}: an integer a row of x, [{x.shape[0]}], is wanted")
+        raise ValueError(
+            f"targets is {targets.dtype}{list(targets.shape)}: an integer a row of x, [{x.shape[0]}], is wanted")
     if live is not None and (live.shape != x.shape[:1] or live.dtype != bool):
-        raise ValueError(f"live is {live.dtype}{list(live.shape)}: a bool a row of x, [{x.shape[0]}], is wanted")
-    whole = lambda: support.ndim == 2 and support.shape[0] == x.shape[0] and jnp.issubdtype(support.dtype, jnp.integer)
+        raise ValueError(
+            f"live is {live.dtype}{list(live.shape)}: a bool a row of x, [{x.shape[0]}], is wanted")
+    whole = lambda: support.ndim == 2 and support.shape[0] == x.shape[0] and jnp.issubdtype(
+        support.dtype, jnp.integer)
     if support is not None and not whole():
-        raise ValueError(f"support is {support.dtype}{list(support.shape)}: integers, [{x.shape[0]}, S], are wanted")
+        raise ValueError(
+            f"support is {support.dtype}{list(support.shape)}: integers, [{x.shape[0]}, S], are wanted")
 
 
 def why_reference(dtype: jnp.dtype, width: int, support: bool = False) -> str:
-    """Why the kernels do not take x [M, width] of that type, with a `support` or without, on any GPU; "" where they do."""
+    """Why the kernels do not take x [M, width] of that type, with a `support` or without, on any GPU; ""
+    where they do."""
     if support:
         return "does not know of a support"
     if jnp.dtype(dtype) == jnp.float32:
@@ -146,7 +159,8 @@ def _use_kernel(x: Array, w: Array, backend: Backend, support: Array | None) -> 
     """What the kernels do not take is the reference's; asked for by name, an error."""
     why = why_reference(x.dtype, x.shape[1], support is not None)
     if backend == "pallas" and why:
-        raise ValueError(f'backend = "pallas" {why}; x is {x.dtype}{list(x.shape)}, w {list(w.shape)}: use "auto"')
+        raise ValueError(
+            f'backend = "pallas" {why}; x is {x.dtype}{list(x.shape)}, w {list(w.shape)}: use "auto"')
     return use_kernel(backend) and not why
 
 
@@ -156,10 +170,11 @@ def _padded_words(words: int) -> int:
 
 
 def _shared(
-    static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None, axis_name: str
+    static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None,
+    axis_name: str
 ) -> tuple[Array, Array]:
-    """Of words on several devices: with q the share of its words, one's log p is its own and log q, its part of the entropy
-    q (its own - log q)."""
+    """Of words on several devices: with q the share of its words, one's log p is its own and log q, its part
+    of the entropy q (its own - log q)."""
     x = enter(x, axis_name)
     first = lax.axis_index(axis_name) * static.words
     targets, support = jax.tree.map(lambda ids: ids - first, (targets, support))
@@ -175,7 +190,8 @@ def _shared(
 def _logprob(
     static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None
 ) -> tuple[Array, Array, Array]:
-    """log p(target), entropy and log sum exp z of the words of w alone; of a target elsewhere, the first means nothing."""
+    """log p(target), entropy and log sum exp z of the words of w alone; of a target elsewhere, the first
+    means nothing."""
     return _forward(static, x, w, targets, support, rows)[0]
 
 
@@ -184,15 +200,18 @@ def _forward(static: Static, x: Array, w: Array, targets: Array, support: Array 
     if rows:
         found = jnp.where(jnp.arange(x.shape[0]) < rows.count, found, 1.0)  # finite, whatever other rows hold
         found = jnp.zeros_like(found).at[:, rows.order].set(found, unique_indices=True)
-    # all four, and nothing else, in every program: without the entropy XLA for GPUs adds `total` up in another order
+    # all four, and nothing else, in every program: without the entropy XLA for GPUs adds `total` up in
+    # another order
     highest, total, weighted, at_target = lax.optimization_barrier(found)
     log_total = jnp.log(total)
     entropy, lse = log_total - weighted / total, highest + log_total
     return (at_target - highest - log_total, entropy, lse), (x, w, targets, support, lse, entropy)
 
 
-def _statistics(static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None) -> Array:
-    """`reference.statistics` of the rows in their order, a block at a time, but for blocks without live ones."""
+def _statistics(static: Static, x: Array, w: Array, targets: Array, support: Array | None,
+                rows: Rows | None) -> Array:
+    """`reference.statistics` of the rows in their order, a block at a time, but for blocks without live
+    ones."""
     block, most = static.block, x.shape[0] // static.block
 
     def one(i: Array, found: Array) -> Array:
@@ -215,7 +234,8 @@ def _merged(parts: Array) -> Array:
     new = jnp.max(highest, 0)
     below = highest - new
     factor = jnp.exp(below)
-    return jnp.stack([new, jnp.sum(total * factor, 0), jnp.sum((weighted + total * below) * factor, 0), jnp.sum(at_target, 0)])
+    return jnp.stack([new, jnp.sum(total * factor, 0), jnp.sum((weighted + total * below) * factor, 0),
+                      jnp.sum(at_target, 0)])
 
 
 def _backward(static: Static, kept: tuple, cotangents: tuple[Array, Array, Array]):
@@ -225,21 +245,26 @@ def _backward(static: Static, kept: tuple, cotangents: tuple[Array, Array, Array
     sizes = _capacities(x.shape[0])
     if len(sizes) == 1:
         d_x, d_w = _gradients(static, x.shape[0], x, w, vectors, None)
-    else:  # rows without a cotangent have no part in it: those of no live token, of no advantage, that were clipped or rejected
+    # rows without a cotangent have no part in it: those of no live token, of no advantage, that were clipped
+    # or rejected
+    else:
         rows = Rows.of((g != 0) | (h != 0) | (of_lse != 0))
         enough = sum((rows.count > size).astype(jnp.int32) for size in sizes[:-1])
-        d_x, d_w = lax.switch(enough, [functools.partial(_gradients, static, s) for s in sizes], x, w, vectors, rows)
+        d_x, d_w = lax.switch(enough, [functools.partial(_gradients, static, s) for s in sizes], x, w,
+                              vectors, rows)
     return d_x.astype(x.dtype), d_w, None, None, None
 
 
 _logprob.defvjp(_forward, _backward)
 
 
-def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple, rows: Rows | None) -> tuple[Array, Array]:
+def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple,
+               rows: Rows | None) -> tuple[Array, Array]:
     """(dx [M, K] float32, dw [N, K]) by the first `size` rows in their order, a block of words at a time.
 
-    Where the last block would reach over the end it begins earlier, with zeros for the words that another block has. Their dw
-    comes out wrong and is written over by that block, since blocks are taken from the last down.
+    Where the last block would reach over the end it begins earlier, with zeros for the words that another
+    block has. Their dw comes out wrong and is written over by that block, since blocks are taken from the
+    last down.
     """
     words = w.shape[0]
     a_word = size * (x.dtype.itemsize + 4 * (not static.kernel)) + 2 * x.shape[1] * x.dtype.itemsize
@@ -248,7 +273,8 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple, ro
     picked, support, targets, *vectors = _rows((x, *vectors), rows, 0, size)
     if rows:  # of the others, whatever they hold, nothing comes through
         live = jnp.arange(size) < rows.count
-        picked, vectors = jnp.where(live[:, None], picked, jnp.zeros((), x.dtype)), [jnp.where(live, v, 0.0) for v in vectors]
+        picked, vectors = jnp.where(live[:, None], picked,
+                                    jnp.zeros((), x.dtype)), [jnp.where(live, v, 0.0) for v in vectors]
     more = (static.tiles, static.interpret) if static.kernel else ()
     within = lambda start: () if support is None else (support - start,)
     d_logits = sm90.d_logits if static.kernel else reference.d_logits
@@ -259,7 +285,8 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple, ro
         start = jnp.minimum(first, words - block)
         own = jnp.arange(block)[:, None] >= first - start
         part = jnp.where(own, lax.dynamic_slice_in_dim(w, start, block), jnp.zeros((), w.dtype))
-        dz = d_logits(picked, part, targets - start, *vectors, static.temperature, static.logits_dtype, *more, *within(start))
+        dz = d_logits(picked, part, targets - start, *vectors, static.temperature, static.logits_dtype, *more,
+                      *within(start))
         d_w = lax.dynamic_update_slice_in_dim(d_w, reference.d_w(dz, picked), start, 0)
         return d_x + reference.d_x(dz, part), d_w
 
@@ -271,11 +298,13 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple, ro
 
 
 def _loop(most: int, turns: Array | int, body: Callable[[Array, T], T], state: T) -> T:
-    """body(i, state) for i < turns <= most; without a loop, which takes long to compile, where it is but one."""
+    """body(i, state) for i < turns <= most; without a loop, which takes long to compile, where it is but
+    one."""
     return body(jnp.int32(0), state) if most == 1 else lax.fori_loop(0, turns, body, state)
 
 
-def _rows(arrays: tuple[Array | None, ...], rows: Rows | None, start: Array | int, size: int) -> tuple[Array | None, ...]:
+def _rows(arrays: tuple[Array | None, ...], rows: Rows | None, start: Array | int,
+          size: int) -> tuple[Array | None, ...]:
     """`size` rows from `start` of each that there is, in their order."""
     if rows is None:
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), arrays)
@@ -290,8 +319,8 @@ def _capacities(rows: int) -> list[int]:
 
 
 def _block(size: int, most: int, whole: bool) -> int:
-    """The size of equal blocks of at most `most` that cover `size`, with the least beyond it; whole grains where it has any, or
-    where they are a must."""
+    """The size of equal blocks of at most `most` that cover `size`, with the least beyond it; whole grains
+    where it has any, or where they are a must."""
     grain = GRAIN if whole or GRAIN <= most < size else 1
     fewest = -(-size // max(grain, most - most % grain))
     sizes = (-(-size // (blocks * grain)) * grain for blocks in range(fewest, 2 * fewest))

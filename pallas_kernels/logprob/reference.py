@@ -17,10 +17,12 @@ def logits(x: Array, w: Array) -> Array:
 
 
 def statistics(
-    x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, support: Array | None = None
+    x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype,
+    support: Array | None = None
 ) -> Array:
-    """x [M, K], w [N, K], targets [M] int32 -> [4, M] float32: max z, sum exp(z - max), sum exp(z - max) (z - max), and z at
-    the target, 0 where that is none of the N words. support [M, S]: words that all four are of, the target one of them."""
+    """x [M, K], w [N, K], targets [M] int32 -> [4, M] float32: max z, sum exp(z - max), sum exp(z - max) (z -
+    max), and z at the target, 0 where that is none of the N words. support [M, S]: words that all four are
+    of, the target one of them."""
     z = _logits(x, w, temperature, logits_dtype)
     if support is not None:
         z = jnp.where(_members(support, targets, w.shape[0]), z, NOWHERE)
@@ -34,11 +36,12 @@ def statistics(
 
 
 def d_logits(
-    x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array, temperature: float,
+    x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array,
+    temperature: float,
     logits_dtype: jnp.dtype, support: Array | None = None,
-) -> Array:  # fmt: skip
-    """[M, N] in the type of x: p (constant + slope log p), and at_target more at the target; log p = z - lse, all else [M];
-    0 at words that are not in their row's `support`, if it has one."""
+) -> Array:
+    """[M, N] in the type of x: p (constant + slope log p), and at_target more at the target; log p = z - lse,
+    all else [M]; 0 at words that are not in their row's `support`, if it has one."""
     logp = jnp.minimum(_logits(x, w, temperature, logits_dtype) - lse[:, None], 0.0)
     d = jnp.exp(logp) * (constant[:, None] + slope[:, None] * logp)
     if support is not None:
@@ -69,7 +72,8 @@ def _logits(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype) -> 
     z = logits(x, w)
     if logits_dtype != jnp.float32:
         to = jnp.finfo(logits_dtype)
-        z = lax.reduce_precision(z, to.nexp, to.nmant)  # not a pair of casts: XLA may drop those as excess precision
+        # not a pair of casts: XLA may drop those as excess precision
+        z = lax.reduce_precision(z, to.nexp, to.nmant)
     return z / temperature
 
 

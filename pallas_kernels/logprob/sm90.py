@@ -1,15 +1,19 @@
-"""Products z = x w^T with a vocabulary for N on Hopper, whose epilogue is what log-probabilities need: z itself is not written.
+"""Products z = x w^T with a vocabulary for N on Hopper, whose epilogue is what log-probabilities need: z
+itself is not written.
 
-One persistent kernel, twice. A block of threads computes tiles of z, 128 tokens by 256 words, one after the other. One warp, the
-*producer*, walks all its tiles and keeps the copy engine ahead of the products, over the borders of tiles too; two warpgroups,
-the *consumers*, have 64 tokens of the tile each, its float32 sum in registers. Then
+One persistent kernel, twice. A block of threads computes tiles of z, 128 tokens by 256 words, one after the
+other. One warp, the *producer*, walks all its tiles and keeps the copy engine ahead of the products, over the
+borders of tiles too; two warpgroups, the *consumers*, have 64 tokens of the tile each, its float32 sum in
+registers. Then
 
-- `statistics` leaves four numbers a token and tile: the maximum, the sum of exponentials, that of exponentials times logits, and
-  the target's logit if it is among the words;
-- `d_logits` has each token's statistics over all words, and leaves the gradient of the logits in the type of x.
+- `statistics` leaves four numbers a token and tile: the maximum, the sum of exponentials, that of
+  exponentials times logits, and the target's logit if it is among the words;
+- `d_logits` has each token's statistics over all words, and leaves the gradient of the logits in the type of
+  x.
 
-M is a multiple of two tiles, since each row's numbers are read as they are; K and N are multiples of 64, the copy engine's box,
-and need be no multiples of a tile: it reads zeros beyond the edge and writes nothing there.
+M is a multiple of two tiles, since each row's numbers are read as they are; K and N are multiples of 64, the
+copy engine's box, and need be no multiples of a tile: it reads zeros beyond the edge and writes nothing
+there.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ LOG2_E = math.log2(math.e)
 NEVER = -1e30  # the logit of a word beyond the vocabulary: finite, so that 0 times it is 0
 STATISTICS = 4
 BUFFERS = 2  # of a consumer's results on their way to memory
-no_derivative = forward_only("pallas_kernels.logprob.api.linear_logprob has a first derivative, by reverse mode, and no other")
+no_derivative = forward_only(
+    "pallas_kernels.logprob.api.linear_logprob has a first derivative, by reverse mode, and no other")
 
 
 class Tiles(NamedTuple):
@@ -48,7 +53,8 @@ class Tiles(NamedTuple):
     stages: int = 4
     cluster: Literal["", "m"] = "m"  # two blocks side by side along the tokens share w
     band: int = 8  # tiles are walked in bands of this many,
-    band_axis: Literal[0, 1] = 0  # along tokens (0) or words (1), so that the operands of those in flight stay in L2
+    # along tokens (0) or words (1), so that the operands of those in flight stay in L2
+    band_axis: Literal[0, 1] = 0
 
     m: int = ROWS * CONSUMERS
 
@@ -87,27 +93,32 @@ class Shared(NamedTuple):
 
 @no_derivative
 def statistics(
-    x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret=None, *,
+    x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles,
+    interpret=None, *,
     words: int | None = None,
-) -> Array:  # fmt: skip
-    """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32, of P parts of tiles.n words each: of
-    z = x w^T / temperature, x w^T rounded to `logits_dtype` before, max z, sum exp(z - max), sum exp(z - max) (z - max), and the
-    sum of z at the target. `words`: of which the first so many rows of w are, and the rest padding; all if None."""
+) -> Array:
+    """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32, of P parts of tiles.n
+    words each: of z = x w^T / temperature, x w^T rounded to `logits_dtype` before, max z, sum exp(z - max),
+    sum exp(z - max) (z - max), and the sum of z at the target. `words`: of which the first so many rows of w
+    are, and the rest padding; all if None."""
     plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
     plan = dataclasses.replace(plan, n=words or w.shape[0])
     parts = plan.grid[1]
     out = jax.ShapeDtypeStruct((parts * STATISTICS, x.shape[0]), F32)
     buffer = plgpu.SMEM((CONSUMERS, STATISTICS, ROWS), F32)
-    return _call(plan, _Statistics, x, w, (targets,), out, buffer, interpret).reshape(parts, STATISTICS, -1).swapaxes(0, 1)
+    return _call(plan, _Statistics, x, w, (targets,), out, buffer,
+                 interpret).reshape(parts, STATISTICS, -1).swapaxes(0, 1)
 
 
 @no_derivative
 def d_logits(
-    x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array, temperature: float,
+    x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array,
+    temperature: float,
     logits_dtype: jnp.dtype, tiles: Tiles, interpret=None,
-) -> Array:  # fmt: skip
-    """[M, N] in the type of x: p (constant + slope log p) + at_target at the target, with log p = z - lse; z as above; the rest
-    [M] float32. Where the target is not among the words, `targets` is any number out of range."""
+) -> Array:
+    """[M, N] in the type of x: p (constant + slope log p) + at_target at the target, with log p = z - lse; z
+    as above; the rest [M] float32. Where the target is not among the words, `targets` is any number out of
+    range."""
     plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), x.dtype)
     buffer = plgpu.SMEM((CONSUMERS, BUFFERS, ROWS, DEPTH), x.dtype, transforms=swizzled(x.dtype))
@@ -126,10 +137,12 @@ def _plan(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype, tiles
     return Plan(tiles, x.shape[0], w.shape[0], x.shape[1], temperature, jnp.dtype(logits_dtype), blocks)
 
 
-def _call(plan: Plan, epilogue: type, x: Array, w: Array, vectors: tuple[Array, ...], out, buffer, interpret) -> Array:
+def _call(plan: Plan, epilogue: type, x: Array, w: Array, vectors: tuple[Array, ...], out, buffer,
+          interpret) -> Array:
     t = plan.tiles
     clusters = dict(cluster=(2,), cluster_names=("cluster",)) if t.cluster else {}
-    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
+    barrier = functools.partial(plgpu.ClusterBarrier,
+                                collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
     scratch = Shared(
         x=plgpu.SMEM((t.stages, t.m, DEPTH), x.dtype, transforms=swizzled(x.dtype)),
         w=plgpu.SMEM((t.stages, t.n, DEPTH), w.dtype, transforms=swizzled(w.dtype)),
@@ -138,9 +151,10 @@ def _call(plan: Plan, epilogue: type, x: Array, w: Array, vectors: tuple[Array, 
         empty=barrier(num_arrivals=CONSUMERS, num_barriers=t.stages),
     )
     return plgpu.kernel(
-        functools.partial(_kernel, plan, epilogue, len(vectors)), out_type=out, grid=(plan.blocks,), grid_names=("block",),
+        functools.partial(_kernel, plan, epilogue, len(vectors)), out_type=out, grid=(plan.blocks,),
+        grid_names=("block",),
         num_threads=CONSUMERS + 1, thread_name="wg", scratch_types=scratch, interpret=interpret, **clusters,
-    )(x, w, *vectors)  # fmt: skip
+    )(x, w, *vectors)
 
 
 def _kernel(plan: Plan, epilogue: type, count: int, x, w, *refs) -> None:
@@ -169,7 +183,8 @@ def _produce(plan: Plan, x, w, shared: Shared) -> None:
 
 
 def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
-    """Compute this warpgroup's rows of every tile. What the epilogue needs by row is read before the product hides it."""
+    """Compute this warpgroup's rows of every tile. What the epilogue needs by row is read before the product
+    hides it."""
     rows = pl.ds(wg * ROWS, ROWS)
 
     def tile(mi, ni, before):
@@ -207,7 +222,8 @@ class _Epilogue:
         return plgpu.broadcasted_iota(jnp.int32, (ROWS, self.plan.tiles.n), 1, layout=WGMMA)
 
     def is_target(self) -> Array:
-        return self.columns() == spread(self.targets - self.ni * self.plan.tiles.n, (ROWS, self.plan.tiles.n), 0)
+        return self.columns() == spread(self.targets - self.ni * self.plan.tiles.n, (ROWS, self.plan.tiles.n),
+                                        0)
 
     def logits(self, z: Array) -> Array:
         z, t = z.astype(self.plan.logits_dtype).astype(F32), self.plan.temperature
@@ -229,7 +245,8 @@ class _Statistics(_Epilogue):
         for i, statistic in enumerate(found):
             self.buffer[i] = statistic
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.buffer, self.out.at[pl.ds(self.ni * STATISTICS, STATISTICS), pl.ds(self.row, ROWS)])
+        plgpu.copy_smem_to_gmem(self.buffer,
+                                self.out.at[pl.ds(self.ni * STATISTICS, STATISTICS), pl.ds(self.row, ROWS)])
 
 
 class _Gradient(_Epilogue):

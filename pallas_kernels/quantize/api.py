@@ -1,14 +1,16 @@
-"""Blockwise FP8 quantisation, by the Hopper kernels or by reference.py: bit-equal results, one visible choice.
+"""Blockwise FP8 quantisation, by the Hopper kernels or by reference.py: bit-equal results, one visible
+choice.
 
     backend: "auto"       the kernels on a Hopper GPU, the reference elsewhere (on another GPU with a warning)
              "pallas"     the kernels, or an error
              "reference"  plain jnp
 
-Input that the kernels do not take as it is, is padded: they want K a multiple of 128, T a multiple of 8 and, for what is
-transposed, of 128. Other sizes cost a copy. A dtype that no kernel takes is an error, whatever the backend.
+Input that the kernels do not take as it is, is padded: they want K a multiple of 128, T a multiple of 8 and,
+for what is transposed, of 128. Other sizes cost a copy. A dtype that no kernel takes is an error, whatever
+the backend.
 
-Scales come out as the transpose of what the kernels wrote and the products read: inside one `jit` the two transposes meet and
-vanish.
+Scales come out as the transpose of what the kernels wrote and the products read: inside one `jit` the two
+transposes meet and vanish.
 """
 
 from __future__ import annotations
@@ -24,17 +26,26 @@ from pallas_kernels.quantize import BLOCK, reference, sm90
 from pallas_kernels.quantize.reference import AMAX_FLOOR, E4M3, E5M2
 
 INPUTS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
+no_derivative = forward_only(
+    "differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 
 
 @no_derivative
 def quantize_rows(
     x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, amax_floor: float = AMAX_FLOOR,
     backend: Backend = "auto", interpret=None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """1x128 blocks along the last axis: x [..., K] bfloat16 or float32 -> codes [..., K], scales [..., ceil(K/128)] float32.
+) -> tuple[Array, Array]:
+    """1x128 blocks along the last axis: x [..., K] bfloat16 or float32 -> codes [..., K], scales [...,
+    ceil(K/128)] float32.
 
-    Options as `reference.quantize_rows`. `interpret`: run the kernel on a CPU, for tests. Raises ValueError for other dtypes.
+    dtype: of the codes, float8_e4m3fn or float8_e5m2. A number is about its code times its block's scale,
+    which is the block's largest magnitude over the largest code; `amax_floor` is the least such magnitude.
+    `power_of_two`: scales are rounded up to powers of two. A block with a NaN or an infinity has a scale that
+    is not finite. `interpret`: run the kernel on a CPU, for tests. Raises ValueError for other dtypes and for
+    an array without elements.
+
+    Source: DeepSeek-V3 (2024), section 3.3.2, with the floor and the divisions of vLLM's
+    `per_token_group_fp8_quant`.
     """
     _check(x, dtype)
     if not use_kernel(backend):
@@ -49,11 +60,15 @@ def quantize_rows(
 
 @no_derivative
 def quantize_tokens(
-    x: Array, dtype: jnp.dtype = E4M3, *, square: bool = False, power_of_two: bool = False, backend: Backend = "auto",
+    x: Array, dtype: jnp.dtype = E4M3, *, square: bool = False, power_of_two: bool = False,
+    backend: Backend = "auto",
     interpret=None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """1x128 blocks along the tokens: x [T, K] -> codes [K, T], scales [K, ceil(T/128)] float32, for wgrad; in 128x128 blocks if
-    `square` (E4M3 alone), scales [ceil(K/128), ceil(T/128)], which `blockwise_matmul` takes for its weight."""
+) -> tuple[Array, Array]:
+    """1x128 blocks along the tokens: x [T, K] bfloat16 or float32 -> codes [K, T], scales [K, ceil(T/128)]
+    float32, for wgrad; in 128x128 blocks if `square` (E4M3 alone), scales [ceil(K/128), ceil(T/128)], which
+    `blockwise_matmul` takes for its weight.
+
+    Else as `quantize_rows`: what it raises, and the source, where these are 128x1 tiles of x."""
     _check(x, dtype, ndim=2)
     if square and jnp.dtype(dtype) != E4M3:
         raise ValueError(f"codes of type {jnp.dtype(dtype)} in 128x128 blocks: float8_e4m3fn")
@@ -66,20 +81,22 @@ def quantize_tokens(
 
 @no_derivative
 def quantize_both(
-    x: Array, dtype: jnp.dtype = E4M3, *, beside: Sequence[Array] = (), power_of_two: bool = False, backend: Backend = "auto",
+    x: Array, dtype: jnp.dtype = E4M3, *, beside: Sequence[Array] = (), power_of_two: bool = False,
+    backend: Backend = "auto",
     interpret=None,
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:  # fmt: skip
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """`quantize_rows(x)` and `quantize_tokens(x)` of x [T, K], which is read once.
 
-    `beside`: more columns, [T, K_i] each, as if they had been concatenated to x; widths are multiples of 128 then, but for the
-    last. Raises ValueError for other shapes and dtypes."""
+    `beside`: more columns, [T, K_i] each, as if they had been concatenated to x; widths are multiples of 128
+    then, but for the last. Raises ValueError for other shapes and dtypes."""
     for part in (x, *beside):
         _check(part, dtype, ndim=2)
     if beside:
         _check_beside(x, *beside)
     if not use_kernel(backend):
         x = jnp.concatenate((x, *beside), -1)
-        return tuple(f(x, dtype, power_of_two=power_of_two) for f in (reference.quantize_rows, reference.quantize_tokens))
+        return tuple(f(x, dtype, power_of_two=power_of_two)
+                     for f in (reference.quantize_rows, reference.quantize_tokens))
     return _both(x, sm90.Format(dtype, power_of_two, AMAX_FLOOR), beside, rows=True, interpret=interpret)
 
 
@@ -89,21 +106,25 @@ def _both(
     """A padded token is a zero in every group it lies in, which changes none."""
     t, k = len(x), sum(part.shape[1] for part in (x, *beside))
     parts = [pad_to(part, BLOCK, BLOCK) for part in (x, *beside)]
-    by_rows, (codes, scale) = sm90.quantize(*parts, fmt=fmt, rows=rows, tokens=True, square=square, interpret=interpret)
+    by_rows, (codes, scale) = sm90.quantize(*parts, fmt=fmt, rows=rows, tokens=True, square=square,
+                                            interpret=interpret)
     tokens = codes[:k, :t], scale[:, :k].T
     return (by_rows[0][:t, :k], by_rows[1][:, :t].T) if rows else None, tokens
 
 
 @no_derivative
 def quantize_blocks(
-    w: Array, *, first: Array | None = None, rows: int | None = None, transposed: bool = False, power_of_two: bool = False,
+    w: Array, *, first: Array | None = None, rows: int | None = None, transposed: bool = False,
+    power_of_two: bool = False,
     backend: Backend = "auto", interpret=None,
-) -> tuple[Array, ...]:  # fmt: skip
-    """128x128 blocks: w [N, K] bfloat16 or float32 -> codes [N, K] e4m3, scales [ceil(N/128), ceil(K/128)] float32.
+) -> tuple[Array, ...]:
+    """128x128 blocks: w [N, K] bfloat16 or float32 -> codes [N, K] e4m3, scales [ceil(N/128), ceil(K/128)]
+    float32.
 
-    `first`, `rows`: of `rows` rows from 128 * `first` on, int32 [] and not known when traced, in place of all. The kernel reads
-    them where they are; XLA would copy them out for it.
-    `transposed`: a third result, the same codes as [K, N], which dgrad contracts over N; their scales are the transpose.
+    `first`, `rows`: of `rows` rows from 128 * `first` on, int32 [] and not known when traced, in place of
+    all. The kernel reads them where they are; XLA would copy them out for it. `transposed`: a third result,
+    the same codes as [K, N], which dgrad contracts over N; their scales are the transpose. Else as
+    `quantize_rows`, what it raises included. Source: DeepSeek-V3 (2024), section 3.3.2.
     """
     _check(w, E4M3, ndim=2)
     if first is not None and (not use_kernel(backend) or w.shape[1] % BLOCK or rows % BLOCK):
@@ -114,15 +135,18 @@ def quantize_blocks(
     n, k = w.shape if first is None else (rows, w.shape[1])
     padded = pad_to(w, BLOCK if transposed else 8, BLOCK) if first is None else w
     fmt = sm90.Format(E4M3, power_of_two, AMAX_FLOOR)
-    codes, scale, *more = sm90.quantize_blocks(padded, fmt, first, rows, transposed=transposed, interpret=interpret)
+    codes, scale, *more = sm90.quantize_blocks(padded, fmt, first, rows, transposed=transposed,
+                                               interpret=interpret)
     return codes[:n, :k], scale, *(c[:k, :n] for c in more)
 
 
 def _check_beside(*parts: Array) -> None:
     shapes = [part.shape for part in parts]
-    if len({(t, part.dtype) for (t, _), part in zip(shapes, parts)}) > 1 or any(k % BLOCK for _, k in shapes[:-1]):
-        raise ValueError(f"{', '.join(map(str, shapes))} side by side: as many tokens each, of one dtype, and widths that are "
-                         f"multiples of {BLOCK}, but for the last")  # fmt: skip
+    if len({(t, part.dtype) for (t, _), part in zip(shapes, parts)}) > 1 or any(
+            k % BLOCK for _, k in shapes[:-1]):
+        raise ValueError(
+            f"{', '.join(map(str, shapes))} side by side: as many tokens each, of one dtype, and widths that are "
+            f"multiples of {BLOCK}, but for the last")
 
 
 def _check(x: Array, dtype: jnp.dtype, ndim: int | None = None) -> None:
@@ -131,6 +155,7 @@ def _check(x: Array, dtype: jnp.dtype, ndim: int | None = None) -> None:
     if jnp.dtype(dtype) not in (E4M3, E5M2):
         raise ValueError(f"codes of type {jnp.dtype(dtype)}: float8_e4m3fn or float8_e5m2")
     if x.ndim < 1 or (ndim and x.ndim != ndim):
-        raise ValueError(f"x {x.shape} has {x.ndim} axes where {ndim or 'one or more'} are wanted: map over leading ones")
+        raise ValueError(
+            f"x {x.shape} has {x.ndim} axes where {ndim or 'one or more'} are wanted: map over leading ones")
     if not x.size:
         raise ValueError(f"x {x.shape} is empty: there is nothing to quantise")

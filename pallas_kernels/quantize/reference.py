@@ -1,19 +1,22 @@
-"""Blockwise FP8 quantisation in plain jnp: the oracle of every quantise kernel, and what runs where there is none.
+"""Blockwise FP8 quantisation in plain jnp: the oracle of every quantise kernel, and what runs where there is
+none.
 
-An element is stored as an FP8 code; a block of elements shares one float32 scale (the descale, HF's `weight_scale_inv`):
+An element is stored as an FP8 code; a block of elements shares one float32 scale (the descale, HF's
+`weight_scale_inv`):
 
     scale = max(amax(block), floor) / MAX        code = cast(clip(x / scale, -MAX, MAX))        x ~ code * scale
 
-MAX is the largest code: 448 in E4M3, 57344 in E5M2 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). Weights use
-128x128 blocks, activations and gradients 1x128 along the contraction (DeepSeek-V3 section 3.3.2).
+MAX is the largest code: 448 in E4M3, 57344 in E5M2 (Micikevicius et al., "FP8 Formats for Deep Learning",
+2022). Weights use 128x128 blocks, activations and gradients 1x128 along the contraction (DeepSeek-V3 section
+3.3.2).
 
-The floor, both true divisions and the clip before the cast are those of vLLM's `per_token_group_fp8_quant`: codes and scales
-equal the engine's bit for bit. The clip is a guard alone, since amax is the block's own and x / scale exceeds MAX by a rounding
-at most; without one JAX's cast to float8_e4m3fn gives NaN above 464.
+The floor, both true divisions and the clip before the cast are those of vLLM's `per_token_group_fp8_quant`:
+codes and scales equal the engine's bit for bit. The clip is a guard alone, since amax is the block's own and
+x / scale exceeds MAX by a rounding at most; without one JAX's cast to float8_e4m3fn gives NaN above 464.
 
-A width that is no multiple of 128 ends in a shorter block. For finite input a scale is positive and finite and a code finite,
-a zero block having the floor's scale. A block that holds a NaN gets a NaN scale, one that holds an infinity an infinite
-scale: nothing is cast quietly, and one look at the scales finds it.
+A width that is no multiple of 128 ends in a shorter block. For finite input a scale is positive and finite
+and a code finite, a zero block having the floor's scale. A block that holds a NaN gets a NaN scale, one that
+holds an infinity an infinite scale: nothing is cast quietly, and one look at the scales finds it.
 """
 
 from __future__ import annotations
@@ -28,18 +31,20 @@ from pallas_kernels.quantize import BLOCK
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 E4M3_MAX = 448.0
-AMAX_FLOOR = 1e-10  # vLLM's CUDA kernel; its kernels fused with RMSNorm and SiLU, and its torch form, use the next
+# vLLM's CUDA kernel; its kernels fused with RMSNorm and SiLU, and its torch form, use the next
+AMAX_FLOOR = 1e-10
 FUSED_AMAX_FLOOR = 2.0**-9
-no_derivative = forward_only("differentiate jaxfp8rl.precision.linear.linear, of a float or a TrainableWeight")
+no_derivative = forward_only(
+    "differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 
 
 def _divide(x: Array, y: Array) -> Array:
     """x / y, correctly rounded to float32 everywhere, except that results under 2^-126 become 0.
 
-    XLA's float32 division is not: on GPUs it is 2 ulp off, and division by a broadcast becomes multiplication by its
-    reciprocal. In float64 neither matters: a quotient of float32 numbers is at least 2^-49 of itself from every midpoint of
-    two float32 neighbours, and even a reciprocal and a product stay within 2^-51. `reduce_precision` does the rounding
-    because XLA may drop one done by a pair of casts.
+    XLA's float32 division is not: on GPUs it is 2 ulp off, and division by a broadcast becomes multiplication
+    by its reciprocal. In float64 neither matters: a quotient of float32 numbers is at least 2^-49 of itself
+    from every midpoint of two float32 neighbours, and even a reciprocal and a product stay within 2^-51.
+    `reduce_precision` does the rounding because XLA may drop one done by a pair of casts.
     """
     with jax.enable_x64(True):
         x, y = (jax.lax.convert_element_type(a, jnp.float64) for a in (x, y))
@@ -56,12 +61,15 @@ def _codes(x: Array, scale: Array, dtype: jnp.dtype) -> Array:
 
 @no_derivative
 def read_codes(codes: Array) -> Array:
-    """Codes as float32. The barrier keeps the rounding: XLA for GPUs drops a cast to FP8 and back as "excess precision"."""
+    """Codes as float32. The barrier keeps the rounding: XLA for GPUs drops a cast to FP8 and back as "excess
+    precision"."""
     return jax.lax.optimization_barrier(codes).astype(jnp.float32)
 
 
-def _scale(blocks: Array, axes: int | tuple[int, ...], dtype: jnp.dtype, power_of_two: bool, amax_floor: float) -> Array:
-    """One scale a block. amax is that of the bits, ordered as the numbers are but NaN on top: XLA's CPU max drops NaNs."""
+def _scale(blocks: Array, axes: int | tuple[int, ...], dtype: jnp.dtype, power_of_two: bool,
+           amax_floor: float) -> Array:
+    """One scale a block. amax is that of the bits, ordered as the numbers are but NaN on top: XLA's CPU max
+    drops NaNs."""
     bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
     amax = jnp.maximum(jnp.max(bits, axes), np.float32(amax_floor).view(np.int32))
     scale = _divide(jax.lax.bitcast_convert_type(amax, jnp.float32), jnp.float32(_max(dtype)))
@@ -69,7 +77,8 @@ def _scale(blocks: Array, axes: int | tuple[int, ...], dtype: jnp.dtype, power_o
 
 
 def _next_power_of_two(x: Array) -> Array:
-    """2^ceil(log2(x)) of positive normal x, exactly: a fraction that is not zero adds one to the exponent's bits."""
+    """2^ceil(log2(x)) of positive normal x, exactly: a fraction that is not zero adds one to the exponent's
+    bits."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(exponent << 23, jnp.float32), x)
@@ -89,10 +98,12 @@ def pad_to_blocks(x: Array, axis: int) -> Array:
 def quantize_rows(
     x: Array, dtype: jnp.dtype = E4M3, *, power_of_two: bool = False, amax_floor: float = AMAX_FLOOR
 ) -> tuple[Array, Array]:
-    """1x128 blocks along the last axis: x [..., K] -> codes [..., K] in `dtype`, scales [..., ceil(K/128)] float32.
+    """1x128 blocks along the last axis: x [..., K] -> codes [..., K] in `dtype`, scales [..., ceil(K/128)]
+    float32.
 
-    power_of_two: scales rounded up to a power of two, 2^ceil(log2(amax / MAX)), as DeepGEMM's UE8M0 and NeMo's option.
-    amax_floor: the least amax, `FUSED_AMAX_FLOOR` where the engine fuses the quantisation with what comes before it.
+    power_of_two: scales rounded up to a power of two, 2^ceil(log2(amax / MAX)), as DeepGEMM's UE8M0 and
+    NeMo's option. amax_floor: the least amax, `FUSED_AMAX_FLOOR` where the engine fuses the quantisation with
+    what comes before it.
     """
     k = x.shape[-1]
     blocks = pad_to_blocks(x.astype(jnp.float32), -1).reshape(*x.shape[:-1], -1, BLOCK)
@@ -102,18 +113,19 @@ def quantize_rows(
 
 
 def dequantize_rows(codes: Array, scale: Array) -> Array:
-    """Inverse of `quantize_rows` in float32: [..., K]."""
+    """Inverse of `quantize_rows`: codes [..., K] times scales [..., ceil(K/128)] -> [..., K] float32. Raises
+    what jnp does where these do not fit. Source: see the module."""
     return read_codes(codes) * jnp.repeat(scale, BLOCK, -1)[..., : codes.shape[-1]]
 
 
 def quantize_tokens(
     x: Array, dtype: jnp.dtype = E4M3, *, square: bool = False, power_of_two: bool = False
 ) -> tuple[Array, Array]:
-    """1x128 blocks along the tokens, for wgrad: x [..., T, K] -> codes [..., K, T], scales [..., K, ceil(T/128)] float32; in
-    128x128 blocks if `square` (E4M3 alone), scales [..., ceil(K/128), ceil(T/128)].
+    """1x128 blocks along the tokens, for wgrad: x [..., T, K] -> codes [..., K, T], scales [..., K,
+    ceil(T/128)] float32; in 128x128 blocks if `square` (E4M3 alone), scales [..., ceil(K/128), ceil(T/128)].
 
-    The result is transposed, contiguous along the tokens that wgrad contracts: the rows of x^T (DeepSeek-V3 section 3.3.2,
-    where they are 128x1 tiles of x).
+    The result is transposed, contiguous along the tokens that wgrad contracts: the rows of x^T (DeepSeek-V3
+    section 3.3.2, where they are 128x1 tiles of x).
     """
     turned = jnp.swapaxes(x, -1, -2)
     if square:
@@ -123,7 +135,8 @@ def quantize_tokens(
 
 @no_derivative
 def quantize_blocks(w: Array, *, power_of_two: bool = False) -> tuple[Array, Array]:
-    """128x128 blocks: w [..., N, K] -> codes [..., N, K] e4m3, scales [..., ceil(N/128), ceil(K/128)] float32."""
+    """128x128 blocks: w [..., N, K] -> codes [..., N, K] e4m3, scales [..., ceil(N/128), ceil(K/128)]
+    float32."""
     n, k = w.shape[-2:]
     padded = pad_to_blocks(pad_to_blocks(w.astype(jnp.float32), -1), -2)
     lead, (np_, kp) = w.shape[:-2], padded.shape[-2:]
@@ -134,7 +147,8 @@ def quantize_blocks(w: Array, *, power_of_two: bool = False) -> tuple[Array, Arr
 
 
 def dequantize_blocks(codes: Array, scale: Array) -> Array:
-    """Inverse of `quantize_blocks` in float32: [..., N, K]."""
+    """Inverse of `quantize_blocks`: codes [..., N, K] times scales [..., ceil(N/128), ceil(K/128)] -> [...,
+    N, K] float32. Raises what jnp does where these do not fit. Source: see the module."""
     n, k = codes.shape[-2:]
     spread = jnp.repeat(jnp.repeat(scale, BLOCK, -1), BLOCK, -2)
     return read_codes(codes) * spread[..., :n, :k]

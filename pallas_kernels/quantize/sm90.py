@@ -1,16 +1,18 @@
 """Blockwise FP8 quantisation on Hopper: one read of the input, codes and scales bit-equal to reference.py.
 
-A block of threads, one warpgroup, has one 128x128 tile: the copy engine brings it to shared memory, it is quantised in four waves
-of 64 groups, and each wave's results leave by the copy engine while the next is quantised. Several blocks share a
-multiprocessor, so that one computes while others load and store. One quantiser serves both directions: a wave is 64 rows of
-the tile, or 64 rows of the *transposed* tile (`ldmatrix.trans`, free), so that in both a group of 128 lies in the registers of
-four neighbouring threads. A tile is read from memory once whatever is written. `make` puts an activation's arithmetic between
-the tiles that are read and the one that is quantised (`fused_quantize.sm90`).
+A block of threads, one warpgroup, has one 128x128 tile: the copy engine brings it to shared memory, it is
+quantised in four waves of 64 groups, and each wave's results leave by the copy engine while the next is
+quantised. Several blocks share a multiprocessor, so that one computes while others load and store. One
+quantiser serves both directions: a wave is 64 rows of the tile, or 64 rows of the *transposed* tile
+(`ldmatrix.trans`, free), so that in both a group of 128 lies in the registers of four neighbouring threads. A
+tile is read from memory once whatever is written. `make` puts an activation's arithmetic between the tiles
+that are read and the one that is quantised (`fused_quantize.sm90`).
 
-Division. `x / scale` has to round as IEEE's division does, or codes at ties move. Given r, the rounded 1 / y, one product and
-two fused multiply-adds are exact division (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-processor", 1990; Brisebarre, Muller, Raina, "Accelerating correctly rounded floating-point division when the divisor is known
-in advance", 2004): three instructions an element, where the compiler's own takes about ten.
+Division. `x / scale` has to round as IEEE's division does, or codes at ties move. Given r, the rounded 1 / y,
+one product and two fused multiply-adds are exact division (Markstein, "Computation of elementary functions on
+the IBM RISC System/6000 processor", 1990; Brisebarre, Muller, Raina, "Accelerating correctly rounded
+floating-point division when the divisor is known in advance", 2004): three instructions an element, where the
+compiler's own takes about ten.
 
 Scales are written [K/128, T], token-contiguous, as the products read them; `api.py` shows them as [T, K/128].
 """
@@ -50,10 +52,11 @@ class Format(NamedTuple):
 def quantize(
     *parts: Array, fmt: Format, rows: bool = True, tokens: bool = False, square: bool = False, interpret=None
 ) -> tuple[tuple[Array, Array] | None, tuple[Array, Array] | None]:
-    """x [T, K] bfloat16 or float32, in parts [T, K_i] -> for `rows` codes [T, K], scales [K/128, T]; for `tokens` codes [K, T],
-    scales [T/128, K], of which 128 in a row are one if `square`.
+    """x [T, K] bfloat16 or float32, in parts [T, K_i] -> for `rows` codes [T, K], scales [K/128, T]; for
+    `tokens` codes [K, T], scales [T/128, K], of which 128 in a row are one if `square`.
 
-    The copy engine moves boxes of 8 rows by 128 bytes: K_i are multiples of 128 and T of 8, for tokens of 128. `api.py` pads.
+    The copy engine moves boxes of 8 rows by 128 bytes: K_i are multiples of 128 and T of 8, for tokens of
+    128. `api.py` pads.
     """
     widths = [part.shape[1] for part in parts]
     formats, fused = (fmt if rows else None, fmt if tokens else None), fused_multiply_add(interpret)
@@ -65,10 +68,11 @@ def quantize(
 class Plan(NamedTuple):
     """All that is static in one kernel: what is read, what becomes of a tile, what is written.
 
-    `make(values, vectors)` gets 64 rows of every tile and vector read, as they came, and returns `parts` arrays, which are
-    quantised and lie side by side in the results, then others. None: there is one tile, quantised as it is. What is quantised
-    along the tokens, and what is kept, is rounded to bfloat16 first. `rounded`: what is quantised by rows is, too; a loop can
-    then make 64x64 at a time, in place, in fewer registers and instructions.
+    `make(values, vectors)` gets 64 rows of every tile and vector read, as they came, and returns `parts`
+    arrays, which are quantised and lie side by side in the results, then others. None: there is one tile,
+    quantised as it is. What is quantised along the tokens, and what is kept, is rounded to bfloat16 first.
+    `rounded`: what is quantised by rows is, too; a loop can then make 64x64 at a time, in place, in fewer
+    registers and instructions.
     """
 
     t: int
@@ -97,7 +101,8 @@ class Plan(NamedTuple):
 
     @property
     def stored(self) -> list[int]:
-        """Which of what is made goes to shared memory, in the place of the tile of its number if that is bfloat16."""
+        """Which of what is made goes to shared memory, in the place of the tile of its number if that is
+        bfloat16."""
         return sorted({*range(self.parts if self.make and self.tokens else 0), *self.keep})
 
     @property
@@ -106,7 +111,8 @@ class Plan(NamedTuple):
         shapes, found = {"rows": (self.t, self.parts * self.k), "tokens": (self.parts * self.k, self.t)}, []
         for name, fmt in self.formats.items():
             m, n = shapes[name]
-            # A copy of scales is clipped at the end of the array and not of its rows, which therefore are whole tiles.
+            # A copy of scales is clipped at the end of the array and not of its rows, which therefore are
+            # whole tiles.
             scale = pl.cdiv(n, BLOCK), pl.cdiv(m, BLOCK) * BLOCK
             found += [jax.ShapeDtypeStruct((m, n), fmt.dtype), jax.ShapeDtypeStruct(scale, F32)]
         return found + [jax.ShapeDtypeStruct((self.t, self.k), jnp.bfloat16) for _ in self.keep]
@@ -124,8 +130,8 @@ class Shared(NamedTuple):
 
 
 def quantize_made(plan: Plan, arrays: tuple[Array, ...], vectors: tuple[Array, ...] = (), interpret=None):
-    """(rows, tokens, kept) of what `plan.make` makes of `arrays` [T, ...] and `vectors` float32, [T] or [K]: codes and scales,
-    or None, and a list of [T, K] bfloat16."""
+    """(rows, tokens, kept) of what `plan.make` makes of `arrays` [T, ...] and `vectors` float32, [T] or [K]:
+    codes and scales, or None, and a list of [T, K] bfloat16."""
     shared = _shared(plan, [arrays[i].dtype for i, _ in plan.reads])
     inputs, outputs = len(arrays) + len(vectors), plan.out_type
 
@@ -134,9 +140,10 @@ def quantize_made(plan: Plan, arrays: tuple[Array, ...], vectors: tuple[Array, .
         _quantize_kernel(plan, refs[: len(arrays)], refs[len(arrays) : inputs], outs, held)
 
     done = plgpu.kernel(
-        kernel, out_type=tuple(outputs), grid=(plan.grid[0] * plan.grid[1],), grid_names=("tile",), num_threads=1,
+        kernel, out_type=tuple(outputs), grid=(plan.grid[0] * plan.grid[1],), grid_names=("tile",),
+        num_threads=1,
         thread_name="wg", scratch_types=shared, interpret=interpret,
-    )(*arrays, *vectors)  # fmt: skip
+    )(*arrays, *vectors)
     found = {name: (c, s[:, : c.shape[0]]) for name, c, s in zip(plan.formats, done[::2], done[1::2])}
     return found.get("rows"), found.get("tokens"), list(done[2 * len(found) :])
 
@@ -154,7 +161,8 @@ def _shared(plan: Plan, dtypes: list[jnp.dtype]) -> Shared:
 
 
 class Work(NamedTuple):
-    """A block's tile, in rows and columns of tiles, where its results go, and the number of waves sent out before."""
+    """A block's tile, in rows and columns of tiles, where its results go, and the number of waves sent out
+    before."""
 
     plan: Plan
     shared: Shared
@@ -172,7 +180,8 @@ def _quantize_kernel(plan: Plan, arrays, vectors, outs, shared: Shared) -> None:
         _read_beside(plan, arrays, at[0], ki, shared)
     else:
         for tile, (array, first) in zip(shared.tiles, plan.reads):
-            plgpu.copy_gmem_to_smem(arrays[array].at[at[0], pl.ds(first + ki * BLOCK, BLOCK)], tile, shared.arrived)
+            plgpu.copy_gmem_to_smem(arrays[array].at[at[0], pl.ds(first + ki * BLOCK, BLOCK)], tile,
+                                    shared.arrived)
     for vector, array, axis in zip(shared.vectors, vectors, plan.vectors):
         plgpu.copy_gmem_to_smem(array.at[at[axis]], vector, shared.arrived)
     plgpu.barrier_wait(shared.arrived)
@@ -238,7 +247,8 @@ def _made(work: Work, rows, columns) -> list[Array]:
         return values
     layouts = (rows, ROW), (columns, COLUMN)
     chosen = [(v, *layouts[axis]) for v, axis in zip(shared.vectors, plan.vectors)]
-    return plan.make(values, [plgpu.load(v.at[at], layout=layout, optimized=False) for v, at, layout in chosen])
+    return plan.make(values,
+                     [plgpu.load(v.at[at], layout=layout, optimized=False) for v, at, layout in chosen])
 
 
 def _amax(values: Array) -> Array:
@@ -251,9 +261,10 @@ def _of_all(amax: Array) -> Array:
     return plgpu.layout_cast(jnp.broadcast_to(jnp.max(amax), (WAVE,)), ROW)
 
 
-def _send(work: Work, direction: str, part: int, start: int, values: Array, amax: Array | None = None) -> None:
-    """Quantise 64 groups of 128, `values` [64, 128], and send them out; by one scale for all, that of the largest of `amax` [64],
-    if this is given."""
+def _send(work: Work, direction: str, part: int, start: int, values: Array,
+          amax: Array | None = None) -> None:
+    """Quantise 64 groups of 128, `values` [64, 128], and send them out; by one scale for all, that of the
+    largest of `amax` [64], if this is given."""
     plan, wave, fmt = work.plan, next(work.waves), work.plan.formats[direction]
     codes, scales = (buffer.at[wave % plan.buffers] for buffer in (work.shared.codes, work.shared.scales))
     scale = _scale(_amax(values) if amax is None else _of_all(amax), fmt, plan.fused)
@@ -289,7 +300,8 @@ def _next_power_of_two(x: Array) -> Array:
 
 
 def _codes(values: Array, scales: Array, fmt: Format, fused) -> Array:
-    """The cast saturates, which clips, and keeps NaN. A group with an infinity: its numbers over infinity are 0."""
+    """The cast saturates, which clips, and keeps NaN. A group with an infinity: its numbers over infinity are
+    0."""
     y = jnp.where(scales == jnp.inf, 0.0, scales)
     r = jnp.where(scales == jnp.inf, 0.0, _reciprocal(scales, fused))
     y, r = (spread(v, values.shape, 0) for v in (y, r))
@@ -305,7 +317,8 @@ def _divide(x: Array, y: Array, r: Array, fused) -> Array:
 def _reciprocal(y: Array, fused) -> Array:
     """1 / y rounded to nearest: one Newton step from the hardware's, which is an ulp off at most.
 
-    A remainder of just 2^-24 means that y ends in ones and that the step would be half an ulp: a tie, which rounds the wrong way.
+    A remainder of just 2^-24 means that y ends in ones and that the step would be half an ulp: a tie, which
+    rounds the wrong way.
     """
     r = 1 / y
     e = fused(-y, r, F32(1))
@@ -314,27 +327,32 @@ def _reciprocal(y: Array, fused) -> Array:
 
 
 def fused_multiply_add(interpret):
-    """a * b + c with one rounding: what the GPU's compiler makes of a product and a sum, and what a CPU needs told."""
+    """a * b + c with one rounding: what the GPU's compiler makes of a product and a sum, and what a CPU needs
+    told."""
     return rounding.fused_multiply_add if interpret else lambda a, b, c: a * b + c
 
 
 def quantize_blocks(
-    w: Array, fmt: Format, first: Array | None = None, rows: int | None = None, *, transposed: bool, interpret=None
-) -> tuple[Array, ...]:  # fmt: skip
-    """w [N, K] bfloat16 or float32 -> codes [N, K], scales [N/128, K/128] and, if `transposed`, the same codes [K, N].
+    w: Array, fmt: Format, first: Array | None = None, rows: int | None = None, *, transposed: bool,
+    interpret=None
+) -> tuple[Array, ...]:
+    """w [N, K] bfloat16 or float32 -> codes [N, K], scales [N/128, K/128] and, if `transposed`, the same
+    codes [K, N].
 
-    K is a multiple of 128 and N of 8, for the transposed codes of 128. `api.py` pads. `first`, `rows`: of rows from 128 * `first`
-    on, in place of all N.
+    K is a multiple of 128 and N of 8, for the transposed codes of 128. `api.py` pads. `first`, `rows`: of
+    rows from 128 * `first` on, in place of all N.
     """
     n, k = w.shape if first is None else (rows, w.shape[1])
     grid = pl.cdiv(n, BLOCK), pl.cdiv(k, BLOCK)
     out_type = [jax.ShapeDtypeStruct((n, k), fmt.dtype), jax.ShapeDtypeStruct(grid, F32)]
     out_type += [jax.ShapeDtypeStruct((k, n), fmt.dtype)] if transposed else []
     scratch = [_tile(w.dtype), plgpu.Barrier(), *(_tile(fmt.dtype) for _ in range(1 + transposed))]
-    kernel = functools.partial(_blocks_kernel, fmt=fmt, grid=grid, transposed=transposed, fused=fused_multiply_add(interpret))
+    kernel = functools.partial(_blocks_kernel, fmt=fmt, grid=grid, transposed=transposed,
+                               fused=fused_multiply_add(interpret))
     whole = lambda w, *refs: kernel(w, None, *refs)  # noqa: E731
     return plgpu.kernel(
-        whole if first is None else kernel, out_type=tuple(out_type), grid=(grid[0] * grid[1],), grid_names=("tile",),
+        whole if first is None else kernel, out_type=tuple(out_type), grid=(grid[0] * grid[1],),
+        grid_names=("tile",),
         num_threads=1, thread_name="wg", scratch_types=scratch, interpret=interpret,
     )(w, *([] if first is None else [first[None]]))
 
@@ -343,9 +361,11 @@ def _tile(dtype: jnp.dtype) -> plgpu.SMEM:
     return plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=swizzled(dtype))
 
 
-def _blocks_kernel(w, first, codes, scale, *refs, fmt: Format, grid: tuple[int, int], transposed: bool, fused) -> None:
+def _blocks_kernel(w, first, codes, scale, *refs, fmt: Format, grid: tuple[int, int], transposed: bool,
+                   fused) -> None:
     """One tile by one warpgroup: 64 rows at a time for the largest, then for the codes."""
-    outs, (tile, arrived), tiles = (codes, *refs[:transposed]), refs[transposed : transposed + 2], refs[transposed + 2 :]
+    outs, (tile, arrived), tiles = (codes, *refs[:transposed]), refs[transposed : transposed + 2], refs[
+        transposed + 2 :]
     ni, ki = _raster(lax.axis_index("tile"), grid)
     rows, columns = pl.ds(ni * BLOCK, BLOCK), pl.ds(ki * BLOCK, BLOCK)
     source = rows if first is None else pl.ds((first[0] + ni) * BLOCK, BLOCK)

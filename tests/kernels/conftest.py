@@ -1,7 +1,9 @@
-"""The GPU simulator keeps a thread of JAX's CPU client for each simulated thread that waits at a barrier. Where the client has
-fewer, two on a machine of two cores, a simulated kernel can wait for ever: seen once in a dozen runs of one. It prints races.
+"""The GPU simulator keeps a thread of JAX's CPU client for each simulated thread that waits at a barrier.
+Where the client has fewer, two on a machine of two cores, a simulated kernel can wait for ever: seen once in
+a dozen runs of one. It prints races.
 
-With SM90A, where requirements/sm90a.txt is installed (`make sm90a`), kernels that a test lowers for CUDA are compiled, too.
+With SM90A, where requirements/sm90a.txt is installed (`make sm90a`), kernels that a test lowers for CUDA are
+compiled, too.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def no_races(capfd):
 
 @pytest.fixture(autouse=bool(SM90A))
 def machine_code(request, monkeypatch):
-    """No kernel spills but those of SPILLED, of none does ptxas make the tensor-core products wait for each other, and in none
-    may a copy overtake a read."""
+    """No kernel spills but those of SPILLED, of none does ptxas make the tensor-core products wait for each
+    other, and in none may a copy overtake a read."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
     from machine_code import kernels_of, overtaken_reads
 

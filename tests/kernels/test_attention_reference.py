@@ -14,26 +14,22 @@ from hypothesis import strategies as st
 from jaxfp8rl.models import layers
 from pallas_kernels.attention import api, reference
 from pallas_kernels.attention.segments import STEP, first_and_last, key_walks, query_walks
+from pallas_kernels.testing import segment_ids
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOKENS = 24
 
 
-def ids_of(lengths: list[int], tokens: int, front: int = 0) -> np.ndarray:
-    """Ids of segments (those of length 0 leave a gap in the numbers) after `front` tokens of padding, cut to `tokens`."""
-    ids = np.repeat(np.arange(len(lengths)) + 1, lengths)[: tokens - front]
-    return np.pad(ids, (front, tokens - front - len(ids))).astype(np.int32)
-
-
-packs = st.builds(ids_of, st.lists(st.integers(0, 9), max_size=6), st.just(TOKENS), st.integers(0, 3))
-LENGTHS = st.sampled_from([0, 1, 2, 63, 64, 65, 100, 127, 128, 129, 200, 300])
-long_packs = st.builds(ids_of, st.lists(LENGTHS, max_size=9), st.just(768), st.integers(0, 130))
+LENGTHS = 0, 1, 2, 63, 64, 65, 100, 127, 128, 129, 200, 300
+packs = segment_ids(TOKENS, lengths=range(10))
+long_packs = segment_ids(768, 9, LENGTHS, max_front=130)
 
 
 def drawn(heads: int, kv_heads: int, d: int = 8):
     keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(key, (TOKENS, h, d)) for key, h in zip(keys, (heads, kv_heads, kv_heads, heads))]
+    return [jax.random.normal(key, (TOKENS, h, d))
+            for key, h in zip(keys, (heads, kv_heads, kv_heads, heads))]
 
 
 def run(ids, q, k, v, do):
@@ -58,9 +54,11 @@ def test_packed_equals_every_segment_alone(ids, heads):
     got = [np.asarray(x) for x in run_all(ids, *args)]
     for segment in np.unique(ids[ids > 0]):
         mine = ids == segment
-        alone = run_all(mine.astype(np.int32), *(np.where(mine[:, None, None], x, np.float32(7)) for x in args))
+        alone = run_all(mine.astype(np.int32),
+                        *(np.where(mine[:, None, None], x, np.float32(7)) for x in args))
         for i, (x, y) in enumerate(zip(got, map(np.asarray, alone))):
-            np.testing.assert_allclose(x[:, mine] if i == 1 else x[mine], y[:, mine] if i == 1 else y[mine], atol=3e-6)
+            np.testing.assert_allclose(x[:, mine] if i == 1 else x[mine], y[:, mine] if i == 1 else y[mine],
+                                       atol=3e-6)
     for i in (0, 2, 3, 4):
         assert not got[i][ids == 0].any()
 
@@ -69,7 +67,8 @@ places = st.tuples(st.integers(0, 3), st.integers(0, TOKENS - 1), st.integers(0,
 BY = {
     "the reference": api.attention_and_lse,
     "the reference in FP8": functools.partial(api.attention_and_lse, fp8=True),
-    "the model's": lambda q, k, v, ids: (layers.attention(q[None], k[None], v[None], layers.packed_mask(ids[None]))[0],),
+    "the model's": lambda q, k, v, ids: (layers.attention(q[None], k[None], v[None],
+                                                          layers.packed_mask(ids[None]))[0],),
 }
 
 
@@ -83,7 +82,8 @@ def by(name, ids, q, k, v, do):
 @pytest.mark.parametrize("name", BY)
 @given(packs, places, st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_what_is_not_finite_reaches_who_sees_it_and_no_one_else(name, ids, place, bad):
-    """One number of q, k, v or do. Other segments, padding, and o and dq of tokens before it are as without it, to the bit."""
+    """One number of q, k, v or do. Other segments, padding, and o and dq of tokens before it are as without
+    it, to the bit."""
     args, (which, token, head, at) = [np.array(x) for x in drawn(4, 2)], place
     want = [np.asarray(x) for x in by(name, ids, *args)]
     args[which][token, head % args[which].shape[1], at] = bad
@@ -130,7 +130,8 @@ def test_first_and_last_are_those_of_the_segment(ids):
 @pytest.mark.parametrize("rows", [64, 128])
 @given(ids=long_packs)
 def test_walks_hold_all_that_is_seen_and_masks_are_where_they_have_to_be(rows, ids):
-    """What is outside a walk is seen by nobody; what is said to be clear is seen by all, but for the diagonal."""
+    """What is outside a walk is seen by nobody; what is said to be clear is seen by all, but for the
+    diagonal."""
     seen, (first, last) = np.asarray(visible_jit(ids[None])[0]), segments_jit(ids[None])
     causal, blocks = np.tri(len(ids), dtype=bool), list(range(len(ids) // rows))
     by_key, by_query = (np.asarray(x)[:, :4] for x in (keys_jit(first, rows), queries_jit(last, rows)))

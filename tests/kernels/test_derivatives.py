@@ -1,4 +1,5 @@
-"""Every public function of pallas_kernels has a derivative that is right, or says that it has none wherever one is computed."""
+"""Every public function of pallas_kernels has a derivative that is right, or says that it has none wherever
+one is computed."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from jax import lax
 
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.recipe import Precision
+from pallas_kernels import fp8_dot_general
 from pallas_kernels.attention import api as attention
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.decode_attention import api as decode
+from pallas_kernels.dot_general import api as dot_general
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.grouped_matmul import api as grouped
 from pallas_kernels.grouped_matmul import groups, high
@@ -43,12 +46,16 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
     reference.quantize_tokens: lambda x: reference.quantize_tokens(x),
     reference.quantize_blocks: lambda x: reference.quantize_blocks(x),
     reference.read_codes: lambda x: reference.read_codes(x.astype(jnp.float8_e4m3fn)),
-    matmul.blockwise_matmul: lambda x, **how: matmul.blockwise_matmul(*scale_of(ROWS, x[0, 0]), *BLOCKS, **how),
+    matmul.blockwise_matmul: lambda x, **how: matmul.blockwise_matmul(
+        *scale_of(ROWS, x[0, 0]), *BLOCKS, **how),
     matmul.wgrad: lambda x, **how: matmul.wgrad(*TOKENS, *scale_of(TOKENS, x[0, 0]), **how),
     xla.blockwise_matmul: lambda x: xla.blockwise_matmul(x.astype(jnp.float8_e4m3fn), ROWS[1], *BLOCKS),
-    grouped.grouped_matmul: lambda x, **how: grouped.grouped_matmul(*ROWS, *scale_of(OF_ONE, x[0, 0]), LAID, **how),
-    grouped.grouped_wgrad: lambda x, **how: grouped.grouped_wgrad(*scale_of(TOKENS, x[0, 0]), *TOKENS, LAID, **how),
-    high.grouped_matmul: lambda x, **how: high.grouped_matmul(x.astype(jnp.bfloat16), W[None].astype(jnp.bfloat16), LAID, **how),
+    grouped.grouped_matmul: lambda x, **how: grouped.grouped_matmul(
+        *ROWS, *scale_of(OF_ONE, x[0, 0]), LAID, **how),
+    grouped.grouped_wgrad: lambda x, **how: grouped.grouped_wgrad(*scale_of(TOKENS, x[0, 0]), *TOKENS, LAID,
+                                                                  **how),
+    high.grouped_matmul: lambda x, **how: high.grouped_matmul(
+        x.astype(jnp.bfloat16), W[None].astype(jnp.bfloat16), LAID, **how),
     high.grouped_wgrad: lambda x: high.grouped_wgrad(x, X, LAID),
     fused.rms_norm_quantize: lambda x, **how: fused.rms_norm_quantize(W, x[0], 1e-6, **how)[0].rows,
     fused.swiglu_quantize: lambda x, **how: fused.swiglu_quantize(wide(x), **how).rows,
@@ -57,13 +64,20 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
     decode.attention_and_lse: lambda x, **how: _decode(decode.attention_and_lse, x, **how)[1],
 }
 DIFFERENTIABLE = {  # by whom the gradient is checked
-    attention.attention: "tests/kernels/test_attention_reference.py", attention.attention_and_lse: "test_sm90_attention.py",
+    attention.attention: "tests/kernels/test_attention_reference.py",
+    attention.attention_and_lse: "test_sm90_attention.py",
     logprob.linear_logprob: "test_sm90_logprob.py", groups.pad_rows: "below", groups.unpad_rows: "below",
-    reference.dequantize_rows: "below", reference.dequantize_blocks: "below", reference.pad_to_blocks: "below",
-}  # fmt: skip
-OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, high.why_reference, logprob.why_reference}
+    reference.dequantize_rows: "below", reference.dequantize_blocks: "below",
+    reference.pad_to_blocks: "below",
+    dot_general.fp8_dot_general: "test_dot_general.py", dot_general.fp8_linear: "test_dot_general.py",
+}
+OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, high.why_reference,
+                logprob.why_reference}
 OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite}
+MODULES = [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob,
+           dot_general]
 PARTS = {groups.by_block, attention.forward, attention.backward}  # of those above
+PARTS |= {dot_general.only_forward, dot_general.forward, dot_general.backward}
 
 
 def _decode(f, x, **how):
@@ -82,30 +96,34 @@ def product(x):
     return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("module", [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob])
+@pytest.mark.parametrize("module", MODULES)
 def test_every_public_function_is_one_or_the_other(module):
     functions = [f for name, f in inspect.getmembers(module, inspect.isroutine) if not name.startswith("_")]
     own = {f for f in functions if f.__module__ == module.__name__}
     assert not own - FORWARD_ONLY.keys() - DIFFERENTIABLE.keys() - OF_NO_FLOATS - PARTS
 
 
-@pytest.mark.parametrize("function", FORWARD_ONLY, ids=lambda f: f"{f.__module__.split('.', 1)[1]}.{f.__name__}")
+@pytest.mark.parametrize("function", FORWARD_ONLY,
+                         ids=lambda f: f"{f.__module__.split('.', 1)[1]}.{f.__name__}")
 def test_what_has_no_derivative_says_so_by_kernel_and_reference(function):
     f = FORWARD_ONLY[function]
-    for how in ({"backend": "reference"}, {"backend": "pallas"}) if "how" in inspect.signature(f).parameters else ({},):
+    for how in ({"backend": "reference"},
+                {"backend": "pallas"}) if "how" in inspect.signature(f).parameters else ({},):
         loss, jitted = loss_of(f, **how), loss_of(jax.jit(lambda x, how=how: f(x, **how)))
         for derivative in (jax.grad(loss), jax.grad(jitted), jax.jacfwd(loss)):
-            with pytest.raises(TypeError, match=r"^pallas_kernels\.\S+ has no derivative: differentiate (jaxfp8rl|pallas)"):
+            with pytest.raises(TypeError,
+                               match=r"^pallas_kernels\.\S+ has no derivative: differentiate (jaxfp8rl|pallas)"):
                 jax.jit(derivative).lower(X)
 
 
-SAID = r"\.(quantize_rows|blockwise_matmul) has no derivative: differentiate jaxfp8rl.precision.linear.linear"
+SAID = r"\.(quantize_rows|blockwise_matmul) has no derivative: differentiate pallas_kernels.fp8_dot_general, or"
 WHERE = {
     "as it is": lambda f: f,
     "jit": jax.jit,
     "remat": jax.checkpoint,
     "scan": lambda f: lambda x: lax.scan(lambda c, _: (c * 2, f(c)), x, None, length=2)[1].sum(),
-    "scan of remat": lambda f: lambda x: lax.scan(jax.checkpoint(lambda c, _: (c + f(c), None)), x, None, length=2)[0].sum(),
+    "scan of remat": lambda f: lambda x: lax.scan(jax.checkpoint(lambda c, _: (c + f(c), None)), x, None,
+                                                  length=2)[0].sum(),
     "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, jnp.sum, x),
 }
 DERIVATIVES = {
@@ -128,7 +146,8 @@ def test_however_it_is_asked_for(where, derivative):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_what_is_not_asked_for_is_no_error(where):
-    """Another argument's gradient, that of what is stopped before or after, of an auxiliary result; and no derivative at all."""
+    """Another argument's gradient, that of what is stopped before or after, of an auxiliary result; and no
+    derivative at all."""
     f = WHERE[where](product)
     for g in (
         jax.grad(lambda w: f(jnp.asarray(X)) + jnp.sum(w * W)),
@@ -154,9 +173,14 @@ def test_eagerly_it_is_an_error_too():
             DERIVATIVES[derivative](product)(X)
 
 
-def test_the_one_that_the_message_names_has_the_gradient_of_straight_through():
-    """Of x and w as if neither were rounded, at the rounded ones: numpy's, to what FP8 operands allow of the backward."""
-    f = lambda x, w: jnp.mean(jnp.square(linear(x, w, Precision.uniform(1, "float32"), True)))
+@pytest.mark.parametrize("product", [
+    lambda x, w: linear(x, w, Precision.uniform(1, "float32"), True),
+    lambda x, w: fp8_dot_general(x, w, (((1,), (1,)), ((), ())), backend="reference"),
+], ids=["linear", "fp8_dot_general"])
+def test_those_that_the_message_names_have_the_gradient_of_straight_through(product):
+    """Of x and w as if neither were rounded, at the rounded ones: numpy's, to what FP8 operands allow of the
+    backward."""
+    f = lambda x, w: jnp.mean(jnp.square(product(x, w)))
     y = np.asarray(reference.dequantize_rows(*ROWS)) @ np.asarray(reference.dequantize_blocks(*BLOCKS)).T
     dy = 2 * y / y.size
     for got, want in zip(jax.grad(f, (0, 1))(X, W), (dy @ W, dy.T @ X)):
@@ -176,4 +200,5 @@ def test_those_that_have_a_gradient_have_the_right_one():
     np.testing.assert_allclose(by_scale[:, 0], (codes * W).sum(1), rtol=1e-5)
     by_scale = of(lambda s: reference.dequantize_blocks(BLOCKS[0], s), jnp.ones((1, 1)))(W)[0]
     np.testing.assert_allclose(by_scale[0, 0], (codes * W).sum(), rtol=1e-5)
-    np.testing.assert_array_equal(of(lambda x: reference.pad_to_blocks(x, -1), X[:2, :3])(W[:2])[0], W[:2, :3])
+    np.testing.assert_array_equal(of(lambda x: reference.pad_to_blocks(x, -1), X[:2, :3])(W[:2])[0],
+                                  W[:2, :3])

@@ -1,4 +1,5 @@
-"""Grouped products on a CPU: where rows lie, the reference, the simulated kernels, their lowering for CUDA, bad input."""
+"""Grouped products on a CPU: where rows lie, the reference, the simulated kernels, their lowering for CUDA,
+bad input."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 UNEVEN, HUGE = [130, 0, 5], [0, 150, 0]
 ROWS, N, K = 150, 192, 256
-SIMULATED = {  # name: (group sizes, wgrad, tiles): every walk, empty groups, rows of no group, more than one tile a block
+# name: (group sizes, wgrad, tiles): every walk, empty groups, rows of no group, more than one tile a block
+SIMULATED = {
     "uneven": (UNEVEN, False, Tiles(buffers=2)),
     "wgrad, uneven": (UNEVEN, True, Tiles(2)),
     "wgrad, one huge": (HUGE, True, Tiles(width=96)),
@@ -34,7 +36,8 @@ def plan(sizes: tuple[int, ...], rows: int) -> api.Groups:
 
 
 def operands(sizes: list[int], wgrad: bool) -> tuple:
-    """Quantised tile-distinct numbers in the padded layout, and the product of what the codes stand for in float64."""
+    """Quantised tile-distinct numbers in the padded layout, and the product of what the codes stand for in
+    float64."""
     groups, experts = plan(tuple(sizes), ROWS), len(sizes)
     block = (128, 1) if wgrad else (1, 128)
     x = api.pad_rows(jnp.asarray(tile_distinct((ROWS, K), block)), groups)
@@ -46,7 +49,8 @@ def operands(sizes: list[int], wgrad: bool) -> tuple:
         return args, np.stack([a[:, rows] @ b[:, rows].T for rows in own])
     w = jnp.asarray(tile_distinct((experts * 256, K), (128, 128), seed=1)).reshape(experts, 256, K)[:, :N]
     args = *q.quantize_rows(x), *q.quantize_blocks(w), groups
-    a, b = np.asarray(q.dequantize_rows(*args[:2]), np.float64), np.asarray(q.dequantize_blocks(*args[2:4]), np.float64)
+    a, b = np.asarray(q.dequantize_rows(*args[:2]),
+                      np.float64), np.asarray(q.dequantize_blocks(*args[2:4]), np.float64)
     expert = np.repeat(np.asarray(groups.expert), 128)
     return args, np.stack([row @ b[e].T if e < experts else np.zeros(N) for row, e in zip(a, expert)])
 
@@ -59,7 +63,8 @@ def worst(got, want) -> float:
     return worst_tile(np.asarray(got).reshape(-1, want.shape[-1]), want.reshape(-1, want.shape[-1]), (16, 16))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "wgrad, uneven" in n else n for n in SIMULATED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "wgrad, uneven" in n else n
+                                  for n in SIMULATED])
 def test_simulated_kernel_and_reference_equal_float64(name):
     sizes, wgrad, tiles = SIMULATED[name]
     args, want = operands(sizes, wgrad)
@@ -101,7 +106,8 @@ def shapes(wgrad: bool, experts: int = 128, rows: int = 131072, n: int = 1536, k
         first = struct((n, p), q.E4M3), struct((n, p // 128), jnp.float32)
         return [*first, struct((k, p), q.E4M3), struct((k, p // 128), jnp.float32), groups]
     first = struct((p, k), q.E4M3), struct((p, k // 128), jnp.float32)
-    return [*first, struct((experts, n, k), q.E4M3), struct((experts, -(-n // 128), k // 128), jnp.float32), groups]
+    return [*first, struct((experts, n, k), q.E4M3), struct((experts, -(-n // 128), k // 128), jnp.float32),
+            groups]
 
 
 def lower(args, wgrad: bool, **options) -> str:
@@ -113,7 +119,8 @@ VARIANTS = [(False, name) for name in sm90.FORWARD] + [(True, name) for name in 
 SOME = VARIANTS[0], VARIANTS[-1]
 
 
-@pytest.mark.parametrize(("wgrad", "name"), [v if v in SOME else pytest.param(*v, marks=pytest.mark.slow) for v in VARIANTS])
+@pytest.mark.parametrize(("wgrad", "name"),
+                         [v if v in SOME else pytest.param(*v, marks=pytest.mark.slow) for v in VARIANTS])
 def test_every_candidate_lowers_for_cuda(wgrad, name):
     tiles = (sm90.WEIGHTS if wgrad else sm90.FORWARD)[name]
     assert "mosaic_gpu" in lower(shapes(wgrad), wgrad, tiles=tiles)
@@ -130,20 +137,30 @@ def bad(name: str):
     struct = jax.ShapeDtypeStruct
     x, xs, w, ws, groups = shapes(False, experts=4, rows=1000, n=384, k=512)
     return {
-        "rows": ((struct((1000, 512), q.E4M3), xs, w, ws, groups), r"1000 rows along axis 0.*4 experts are padded to 1408"),
-        "experts": ((x, xs, struct((8, 384, 512), q.E4M3), ws, groups), r"w_codes \[8, 384, 512\] has 8 experts, groups have 4"),
-        "contraction": ((x, xs, struct((4, 384, 640), q.E4M3), ws, groups), r"x \(1408, 512\) and w \(4, 384, 640\) contract"),
-        "codes": ((struct(x.shape, jnp.bfloat16), xs, w, ws, groups), r"x_codes is bfloat16\[1408, 512\]: float8_e4m3fn"),
-        "axes": ((x, xs, struct((384, 512), q.E4M3), ws, groups), r"w_codes is float8_e4m3fn\[384, 512\].*3 axes"),
-        "row scales": ((x, struct((4, 1408), jnp.float32), w, ws, groups), r"x_scale is float32\[4, 1408\].*float32\[1408, 4\]"),
-        "block scales": ((x, xs, w, struct((4, 3, 5), jnp.float32), groups), r"w_scale is float32\[4, 3, 5\].*\[4, 3, 4\]"),
+        "rows": ((struct((1000, 512), q.E4M3), xs, w, ws, groups),
+             r"1000 rows along axis 0.*4 experts are padded to 1408"),
+        "experts": ((x, xs, struct((8, 384, 512), q.E4M3), ws, groups),
+                    r"w_codes \[8, 384, 512\] has 8 experts, groups have 4"),
+        "contraction": ((x, xs, struct((4, 384, 640), q.E4M3), ws, groups),
+                        r"x \(1408, 512\) and w \(4, 384, 640\) contract"),
+        "codes": ((struct(x.shape, jnp.bfloat16), xs, w, ws, groups),
+                  r"x_codes is bfloat16\[1408, 512\]: float8_e4m3fn"),
+        "axes": ((x, xs, struct((384, 512), q.E4M3), ws, groups),
+                 r"w_codes is float8_e4m3fn\[384, 512\].*3 axes"),
+        "row scales": ((x, struct((4, 1408), jnp.float32), w, ws, groups),
+                       r"x_scale is float32\[4, 1408\].*float32\[1408, 4\]"),
+        "block scales": ((x, xs, w, struct((4, 3, 5), jnp.float32), groups),
+                         r"w_scale is float32\[4, 3, 5\].*\[4, 3, 4\]"),
         "scale type": ((x, struct(xs.shape, jnp.bfloat16), w, ws, groups), r"x_scale is bfloat16\[1408, 4\]"),
-        "width": ((x, xs, struct((4, 400, 512), q.E4M3), struct((4, 4, 4), jnp.float32), groups), "N = 400: a multiple of 64"),
-        "one box": ((x, xs, struct((4, 64, 512), q.E4M3), struct((4, 1, 4), jnp.float32), groups), "N = 64: 128 at least"),
+        "width": ((x, xs, struct((4, 400, 512), q.E4M3), struct((4, 4, 4), jnp.float32), groups),
+                  "N = 400: a multiple of 64"),
+        "one box": ((x, xs, struct((4, 64, 512), q.E4M3), struct((4, 1, 4), jnp.float32), groups),
+                    "N = 64: 128 at least"),
     }[name]
 
 
-BAD = ["rows", "experts", "contraction", "codes", "axes", "row scales", "block scales", "scale type", "width", "one box"]
+BAD = ["rows", "experts", "contraction", "codes", "axes", "row scales", "block scales", "scale type", "width",
+       "one box"]
 
 
 @pytest.mark.parametrize("backend", ["pallas", "reference"])
@@ -165,7 +182,8 @@ def test_bad_gradients_sizes_results_and_tiles_are_errors():
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(api.grouped_wgrad, *args, groups)
     four = jnp.ones(4, int)
-    for sizes, rows, message in ((four * 1.0, 8, r"float32\[4\]"), (four.reshape(2, 2), 8, r"\[2, 2\]"), (four, 0, "rows = 0")):
+    for sizes, rows, message in ((four * 1.0, 8, r"float32\[4\]"), (four.reshape(2, 2), 8, r"\[2, 2\]"),
+                                 (four, 0, "rows = 0")):
         with pytest.raises(ValueError, match=message):
             api.plan_groups(sizes, rows)
     args = shapes(False, experts=4, rows=1000, n=384, k=512)
@@ -193,7 +211,8 @@ def test_products_in_high_precision_are_of_their_operands_type_and_by_name_the_k
         assert f().dtype == jnp.bfloat16
     for args in ((192,), (256, jnp.float32)):
         for f in traced(*args, backend="pallas"):
-            with pytest.raises(ValueError, match='"pallas" takes (bfloat16, not float|widths in multiples of 128, not)'):
+            with pytest.raises(ValueError,
+                               match='"pallas" takes (bfloat16, not float|widths in multiples of 128, not)'):
                 f()
     y, dw = traced(256, backend="pallas")
     assert y().shape == (1408, 256)

@@ -1,7 +1,7 @@
 """Where other frameworks' formulas for the same quantisation differ from the engine's, counted on data.
 
-Each formula is written out in numpy on groups of elements that share a scale. The figures are those of the table in the
-documentation of the precision recipes.
+Each formula is written out in numpy on groups of elements that share a scale. The figures are those of the
+table in the documentation of the precision recipes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def ue8m0(scale):
 # name -> (x [G, C], amax [G, 1]) -> codes, scale
 FORMULAS = {
     "vllm per_token_group_fp8_quant": lambda x, a: divided(x, floored(a, 1e-10) / MAX),
-    "vllm fused with RMSNorm or SiLU, and in torch": lambda x, a: divided(x, np.maximum(a / MAX, f32(1 / (448 * 512)))),
+    "vllm fused with RMSNorm or SiLU, and in torch": lambda x, a: divided(
+        x, np.maximum(a / MAX, f32(1 / (448 * 512)))),
     "vllm Triton": lambda x, a: divided(x, floored(a, 1e-10) * f32(1 / 448)),
     "DeepGEMM and vllm online weights, on a CPU": lambda x, a: multiplied(x, floored(a, 1e-4) / MAX),
     "DeepGEMM and vllm online weights, on a GPU": lambda x, a: multiplied(x, floored(a, 1e-4) * f32(1 / 448)),
@@ -64,7 +65,8 @@ POWERS_OF_TWO = {
 
 def weights() -> np.ndarray:
     """[G, 128 * 128]: BF16 weights of standard deviation 0.02, as the blocks see them."""
-    return (0.02 * np.random.default_rng(0).normal(size=(32, 128 * 128))).astype(ml_dtypes.bfloat16).astype(f32)
+    return (0.02
+            * np.random.default_rng(0).normal(size=(32, 128 * 128))).astype(ml_dtypes.bfloat16).astype(f32)
 
 
 def activations() -> np.ndarray:
@@ -77,7 +79,8 @@ def activations() -> np.ndarray:
 def faint() -> np.ndarray:
     """[G, 128]: BF16 groups of amax 1e-12 to 1e-2, an eighth of them zero."""
     rng = np.random.default_rng(2)
-    x = rng.normal(size=(4096, 128)) * 10.0 ** rng.uniform(-12, -2, (4096, 1)) * (np.arange(4096)[:, None] % 8 > 0)
+    x = rng.normal(size=(4096, 128)) * 10.0 ** rng.uniform(-12, -2,
+                                                           (4096, 1)) * (np.arange(4096)[:, None] % 8 > 0)
     return x.astype(ml_dtypes.bfloat16).astype(f32)
 
 
@@ -120,6 +123,7 @@ EXPECTED = {  # scales and codes that differ, in percent: weights, activations, 
 @pytest.mark.parametrize("name", [*FORMULAS, *POWERS_OF_TWO])
 def test_how_often_codes_and_scales_differ(name, data):
     scales, codes, apart = differences(name, data)
-    assert (100 * scales, 100 * codes) == pytest.approx(EXPECTED[name][list(DATA).index(data)], abs=0.005, rel=0.05)
+    assert (100 * scales, 100 * codes) == pytest.approx(EXPECTED[name][list(DATA).index(data)], abs=0.005,
+                                                        rel=0.05)
     if data != "faint":
         assert apart <= 1

@@ -24,7 +24,8 @@ def rounded(x: Fraction) -> np.float32:
     exponent = abs(x).numerator.bit_length() - abs(x).denominator.bit_length()
     exponent -= abs(x) < Fraction(2) ** exponent
     step = Fraction(2) ** (exponent - 23)
-    return np.float32(float(round(x / step) * step))  # Python rounds a fraction to even; what is left is exact
+    # Python rounds a fraction to even; what is left is exact
+    return np.float32(float(round(x / step) * step))
 
 
 def exactly(a, b, c) -> Fraction:
@@ -39,7 +40,8 @@ def test_it_is_the_exact_sum_rounded_once(operands):
 
 @given(st.lists(st.tuples(floats, floats, st.integers(-70, -20)), min_size=50, max_size=50))
 def test_next_to_a_tie_too(drawn):
-    """c is what is missing to a product for a tie, and to that comes, or not, what float64 cannot hold beside it."""
+    """c is what is missing to a product for a tie, and to that comes, or not, what float64 cannot hold beside
+    it."""
     a, b, e = (np.array(x) for x in zip(*drawn))
     small = (a.astype(np.float64) * b * 2.0**e).astype(np.float32)
     for operands in ((a, b, small), (small, np.ones_like(a), a * b)):
@@ -49,9 +51,11 @@ def test_next_to_a_tie_too(drawn):
 
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_what_two_roundings_get_wrong(sign):
-    """641 * 6700417 = 2^32 + 1 (Euler): a partial of the tensor cores, which is a whole number, by a product of scales.
+    """641 * 6700417 = 2^32 + 1 (Euler): a partial of the tensor cores, which is a whole number, by a product
+    of scales.
 
-    1 + 2^-24 + 2^-56 is nearer to 1 + 2^-23 than to 1; float64, whose bits end at 2^-52, makes 1 + 2^-24 of it, a tie, so 1."""
+    1 + 2^-24 + 2^-56 is nearer to 1 + 2^-23 than to 1; float64, whose bits end at 2^-52, makes 1 + 2^-24 of
+    it, a tie, so 1."""
     a, b = np.float32(sign * 641 * 2.0**-28), np.float32(6700417 * 2.0**-28)
     assert np.float32(np.float64(a) * np.float64(b) + sign) == sign
     assert float(fma(a, b, np.float32(sign))) == sign * (1 + 2.0**-23)

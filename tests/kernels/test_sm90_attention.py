@@ -1,4 +1,5 @@
-"""Packed attention on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA gives the rest."""
+"""Packed attention on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA gives
+the rest."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def ids_of(lengths: list[int], tokens: int) -> jax.Array:
 def float64(lengths, q, k, v, do, dlse, scale):
     """o, lse, dq, dk, dv by the book, one segment and head after the other."""
     q, k, v, do, dlse = (np.asarray(x, np.float64) for x in (q, k, v, do, dlse))
-    o, lse, grads, at = np.zeros_like(q), np.full(dlse.shape, np.inf), [np.zeros_like(x) for x in (q, k, v)], 0
+    o, lse, grads, at = np.zeros_like(q), np.full(dlse.shape,
+                                                  np.inf), [np.zeros_like(x) for x in (q, k, v)], 0
     for n in lengths:
         for h in range(q.shape[1]):
             i, j = np.s_[at : at + n, h], np.s_[at : at + n, h // (q.shape[1] // k.shape[1])]
@@ -47,20 +49,25 @@ def float64(lengths, q, k, v, do, dlse, scale):
 
 def operands(tokens, heads, kv_heads, d, dtype=jnp.bfloat16):
     keys = jax.random.split(jax.random.key(0), 5)
-    drawn = [jax.random.normal(key, (tokens, h, d), dtype) for key, h in zip(keys, (heads, kv_heads, kv_heads, heads))]
+    drawn = [jax.random.normal(key, (tokens, h, d), dtype)
+             for key, h in zip(keys, (heads, kv_heads, kv_heads, heads))]
     return *drawn, jax.random.normal(keys[4], (heads, tokens))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "two heads" not in n else n for n in SIMULATED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "two heads" not in n else n
+                                  for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
     lengths, tokens, H, K, d = SIMULATED[name]
     *qkv, do, dlse = operands(tokens, H, K, d)
     ids, scale = ids_of(lengths, tokens), 0.2
     want = float64(lengths, *qkv, do, dlse, scale)
-    *qkv, do = (x.at[sum(lengths) :].set(bad) for x, bad in zip((*qkv, do), (np.nan, np.inf, np.nan, -np.inf)))  # padding
+    # padding
+    *qkv, do = (x.at[sum(lengths) :].set(bad)
+                for x, bad in zip((*qkv, do), (np.nan, np.inf, np.nan, -np.inf)))
     attend = functools.partial(api.attention_and_lse, scale=scale, backend="pallas", interpret=INTERPRET)
     (o, lse), pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), *qkv)
-    got = o, lse, *pull((do, jnp.where(ids > 0, dlse, jnp.nan)))  # lse is inf at padding, and 0 times that what comes back
+    # lse is inf at padding, and 0 times that what comes back
+    got = o, lse, *pull((do, jnp.where(ids > 0, dlse, jnp.nan)))
     real = np.asarray(ids) > 0
     np.testing.assert_allclose(lse[:, real], want[1][:, real], atol=1e-5)
     assert np.isinf(lse[:, ~real]).all()
@@ -72,8 +79,8 @@ def test_simulated_it_equals_float64(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_simulated_nothing_crosses_a_segment_and_nothing_comes_from_the_future(bad):
-    """Of the third segment something of each operand is not finite. As without it, to the bit, are the others and padding, and
-    what tokens before it have of keys that they see."""
+    """Of the third segment something of each operand is not finite. As without it, to the bit, are the others
+    and padding, and what tokens before it have of keys that they see."""
     *clean, _ = operands(200, 2, 1, 64)
     ids, at = ids_of([90, 1, 60, 30], 200), (130, 128, 126, 140)
     spoiled = [x.at[i, 0, 3].set(bad) for x, i in zip(clean, at)]
@@ -116,7 +123,8 @@ def lower(args, **options) -> str:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("d", "dtype"), [pytest.param(64, jnp.bfloat16, marks=pytest.mark.slow), (128, jnp.float16)])
+@pytest.mark.parametrize(("d", "dtype"),
+                         [pytest.param(64, jnp.bfloat16, marks=pytest.mark.slow), (128, jnp.float16)])
 def test_it_lowers_for_cuda(d, dtype):
     text = lower(shapes(d=d, dtype=dtype))
     assert text.count("mosaic_gpu_v2") == 3 and "4096x4096" not in text
@@ -142,11 +150,15 @@ def bad(name: str):
     q, k, v, ids = shapes((2, 256))
     like = lambda s, shape=None, dtype=None: jax.ShapeDtypeStruct(shape or s.shape, dtype or s.dtype)
     return {
-        "rows": ((like(q, (256, 32, 128)), k, v, ids), r"q bfloat16\[256, 32, 128\], k.*\[B, T, ...\] in front"),
-        "lengths": ((q, like(k, (2, 128, 8, 128)), like(v, (2, 128, 8, 128)), ids), r"k bfloat16\[2, 128, 8, 128\]"),
-        "values": ((q, k, like(v, (2, 256, 4, 128)), ids), r"v bfloat16\[2, 256, 4, 128\].*k and v \[T, K, d\]"),
+        "rows": ((like(q, (256, 32, 128)), k, v, ids),
+             r"q bfloat16\[256, 32, 128\], k.*\[B, T, ...\] in front"),
+        "lengths": ((q, like(k, (2, 128, 8, 128)), like(v, (2, 128, 8, 128)), ids),
+                    r"k bfloat16\[2, 128, 8, 128\]"),
+        "values": ((q, k, like(v, (2, 256, 4, 128)), ids),
+                   r"v bfloat16\[2, 256, 4, 128\].*k and v \[T, K, d\]"),
         "heads": ((q, like(k, (2, 256, 5, 128)), like(v, (2, 256, 5, 128)), ids), "K divides H"),
-        "empty": ((like(q, (2, 0, 32, 128)), *[like(x, (2, 0, 8, 128)) for x in (k, v)], like(ids, (2, 0))), r"q bfloat16\[2, 0"),
+        "empty": ((like(q, (2, 0, 32, 128)), *[like(x, (2, 0, 8, 128)) for x in (k, v)], like(ids, (2, 0))),
+                  r"q bfloat16\[2, 0"),
         "types": ((q, like(k, dtype=jnp.float16), v, ids), "of one floating-point type"),
         "ids": ((q, k, v, like(ids, (2, 128))), r"segment_ids int32\[2, 128\].*one a token"),
         "ids' type": ((q, k, v, like(ids, dtype=jnp.float32)), r"segment_ids float32.*is int32"),
@@ -177,7 +189,8 @@ def test_ids_that_are_known_are_checked(ids, message):
 
 def test_what_the_kernels_do_not_take_is_an_error():
     for args, message in (
-        (shapes(dtype=jnp.float32), 'q is float32: the kernels take bfloat16 or float16; backend="reference" takes any'),
+        (shapes(dtype=jnp.float32),
+         'q is float32: the kernels take bfloat16 or float16; backend="reference" takes any'),
         (shapes(d=96), 'heads of 96: the kernels have 64 and 128; backend="reference" takes any'),
     ):
         with pytest.raises(ValueError, match=message):

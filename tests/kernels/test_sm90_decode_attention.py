@@ -1,4 +1,5 @@
-"""Paged decode attention on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA gives the rest."""
+"""Paged decode attention on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA
+gives the rest."""
 
 from __future__ import annotations
 
@@ -67,10 +68,12 @@ def float64(q, k_pages, v_pages, table, lengths, k_scale, v_scale, scale):
     return o, lse
 
 
-@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in SIMULATED])
+@pytest.mark.parametrize("name",
+                         [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
     args = operands(*SIMULATED[name])
-    attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas", interpret=INTERPRET))
+    attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas",
+                                       interpret=INTERPRET))
     (o, lse), (want, want_lse) = attend(*args), float64(*args, 0.2)
     np.testing.assert_allclose(lse, want_lse, atol=2e-5)
     np.testing.assert_allclose(np.asarray(o, np.float64), want, atol=8e-3, rtol=8e-3)
@@ -118,7 +121,8 @@ def test_the_deal_holds_every_tile_once_and_evenly():
         for worker, (begin, end) in enumerate(zip(stretch, stretch[1:])):
             for row in np.unique(row_of[begin:end]):
                 places[row].append(worker + row)
-        of_row = jax.jit(jax.vmap(functools.partial(pieces_of, made.begins, workers=workers)))(jnp.arange(len(tiles)))
+        of_row = jax.jit(jax.vmap(functools.partial(pieces_of, made.begins, workers=workers)))(
+            jnp.arange(len(tiles)))
         for at, first, number in zip(places.values(), *map(np.asarray, of_row)):
             assert at == list(range(first, first + number))
         together = sum(places.values(), [])
@@ -133,10 +137,13 @@ def bad(name: str):
     q, k, v, table, lengths, ks, vs = shapes()
     return {
         "heads": ((like(q, (128, 30, 128)), k, v, table, lengths, ks, vs), "K divides H"),
-        "sizes": ((like(q, (128, 32, 64)), k, v, table, lengths, ks, vs), r"q bfloat16\[128, 32, 64\].*q \[B, H, d\]"),
+        "sizes": ((like(q, (128, 32, 64)), k, v, table, lengths, ks, vs),
+                  r"q bfloat16\[128, 32, 64\].*q \[B, H, d\]"),
         "types": ((q, k, like(v, dtype=BF16), table, lengths, ks, vs), "of one type"),
-        "integers": ((q, like(k, dtype=jnp.int8), like(v, dtype=jnp.int8), table, lengths, ks, vs), "floating-point types"),
-        "table": ((q, k, v, like(table, (64, 512)), lengths, ks, vs), r"block_table int32\[64, 512\].*\[B, max_pages\]"),
+        "integers": ((q, like(k, dtype=jnp.int8), like(v, dtype=jnp.int8), table, lengths, ks, vs),
+                     "floating-point types"),
+        "table": ((q, k, v, like(table, (64, 512)), lengths, ks, vs),
+                  r"block_table int32\[64, 512\].*\[B, max_pages\]"),
         "table's type": ((q, k, v, like(table, dtype=jnp.float32), lengths, ks, vs), "lengths are int32"),
         "lengths": ((q, k, v, table, like(lengths, (127,)), ks, vs), r"lengths \[B\]"),
         "scales": (
@@ -149,7 +156,8 @@ def bad(name: str):
 
 @pytest.mark.parametrize("backend", ["pallas", "reference"])
 @pytest.mark.parametrize(
-    "name", ["heads", "sizes", "types", "integers", "table", "table's type", "lengths", "scales", "scales' type"]
+    "name", ["heads", "sizes", "types", "integers", "table", "table's type", "lengths", "scales",
+             "scales' type"]
 )
 def test_bad_operands_are_errors_at_trace_time(name, backend):
     args, message = bad(name)
@@ -159,7 +167,8 @@ def test_bad_operands_are_errors_at_trace_time(name, backend):
 
 def test_what_the_kernel_does_not_take_is_an_error():
     for options, message in (
-        (dict(dtype=jnp.float16), "q bfloat16, pages float16: the kernel takes .* pages of their type or E4M3"),
+        (dict(dtype=jnp.float16),
+         "q bfloat16, pages float16: the kernel takes .* pages of their type or E4M3"),
         (dict(d=96), "heads of 96: the kernel has 64 and 128"),
         (dict(page=48), "pages of 48 tokens: the kernel has 8, 16, 32 and multiples of 64"),
         (dict(H=72, K=1), "72 queries a KV head: the kernel has up to 64"),
@@ -170,7 +179,8 @@ def test_what_the_kernel_does_not_take_is_an_error():
     for scale in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="a finite number above 0"):
             jax.eval_shape(functools.partial(api.decode_attention, scale=scale), *shapes())
-    for slots, message in ((12, "shared memory"), (1, "a ring has 2 slots or more, those of a turn, and 16 at most")):
+    for slots, message in ((12, "shared memory"),
+                           (1, "a ring has 2 slots or more, those of a turn, and 16 at most")):
         with pytest.raises(ValueError, match=message):
             lower(shapes(), tiles=api.Tiles(slots=slots))
 

@@ -1,4 +1,5 @@
-"""RMSNorm, SwiGLU and its backward with quantisation fused, on a CPU: simulated against the reference, lowered for CUDA."""
+"""RMSNorm, SwiGLU and its backward with quantisation fused, on a CPU: simulated against the reference,
+lowered for CUDA."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxfp8rl.models import layers
 from pallas_kernels.fused_quantize import api, reference
 from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.quantize import reference as q
+from pallas_kernels.testing import assert_same_bits
 
 EPS = 1e-6
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -26,15 +27,6 @@ def gate_up(t: int, f: int) -> jax.Array:
     """With gates so negative that exp(-gate) is infinite, and groups under the floor."""
     x = normal((t, 2 * f), 4, 3.0)
     return x.at[3, :f].set(-100.0).at[4].multiply(2.0**-12)
-
-
-def same(got, want) -> None:
-    got, want = (jax.tree_util.tree_flatten_with_path(t)[0] for t in (got, want))
-    assert [path for path, _ in got] == [path for path, _ in want]
-    for (path, a), (_, b) in zip(got, want):
-        assert a.shape == b.shape and a.dtype == b.dtype, path
-        bits = (np.asarray(x).view(f"u{x.dtype.itemsize}") for x in (a, b))
-        np.testing.assert_array_equal(*bits, err_msg=str(path))
 
 
 ALL = dict(tokens=True, keep=True)
@@ -76,8 +68,8 @@ QUICK = *FULL, "norm without epsilon, all results"
                          [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_simulated_producers_equal_the_reference_bit_for_bit(name):
     args, f = CASES[name]
-    same(f(api, *args, backend="pallas", interpret=INTERPRET),
-         jax.jit(functools.partial(f, reference))(*args))
+    assert_same_bits(f(api, *args, backend="pallas", interpret=INTERPRET),
+                     jax.jit(functools.partial(f, reference))(*args))
 
 
 @pytest.mark.parametrize("name", [*FULL, "swiglu in square blocks"])
@@ -108,7 +100,7 @@ def test_the_reference_is_what_the_learner_computes():
             d_h, joint).astype(BF16)
 
     args = x, residual, weight, joint, d_h
-    same(ours(*args), learner(*args))
+    assert_same_bits(ours(*args), learner(*args))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,5 @@
-"""The Hopper kernels of log-probabilities on a CPU: simulated for the numbers, lowered for CUDA for the rest."""
+"""The Hopper kernels of log-probabilities on a CPU: simulated for the numbers, lowered for CUDA for the
+rest."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SIMULATED = {  # name: (M, N, K, tiles): every schedule, more than one tile a bl
 
 def drawn(m: int, n: int, k: int, dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
-    x, w = jnp.asarray(rng.normal(size=(m, k)), dtype), jnp.asarray(rng.normal(size=(n, k)) * 4 / k**0.5, dtype)
+    x, w = jnp.asarray(rng.normal(size=(m, k)),
+                       dtype), jnp.asarray(rng.normal(size=(n, k)) * 4 / k**0.5, dtype)
     return x, w, jnp.asarray(rng.integers(-5, n + 5, size=m), jnp.int32)
 
 
@@ -46,8 +48,8 @@ def test_simulated_they_equal_the_reference(name):
 
 
 def test_simulated_forward_and_backward_equal_the_reference():
-    """Rows that are no whole tiles, words that are no whole boxes, blocks of them of which the last reaches over the end, and a
-    third of the rows dead."""
+    """Rows that are no whole tiles, words that are no whole boxes, blocks of them of which the last reaches
+    over the end, and a third of the rows dead."""
     x, w, y = drawn(200, 549, 64)
     options = dict(live=jnp.arange(200) % 3 > 0, temperature=0.7, memory=2 * 256 * (256 + 128))
 
@@ -75,7 +77,7 @@ def lower(f, *args) -> str:
     "tiles",
     [Tiles(), *(pytest.param(t, marks=pytest.mark.slow) for *_, t in SIMULATED.values() if t != Tiles()),
      Tiles(n=128, stages=6), pytest.param(Tiles(band=16), marks=pytest.mark.slow)],
-)  # fmt: skip
+)
 def test_every_schedule_lowers_for_cuda(tiles):
     more = 1.0, jnp.dtype(jnp.float32), tiles
     assert "mosaic_gpu" in lower(lambda *args: sm90.statistics(*args, *more), *shapes())
@@ -96,7 +98,8 @@ def test_lowered_for_cuda_no_array_is_as_large_as_the_logits(dtype, masked):
     f = functools.partial(both, functools.partial(api.linear_logprob, backend="pallas"))
     text = lower(f, *shapes(m, n, k, dtype), vector, vector, *[struct((m,), bool)] * masked)
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1 + api.CAPACITIES
-    sizes = (np.prod([int(d) for d in dims.split("x")[:-1]]) for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]", text))
+    sizes = (np.prod([int(d) for d in dims.split("x")[:-1]])
+             for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]", text))
     assert max(sizes) == n * k < m * n / 3
 
 
@@ -105,7 +108,8 @@ def test_a_devices_part_of_the_vocabulary_lowers_for_cuda():
     f = functools.partial(api.linear_logprob, backend="pallas", axis_name="vocab")
     f = jax.shard_map(f, mesh=mesh, in_specs=(P(), P("vocab"), P()), out_specs=(P(), P()), check_vma=False)
     vector = struct((512,), jnp.float32)
-    for words in (1024, 37984 // 8, 50):  # that many a device; Qwen3's 151,936 over 4 of them are 593 boxes and a half each
+    # that many a device; Qwen3's 151,936 over 4 of them are 593 boxes and a half each
+    for words in (1024, 37984 // 8, 50):
         assert "mosaic_gpu" in lower(functools.partial(both, f), *shapes(512, 8 * words, 256), vector, vector)
 
 
@@ -116,15 +120,21 @@ def test_on_a_cpu_auto_is_the_reference():
 
 
 BAD = {
-    "widths": (lambda x, w, y: (x, struct((640, 128), x.dtype), y), r"x is bfloat16\[512, 256\], w bfloat16\[640, 128\]: x \[M"),
-    "types": (lambda x, w, y: (x, struct(w.shape, jnp.float32), y), r"w float32\[640, 256\]: both in one of bfloat16, float16"),
-    "integers": (lambda x, w, y: (struct(x.shape, jnp.int32), struct(w.shape, jnp.int32), y), "both in one of bfloat16"),
-    "axes": (lambda x, w, y: (struct((2, 256, 256), x.dtype), w, y), r"x is bfloat16\[2, 256, 256\].*x \[M, K\]"),
+    "widths": (lambda x, w, y: (x, struct((640, 128), x.dtype), y),
+            r"x is bfloat16\[512, 256\], w bfloat16\[640, 128\]: x \[M"),
+    "types": (lambda x, w, y: (x, struct(w.shape, jnp.float32), y),
+              r"w float32\[640, 256\]: both in one of bfloat16, float16"),
+    "integers": (lambda x, w, y: (struct(x.shape, jnp.int32), struct(w.shape, jnp.int32), y),
+                 "both in one of bfloat16"),
+    "axes": (lambda x, w, y: (struct((2, 256, 256), x.dtype), w, y),
+             r"x is bfloat16\[2, 256, 256\].*x \[M, K\]"),
     "empty": (lambda x, w, y: (struct((0, 256), x.dtype), w, y), "none of M, N and K 0"),
-    "targets": (lambda x, w, y: (x, w, struct((511,), jnp.int32)), r"targets is int32\[511\]: an integer a row of x, \[512\]"),
+    "targets": (lambda x, w, y: (x, w, struct((511,), jnp.int32)),
+                r"targets is int32\[511\]: an integer a row of x, \[512\]"),
     "target type": (lambda x, w, y: (x, w, struct((512,), jnp.float32)), r"targets is float32\[512\]"),
-    "live": (lambda x, w, y: (x, w, y, struct((512,), jnp.int32)), r"live is int32\[512\]: a bool a row of x, \[512\]"),
-}  # fmt: skip
+    "live": (lambda x, w, y: (x, w, y, struct((512,), jnp.int32)),
+             r"live is int32\[512\]: a bool a row of x, \[512\]"),
+}
 
 
 @pytest.mark.parametrize("backend", ["pallas", "reference"])
@@ -132,27 +142,33 @@ BAD = {
 def test_bad_operands_are_errors_at_trace_time(name, backend):
     change, message = BAD[name]
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(functools.partial(api.linear_logprob, backend=backend), *change(*shapes(512, 640, 256)))
+        jax.eval_shape(functools.partial(api.linear_logprob, backend=backend),
+                       *change(*shapes(512, 640, 256)))
 
 
 @pytest.mark.parametrize(
-    ("shape", "why"), [(dict(dtype=jnp.float32), "bfloat16 or float16, not float32"), (dict(k=100), "multiples of 64, not 100")]
+    ("shape", "why"),
+    [(dict(dtype=jnp.float32), "bfloat16 or float16, not float32"), (dict(k=100), "multiples of 64, not 100")]
 )
 def test_what_the_kernels_cannot_take_is_an_error_where_they_are_asked_for_by_name(shape, why):
     with pytest.raises(ValueError, match=f'backend = "pallas" takes .*{why}; x is .*use "auto"'):
-        jax.eval_shape(functools.partial(api.linear_logprob, backend="pallas"), *shapes(**dict(m=512, n=640, k=256) | shape))
+        jax.eval_shape(functools.partial(api.linear_logprob, backend="pallas"),
+                       *shapes(**dict(m=512, n=640, k=256) | shape))
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_nothing_can_be_divided_by_is_refused(temperature):
     for backend in ("pallas", "reference"):
-        with pytest.raises(ValueError, match=f"temperature = {temperature}: logits are divided by a finite number above 0"):
+        with pytest.raises(ValueError,
+                           match=f"temperature = {temperature}: logits are divided by a finite number above 0"):
             f = functools.partial(api.linear_logprob, temperature=temperature, backend=backend)
             jax.eval_shape(f, *shapes(512, 640, 256))
 
 
 def test_tiles_that_do_not_fit_are_errors():
-    bad = {Tiles(stages=6): "shared memory", Tiles(n=320): "words", Tiles(stages=1): "stages", Tiles(cluster="n"): "the tokens"}
+    bad = {Tiles(stages=6): "shared memory", Tiles(n=320): "words", Tiles(stages=1): "stages",
+           Tiles(cluster="n"): "the tokens"}
     for tiles, message in bad.items():
         with pytest.raises(ValueError, match=message):
-            lower(functools.partial(api.linear_logprob, backend="pallas", tiles=tiles), *shapes(512, 640, 256))
+            lower(functools.partial(api.linear_logprob, backend="pallas", tiles=tiles),
+                  *shapes(512, 640, 256))

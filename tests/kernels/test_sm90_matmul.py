@@ -1,4 +1,5 @@
-"""The Hopper product on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA gives the rest."""
+"""The Hopper product on a CPU: simulated threads, barriers and copies give the numbers; lowering for CUDA
+gives the rest."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.blockwise_matmul import api, reference, sm90
+from pallas_kernels.blockwise_matmul import tiles as tiles_module
 from pallas_kernels.blockwise_matmul.tiles import CANDIDATES, FEW_ROWS, FOR_WGRAD, Tiles, choose
 from pallas_kernels.numerics import worst_tile
 from pallas_kernels.plgpu_compat import INTERPRET
@@ -23,7 +25,8 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "a cluster": (264, 136, 200, False, Tiles(2, cluster="n", buffers=2)),
     "three consumers, a cluster": (200, 136, 200, False, Tiles(cluster="n", band=2, band_axis=1)),
     "consumers side by side": (40, 136, 136, False, Tiles(1, 3, 64)),
-    "one consumer, four products in flight, one left": (40, 136, 600, False, Tiles(1, 1, 32, stages=5, flight=4)),
+    "one consumer, four products in flight, one left": (40, 136, 600, False,
+                                                        Tiles(1, 1, 32, stages=5, flight=4)),
     "one row": (1, 264, 300, False, Tiles(1, 3, 64)),
     "one row, four products in flight": (1, 264, 900, False, Tiles(1, 1, 64, stages=5, flight=4)),
     "five rows": (5, 136, 300, False, Tiles(1, 1, 64, flight=2)),
@@ -33,7 +36,8 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
     "twice 64 rows a consumer": (264, 136, 200, False, Tiles(2, high=2, stages=3, buffers=2)),
     "twice 64 rows a consumer, a cluster": (264, 264, 200, False, Tiles(2, high=2, cluster="n")),
     "twice 64 rows a consumer, K of one block": (520, 136, 100, False, Tiles(2, high=2)),
-    "twice 64 rows a consumer, K of seven blocks, two a turn": (520, 72, 800, False, Tiles(2, high=2, stages=2, unroll=2)),
+    "twice 64 rows a consumer, K of seven blocks, two a turn": (
+        520, 72, 800, False, Tiles(2, high=2, stages=2, unroll=2)),
     "wgrad": (72, 136, 400, True, Tiles(2)),
     "wgrad, few rows": (24, 136, 700, True, Tiles(1, 1, 64, stages=5, flight=4)),
     "wgrad, two products in flight": (264, 136, 700, True, Tiles(2, stages=3, flight=2)),
@@ -43,9 +47,10 @@ SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one ti
 SOME = (
     "K of six blocks, fewer stages, two a turn", "a cluster", "twice 64 rows a consumer", "wgrad",
     "twice 64 rows a consumer, K of one block",
-    "one consumer, four products in flight, one left", "one row", "one row, four products in flight", "five rows",
+    "one consumer, four products in flight, one left", "one row", "one row, four products in flight",
+    "five rows",
     "twenty rows, a cluster",
-)  # fmt: skip
+)
 VARIANTS = [(False, tiles) for tiles in CANDIDATES.values()] + [(True, tiles) for tiles in FOR_WGRAD.values()]
 VARIANTS += [(False, tiles) for tiles in FEW_ROWS.values()]
 
@@ -66,12 +71,14 @@ def float64(codes, scale) -> np.ndarray:
     return np.asarray(codes).astype(np.float64) * rows
 
 
-@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in SIMULATED])
+@pytest.mark.parametrize("name",
+                         [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
     """Every tile by its own norm: a scale or an operand of another tile is an error over 0.5."""
     m, n, k, wgrad, tiles = SIMULATED[name]
     args = operands(m, n, k, wgrad)
-    f = functools.partial(api.wgrad if wgrad else api.blockwise_matmul, backend="pallas", tiles=tiles, interpret=INTERPRET)
+    f = functools.partial(api.wgrad if wgrad else api.blockwise_matmul, backend="pallas", tiles=tiles,
+                          interpret=INTERPRET)
     got = f(*args, out_dtype=jnp.float32)
     assert got.shape == (m, n) and got.dtype == jnp.float32
     assert worst_tile(got, float64(*args[:2]) @ float64(*args[2:]).T, (16, 16)) < 1e-5
@@ -84,7 +91,8 @@ def test_simulated_a_stage_that_is_freed_before_it_is_read_is_a_race(monkeypatch
     arrived, release = sm90.Consumer.arrived, sm90.Consumer.release
     monkeypatch.setattr(sm90.Consumer, "arrived", lambda self, i: (arrived(self, i), release(self, i))[0])
     monkeypatch.setattr(sm90.Consumer, "release", lambda self, i: None)
-    api.blockwise_matmul(*operands(72, 72, 600, False), backend="pallas", tiles=Tiles(2, stages=2), interpret=INTERPRET)
+    api.blockwise_matmul(*operands(72, 72, 600, False), backend="pallas", tiles=Tiles(2, stages=2),
+                         interpret=INTERPRET)
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
@@ -114,13 +122,15 @@ def test_what_is_chosen_lowers_for_cuda(shape, wgrad):
 
 
 def test_a_read_that_a_release_may_overtake_is_seen_in_machine_code(monkeypatch):
-    """Of a loop as it was: scales read behind a product, the stage released after it. A barrier between them orders the two."""
+    """Of a loop as it was: scales read behind a product, the stage released after it. A barrier between them
+    orders the two."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
     from machine_code import overtaken_reads
 
     read, wait, release, meet = (f"        /*{i:04x}*/      {text} ;" for i, text in enumerate((
-        "LDS R213, [R151+UR11]", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P1 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R4+URZ], RZ",
-        "BAR.SYNC.DEFER_BLOCKING R2, 0x80")))  # fmt: skip
+        "LDS R213, [R151+UR11]", "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "@P1 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R4+URZ], RZ",
+        "BAR.SYNC.DEFER_BLOCKING R2, 0x80")))
     assert overtaken_reads("\n".join((read, wait, release))) == [read.strip()]
     assert not overtaken_reads("\n".join((read, meet, wait, release)))
 
@@ -138,29 +148,34 @@ def test_few_rows_are_shared_by_many_multiprocessors():
         assert tiles.m == 64 and -(-n // tiles.n) == used
 
 
-@pytest.mark.parametrize(("multiprocessors", "width"), [(132, 32), (114, 64), (78, 64)])  # H100 SXM, H100 PCIe, H20
+# H100 SXM, H100 PCIe, H20
+@pytest.mark.parametrize(("multiprocessors", "width"), [(132, 32), (114, 64), (78, 64)])
 def test_tiles_are_those_of_the_gpu_that_is_here(monkeypatch, multiprocessors, width):
-    """8 x 4096 is 128 tiles of 32 columns: one turn of 132 multiprocessors, two of fewer, which one turn of 64 columns beats."""
-    monkeypatch.setattr("pallas_kernels.blockwise_matmul.tiles.multiprocessors", lambda: multiprocessors)
+    """8 x 4096 is 128 tiles of 32 columns: one turn of 132 multiprocessors, two of fewer, which one turn of
+    64 columns beats."""
+    monkeypatch.setattr(tiles_module, "multiprocessors", lambda: multiprocessors)
     assert choose(8, 4096, 4096, b_blocks=True).n == width
 
 
 @pytest.mark.parametrize(("mib", "pairs"), [(50, True), (60, False)])  # of an H100, of an H200
 def test_pairs_are_taken_where_the_cache_of_the_gpu_that_is_here_is_too_small(monkeypatch, mib, pairs):
-    """A band of 8 tiles of 192 rows and 17 of 128 columns, 3,712 together, of 14,336 bytes each: 50.75 MiB."""
-    monkeypatch.setattr("pallas_kernels.blockwise_matmul.tiles.cache_bytes", lambda: mib * 2**20)
+    """A band of 8 tiles of 192 rows and 17 of 128 columns, 3,712 together, of 14,336 bytes each: 50.75
+    MiB."""
+    monkeypatch.setattr(tiles_module, "cache_bytes", lambda: mib * 2**20)
     assert bool(choose(65280, 4096, 14336, b_blocks=True).cluster) == pairs
 
 
 @pytest.mark.parametrize("m", [4096, 65536])
 def test_blocks_read_in_pairs_what_the_cache_does_not_hold(m):
     assert choose(m, 4096, 24576, b_blocks=True).cluster == "n"
-    assert not choose(m, 4096, 12288, b_blocks=True).cluster and not choose(m, 4096, 24576, b_blocks=False).cluster
+    assert not choose(m, 4096, 12288,
+                      b_blocks=True).cluster and not choose(m, 4096, 24576, b_blocks=False).cluster
 
 
 @pytest.mark.parametrize(("rows", "pads"), [(1, 0), (5, 1), (8, 0), (9, 2)])
 def test_of_few_rows_little_is_padded(rows, pads):
-    """Every pad is a kernel of its own, and a product of few rows is short: one row goes as it is, of some their scales."""
+    """Every pad is a kernel of its own, and a product of few rows is short: one row goes as it is, of some
+    their scales."""
     text = lower(shapes(rows, 4096, 4096, False))
     assert text.count("stablehlo.pad") == pads and text.count("stablehlo.slice") == pads // 2
 
@@ -186,18 +201,24 @@ def bad(name: str):
     a, a_scale, b, b_scale = shapes(256, 384, 512, False)
     like = lambda s, shape=None, dtype=None: jax.ShapeDtypeStruct(shape or s.shape, dtype or s.dtype)
     return {
-        "contraction": ((a, a_scale, like(b, (384, 640)), like(b_scale, (3, 5))), r"x \(256, 512\) and w \(384, 640\)"),
-        "codes": ((like(a, dtype=jnp.bfloat16), a_scale, b, b_scale), r"x_codes is bfloat16\[256, 512\]: float8_e4m3fn"),
-        "axes": ((like(a, (2, 128, 512)), a_scale, b, b_scale), r"x_codes is float8_e4m3fn\[2, 128, 512\].*two axes"),
-        "row scales": ((a, like(a_scale, (4, 256)), b, b_scale), r"x_scale is float32\[4, 256\].*1x128.*float32\[256, 4\]"),
-        "block scales": ((a, a_scale, b, like(b_scale, (4, 3))), r"w_scale is float32\[4, 3\].*128x128.*float32\[3, 4\]"),
+        "contraction": ((a, a_scale, like(b, (384, 640)), like(b_scale, (3, 5))),
+                    r"x \(256, 512\) and w \(384, 640\)"),
+        "codes": ((like(a, dtype=jnp.bfloat16), a_scale, b, b_scale),
+                  r"x_codes is bfloat16\[256, 512\]: float8_e4m3fn"),
+        "axes": ((like(a, (2, 128, 512)), a_scale, b, b_scale),
+                 r"x_codes is float8_e4m3fn\[2, 128, 512\].*two axes"),
+        "row scales": ((a, like(a_scale, (4, 256)), b, b_scale),
+                       r"x_scale is float32\[4, 256\].*1x128.*float32\[256, 4\]"),
+        "block scales": ((a, a_scale, b, like(b_scale, (4, 3))),
+                         r"w_scale is float32\[4, 3\].*128x128.*float32\[3, 4\]"),
         "empty": ((like(a, (0, 512)), like(a_scale, (0, 4)), b, b_scale), r"x_codes \[0, 512\] is empty"),
         "scale type": ((a, like(a_scale, dtype=jnp.bfloat16), b, b_scale), r"x_scale is bfloat16\[256, 4\]"),
     }[name]
 
 
 @pytest.mark.parametrize("backend", ["pallas", "reference"])
-@pytest.mark.parametrize("name", ["contraction", "codes", "axes", "row scales", "block scales", "empty", "scale type"])
+@pytest.mark.parametrize("name", ["contraction", "codes", "axes", "row scales", "block scales", "empty",
+                                  "scale type"])
 def test_bad_operands_are_errors_at_trace_time(name, backend):
     args, message = bad(name)
     with pytest.raises(ValueError, match=message):

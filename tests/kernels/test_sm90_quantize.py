@@ -32,7 +32,8 @@ def bits(x) -> np.ndarray:
 
 
 def hard(shape: tuple[int, int], dtype) -> jax.Array:
-    """Groups of magnitudes 8^-6 to 8^6, zeros of both signs, elements at the ties between codes, infinities."""
+    """Groups of magnitudes 8^-6 to 8^6, zeros of both signs, elements at the ties between codes,
+    infinities."""
     x = tile_distinct(shape, (1, 128))
     x[1], x[2] = 0.0, -0.0
     codes = np.arange(127, dtype=np.uint8).view(q.E4M3).astype(np.float32)
@@ -116,10 +117,12 @@ LOWERED = {
     "tokens": (api.quantize_tokens, {}),
     "tokens, square": (api.quantize_tokens, dict(square=True)),
     "both": (api.quantize_both, {}),
-    "both, side by side": (lambda x, **options: api.quantize_both(x, beside=(x[:, :1024], x[:, 1024:1280]), **options), {}),
+    "both, side by side": (
+        lambda x, **options: api.quantize_both(x, beside=(x[:, :1024], x[:, 1024:1280]), **options), {}),
     "blocks": (api.quantize_blocks, {}),
     "blocks, transposed": (api.quantize_blocks, dict(transposed=True)),
-    "blocks of a window": (lambda w, **options: api.quantize_blocks(w, first=jnp.int32(3), rows=1024, **options), {}),
+    "blocks of a window": (
+        lambda w, **options: api.quantize_blocks(w, first=jnp.int32(3), rows=1024, **options), {}),
 }
 
 
@@ -135,13 +138,15 @@ def test_odd_shapes_and_float32_lower_for_cuda():
 
 def lowers(name: str, shape: tuple[int, int], dtype) -> None:
     f, options = LOWERED[name]
-    lowered = jax.jit(functools.partial(f, backend="pallas", **options)).trace(jax.ShapeDtypeStruct(shape, dtype))
+    lowered = jax.jit(functools.partial(f, backend="pallas",
+                                        **options)).trace(jax.ShapeDtypeStruct(shape, dtype))
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 1
     assert ("stablehlo.pad" in text) == (shape != (4096, 4096))
 
 
-@pytest.mark.parametrize("f", [api.quantize_rows, api.quantize_tokens, api.quantize_both, api.quantize_blocks])
+@pytest.mark.parametrize("f",
+                         [api.quantize_rows, api.quantize_tokens, api.quantize_both, api.quantize_blocks])
 def test_on_a_cpu_auto_is_the_reference(f):
     x = jnp.asarray(tile_distinct((5, 200), (1, 128))).astype(jnp.bfloat16)
     same(jax.tree.leaves(f(x)), jax.tree.leaves(f(x, backend="reference")))
@@ -152,7 +157,8 @@ def test_on_a_cpu_auto_is_the_reference(f):
 @pytest.mark.parametrize("backend", ["pallas", "reference"])
 def test_bad_input_is_an_error_at_trace_time(backend):
     struct = jax.ShapeDtypeStruct
-    half, vector, fine = struct((8, 128), jnp.float16), struct((128,), jnp.bfloat16), struct((8, 128), jnp.bfloat16)
+    half, vector, fine = struct((8, 128),
+                                jnp.float16), struct((128,), jnp.bfloat16), struct((8, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"x \(8, 128\) is float16: bfloat16 or float32"):
         jax.eval_shape(functools.partial(api.quantize_rows, backend=backend), half)
     with pytest.raises(ValueError, match=r"x \(128,\) has 1 axes where 2 are wanted"):

@@ -31,13 +31,16 @@ PAGE = Path("docs/coming_from.md").read_text()
     (["--loss.advantage", "ppo"], "here it is nothing: there are no critics"),
     (["--loss.aggregation", "token-mean"], 'here it is loss.aggregation = "token_mean"'),
     (["--loss.aggregation", "seq-mean-token-sum"], 'here it is loss.aggregation = "seq_mean_token_sum"\n'),
-    (["--loss.aggregation", "Seq-Mean-Token-Sum-Norm"], 'here it is loss.aggregation = "seq_mean_token_sum_norm"'),
+    (["--loss.aggregation", "Seq-Mean-Token-Sum-Norm"],
+     'here it is loss.aggregation = "seq_mean_token_sum_norm"'),
     (["--loss.aggregation", "sequence_mean"], 'here it is loss.aggregation = "seq_mean_token_mean"'),
     (["--loss.aggregation", "bnpo"], 'here it is loss.aggregation = "token_mean"'),
-    (["--loss.aggregation", "dr_grpo"], 'here it is loss.aggregation = "seq_mean_token_sum_norm" with loss.horizon'),
+    (["--loss.aggregation", "dr_grpo"],
+     'here it is loss.aggregation = "seq_mean_token_sum_norm" with loss.horizon'),
     (["--loss.aggregation", "prompt_mean"], "here it is nothing: it is not here"),
     (["--correction.preset", "tis"], 'here it is correction.preset = "token_tis"'),
-    (["--correction.preset", "token_mask"], 'here it is correction.preset = "icepop" with correction.lower = 0'),
+    (["--correction.preset", "token_mask"],
+     'here it is correction.preset = "icepop" with correction.lower = 0'),
     (["--correction.preset", "geometric"], 'here it is correction.preset = "geometric_mask"'),
     (["--correction.preset", "seq_mean_k1"], 'here it is correction.preset = "verl/decoupled_geo_rs"'),
     (["--correction.preset", "seq-mask-tis"], 'here it is correction.preset = "nemo/seq_mask_tis"'),
@@ -45,31 +48,38 @@ PAGE = Path("docs/coming_from.md").read_text()
     (["--moe.replay", "r3"], 'here it is moe.replay = "R3"'),
     (["--correction.preset", "off"], 'here it is correction.preset = "none"'),
     (["--correction.preset", "sequence_mask"], 'here it is correction.preset = "sequence_mis"'),
-    (["--precision.recipe", "fp8"], 'here it is precision.recipe = "fp8_unified" (engine and learner) or "fp8_rollout"'),
+    (["--precision.recipe", "fp8"],
+     'here it is precision.recipe = "fp8_unified" (engine and learner) or "fp8_rollout"'),
     (["--precision.recipe", "bfloat16"], 'here it is precision.recipe = "bf16"'),
     (["--precision.compute_dtype", "bf16"], 'here it is precision.compute_dtype = "bfloat16"'),
     (["--optim.first_moment", "fp8"], 'here it is optim.first_moment = "float8"'),
     (["--rollout.kv_cache", "e4m3"], 'here it is rollout.kv_cache = "fp8"'),
     (["--train.remat", "true"], 'here it is train.remat = "layer"'),
-    (["--learning_rate", "1e-6"], "optim.lr"), (["--learning-rate", "1e-6"], "optim.lr"), (["--learningRate=1"], "optim.lr"),
-    (["--optim.learning-rate", "1e-6"], "is optim.lr here"), (["--optim.learningRate", "1e-6"], "is optim.lr here"),
+    (["--learning_rate", "1e-6"], "optim.lr"), (["--learning-rate", "1e-6"], "optim.lr"),
+    (["--learningRate=1"], "optim.lr"),
+    (["--optim.learning-rate", "1e-6"], "is optim.lr here"),
+    (["--optim.learningRate", "1e-6"], "is optim.lr here"),
     (["--rollout.maxNewTokens", "8"], '(did you mean "max_new_tokens"?)'),
     (["--loss.beta", "0.1"], "loss.kl_coef"), (["--beta", "0.1"], "loss.kl_coef"),
     (["--kl_coef", "0"], "belongs to loss.kl_coef"),
     (["--optim.beta", "0.9"], "optim.b1 and optim.b2"), (["--optim.epsilon", "1"], "optim.eps"),
     (["--epsilon", "1"], "loss.clip_low"), (["--epsilon_high", "0.28"], "loss.clip_high"),
-    (["--rollout.n", "8"], "rollout.samples_per_prompt"), (["--num_generations", "8"], "rollout.samples_per_prompt"),
+    (["--rollout.n", "8"], "rollout.samples_per_prompt"),
+    (["--num_generations", "8"], "rollout.samples_per_prompt"),
     (["--actor_rollout_ref.rollout.n", "8"], '"rollout.n" is rollout.samples_per_prompt here'),
     (["--grpo.num_prompts_per_step=8"], '"num_prompts_per_step" is rollout.prompts_per_step here'),
-    (["--per_device_train_batch_size", "4"], "train.rows_per_microbatch"), (["--bf16", "true"], "precision.recipe"),
-    (["--gradient_checkpointing"], "train.remat"), (["--max_completion_length", "9"], "rollout.max_new_tokens"),
+    (["--per_device_train_batch_size", "4"], "train.rows_per_microbatch"),
+    (["--bf16", "true"], "precision.recipe"),
+    (["--gradient_checkpointing"], "train.remat"),
+    (["--max_completion_length", "9"], "rollout.max_new_tokens"),
     (["--n-samples-per-prompt", "8"], "rollout.samples_per_prompt"),
     (["--use_bias_correction_kl", "true"], 'loss.unbiased_kl with loss.sampled_by = "old"'),
-    (["--delta", "3"], "is loss.dual_clip here"), (["--policy.optimizer.kwargs.lr", "1e-6"], "is optim.lr here"),
+    (["--delta", "3"], "is loss.dual_clip here"),
+    (["--policy.optimizer.kwargs.lr", "1e-6"], "is optim.lr here"),
     (["--trainer.policy.optimizer_config.lr", "1e-6"], "is optim.lr here"),
     (["--generator.sampling_params.max_generate_length", "9"], "is rollout.max_new_tokens here"),
     (["--trainer.algorithm.off_policy_correction.tis_ratio_type", "token"], "is correction.preset here"),
-])  # fmt: skip
+])
 def test_a_name_of_theirs_gets_ours(words, says, capsys):
     assert main.main(["train", "demo", *words]) == 2
     assert says in capsys.readouterr().err
@@ -77,15 +87,19 @@ def test_a_name_of_theirs_gets_ours(words, says, capsys):
 
 def test_find_goes_by_whole_words_and_by_their_names():
     assert [s.name for s in find("lr")][:2] == ["optim.lr", "sft.lr"]
-    assert all(re.search(r"(?<![a-z0-9])lr(?![a-z0-9])", f"{s.name} {s.kind} {s.description}".lower()) for s in find("lr"))
-    assert find("beta")[0].name == "loss.kl_coef" and {"loss.kl", "loss.kl_coef"} <= {s.name for s in find("kl")}
+    assert all(re.search(r"(?<![a-z0-9])lr(?![a-z0-9])", f"{s.name} {s.kind} {s.description}".lower())
+               for s in find("lr"))
+    assert find("beta")[0].name == "loss.kl_coef" and {"loss.kl",
+                                                       "loss.kl_coef"} <= {s.name for s in find("kl")}
     assert "optim.warmup_steps" in {s.name for s in find("warmu")}
-    for words in (["learningRate"], ["--learning-rate"], ["learning", "rate"], ["learning rate"], ["optim.lr"]):
+    for words in (["learningRate"], ["--learning-rate"], ["learning", "rate"], ["learning rate"],
+                  ["optim.lr"]):
         assert find(*words)[0].name == "optim.lr", words
     assert find("actor_rollout_ref.rollout.n")[0].name == "rollout.samples_per_prompt"
     assert {s.name for s in find("kl", "coef")} == {"loss.kl_coef", "loss.cov_kl_coef"}
     assert {s.name for s in find("rises", "lr")} == {"optim.warmup_steps"}
-    with pytest.raises(ConfigError, match=r"no setting speaks of 'num_generatons'(.|\n)*--find num_generations"):
+    with pytest.raises(ConfigError,
+                       match=r"no setting speaks of 'num_generatons'(.|\n)*--find num_generations"):
         find("num_generatons")
 
 
@@ -102,13 +116,15 @@ def test_the_table_speaks_of_settings_that_there_are_and_the_page_has_it():
     said = [*KEYS, *(text for of in VALUES.values() for text in of.values())]
     found = {name for text in said for name in re.findall(r"[a-z]+\.[a-z_]+[a-z_0-9]*", text)}
     assert found - {"task.options"} <= known and VALUES.keys() <= known
-    assert len(names()) == sum(len(theirs.split()) for theirs in KEYS.values())  # none of them is two settings
+    # none of them is two settings
+    assert len(names()) == sum(len(theirs.split()) for theirs in KEYS.values())
     first = [row.split("|")[1] for row in PAGE.splitlines() if row.startswith("| `")]
     sections = "|".join({name.split(".")[0] for name in known})
     cells = {name for cell in first for name in re.findall(rf"`\[*((?:{sections})\.[a-z_0-9]+)", cell)}
     assert cells - {"task.options"} <= known
     _, _, page = PAGE.partition("## By their names")
-    assert [row for row in page.partition("## What they have")[0].splitlines() if row.startswith("| `")] == index(), (
+    assert [row for row in page.partition("## What they have")[0].splitlines()
+            if row.startswith("| `")] == index(), (
         "python -m jaxfp8rl.other_names prints the rows"
     )
 
@@ -126,9 +142,11 @@ def test_a_value_that_stands_for_one_of_ours_is_one():
 
 def test_names_are_those_of_the_other_tables_of_the_page():
     """What a row says that a name of theirs is, the hint says, too."""
-    rows = [line.split("|") for line in PAGE.partition("## By their names")[0].splitlines() if line.startswith("| `")]
+    rows = [line.split("|") for line in PAGE.partition("## By their names")[0].splitlines()
+            if line.startswith("| `")]
     for row in (row for row in rows if "." in row[1]):  # others are of presets
         for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", "".join(row[2:])):
             for ours in filter(None, [here(name)[:1]]):
                 keys = re.findall(r"[a-z_]+\.([a-z_0-9]+)", ours[0])
-                assert any(key in row[1] for key in keys) or "[[task.rewards]]" in ours[0], (name, ours, row[1])
+                assert any(key in row[1]
+                           for key in keys) or "[[task.rewards]]" in ours[0], (name, ours, row[1])

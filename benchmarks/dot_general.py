@@ -1,0 +1,102 @@
+"""fp8_dot_general from bfloat16 weights, [N, K] and [K, N], beside the learner's own linear, which quantises
+the same weights in the same call, and XLA's bfloat16: a decoder layer's linears, forward and backward, one GPU.
+
+    jaxfp8rl bench dot_general [--tokens 4096 16384]
+
+Each case is one jitted call with every quantisation: q, k, v of one input, o, gate and up of one input, down;
+the pullback of all, with gradients of weights in bfloat16. Rounds turn the order; medians.
+
+Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+
+from benchmarks.common import arguments, row, write
+from benchmarks.gemm import seconds
+from benchmarks.linear import CALLS, draw, precision
+from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.linear import linear
+from pallas_kernels import fp8_dot_general
+
+NK, KN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
+LEARNER, HIGH = precision("pallas"), precision("float32", gradients="high")
+
+
+class Case(NamedTuple):
+    """`product(x, w)`, with w as it lies: [N, K], or [K, N] if `turned`."""
+
+    name: str
+    product: Callable[[jax.Array, jax.Array], jax.Array]
+    turned: bool = False
+
+
+CASES = [
+    Case("fp8_dot_general, [N, K]", lambda x, w: fp8_dot_general(x, w, NK, backend="pallas")),
+    Case("fp8_dot_general, [K, N]", lambda x, w: fp8_dot_general(x, w, KN, backend="pallas"), True),
+    Case("the learner's linear, [N, K]", lambda x, w: linear(x, w, LEARNER, True)),
+    Case("bf16", lambda x, w: linear(x, w, HIGH, False)),
+]
+
+
+def forward(case: Case, xs: list, weights: list, dys: list) -> list:
+    return [case.product(x, w) for x, ws in zip(xs, weights) for w in ws]
+
+
+def both(case: Case, xs: list, weights: list, dys: list) -> tuple:
+    """Outputs, and gradients of every input and weight."""
+    y, pull = jax.vjp(lambda xs, weights: forward(case, xs, weights, dys), xs, weights)
+    return y, pull(dys)
+
+
+PASSES = {"forward": forward, "forward and backward": both}
+
+
+def main() -> None:
+    parser = arguments(__doc__, "dot_general")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    rows = []
+    for tokens in args.tokens:
+        rows += compare(tokens, args.rounds)
+        write(args.out, "dot_general", rows, args.plot)
+
+
+def compare(tokens: int, rounds: int) -> list[dict]:
+    drawn = draw("linears", tokens)
+    pairs = [(what, case) for what in PASSES for case in CASES]
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda pair: bind(*pair, drawn), pairs)
+        runs = {(what, case.name): run for (what, case), run in zip(pairs, compiled)}
+    times: dict[tuple, list[float]] = {key: [] for key in runs}
+    for turn in range(rounds):
+        for key in list(runs)[:: 1 if turn % 2 else -1]:
+            times[key].append(seconds(runs[key], CALLS))
+    ms = {key: 1e3 * statistics.median(t) for key, t in times.items()}
+    layer = f"Qwen3-8B layer's linears, {tokens} tokens"
+    compare_to = lambda what: (ms[what, "bf16"], "XLA bf16", True)
+    return [row(f"{layer}, {name}", what, "ms", t, *compare_to(what)) for (what, name), t in ms.items()]
+
+
+def bind(what: str, case: Case, drawn: tuple) -> Callable[[int], jax.Array]:
+    """Weights lie as the case wants them before the clock starts."""
+    xs, weights, dys = drawn
+    args = xs, jax.tree.map(jax.jit(lambda w: w.T), weights) if case.turned else weights, dys
+    compiled = exact_jit(functools.partial(PASSES[what], case)).lower(*args).compile()
+    return lambda i: jax.tree.leaves(compiled(*args))[0]
+
+
+if __name__ == "__main__":
+    main()

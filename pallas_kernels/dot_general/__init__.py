@@ -1,0 +1,1 @@
+"""`jax.lax.dot_general` in FP8, forward and backward."""
