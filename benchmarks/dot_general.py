@@ -26,7 +26,7 @@ import jax
 from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from benchmarks.linear import CALLS, draw, precision
-from jaxfp8rl.exact import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import linear
 from pallas_kernels import fp8_dot_general
 
@@ -94,7 +94,7 @@ def bind(what: str, case: Case, drawn: tuple) -> Callable[[int], jax.Array]:
     """Weights lie as the case wants them before the clock starts."""
     xs, weights, dys = drawn
     args = xs, jax.tree.map(jax.jit(lambda w: w.T), weights) if case.turned else weights, dys
-    compiled = exact_jit(functools.partial(PASSES[what], case)).lower(*args).compile()
+    compiled = rounding_exact_jit(functools.partial(PASSES[what], case)).lower(*args).compile()
     return lambda i: jax.tree.leaves(compiled(*args))[0]
 
 

@@ -1,4 +1,4 @@
-"""`exact_jit` and, for what is differentiated, `gradient_jit`: jax.jit that keeps every rounding the program
+"""`rounding_exact_jit` and, for what is differentiated, `gradient_jit`: jax.jit that keeps every rounding the program
 asks for, and multiplies matrices as the engine does.
 
 By default XLA may drop a cast to a narrower float and back ("excess precision"). On a GPU that was seen to

@@ -144,7 +144,7 @@ def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
            amax_floor: float = q.AMAX_FLOOR) -> Array:
     """x [..., K] times weight [N, K] transposed -> [..., N] in `precision.compute_dtype`.
 
-    `weight` is a TrainableWeight, the learner's case; a QuantizedWeight (or one in an engine's memory), which
+    `weight` is a WeightWithGradSlot, the learner's case; a QuantizedWeight (or one in an engine's memory), which
     is not differentiated; or a float array, quantised on the fly when `fp8` (straight-through to it).
     `amax_floor` is that of x's quantisation.
     """

@@ -22,13 +22,13 @@ def x() -> np.ndarray:
     return (rng.normal(size=(256, 384)) * blocks).astype(np.float32)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, rounding_exact_jit], ids=["jit", "exact_jit"])
+@pytest.mark.parametrize("jit", [jax.jit, rounding_exact_jit], ids=["jit", "rounding_exact_jit"])
 def test_kv_rounding_survives_jit(jit, x):
     want = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(jit(round_e4m3)(x), want)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, rounding_exact_jit], ids=["jit", "exact_jit"])
+@pytest.mark.parametrize("jit", [jax.jit, rounding_exact_jit], ids=["jit", "rounding_exact_jit"])
 def test_quantising_and_reading_back_survives_jit(jit, x):
     codes, scale = q.quantize_blocks(x)
     np.testing.assert_array_equal(jit(lambda x: q.dequantize_blocks(*q.quantize_blocks(x)))(x),

@@ -271,7 +271,7 @@ SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxfp8rl.config.schema import Optim
-from jaxfp8rl.precision.jit import exact_jit
+from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_schedule
 
 mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
@@ -290,7 +290,7 @@ def shardings(tree, specs, kind="device"):  # codes and scales are divided as th
 for formats in (Formats(), Formats("float16", "float8", "bfloat16", True)):
     cfg = Optim(lr=1e-2, weight_decay=0.1, clip_norm=0.1)
     optimizer = adamw(cfg, make_schedule(cfg, 10), formats)
-    step = exact_jit(lambda s, g: guarded_update(optimizer, s, jnp.float32(1), g)[0], donate_argnums=0)
+    step = rounding_exact_jit(lambda s, g: guarded_update(optimizer, s, jnp.float32(1), g)[0], donate_argnums=0)
     one, eight = (init_state(jax.tree.map(jnp.asarray, draw(0)), optimizer) for _ in range(2))
     divided = lambda tree, kind: jax.device_put(tree, shardings(tree, SPECS, kind))
     kind = "pinned_host" if formats.offload else "device"
