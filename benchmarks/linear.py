@@ -29,7 +29,7 @@ from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, linears
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, fused_linears
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
@@ -53,7 +53,7 @@ def precision(products: str, **options) -> Precision:
 
 def together(p: Precision) -> Callable:
     """As a decoder layer has q, k and v: backwards the products of one input are one."""
-    return lambda xs, weights: [y for x, ws in zip(xs, weights) for y in linears(x, ws, p)]
+    return lambda xs, weights: [y for x, ws in zip(xs, weights) for y in fused_linears(x, ws, p)]
 
 
 def one_by_one(p: Precision, fp8: bool = True, own: Callable = lambda x, w: x) -> Callable:
@@ -152,13 +152,13 @@ def forward(case: Case, xs: list, weights: list, dys: list) -> list:
 def both(case: Case, xs: list, weights: list, dys: list) -> tuple:
     """Outputs, and gradients of every input and weight."""
 
-    def run(xs: list, handles: list) -> list:
-        return case.outputs(xs, [list(map(WeightWithGradSlot, *pair)) for pair in zip(weights, handles)]
-                            if case.fp8 else handles)
+    def run(xs: list, grad_slots: list) -> list:
+        return case.outputs(xs, [list(map(WeightWithGradSlot, *pair)) for pair in zip(weights, grad_slots)]
+                            if case.fp8 else grad_slots)
 
-    handles = [[jnp.zeros(w.codes.shape, jnp.bfloat16) for w in ws]
+    grad_slots = [[jnp.zeros(w.codes.shape, jnp.bfloat16) for w in ws]
                for ws in weights] if case.fp8 else weights
-    y, pull = jax.vjp(run, xs, handles)
+    y, pull = jax.vjp(run, xs, grad_slots)
     return y, pull(dys)
 
 

@@ -27,7 +27,7 @@ from benchmarks.common import arguments, row, write
 from benchmarks.grouped import measure
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.moe import moe_block
-from jaxfp8rl.precision.experts import collect, dispatch, spread
+from jaxfp8rl.precision.experts import combine_tokens, dispatch, dispatch_tokens
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import QuantizedWeight, grad_slots_of, trainable
 from jaxfp8rl.precision.recipe import Precision
@@ -78,21 +78,21 @@ def draw(fp8: bool, tokens: int) -> tuple:
     return weights, grad_slots_of(weights, "bfloat16"), x, dy
 
 
-def forward(precision: Precision, weights: dict, handles: dict, x: Array, dy: Array) -> Array:
+def forward(precision: Precision, weights: dict, grad_slots: dict, x: Array, dy: Array) -> Array:
     fp8 = isinstance(weights["experts"]["up_proj"]["weight"], QuantizedWeight)
-    return moe_block(x, trainable(weights, handles), EXPERTS, precision, fp8)[0]
+    return moe_block(x, trainable(weights, grad_slots), EXPERTS, precision, fp8)[0]
 
 
-def both(precision: Precision, weights: dict, handles: dict, x: Array, dy: Array) -> tuple:
-    y, pull = jax.vjp(lambda handles, x: forward(precision, weights, handles, x, dy), handles, x)
+def both(precision: Precision, weights: dict, grad_slots: dict, x: Array, dy: Array) -> tuple:
+    y, pull = jax.vjp(lambda grad_slots, x: forward(precision, weights, grad_slots, x, dy), grad_slots, x)
     return y, pull(dy)
 
 
-def moves(weights: dict, handles: dict, x: Array, dy: Array) -> Array:
+def moves(weights: dict, grad_slots: dict, x: Array, dy: Array) -> Array:
     """Routing, and tokens to their rows and back, without a product."""
     logits = jnp.einsum("td,ed->te", x[0].astype(jnp.float32), weights["gate"]["weight"].astype(jnp.float32))
     d = dispatch(jax.lax.top_k(logits, EXPERTS.num_experts_per_tok)[1], EXPERTS.num_experts)
-    return jnp.sum(collect(spread(x[0], d), d), 1)
+    return jnp.sum(combine_tokens(dispatch_tokens(x[0], d), d), 1)
 
 
 PASSES = {"forward": forward, "forward and backward": both}

@@ -65,7 +65,7 @@ def accumulate(
 
 
 @jax.custom_vjp
-def tap(weights: Params, sums: Params, i: Array) -> tuple[Params, Params]:
+def accumulate_grad(weights: Params, sums: Params, i: Array) -> tuple[Params, Params]:
     """(weights [...] of layer i, sums [L, ...]), as they are. Backwards the gradient of the weights is added
     to the i-th of what comes back for the sums, and goes nowhere else."""
     return weights, sums
@@ -80,13 +80,13 @@ def _tap_bwd(i: Array, cotangents: tuple[Params, Params]) -> tuple[None, Params,
     return None, jax.tree.map(add, *cotangents), None
 
 
-tap.defvjp(lambda weights, sums, i: ((weights, sums), i), _tap_bwd)
+accumulate_grad.defvjp(lambda weights, sums, i: ((weights, sums), i), _tap_bwd)
 
 
 @jax.custom_vjp
-def sums_end(x: Array, sums: Params) -> Array:
+def start_backward(x: Array, sums: Params) -> Array:
     """x. Backwards the sums themselves begin their way down here."""
     return x
 
 
-sums_end.defvjp(lambda x, sums: (x, sums), lambda sums, dx: (dx, sums))
+start_backward.defvjp(lambda x, sums: (x, sums), lambda sums, dx: (dx, sums))

@@ -87,11 +87,11 @@ class MeshLayout(NamedTuple):
             w, WeightWithGradSlot)
         return jax.tree_util.tree_map_with_path(one, weights, is_leaf=is_leaf)
 
-    def enter(self, x: Array) -> Array:
+    def copy_to_tensor_parallel(self, x: Array) -> Array:
         """Inside `run`: what all devices along "tensor" have alike, for each to compute its part with."""
         return x if self.tensor == 1 else shards.enter(x, TENSOR)
 
-    def leave(self, part: Array) -> Array:
+    def reduce_from_tensor_parallel(self, part: Array) -> Array:
         """Inside `run`: the sum of the parts along "tensor", which all of them have alike then."""
         return part if self.tensor == 1 else shards.leave(part, TENSOR)
 
@@ -101,7 +101,7 @@ class MeshLayout(NamedTuple):
             return table[words]
         here = words - lax.axis_index(TENSOR) * table.shape[0]
         own = (here >= 0) & (here < table.shape[0])
-        return self.leave(jnp.where(own[..., None], table[jnp.where(own, here, 0)],
+        return self.reduce_from_tensor_parallel(jnp.where(own[..., None], table[jnp.where(own, here, 0)],
                                     jnp.zeros((), table.dtype)))
 
     def experts(self, ids: Array, count: int) -> tuple[Array, int]:
@@ -218,7 +218,7 @@ def _spec(path: tuple, leaf: Any) -> P:
 
 def _gathered(weight: Any) -> Any:
     if isinstance(weight, WeightWithGradSlot):
-        return WeightWithGradSlot(_gathered(weight.quantized), _whole(weight.handle))
+        return WeightWithGradSlot(_gathered(weight.quantized), _whole(weight.grad_slot))
     return jax.tree.map(_all_gather, weight)
 
 
@@ -236,10 +236,10 @@ def _from_bytes(sent: Array, like: Array) -> Array:
 
 
 @jax.custom_vjp
-def _whole(handle: Array) -> Array:
+def _whole(grad_slot: Array) -> Array:
     """Handles are zeros: nothing is sent."""
-    return jnp.zeros((handle.shape[0] * lax.axis_size(FSDP), *handle.shape[1:]), handle.dtype)
+    return jnp.zeros((grad_slot.shape[0] * lax.axis_size(FSDP), *grad_slot.shape[1:]), grad_slot.dtype)
 
 
-_whole.defvjp(lambda handle: (_whole(handle), None),
+_whole.defvjp(lambda grad_slot: (_whole(grad_slot), None),
               lambda _, gradient: (lax.psum_scatter(gradient, FSDP, tiled=True),))

@@ -19,7 +19,7 @@ from jax import Array
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.layers import swiglu
-from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear, is_expert
+from jaxfp8rl.precision.experts import combine_tokens, dispatch, grouped_linear, is_expert
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.precision.recipe import Precision
 
@@ -58,7 +58,7 @@ def moe_block(
     logits = _router_logits(x, w["gate"]["weight"], experts, precision.router_dtype)
     own = jnp.sort(jax.lax.top_k(logits, experts.num_experts_per_tok)[1], -1)
     ids = own if routes_BTk is None else _replayed(routes_BTk.reshape(own.shape), own)
-    gates, x = layout.enter(_gates(logits, ids, experts)), layout.enter(x)
+    gates, x = layout.copy_to_tensor_parallel(_gates(logits, ids, experts)), layout.copy_to_tensor_parallel(x)
     live = None if live_BT is None else live_BT.reshape(-1, 1)
     here, count = layout.experts(ids, experts.num_experts)
     d = dispatch(here if live is None else jnp.where(live, here, count), count)
@@ -67,7 +67,8 @@ def moe_block(
         return grouped_linear(x, w["experts"][name]["weight"], d, precision, fp8, of_tokens)
 
     y = product(swiglu(product(x, "gate_proj", True), product(x, "up_proj", True)), "down_proj")
-    y_TD = layout.leave(jnp.sum(gates[..., None] * collect(y, d).astype(jnp.float32), 1)).astype(x.dtype)
+    y_TD = layout.reduce_from_tensor_parallel(
+        jnp.sum(gates[..., None] * combine_tokens(y, d).astype(jnp.float32), 1)).astype(x.dtype)
     kept = own.astype(route_dtype(experts)).reshape(*x_BTD.shape[:2], -1)
     return y_TD.reshape(x_BTD.shape), Routing(kept, _balance(logits, layout.join(d.groups.sizes), live))
 

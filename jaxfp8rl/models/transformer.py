@@ -24,12 +24,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
-from jaxfp8rl.microbatch import sums_end, tap
+from jaxfp8rl.microbatch import start_backward, accumulate_grad
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
-from jaxfp8rl.precision.linear import grad_slots_of, linear, linears, trainable
+from jaxfp8rl.precision.linear import grad_slots_of, linear, fused_linears, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
 from pallas_kernels.attention import api as packed
@@ -75,11 +75,11 @@ def forward_and_amax(
 ) -> tuple[Array, KvScales]:
     """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L]
     float32."""
-    return forward_and_seen(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat,
+    return forward_with_aux(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat,
                             layout)[:2]
 
 
-def forward_and_seen(
+def forward_with_aux(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
     precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE,
     routes: Array | None = None,
@@ -105,8 +105,9 @@ def forward_and_seen(
             (x, sums), (i, w, routes) = carry, at
             for name in [name for name in sums if name in w]:
                 row = i - run.start + rows_of(run, precision.runs, name).start
-                handles, own = tap(grad_slots_of(w[name], precision.compute_dtype), sums[name], row)
-                w, sums = w | trainable(w, {name: handles}), sums | {name: own}
+                grad_slots, own = accumulate_grad(grad_slots_of(w[name], precision.compute_dtype), sums[name],
+                                                  row)
+                w, sums = w | trainable(w, {name: grad_slots}), sums | {name: own}
             x, said = layer(x, w, routes)
             return (nn.shared_cotangent(x), sums), said
 
@@ -114,7 +115,7 @@ def forward_and_seen(
             rows_of(run, precision.runs, "moe")]
         (x, sums), said = jax.lax.scan(body, (x, sums), (jnp.arange(run.start, run.stop), weights, replayed))
         seen.append(said)
-    x = final_norm(sums_end(x, sums), params, cfg, precision)
+    x = final_norm(start_backward(x, sums), params, cfg, precision)
     join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) if parts else None
     return x, join([amax for amax, *_ in seen]), join([routing for _, *said in seen for routing in said])
 
@@ -274,7 +275,7 @@ def decoder_layer(
         weights, fp8 = [w[block][name]["weight"] for name in names], [name in run.fp8 for name in names]
         floors = [FUSED_AMAX_FLOOR if name in quantizes else precision.amax_floor for name in names]
         if product is None and all(fp8):
-            return linears(x, weights, precision, floors[0])
+            return fused_linears(x, weights, precision, floors[0])
         compute = product or (lambda name, *args: linear(*args))
         return [compute(name, x, weight, precision, *how)
                 for name, weight, *how in zip(names, weights, fp8, floors)]
@@ -287,30 +288,30 @@ def decoder_layer(
         return nn.rms_norm(x, w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
 
     def rotated(heads: Array, norm: str) -> Array:
-        weight = layout.enter(w["self_attn"][norm]["weight"]) if cfg.qk_norm else None
+        weight = layout.copy_to_tensor_parallel(w["self_attn"][norm]["weight"]) if cfg.qk_norm else None
         return nn.apply_rope(heads, *rope, weight, cfg.rms_norm_eps, precision.fused)
 
     def heads(y: Array) -> Array:
         return y.reshape(*y.shape[:2], -1, cfg.head_dim)
 
-    h = layout.enter(normed(x_BTD, "input_layernorm", "q_proj"))
+    h = layout.copy_to_tensor_parallel(normed(x_BTD, "input_layernorm", "q_proj"))
     q, k, v = (heads(saved(y)) for y in project(h, "self_attn", "q_proj", "k_proj", "v_proj"))
     o_BTHd, left = attend(rotated(q, "q_norm"), rotated(k, "k_norm"), v)
     (o_BTD,) = project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj")
-    x_BTD = nn.add_residual(x_BTD, saved(layout.leave(o_BTD)))
+    x_BTD = nn.add_residual(x_BTD, saved(layout.reduce_from_tensor_parallel(o_BTD)))
     h = normed(x_BTD, "post_attention_layernorm", "gate_proj")
     if run.sparse:
         mixture = mixture or _mixture(cfg, [])
         return nn.add_residual(x_BTD, mixture(h, w["moe"], precision, "gate_proj" in run.fp8)), left
-    h = layout.enter(h)
+    h = layout.copy_to_tensor_parallel(h)
     if product is None and fuses(precision, run.fp8):
         y = swiglu_mlp(h, *(w["mlp"][name]["weight"] for name in MLP_MODULES), precision)
-        return nn.add_residual(x_BTD, layout.leave(y)), left
+        return nn.add_residual(x_BTD, layout.reduce_from_tensor_parallel(y)), left
     h_BTF = nn.swiglu(*project(h, "mlp", "gate_proj", "up_proj"), precision.fused)
     if "down_proj" not in quantizes:
         h_BTF = h_BTF.astype(h.dtype)
     (y,) = project(h_BTF, "mlp", "down_proj")
-    return nn.add_residual(x_BTD, layout.leave(y)), left
+    return nn.add_residual(x_BTD, layout.reduce_from_tensor_parallel(y)), left
 
 
 def _attend_cached(

@@ -27,7 +27,7 @@ from jaxfp8rl.precision.linear import (
     Weight,
     WeightWithGradSlot,
     backend_of,
-    in_codes,
+    as_quantized,
     quantize_both,
     quantize_rows,
     quantize_tokens,
@@ -81,13 +81,13 @@ def _take(x: Array, at: Array) -> Array:
     return jax.lax.bitcast_convert_type(taken, x.dtype)
 
 
-def spread(x_TD: Array, d: Dispatch) -> Array:
+def dispatch_tokens(x_TD: Array, d: Dispatch) -> Array:
     """The rows [P, D] of the copies of tokens, zeros where there is padding."""
     return _take(x_TD, d.copy // d.row.shape[1])
 
 
 @jax.custom_vjp
-def collect(y_PD: Array, d: Dispatch) -> Array:
+def combine_tokens(y_PD: Array, d: Dispatch) -> Array:
     """The copies [T, k, D] from their rows, zeros for a copy of no expert."""
     return _take(y_PD, d.row)
 
@@ -96,7 +96,7 @@ def _collect_bwd(d: Dispatch, dy: Array) -> tuple[Array, None]:
     return _take(dy.reshape(-1, dy.shape[-1]), d.copy), None
 
 
-collect.defvjp(lambda y, d: (collect(y, d), d), _collect_bwd)
+combine_tokens.defvjp(lambda y, d: (combine_tokens(y, d), d), _collect_bwd)
 
 
 def _sum_copies(dx_PD: Array, d: Dispatch) -> Array:
@@ -111,7 +111,7 @@ class _How(NamedTuple):
     of_tokens: bool
 
     def rows(self, x: Array, d: Dispatch) -> Array:
-        return spread(x, d) if self.of_tokens else x
+        return dispatch_tokens(x, d) if self.of_tokens else x
 
     def passed_back(self, dx_PK: Array, d: Dispatch) -> Array:
         return _sum_copies(dx_PK, d) if self.of_tokens else dx_PK
@@ -129,10 +129,10 @@ def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, 
     if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
         return _high(how, x.astype(dtype), weight.astype(dtype), d)
-    quantized, handle = in_codes(weight)
-    if handle is None:
+    quantized, grad_slot = as_quantized(weight)
+    if grad_slot is None:
         return _fp8_forward(how, x, quantized, d)[0]
-    return _fp8(how, x, quantized, handle, d)
+    return _fp8(how, x, quantized, grad_slot, d)
 
 
 def _high_backend(precision: Precision) -> str:
@@ -186,14 +186,14 @@ def _scaled_product(precision: Precision, codes: Array, scale: Array, weight: Qu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8(how: _How, x: Array, weight: QuantizedWeight, handle: Array, d: Dispatch) -> Array:
+def _fp8(how: _How, x: Array, weight: QuantizedWeight, grad_slot: Array, d: Dispatch) -> Array:
     return _fp8_forward(how, x, weight, d)[0]
 
 
-def _fp8_fwd(how: _How, x: Array, weight: QuantizedWeight, handle: Array, d: Dispatch):
+def _fp8_fwd(how: _How, x: Array, weight: QuantizedWeight, grad_slot: Array, d: Dispatch):
     y, quantized = _fp8_forward(how, x, weight, d)
     kept = quantized if how.precision.saved_activations == "fp8" else x.astype(how.precision.compute_dtype)
-    like = jnp.zeros((), x.dtype), handle[:0, :0, :0]
+    like = jnp.zeros((), x.dtype), grad_slot[:0, :0, :0]
     return y, (kept, weight, like, d)
 
 

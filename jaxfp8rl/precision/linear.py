@@ -102,11 +102,11 @@ class EngineWeight:
 
 
 class WeightWithGradSlot(NamedTuple):
-    """A weight in a differentiated forward. `handle` [..., N, K]: zeros in the type of the weight's gradient,
+    """A weight in a differentiated forward. `grad_slot` [..., N, K]: zeros in the type of the weight's gradient,
     never read; its cotangent is the gradient of the weight that was quantised (straight-through)."""
 
     quantized: QuantizedWeight | EngineWeight
-    handle: Array
+    grad_slot: Array
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -119,10 +119,10 @@ def grad_slots_of(weights: Any, dtype: str) -> Any:
     return jax.tree.map(zeros_or_leaf, weights, is_leaf=is_quantized)
 
 
-def trainable(weights: dict, handles: dict) -> dict:
-    """The weights of which there are handles, differentiable by these."""
+def trainable(weights: dict, grad_slots: dict) -> dict:
+    """The weights of which there are grad_slots, differentiable by these."""
     attach = lambda h, w: WeightWithGradSlot(w, h) if is_quantized(w) else h
-    return jax.tree.map(attach, handles, {name: weights[name] for name in handles})
+    return jax.tree.map(attach, grad_slots, {name: weights[name] for name in grad_slots})
 
 
 def round_to(x: Array, dtype: str) -> Array:
@@ -151,37 +151,37 @@ def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
     if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
         return _high_linear(x.astype(dtype), weight.astype(dtype))
-    return linears(x, [weight], precision, amax_floor)[0]
+    return fused_linears(x, [weight], precision, amax_floor)[0]
 
 
-def linears(x: Array, weights: Sequence[Weight], precision: Precision,
+def fused_linears(x: Array, weights: Sequence[Weight], precision: Precision,
             amax_floor: float = q.AMAX_FLOOR) -> tuple[Array, ...]:
     """FP8 `linear` of x by each of `weights`, [N_i, K] -> [..., N_i]. Backwards they are one, unless blocks
     of scales would reach over the end of a weight: x's gradient is one sum, rounded once, and the weights'
     are one product of many rows."""
-    quantized, handles = zip(*map(in_codes, weights))
-    if handles[0] is None:
+    quantized, grad_slots = zip(*map(as_quantized, weights))
+    if grad_slots[0] is None:
         return tuple(_fp8_forward(precision, amax_floor, x, w)[0] for w in quantized)
     if any(len(w.codes) % BLOCK for w in quantized[:-1]):
-        each = zip(quantized, handles)
-        return tuple(_fp8_linears(precision, amax_floor, x, (w,), (handle,))[0] for w, handle in each)
-    return _fp8_linears(precision, amax_floor, x, quantized, handles)
+        each = zip(quantized, grad_slots)
+        return tuple(_fp8_linears(precision, amax_floor, x, (w,), (grad_slot,))[0] for w, grad_slot in each)
+    return _fp8_linears(precision, amax_floor, x, quantized, grad_slots)
 
 
-def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+def concat_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """[N_i, K] each -> [sum of N_i, K]. Where layers are a stack, to lay them side by side is no more than to
     take them out."""
     return QuantizedWeight(*map(jnp.concatenate, zip(*weights))) if len(weights) > 1 else weights[0]
 
 
-def in_codes(weight: Weight) -> tuple[QuantizedWeight, Array | None]:
+def as_quantized(weight: Weight) -> tuple[QuantizedWeight, Array | None]:
     """What a product computes with, and what its gradient is of: None where that is not asked for."""
-    quantized, handle = weight if isinstance(weight, WeightWithGradSlot) else (weight, None)
+    quantized, grad_slot = weight if isinstance(weight, WeightWithGradSlot) else (weight, None)
     if isinstance(quantized, EngineWeight):
         quantized = quantized.cut_out()
     if not isinstance(quantized, QuantizedWeight):
         return QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight
-    return quantized, handle
+    return quantized, grad_slot
 
 
 def _dot(x: Array, w: Array, dtype: jnp.dtype | None = None) -> Array:
@@ -254,16 +254,16 @@ def flat(x: Array) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fp8_linears(
     precision: Precision, amax_floor: float, x: Array, weights: tuple[QuantizedWeight, ...],
-    handles: tuple[Array, ...]
+    grad_slots: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     return tuple(_fp8_forward(precision, amax_floor, x, w)[0] for w in weights)
 
 
-def _fp8_linears_fwd(precision: Precision, amax_floor: float, x: Array, weights: tuple, handles: tuple):
+def _fp8_linears_fwd(precision: Precision, amax_floor: float, x: Array, weights: tuple, grad_slots: tuple):
     ys, (quantized, *_) = zip(*(_fp8_forward(precision, amax_floor, x, w) for w in weights))
     # unrounded where the engine's quantiser is fused: not worth twice the memory
     high = x.astype(precision.compute_dtype)
-    like = jnp.zeros((), x.dtype), handles[0][:0, :0]
+    like = jnp.zeros((), x.dtype), grad_slots[0][:0, :0]
     return ys, (quantized if precision.saved_activations == "fp8" else high, weights, like)
 
 
@@ -274,7 +274,8 @@ def _fp8_linears_bwd(precision: Precision, amax_floor: float, saved, dys: tuple[
         backward = _high_backward
     else:
         backward = _pallas_backward if precision.products == "pallas" else _float32_backward
-    dx, dw = backward(precision, [*map(flat, dys)], flat(x), joined(weights), like_x.dtype, like_w.dtype)
+    dx, dw = backward(precision, [*map(flat, dys)], flat(x), concat_quantized(weights), like_x.dtype,
+                      like_w.dtype)
     ends = list(itertools.accumulate(len(w.codes) for w in weights))
     return dx.reshape(x.shape), None, tuple(jnp.split(dw, ends[:-1]))
 

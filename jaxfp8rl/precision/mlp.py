@@ -21,8 +21,8 @@ from jaxfp8rl.precision.linear import (
     backend_of,
     dgrad,
     flat,
-    in_codes,
-    joined,
+    as_quantized,
+    concat_quantized,
     quantize_both,
     quantize_rows,
     quantize_tokens,
@@ -53,10 +53,10 @@ def swiglu_mlp(x: Array, gate: Weight, up: Weight, down: Weight, precision: Prec
 
     Weights as `linear` takes them.
     """
-    weights, handles = zip(*map(in_codes, (gate, up, down)))
-    if handles[0] is None:
+    weights, grad_slots = zip(*map(as_quantized, (gate, up, down)))
+    if grad_slots[0] is None:
         return _forward(precision, x, weights)[0]
-    return _mlp(precision, x, weights, handles)
+    return _mlp(precision, x, weights, grad_slots)
 
 
 def _forward(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...]) -> tuple[Array, Array]:
@@ -64,21 +64,21 @@ def _forward(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...
     gate, up, down = weights
     backend = backend_of(precision)
     rows = quantize_rows(flat(x), amax_floor=FUSED_AMAX_FLOOR, backend=backend)
-    gate_up = scaled_product(precision, *rows, joined((gate, up)))
+    gate_up = scaled_product(precision, *rows, concat_quantized((gate, up)))
     y = scaled_product(precision, *swiglu_quantize(gate_up, backend=backend).rows, down)
     return y.reshape(x.shape), gate_up
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...],
-         handles: tuple[Array, ...]) -> Array:
+         grad_slots: tuple[Array, ...]) -> Array:
     return _forward(precision, x, weights)[0]
 
 
 def _mlp_fwd(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...],
-             handles: tuple[Array, ...]):
+             grad_slots: tuple[Array, ...]):
     y, gate_up = _forward(precision, x, weights)
-    return y, (x, gate_up, weights, handles[0][:0, :0])
+    return y, (x, gate_up, weights, grad_slots[0][:0, :0])
 
 
 def _mlp_bwd(precision: Precision, saved, dy: Array):
@@ -89,7 +89,7 @@ def _mlp_bwd(precision: Precision, saved, dy: Array):
     square = precision.wgrad_inputs == "128x128"
     h = swiglu_quantize(gate_up, rows=False, tokens=True, square=square, backend=backend)
     d_gate_up = swiglu_grad_quantize(d_h, gate_up, dtype, backend=backend)
-    dx = dgrad(d_gate_up.rows, joined((gate, up)), x.dtype, backend)
+    dx = dgrad(d_gate_up.rows, concat_quantized((gate, up)), x.dtype, backend)
     x_by_tokens = quantize_tokens(flat(x), square=square, backend=backend)
     d_joint = wgrad(d_gate_up.tokens, x_by_tokens, like.dtype, backend)
     d_down = wgrad(by_tokens, h.tokens, like.dtype, backend)

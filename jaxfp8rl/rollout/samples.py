@@ -18,7 +18,7 @@ from jaxfp8rl.losses.correction import rollout_correction
 from jaxfp8rl.losses.logprobs import token_top_k
 from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.transformer import forward_and_seen, head_weight
+from jaxfp8rl.models.transformer import forward_with_aux, head_weight
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.recipe import Precision
 from jaxfp8rl.rollout.context import RolloutContext
@@ -72,7 +72,7 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
 
     def of_micro(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
         fields = batch.tokens, batch.positions, batch.segment_ids
-        hidden = forward_and_seen(policy, model, *fields, precision, layout=layout, routes=batch.routes)[0]
+        hidden = forward_with_aux(policy, model, *fields, precision, layout=layout, routes=batch.routes)[0]
         head, axis = layout.gather(head_weight(policy, model)), TENSOR if layout.tensor > 1 else None
         return token_top_k(hidden, head, batch.response_mask, k, temperature, precision.logits_dtype, axis)
 

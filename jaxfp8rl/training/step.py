@@ -33,7 +33,7 @@ from jaxfp8rl.losses.objectives import SELECTING, kl_penalty, off_policy, policy
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.moe import Routing
-from jaxfp8rl.models.transformer import Remat, forward_and_seen, head_weight
+from jaxfp8rl.models.transformer import Remat, forward_with_aux, head_weight
 from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.guard import guarded_update
 from jaxfp8rl.policy.policy import combine, gradients_like, outer, partition, policy_of, scales_in
@@ -56,7 +56,7 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
         fields = batch.tokens, batch.positions, batch.segment_ids
-        hidden, _, routing = forward_and_seen(policy, model, *fields, precision, remat, layout, batch.routes)
+        hidden, _, routing = forward_with_aux(policy, model, *fields, precision, remat, layout, batch.routes)
         head = layout.gather(head_weight(policy, model))
         return *token_logprobs(
             hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype,

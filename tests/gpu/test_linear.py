@@ -10,7 +10,7 @@ import pytest
 
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, linears
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, fused_linears
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.numerics import relative_l2, tile_distinct
@@ -37,8 +37,8 @@ def data(tokens: tuple[int, ...], dtype=jnp.bfloat16):
 
 def both_passes(p: Precision, x, weight, dy):
     """(y, dx, dw)"""
-    handle = jnp.zeros(weight.codes.shape, p.compute_dtype)
-    y, pull = jax.vjp(lambda x, h: linear(x, WeightWithGradSlot(weight, h), p, fp8=True), x, handle)
+    grad_slot = jnp.zeros(weight.codes.shape, p.compute_dtype)
+    y, pull = jax.vjp(lambda x, h: linear(x, WeightWithGradSlot(weight, h), p, fp8=True), x, grad_slot)
     return y, *pull(dy)
 
 
@@ -66,8 +66,9 @@ def test_the_kernels_compute_what_the_reference_does(tokens, dtype, options):
 
 def all_passes(p: Precision, x, weights, dys):
     """(y of each weight, dx, dw of each)"""
-    handles = [jnp.zeros(w.codes.shape, p.compute_dtype) for w in weights]
-    ys, pull = jax.vjp(lambda x, hs: linears(x, [*map(WeightWithGradSlot, weights, hs)], p), x, handles)
+    grad_slots = [jnp.zeros(w.codes.shape, p.compute_dtype) for w in weights]
+    ys, pull = jax.vjp(lambda x, hs: fused_linears(x, [*map(WeightWithGradSlot, weights, hs)], p), x,
+                       grad_slots)
     return ys, *pull(dys)
 
 
@@ -106,9 +107,10 @@ def test_what_is_shared_is_quantised_once_and_no_weight_is_made_of_its_codes():
     assert len(calls) == 3 + 3 * 2 + 1
 
 
-def mlp_passes(mlp, p: Precision, x, weights, handles, dy):
+def mlp_passes(mlp, p: Precision, x, weights, grad_slots, dy):
     """(y, dx, gradients of weights)"""
-    y, pull = jax.vjp(lambda x, handles: mlp(x, *map(WeightWithGradSlot, weights, handles), p), x, handles)
+    y, pull = jax.vjp(lambda x, grad_slots: mlp(x, *map(WeightWithGradSlot, weights, grad_slots), p), x,
+                      grad_slots)
     return y, *pull(dy)
 
 

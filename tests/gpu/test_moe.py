@@ -36,7 +36,7 @@ def both(precision: Precision, fp8: bool, routes=None):
 
     @rounding_exact_jit
     def run(weights, x, dy):
-        f = lambda handles, x: moe_block(x, trainable(weights, handles), EXPERTS, precision, fp8,
+        f = lambda grad_slots, x: moe_block(x, trainable(weights, grad_slots), EXPERTS, precision, fp8,
                                        routes_BTk=routes)[0]
         y, pull = jax.vjp(f, grad_slots_of(weights, "bfloat16"), x)
         return y, pull(dy)

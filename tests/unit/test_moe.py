@@ -27,7 +27,7 @@ from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import (
     forward,
-    forward_and_seen,
+    forward_with_aux,
     forward_cached,
     head_weight,
     init_cache,
@@ -298,7 +298,7 @@ def test_packed_and_cached_equal_alone():
     tokens = rng.integers(0, 101, (1, 24))
     ids = np.repeat([1, 2, 0], [10, 11, 3])[None]
     positions = np.concatenate([np.arange(10), np.arange(11), np.arange(3)])[None]
-    packed, _, routing = jax.jit(forward_and_seen,
+    packed, _, routing = jax.jit(forward_with_aux,
                                  static_argnums=(1, 5))(params, CFG, tokens, positions, ids, precision)
     assert routing.ids.shape == (2, 1, 24, 2) and routing.ids.dtype == np.uint8
     step = jax.jit(forward_cached, static_argnums=(1, 5))

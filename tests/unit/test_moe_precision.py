@@ -20,7 +20,7 @@ from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.moe import moe_block
 from jaxfp8rl.policy.policy import policy_of
-from jaxfp8rl.precision.experts import collect, dispatch, grouped_linear
+from jaxfp8rl.precision.experts import combine_tokens, dispatch, grouped_linear
 from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear
 from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
 from jaxfp8rl.probes.finite import check_finite, find_nonfinite
@@ -54,16 +54,17 @@ def test_each_expert_is_an_instance_of_linear(name):
     x, w, dy, ids = arrays(precision.compute_dtype)
     quantized = QuantizedWeight.of(w) if fp8 else w
 
-    def weight(w, handle):
-        return WeightWithGradSlot(w, handle) if fp8 else handle
+    def weight(w, grad_slot):
+        return WeightWithGradSlot(w, grad_slot) if fp8 else grad_slot
 
     @jax.jit
-    def grouped(x, quantized, handle):
+    def grouped(x, quantized, grad_slot):
         d = dispatch(ids, E)
-        return collect(grouped_linear(x, weight(quantized, handle), d, precision, fp8, of_tokens=True), d)
+        return combine_tokens(grouped_linear(x, weight(quantized, grad_slot), d, precision, fp8,
+                                             of_tokens=True), d)
 
-    handle = jnp.zeros_like(w) if fp8 else w
-    y, pull = jax.vjp(lambda x, h: grouped(x, quantized, h), x, handle)
+    grad_slot = jnp.zeros_like(w) if fp8 else w
+    y, pull = jax.vjp(lambda x, h: grouped(x, quantized, h), x, grad_slot)
     dx, dw = pull(dy)
     each = jax.jit(lambda x, q, h: linear(x, weight(q, h), precision, fp8))
     want_dx = np.zeros((T, 2, K), np.float32)
@@ -75,7 +76,7 @@ def test_each_expert_is_an_instance_of_linear(name):
         d_rows[: len(token)] = dy[token, place]
         rows, d_rows = (jnp.asarray(a, precision.compute_dtype) for a in (rows, d_rows))
         of_expert = jax.tree.map(operator.itemgetter(e), quantized)
-        want, pull = jax.vjp(lambda x, h, w=of_expert: each(x, w, h), rows, handle[e])
+        want, pull = jax.vjp(lambda x, h, w=of_expert: each(x, w, h), rows, grad_slot[e])
         d_x, d_w = pull(d_rows)
         # sums of another order
         exact = {"rtol": 2e-2 if precision.gradients != "high" else 1e-5, "atol": 1e-5}

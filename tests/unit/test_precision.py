@@ -17,7 +17,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, linears, round_to
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, fused_linears, round_to
 from jaxfp8rl.precision.recipe import (
     FP8_ACTIVATION,
     FP8_KV,
@@ -183,15 +183,15 @@ def test_products_of_one_input_are_one_on_their_way_back(options):
                 for i, w in enumerate(weights))
 
     @functools.partial(rounding_exact_jit, static_argnums=0)
-    def run(products, x, handles):
-        ys, pull = jax.vjp(lambda x, hs: products(x, [*map(WeightWithGradSlot, codes, hs)]), x, handles)
+    def run(products, x, grad_slots):
+        ys, pull = jax.vjp(lambda x, hs: products(x, [*map(WeightWithGradSlot, codes, hs)]), x, grad_slots)
         return ys, *pull(dys)
 
     apart = lambda x, ws: tuple(linear(x, w, p, fp8=True) for w in ws)
-    together = lambda x, ws: linears(x, ws, p)
-    handles = [jnp.zeros(w.shape, jnp.bfloat16) for w in weights]
-    (ys, dx, dws), (ours, our_dx, our_dws) = (run(f, x, handles) for f in (apart, together))
-    _, exact, _ = run(apart, x.astype(jnp.float32), handles)
+    together = lambda x, ws: fused_linears(x, ws, p)
+    grad_slots = [jnp.zeros(w.shape, jnp.bfloat16) for w in weights]
+    (ys, dx, dws), (ours, our_dx, our_dws) = (run(f, x, grad_slots) for f in (apart, together))
+    _, exact, _ = run(apart, x.astype(jnp.float32), grad_slots)
     chex.assert_trees_all_equal((ys, dws), (ours, our_dws))
     assert relative_l2(our_dx, exact) < 0.8 * relative_l2(dx, exact)
 
@@ -205,13 +205,14 @@ def test_by_the_kernels_what_comes_back_is_quantised_where_it_lies(widths, group
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
     weights = [jax.eval_shape(QuantizedWeight.of, jax.ShapeDtypeStruct((n, 256), jnp.bfloat16))
                for n in widths]
-    handles = [jax.ShapeDtypeStruct(w.codes.shape, jnp.bfloat16) for w in weights]
+    grad_slots = [jax.ShapeDtypeStruct(w.codes.shape, jnp.bfloat16) for w in weights]
 
-    def run(x, weights, handles):
-        ys, pull = jax.vjp(lambda x, hs: linears(x, [*map(WeightWithGradSlot, weights, hs)], p), x, handles)
+    def run(x, weights, grad_slots):
+        ys, pull = jax.vjp(lambda x, hs: fused_linears(x, [*map(WeightWithGradSlot, weights, hs)], p), x,
+                           grad_slots)
         return pull(ys)
 
-    text = jax.jit(run).trace(x, weights, handles).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(run).trace(x, weights, grad_slots).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 4 + 1 + 3 * groups
     assert not re.findall(r"stablehlo\.concatenate .*-> tensor<[\dx]*xbf16>", text)
 
@@ -347,13 +348,13 @@ def test_on_hopper_all_of_an_fp8_product_is_kernels(gradients, kernels):
     precision = Precision.uniform(1, "bfloat16", products="pallas", gradients=gradients)
     x, dy = (jax.ShapeDtypeStruct((2, 512, k), jnp.bfloat16) for k in (384, 640))
     weight = jax.eval_shape(QuantizedWeight.of, jax.ShapeDtypeStruct((640, 384), jnp.bfloat16))
-    handle = jax.ShapeDtypeStruct((640, 384), jnp.bfloat16)
+    grad_slot = jax.ShapeDtypeStruct((640, 384), jnp.bfloat16)
 
-    def run(x, weight, handle, dy):
+    def run(x, weight, grad_slot, dy):
         y, pull = jax.vjp(lambda x, h: linear(x, WeightWithGradSlot(weight, h), precision, fp8=True), x,
-                          handle)
+                          grad_slot)
         return y, pull(dy)
 
-    text = jax.jit(run).trace(x, weight, handle, dy).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(run).trace(x, weight, grad_slot, dy).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == kernels
     assert ("640x384xf32" in text) == (gradients == "high")

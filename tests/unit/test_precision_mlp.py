@@ -30,10 +30,10 @@ def apart(x, gate, up, down, p):
     return product(swiglu(product(x, gate), product(x, up), fused=True), down)
 
 
-def both(mlp, p, x, weights, handles, dy):
+def both(mlp, p, x, weights, grad_slots, dy):
     """(y, dx, dws)"""
-    run = lambda x, handles: mlp(x, *map(WeightWithGradSlot, weights, handles), p)
-    y, pull = jax.vjp(run, x, handles)
+    run = lambda x, grad_slots: mlp(x, *map(WeightWithGradSlot, weights, grad_slots), p)
+    y, pull = jax.vjp(run, x, grad_slots)
     return y, *pull(dy)
 
 
@@ -62,9 +62,9 @@ def test_it_computes_what_the_products_do_apart(tokens, gradients, inputs):
 
 
 def test_without_handles_it_is_the_forward_alone():
-    x, weights, handles, _ = drawn((2, 40))
+    x, weights, grad_slots, _ = drawn((2, 40))
     run = jax.jit(swiglu_mlp, static_argnums=4)
-    trained = run(x, *map(WeightWithGradSlot, weights, handles), PRECISION)
+    trained = run(x, *map(WeightWithGradSlot, weights, grad_slots), PRECISION)
     np.testing.assert_array_equal(np.asarray(run(x, *weights, PRECISION), np.float32),
                                   np.asarray(trained, np.float32))
 
