@@ -1,5 +1,5 @@
 """fp8_dot_general from bfloat16 weights, [N, K] and [K, N], beside the learner's own linear, which quantises
-the same weights in the same call, and XLA's bfloat16: a decoder layer's linears, forward and backward, one GPU.
+the same weights in the same call, and XLA's bfloat16: a decoder layer's linears, forward and backward.
 
     jaxfp8rl bench dot_general [--tokens 4096 16384]
 

@@ -16,7 +16,7 @@ from jax import Array
 from pallas_kernels import fp8_dot_general
 
 WIDTH, TOKENS = 256, 512
-FP8_ERROR = 0.08  # of a gradient's norm: each of a product's two operands brings 0.026, and here are two layers
+FP8_ERROR = 0.08  # of a gradient's norm: each of a product's operands brings 0.026, and these are two layers
 
 
 class MLP(nnx.Module):

@@ -1,4 +1,4 @@
-"""The kernels without a model: quantise, multiply, attend. Needs jax and numpy; runs on a CPU by the references."""
+"""The kernels without a model: quantise, multiply, attend. Needs jax; on a CPU the references compute it."""
 
 import jax
 import jax.numpy as jnp

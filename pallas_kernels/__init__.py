@@ -69,7 +69,9 @@ _HOMES = {  # of each name its module, and its name there if that is another
 
 class _Package(ModuleType):
     """Two functions are named as the folders are that they live in. The name is the function's, whoever loads
-    the folder first: Python would bind it to a folder when that is loaded."""
+    the folder first: Python would bind it to a folder when that is loaded. So of these two folders `from
+    pallas_kernels.grouped_matmul import api` finds a module, and `import pallas_kernels.grouped_matmul.api as
+    api` does not."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

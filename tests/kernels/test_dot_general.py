@@ -41,8 +41,9 @@ def rounding(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     moves all by 2^-22."""
     amax = np.zeros(x.shape)
     for i, j in itertools.product(range(0, x.shape[0], block[0]), range(0, x.shape[1], block[1])):
-        amax[i : i + block[0], j : j + block[1]] = max(np.abs(x[i : i + block[0], j : j + block[1]]).max(),
-                                                       1e-10)
+        amax[i : i + block[0], j : j + block[1]] = max(
+            np.abs(x[i : i + block[0], j : j + block[1]]).max(), 1e-10
+        )
     return np.maximum(np.abs(x) * 2.0**-4, amax / 448 * 2.0**-10) * (1 + 2.0**-20)
 
 
@@ -74,8 +75,9 @@ def test_all_three_products_are_within_the_rounding_of_their_blocks(turned, shap
         tile_distinct(s, dtype, seed + i, block)
         for i, (s, block) in enumerate((((t, k), (1, 128)), ((n, k), (128, 128)), ((t, n), (1, 128))))
     )
-    x, dy = (x * np.asarray(2.0**-6, dtype),
-             dy * np.asarray(2.0**-6, dtype)) if dtype == jnp.float16 else (x, dy)
+    x, dy = (
+        (x * np.asarray(2.0**-6, dtype), dy * np.asarray(2.0**-6, dtype)) if dtype == jnp.float16 else (x, dy)
+    )
     y, dx, dw = run(x, w.T if turned else w, dy, KN if turned else NK, preferred_element_type=jnp.float32)
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, dtype, dtype)
     x, w, dy = float64(x, w, dy)
@@ -117,8 +119,11 @@ def test_any_axes_are_those_of_lax(case, seed):
     y, dx, dw = products(jnp.asarray(x), jnp.asarray(w), jnp.asarray(dy), axes)
     assert (y.shape, y.dtype) == (like.shape, like.dtype)
     (a, b), c = equation.split("->")[0].split(","), equation.split("->")[1]
-    for got, eq, operands in ((y, equation, (x, w)), (dx, f"{c},{b}->{a}", (dy, w)),
-                              (dw, f"{a},{c}->{b}", (x, dy))):
+    for got, eq, operands in (
+        (y, equation, (x, w)),
+        (dx, f"{c},{b}->{a}", (dy, w)),
+        (dw, f"{a},{c}->{b}", (x, dy)),
+    ):
         p, q = float64(*operands)
         off = [2.0**-4 * np.abs(z) + np.abs(z).max() * 2.0**-18 for z in (p, q)]
         limit = np.einsum(eq, np.abs(p) + off[0], np.abs(q) + off[1]) - np.einsum(eq, np.abs(p), np.abs(q))
@@ -138,8 +143,7 @@ def test_the_backward_takes_the_very_codes_of_the_forward():
     assert_same_bits(linear(x[None], w)[0], y)
 
 
-# --- against bfloat16
-# -----------------------------------------------------------------------------------------------------
+# --- against bfloat16 ---
 
 
 @functools.cache
@@ -175,21 +179,23 @@ def test_gradients_of_a_mean_are_not_lost():
     """The raw products' would be: a code's cotangent is rounded to E4M3, in which what is under 2^-10 is
     0."""
     x, w, _ = layer()
-    for f in (lambda w: jnp.mean(reference(x, w, KN).astype(jnp.float32)),
-              lambda w: 1e6 * jnp.mean(reference(x, w, KN))):
+    for f in (
+        lambda w: jnp.mean(reference(x, w, KN).astype(jnp.float32)),
+        lambda w: 1e6 * jnp.mean(reference(x, w, KN)),
+    ):
         assert jnp.isfinite(jax.grad(f)(w)).all() and (jax.grad(f)(w) != 0).mean() > 0.99
 
 
-# --- in models and under transformations
-# --------------------------------------------------------------------------------
+# --- in models and under transformations ---
 
 
 def test_nnx_linear_and_linear_general():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 3, 40)), jnp.float32)
     kinds = {
         "Linear": lambda **how: nnx.Linear(40, 24, rngs=nnx.Rngs(0), **how),
-        "LinearGeneral": lambda **how: nnx.LinearGeneral((3, 40), (2, 5), axis=(-2, -1), rngs=nnx.Rngs(0),
-                                                         **how),
+        "LinearGeneral": lambda **how: nnx.LinearGeneral(
+            (3, 40), (2, 5), axis=(-2, -1), rngs=nnx.Rngs(0), **how
+        ),
     }
     for make in kinds.values():
         ours, theirs = make(dot_general=reference), make()
@@ -225,8 +231,10 @@ def test_linen_dense(dense, how):
     assert all((g != 0).any() for g in jax.tree.leaves(grads))
 
 
-X, W = (jnp.asarray(np.random.default_rng(i).normal(size=s), jnp.float32)
-        for i, s in enumerate(((3, 8, 40), (40, 40))))
+X, W = (
+    jnp.asarray(np.random.default_rng(i).normal(size=s), jnp.float32)
+    for i, s in enumerate(((3, 8, 40), (40, 40)))
+)
 square = lambda x, w: jnp.sum(jnp.square(linear(x, w)))
 of_both = lambda f: jax.jit(jax.grad(f, (0, 1)))
 
@@ -275,8 +283,9 @@ def test_in_a_shard_map_over_tokens_it_is_the_same():
     """The kernel's gradient is the sum over devices; 128 tokens each, so that blocks along the tokens are the
     same."""
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -289,8 +298,7 @@ def test_a_second_derivative_is_an_error_that_says_so():
         jax.jvp(lambda x: linear(x, W), (X[0],), (X[0],))
 
 
-# --- what is not finite, what is refused, what is said
-# ------------------------------------------------------------------
+# --- what is not finite, what is refused, what is said ---
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -302,8 +310,9 @@ def test_what_is_not_finite_reaches_its_blocks_and_nothing_else(bad):
     y, dx, dw = run(dirty, w, dy, NK)
     assert np.isnan(y[3]).all() and np.isnan(dw[:, 200]).all()
     others = lambda a, at, axis: np.delete(np.asarray(a), at, axis)
-    assert_same_bits((others(y, 3, 0), dx, others(dw, 200, 1)),
-                     (others(want[0], 3, 0), want[1], others(want[2], 200, 1)))
+    assert_same_bits(
+        (others(y, 3, 0), dx, others(dw, 200, 1)), (others(want[0], 3, 0), want[1], others(want[2], 200, 1))
+    )
     dirty = w.copy()
     dirty[130, 5] = bad
     y, dx, dw = run(x, dirty, dy, NK)
@@ -316,8 +325,9 @@ def test_dtypes_are_those_of_lax():
     for a, b in itertools.product(DTYPES, DTYPES):
         x, w = X[0].astype(a), W.astype(b)
         for wanted in (None, *DTYPES):
-            ours = jax.eval_shape(functools.partial(reference, dimension_numbers=NK,
-                                                    preferred_element_type=wanted), x, w)
+            ours = jax.eval_shape(
+                functools.partial(reference, dimension_numbers=NK, preferred_element_type=wanted), x, w
+            )
             theirs = functools.partial(lax.dot_general, dimension_numbers=NK, preferred_element_type=wanted)
             assert ours == jax.eval_shape(theirs, x, w)
         dx, dw = jax.eval_shape(jax.grad(lambda x, w: jnp.sum(reference(x, w, NK)), (0, 1)), x, w)
@@ -349,8 +359,9 @@ def test_what_is_refused_says_what_was_found_and_what_to_do():
 
 def test_the_reference_is_never_taken_silently():
     api._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning,
-                      match='on the backend "cpu", which has no Hopper GPU: the reference computes'):
+    with pytest.warns(
+        RuntimeWarning, match='on the backend "cpu", which has no Hopper GPU: the reference computes'
+    ):
         fp8_linear(X, W)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -358,8 +369,7 @@ def test_the_reference_is_never_taken_silently():
         linear(X, W)
 
 
-# --- on Hopper
-# ----------------------------------------------------------------------------------------------------------
+# --- on Hopper ---
 
 KERNEL = "mpmd_map"
 
@@ -369,8 +379,9 @@ def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
         if eqn.primitive.name != KERNEL:
-            for inner in jax.tree.leaves(list(eqn.params.values()),
-                                         is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+            ):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     yield from equations(inner)
@@ -397,8 +408,9 @@ def test_on_hopper_forward_and_backward_are_three_products_of_codes_by_the_kerne
         found = [eqn for eqn in program if eqn.primitive.name == KERNEL]
         assert len(found) == kernels and sum(sum(map(is_codes, eqn.invars)) == 2 for eqn in found) == count
         assert not [eqn for eqn in program if eqn.primitive.name in ("dot_general", "ragged_dot")]
-        casts = [eqn for eqn in program if eqn.primitive.name == "convert_element_type"
-                 and is_codes(eqn.invars[0])]
+        casts = [
+            eqn for eqn in program if eqn.primitive.name == "convert_element_type" and is_codes(eqn.invars[0])
+        ]
         assert not casts
 
 
@@ -406,8 +418,9 @@ def test_on_hopper_forward_and_backward_are_three_products_of_codes_by_the_kerne
 def test_it_lowers_for_cuda(name):
     shape, axes = CASES[name]
     args = jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    both = jax.grad(lambda x, w: jnp.sum(fp8_dot_general(x, w, axes, backend="pallas").astype(jnp.float32)),
-                    (0, 1))
+    both = jax.grad(
+        lambda x, w: jnp.sum(fp8_dot_general(x, w, axes, backend="pallas").astype(jnp.float32)), (0, 1)
+    )
     text = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "stablehlo.dot_general" not in text
 
@@ -416,11 +429,10 @@ def test_it_lowers_for_cuda(name):
 def test_simulated_the_kernels_equal_the_reference(axes):
     x, w, dy = (tile_distinct(s, jnp.bfloat16, i) for i, s in enumerate(((24, 136), (136, 72), (24, 72))))
     w = w if axes == KN else w.T
-    of = lambda **how: jax.vjp(lambda x, w: fp8_dot_general(x, w, axes, preferred_element_type=jnp.float32,
-                                                            **how), x, w)
+    of = lambda **how: jax.vjp(
+        lambda x, w: fp8_dot_general(x, w, axes, preferred_element_type=jnp.float32, **how), x, w
+    )
     (y, pull), (want, pull_want) = of(backend="pallas", interpret=INTERPRET), of(backend="reference")
     assert_blockwise_close(y, want, rtol=1e-5, block=(16, 16))
     for a, b in zip(pull(dy.astype(jnp.float32)), pull_want(dy.astype(jnp.float32))):
         assert_blockwise_close(a, b, rtol=2.0**-7, block=(16, 16))
-
-

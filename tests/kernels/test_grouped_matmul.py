@@ -138,7 +138,7 @@ def bad(name: str):
     x, xs, w, ws, groups = shapes(False, experts=4, rows=1000, n=384, k=512)
     return {
         "rows": ((struct((1000, 512), q.E4M3), xs, w, ws, groups),
-             r"1000 rows along axis 0.*4 experts are padded to 1408"),
+         r"1000 rows along axis 0.*4 experts are padded to 1408"),
         "experts": ((x, xs, struct((8, 384, 512), q.E4M3), ws, groups),
                     r"w_codes \[8, 384, 512\] has 8 experts, groups have 4"),
         "contraction": ((x, xs, struct((4, 384, 640), q.E4M3), ws, groups),

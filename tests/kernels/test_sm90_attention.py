@@ -151,7 +151,7 @@ def bad(name: str):
     like = lambda s, shape=None, dtype=None: jax.ShapeDtypeStruct(shape or s.shape, dtype or s.dtype)
     return {
         "rows": ((like(q, (256, 32, 128)), k, v, ids),
-             r"q bfloat16\[256, 32, 128\], k.*\[B, T, ...\] in front"),
+         r"q bfloat16\[256, 32, 128\], k.*\[B, T, ...\] in front"),
         "lengths": ((q, like(k, (2, 128, 8, 128)), like(v, (2, 128, 8, 128)), ids),
                     r"k bfloat16\[2, 128, 8, 128\]"),
         "values": ((q, k, like(v, (2, 256, 4, 128)), ids),

@@ -121,7 +121,7 @@ def test_on_a_cpu_auto_is_the_reference():
 
 BAD = {
     "widths": (lambda x, w, y: (x, struct((640, 128), x.dtype), y),
-            r"x is bfloat16\[512, 256\], w bfloat16\[640, 128\]: x \[M"),
+         r"x is bfloat16\[512, 256\], w bfloat16\[640, 128\]: x \[M"),
     "types": (lambda x, w, y: (x, struct(w.shape, jnp.float32), y),
               r"w float32\[640, 256\]: both in one of bfloat16, float16"),
     "integers": (lambda x, w, y: (struct(x.shape, jnp.int32), struct(w.shape, jnp.int32), y),

@@ -15,8 +15,7 @@ from pallas_kernels import testing
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
-# --- inputs and strategies
-# ------------------------------------------------------------------------------------
+# --- inputs and strategies ---
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -34,8 +33,12 @@ def test_tile_distinct_of_no_blocks():
         testing.tile_distinct((5,))
 
 
-DRAWN = testing.magnitudes(), testing.magnitudes(448), testing.segment_ids(24), testing.log_probabilities(
-    (2, 9))
+DRAWN = (
+    testing.magnitudes(),
+    testing.magnitudes(448),
+    testing.segment_ids(24),
+    testing.log_probabilities((2, 9)),
+)
 
 
 @given(testing.shapes(3), *DRAWN)
@@ -48,12 +51,14 @@ def test_strategies_draw_what_they_say(shape, magnitude, small, ids, logp):
     assert logp.shape == (2, 9) and logp.dtype == np.float32 and (logp <= 0).all() and np.isfinite(logp).all()
 
 
-# --- blockwise
-# ------------------------------------------------------------------------------------------------
+# --- blockwise ---
 
 
-@given(testing.shapes(sides=(1, 5, 127, 129, 300)), testing.seeds(),
-       st.sampled_from([(128, 128), (1, 128), (64, 300)]))
+@given(
+    testing.shapes(sides=(1, 5, 127, 129, 300)),
+    testing.seeds(),
+    st.sampled_from([(128, 128), (1, 128), (64, 300)]),
+)
 def test_an_error_is_measured_by_the_largest_of_its_own_block(shape, seed, block):
     """In one number of one block: what is allowed passes, a little more is found, there."""
     rng, x = np.random.default_rng(seed), testing.tile_distinct(shape, np.float64, seed % 1000, block)
@@ -74,15 +79,23 @@ def test_an_error_is_measured_by_the_largest_of_its_own_block(shape, seed, block
 def test_blocks_that_are_zero_not_finite_or_of_leading_axes():
     close = testing.assert_blockwise_close
     x = testing.tile_distinct((2, 3, 130, 200))
-    close(x, x, rtol=0), close(np.zeros((3, 3)), np.zeros((3, 3)),
-                               rtol=0), close([np.nan, np.inf], [np.nan, np.inf], rtol=0)
+    (
+        close(x, x, rtol=0),
+        close(np.zeros((3, 3)), np.zeros((3, 3)), rtol=0),
+        close([np.nan, np.inf], [np.nan, np.inf], rtol=0),
+    )
     close(np.ones((0, 4)), np.ones((0, 4)), rtol=0), close(1.0, 1.0, rtol=0)
     bad = x.copy()
     bad[1, 2, 129, 150] *= 2
     with pytest.raises(AssertionError, match=r"block \(1, 2, 1, 1\): at \(1, 2, 129, 150\)"):
         close(bad, x, rtol=0.01)
-    for got, want in (([1e-30], [0.0]), ([1.0], [np.nan]), ([np.nan], [1.0]), ([np.inf], [-np.inf]),
-                      ([np.inf], [1.0])):
+    for got, want in (
+        ([1e-30], [0.0]),
+        ([1.0], [np.nan]),
+        ([np.nan], [1.0]),
+        ([np.inf], [-np.inf]),
+        ([np.inf], [1.0]),
+    ):
         with pytest.raises(AssertionError, match=r"block \(0, 0\)"):
             close(got, want, rtol=1.0)
     close([1e-30], [0.0], rtol=0, atol=1e-29)
@@ -90,12 +103,12 @@ def test_blocks_that_are_zero_not_finite_or_of_leading_axes():
         close(np.ones((3, 1)), np.ones((1, 3)), rtol=1)
 
 
-# --- bits
-# -----------------------------------------------------------------------------------------------------
+# --- bits ---
 
 
-@pytest.mark.parametrize("dtype",
-                         [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, E4M3, np.int8, bool])
+@pytest.mark.parametrize(
+    "dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, E4M3, np.int8, bool]
+)
 def test_one_bit_is_found_and_named(dtype):
     x = np.zeros((3, 5), dtype)
     testing.assert_same_bits(x, x.copy()), testing.assert_same_bits(x.T, x.T.copy())
@@ -110,8 +123,9 @@ def test_nans_are_the_same_with_their_payload_alone():
     nans = np.array([0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32).view(np.float32)
     testing.assert_same_bits(nans, nans.copy())
     for i, j in ((0, 1), (0, 2), (1, 2)):
-        with pytest.raises(AssertionError,
-                           match=r"first at \(\): nan and nan, bits 0x[7f]fc0000[01] and 0x[7f]fc0000[01]"):
+        with pytest.raises(
+            AssertionError, match=r"first at \(\): nan and nan, bits 0x[7f]fc0000[01] and 0x[7f]fc0000[01]"
+        ):
             testing.assert_same_bits(nans[i], nans[j])
 
 
@@ -119,10 +133,14 @@ def test_trees_are_compared_leaf_by_leaf():
     tree = {"a": np.zeros(3), "b": [np.ones(2, np.int32), np.ones(())]}
     testing.assert_same_bits(tree, {"a": np.zeros(3), "b": [np.ones(2, np.int32), np.ones(())]})
     for other, said in (
-        ({"a": np.zeros(3), "b": [np.ones(2, np.int32), np.zeros(())]},
-         r"\['b'\]\[1\]: float64\[\].*1 of 1 differ"),
-        ({"a": np.zeros(3, np.float32), "b": tree["b"]},
-         r"\['a'\]: float64\[3\] and float32\[3\] are not of one dtype"),
+        (
+            {"a": np.zeros(3), "b": [np.ones(2, np.int32), np.zeros(())]},
+            r"\['b'\]\[1\]: float64\[\].*1 of 1 differ",
+        ),
+        (
+            {"a": np.zeros(3, np.float32), "b": tree["b"]},
+            r"\['a'\]: float64\[3\] and float32\[3\] are not of one dtype",
+        ),
         ({"a": np.zeros(4), "b": tree["b"]}, r"\['a'\]: float64\[3\] and float64\[4\]"),
         ({"a": np.zeros(3)}, "(?i)tree"),
     ):
@@ -130,8 +148,7 @@ def test_trees_are_compared_leaf_by_leaf():
             testing.assert_same_bits(tree, other)
 
 
-# --- laws of a correction
-# -------------------------------------------------------------------------------------
+# --- laws of a correction ---
 
 
 def token_tis(old, rollout, mask):
@@ -142,8 +159,9 @@ def token_tis(old, rollout, mask):
 def masked(old, rollout, mask):
     """Sequences whose mean ratio leaves [1/2, 2] are dropped."""
     ratio = np.exp(np.clip(np.where(mask, old - rollout, 0).sum(1) / mask.sum(1).clip(1), -50, 50))
-    return np.exp(np.clip(np.where(mask, old - rollout, 0), -20,
-                          20)), mask & (abs(np.log(ratio)) < np.log(2))[:, None]
+    return np.exp(np.clip(np.where(mask, old - rollout, 0), -20, 20)), mask & (
+        abs(np.log(ratio)) < np.log(2)
+    )[:, None]
 
 
 @pytest.mark.parametrize("correct", [token_tis, masked])
@@ -180,8 +198,9 @@ BROKEN = {  # law: corrections that break it
 }
 
 
-@pytest.mark.parametrize(("law", "number"),
-                         [(law, i) for law, broken in BROKEN.items() for i in range(len(broken))])
+@pytest.mark.parametrize(
+    ("law", "number"), [(law, i) for law, broken in BROKEN.items() for i in range(len(broken))]
+)
 def test_what_is_wrong_breaks_its_law_by_name(law, number):
     with pytest.raises(AssertionError, match=f"broken law: {law} .seed 0"):
         testing.check_correction_laws(BROKEN[law][number], laws=[law])

@@ -9,17 +9,31 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pallas_kernels
 import pytest
 
+import pallas_kernels
+
 ROOT = Path(__file__).resolve().parents[2]
-FOREIGN = "flax", "chex", "hypothesis", "torch", "jaxfp8rl", "bridges", "orbax", "optax", "vllm", "transformers"
+FOREIGN = (
+    "flax",
+    "chex",
+    "hypothesis",
+    "torch",
+    "jaxfp8rl",
+    "bridges",
+    "orbax",
+    "optax",
+    "vllm",
+    "transformers",
+)
 
 
 def python(code: str, *args: str) -> str:
     """What a process of its own prints; it imports from this checkout alone what it imports of ours."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -44,16 +58,19 @@ results = {
     "blockwise_matmul": blockwise_matmul(*rows, *blocks, **how), "wgrad": wgrad(*tokens, *tokens, **how),
     "fp8_dot_general": jax.grad(lambda w: fp8_dot_general(x, w, (((1,), (1,)), ((), ())), **how).sum())(w),
     "fp8_linear": fp8_linear(x, w, **how),
-    "plan_groups": plan.starts, "pad_rows": pad_rows(x, plan), "unpad_rows": unpad_rows(pad_rows(x, plan), plan),
+    "plan_groups": plan.starts, "pad_rows": pad_rows(x, plan),
+    "unpad_rows": unpad_rows(pad_rows(x, plan), plan),
     "grouped_matmul": grouped_matmul(*quantize_rows(pad_rows(x, plan), **how), *experts, plan, **how),
     "packed_attention": packed_attention(*[one(128, 2, 64)] * 3, ids, **how),
     "paged_decode_attention": paged_decode_attention(
-        one(1, 2, 64), *[one(2, 8, 1, 64)] * 2, jnp.array([[0, 1]], jnp.int32), jnp.array([9], jnp.int32), **how),
+        one(1, 2, 64), *[one(2, 8, 1, 64)] * 2, jnp.array([[0, 1]], jnp.int32), jnp.array([9], jnp.int32),
+        **how),
     "linear_logprobs": linear_logprobs(x, w, ids, **how),
 }
 assert set(results) == set(pallas_kernels.__all__), set(results) ^ set(pallas_kernels.__all__)
 jax.block_until_ready(results)
-print(len(results), *sorted({name.split(".")[0] for name, module in sys.modules.items() if module} & set(sys.argv[1:])))
+loaded = {name.split(".")[0] for name, module in sys.modules.items() if module}
+print(len(results), *sorted(loaded & set(sys.argv[1:])))
 """
 
 
@@ -62,11 +79,13 @@ def test_every_name_works_where_only_jax_is_installed():
 
 
 def test_the_testing_helpers_say_what_they_need():
-    code = "import sys; sys.modules['chex'] = None\ntry: import pallas_kernels.testing\nexcept ImportError as e: print(e)"
-    assert "chex" in python(code)
+    code = "import sys; sys.modules['chex'] = None\ntry: import pallas_kernels.testing\n"
+    assert "chex" in python(code + "except ImportError as e: print(e)")
 
 
-@pytest.mark.parametrize("first", ["pallas_kernels", "pallas_kernels.grouped_matmul", "pallas_kernels.grouped_matmul.api"])
+@pytest.mark.parametrize(
+    "first", ["pallas_kernels", "pallas_kernels.grouped_matmul", "pallas_kernels.grouped_matmul.api"]
+)
 def test_a_name_is_a_function_whoever_loads_its_folder_first(first):
     """Two functions are named as their folders."""
     lines = (
@@ -82,13 +101,27 @@ def test_a_name_is_a_function_whoever_loads_its_folder_first(first):
 
 
 def test_what_there_is_to_be_known_of_every_function():
-    """Its docstring tells shapes and dtypes, what it raises and where its formula is from; what has a kernel has `backend`."""
-    assert pallas_kernels.__all__ == sorted(pallas_kernels.__all__) and set(pallas_kernels.__all__) <= set(dir(pallas_kernels))
+    """Its docstring tells shapes and dtypes, what it raises and where its formula is from; what has a kernel
+    has `backend`."""
+    assert pallas_kernels.__all__ == sorted(pallas_kernels.__all__) and set(pallas_kernels.__all__) <= set(
+        dir(pallas_kernels)
+    )
     for name in pallas_kernels.__all__:
         f = getattr(pallas_kernels, name)
-        for told in (r"\[[^\]]*[A-Z][^\]]*\]", "dtype|float32|int32", "Raises|raises|what it raises", "Source|source"):
+        for told in (
+            r"\[[^\]]*[A-Z][^\]]*\]",
+            "dtype|float32|int32",
+            "Raises|raises|what it raises",
+            "Source|source",
+        ):
             assert re.search(told, f.__doc__), (name, told)
-        by_choice = name not in ("plan_groups", "pad_rows", "unpad_rows", "dequantize_rows", "dequantize_blocks")
+        by_choice = name not in (
+            "plan_groups",
+            "pad_rows",
+            "unpad_rows",
+            "dequantize_rows",
+            "dequantize_blocks",
+        )
         assert ("backend" in inspect.signature(f).parameters) == by_choice, name
         assert name in pallas_kernels.__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'fp4'"):
@@ -105,5 +138,7 @@ def test_the_example_of_the_docstring_runs():
 def test_examples_run_and_are_short(name):
     source = (ROOT / "examples" / name).read_text()
     assert len(source.splitlines()) <= {"kernels_alone.py": 25}.get(name, 60)
-    out = python("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(ROOT / "examples" / name))
+    out = python(
+        "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(ROOT / "examples" / name)
+    )
     assert "off by" in out or "same" in out
