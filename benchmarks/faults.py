@@ -50,7 +50,7 @@ from jaxfp8rl.training import context, loop, updates
 SAVE_EVERY, BAD_ROWS, ROWS = 3, 10, 200
 PLACES = {  # name: the function before which the process dies
     "generate": (scored_groups, "generate"), "reward": (scored_groups, "score"), "score": (loop, "score"),
-    "learn": (loop, "learn"),
+    "learn": (loop, "run_updates"),
     "update": (updates, "find_nonfinite"), "publish": (loop, "publish"), "log": (loop.RunDirectory, "log"),
     "save": (Checkpoints, "save"), "digest": (store, "seal"), "sync": (store, "_sync"),
     "rename": (Path, "rename"),

@@ -469,13 +469,13 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
         monkeypatch.setattr(owner, name, lambda *a, **k: (calls.append(name), original(*a, **k))[1])
 
     for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"),
-                        (loop, "learn"),
+                        (loop, "run_updates"),
                         (loop, "warm_start")):
         recorded(owner, name)
     recorded(JaxInprocess, "publish")
     monkeypatch.setattr(rules, "_check_server", lambda cfg: None)
     loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=1, rollout__sleep="drop_weights"))
-    step = ["generate", "sleep", "score", "score", "learn", "wake", "publish"]
+    step = ["generate", "sleep", "score", "score", "run_updates", "wake", "publish"]
     assert calls == ["sleep", "warm_start", "wake", "publish", "generate", "generate", *step, *step,
                      "generate"]
 

@@ -121,7 +121,7 @@ def test_row_36_the_command_line_says_the_same_and_leaves_with_2(write):
      "jaxfp8rl: --run.dir: FILE is a file\n  next step: choose another --run.dir"),
     (["train", "demo", "--dryrun"], '--dryrun: did you mean "--dry-run"?'),
     (["train", "demo", "--optim.learning_rate", "1"], '"learning_rate" of other frameworks is optim.lr here'),
-    (["train", "demo", "--correction.preset", "tis"], '(did you mean "token_tis"?)'),
+    (["train", "demo", "--correction.preset", "tis"], 'here it is correction.preset = "token_tis"'),
     (["train", "demo", "--model.path", "x"],
      "step: --model.path FOLDER, and where the file has a [model.config] also --model"),
     (["import-gguf", "OUT", "--gguf", "nowhere.gguf"], "--gguf nowhere.gguf: no such file"),

@@ -80,7 +80,7 @@ def copy(straight, tmp_path) -> Path:
 
 
 def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
-    learn = loop.learn
+    learn = loop.run_updates
 
     def blown(*args):
         state, policy, updates = learn(*args)
@@ -88,7 +88,7 @@ def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypa
                               state.params) if args[4] == 3 else state.params
         return state._replace(params=params), policy, updates
 
-    monkeypatch.setattr(loop, "learn", blown)
+    monkeypatch.setattr(loop, "run_updates", blown)
     with pytest.raises(NonFiniteStep,
                        match=r"after step 3 the parameters are not finite, and are not saved: .*\n.*--resume"):
         loop.train(config(tmp_path, run__save_every=1))
@@ -192,7 +192,7 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
 # 27: SIGKILL
 
 POINTS = [
-    ("jaxfp8rl.training.loop:learn", 1), ("jaxfp8rl.checkpoint.store:seal", 2),
+    ("jaxfp8rl.training.loop:run_updates", 1), ("jaxfp8rl.checkpoint.store:seal", 2),
     ("jaxfp8rl.training.loop:publish", 3),
     ("jaxfp8rl.training.loop:init_train_state", 1), ("jaxfp8rl.training.context:fresh_state", 1),
     ("jaxfp8rl.training.loop:check_gate", 1),

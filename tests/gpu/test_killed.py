@@ -37,7 +37,7 @@ def test_killed_between_two_publishes_it_leaves_no_memory_taken(engine, tmp_path
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    place = ("jaxfp8rl.training.loop:learn", "2")
+    place = ("jaxfp8rl.training.loop:run_updates", "2")
     command = [sys.executable, str(MICRO_RUN), *place, "train", "demo", "--rollout.engine", engine, *OPTIONS]
     try:
         done = subprocess.run([*command, "--run.dir", str(tmp_path / "run")], capture_output=True, text=True,

@@ -36,7 +36,7 @@ from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import _not_in
+from jaxfp8rl.rollout.problems import _not_in
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -278,7 +278,7 @@ def stood_in(tmp_path, monkeypatch):
                             close=lambda: None)
     monkeypatch.setattr(evaluate, "load_trained",
                         lambda source, step, overrides: Trained(cfg, None, {}, {}, step or 3))
-    monkeypatch.setattr(evaluate, "build", lambda cfg: parts)
+    monkeypatch.setattr(evaluate, "build_run", lambda cfg: parts)
 
 
 def test_another_question_is_added_and_the_same_one_answered_anew(stood_in, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bridges.api import Capabilities, Completion, EngineFormats, SamplingParams, VersionSpan, supports
 from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import padded_support
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
@@ -80,7 +81,7 @@ def test_what_an_engine_tells_comes_back_padded_but_for_what_is_too_wide(sets, m
         row[: len(s)] = list(s)
     ids, sizes = supports(left, most)
     assert sizes.tolist() == [len(s) if len(s) <= most else 0 for s in sets] and sizes.sum() == len(ids)
-    for row, s in zip(support.padded(ids, sizes, most), sets):
+    for row, s in zip(padded_support(ids, sizes, most), sets):
         assert set(row[row >= 0]) == (s if len(s) <= most else set())
 
 

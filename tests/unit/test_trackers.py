@@ -114,7 +114,7 @@ def test_a_full_disk_does_not_hold_up_who_logs_to_tensorboard(tmp_path, monkeypa
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_package_is_said_before_an_engine_starts(name, tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.PACKAGES, name, "not_installed")
-    monkeypatch.setattr(loop, "build", lambda *_: pytest.fail("it takes minutes"))
+    monkeypatch.setattr(loop, "build_run", lambda *_: pytest.fail("it takes minutes"))
     with pytest.raises(UserError,
                        match=rf'"{name}" needs the package not_i.*\n  next step: pip install "jaxfp8rl\[trackers\]"'):
         loop.train(config(tmp_path / "run", name))
