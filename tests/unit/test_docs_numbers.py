@@ -1,4 +1,4 @@
-"""The README's numbers are those of benchmarks/results, to the last digit it prints."""
+"""The numbers of docs/measurements.md are those of benchmarks/results, to the last digit it prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+PAGE = " ".join((ROOT / "docs/measurements.md").read_text(encoding="utf-8").split())
 START, END, MISMATCH = "held-out reward, start", "held-out reward, end", "mismatch/token_mult_prob_error, median"
 LARGEST = "mismatch/token_mult_prob_error, max"
 
@@ -95,7 +95,7 @@ UNIFIED = functools.partial(value, "publish", "Qwen3-8B fp8_unified", "publish +
 ROLLOUT = functools.partial(value, "publish", "Qwen3-8B fp8_rollout", "quantise + publish + proof")
 EXPERTS = functools.partial(value, "publish_moe", "30B-A3B fp8_unified", "publish + proof")
 N = r"([\d.]+(?:e-\d+)?)"
-# (what the README says, N where a number stands; what gives the numbers)
+# (what the page says, N where a number stands; what gives the numbers)
 CLAIMS = [
     (rf"FP8 KV, 3 seeds \| 2 CPU cores \| {N} to {N} -> {N} to {N} \| {N}, {N} at most",
      lambda: cpu_demo("yardstick")),
@@ -167,9 +167,25 @@ def agrees(text: str, number: float) -> bool:
 
 
 @pytest.mark.parametrize("pattern,numbers", CLAIMS, ids=[c[0][:40] for c in CLAIMS])
-def test_a_number_of_the_readme_is_the_benchmarks(pattern, numbers):
-    found = re.search(pattern, README)
-    assert found, f"the README no longer says: {pattern}"
+def test_a_number_of_the_page_is_the_benchmarks(pattern, numbers):
+    found = re.search(pattern, PAGE)
+    assert found, f"the page no longer says: {pattern}"
     wrong = [(text, number) for text, number in zip(found.groups(), numbers(), strict=True)
              if not agrees(text, number)]
     assert wrong == []
+
+
+FRONT = [
+    (rf"\*\*{N} ms\*\* \| a weight sync of Qwen3-8B .* vLLM's own reload takes {N} ms \|",
+     lambda: [UNIFIED(), UNIFIED("yardstick")]),
+    (rf"\*\*{N}x\*\* \| the linears of a Qwen3-8B layer", lambda: [LINEAR("ratio")]),
+    (rf"\*\*{N}\*\* \| `mismatch/k3` .* {N} with FP8 rollout alone",
+     lambda: [K3("fp8_unified, BF16 KV"), K3("fp8_rollout, BF16 KV")]),
+]
+
+
+@pytest.mark.parametrize("pattern,numbers", FRONT, ids=[c[0][:40] for c in FRONT])
+def test_a_number_on_the_front_page_is_the_benchmarks(pattern, numbers):
+    found = re.search(pattern, (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert found, f"the README no longer says: {pattern}"
+    assert all(agrees(text, number) for text, number in zip(found.groups(), numbers(), strict=True))
