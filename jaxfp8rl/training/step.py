@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,114 +82,140 @@ def make_score(logprobs: Callable, layout: MeshLayout = ONE) -> Callable:
     return score
 
 
-def make_train_step(
-    logprobs: Callable, precision: Precision, loss: Loss, correction_config: CorrectionConfig,
-    optimizer: Optimizer,
-    layout: MeshLayout = ONE, balance_coef: float = 0.0,
-) -> Callable:
-    """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy,
-    metrics). The buffers of state and policy are donated, but for weights in an engine's memory; the policy
-    that comes back is that of the new state, then without codes.
+class _TrainStep(NamedTuple):
+    """One update, from scored rows to the new state; `make_train_step` jits `update`. Its parts stand in the
+    order in which they are called, the innermost first."""
 
-    old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under
-    loss.kl_coef; clip: two scalars in place of the objective's clip distances.
+    logprobs: Callable
+    precision: Precision
+    loss: Loss
+    correction: CorrectionConfig
+    optimizer: Optimizer
+    layout: MeshLayout
+    balance_coef: float
 
-    An update in which no token can have a gradient (all weights or advantages 0, and no term of the loss that
-    is free of them) is not applied and counts no token.
-    """
-    scored = loss.old_policy == "recomputed"
+    @property
+    def is_scored(self) -> bool:
+        """Whether a scoring pass has computed pi_old before the update."""
+        return self.loss.old_policy == "recomputed"
 
-    def has_gradient(correction: Correction, advantages: Array, masked: Array | bool) -> Array:
-        """Tokens that can have a gradient [M, R, T] bool: without any it is exactly 0, and only Adam's
-        momentum would move."""
-        if loss.kl_coef or loss.entropy_coef or balance_coef:
-            return correction.mask  # these terms know neither weight nor advantage
-        penalised = loss.objective in ("prime_rl", "kl_cov")  # their penalties have no advantage, either
-        # of a NaN both hold, so that the guard sees it
-        weighed = (correction.weights != 0) & (penalised | (advantages != 0))
-        return correction.mask & weighed & jnp.logical_not(masked)
+    def correct(self, logp: Array, batch: TrainBatch, mask: Array) -> Correction:
+        """The rollout correction of `logp` against the engine's own."""
+        return rollout_correction(logp, batch.rollout_logp, mask, self.correction, batch.segment_ids)
 
-    def selection(batch: TrainBatch, known_logp: Array, kept_mask: Array) -> Array | None:
-        """The tokens that the objective treats apart, chosen from the whole batch."""
-        if loss.objective not in SELECTING:
-            return None
-        kept_mask = kept_mask if scored else batch.response_mask  # its weights are not known yet
-        places = batch.tokens + 262147 * batch.positions  # any number that tells tokens apart
-        return select_tokens(known_logp, batch.advantages, kept_mask, places, loss.objective_config)
-
-    def microbatch_loss(weights: Params, sums: Params, micro: tuple, policy: Params,
+    def microbatch_loss(self, weights: Params, sums: Params, micro: tuple, policy: Params,
                         clip: tuple | None) -> tuple[Array, dict]:
+        """The loss of one micro-batch, already divided by the whole batch's denominators, and its arrays."""
+        loss = self.loss
         batch, old_logp, ref_logp, importance, mask, scale, selected, share = micro
-        logp, entropy, routing = logprobs(policy | weights | {"sums": sums}, batch)
-        if not scored:
-            importance = rollout_correction(logp, batch.rollout_logp, mask, correction_config,
-                                            batch.segment_ids).weights
+        logp, entropy, routing = self.logprobs(policy | weights | {"sums": sums}, batch)
+        if not self.is_scored:
+            importance = self.correct(logp, batch, mask).weights
         if loss.old_policy == "current":
             old_logp = jax.lax.stop_gradient(logp)
-        # what is rejected says nothing: its ratio is in no mean over its sequence, either
-        kept_mask = mask & (importance != 0)
+        kept_mask = mask & (importance != 0)  # the ratio of a rejected token is in no mean over its sequence
         fields = logp, old_logp, batch.advantages, kept_mask, batch.segment_ids
-        surrogate, loss_metrics = policy_loss(*fields, loss.objective_config, clip, selected)
+        surrogate, aux = policy_loss(*fields, loss.objective_config, clip, selected)
         sampled = batch.rollout_logp if loss.sampled_by == "rollout" else old_logp
         if loss.opsm_delta is not None:
-            # whole, with what was rejected
-            sequences = batch.advantages, batch.response_mask, batch.segment_ids
-            loss_metrics["opsm/fraction"] = off_policy(logp, sampled, *sequences, loss.opsm_delta) & mask
-            surrogate = jnp.where(loss_metrics["opsm/fraction"], 0.0, surrogate)
+            sequences = batch.advantages, batch.response_mask, batch.segment_ids  # rejected tokens included
+            aux["opsm/fraction"] = off_policy(logp, sampled, *sequences, loss.opsm_delta) & mask
+            surrogate = jnp.where(aux["opsm/fraction"], 0.0, surrogate)
         total = importance * surrogate
         if loss.kl_coef:
             weighed = (sampled, loss.kl_weight_cap) if loss.unbiased_kl else ()
             total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, *weighed))
-            loss_metrics["kl"] = jax.lax.stop_gradient(kl)
+            aux["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
         value = jnp.sum(jnp.where(mask, scale * total, 0.0))
-        # by the micro-batch's share of the tokens: its weight is one, however their losses are aggregated
-        if balance_coef:
-            value += balance_coef * jnp.mean(routing.balance) * jnp.sum(share)
-        return value, {"logp": logp, "entropy": entropy, **loss_metrics}
+        if self.balance_coef:  # by the micro-batch's share of the tokens, however the losses are aggregated
+            value += self.balance_coef * jnp.mean(routing.balance) * jnp.sum(share)
+        return value, {"logp": logp, "entropy": entropy, **aux}
 
-    def of_rows(policy: Params, batch: tuple, live: Array, loss_scale: Array, clip: tuple | None) -> tuple:
+    def of_rows(self, policy: Params, batch: tuple, live: Array, loss_scale: Array,
+                clip: tuple | None) -> tuple:
         """Loss and gradients of all rows, from a device's own."""
-        of_micro = functools.partial(microbatch_loss, policy=policy, clip=clip)
+        of_micro = functools.partial(self.microbatch_loss, policy=policy, clip=clip)
         value, aux, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live,
-                                        loss_scale)
-        return layout.sum(value), aux, layout.sum_gradients(grads)
+                                       loss_scale)
+        return self.layout.sum(value), aux, self.layout.sum_gradients(grads)
 
-    @functools.partial(gradient_jit, donate_argnums=(0, 1))
-    def compiled(state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array,
-                 ref_logp=None, clip=None):
+    def select(self, batch: TrainBatch, known_logp: Array, kept_mask: Array) -> Array | None:
+        """The tokens that the objective treats apart, chosen from the whole batch."""
+        if self.loss.objective not in SELECTING:
+            return None
+        kept_mask = kept_mask if self.is_scored else batch.response_mask  # its weights are not known yet
+        places = batch.tokens + 262147 * batch.positions  # any number that tells tokens apart
+        return select_tokens(known_logp, batch.advantages, kept_mask, places, self.loss.objective_config)
+
+    def has_gradient(self, correction: Correction, advantages: Array, masked: Array | bool) -> Array:
+        """Tokens that can have a gradient [M, R, T] bool. Without any the gradient is exactly 0, and only
+        Adam's momentum would move the weights."""
+        if self.loss.kl_coef or self.loss.entropy_coef or self.balance_coef:
+            return correction.mask  # these terms know neither weight nor advantage
+        penalised = self.loss.objective in ("prime_rl", "kl_cov")  # their penalties have no advantage, either
+        # of a NaN both hold, so that the guard sees it
+        weighed = (correction.weights != 0) & (penalised | (advantages != 0))
+        return correction.mask & weighed & jnp.logical_not(masked)
+
+    def differentiate(self, policy: Params, batch: TrainBatch, known_logp: Array, ref_logp: Array | None,
+                      correction: Correction, mask: Array, loss_scale: Array, clip: tuple | None) -> tuple:
+        """(loss, arrays of the tokens [M, R, T], gradients of the policy)."""
+        loss, segments = self.loss, batch.segment_ids
+        scale = token_scale(mask, segments, loss.aggregation, loss.horizon, batch.loss_weights)
+        selected = self.select(batch, known_logp, mask & (correction.weights != 0))
+        share = token_scale(mask, segments, "token_mean") if self.balance_coef else None
+        rows = batch, known_logp, ref_logp, correction.weights, mask, scale, selected, share
+        grads_specs = self.layout.specs(jax.eval_shape(gradients_like, policy))
+        run = self.layout.run(self.of_rows, (self.layout.specs(policy), ROWS, ALL, ALL, ALL),
+                              (ALL, ROWS, grads_specs))
+        return run(policy, rows, mask.any((1, 2)), loss_scale, clip)
+
+    def update(self, state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array,
+               ref_logp: Array | None = None, clip: tuple | None = None) -> tuple:
+        """(new state, its policy, metrics). `own` and `lent`: the policy, as `partition` gives it."""
         policy, in_engine = combine(own, lent), bool(jax.tree.leaves(lent))
         sampled = batch.response_mask
         if batch.loss_weights is not None:
             sampled &= batch.loss_weights != 0
-        correction = rollout_correction(old_logp, batch.rollout_logp, sampled, correction_config,
-                                        batch.segment_ids)
-        mask = correction.mask if scored else sampled
-        scale = token_scale(mask, batch.segment_ids, loss.aggregation, loss.horizon, batch.loss_weights)
-        grads_specs = layout.specs(jax.eval_shape(gradients_like, policy))
-        run = layout.run(of_rows, (layout.specs(policy), ROWS, ALL, ALL, ALL), (ALL, ROWS, grads_specs))
-        known_logp = old_logp if scored else batch.rollout_logp  # of pi_old, before the batch is split
-        selected = selection(batch, known_logp, mask & (correction.weights != 0))
-        share = token_scale(mask, batch.segment_ids, "token_mean") if balance_coef else None
-        rows = batch, known_logp, ref_logp, correction.weights, mask, scale, selected, share
-        value, aux, grads = run(policy, rows, mask.any((1, 2)), state.loss_scale, clip)
+        correction = self.correct(old_logp, batch, sampled)
+        mask = correction.mask if self.is_scored else sampled
+        known_logp = old_logp if self.is_scored else batch.rollout_logp  # pi_old, before any split
+        value, aux, grads = self.differentiate(policy, batch, known_logp, ref_logp, correction, mask,
+                                               state.loss_scale, clip)
         logp = aux.pop("logp")
-        if not scored:
-            old_logp = logp
-            correction = rollout_correction(logp, batch.rollout_logp, sampled, correction_config,
-                                            batch.segment_ids)
+        if not self.is_scored:
+            old_logp, correction = logp, self.correct(logp, batch, sampled)
         silent = aux.get("opsm/fraction", False) | aux.get("clip/covariance", jnp.zeros_like(sampled))
-        live = jnp.any(has_gradient(correction, batch.advantages, silent))
-        state, update = guarded_update(optimizer, state, value, grads, live)
-        before = batch.rollout_logp if loss.old_policy == "rollout" else old_logp
+        live = jnp.any(self.has_gradient(correction, batch.advantages, silent))
+        state, applied = guarded_update(self.optimizer, state, value, grads, live)
+        before = batch.rollout_logp if self.loss.old_policy == "rollout" else old_logp
         metrics = {"loss": value, "tokens/update": jnp.sum(correction.mask & live),
                    "staleness/k1": mean_over(mask, before - logp)}
-        metrics |= {name: mean_over(mask, x) for name, x in aux.items()} | correction.metrics | update
+        metrics |= {name: mean_over(mask, x) for name, x in aux.items()} | correction.metrics | applied
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
-        state = layout.keep(state)
-        quantized = functools.partial(policy_of, precision=precision, codes=not in_engine)
-        return state, layout.on_weights(quantized, state.params) | scales_in(policy), metrics
+        state = self.layout.keep(state)
+        quantized = functools.partial(policy_of, precision=self.precision, codes=not in_engine)
+        return state, self.layout.on_weights(quantized, state.params) | scales_in(policy), metrics
+
+
+def make_train_step(
+    logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: Optimizer,
+    layout: MeshLayout = ONE, balance_coef: float = 0.0,
+) -> Callable:
+    """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy,
+    metrics). The buffers of state and policy are donated, except weights in an engine's memory. The policy
+    that comes back is that of the new state; it has no codes if the engine holds them.
+
+    old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under
+    loss.kl_coef. clip: two scalars in place of the objective's clip distances.
+
+    An update in which no token can have a gradient (all weights or advantages are 0, and no term of the loss
+    is free of them) is not applied and counts no token.
+    """
+    step = _TrainStep(logprobs, precision, loss, correction, optimizer, layout, balance_coef)
+    compiled = gradient_jit(step.update, donate_argnums=(0, 1))
 
     @functools.wraps(compiled)
     def train_step(state: TrainState, policy: Params, *rest: Any, **more: Any):
