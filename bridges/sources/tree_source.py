@@ -8,8 +8,6 @@
         "dropout.*": None,                                                                # is not sent
     }
     transport.publish(TreeSource(params, mapping, weights="fp8_e4m3_128x128", dtype="bfloat16"), version=1)
-
-Arrays are numpy's, JAX's or PyTorch's. This file imports neither JAX nor PyTorch.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from bridges.api import BridgeError, ManifestMismatch, ParamMeta, StackRow
 from bridges.proof import manifest
 
 FP8, BLOCK, E4M3_MAX, AMAX_FLOOR = "fp8_e4m3_128x128", 128, np.float32(448), np.float32(1e-10)
-LINEARS = r"layers\.\d+\..*_proj\.weight"
+Made = tuple[tuple[ParamMeta, ...], Callable[[], Any]]  # a tensor, in FP8 with its scales; what makes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +47,13 @@ class To:
     dtype: str | None = None
 
 
-Made = tuple[tuple[ParamMeta, ...], Callable[[], Any]]  # a tensor, with its scales if it is FP8; what makes it
-
-
 class TreeSource:
     """WeightSource over `params`: nested mappings, sequences, objects with attributes (a torch or an NNX
-    module, an NNX State). A path joins keys with dots.
+    module, an NNX State) of numpy's, JAX's or torch's arrays. A path joins keys with dots.
 
     mapping: path -> HF name, `To`, list of names, None for a leaf that is not sent, or (HF name, sharding) as
     Tunix has it: of the sharding only the place of an axis "layer" counts, which is the stacked one. `{i}` or
-    `*` in a path stands for one key. weights: a float type for all tensors, None to leave each its own, or
+    `*` in a path stands for one key. None: each path is its tensor's HF name. weights: a float type for all tensors, None to leave each its own, or
     "fp8_e4m3_128x128", where the tensors of two axes whose HF name matches `quantize`, a regular expression
     or a predicate, become E4M3 codes and `weight_scale_inv`, and `dtype` is that of the rest. Weights are
     rounded to `dtype` before they are quantised.
@@ -68,15 +63,17 @@ class TreeSource:
     that manifest's order the tensors come, else in the mapping's. They are made while they are asked for.
     """
 
-    def __init__(self, params: Any, mapping: Mapping[str, Any], *, weights: str | None = None,
-                 dtype: str | None = None, quantize: str | Callable[[str], bool] = LINEARS,
-                 expected: Sequence[ParamMeta] | None = None):
+    def __init__(self, params: Any, mapping: Mapping[str, Any] | None = None, *, weights: str | None = None,
+                 dtype: str | None = None, expected: Sequence[ParamMeta] | None = None,
+                 quantize: str | Callable[[str], bool] = r"layers\.\d+\..*_proj\.weight"):
         self._dtype = dtype or (None if weights == FP8 else weights)
         if weights not in (None, FP8, self._dtype):
             raise ValueError(f"weights={weights!r} with dtype={dtype!r}: use one type for both, or {FP8!r}")
         matches = quantize if callable(quantize) else functools.partial(re.search, quantize)
         self._is_fp8 = lambda name: weights == FP8 and bool(matches(name))
-        self._tensors = self._plan(dict(leaves(params)), {path: _place(to) for path, to in mapping.items()})
+        tree = dict(leaves(params))
+        mapping = {path: path for path in tree} if mapping is None else mapping
+        self._tensors = self._plan(tree, {path: _place(to) for path, to in mapping.items()})
         if expected is not None:
             self._fit(expected)
 
@@ -85,7 +82,8 @@ class TreeSource:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for metas, make in self._tensors:
-            yield from zip((m.name for m in metas), map(_lent, quantize_blocks(make()) if metas[1:] else (make(),)))
+            made = quantize_blocks(make()) if len(metas) == 2 else (make(),)
+            yield from zip((meta.name for meta in metas), map(_lent, made))
 
     def _plan(self, tree: dict[str, Any], places: dict[str, To | None]) -> list[Made]:
         tensors, problems, left = [], [], dict(tree)
@@ -121,7 +119,7 @@ class TreeSource:
                 shape = joined if rows == slice(None) else (rows.stop - rows.start, *joined[1:])
                 dtype = to.dtype or self._dtype or _dtype_name(leaf)
                 metas = self._metas(name.format(**keys, **dict(zip(missing, at))), dtype, shape)
-                yield metas, functools.partial(_made, leaf, index, order, joined, rows, dtype, len(metas) == 2)
+                yield metas, functools.partial(_made, leaf, index, order, joined, rows, metas[0].dtype, dtype)
 
     def _metas(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[ParamMeta, ...]:
         if len(shape) != 2 or not self._is_fp8(name):
@@ -179,8 +177,8 @@ def _arrangement(axes: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tupl
     flat = [name for group in members for name in group]
     if sorted(flat) != sorted(set(names)) or not len(flat) == len(names) == len(shape):
         raise ValueError(f'axes "{axes}" do not describe a tensor of shape {tuple(shape)}')
-    size = dict(zip(names, shape))
-    return tuple(map(names.index, flat)), tuple(math.prod(size[n] for n in group) for group in members)
+    joined = (math.prod(shape[names.index(name)] for name in group) for group in members)
+    return tuple(map(names.index, flat)), tuple(joined)
 
 
 def _cuts(split: tuple[int, ...], shape: tuple[int, ...], names: int) -> list[slice]:
@@ -190,24 +188,17 @@ def _cuts(split: tuple[int, ...], shape: tuple[int, ...], names: int) -> list[sl
     return [slice(end - size, end) for end, size in zip(ends, split)] or [slice(None)] * names
 
 
-def _made(x: Any, index: tuple, order: tuple, joined: tuple, rows: slice, dtype: str, fp8: bool) -> Any:
-    """`x[index]`, its axes in `order`, then joined, `rows` of that, as `dtype`: in the library of x. A row of a
-    JAX stack that is sent as it is stays where it lies."""
+def _made(x: Any, index: tuple, order: tuple, joined: tuple, rows: slice, sent: str, dtype: str) -> Any:
+    """`x[index]`, its axes in `order`, then of shape `joined`, `rows` of that, as `dtype`: in x's library. A row
+    of a JAX stack that is sent as it is stays where it lies."""
     x, whole = x.detach() if hasattr(x, "detach") else x, slice(None)
-    turned = order != tuple(range(len(order)))
-    if index and whole not in index and not (turned or fp8 or rows != whole or dtype != _dtype_name(x)
-                                             or x.shape[len(index):] != joined) and _is_of("jax", "Array", x):
+    is_row = index and whole not in index and order == tuple(range(x.ndim - len(index)))
+    as_it_is = rows == whole and sent == _dtype_name(x) and x.shape[len(index):] == joined
+    if is_row and as_it_is and hasattr(x, "block_until_ready"):  # JAX
         return StackRow(x, index[0] if len(index) == 1 else index)
     x = x[index] if index else x
-    if turned:
-        x = x.permute(order) if hasattr(x, "permute") else x.transpose(order)
-    x = x.reshape(joined) if tuple(x.shape) != joined else x
+    x = (x.permute(order) if hasattr(x, "permute") else x.transpose(order)).reshape(joined)
     return _cast(x if rows == whole else x[rows], dtype)
-
-
-def _is_of(module: str, name: str, x: Any) -> bool:
-    """Whether x is an array of a library: who hands one over has imported it."""
-    return isinstance(x, getattr(sys.modules.get(module), name, ()))
 
 
 def _dtype_name(x: Any) -> str:
@@ -219,32 +210,30 @@ def _cast(x: Any, dtype: str) -> Any:
 
     if _dtype_name(x) == dtype:
         return x
-    torch = sys.modules["torch"] if _is_of("torch", "Tensor", x) else None
-    return x.to(getattr(torch, dtype)) if torch else x.astype(getattr(ml_dtypes, dtype, dtype))
+    if hasattr(x, "detach"):
+        return x.to(getattr(sys.modules["torch"], dtype))
+    return x.astype(getattr(ml_dtypes, dtype, dtype))
 
 
 def _lent(x: Any) -> Any:
-    """A form that a transport can read through DLPack: row-major, and numpy's FP8 and bfloat16, which numpy does
-    not export, as torch's or JAX's, whichever is loaded."""
-    if _is_of("torch", "Tensor", x):
-        return x.contiguous()
-    x = np.require(x, requirements="CW") if isinstance(x, np.ndarray) else x
-    if not isinstance(x, np.ndarray) or x.dtype.isbuiltin == 1:
-        return x
-    if torch := sys.modules.get("torch"):
+    """A form that a transport can read through DLPack: row-major, and numpy's FP8 and bfloat16, which numpy
+    does not export, as torch's or JAX's, whichever is loaded."""
+    if not isinstance(x, np.ndarray):
+        return x.contiguous() if hasattr(x, "contiguous") else x
+    x, torch, jax = np.require(x, requirements="CW"), sys.modules.get("torch"), sys.modules.get("jax")
+    if torch and x.dtype.isbuiltin != 1:
         return torch.from_numpy(x.view(f"i{x.itemsize}")).view(getattr(torch, x.dtype.name))
-    return sys.modules["jax"].numpy.asarray(x) if sys.modules.get("jax") else x
+    return jax.numpy.asarray(x) if jax and x.dtype.isbuiltin != 1 else x
 
 
 def quantize_blocks(w: Any) -> tuple[Any, Any]:
     """w [N, K] of numpy, JAX or torch -> E4M3 codes [N, K], float32 scales [N/128, K/128] rounded up, of the
     same library; bit for bit `pallas_kernels.quantize.reference.quantize_blocks`. Torch's on the host."""
-    if _is_of("torch", "Tensor", w):
+    if hasattr(w, "detach"):
         both = quantize_blocks(w.float().cpu().numpy())
         return tuple(sys.modules["torch"].as_tensor(_lent(x)).to(w.device) for x in both)
-    if not _is_of("jax", "Array", w):
-        with np.errstate(invalid="ignore"):
-            return _quantized(w, np, np.divide)
+    if not hasattr(w, "block_until_ready"):
+        return _quantized(w, np, np.divide)
     jax = sys.modules["jax"]
     # JAX's float32 division is not correctly rounded; within one program XLA may drop the cast back
     with jax.enable_x64(True):
