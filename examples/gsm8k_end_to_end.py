@@ -34,7 +34,7 @@ def config(folder):
         "task.options": options,
         "rollout.prompts_per_step": 8, "rollout.samples_per_prompt": 4, "rollout.max_new_tokens": 24,
         "train.row_tokens": 72, "train.rows_per_microbatch": 4,
-        "sft.steps": 80, "sft.examples_per_step": 32,
+        "sft.steps": 50, "sft.examples_per_step": 32,
     }
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 

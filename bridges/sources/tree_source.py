@@ -53,14 +53,14 @@ class TreeSource:
 
     mapping: path -> HF name, `To`, list of names, None for a leaf that is not sent, or (HF name, sharding) as
     Tunix has it: of the sharding only the place of an axis "layer" counts, which is the stacked one. `{i}` or
-    `*` in a path stands for one key. None: each path is its tensor's HF name. weights: a float type for all tensors, None to leave each its own, or
-    "fp8_e4m3_128x128", where the tensors of two axes whose HF name matches `quantize`, a regular expression
-    or a predicate, become E4M3 codes and `weight_scale_inv`, and `dtype` is that of the rest. Weights are
-    rounded to `dtype` before they are quantised.
+    `*` in a path stands for one key. No mapping: each path is its tensor's HF name. weights: a float type for
+    all tensors, None to leave each its own, or "fp8_e4m3_128x128": tensors of two axes whose HF name matches
+    `quantize`, a regular expression or a predicate, are rounded to `dtype`, as the rest is, and become E4M3
+    codes and `weight_scale_inv`. Tensors are made while they are asked for.
 
     Raises BridgeError that lists every leaf without a place, path without a leaf and transform that does not
     fit; with `expected`, an engine's `expected_manifest()`, ManifestMismatch that lists every difference. In
-    that manifest's order the tensors come, else in the mapping's. They are made while they are asked for.
+    that manifest's order the tensors come, else in the mapping's.
     """
 
     def __init__(self, params: Any, mapping: Mapping[str, Any] | None = None, *, weights: str | None = None,
@@ -142,10 +142,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if hasattr(tree, "shape") and hasattr(tree, "dtype"):
         yield path, tree
         return
-    if hasattr(tree, "named_parameters"):  # a torch module: its dictionaries are private
-        children = tree.named_parameters()
-    elif isinstance(tree, Mapping):
-        children = tree.items()
+    if isinstance(tree, Mapping) or hasattr(tree, "named_parameters"):  # of a torch module
+        children = tree.items() if isinstance(tree, Mapping) else tree.named_parameters()
     elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
         children = zip(getattr(tree, "_fields", range(len(tree))), tree)
     else:
@@ -189,8 +187,8 @@ def _cuts(split: tuple[int, ...], shape: tuple[int, ...], names: int) -> list[sl
 
 
 def _made(x: Any, index: tuple, order: tuple, joined: tuple, rows: slice, sent: str, dtype: str) -> Any:
-    """`x[index]`, its axes in `order`, then of shape `joined`, `rows` of that, as `dtype`: in x's library. A row
-    of a JAX stack that is sent as it is stays where it lies."""
+    """`x[index]`, its axes in `order`, then of shape `joined`, `rows` of that, as `dtype`: in x's library. A
+    row of a JAX stack that is sent as it is stays where it lies."""
     x, whole = x.detach() if hasattr(x, "detach") else x, slice(None)
     is_row = index and whole not in index and order == tuple(range(x.ndim - len(index)))
     as_it_is = rows == whole and sent == _dtype_name(x) and x.shape[len(index):] == joined
