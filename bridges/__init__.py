@@ -11,7 +11,7 @@
 Tokens and log-probabilities come out, named tensors go in. A learner of any kind implements `WeightSource`,
 or describes its parameters to `TreeSource`; an engine of any kind implements `RolloutEngine`, and
 `check_engine` holds it to the contract. A name is loaded when it is first asked for: `import bridges` needs
-numpy alone, and what serves PyTorch and vLLM loads no JAX.
+nothing, the contracts, `TreeSource` and `check_engine` need numpy alone.
 """
 
 import importlib

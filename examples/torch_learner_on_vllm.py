@@ -1,4 +1,4 @@
-"""A PyTorch learner drives vLLM: REINFORCE with a truncated importance weight. It needs no JAX.
+"""A PyTorch learner drives vLLM: REINFORCE with a truncated importance weight.
 
 `TreeSource` reads the module's own parameters; the engine checks every name and shape before a byte moves.
 """
@@ -46,16 +46,15 @@ def step(model, optimizer, groups):
 
 torch.manual_seed(0)
 model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).float()
-optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+optimizer, sampling = torch.optim.Adam(model.parameters(), 5e-3), SamplingParams(max_tokens=8)
 config = {**model.config.to_dict(), "architectures": ["Qwen3ForCausalLM"]}
 engine = VllmEngine(config, weights="float32", max_model_len=64, max_num_seqs=32, enforce_eager=True)
-transport, sampling = VllmReload(), SamplingParams(max_tokens=8)
-transport.open(engine)
+(transport := VllmReload()).open(engine)
 for version in range(6):
     transport.publish(TreeSource(model), version)  # the module's names are Hugging Face's
     requests = [GenRequest(str(i), p, sampling, n=8, seed=version) for i, p in enumerate(PROMPTS)]
     groups = engine.generate(requests)
-    rewards = [reward(c.token_ids) for group in groups for c in group]
-    print(f"version {version}: reward {sum(rewards) / len(rewards):.3f}", flush=True)
+    mean = sum(reward(c.token_ids) for group in groups for c in group) / (8 * len(PROMPTS))
+    print(f"version {version}: reward {mean:.3f}", flush=True)
     step(model, optimizer, groups)
 engine.close()

@@ -1,5 +1,5 @@
-"""The packages as libraries: what each loads, with everything else blocked, and that every public name is there
-and says what it does."""
+"""The packages as libraries: what each loads, with everything else blocked, and that every public name is
+there and says what it does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_bridges_needs_numpy_alone():
     code = """
 import bridges
 from bridges import Completion, GenRequest, ParamMeta, PublishReceipt, RolloutEngine, SamplingParams
-from bridges import ArraySource, TreeSource, VllmEngine, VllmReload, WeightSource, WeightTransport, check_engine
+from bridges import ArraySource, TreeSource, VllmEngine, VllmReload, WeightSource, WeightTransport
+from bridges import check_engine
 import numpy as np
 source = TreeSource({"w": np.ones((2, 3), np.float32)}, {"w": "w"})
 print(isinstance(source, WeightSource), GenRequest("a", (1,), SamplingParams(max_tokens=1)).n)
@@ -54,7 +55,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jaxfp8rl import losses
 logp = jnp.log(jnp.array([[0.5, 0.4], [0.3, 0.2]]))
 mask, ids = jnp.ones((2, 2), bool), jnp.ones((2, 2), int)
-advantages = jnp.asarray(losses.group_advantages([np.array([1.0, 0.0])], "grpo")[0])[:, None] * jnp.ones((2, 2))
+[advantages] = losses.group_advantages([np.array([1.0, 0.0])], "grpo")
+advantages = jnp.asarray(advantages)[:, None] * jnp.ones((2, 2))
 fix = losses.rollout_correction(logp, logp - 2.0, mask, losses.PRESETS["token_tis"], ids)
 loss, cut = losses.policy_loss(logp, logp, advantages, fix.mask, ids, losses.ObjectiveConfig())
 total = (losses.token_scale(fix.mask, ids, "token_mean") * fix.weights * loss).sum()
@@ -71,7 +73,7 @@ def test_every_public_name_is_there_and_says_what_it_does(module):
         value = getattr(module, name)
         if inspect.isclass(value) or inspect.isfunction(value):
             doc = inspect.getdoc(value) or ""
-            assert len(doc.split()) > 3 and not doc.startswith(f"{value.__name__}("), f"{name} has no docstring"
+            assert len(doc.split()) > 3 and not doc.startswith(f"{value.__name__}("), name
     with pytest.raises(AttributeError, match="no attribute 'unheard_of'"):
         module.unheard_of  # noqa: B018
 
