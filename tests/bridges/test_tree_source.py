@@ -199,6 +199,21 @@ def test_fp8_of_the_linears_alone(convert):
         f"model.layers.{i}.mlp.gate.weight_scale_inv" for i in range(L)]
 
 
+@pytest.mark.parametrize("make", [lambda: TREE, jax_tree, torch_tree], ids=["numpy", "jax", "torch"])
+def test_transports_read_what_it_gives(make):
+    """As vLLM's do, through a torch view, and as the embedded engine's does."""
+    from bridges.sources.dlpack import torch_view
+    from bridges.transports.embedded import _checked
+
+    pytest.importorskip("torch")
+    source = TreeSource(make(), MAPPING, weights="fp8_e4m3_128x128", dtype="bfloat16")
+    assert {m.dtype for m in source.manifest()} == {"float8_e4m3fn", "float32", "bfloat16"}
+    for m, (_, x) in zip(source.manifest(), source):
+        view, taken = torch_view(x), _checked(m, m.name, x)
+        assert str(view.dtype).removeprefix("torch.") == m.dtype == str(taken.dtype)
+        np.testing.assert_array_equal(np.asarray(taken), host_array(view))
+
+
 def test_without_jax_and_torch():
     code = """
 import sys
