@@ -1,2 +1,79 @@
-"""The seam between a learner and a rollout engine. Import `bridges.api` for the contracts; adapters load
-lazily."""
+"""The seam between a learner and a rollout engine: contracts, engines, sources of weights, and their proof.
+
+    import bridges
+
+    engine, transport = bridges.VllmEngine(hf_config, max_model_len=1024), bridges.VllmReload()
+    transport.open(engine)
+    transport.publish(bridges.TreeSource(params, mapping), version=1)
+    request = bridges.GenRequest("a", (1, 2, 3), bridges.SamplingParams(max_tokens=8), n=4)
+    [completions] = engine.generate([request])
+
+Tokens and log-probabilities come out, named tensors go in. A learner of any kind implements `WeightSource`,
+or describes its parameters to `TreeSource`; an engine of any kind implements `RolloutEngine`, and
+`check_engine` holds it to the contract. A name is loaded when it is first asked for: `import bridges` needs
+nothing, the contracts, `TreeSource` and `check_engine` need numpy alone.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bridges.api import (
+        BridgeError,
+        Capabilities,
+        Completion,
+        EngineDirty,
+        EngineFormats,
+        EngineUnhealthy,
+        GenRequest,
+        ManifestMismatch,
+        ParamMeta,
+        PublishFailed,
+        PublishReceipt,
+        RolloutEngine,
+        SamplingParams,
+        StackRow,
+        VersionSpan,
+        WeightSource,
+        WeightTransport,
+    )
+    from bridges.conformance import ConformanceFailed, check_engine
+    from bridges.engines.embedded_engine import JaxEngine as EmbeddedEngine
+    from bridges.engines.vllm_engine import VllmEngine
+    from bridges.sources.array_source import ArraySource
+    from bridges.sources.tree_source import To, TreeSource
+    from bridges.transports.embedded import JaxInprocess as EmbeddedTransport
+    from bridges.transports.vllm_inplace import VllmInplace
+    from bridges.transports.vllm_reload import VllmReload
+
+__all__ = [
+    "ArraySource", "BridgeError", "Capabilities", "Completion", "ConformanceFailed", "EmbeddedEngine",
+    "EmbeddedTransport", "EngineDirty", "EngineFormats", "EngineUnhealthy", "GenRequest",
+    "ManifestMismatch", "ParamMeta", "PublishFailed", "PublishReceipt", "RolloutEngine", "SamplingParams",
+    "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace", "VllmReload", "WeightSource",
+    "WeightTransport", "check_engine",
+]
+# name -> its module, and its name there; every other name of __all__ is the contracts'
+_HOMES = {
+    "ArraySource": "bridges.sources.array_source:ArraySource",
+    "ConformanceFailed": "bridges.conformance:ConformanceFailed",
+    "EmbeddedEngine": "bridges.engines.embedded_engine:JaxEngine",
+    "EmbeddedTransport": "bridges.transports.embedded:JaxInprocess",
+    "To": "bridges.sources.tree_source:To",
+    "TreeSource": "bridges.sources.tree_source:TreeSource",
+    "VllmEngine": "bridges.engines.vllm_engine:VllmEngine",
+    "VllmInplace": "bridges.transports.vllm_inplace:VllmInplace",
+    "VllmReload": "bridges.transports.vllm_reload:VllmReload",
+    "check_engine": "bridges.conformance:check_engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'bridges' has no attribute {name!r}")
+    module, _, attribute = _HOMES.get(name, f"bridges.api:{name}").partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

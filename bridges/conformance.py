@@ -14,6 +14,8 @@
     def test_conformance(check, under_test):
         check(under_test)
 
+`check_engine(engine, transport, make_source)` runs them all without pytest and lists every one that failed.
+
 Each check raises AssertionError and leaves the engine usable for the next, so one engine serves them all. The
 first needs the engine fresh; keep their order.
 """
@@ -299,6 +301,41 @@ CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     manifest_is_checked_first,
     a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone, impossible_requests_are_refused,
 )
+
+
+class ConformanceFailed(AssertionError):
+    """An engine that breaks the contract. failures: check -> its message. passed: the names of the others."""
+
+    def __init__(self, failures: dict[str, str], passed: tuple[str, ...]):
+        self.failures, self.passed = failures, passed
+        lines = "".join(f"\n  {name}: {message}" for name, message in failures.items())
+        super().__init__(f"{len(failures)} of {len(CHECKS)} checks failed:{lines}")
+
+
+def check_engine(engine: RolloutEngine, transport: WeightTransport,
+                 make_source: Callable[[int], WeightSource], prompt_tokens: int = 40) -> tuple[str, ...]:
+    """Open `transport` on a fresh engine and run every check -> the names of the checks that passed.
+
+    make_source and prompt_tokens: as `EngineUnderTest` has them. Raises ConformanceFailed, which lists all
+    failed checks, after the last one has run.
+    """
+    transport.open(engine)
+    under_test = EngineUnderTest(engine, transport, make_source, prompt_tokens)
+    failures = {check.__name__: message for check in CHECKS if (message := _failure(check, under_test))}
+    passed = tuple(check.__name__ for check in CHECKS if check.__name__ not in failures)
+    if failures:
+        raise ConformanceFailed(failures, passed)
+    return passed
+
+
+def _failure(check: Callable[[EngineUnderTest], None], under_test: EngineUnderTest) -> str:
+    try:
+        check(under_test)
+    except AssertionError as e:
+        return str(e) or "its assertion does not hold"
+    except Exception as e:  # an engine that breaks the contract may raise anything
+        return f"{type(e).__name__}: {e}"
+    return ""
 
 
 def _well_formed(c: Completion, max_tokens: int, version: int) -> None:

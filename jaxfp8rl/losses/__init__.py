@@ -1,1 +1,70 @@
-"""Pure functions on arrays: log-probabilities, advantages, the rollout correction and the objectives."""
+"""Pure functions on arrays for any policy-gradient loop: log-probabilities, advantages, the rollout
+correction and the objectives.
+
+    from jaxfp8rl import losses
+
+    advantages = losses.group_advantages([rewards_of_prompt_a, rewards_of_prompt_b], "grpo")  # on the host
+
+    def loss(logp, old_logp, rollout_logp, advantages, mask, segment_ids):                    # jittable
+        preset, ppo = losses.get_preset("token_tis"), losses.ObjectiveConfig()
+        fix = losses.rollout_correction(old_logp, rollout_logp, mask, preset, segment_ids)
+        each, cut = losses.policy_loss(logp, old_logp, advantages, fix.mask, segment_ids, ppo)
+        return (losses.token_scale(fix.mask, segment_ids, "token_mean") * fix.weights * each).sum()
+
+Arrays are [..., T]: rows of packed sequences, `mask` bool for the tokens that were sampled, `segment_ids` int
+in runs, one number for each sequence of a row (a row that is one sequence: all ones). Configs are hashable
+and static under `jax.jit`. A name is loaded when it is first asked for: the advantages need numpy alone.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxfp8rl.losses.advantages import advantages as group_advantages
+    from jaxfp8rl.losses.advantages import informative_groups, overlong_penalty
+    from jaxfp8rl.losses.aggregation import token_scale
+    from jaxfp8rl.losses.calibration import calibrated_bounds
+    from jaxfp8rl.losses.correction import (
+        AdaptiveMix,
+        Correction,
+        CorrectionConfig,
+        Rejection,
+        rollout_correction,
+    )
+    from jaxfp8rl.losses.covariance import select_tokens
+    from jaxfp8rl.losses.logprobs import token_logprobs
+    from jaxfp8rl.losses.mismatch import advantage_skew, mismatch_metrics
+    from jaxfp8rl.losses.objectives import ObjectiveConfig, kl_penalty, off_policy, policy_loss
+    from jaxfp8rl.losses.presets import PRESETS, get_preset
+
+__all__ = [
+    "PRESETS", "AdaptiveMix", "Correction", "CorrectionConfig", "ObjectiveConfig", "Rejection",
+    "advantage_skew", "calibrated_bounds", "get_preset", "group_advantages", "informative_groups",
+    "kl_penalty", "mismatch_metrics", "off_policy", "overlong_penalty", "policy_loss", "rollout_correction",
+    "select_tokens", "token_logprobs", "token_scale",
+]
+_NAMES = {  # of each module
+    "advantages": ("group_advantages", "informative_groups", "overlong_penalty"),
+    "aggregation": ("token_scale",),
+    "calibration": ("calibrated_bounds",),
+    "correction": ("AdaptiveMix", "Correction", "CorrectionConfig", "Rejection", "rollout_correction"),
+    "covariance": ("select_tokens",),
+    "logprobs": ("token_logprobs",),
+    "mismatch": ("advantage_skew", "mismatch_metrics"),
+    "objectives": ("ObjectiveConfig", "kl_penalty", "off_policy", "policy_loss"),
+    "presets": ("PRESETS", "get_preset"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+# the function has the name of its module, which the package cannot give to both
+_NAME_THERE = {"group_advantages": "advantages"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxfp8rl.losses' has no attribute {name!r}")
+    module = importlib.import_module(f"jaxfp8rl.losses.{_HOMES[name]}")
+    return getattr(module, _NAME_THERE.get(name, name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,55 @@
+"""Every example runs as it stands, in a process of its own, and shows what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS_VLLM = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+# each with what it prints before a number that must grow, or None where only its end is tested
+RUNS = [
+    pytest.param("losses_in_your_loop.py", "reward", id="losses_in_your_loop"),
+    pytest.param("own_reward.py", None, id="own_reward"),
+    pytest.param("gsm8k_end_to_end.py", None, id="gsm8k_end_to_end"),
+    pytest.param("torch_learner_on_vllm.py", "reward", id="torch_learner_on_vllm", marks=NEEDS_VLLM),
+    pytest.param("jax_learner_on_vllm.py", "reward", id="jax_learner_on_vllm", marks=NEEDS_VLLM),
+]
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name, grows", RUNS)
+def test_an_example_runs(name, grows):
+    out = run(f"examples/{name}")
+    if grows:
+        numbers = [float(x) for x in re.findall(rf"{grows} ([\d.]+)", out)]
+        assert len(numbers) > 3 and numbers[-1] > numbers[0] + 0.1, out
+    elif name == "own_reward.py":
+        assert re.search(r"mean reward of each step: 0\.\d+ 0\.\d+", out), out
+    else:
+        shares = re.findall(r"step \d: (\d\.\d+) of the held-out problems", out)
+        assert len(shares) == 2 and float(shares[0]) > 0, out
+
+
+@pytest.mark.parametrize("name", ["torch_learner_on_vllm.py", "jax_learner_on_vllm.py"])
+def test_without_vllm_an_example_says_so(name):
+    code = "import importlib.util as u, runpy; u.find_spec = lambda *_: None"
+    words = [sys.executable, "-c", f"{code}; runpy.run_path('examples/{name}')"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=EXAMPLES.parent)
+    assert "skipped: vLLM is not installed" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_what_it_is(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith('"""') and len(text.splitlines()) <= 60
