@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         EngineFormats,
         EngineUnhealthy,
         GenRequest,
+        Health,
         ManifestMismatch,
         ParamMeta,
         PublishFailed,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArraySource", "BridgeError", "Capabilities", "Completion", "ConformanceFailed", "EmbeddedEngine",
     "EmbeddedTransport", "EngineDirty", "EngineFormats", "EngineUnhealthy", "GenRequest",
-    "ManifestMismatch", "ParamMeta", "PublishFailed", "PublishReceipt", "RolloutEngine", "SamplingParams",
+    "Health", "ManifestMismatch", "ParamMeta", "PublishFailed", "PublishReceipt", "RolloutEngine", "SamplingParams",
     "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace", "VllmReload", "WeightSource",
     "WeightTransport", "check_engine",
 ]

@@ -244,6 +244,8 @@ class Capabilities:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
+    """Whether an engine can generate, and if not, why."""
+
     ok: bool
     detail: str = ""
 

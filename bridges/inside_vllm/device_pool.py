@@ -59,8 +59,11 @@ def _pools() -> list[ctypes.c_void_p]:
     """Of the GPUs that JAX has in this process; none where it does not allocate from them."""
     if os.environ.get(ALLOCATOR) != "cuda_async":
         return []
-    import jax
-    import jax.numpy as jnp
+    try:
+        import jax
+        import jax.numpy as jnp
+    except ImportError:  # a learner in PyTorch: there is no memory of JAX's
+        return []
 
     found = []
     for device in jax.local_devices():

@@ -43,6 +43,16 @@ print(isinstance(source, WeightSource), GenRequest("a", (1,), SamplingParams(max
     assert run(code, *blocked) == "True 1"
 
 
+def test_an_engine_has_no_memory_of_jax_where_there_is_no_jax():
+    code = """
+import os
+os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "cuda_async"
+from bridges.inside_vllm import device_pool
+print(device_pool.hold(), device_pool.give_back())
+"""
+    assert run(code, "jax", "jaxlib") == "None None"
+
+
 def test_importing_the_packages_loads_nothing_heavy():
     heavy = "print(*({'jax', 'torch', 'vllm', 'flax', 'orbax'} & set(sys.modules)))"
     assert run("import bridges, bridges.api, jaxfp8rl.losses\n" + heavy) == ""
