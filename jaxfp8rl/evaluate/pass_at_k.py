@@ -29,7 +29,6 @@ from jaxfp8rl.training import loop
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.resume import unseen_by
 
-Z = 1.959963984540054  # of a normal distribution 95% lies within so many standard deviations
 RESAMPLES = 10_000
 
 
@@ -169,17 +168,16 @@ def interval(estimates: np.ndarray) -> Interval:
     Where each is 0 or 1, so with n = k = 1 and when all problems agree: Wilson's (1927) of a share. Else the
     percentile bootstrap over problems (Efron and Tibshirani 1993, chapter 13).
     """
-    mean, count = float(estimates.mean()), len(estimates)
+    from scipy import stats  # it takes a second to load
+
     if np.isin(estimates, (0.0, 1.0)).all():
-        centre, spread = mean + Z * Z / (2 * count), Z * math.sqrt(
-            mean * (1 - mean) / count + (Z / (2 * count)) ** 2)
-        low, high = ((centre + side * spread) / (1 + Z * Z / count) for side in (-1, 1))
-        return Interval(mean, min(max(low, 0.0), mean), max(min(high, 1.0), mean), "wilson")
-    # drawing problems is drawing how many have each value
-    values, counts = np.unique(estimates, return_counts=True)
-    drawn = np.random.default_rng(0).multinomial(count, counts / count, size=RESAMPLES)
-    low, high = np.quantile(drawn @ values / count, (0.025, 0.975))
-    return Interval(mean, float(low), float(high), "bootstrap")
+        low, high = stats.binomtest(int(estimates.sum()), len(estimates)).proportion_ci(method="wilson")
+        method = "wilson"
+    else:
+        low, high = stats.bootstrap((estimates,), np.mean, n_resamples=RESAMPLES, batch=500,
+                                    method="percentile", rng=0).confidence_interval
+        method = "bootstrap"
+    return Interval(float(estimates.mean()), float(low), float(high), method)
 
 
 def table(found: dict[str, Any]) -> Table:
