@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-from bridges.engines import device_pool
+from bridges.inside_vllm import device_pool
 device_pool.share()
 import jax, jax.numpy as jnp, torch
 free = lambda: torch.cuda.mem_get_info()[0]

@@ -272,7 +272,9 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxfp8rl.config.schema import Optim
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.optim.adamw import Formats, adamw, guarded_update, init_state, make_schedule
+from jaxfp8rl.optim.adamw import Formats, adamw
+from jaxfp8rl.optim.guard import guarded_update, init_state
+from jaxfp8rl.optim.schedule import make_schedule
 
 mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
 SPECS = {"embed": P("fsdp"), "layers": {"q": P(None, "tensor", "fsdp")}}

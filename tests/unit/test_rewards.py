@@ -226,7 +226,8 @@ def test_children_end_when_the_learner_is_killed(task, tmp_path):
     script = textwrap.dedent(f"""
         import os, sys, threading
         sys.path.insert(0, {str(tmp_path)!r})
-        from jaxfp8rl.data.tasks import Problem, make_task
+        from jaxfp8rl.data.problem import Problem
+        from jaxfp8rl.data.tasks import make_task
         from jaxfp8rl.rewards.runner import RewardRunner
         runner = RewardRunner(make_task("file", path="x", scorer="misbehaving:score"), timeout_s=0.5)
         runner.score([(Problem("p", "?", "a"), "a")])
