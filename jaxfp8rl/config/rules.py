@@ -356,12 +356,27 @@ def _check_fp8_formats(cfg: Config, recipe: Recipe) -> None:
 
 def _check_loss(cfg: Config, recipe: Recipe) -> None:
     """Objective, advantage, correction and recipe must go together."""
+    loss, correction = cfg.loss, cfg.correction.resolve()
+    _check_objective(cfg)
+    _check_groups(cfg)
+    _check_policies(cfg, recipe)
+    if loss.old_policy != "recomputed":
+        _check_unscored(loss, correction, cfg.correction.preset)
+    if loss.calibrate_clip_every:
+        _check_calibration(cfg, recipe)
+    if loss.overlong_buffer > cfg.rollout.max_new_tokens:
+        raise ConfigError(
+            f"loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = {cfg.rollout.max_new_tokens}"
+        )
+
+
+def _check_objective(cfg: Config) -> None:
+    """Advantage, aggregation, objective and KL, each by itself and with pi_old."""
     from jaxfp8rl.losses.advantages import check_advantage
     from jaxfp8rl.losses.aggregation import check_aggregation
     from jaxfp8rl.losses.objectives import SELECTING, objective_parameters
-    from jaxfp8rl.losses.presets import two_policy_only
 
-    loss, correction, name = cfg.loss, cfg.correction.resolve(), cfg.correction.preset
+    loss = cfg.loss
     with _about("loss.advantage"):
         check_advantage(loss.advantage, loss.pass_at_k, cfg.rollout.samples_per_prompt)
     with _about("loss.aggregation"):
@@ -379,6 +394,11 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
             f'loss.{which} needs pi_old before the update, which loss.old_policy = "current" does not have',
             'set loss.old_policy = "recomputed"',
         )
+
+
+def _check_groups(cfg: Config) -> None:
+    """The completions of a prompt are each other's baseline."""
+    loss = cfg.loss
     if cfg.rollout.samples_per_prompt == 1 and loss.advantage != "reinforce_pp":
         raise ConfigError(
             f'rollout.samples_per_prompt = 1: a group of one has loss.advantage "{loss.advantage}" 0 and nothing is learned',
@@ -394,6 +414,13 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
         raise ConfigError(
             'loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
             "set it to 0, or choose another advantage")
+
+
+def _check_policies(cfg: Config, recipe: Recipe) -> None:
+    """The correction against the recipe, and both against the policies that loss.old_policy keeps apart."""
+    from jaxfp8rl.losses.presets import two_policy_only
+
+    loss, name = cfg.loss, cfg.correction.preset
     if is_uncorrected(cfg) and not cfg.correction.allow_uncorrected_fp8:
         raise ConfigError(
             f'precision.recipe "{recipe.name}" samples in FP8 with correction.preset = "{name}", which does nothing: runs '
@@ -408,14 +435,6 @@ def _check_loss(cfg: Config, recipe: Recipe) -> None:
             f'loss.old_policy = "current" with train.updates_per_step = {cfg.train.updates_per_step}: an update would be '
             "measured by itself, not by the policy before the step, and nothing clipped",
             'set loss.old_policy = "recomputed", or train.updates_per_step = 1',
-        )
-    if loss.old_policy != "recomputed":
-        _check_unscored(loss, correction, name)
-    if loss.calibrate_clip_every:
-        _check_calibration(cfg, recipe)
-    if loss.overlong_buffer > cfg.rollout.max_new_tokens:
-        raise ConfigError(
-            f"loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = {cfg.rollout.max_new_tokens}"
         )
 
 
