@@ -134,7 +134,7 @@ def test_the_example_of_the_docstring_runs():
     python(f"{code}\nassert y.shape == (256, 1024) and dw.shape == w.shape and (dw != 0).all()")
 
 
-@pytest.mark.parametrize("name", [p.name for p in sorted((ROOT / "examples").glob("*.py"))])
+@pytest.mark.parametrize("name", ["fp8_linear_in_nnx.py", "kernels_alone.py"])
 def test_examples_run_and_are_short(name):
     source = (ROOT / "examples" / name).read_text()
     assert len(source.splitlines()) <= {"kernels_alone.py": 25}.get(name, 60)
