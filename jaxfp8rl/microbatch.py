@@ -2,8 +2,8 @@
 
 Gradients of micro-batches are summed in float32, those of layers where autodiff makes them: a layer's is
 added to its place in the sums before the next layer's is made, so that no more than a layer of a
-micro-batch's own is ever held. The sums ride along with the activations, unread (`tap`), and come back down
-the layers in the backward pass, as what autodiff takes for their cotangent.
+micro-batch's own is ever held. The sums ride along with the activations, unread (`accumulate_grad`), and come
+back down the layers in the backward pass, as what autodiff takes for their cotangent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def accumulate(
     of `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
 
     outer: the weights outside the layers. sums: zeros of the shapes of all gradients, float32, under "layers"
-    those that the loss hands to `tap`, which is how it is differentiated by the layers' weights.
+    those that the loss hands to `accumulate_grad`, which is how it is differentiated by the layers' weights.
 
     The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive
     float16. Micro-batches that are not `live` [M] are skipped, not computed and thrown away; they have seen

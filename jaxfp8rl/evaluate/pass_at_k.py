@@ -170,14 +170,15 @@ def interval(estimates: np.ndarray) -> Interval:
     """
     from scipy import stats  # it takes a second to load
 
+    mean, count = float(estimates.mean()), len(estimates)
     if np.isin(estimates, (0.0, 1.0)).all():
-        low, high = stats.binomtest(int(estimates.sum()), len(estimates)).proportion_ci(method="wilson")
-        method = "wilson"
-    else:
-        low, high = stats.bootstrap((estimates,), np.mean, n_resamples=RESAMPLES, batch=500,
-                                    method="percentile", rng=0).confidence_interval
-        method = "bootstrap"
-    return Interval(float(estimates.mean()), float(low), float(high), method)
+        low, high = stats.binomtest(int(estimates.sum()), count).proportion_ci(method="wilson")
+        return Interval(mean, float(low), float(high), "wilson")
+    # drawing problems is drawing how many have each value; scipy's bootstrap refuses a single problem
+    values, counts = np.unique(estimates, return_counts=True)
+    drawn = np.random.default_rng(0).multinomial(count, counts / count, size=RESAMPLES)
+    low, high = np.quantile(drawn @ values / count, (0.025, 0.975))
+    return Interval(mean, float(low), float(high), "bootstrap")
 
 
 def table(found: dict[str, Any]) -> Table:

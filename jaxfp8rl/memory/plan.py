@@ -197,7 +197,8 @@ def _mlps(cfg: Config, model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def _fused(cfg: Config) -> bool:
-    """Whether the stream between layers has two parts (models.layers.Stream), beside a compiled engine."""
+    """Whether the stream between layers has two parts (models.layers.UnfusedResidual), beside a compiled
+    engine."""
     return cfg.rollout.engine != "jax" and not cfg.rollout.enforce_eager
 
 

@@ -69,8 +69,8 @@ class UnfusedResidual(NamedTuple):
 
 @jax.custom_vjp
 def shared_cotangent(x: Array | UnfusedResidual) -> Array | UnfusedResidual:
-    """x. Backwards what comes back for the two parts of a Stream, of which only their sum is used, is the
-    same: one of them is read."""
+    """x. Backwards what comes back for the two parts of an UnfusedResidual, of which only their sum is used,
+    is the same: one of them is read."""
     return x
 
 

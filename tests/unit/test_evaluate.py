@@ -78,6 +78,11 @@ def test_wilson_is_wilsons():
     assert [round(x, 4) for x in interval(np.zeros(20))[:3]] == [0.0, 0.0, 0.1611]
 
 
+def test_a_single_problem_and_problems_that_agree_have_an_interval():
+    for estimates in ([0.5], [0.25, 0.25, 0.25]):
+        assert interval(np.array(estimates))[:3] == (estimates[0],) * 3
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run directory with a checkpoint of step 3, which is not the config's own start."""
