@@ -31,6 +31,7 @@ from jaxfp8rl.precision.linear import linear
 from pallas_kernels import fp8_dot_general
 
 NK, KN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
+LEARNERS = "the learner's linear, [N, K]"
 LEARNER, HIGH = precision("pallas"), precision("float32", gradients="high")
 
 
@@ -45,7 +46,7 @@ class Case(NamedTuple):
 CASES = [
     Case("fp8_dot_general, [N, K]", lambda x, w: fp8_dot_general(x, w, NK, backend="pallas")),
     Case("fp8_dot_general, [K, N]", lambda x, w: fp8_dot_general(x, w, KN, backend="pallas"), True),
-    Case("the learner's linear, [N, K]", lambda x, w: linear(x, w, LEARNER, True)),
+    Case(LEARNERS, lambda x, w: linear(x, w, LEARNER, True)),
     Case("bf16", lambda x, w: linear(x, w, HIGH, False)),
 ]
 
@@ -85,9 +86,13 @@ def compare(tokens: int, rounds: int) -> list[dict]:
         for key in list(runs)[:: 1 if turn % 2 else -1]:
             times[key].append(seconds(runs[key], CALLS))
     ms = {key: 1e3 * statistics.median(t) for key, t in times.items()}
-    layer = f"Qwen3-8B layer's linears, {tokens} tokens"
-    compare_to = lambda what: (ms[what, "bf16"], "XLA bf16", True)
-    return [row(f"{layer}, {name}", what, "ms", t, *compare_to(what)) for (what, name), t in ms.items()]
+    return [beside(f"Qwen3-8B layer's linears, {tokens} tokens", *key, ms) for key in ms]
+
+
+def beside(layer: str, what: str, name: str, ms: dict[tuple, float]) -> dict:
+    """A row: `fp8_dot_general` beside the learner's linear, the learner's linear beside XLA's bfloat16."""
+    yardstick = LEARNERS if name.startswith("fp8_dot_general") else "bf16"
+    return row(f"{layer}, {name}", what, "ms", ms[what, name], ms[what, yardstick], yardstick, True)
 
 
 def bind(what: str, case: Case, drawn: tuple) -> Callable[[int], jax.Array]:
