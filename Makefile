@@ -1,7 +1,7 @@
 # Each target sets up all it needs in .venv from the pinned requirements; the second time that costs nothing.
 #
 #   make demo       train the arithmetic demo with the embedded engine     make test    lint and the CPU suite
-#   make demo-vllm  the same with vLLM as the engine                       make lint    ruff alone
+#   make demo-vllm  the same with vLLM as the engine                       make lint    ruff and the type checker
 #   make bench      the benchmarks, each beside its yardstick              make lock    pin what requirements/*.in asks
 #   make docs       the documentation as a site in build/site              make sm90a   compile for Hopper, without a GPU
 
@@ -53,6 +53,7 @@ $(VENV)-sm90a/.done: requirements/sm90a.txt | $(UV)
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python --level error
 
 # COMMIT=--commit-result puts the results in place of the committed ones.
 bench: demo demo-vllm

@@ -29,7 +29,7 @@ from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, fused_linears
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, fused_linears, linear
 from jaxfp8rl.precision.mlp import swiglu_mlp
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR

@@ -24,12 +24,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
-from jaxfp8rl.microbatch import start_backward, accumulate_grad
+from jaxfp8rl.microbatch import accumulate_grad, start_backward
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
-from jaxfp8rl.precision.linear import grad_slots_of, linear, fused_linears, trainable
+from jaxfp8rl.precision.linear import fused_linears, grad_slots_of, linear, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
 from pallas_kernels.attention import api as packed

@@ -33,10 +33,9 @@ from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.rollout.problems import load_data
+from jaxfp8rl.rollout.problems import _not_in, load_data
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.training import loop
-from jaxfp8rl.rollout.problems import _not_in
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

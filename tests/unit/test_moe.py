@@ -27,8 +27,8 @@ from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import (
     forward,
-    forward_with_aux,
     forward_cached,
+    forward_with_aux,
     head_weight,
     init_cache,
     split_layers,

@@ -17,7 +17,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear, fused_linears, round_to
+from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, fused_linears, linear, round_to
 from jaxfp8rl.precision.recipe import (
     FP8_ACTIVATION,
     FP8_KV,
