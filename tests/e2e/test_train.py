@@ -354,7 +354,7 @@ def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
     assert_same_run(parted, whole)
 
 
-@pytest.mark.slow  # tests/unit/test_train_step.py compares the updates
+@pytest.mark.slow  # tests/unit/training/test_train_step.py compares the updates
 def test_a_run_whose_updates_are_their_own_old_policy_is_the_same_run_without_a_scoring_pass(tmp_path):
     runs = {}
     for old_policy in ("recomputed", "current"):

@@ -23,7 +23,7 @@ from jaxfp8rl.policy.policy import grad_slots, policy_of
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import linear
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "precision"))
 from layer_program import BATCH, KERNELS, MODEL, PRECISION, TURNED, gradients, kernels, shapes  # noqa: E402
 
 FP8 = r"f8e4m3fn\[([\d,]+)\]"

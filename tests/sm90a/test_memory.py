@@ -16,7 +16,7 @@ CASES = [("8b", "fp8_unified", "mlp"), ("8b", "bf16", "mlp"), ("8b", "bf16", "la
 
 @pytest.mark.parametrize(("size", "recipe", "remat"), CASES)
 def test_the_plan_is_within_5_percent_of_xlas(size, recipe, remat, compiled_step):
-    """As in tests/unit/test_memory_plan.py, which compares one case with what was measured."""
+    """As in tests/unit/memory/test_memory_plan.py, which compares one case with what was measured."""
     m = compiled_step(size, recipe, 16384, remat=remat)["update"].memory_analysis()
     needed = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     settings = {

@@ -25,7 +25,7 @@ from jaxfp8rl.data.rows import Fields, read_rows
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.errors import DataError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "datasets.md").read_text()
 LINES = re.findall(r"^\*\*(.*?)\*\*.*?^```toml\n(.*?)^```", PAGE, re.S | re.M)
 GSM8K = [
     {"question": "Natalia sold clips to 48 friends.",
@@ -67,7 +67,7 @@ def test_a_public_layout_is_read_by_five_lines_of_toml(name, text, tmp_path):
     file = tmp_path / path.replace("*", "00000-of-00001")
     file.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(SETS[name]), file)
-    demo = re.split(r"^(?=\[)", (Path(__file__).parents[2] / "configs" / "demo.toml").read_text(), flags=re.M)
+    demo = re.split(r"^(?=\[)", (Path(__file__).parents[3] / "configs" / "demo.toml").read_text(), flags=re.M)
     config = tmp_path / "run.toml"
     others = "".join(part for part in demo if not part.startswith("[task"))
     config.write_text(others + "\n" + text.replace(path, str(tmp_path / path)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = " ".join((ROOT / "docs/measurements.md").read_text(encoding="utf-8").split())
 START, END, MISMATCH = "held-out reward, start", "held-out reward, end", "mismatch/token_mult_prob_error, median"
 LARGEST = "mismatch/token_mult_prob_error, max"

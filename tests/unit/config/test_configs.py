@@ -1,7 +1,7 @@
 """The shipped configs fit the GPUs they are named after, and end with the memory plan that `--dry-run` prints
 of them.
 
-When the plan changes, `python tests/unit/test_configs.py` writes the new ones.
+When the plan changes, `python tests/unit/config/test_configs.py` writes the new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.common import config as qwen3
 from jaxfp8rl.config.schema import Config
@@ -24,7 +24,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.policy.shapes import check_divides
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 # bytes; an H100's by what is left of its 80 GB, an H200's by the driver
 MEMORY = {"h100": 79 * 2**30, "h200": 150_754_820_096}
 LARGER = {"num_attention_heads": 40, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40}
@@ -85,7 +85,7 @@ def test_a_config_fits_its_gpus(name):
 @pytest.mark.parametrize("name", NAMED)
 def test_a_config_ends_with_its_plan(name):
     _, found = re.split(r"^(?=# jaxfp8rl train )", NAMED[name].read_text(), maxsplit=1, flags=re.MULTILINE)
-    assert found == comment(name), "python tests/unit/test_configs.py writes the new plans"
+    assert found == comment(name), "python tests/unit/config/test_configs.py writes the new plans"
 
 
 @pytest.mark.parametrize("name", MODELS)

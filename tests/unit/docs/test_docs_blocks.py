@@ -22,15 +22,15 @@ import pytest
 from jaxfp8rl.cli.main import main, parse
 from jaxfp8rl.config.toml import load_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ("jaxfp8rl", "make", "pip", "python", "export", "bash", "cd")
 # (page, language): the test that runs these blocks, because they need more than a moment.
 ELSEWHERE = {
     ("swap_the_learner.md", "python"): "tests/bridges/test_swap_the_learner.py",
-    ("tasks.md", "python"): "tests/unit/test_docs_metrics.py",
-    ("corrections.md", "toml"): "tests/unit/test_docs_corrections.py",
-    ("datasets.md", "toml"): "tests/unit/test_layouts.py",
+    ("tasks.md", "python"): "tests/unit/docs/test_docs_metrics.py",
+    ("corrections.md", "toml"): "tests/unit/docs/test_docs_corrections.py",
+    ("datasets.md", "toml"): "tests/unit/data/test_layouts.py",
 }
 ARRAYS = """
 import jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`jaxfp8rl.train`: what it takes, and where its rewards run. tests/unit/test_docs_metrics.py runs one to its
+"""`jaxfp8rl.train`: what it takes, and where its rewards run. tests/unit/docs/test_docs_metrics.py runs one to its
 end."""
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.training.calibrate import KvCalibration
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OTHERS = {name.split("/")[0] for name in PRESETS} | {"tok"}  # tok/s heads a column of the console
 METRIC = re.compile(r"[a-z]+(/[a-z0-9_*]*[a-z0-9*])+")
 MICRO = [

@@ -28,7 +28,7 @@ def test_it_computes_what_one_device_does_and_publishes_the_same_bytes(case):
     program = Path(__file__).parent / "sharded_learner.py"
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8",
                                 "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-                                "PYTHONPATH": str(program.parent.parent.parent)}
+                                "PYTHONPATH": str(program.parents[3])}
     done = subprocess.run([sys.executable, program, case], env=environment, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.stdout.endswith("equal\n"), done.stdout[-3000:]

@@ -26,7 +26,7 @@ from jaxfp8rl.monitors.jsonl import JsonlMonitor
 from jaxfp8rl.monitors.sparkline import sparkline
 from jaxfp8rl.run.run_directory import RunDirectory
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAN, INF = math.nan, math.inf
 HEALTHY = {
     "mismatch/token_mult_prob_error": 1.01, "mismatch/k3": 1e-4, "correction/ess": 0.99,

@@ -17,7 +17,7 @@ from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
 from jaxfp8rl.losses.objectives import OBJECTIVES
 from jaxfp8rl.losses.presets import PRESETS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "corrections.md").read_text()
 BLOCKS = re.findall(r"^```toml\n(.*?)^```", TEXT, re.S | re.M)
 WEIGHTS = {"token": "ρ", "sequence": "ρ_seq", "geometric": "ρ_geo"}

@@ -10,7 +10,7 @@ import pytest
 
 from jaxfp8rl.precision.recipe import RECIPES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "precision_errors.json").read_text(encoding="utf-8"))
 

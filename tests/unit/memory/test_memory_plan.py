@@ -15,7 +15,7 @@ from jaxfp8rl.memory import plan as module
 from jaxfp8rl.memory.plan import _kept_of_layers, memory_plan
 from jaxfp8rl.models.config import ModelConfig
 
-MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/step_8b.json").read_text())
+MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/step_8b.json").read_text())
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_unified"])

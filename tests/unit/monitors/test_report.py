@@ -33,7 +33,7 @@ from jaxfp8rl.monitors.report.sections import SECTIONS
 from jaxfp8rl.rollout.samples import token_lengths
 from jaxfp8rl.run.provenance import commit, hardware, versions, write_about
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&lt;\"'{{ 7 * 7 }}"
 VOID = {"meta", "link", "img", "br"}
 

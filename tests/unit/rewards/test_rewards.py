@@ -594,7 +594,7 @@ def test_a_part_that_fails_leaves_the_whole_undefined():
 ])
 def test_rewards_that_cannot_be_are_refused(tmp_path, toml, words):
     keys, bracket, tables = toml.partition("[[")
-    demo = (Path(__file__).parents[2] / "configs" / "demo.toml").read_text(encoding="utf-8")
+    demo = (Path(__file__).parents[3] / "configs" / "demo.toml").read_text(encoding="utf-8")
     text = demo.replace('kind = "arithmetic"',
                         f'kind = "file"\npath = "x.jsonl"\n{keys}') + "\n" + bracket + tables
     (tmp_path / "c.toml").write_text(text)
@@ -608,7 +608,7 @@ def test_a_scorers_module_is_found_beside_the_config_and_again_from_elsewhere(tm
     for name in ("project/beside_it", "in_the_working_directory", "project/numbers"):
         (tmp_path / f"{name}.py").write_text("def score(problem, text):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
-    demo = Path(__file__).parents[2] / "configs" / "demo.toml"
+    demo = Path(__file__).parents[3] / "configs" / "demo.toml"
     (tmp_path / "project" / "c.toml").write_text(demo.read_text())
     for scorer, elsewhere in (("beside_it:score", True), ("numbers.py:score", True),
                               ("in_the_working_directory:score", False),

@@ -127,7 +127,7 @@ def test_bash_completes(words, expected, scripts):
     ask = 'source "$0"; COMP_WORDS=(jaxfp8rl "$@"); COMP_CWORD=$#; _shtab_jaxfp8rl; printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-c", ask, scripts["bash"], *words], capture_output=True, text=True,
                           check=True,
-                          cwd=Path(__file__).parents[2])
+                          cwd=Path(__file__).parents[3])
     assert set(done.stdout.split()) == expected, done.stderr
 
 

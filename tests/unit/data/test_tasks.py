@@ -78,7 +78,7 @@ def test_wrong_options_name_the_option_and_the_nearest_right_one(kind, options, 
 
 
 def test_the_page_has_every_option_with_its_default():
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
     for cls, text in zip(TASKS.values(), page.split("\n## ")[1:]):
         rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text.split("`task.scorer` is")[0], re.M))
         fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in (*OF_SECTION, "options")}
