@@ -23,7 +23,6 @@ from jax import lax
 from pallas_kernels import blockwise_matmul, fp8_dot_general, fp8_linear, quantize_blocks, quantize_rows
 from pallas_kernels.dot_general import api
 from pallas_kernels.numerics import relative_l2, worst_tile
-from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.testing import assert_blockwise_close, assert_same_bits, seeds, shapes, tile_distinct
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -367,72 +366,3 @@ def test_the_reference_is_never_taken_silently():
         warnings.simplefilter("error")
         fp8_linear(X, W)  # once
         linear(X, W)
-
-
-# --- on Hopper ---
-
-KERNEL = "mpmd_map"
-
-
-def equations(jaxpr):
-    """All that are not parts of a kernel."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        if eqn.primitive.name != KERNEL:
-            for inner in jax.tree.leaves(
-                list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
-            ):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
-
-
-def is_codes(x) -> bool:
-    return jnp.issubdtype(x.aval.dtype, jnp.floating) and x.aval.dtype.itemsize == 1
-
-
-CASES = {"[N, K]": ((384, 256), (((2,), (1,)), ((), ()))), "[K, N]": ((256, 384), (((2,), (0,)), ((), ()))),
-         "a batch": ((2, 256, 384), (((2,), (1,)), ((0,), (0,))))}
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_on_hopper_forward_and_backward_are_three_products_of_codes_by_the_kernel(name, dtype):
-    """And no other: neither a dot_general nor codes that become floats again outside a kernel."""
-    shape, axes = CASES[name]
-    args = jax.ShapeDtypeStruct((2, 128, 256), dtype), jax.ShapeDtypeStruct(shape, dtype)
-    forward = lambda x, w: fp8_dot_general(x, w, axes, backend="pallas").astype(jnp.float32)
-    both = jax.value_and_grad(lambda x, w: jnp.sum(forward(x, w)), (0, 1))
-    for f, kernels, count in ((forward, 3, 1), (both, 7, 3)):
-        program = [*equations(jax.make_jaxpr(f)(*args).jaxpr)]
-        found = [eqn for eqn in program if eqn.primitive.name == KERNEL]
-        assert len(found) == kernels and sum(sum(map(is_codes, eqn.invars)) == 2 for eqn in found) == count
-        assert not [eqn for eqn in program if eqn.primitive.name in ("dot_general", "ragged_dot")]
-        casts = [
-            eqn for eqn in program if eqn.primitive.name == "convert_element_type" and is_codes(eqn.invars[0])
-        ]
-        assert not casts
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_lowers_for_cuda(name):
-    shape, axes = CASES[name]
-    args = jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    both = jax.grad(
-        lambda x, w: jnp.sum(fp8_dot_general(x, w, axes, backend="pallas").astype(jnp.float32)), (0, 1)
-    )
-    text = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text and "stablehlo.dot_general" not in text
-
-
-@pytest.mark.parametrize("axes", [KN, pytest.param(NK, marks=pytest.mark.slow)])
-def test_simulated_the_kernels_equal_the_reference(axes):
-    x, w, dy = (tile_distinct(s, jnp.bfloat16, i) for i, s in enumerate(((24, 136), (136, 72), (24, 72))))
-    w = w if axes == KN else w.T
-    of = lambda **how: jax.vjp(
-        lambda x, w: fp8_dot_general(x, w, axes, preferred_element_type=jnp.float32, **how), x, w
-    )
-    (y, pull), (want, pull_want) = of(backend="pallas", interpret=INTERPRET), of(backend="reference")
-    assert_blockwise_close(y, want, rtol=1e-5, block=(16, 16))
-    for a, b in zip(pull(dy.astype(jnp.float32)), pull_want(dy.astype(jnp.float32))):
-        assert_blockwise_close(a, b, rtol=2.0**-7, block=(16, 16))
