@@ -3,11 +3,8 @@ is imported."""
 
 import gc
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest  # noqa: E402
 from remote_servers import own, remote, served  # noqa: E402, F401  fixtures

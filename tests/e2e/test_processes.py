@@ -11,11 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from numpy.testing import assert_equal
-
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
-
 from micro_run import arrays, assert_same_run, lasting, metrics, words
+from numpy.testing import assert_equal
 
 PROGRAM, DEVICES = Path(__file__).parent / "one_of_several.py", 4
 MESH = {"train.data": 2, "train.fsdp": 2, "train.rows_per_microbatch": 4, "run.steps": 4}

@@ -14,39 +14,19 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from micro_run import rewarded
-from safetensors.numpy import load_file
+from tiny_run import assert_same_run, config, metrics, saved, words
 
-from bridges.engines.embedded_engine import JaxEngine
-from bridges.transports.embedded import JaxInprocess
-from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.dry_run import dry_run
 from jaxfp8rl.cli.main import main
-from jaxfp8rl.config import rules
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
-from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteStep
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError
 from jaxfp8rl.models.loading import load_params, save_params
-from jaxfp8rl.monitors.jsonl import read_metrics
-from jaxfp8rl.optim.adamw import make_optimizer
-from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
-from jaxfp8rl.publish.wire import LearnerWeights
-from jaxfp8rl.rewards.runner import RewardRunner, Score
-from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.sft import run_sft
 
-TINY = {
-    "run.steps": 10, "run.eval_problems": 16, "run.eval_every": 5, "run.save_every": 4,
-    "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
-    "train.row_tokens": 40, "train.rows_per_microbatch": 1, "train.updates_per_step": 2,
-    "sft.steps": 80, "sft.examples_per_step": 32, "optim.schedule": "constant",
-    "task.options.operands": 2, "task.options.demonstration_error": 0.0,
-    "task.options.held_out_fraction": 0.3,
-}
 # The keys of a step that a user is promised, besides those that an evaluation adds.
 KEYS = set(
     """step reward/mean reward/std loss entropy grad_norm lr correction/ess correction/weight_mean
@@ -54,16 +34,6 @@ KEYS = set(
     mismatch/max_logp_diff response/length_mean time/rollout_s time/score_s time/update_s time/publish_s time/step_s
     tokens/rollout_per_s tokens/update_per_s memory/peak_gib weights/version""".split()
 )
-
-
-def words(directory: Path, **changes) -> list[str]:
-    """Command-line overrides: TINY with changes, "__" for the dot."""
-    settings = TINY | {"run.dir": str(directory)} | {k.replace("__", "."): v for k, v in changes.items()}
-    return [w for k, v in settings.items() for w in (f"--{k}", str(v))]
-
-
-def config(directory: Path, **changes) -> Config:
-    return load_config("demo", words(directory, **changes))
 
 
 COMPILED: list[float] = []  # seconds that each program took to compile, or to be read from the cache
@@ -101,34 +71,6 @@ def straight(recorded) -> Path:
 @pytest.fixture
 def copy(straight, tmp_path) -> Path:
     return Path(shutil.copytree(straight, tmp_path / "copy"))
-
-
-def metrics(directory: Path) -> list[dict]:
-    return read_metrics(directory / "metrics.jsonl")
-
-
-def saved(directory: Path):
-    """(state, loop state, step) of the newest checkpoint."""
-    cfg = config(directory)
-    checkpoints = Checkpoints(directory / "checkpoints", 2)
-    like = init_state(starting_params(cfg, model_config(cfg)), make_optimizer(cfg.optim, 10))
-    state, loop_state = checkpoints.restore(like)
-    step = checkpoints.latest()
-    return state, loop_state, step
-
-
-def assert_same_run(directory: Path, straight: Path):
-    """Every line of metrics but clocks and memory, every sample, every bit of the final state."""
-
-    def without_clocks(rows: list[dict]) -> list[dict]:
-        return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}
-                for r in rows]
-
-    np.testing.assert_equal(without_clocks(metrics(directory)), without_clocks(metrics(straight)))
-    assert (directory / "samples.jsonl").read_bytes() == (straight / "samples.jsonl").read_bytes()
-    (state, loop_state, step), (want, want_loop, want_step) = saved(directory), saved(straight)
-    assert (loop_state, step) == (want_loop, want_step)
-    jax.tree.map(np.testing.assert_array_equal, state, want)
 
 
 def start(directory: Path) -> subprocess.Popen:
@@ -321,163 +263,6 @@ def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_pat
     loop.train(config(tmp_path, run__steps=1, sft__steps=0, task__options__held_out_fraction="0.0"))
     rows = metrics(tmp_path)
     assert [r["step"] for r in rows] == [0, 1] and not any("eval/reward_mean" in r for r in rows)
-
-
-# --- other ways to learn
-
-EVERYTHING = {
-    "loss__kl_coef": 0.05, "loss__calibrate_clip_every": 2, "loss__dynamic_sampling_rounds": 4,
-    "loss__mask_cut": "true",
-    "loss__overlong_buffer": 2, "loss__aggregation": "seq_mean_token_mean", "loss__entropy_coef": 0.001,
-    "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis",
-    "run__save_every": 3, "run__eval_every": 3, "rollout__kv_scales": "calibrated",
-    "optim__lr": 0.002, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
-}
-
-
-@pytest.mark.slow
-def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
-    """Reference policy, calibrated clip bounds and scales, and the place in the prompt stream are part of
-    what is restored."""
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    loop.train(config(whole, run__steps=4, **EVERYTHING))
-    rows = metrics(whole)
-    # not those whose rewards are all equal
-    assert all(0 < row["rollout/groups_chosen"] <= 4 for row in rows[1:])
-    assert any(row["tokens/rollout"] > 4 * 4 * 4 for row in rows[1:])  # more than one round holds
-    assert rows[1]["clip/bound_low"] == rows[1]["clip/bound_high"] == np.float32(0.2)
-    assert rows[4]["kl"] > 0 and saved(whole)[1]["clip"] != [
-        rows[1]["clip/bound_low"], rows[1]["clip/bound_high"]]
-    assert max(saved(whole)[1]["kv_amax"]["k"]) == rows[4]["kv/amax_k"] > 1
-    loop.train(config(parted, run__steps=3, **EVERYTHING))
-    loop.train(config(parted, run__steps=4, **EVERYTHING), resume=True)
-    assert_same_run(parted, whole)
-
-
-@pytest.mark.slow  # tests/unit/training/test_train_step.py compares the updates
-def test_a_run_whose_updates_are_their_own_old_policy_is_the_same_run_without_a_scoring_pass(tmp_path):
-    runs = {}
-    for old_policy in ("recomputed", "current"):
-        loop.train(config(tmp_path / old_policy, run__steps=2, train__updates_per_step=1,
-                          loss__old_policy=old_policy))
-        runs[old_policy] = metrics(tmp_path / old_policy)[1:]
-    for scored, own in zip(*runs.values(), strict=True):
-        for key in ("loss", "grad_norm", "reward/mean", "mismatch/k3", "correction/ess", "clip/fraction"):
-            np.testing.assert_allclose(own[key], scored[key], rtol=1e-6, atol=1e-9, err_msg=key)
-    assert runs["current"][1]["time/score_s"] < runs["recomputed"][1]["time/score_s"]
-
-
-@pytest.mark.slow
-def test_two_policies_need_no_scoring_pass_and_the_probes_join_the_metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr(RewardRunner, "score", rewarded)
-    options = {"loss__old_policy": "rollout", "loss__objective": "prime_rl",
-               "correction__preset": "prime_rl/default"}
-    loop.train(config(tmp_path, run__steps=2, run__samples_top_k=3, monitor__precision_every=2, **options))
-    for row in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines()):
-        top = np.array(row["top_logp"])
-        assert top.shape == np.shape(row["top_ids"]) == (row["tokens"],
-                                                         3) and (np.diff(top) <= 0).all() and (top <= 0).all()
-    rows = metrics(tmp_path)[1:]
-    assert rows[1]["precision/gap_all"] > 0 and "precision/gap_all" not in rows[0] and (
-        tmp_path / "precision.json").exists()
-    assert all(r["update/applied"] == 1 and r["mismatch/token_mult_prob_error"] >= 1 for r in rows)
-    assert all(r["mismatch/max_logp_diff"] < 0.5 for r in rows) and any(r["grad_norm"] > 0 for r in rows)
-
-
-# --- what stops a run, and what does not
-
-
-def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_path, monkeypatch, capsys):
-    to_samples, calls = scored_groups.to_samples, []
-
-    def poisoned(*args):
-        calls.append(1)
-        return [[s._replace(advantage=float("nan")) if len(calls) > 2 else s for s in g]
-                for g in to_samples(*args)]
-
-    monkeypatch.setattr(scored_groups, "to_samples", poisoned)
-    monkeypatch.setattr(RewardRunner, "score", rewarded)  # every update has something to learn
-    assert main(["train", "demo",
-                 *words(tmp_path, run__save_every=1, optim__max_bad_steps=3)]) == NonFiniteStep.exit_code == 4
-    assert "3 updates in a row were not finite" in (
-        said := capsys.readouterr().err) and "bad_batch.safetensors" in said
-    assert "advantages" in said  # what was wrong, not only that something was
-    state, _, step = saved(tmp_path)
-    assert step == 3 and int(state.bad_steps) == 2
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
-    rows = metrics(tmp_path)
-    assert [r["update/applied"]
-            for r in rows[1:]] == [1, 1, 0] and int(state.step) == 4 and np.isnan(rows[3]["loss"])
-    bad = load_file(tmp_path / "bad_batch.safetensors")
-    assert np.isnan(bad["advantages"][bad["response_mask"]]).all() and bad["old_logp"].shape == bad[
-        "tokens"].shape
-    monkeypatch.setattr(scored_groups, "to_samples", to_samples)
-    loop.train(config(tmp_path, run__steps=4), resume=True)
-    assert metrics(tmp_path)[-1]["update/applied"] == 1 and int(saved(tmp_path)[0].bad_steps) == 0
-
-
-def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, capsys):
-    class Perturbed(LearnerWeights):
-        def __init__(self, cfg, params, *args):
-            noisy = lambda p: p * (
-                1 + 0.5 * jax.random.normal(jax.random.key(0), p.shape)) if p.dtype == np.float32 else p
-            super().__init__(cfg, jax.tree.map(noisy, params), *args)  # scales for codes, values for the rest
-
-    monkeypatch.setattr(loop, "LearnerWeights", Perturbed)
-    assert main(["train", "demo", *words(tmp_path, sft__steps=0)]) == 3
-    said = capsys.readouterr().err
-    assert "disagree at equal weights" in said and "worst token: " in said and "next step:" in said
-    assert metrics(tmp_path) == []
-
-
-def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, monkeypatch):
-    """Every step one completion of the second prompt comes back with a NaN; the other three groups are
-    learned from."""
-    generate = scored_groups.generate
-
-    def spoilt(engine, prompts, requests, version, *more, **named):
-        real = engine.generate
-
-        def broken(asked):
-            groups = real(asked)
-            if asked[0].n > 1:
-                values = np.full_like(groups[1][2].logprobs, np.nan)
-                groups[1][2] = dataclasses.replace(groups[1][2], logprobs=values)
-            return groups
-
-        monkeypatch.setattr(engine, "generate", broken, raising=True)
-        try:
-            return generate(engine, prompts, requests, version, *more, **named)
-        finally:
-            monkeypatch.setattr(engine, "generate", real)
-
-    monkeypatch.setattr(scored_groups, "generate", spoilt)
-    monkeypatch.setattr(RewardRunner, "score",
-                        lambda self, items: [Score(i % 2, "ok") for i in range(len(items))])
-    loop.train(config(tmp_path, run__steps=2, sft__steps=0))
-    for row in metrics(tmp_path)[1:]:
-        assert row["rollout/groups_rejected"] == 1 and row["update/applied"] == 1 and np.isfinite(row["loss"])
-
-
-def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp_path, monkeypatch):
-    """The embedded engine stands for vLLM, which sleeps on a GPU alone: it too loses its weights, and says so
-    when asked."""
-    calls = []
-
-    def recorded(owner, name):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, **k: (calls.append(name), original(*a, **k))[1])
-
-    for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"),
-                        (loop, "run_updates"),
-                        (loop, "warm_start")):
-        recorded(owner, name)
-    recorded(JaxInprocess, "publish")
-    monkeypatch.setattr(rules, "_check_server", lambda cfg: None)
-    loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=1, rollout__sleep="drop_weights"))
-    step = ["generate", "sleep", "score", "score", "run_updates", "wake", "publish"]
-    assert calls == ["sleep", "warm_start", "wake", "publish", "generate", "generate", *step, *step,
-                     "generate"]
 
 
 # --- the warm start as a command

@@ -25,22 +25,12 @@ from bridges.served.supervised_engine import SupervisedEngine
 from jaxfp8rl.checkpoint import store
 from jaxfp8rl.config.section import Section
 from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
-from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed, NonFiniteStep
-from jaxfp8rl.rewards.runner import RewardRunner, _child_environment
+from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed
 from jaxfp8rl.rollout import engines
-from jaxfp8rl.run import run_directory, watchdog
+from jaxfp8rl.run import run_directory
 from jaxfp8rl.training import context, loop
 
-pytestmark = pytest.mark.usefixtures("quick_compile", "children")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def children(quick_compile):
-    """Compile as quickly, and the rewards are micro_run's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        patch.setattr(RewardRunner, "score", micro_run.rewarded)
-        yield
+pytestmark = pytest.mark.usefixtures("children")
 
 
 READ: set[tuple[str, str]] = set()  # (section, key) of every setting that the undisturbed run asked for
@@ -76,26 +66,6 @@ def copy(straight, tmp_path) -> Path:
     return Path(shutil.copytree(straight, tmp_path / "copy"))
 
 
-# 1: an update that is not finite
-
-
-def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
-    learn = loop.run_updates
-
-    def blown(*args):
-        state, policy, updates = learn(*args)
-        params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(np.inf),
-                              state.params) if args[4] == 3 else state.params
-        return state._replace(params=params), policy, updates
-
-    monkeypatch.setattr(loop, "run_updates", blown)
-    with pytest.raises(NonFiniteStep,
-                       match=r"after step 3 the parameters are not finite, and are not saved: .*\n.*--resume"):
-        loop.train(config(tmp_path, run__save_every=1))
-    assert store.Checkpoints(tmp_path / "checkpoints", 2).steps() == [1, 2]
-    assert all(np.isfinite(x).all() for x in arrays(tmp_path, 2).values())
-
-
 # 8: the gate fails
 
 
@@ -111,27 +81,6 @@ def test_row_8_what_a_failed_gate_left_is_none_of_the_next_runs(straight, tmp_pa
     assert checkpoints.steps() == [0, 2] and not (tmp_path / "reference").exists()
     assert "of a start that failed: checkpoint 6" in (tmp_path / "notes.txt").read_text()
     jax.tree.map(np.testing.assert_array_equal, arrays(tmp_path, 2), arrays(straight, 2))
-
-
-def test_what_is_not_a_runs_own_is_left_alone(tmp_path):
-    """A folder may have been somebody's before it is named as a run's."""
-    (tmp_path / "reference").mkdir()
-    (tmp_path / "reference" / "work.txt").write_text("years of it")
-    (tmp_path / "config.toml").write_text("[tool]\nother = 1\n")
-    loop.train(config(tmp_path, run__steps=1, run__save_every=0))
-    assert (tmp_path / "reference" / "work.txt").read_text() == "years of it"
-
-
-def test_a_run_directory_has_a_name_and_home_is_home():
-    with pytest.raises(ConfigError, match="run.dir"):
-        load_config("demo", ["--run.dir", ""])
-    # others: test_paths.py
-    assert load_config("demo", ["--run.dir", "~/runs/a"]).run.dir == str(Path.home() / "runs" / "a")
-
-
-def test_what_does_not_go_with_the_vocabulary_is_said_before_anything_loads(tmp_path):
-    with pytest.raises(ConfigError, match="run.samples_top_k = 999999: the vocabulary has"):
-        loop.train(config(tmp_path, run__samples_top_k=999999))
 
 
 # 25: the engine dies in generate
@@ -158,35 +107,6 @@ def test_row_25_a_run_whose_engine_dies_three_times_learns_what_it_would_have_le
     loop.train(config(tmp_path, run__keep_checkpoints=9))
     assert metrics(tmp_path)[-1]["engine/restarts"] == 3 and len(set(map(id, calls))) >= 3
     assert_same_run(tmp_path, straight)
-
-
-# 26: told to go in the warm start; what that came to outlives the gate
-
-
-def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, monkeypatch, capsys):
-    """Each of its steps is a phase of its own."""
-    phases = []
-
-    def phase(dog, name):
-        phases.append(name)
-        if name == "warm start" and phases.count(name) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(watchdog.Watchdog, "phase", phase)
-    warm = {"sft__steps": 5, "sft__examples_per_step": 4, "run__steps": 1}
-    with pytest.raises(SystemExit) as e:
-        loop.train(config(tmp_path, **warm))
-    said = capsys.readouterr().out
-    assert e.value.code == 143 and phases.count("warm start") == 3
-    assert "stopped; nothing is saved: a warm start cannot be resumed, and 2 of its 5 updates are lost. The same command" in said
-    with pytest.raises(GateFailed):
-        loop.train(config(tmp_path, gate__max_mean_gap=1e-12, **warm))
-    assert phases.count("warm start") == 8 and metrics(tmp_path) == []
-    monkeypatch.setattr(loop, "warm_start", lambda *a: pytest.fail("warm-started twice"))
-    loop.train(config(tmp_path, **warm), resume=True)
-    begun, first = metrics(tmp_path)
-    assert (begun["step"], first["step"]) == (0, 1) and begun.keys() >= {"gate/max_gap", "eval/reward_mean"}
-    assert "restore" in phases
 
 
 # 27: SIGKILL
@@ -399,17 +319,3 @@ def test_row_40_no_secret_of_the_environment_is_in_what_a_run_writes(straight):
     files = [p for p in straight.rglob("*") if p.is_file()]
     assert len(files) > 50 and {"config.toml", "metrics.jsonl", "samples.jsonl"} <= {p.name for p in files}
     assert not [p for p in files if PLANTED.encode() in p.read_bytes()]
-
-
-@pytest.mark.parametrize("name, secret",
-                         [("WANDB_API_KEY", True), ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True),
-                                          ("DB_PASSWORD", True), ("PGPASSWORD", True),
-                                          ("OPENAI_APIKEY", True), ("KEY2", True),
-                                          ("MYSQL_PWD", True), ("GITHUB_PAT", True), ("SSH_PASSPHRASE", True),
-                                          ("API_KEYS", True), ("PATH", False), ("PWD", False),
-                                          ("OLDPWD", False),
-                                          ("KEYBOARD", False), ("GLIBC_COMPAT", False),
-                                          ("TOKENIZERS_PARALLELISM", False)])
-def test_row_40_a_scoring_process_has_no_secret_of_the_learners(name, secret, monkeypatch):
-    monkeypatch.setenv(name, PLANTED)
-    assert (name not in _child_environment()) == secret

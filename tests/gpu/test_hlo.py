@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layer_program import BATCH, KERNELS, MODEL, PRECISION, TURNED, gradients, kernels, shapes  # noqa: E402
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.layers import rope_tables
@@ -22,9 +21,6 @@ from jaxfp8rl.policy.hardware import products_of
 from jaxfp8rl.policy.policy import grad_slots, policy_of
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import linear
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "precision"))
-from layer_program import BATCH, KERNELS, MODEL, PRECISION, TURNED, gradients, kernels, shapes  # noqa: E402
 
 FP8 = r"f8e4m3fn\[([\d,]+)\]"
 

@@ -11,23 +11,21 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from objective_batches import SHAPE, batch, seeds
+from objective_formulas import oracle
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.aggregation import AGGREGATIONS, token_scale
-from jaxfp8rl.losses.covariance import covariances, select_tokens
 from jaxfp8rl.losses.objectives import (
-    KL_KINDS,
     OBJECTIVES,
     SELECTING,
     ObjectiveConfig,
     kl_penalty,
     objective_parameters,
-    off_policy,
     policy_loss,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-seeds = st.integers(0, 2**32 - 1)
 CASES = [ObjectiveConfig(kind) for kind in OBJECTIVES] + [
     ObjectiveConfig("ppo_clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0),
     ObjectiveConfig("gspo", clip_low=0.1, clip_high=0.3),
@@ -38,20 +36,6 @@ CASES = [ObjectiveConfig(kind) for kind in OBJECTIVES] + [
 scale_of = jax.jit(token_scale, static_argnames=("kind", "horizon"))
 each_case = pytest.mark.parametrize("config", CASES,
                                     ids=lambda c: "-".join(str(v) for v in c if v is not None))
-SHAPE = (6, 9)
-
-
-def batch(seed: int, gap: float = 1.0):
-    """One sequence a row, ragged, with holes in the mask; row 0 is masked whole. One advantage a sequence."""
-    rng = np.random.default_rng(seed)
-    logp = -rng.exponential(1.0, SHAPE).astype(np.float32)
-    old = np.minimum(logp + gap * rng.normal(size=SHAPE), 0).astype(np.float32)
-    length = rng.integers(1, SHAPE[1] + 1, (SHAPE[0], 1))
-    segment_ids = (np.arange(SHAPE[1]) < length).astype(np.int32)
-    mask = (segment_ids > 0) & (rng.random(SHAPE) < 0.8)
-    mask[0] = False
-    advantages = np.broadcast_to(rng.normal(size=(SHAPE[0], 1)), SHAPE).astype(np.float32)
-    return logp, old, advantages, mask, segment_ids
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -67,100 +51,6 @@ def run(logp, old, advantages, mask, segment_ids, weights, config):
 
     grad, (loss, cut) = jax.grad(total, has_aux=True)(logp)
     return loss, cut, grad
-
-
-# Oracle: of one sequence's live tokens in float64, (losses, Jacobian dloss_t/dlogp_u, distances to a bound)
-# ----------
-
-
-def oracle(config: ObjectiveConfig, c, p, a):
-    kind, given_ = config.kind, {k: v for k, v in config._asdict().items() if v is not None and k != "kind"}
-    return {"ppo_clip": o_ppo, "gspo": o_gspo, "gspo_token": functools.partial(o_gspo, token=True),
-            "cispo": o_cispo,
-            "sapo": o_sapo, "gmpo": o_gmpo, "dppo_tv": o_dppo_tv, "dppo_kl": o_dppo_kl,
-            "reinforce": o_reinforce,
-            "prime_rl": o_prime, "clip_cov": o_ppo, "kl_cov": o_plain}[kind](c, p, a, **given_)
-
-
-def bounded(c, p):
-    d = c - p
-    return np.exp(np.clip(d, -20, 20)), (np.abs(d) < 20).astype(float)
-
-
-def o_ppo(c, p, a, clip_low=0.2, clip_high=0.2, dual_clip=None):
-    r, free = bounded(c, p)
-    value = -np.minimum(r * a, np.clip(r, 1 - clip_low, 1 + clip_high) * a)
-    live = np.where(a > 0, r <= 1 + clip_high, r >= 1 - clip_low)
-    near = [r - 1 - clip_high, r - 1 + clip_low]
-    if dual_clip:
-        live = live & ~((a < 0) & (value > -dual_clip * a))
-        value = np.where(a < 0, np.minimum(value, -dual_clip * a), value)
-        near.append(r - dual_clip)
-    return value, np.diag(-a * r * live * free), near
-
-
-def o_gspo(c, p, a, clip_low=3e-4, clip_high=4e-4, token=False):
-    n, mean = len(c), (c - p).mean()
-    s, free = np.exp(min(mean, 10)), mean < 10
-    value = -np.minimum(s * a, np.clip(s, 1 - clip_low, 1 + clip_high) * a)
-    slope = -a * s * free * np.where(a > 0, s <= 1 + clip_high, s >= 1 - clip_low)
-    jacobian = np.diag(slope) if token else slope[:, None] * np.full((n, n), 1 / n)
-    return value, jacobian, [s - 1 - clip_high, s - 1 + clip_low]
-
-
-def o_cispo(c, p, a, clip_low=1.0, clip_high=5.0):
-    w = np.clip(bounded(c, p)[0], 1 - clip_low, 1 + clip_high)
-    return -w * a * c, np.diag(-w * a), []
-
-
-def o_sapo(c, p, a, tau_positive=1.0, tau_negative=1.05):
-    r, free = bounded(c, p)
-    tau = np.where(a > 0, tau_positive, tau_negative)
-    gate = 1 / (1 + np.exp(-tau * (r - 1)))
-    gate_slope = np.exp(-tau * (r - 1)) * gate**2  # 1 - gate would round to 0
-    return -a * 4 / tau * gate, np.diag(-a * 4 * gate_slope * r * free), []
-
-
-def o_gmpo(c, p, a, clip_low=0.4, clip_high=0.4):
-    n, d, sign = len(c), c - p, np.sign(a)
-    inner = sign * np.minimum(sign * d, sign * np.clip(d, -clip_low, clip_high))
-    free = (inner == d) & (inner.mean() < 20)
-    s = np.exp(min(inner.mean(), 20))
-    return -a * s, (-a * s)[:, None] * free[None] / n, [d - clip_high, d + clip_low]
-
-
-def o_trust(c, p, a, keep, cap):
-    w = np.minimum(bounded(c, p)[0], cap) * keep
-    return -w * a * c, np.diag(-w * a)
-
-
-def o_dppo_tv(c, p, a, clip_low=0.15, clip_high=0.15, ratio_cap=3.0):
-    moved = np.exp(c) - np.exp(p)
-    keep = np.where(a > 0, moved <= clip_high, moved >= -clip_low)
-    return *o_trust(c, p, a, keep, ratio_cap), [moved - clip_high, moved + clip_low]
-
-
-def o_dppo_kl(c, p, a, clip_low=0.05, clip_high=0.05, ratio_cap=3.0):
-    now, old = np.exp(c), np.exp(p)
-    kl = old * (p - c) + (1 - old) * np.log((1 - old + 1e-8) / (1 - now + 1e-8))
-    keep = np.where(a > 0, (kl <= clip_high) | (now <= old), (kl <= clip_low) | (now >= old))
-    return *o_trust(c, p, a, keep, ratio_cap), [kl - clip_high, kl - clip_low]
-
-
-def o_reinforce(c, p, a, ratio_cap=None):
-    return o_trust(c, p if ratio_cap else c, a, 1.0, ratio_cap or np.inf)[:2] + ([],)
-
-
-def o_prime(c, p, a, clip_low=0.2, clip_high=0.2, penalty=1e-3):
-    (r, free), moved = bounded(c, p), np.exp(c) - np.exp(p)
-    keep = np.where(a > 0, moved <= clip_high, moved >= -clip_low)
-    slope = -r * a * keep * free + 2 * penalty * (c - p)
-    return -r * a * keep + penalty * (c - p) ** 2, np.diag(slope), [moved - clip_high, moved + clip_low]
-
-
-def o_plain(c, p, a):
-    r, free = bounded(c, p)
-    return -r * a, np.diag(-r * a * free), []
 
 
 @each_case
@@ -395,218 +285,6 @@ def test_on_policy_every_objective_follows_the_exact_gradient_of_the_expected_re
     _, _, grad = run(logp, logp, advantages, mask, mask.astype(np.int32), jnp.tile(probability, 3), config)
     np.testing.assert_allclose(backward(grad)[0], -exact, atol=2e-7)
     assert np.abs(exact).max() > 0.05
-
-
-# Covariance: Clip-Cov and KL-Cov
-# -------------------------------------------------------------------------------------
-
-WIDE = (20, 50)
-
-
-def wide_batch(seed: int):
-    """1,000 tokens, a fifth of them masked with anything under the mask; each has its own place."""
-    rng = np.random.default_rng(seed)
-    mask = rng.random(WIDE) < 0.8
-    old = np.where(mask, -rng.exponential(1.0, WIDE),
-                   rng.choice([np.nan, np.inf, -1e30], WIDE)).astype(np.float32)
-    advantages = np.where(mask, rng.normal(size=WIDE), np.nan).astype(np.float32)
-    return old, advantages, mask, np.arange(mask.size).reshape(WIDE)
-
-
-def cov_oracle(old, advantages, mask):
-    """Of the live tokens, float64: the paper's eq. 10, as verl's masked means have it."""
-    a, p = advantages[mask].astype(np.float64), old[mask].astype(np.float64)
-    return (a - a.mean()) * (p - p.mean())
-
-
-def test_a_covariance_by_hand():
-    """A = (1, -1, 0), logp = (-1, -2, -3): means 0 and -2, so 1, 0 and 0; the masked token is in no mean."""
-    got = covariances(jnp.array([-1.0, -2, -3, -50]), jnp.array([1.0, -1, 0, 9]),
-                      jnp.array([True, True, True, False]))
-    np.testing.assert_allclose(got, [1, 0, 0, 0], atol=1e-7)
-
-
-@given(seeds, st.floats(1e-4, 1.0))
-def test_kl_cov_selects_the_largest_covariances(seed, fraction):
-    old, advantages, mask, places = wide_batch(seed)
-    want = np.zeros(WIDE, bool)
-    cov = cov_oracle(old, advantages, mask)
-    count = max(1, int(np.floor(np.float32(fraction) * mask.sum())))
-    order = np.sort(cov)[::-1]
-    assume(count == len(cov) or order[count - 1] - order[count] > 1e-6)
-    want[mask] = cov >= order[count - 1]
-    got = select_tokens(old, advantages, mask, places, ObjectiveConfig("kl_cov", cov_fraction=fraction))
-    assert np.asarray(got).sum() == count and np.array_equal(got, want)
-
-
-@given(seeds, st.floats(1e-4, 1.0))
-def test_clip_cov_draws_among_the_covariances_between_its_bounds_however_they_are_packed(seed, fraction):
-    old, advantages, mask, places = wide_batch(seed)
-    config = ObjectiveConfig("clip_cov", cov_fraction=fraction, cov_low=0.2, cov_high=1.5)
-    got = np.asarray(select_tokens(old, advantages, mask, places, config))
-    cov, among = cov_oracle(old, advantages, mask), np.zeros(WIDE, bool)
-    assume((np.abs(cov[:, None] - [0.2, 1.5]) > 1e-5).all())
-    among[mask] = (cov > 0.2) & (cov < 1.5)
-    assert got.sum() == min(among.sum(), max(1, int(np.floor(np.float32(fraction) * mask.sum()))))
-    assert not (got & ~among).any()
-    order = np.random.default_rng(seed).permutation(mask.size)
-    moved = (x.reshape(-1)[order].reshape(WIDE) for x in (old, advantages, mask, places))
-    assert np.array_equal(np.asarray(select_tokens(*moved, config)).reshape(-1), got.reshape(-1)[order])
-
-
-def test_the_draw_of_clip_cov_favours_no_token():
-    """Over 300 batches every candidate is drawn about equally often, be it likely or not."""
-    low_half, drawn = 0, 0
-    for seed in range(300):
-        old, advantages, mask, places = wide_batch(seed)
-        among = mask & (np.asarray(covariances(old, advantages, mask)) > 0)
-        config = ObjectiveConfig("clip_cov", cov_fraction=0.05, cov_low=0.0, cov_high=99.0)
-        got = np.asarray(select_tokens(old, advantages, mask, places, config))
-        low_half += int((got & (old < np.median(old[among]))).sum())
-        drawn += int(got.sum())
-    assert abs(low_half / drawn - 0.5) < 0.02  # 12,000 draws: four standard deviations
-
-
-@pytest.mark.parametrize("kind", SELECTING)
-def test_what_is_selected_is_not_learned_from_or_pays_for_its_change(kind):
-    logp, old, advantages, mask, segment_ids = batch(21)
-    selected = np.random.default_rng(1).random(SHAPE) < 0.4
-    total = lambda logp, chosen: policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig(kind),
-                                             selected=chosen)
-    slope = jax.grad(lambda logp, chosen: total(logp, chosen)[0].sum())
-    chosen, none = jnp.asarray(selected), jnp.zeros(SHAPE, bool)
-    (loss, cut), grad = total(logp, chosen), slope(logp, chosen)
-    plain, plain_grad = total(logp, none)[0], slope(logp, none)
-    on = selected & mask
-    if kind == "clip_cov":
-        assert not np.asarray(loss)[on].any() and not np.asarray(grad)[on].any()
-        chex.assert_trees_all_equal(np.asarray(cut["clip/covariance"]), on)
-    else:
-        moved = (logp.astype(np.float64) - old)[on]
-        np.testing.assert_allclose(np.asarray(loss - plain)[on], np.abs(moved), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(np.asarray(grad - plain_grad)[on], np.sign(moved), rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_equal(np.asarray(loss)[~on], np.asarray(plain)[~on])
-    with pytest.raises(ConfigError, match="needs `selected`"):
-        policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig(kind))
-    with pytest.raises(ConfigError, match="takes no `selected`"):
-        policy_loss(logp, old, advantages, mask, segment_ids, ObjectiveConfig("gspo"), selected=none)
-
-
-# KL to a reference
-# ---------------------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnames="kind")
-def run_kl(logp, ref, mask, kind):
-    """(estimates, gradient of their sum)."""
-    value = lambda x: kl_penalty(x, ref, mask, kind)
-    return value(logp), jax.grad(lambda x: value(x).sum())(logp)
-
-
-@given(seeds, st.floats(0.01, 30))
-def test_kl_estimators_and_their_gradients(seed, gap):
-    logp, ref, _, mask, _ = batch(seed, gap)
-    d = np.where(mask, logp.astype(np.float64) - ref, 0)
-    bounded = np.clip(d, -20, 20)
-    k3 = np.exp(-bounded) + bounded - 1
-    free = (k3 < 10) & (np.abs(d) < 20)
-    assume((np.abs(k3 - 10) > 1e-3).all())
-    value = {"k1": d, "abs": np.abs(d), "k2": d**2 / 2, "k3": np.minimum(k3, 10)}
-    slope = {"k1": 1.0, "abs": np.sign(d), "k2": d,
-             "k3": (1 - np.exp(-bounded)) * free} | {f"{k}+": d for k in value}
-    value |= {f"{k}+": v for k, v in value.items()}
-    # NeMo RL: estimates and weight held, with their gradients
-    inside = {"k1": bounded, "k2": bounded**2 / 2, "k3": k3}
-    own = {"k1": d + 1, "k2": d + d**2 / 2, "k3": d}
-    assume(all((np.abs(np.abs(x) - 10) > 1e-3).all() for x in inside.values()))
-    value |= {f"{k}_score": np.clip(x, -10, 10) for k, x in inside.items()}
-    slope |= {f"{k}_score": own[k] * (np.abs(x) < 10) * (np.abs(d) < 20) for k, x in inside.items()}
-    assert set(value) == set(KL_KINDS)
-    for kind in KL_KINDS:
-        got, grad = run_kl(logp, ref, mask, kind)
-        np.testing.assert_allclose(got, value[kind], rtol=1e-5, atol=2e-6, err_msg=kind)
-        np.testing.assert_allclose(grad, np.where(mask, slope[kind], 0), rtol=1e-5, atol=3e-6, err_msg=kind)
-
-
-def test_no_token_owns_the_unbiased_kl():
-    """The token of the issue: mu = -14, reference -2.1, pi -2. Uncapped its gradient is e^12 * 0.1 = 16,275;
-    by k3+ alone 0.1."""
-    one = lambda x: jnp.full((1,), x, jnp.float32)
-    slope = lambda cap: float(jax.grad(
-        lambda logp: kl_penalty(logp, one(-2.1), jnp.ones(1, bool), "k3+", one(-14.0),
-                                cap).sum())(one(-2.0))[0])
-    assert slope(1e6) == pytest.approx(np.exp(12) * 0.1, rel=1e-4)
-    assert slope(2.0) == pytest.approx(0.2, rel=1e-4) and slope(1.0) == pytest.approx(0.1, rel=1e-4)
-    own = jax.grad(lambda logp: kl_penalty(logp, one(-2.1), jnp.ones(1, bool), "k3+",
-                                           one(-14.0)).sum())(one(-2.0))
-    assert float(own[0]) == pytest.approx(0.2, rel=1e-4), "the default cap is 2"
-    # weight e^-1, which no cap touches
-    below = kl_penalty(one(-3.0), one(-2.1), jnp.ones(1, bool), "k3+", one(-2.0))
-    np.testing.assert_allclose(below, np.exp(-1.0) * (np.exp(0.9) - 0.9 - 1), rtol=1e-5)
-    with pytest.raises(ConfigError, match="kl_weight_cap = 0.5"):
-        kl_penalty(one(-3.0), one(-2.1), jnp.ones(1, bool), "k3+", one(-2.0), 0.5)
-
-
-def test_expected_gradients_of_the_kl_estimators():
-    """Over one distribution of 5 outcomes, exactly: k2 and every "+" give that of KL(now || ref), k3 that of
-    KL(ref || now)."""
-    rng = np.random.default_rng(0)
-    theta, ref = jnp.asarray(rng.normal(size=5)), jax.nn.log_softmax(jnp.asarray(rng.normal(size=5)))
-    log = jax.nn.log_softmax
-    forward = jax.grad(lambda t: jnp.sum(jnp.exp(log(t)) * (log(t) - ref)))(theta)
-    reverse = jax.grad(lambda t: jnp.sum(jnp.exp(ref) * (ref - log(t))))(theta)
-    want = {k: forward for k in KL_KINDS if k.endswith("+")} | {"k1": 0 * theta, "k2": forward, "k3": reverse}
-    want |= {"k1_score": forward, "k3_score": forward}
-    for kind, gradient in want.items():
-        expected = lambda t: jnp.sum(jnp.exp(log(theta))
-                                     * kl_penalty(log(t), ref, jnp.ones(5, bool), kind))  # noqa: B023
-        np.testing.assert_allclose(jax.grad(expected)(theta), gradient, atol=1e-6, err_msg=kind)
-    assert np.abs(forward - reverse).max() > 0.05
-
-    # by another policy: each outcome weighed by now / sampled
-    sampled = jax.nn.log_softmax(jnp.asarray(rng.normal(size=5)))
-    weighed = lambda t, kind: kl_penalty(log(t), ref, jnp.ones(5, bool), kind, sampled, 1e9)
-    for kind in (k for k in KL_KINDS if k.endswith("+") or k in ("k1_score", "k3_score")):
-        gradient = jax.grad(lambda t: jnp.sum(jnp.exp(sampled) * weighed(t, kind)))(theta)  # noqa: B023
-        np.testing.assert_allclose(gradient, forward, atol=1e-6, err_msg=kind)
-    kl = jnp.sum(jnp.exp(log(theta)) * (log(theta) - ref))
-    np.testing.assert_allclose(jnp.sum(jnp.exp(sampled) * weighed(theta, "k3+")), kl, rtol=1e-5)
-    # as the paper writes it
-    theirs = lambda t: jnp.sum(jnp.exp(log(t) - sampled) * (jnp.expm1(ref - log(t)) - (ref - log(t))))
-    np.testing.assert_allclose(jax.grad(lambda t: jnp.sum(weighed(t, "k3+")))(theta), jax.grad(theirs)(theta),
-                               atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KL_KINDS)
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_kl_under_the_mask_and_at_a_live_nan(kind, poison):
-    logp, ref, _, mask, _ = batch(1)
-    dirty = run_kl(np.where(mask, logp, np.float32(poison)), np.where(mask, ref, np.float32(poison)), mask,
-                   kind)
-    chex.assert_trees_all_equal(run_kl(logp, ref, mask, kind), dirty)
-    at = tuple(np.argwhere(mask)[0])
-    for spoilt in (logp.copy(), ref.copy()):
-        spoilt[at] = np.nan
-        assert np.isnan(run_kl(spoilt, ref, mask, kind)[0][at])
-
-
-@given(seeds, st.floats(0.01, 3), st.sampled_from([0.0, 1e-4, 0.1, 1.0]))
-def test_off_policy_masking_is_of_whole_sequences_with_a_negative_advantage(seed, gap, delta):
-    logp, sampled, advantages, mask, segment_ids = batch(seed, gap)
-    gone = np.where(mask, sampled.astype(np.float64) - logp, 0).sum(1) / np.maximum(mask.sum(1), 1)
-    assume((np.abs(gone - delta) > 1e-5).all())
-    want = mask & (advantages < 0) & (gone > delta)[:, None]
-    chex.assert_trees_all_equal(np.asarray(off_policy(logp, sampled, advantages, mask, segment_ids, delta)),
-                                want)
-    dirty = [np.where(mask, x, np.float32(np.nan)) for x in (logp, sampled, advantages)]
-    chex.assert_trees_all_equal(np.asarray(off_policy(*dirty, mask, segment_ids, delta)), want)
-    equal = off_policy(logp, logp, advantages, mask, segment_ids, delta)
-    assert not np.asarray(equal).any(), "equal policies mask nothing"
-    at = tuple(np.argwhere(mask)[0])
-    spoilt = logp.copy()
-    spoilt[at] = np.nan
-    assert not np.asarray(off_policy(spoilt, sampled, advantages, mask, segment_ids,
-                                     delta))[at[0]].any(), "the guard sees it"
 
 
 # Parameters

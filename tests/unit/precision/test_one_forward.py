@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layer_program import MODEL, PRECISION  # noqa: E402
 
 from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
@@ -18,9 +16,6 @@ from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.precision.recipe import Precision, plain_runs
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from layer_program import MODEL, PRECISION  # noqa: E402
 
 EXACT = Loss(clip_low=1e-9, clip_high=1e-9)  # meets every ratio but 1
 QUANTISED = {"runs": PRECISION.runs, "gradients": "e4m3"}

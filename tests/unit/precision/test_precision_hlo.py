@@ -9,14 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
 import jax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from jaxlib.cpu import _lapack  # noqa: E402
 from layer_program import KERNELS, PRECISION, TURNED, WEIGHTS, gradients, kernels, shapes  # noqa: E402
 

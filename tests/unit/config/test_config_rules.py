@@ -1,0 +1,178 @@
+"""Settings that do not go together are refused, with the way out."""
+
+from __future__ import annotations
+
+import re
+import typing
+
+import pytest
+from config_files import GOOD, refusal
+
+from jaxfp8rl.config import learning
+from jaxfp8rl.config.rules import VLLM_TEMPERATURES
+from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.losses.advantages import ADVANTAGES
+from jaxfp8rl.losses.aggregation import AGGREGATIONS
+from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection
+from jaxfp8rl.losses.objectives import OBJECTIVES, ObjectiveConfig
+from jaxfp8rl.losses.presets import get_preset
+
+
+def test_the_choices_of_the_loss_are_those_that_exist():
+    fields = {name: set(typing.get_args(learning.Loss.model_fields[name].annotation))
+              for name in learning.Loss.model_fields}
+    assert fields["objective"] == set(OBJECTIVES) and fields["advantage"] == set(ADVANTAGES)
+    assert fields["aggregation"] == set(AGGREGATIONS)
+    assert set(learning.Correction.model_fields) - {"preset",
+                                                  "allow_uncorrected_fp8"} == set(CorrectionConfig._fields)
+    assert learning.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
+    assert set(learning.RejectionSection.model_fields) == set(Rejection._fields)
+    assert set(ObjectiveConfig._fields) - {"kind"} <= set(fields)
+
+
+CORRECTIONS = {
+    "unknown preset": ('preset = "token_tsi"',
+            'correction.preset "token_tsi" does not exist (did you mean "token_tis"?)'),
+    "reversed": ('action = "mask"\nlower = 3.0', "bounds [3.0, 2.0] are reversed"),
+    "negative": ("upper = -1.0", "bounds [0.0, -1.0] are reversed"),
+    "rejection reversed": (
+        'rejections = [{level = "sequence", statistic = "k2", lower = 2.0, upper = 1.0}]',
+        "rejection sequence_mean_k2: bounds",
+    ),
+    "rejection misspelt": ('rejections = [{level = "sequence", statistic = "k4"}]', '"k4" is not a choice'),
+    "twice the same rule": (
+        'rejections = [{level = "token", statistic = "k1", upper = 1.0}, {level = "token", statistic = "k1", lower = 0.0}]',
+        "two rejections by token_k1: join their bounds",
+    ),
+    "nothing to mix": ('preset = "none"\nadaptive = {onset = 0.1}',
+                       'adaptive has no effect with weight "none"'),
+    "no FP8 backward": (
+        '[precision]\ngradients = "e5m2"',
+        'precision.gradients = "e5m2" has no effect under precision.recipe "bf16"',
+    ),
+    "no FP8 forward": ('[precision]\nsaved_activations = "fp8"',
+                       'precision.saved_activations = "fp8" has no effect'),
+    "no FP8 wgrad": ('[precision]\nwgrad_inputs = "128x128"',
+                     'precision.wgrad_inputs = "128x128" has no effect'),
+    "no FP8 product": ('[precision]\nproducts = "float32"', 'precision.products = "float32" has no effect'),
+    "nothing to bound": ('preset = "none"\nupper = 3.0', 'upper: no effect with weight "none"'),
+    "nothing to normalise": ('preset = "none"\nbatch_normalize = true', 'no effect with weight "none"'),
+    "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
+    "two policies only": ('preset = "verl/bypass_pg_is"', 'set loss.old_policy = "rollout"'),
+    "batch": ('batch_normalize = true\n[loss]\nold_policy = "rollout"\nobjective = "reinforce"',
+              "looks at the whole batch"),
+    "twice": ('[loss]\nold_policy = "rollout"', "would weigh by it again"),
+    "whole batch, unscored": ('batch_normalize = true\n[loss]\nold_policy = "current"',
+                              "looks at the whole batch"),
+    "two policies, not one": ('preset = "verl/bypass_pg_is"\n[loss]\nold_policy = "current"',
+                              'set loss.old_policy = "rollout"'),
+    "denominator": (
+        'preset = "geometric_mask"\n[loss]\nold_policy = "rollout"', 'set correction.denominator = "all"',
+    ),
+    "rejection without bounds": ('rejections = [{level = "sequence", statistic = "k1"}]',
+                                 "sequence_mean_k1 has no bounds"),
+    "rejects all": ('rejections = [{level = "token", statistic = "mult_error", upper = 0.5}]',
+                    "upper = 0.5 rejects all"),
+    "idle aggregation": (
+        'rejections = [{level = "token", statistic = "k2", aggregation = "max", upper = 1.0}]',
+        'no effect at level "token"',
+    ),
+    "foreign parameter": ("[loss]\ntau_positive = 1.0",
+                          'loss.objective: tau_positive = 1.0 means nothing to the objective "ppo'),
+    "nothing to calibrate": ("[loss]\ncalibrate_clip_every = 5", "has no FP8 forward to compare with"),
+}
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_correction_or_objective_that_cannot_be_is_refused(kind, write):
+    text, says = CORRECTIONS[kind]
+    assert says in (said := refusal(write(GOOD + "\n[correction]\n" + text))), said
+
+
+@pytest.mark.parametrize("filtered", ["--rollout.top_p 0.95", "--rollout.top_k 20"])
+def test_a_filtered_engine_goes_with_every_correction(filtered, write):
+    """Both sides normalise over the tokens that the filter left (tests/unit/rollout/test_jax_engine.py)."""
+    for preset in ("token_tis", "sequence_tis", "areal/sequence_clamp", "geometric_mask", "vexact"):
+        load_config(write(GOOD),
+                    [*filtered.split(), "--correction.preset", preset, "--loss.opsm_delta", "1e-4"])
+
+
+def test_pass_at_k_of_all_samples_teaches_nothing(write):
+    words = ["--rollout.samples_per_prompt", "4", "--loss.advantage", "pass_at_k", "--loss.pass_at_k"]
+    assert load_config(write(GOOD), [*words, "3"]).loss.pass_at_k == 3
+    assert "choose k from 1 to 3" in refusal(write(GOOD), *words, "4")
+
+
+def test_an_update_is_its_own_old_policy_where_a_step_has_one(write):
+    options = ["--loss.old_policy", "current", "--train.updates_per_step"]
+    assert load_config(write(GOOD), [*options, "1"]).loss.old_policy == "current"
+    with pytest.raises(ConfigError, match="measured by itself.*\n.*train.updates_per_step = 1"):
+        load_config(write(GOOD), [*options, "2"])
+
+
+def test_a_preset_can_be_changed_field_by_field(write):
+    text = GOOD + '\n[correction]\npreset = "skyrl/geo_mask"\nweight = "token"\nupper = inf\n'
+    cfg = load_config(write(text), ["--correction.denominator", "kept"])
+    preset = get_preset("skyrl/geo_mask")
+    assert cfg.correction.resolve() == preset._replace(weight="token", upper=float("inf"), denominator="kept")
+    assert load_config(write(dump_config(cfg))) == cfg
+    own = GOOD + '\n[correction]\nrejections = [{level = "token", statistic = "k3", upper = 0.5}]\nadaptive = {onset = 0.1}\n'
+    cfg = load_config(write(own))
+    assert cfg.correction.resolve().rejections == (Rejection("token", "k3", upper=0.5),)
+    assert cfg.correction.resolve().adaptive == AdaptiveMix(onset=0.1)
+    assert load_config(write(dump_config(cfg))) == cfg
+
+
+IDLE = {  # words of the command line -> (what is refused, what is proposed)
+    "--rollout.gpu_memory_utilization 0.3 --rollout.kv_cache_gib 4": (
+        'rollout.gpu_memory_utilization, rollout.kv_cache_gib: no effect with rollout.engine = "jax"',
+        "leave it out (--rollout.gpu_memory_utilization=0.4 --rollout.kv_cache_gib=)"),
+    "--rollout.enforce_eager true --rollout.fp8_kernel emulated": (
+        "rollout.fp8_kernel, rollout.enforce_eager: no effect", "--rollout.enforce_eager=false"),
+    "--rollout.attention triton": ("rollout.attention: no effect", "--rollout.attention=auto"),
+    "--run.samples_per_step 0 --run.samples_top_k 4": (
+        "run.samples_top_k: no effect with run.samples_per_step = 0", "--run.samples_top_k=0"),
+    "--rollout.kv_scale_decay 0.5": ('rollout.kv_scale_decay: no effect with rollout.kv_scales = "one"',
+                                     "calibrated"),
+    "--loss.overlong_penalty 0.5": ("loss.overlong_penalty: no effect with loss.overlong_buffer = 0",
+                                    "set loss.overlong_buffer"),
+    "--loss.kl k1": ("loss.kl: no effect with loss.kl_coef = 0", "set loss.kl_coef"),
+    "--loss.unbiased_kl true": ("loss.unbiased_kl: no effect with loss.kl_coef = 0", "set loss.kl_coef"),
+    "--loss.unbiased_kl true --loss.kl_coef 0.1 --loss.kl k3": (
+        "its gradient is not the KL's", 'set loss.kl = "k3+"'),
+    "--monitor.precision_every 5": ('monitor.precision_every: no effect with precision.recipe = "bf16"',
+                                    "FP8 recipe or cache"),
+    "--task.reward_workers 2": ("task.reward_workers: no effect with a scorer that runs in the learner",
+                                "set task.scorer"),
+    "--task.chat true --task.date 2026-13-01": ("task.date: ", "month must be in 1..12"),
+    "--task.date 2026-01-31": ("task.date: no effect with task.chat = false", "set task.chat"),
+    "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2": (
+        "of a group of one no rewards differ", "set it to 1"),
+    "--loss.advantage pass_at_k --loss.pass_at_k 1 --loss.overlong_buffer 1": (
+        "are 0 or 1, not shaped for length", "set it to 0"),
+    "--precision.embedded_activations high": ("no effect with precision.recipe", "an FP8 recipe"),
+    "--rollout.engine vllm --precision.recipe fp8_unified --precision.embedded_activations high": (
+        'precision.embedded_activations: no effect with rollout.engine = "vllm"',
+        'set rollout.engine = "jax"'),
+    "--moe.measure_every 3 --moe.replay R2": ('moe.measure_every: no effect with moe.replay = "R2"',
+                                              'set moe.replay = "R3"'),
+    "--moe.measure_every 3 --moe.replay R3 --loss.old_policy rollout --correction.preset none": (
+        'moe.measure_every: no effect with loss.old_policy = "rollout"', "recomputed"),
+    "--rollout.engine vllm --rollout.temperature 5": ("rollout.temperature = 5: vLLM samples at 0.01 to 2",
+                                                      "set one of these"),
+}
+
+
+@pytest.mark.parametrize("words", IDLE)
+def test_what_would_have_no_effect_is_refused_with_the_way_out(words, write):
+    said = refusal(write(GOOD), *words.split())
+    assert all(text in said for text in IDLE[words]), said
+    defaults = re.findall(r"(--[\w.]+=\S*?)[ )]", said)  # what is proposed is accepted
+    load_config(write(GOOD), [*words.split(), *defaults] if defaults else [])
+
+
+def test_the_temperatures_are_those_of_vllm():
+    from bridges.engines import vllm_engine
+
+    assert VLLM_TEMPERATURES == (vllm_engine.COOLEST, vllm_engine.HOTTEST)
