@@ -9,16 +9,14 @@ import pytest
 
 from benchmarks.estimator_lab import (
     PLAIN_SEQUENCE,
-    World,
     batch_gradients,
     describe,
     enumerated,
     exact_estimate,
-    make_world,
     sample,
     simulated,
-    true_gradient,
 )
+from benchmarks.estimator_world import World, make_world, true_gradient
 from jaxfp8rl.losses.presets import get_preset
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

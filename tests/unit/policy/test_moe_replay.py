@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import moe_learning
+from benchmarks import moe_learning, moe_tables
 from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample, assign_rows, pack
@@ -204,7 +204,7 @@ def test_the_tables_of_the_page_are_the_benchmarks():
     root = Path(__file__).parents[3]
     result = json.loads((root / "benchmarks" / "results" / "moe_learning.json").read_text(encoding="utf-8"))
     page = (root / "docs" / "moe.md").read_text(encoding="utf-8")
-    assert [table for table in moe_learning.tables(result["records"]).split("\n\n")
+    assert [table for table in moe_tables.tables(result["records"]).split("\n\n")
             if table not in page] == []
 
 
