@@ -1,4 +1,4 @@
-"""Runs to report on, written once a module, and the page of the first."""
+"""Runs to report on, written once a module, the page of the first and the comparison of all."""
 
 import itertools
 from pathlib import Path
@@ -21,3 +21,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def page(folder) -> Page:
     return Page(write_report([folder / "a0"]))
+
+
+@pytest.fixture(scope="module")
+def comparison(folder) -> Page:
+    return Page(write_report(sorted(folder.glob("??"))))

@@ -9,19 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_pages import Page
 
 from jaxfp8rl.monitors.jsonl import JsonlMonitor
-from jaxfp8rl.monitors.report import compare, write_report
+from jaxfp8rl.monitors.report import compare
 from jaxfp8rl.monitors.report.runs import load_runs
-
-
-@pytest.fixture(scope="module")
-def comparison(folder) -> Page:
-    return Page(write_report(sorted(folder.glob("??"))))
-
-
-# --- the comparison
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=9))
