@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.plgpu_compat import plgpu
+from pallas_kernels.plgpu_compat import Ref, plgpu
 
 
 def specialise(
@@ -43,24 +43,25 @@ def slot_of(step: Array | int, slots: int) -> Array:
     return lax.rem(jnp.int32(step), jnp.int32(slots))
 
 
-def for_each_tile(plan, body: Callable[..., tuple | None], state: tuple | None = None) -> tuple | None:
+def for_each_tile(plan, body: Callable[..., Any], state: Any = None) -> Any:
     """body(row of tiles, column of tiles, number of stages used before) for every tile of this block of
-    threads. Where there is a `state`, body takes that, too, part by part, and returns the next one; the last
-    is returned."""
+    threads. If there is a `state`, body takes it as its last argument and returns the next one; the last is
+    returned."""
 
     @plgpu.nd_loop((math.prod(plan.grid),), collective_axes="block", init_carry=state)
-    def last(loop, carry=()):
+    def last(loop, carry=None):
         mi, ni = plgpu.planar_snake(loop.index[0], plan.grid, plan.tiles.band_axis, plan.tiles.band)
         if plan.tiles.cluster == "m":
             mi = 2 * mi + lax.axis_index("cluster")
         if plan.tiles.cluster == "n":
             ni = 2 * ni + lax.axis_index("cluster")
-        return body(mi, ni, loop.local_index * plan.k_blocks, *carry)
+        before = loop.local_index * plan.k_blocks
+        return body(mi, ni, before) if state is None else body(mi, ni, before, carry)
 
     return last
 
 
-def drain(plan, empty: jax.Ref) -> None:
+def drain(plan, empty: Ref) -> None:
     """Stay until every stage is free again: a block that left could still be written to by its partner in the
     cluster."""
     mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,28 @@ HOPPER = "9.0"  # the compute capability whose tensor cores and copy engine the 
 SMS = 132  # streaming multiprocessors, of an H100 SXM or H200; an H100 PCIe has 114, an H20 78
 L2 = 50 * 2**20  # bytes of the cache that they share, an H100's; an H200 has 60 MiB
 WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  # public, but not in JAX's list of exports
+# A place in memory, a view of one, or a barrier, inside a kernel; and, among scratch types, the declaration
+# that it is made from. JAX has no public type for them together.
+Ref = Any
 # Runs a kernel on a CPU: threads, barriers, copies and clusters are simulated, and it says where two of them
 # race.
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
-def swizzled(dtype: jnp.dtype) -> tuple:
-    """The shared-memory layout that tensor cores and copy engine want: tiles of 8 rows of 128 swizzled
-    bytes."""
-    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+def swizzled(dtype: jnp.dtype, columns: int | None = None) -> tuple[Any, Any]:
+    """The layout in shared memory that tensor cores and copy engine want: tiles of 8 rows of so many columns,
+    by default as many as make 128 bytes, whose bytes are swizzled."""
+    itemsize = jnp.dtype(dtype).itemsize
+    columns = columns or 128 // itemsize
+    # JAX leaves methods of these abstract that only its own lowering would call.
+    return (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(columns * itemsize),  # pyright: ignore[reportAbstractUsage]
+    )
 
 
-def spread(vector: Array, shape: tuple[int, int], axis: int) -> Array:
+def spread(vector: Array, shape: tuple[int, ...], axis: int) -> Array:
     """A register vector along `axis` of a register matrix."""
     return lax.broadcast_in_dim(vector, shape, [axis])
 

@@ -1,26 +1,49 @@
 """The scaled FP8 products on Hopper: y = a b^T with a [M, K] and b [N, K], both contiguous along the
 contraction.
 
-One persistent kernel serves all three passes. A block of threads computes tiles of y one after the other; in
-it
+One persistent kernel serves all three passes. A block of threads computes tiles of y one after the other. It
+has two kinds of threads:
 
-- one warp is the *producer*: it walks all tiles of its block and keeps the copy engine a few stages ahead of
-  the products, over the borders of tiles too, so that no tile waits for its first operands. In a cluster two
-  blocks share rows of a by multicast;
-- one to three warpgroups are the *consumers*, each with 64 rows of the tile, twice 64, or some columns. The
-  tensor cores sum 128 products in registers; then that partial times its scales is added to a float32 sum
-  (DeepSeek-V3, 2024, section 3.3.2).
+- One warp is the *producer*. It walks all tiles of its block and keeps the copy engine a few stages ahead of
+  the products, across the borders of tiles too, so that no tile waits for its first operands. A stage is a
+  block of 128 along the contraction: rows of a, rows of b, and their scales. In a cluster two blocks of
+  threads share rows of a by multicast.
+- One to three warpgroups are the *consumers*. Each computes its part of the tile: 64 rows, twice 64 rows, or
+  some columns. The tensor cores sum 128 products in registers. That partial sum times its scales is then
+  added to a float32 sum (DeepSeek-V3, 2024, section 3.3.2); this is called *promotion*.
 
-That promotion is what costs. Warpgroups that share the tensor cores fall into step, and then all promote at
-once while the tensor cores rest; three warpgroups lose less by it than two, and at a tile's end, too: one
-stores while two compute. Where there are two, of twice 64 rows, the results of a tile leave behind the first
-products of the next. Between the wait for one product and the start of the next nothing else should stand, so
-where the next operands lie is found while the last product is computed, and each is written over the
-registers of the last (`tensor_cores.py`). Where b has a scale a column (wgrad), those are read from shared
-memory a few columns at a time, or three warpgroups would not have the registers. Of few rows one consumer has
-several products in flight (`_sum_in_flight`), and as many stages as fit: what takes the time is reading b.
+The timeline of a consumer, where `p(i)` is the product of stage i:
 
-Edges need be no multiples of a tile: the copy engine reads zeros beyond them and writes nothing there.
+    one part of 64 rows (`sum_one_part`)
+
+        tensor cores |  p(i)                                       |         |  p(i+1)  ...
+        threads      |  read scales of i; wait for stage i+1;      | release | promote |
+                     |  find where its operands lie                | i       | p(i)    |
+
+    two parts of 64 rows (`sum_two_parts`), upper u and lower l, which read the same rows of b
+
+        tensor cores |  u(i)            |         |  l(i)                      |         |         | u(i+1)
+        threads      |  read scales     | promote |  wait for stage i+1; find  | release | promote |
+                     |  of l(i)         | u(i)    |  it; read scales of u(i+1) | i       | l(i)    |
+
+    and in the first stage of a tile also, behind u(0) and l(0): store u and l of the tile before.
+
+- Promotion is what costs: the tensor cores rest meanwhile, unless another consumer uses them. Two consumers
+  tend to fall into step and promote at the same time; three lose less by it, and also lose less at the end of
+  a tile, where one stores while two compute. Two consumers with two parts each store the results of a tile
+  behind the first products of the next.
+- Nothing else may stand between the wait for one product and the start of the next. So the place of the next
+  operands is found while the last product is computed, and each product is written over the registers of the
+  one before (`tensor_cores.py`).
+- A stage is released as soon as its last product is done. Only where b has a scale for each column (wgrad) is
+  it released after promotion, which reads those scales from shared memory a few columns at a time: three
+  consumers do not have the registers to hold them all.
+- In a cluster, scales are read ahead for one part too: see `all_have`.
+- For few rows one consumer has several products in flight (`sum_in_flight`) and as many stages as fit:
+  reading b is then what takes the time.
+
+The sizes of a and b need not be multiples of a tile: the copy engine reads zeros beyond the edge and writes
+nothing there.
 """
 
 from __future__ import annotations
@@ -30,7 +53,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +63,16 @@ from jax.experimental import pallas as pl
 from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
-from pallas_kernels.plgpu_compat import COLUMN, ROW, WGMMA, multiprocessors, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import ACC, COLUMN, ROW, WGMMA, Ref, multiprocessors, plgpu, spread, swizzled
 from pallas_kernels.quantize import BLOCK
 
 F32 = jnp.float32
-# columns, each with its own scale, whose scales a consumer of a 1x128 by 1x128 product holds at once
+# Columns whose scales a consumer holds at once where each column has its own (a 1x128 by 1x128 product).
 SLAB = 32
+Index = Array | int
+Sums = tuple[Array, ...]  # float32 [64, slab] for each slab of a part's columns
+# By row, float32 [64]: one for each slab, with b's scale multiplied in; or one, and b's are read by column.
+Scales = tuple[Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +123,13 @@ class Plan:
 class Shared(NamedTuple):
     """Shared memory: a ring of stages, and results on their way out."""
 
-    a: jax.Ref
-    b: jax.Ref
-    a_scale: jax.Ref
-    b_scale: jax.Ref
-    out: jax.Ref
-    full: jax.Ref
-    empty: jax.Ref
+    a: Ref
+    b: Ref
+    a_scale: Ref
+    b_scale: Ref
+    out: Ref
+    full: Ref
+    empty: Ref
 
 
 def reads_scalars(m: int, b_blocks: bool) -> bool:
@@ -126,28 +153,28 @@ def matmul(
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
     check_tiles(tiles, plan.store_width, pairs=b_blocks)
     scratch = shared_memory(plan, a.dtype, b.dtype)
-    clusters = dict(cluster=(2,), cluster_names=("cluster",)) if tiles.cluster else {}
     return plgpu.kernel(
-        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype), grid=(blocks,),
-        grid_names=("block",),
+        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(blocks,), grid_names=("block",),
+        cluster=(2,) if tiles.cluster else (), cluster_names=("cluster",) if tiles.cluster else (),
         num_threads=tiles.consumers + 1, thread_name="wg", scratch_types=scratch, interpret=interpret,
-        **clusters,
     )(a, a_scale, b, b_scale)
 
 
 def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
-    t, store = plan.tiles, (ROWS, plan.store_width)
-    store_layout = plgpu.TilingTransform((8, store[1])), plgpu.SwizzleTransform(
-        store[1] * plan.out_dtype.itemsize)
-    barrier = functools.partial(plgpu.ClusterBarrier,
-                                collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
+    t = plan.tiles
+    if t.cluster:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    else:
+        barrier = plgpu.Barrier
     return Shared(
         a=plgpu.SMEM((t.stages, t.m, BLOCK), a_dtype, transforms=swizzled(a_dtype)),
         b=plgpu.SMEM((t.stages, t.n, BLOCK), b_dtype, transforms=swizzled(b_dtype)),
         a_scale=plgpu.SMEM((t.stages, t.m), F32),
-        # blocks' scales are read as scalars
+        # the scales of blocks are read from memory, one by one
         b_scale=plgpu.SMEM((t.stages, t.n) if not plan.b_blocks else (8,), F32),
-        out=plgpu.SMEM((t.consumers, t.buffers, *store), plan.out_dtype, transforms=store_layout),
+        out=plgpu.SMEM((t.consumers, t.buffers, ROWS, plan.store_width), plan.out_dtype,
+                       transforms=swizzled(plan.out_dtype, plan.store_width)),
         full=plgpu.Barrier(num_arrivals=3 + (not plan.b_blocks) - plan.one_row, num_barriers=t.stages),
         empty=barrier(num_arrivals=t.consumers, num_barriers=t.stages),
     )
@@ -164,7 +191,6 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
     """Copy the operands of every tile, block by block of the contraction, as stages become free."""
     a, a_scale, b, b_scale = operands
     t = plan.tiles
-    share = dict(collective_axes="cluster") if t.cluster else {}
 
     def tile(mi, ni, before):
         rows, columns, box = pl.ds(mi * t.m, plan.box), pl.ds(ni * t.n, t.n), pl.ds(0, plan.box)
@@ -175,7 +201,8 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
             pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             copy, full = plgpu.copy_gmem_to_smem, shared.full.at[slot]
             ks = pl.ds(ki * BLOCK, BLOCK)
-            copy(a.at[rows, ks], shared.a.at[slot, box], full, **share)
+            copy(a.at[rows, ks], shared.a.at[slot, box], full,
+                 collective_axes="cluster" if t.cluster else None)
             copy(b.at[columns, ks], shared.b.at[slot], full)
             if not plan.one_row:
                 copy(a_scale.at[ki, rows], shared.a_scale.at[slot, box], full)
@@ -187,53 +214,51 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
 
 
 class Consumer(NamedTuple):
-    """One warpgroup's view of the ring, for one product in one tile; `i` counts the tile's blocks of the
+    """A warpgroup's view of the ring for one part of one tile. `i` counts the tile's blocks of the
     contraction."""
 
     plan: Plan
     shared: Shared
-    row: Array  # of this product in the tile
+    row: Array  # of this part in the tile
     column: Array
     before: Array  # stages used by the tiles before
 
-    def slot(self, i: Array) -> Array:
+    def part(self, number: int) -> Consumer:
+        """The view for another 64 rows, `number` times 64 further down."""
+        return self._replace(row=self.row + number * ROWS)
+
+    def slot(self, i: Index) -> Array:
         return slot_of(self.before + i, self.plan.tiles.stages)
 
     @property
     def rows(self) -> pl.Slice:
         return pl.ds(self.row, ROWS)
 
-    def parts(self) -> tuple[Consumer, ...]:
-        """One for each product that it makes of a stage."""
-        return tuple(self._replace(row=self.row + h * ROWS) for h in range(self.plan.tiles.high))
-
-    def operands(self, i: Array) -> tuple[jax.Ref, jax.Ref]:
+    def operands(self, i: Index) -> tuple[Ref, Ref]:
         return self.of_stage(self.slot(i))
 
-    def of_stage(self, slot: Array | int) -> tuple[jax.Ref, jax.Ref]:
+    def of_stage(self, slot: Index) -> tuple[Ref, Ref]:
         columns = pl.ds(self.column, self.plan.tiles.width)
         return self.shared.a.at[slot, self.rows], self.shared.b.at[slot, columns]
 
-    def row_scales(self, i: Array) -> Array:
+    def row_scales(self, i: Index) -> Array:
         return plgpu.load(self.shared.a_scale.at[self.slot(i), self.rows], layout=ROW, optimized=False)
 
-    def arrived(self, i: Array) -> None:
+    def arrived(self, i: Index) -> None:
+        """Wait until the producer has filled stage i."""
         plgpu.barrier_wait(self.shared.full.at[self.slot(i)])
 
-    def release(self, i: Array) -> None:
-        """Of what has been read. The simulator wants the scales' reads fenced from the copy that will write
-        over them; on the device those that have arrived in registers are done."""
+    def release(self, i: Index) -> None:
+        """Give stage i back to the producer. The simulator wants the reads of scales fenced from the copy
+        that will write over them; on the device, scales that have arrived in registers are safe."""
         if self.plan.simulated:
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.empty.at[self.slot(i)])
 
-    def promote(self, total: tuple[Array, ...], partial: Array, scales: tuple[Array, ...],
-                i: Array) -> tuple[Array, ...]:
-        """total + partial * scales, slab by slab, so that few scales of b's columns are held at once.
-        `scales` is a's by row: one vector a slab with b's multiplied in, or one, and b's are read by column.
-        """
-        out, width = [], self.plan.slab
-        for s, t in enumerate(total):
+    def promote(self, sums: Sums, partial: Array, scales: Scales, i: Index) -> Sums:
+        """sums + partial * scales, slab by slab, so that few scales of b's columns are held at once."""
+        promoted, width = [], self.plan.slab
+        for s, sum_of_slab in enumerate(sums):
             part = partial[:, s * width : (s + 1) * width]
             if self.plan.b_blocks:
                 scale = spread(scales[s], part.shape, 0)
@@ -241,60 +266,107 @@ class Consumer(NamedTuple):
                 at = self.shared.b_scale.at[self.slot(i), pl.ds(self.column + s * width, width)]
                 by_column = plgpu.load(at, layout=COLUMN, optimized=False)
                 scale = spread(scales[0], part.shape, 0) * spread(by_column, part.shape, 1)
-            out.append(t + part * scale)
-        return tuple(out)
+            promoted.append(sum_of_slab + part * scale)
+        return tuple(promoted)
+
+    def promote_and_release(self, sums: Sums, partial: Array, scales: Scales, i: Index) -> Sums:
+        """`promote` the last product of stage i, and give the stage back: before, unless promotion reads b's
+        scales from it."""
+        if self.plan.b_blocks:
+            self.release(i)
+        promoted = self.promote(sums, partial, scales, i)
+        if not self.plan.b_blocks:
+            self.release(i)
+        return promoted
 
 
-def _consume(plan: Plan, wg: Array, a_scale, b_scale, out, shared: Shared) -> None:
+class ScaleReader(NamedTuple):
+    """Reads the scales of a consumer's part of one tile of the dense product."""
+
+    plan: Plan
+    a_scale: Ref
+    b_scale: Ref
+    tile_column: Array  # of tiles
+    column: Array  # of this consumer in the tile
+
+    def in_memory(self, ki: Index) -> tuple[Array, ...]:
+        """The scales of stage ki that are not in shared memory: the one row's if a has but one, then those
+        of b's blocks, one for each slab."""
+        if not self.plan.b_blocks:
+            return ()
+        found = [self.a_scale[ki, 0]] if self.plan.one_row else []
+        last = self.b_scale.shape[0] - 1  # a consumer that lies beyond N multiplies zeros, by any scale
+        for s in range(0, self.plan.tiles.width, self.plan.slab):
+            block = lax.div(self.tile_column * self.plan.tiles.n + self.column + s, BLOCK)
+            found.append(self.b_scale[lax.min(block, last), ki])
+        return tuple(found)
+
+    def __call__(self, part: Consumer, ki: Index, in_memory: tuple[Array, ...] | None = None) -> Scales:
+        """The scales of stage ki. `in_memory`: what that function returned if it was called before."""
+        if self.plan.one_row:
+            of_row, *of_blocks = self.in_memory(ki) if in_memory is None else in_memory
+            by_row = plgpu.layout_cast(jnp.full(ROWS, of_row), ROW)
+        else:
+            by_row = part.row_scales(ki)
+            of_blocks = self.in_memory(ki) if in_memory is None else in_memory
+        return tuple(by_row * of_block for of_block in of_blocks) or (by_row,)
+
+
+class Finished(NamedTuple):
+    """A tile whose results are still in registers."""
+
+    sums: tuple[Sums, Sums]  # of the upper and the lower 64 rows
+    mi: Array  # row of tiles
+    ni: Array  # column of tiles
+
+
+def _consume(plan: Plan, wg: Array, a_scale: Ref, b_scale: Ref, out: Ref, shared: Shared) -> None:
     """Compute this warpgroup's part of every tile."""
     t = plan.tiles
     row, column = lax.div(wg, t.across) * t.high * ROWS, lax.rem(wg, t.across) * t.width
-    later = t.high > 1  # whether a tile's results leave behind the next one's first products
 
-    def tile(mi, ni, before, *tile_before):
-        def scalars(ki):
-            """Scales that are not in shared memory: of b's blocks, and before them a single row's."""
-            if not plan.b_blocks:
-                return ()
-            at = (ni * t.n + column + s for s in range(0, t.width, plan.slab))
-            last = b_scale.shape[0] - 1  # a consumer that lies beyond N multiplies zeros, by any scale
-            by_block = (b_scale[lax.min(lax.div(c, BLOCK), last), ki] for c in at)
-            return (a_scale[ki, 0], *by_block) if plan.one_row else tuple(by_block)
+    def store(number: int, sums: Sums, mi, ni) -> None:
+        """Part `number` of a tile."""
+        at = out.at[pl.ds(mi * t.m + row + number * ROWS, ROWS), pl.ds(ni * t.n + column, t.width)]
+        store_sums(plan, sums, at, shared.out.at[wg])
 
-        def scales(part, ki, read=None):
-            near = () if plan.one_row else (part.row_scales(ki),)
-            by_row, *by_block = *near, *(scalars(ki) if read is None else read)
-            by_row = plgpu.layout_cast(jnp.full(ROWS, by_row), ROW) if plan.one_row else by_row
-            return tuple(by_row * b for b in by_block) or (by_row,)
+    def one_part(mi, ni, before) -> None:
+        part = Consumer(plan, shared, row, column, before).part(0)
+        scales = ScaleReader(plan, a_scale, b_scale, ni, column)
+        if t.flight > 1:
+            sums = sum_in_flight(part, plan.k_blocks, scales)
+        else:
+            sums, _ = sum_one_part(part, plan.k_blocks, scales)
+        store(0, sums, mi, ni)
 
-        parts = Consumer(plan, shared, row, column, before).parts()
-        begin = (lambda n: store(n, *tile_before)) if later else None
-        totals, _ = sum_tile(parts, plan.k_blocks, scales, begin, scalars=scalars)
-        if later:
-            return totals, mi, ni
-        store(0, totals, mi, ni)
+    def two_parts(mi, ni, before, last: Finished) -> Finished:
+        me = Consumer(plan, shared, row, column, before)
+        scales = ScaleReader(plan, a_scale, b_scale, ni, column)
+        store_last = lambda number: store(number, last.sums[number], last.mi, last.ni)
+        sums = sum_two_parts(me.part(0), me.part(1), plan.k_blocks, scales, store_last)
+        return Finished(sums, mi, ni)
 
-    def store(n, totals, mi, ni):
-        """The n-th part of a tile."""
-        at = out.at[pl.ds(mi * t.m + row + n * ROWS, ROWS), pl.ds(ni * t.n + column, t.width)]
-        store_sums(plan, totals[n], at, shared.out.at[wg])
-
-    if later:
-        # Before the first, a tile below the result, of which the copy engine writes nothing; every block has
-        # its own, or the simulator would see a race. By a condition instead, the compiler would promote the
-        # product behind which results leave after the start of the next, and spill.
-        nothing = tuple(zeros(plan) for _ in range(t.high))
-        nowhere = plan.grid[0] + lax.axis_index("block"), lax.axis_index(
-            "cluster") if t.cluster else jnp.int32(0)
-        last = for_each_tile(plan, tile, (nothing, *nowhere))
-        for n in range(t.high):
-            store(n, *last)
+    if t.high == 1:
+        for_each_tile(plan, one_part)
     else:
-        for_each_tile(plan, tile)
+        last = for_each_tile(plan, two_parts, _nothing_yet(plan))
+        for number in range(t.high):
+            store(number, last.sums[number], last.mi, last.ni)
     plgpu.wait_smem_to_gmem(0)
 
 
-def zeros(plan: Plan) -> tuple[Array, ...]:
+def _nothing_yet(plan: Plan) -> Finished:
+    """What is stored behind the first tile: a tile below the result, of which the copy engine writes nothing.
+
+    Every block of threads has its own, or the simulator would see a race. With a condition instead, the
+    compiler would promote the product behind which results leave after the start of the next, and spill.
+    """
+    sums = zeros(plan), zeros(plan)
+    mi = plan.grid[0] + lax.axis_index("block")
+    return Finished(sums, mi, lax.axis_index("cluster") if plan.tiles.cluster else jnp.int32(0))
+
+
+def zeros(plan: Plan) -> Sums:
     return tuple(_registers((ROWS, plan.slab)) for _ in range(plan.slabs))
 
 
@@ -302,130 +374,172 @@ def _registers(shape: tuple[int, int]) -> Array:
     return plgpu.layout_cast(jnp.zeros(shape, F32), WGMMA)
 
 
-def sum_tile(
-    parts: tuple[Consumer, ...], blocks: int | Array, scales: Callable[[Consumer, Array], tuple[Array, ...]],
-    begin: Callable[[int], None] | None = None, at_end: Callable[[], object] = lambda: (),
-    scalars: Callable | None = None,
-) -> tuple[tuple[tuple[Array, ...], ...], object]:
-    """The sum of each part of the tile, every partial promoted as it is done, and what `at_end` returns.
+class Ahead(NamedTuple):
+    """What is known of a stage before its first product begins."""
 
-    `begin`, of a part's number, is run behind the first product of that part; where there is one, `blocks` is
-    an int. `scalars`, of a block, is what `scales` takes as its last argument, where it can be read earlier.
+    operands: tuple  # descriptors of a and b, those of the first part; nothing in the simulator
+    scales: Scales  # of the first part, where they are read ahead
+
+
+class State(NamedTuple):
+    """What a consumer carries from one stage to the next."""
+
+    sums: Any  # of one part, or of both
+    registers: Any  # of the last product, over which the next is written; nothing in the simulator
+    ahead: Any  # of the next stage; behind the last one, whatever the caller computes there
+
+
+def sum_one_part(
+    part: Consumer, blocks: Index, read_scales: Callable[..., Scales],
+    at_end: Callable[[], Any] = lambda: (),
+) -> tuple[Sums, Any]:
+    """The sums of a tile's only part over so many blocks, and what `at_end`, run behind the last product,
+    returns. `blocks` may be an array if `unroll` is 1.
+
+    The scales of a stage are read behind its product, but in a cluster behind the product before (`all_have`).
     """
-    if parts[0].plan.tiles.flight > 1:
-        return _sum_in_flight(*parts, blocks, scales, scalars), at_end()
-    return _sum_one_by_one(parts, blocks, scales, begin, at_end)
+    ahead_of_product = bool(part.plan.tiles.cluster)
+    find, registers = _first_product(part)
+
+    def look_ahead(i: Index) -> Ahead:
+        part.arrived(i)
+        return Ahead(find(i), all_have(read_scales, part, i) if ahead_of_product else ())
+
+    def step(i: Index, state: State, meanwhile: Callable[[], Any]) -> State:
+        def behind():
+            scales = state.ahead.scales if ahead_of_product else read_scales(part, i)
+            return scales, meanwhile()
+
+        partial, registers, (scales, ahead) = _product(part, 0, i, state, behind)
+        return State(part.promote_and_release(state.sums, partial, scales, i), registers, ahead)
+
+    state = State(zeros(part.plan), registers, look_ahead(0))
+    next_step = lambda i, state: step(i, state, lambda: look_ahead(i + 1))
+    state = _for_all_but_the_last(0, blocks, next_step, state, part.plan.tiles.unroll)
+    state = step(blocks - 1, state, at_end)
+    return state.sums, state.ahead
 
 
-def all_have(scales: Callable, part: Consumer, *which) -> tuple[Array, ...]:
-    """Scales of a stage; of a pair, once all four warps have read theirs. There one warp releases a stage for
-    all, a copy may then write over it, and nothing else orders the other warps' reads before that. They wait
-    behind a product, where nothing waits for them."""
-    own = scales(part, *which)
+def sum_two_parts(
+    upper: Consumer, lower: Consumer, blocks: int, read_scales: Callable[..., Scales],
+    store_last: Callable[[int], None],
+) -> tuple[Sums, Sums]:
+    """The sums of a tile's two parts. `store_last`, of a part's number, is run behind the first product of
+    that part, where it stores the tile before.
+
+    The scales of the upper part are read a stage ahead, those of the lower behind the upper's product.
+    """
+    find, registers = _first_product(upper)
+
+    def look_ahead(i: Index) -> Ahead:
+        lower.arrived(i)
+        return Ahead(find(i), all_have(read_scales, upper, i))
+
+    def step(i: Index, state: State, meanwhile: Callable[[], Any],
+             also: Callable[[int], None] = lambda number: None) -> State:
+        def behind_upper():
+            also(0)
+            return all_have(read_scales, lower, i)
+
+        def behind_lower():
+            also(1)
+            return meanwhile()
+
+        partial, registers, scales_of_lower = _product(upper, 0, i, state, behind_upper)
+        sums_of_upper = upper.promote(state.sums[0], partial, state.ahead.scales, i)
+        partial, registers, ahead = _product(lower, 1, i, state._replace(registers=registers), behind_lower)
+        sums_of_lower = lower.promote_and_release(state.sums[1], partial, scales_of_lower, i)
+        return State((sums_of_upper, sums_of_lower), registers, ahead)
+
+    state = State((zeros(upper.plan), zeros(upper.plan)), registers, look_ahead(0))
+    next_step = lambda i, state: step(i, state, lambda: look_ahead(i + 1))
+    nothing, unroll = (lambda: ()), upper.plan.tiles.unroll
+    if blocks == 1:
+        return step(0, state, nothing, store_last).sums
+    state = step(0, state, lambda: look_ahead(1), store_last)
+    state = _for_all_but_the_last(1, blocks, next_step, state, unroll)
+    return step(blocks - 1, state, nothing).sums
+
+
+def _for_all_but_the_last(
+    first: int, blocks: Index, step: Callable[[Index, State], State], state: State, unroll: int
+) -> State:
+    """step(i, state) for i from `first` to blocks - 2; `blocks` may be an array if `unroll` is 1."""
+    rest = (blocks - 1 - first) % unroll if unroll > 1 else 0
+    state = lax.fori_loop(first, blocks - 1 - rest, step, state, unroll=unroll)
+    for i in range(rest):
+        state = step(blocks - 1 - rest + i, state)
+    return state
+
+
+def all_have(read_scales: Callable[..., Scales], part: Consumer, *which) -> Scales:
+    """Scales of a stage; in a cluster, once all four warps have read theirs.
+
+    There one warp releases a stage for all four, and a copy may then write over it; nothing else orders the
+    other warps' reads before that. So they wait for each other behind the product before, where nothing waits
+    for them: when a product is done, all warps have started it, and what they had read before that, they
+    have.
+    """
+    scales = read_scales(part, *which)
     if part.plan.tiles.cluster and not part.plan.simulated:  # there `release` fences the reads
         from pallas_kernels.tensor_cores import wait_for_warps
 
         wait_for_warps()
-    return own
+    return scales
 
 
-def _sum_one_by_one(parts: tuple[Consumer, ...], blocks: int | Array, scales, begin,
-                    at_end) -> tuple[tuple, object]:
-    """Nothing but promotion stands between two products: behind one, the next one's operands are waited for
-    and found, and where a consumer makes several of a stage, its scales are read. The scales of a single one
-    are read behind itself, but not in a pair: there one warp tells both blocks that a stage is read, for all
-    four. When a product is done, all warps have started it, so what they read before, and waited for
-    together, they have (`all_have`)."""
-    plan, last, read = parts[0].plan, parts[-1], functools.partial(all_have, scales)
-    alone = len(parts) == 1 and not plan.tiles.cluster
-    find, old = (lambda i: ()), ()
-    if not plan.simulated:
-        # parts of JAX that are not public: who does not multiply here does not need them
-        from pallas_kernels import tensor_cores
+def sum_in_flight(part: Consumer, blocks: int, scales: ScaleReader) -> Sums:
+    """The same as `sum_one_part`, in the same order, with some products at a time, each promoted while the
+    next is computed. The scales in memory of the next ones are read before these are waited for."""
 
-        origin, old = tensor_cores.describe(*parts[0].of_stage(0)), _registers((ROWS, plan.tiles.width))
-        find = lambda i: tuple(at.moved(last.slot(i) * rows)
-                               for at, rows in zip(origin, (plan.tiles.m, plan.tiles.n)))
-
-    def ready(i):
-        last.arrived(i)
-        return find(i), () if alone else read(parts[0], i)
-
-    def block(i, state, meanwhile, begin=None):
-        totals, old, (operands, loaded) = list(state[0]), *state[1:]
-        for n, part in enumerate(parts):
-
-            def behind(part=part, n=n, rest=parts[n + 1 :], loaded=loaded):
-                if begin:
-                    begin(n)
-                own = scales(part, i) if alone else loaded
-                return own, read(rest[0], i) if rest else meanwhile()
-
-            partial, (own, following) = _product(part, n, i, old, operands, behind)
-            if part is last and plan.b_blocks:
-                last.release(i)
-            totals[n] = part.promote(totals[n], partial, own, i)
-            old, loaded = old if plan.simulated else partial, following
-        if not plan.b_blocks:  # promotion reads b's scales
-            last.release(i)
-        return tuple(totals), old, following
-
-    state, first = (tuple(zeros(plan) for _ in parts), old, ready(0)), 0
-    following = lambda i, state, begin=None: block(i, state, lambda: ready(i + 1), begin)
-    if begin and blocks > 1:
-        state, first, begin = following(0, state, begin), 1, None
-    unroll = plan.tiles.unroll
-    rest = (blocks - 1 - first) % unroll if unroll > 1 else 0  # of one, blocks may be an array
-    state = lax.fori_loop(first, blocks - 1 - rest, following, state, unroll=unroll)
-    for i in range(rest):
-        state = following(blocks - 1 - rest + i, state)
-    totals, _, result = block(blocks - 1, state, at_end, begin)
-    return totals, result
-
-
-def _sum_in_flight(part: Consumer, blocks: int, scales, scalars) -> tuple[tuple[Array, ...]]:
-    """The same of one part, in the same order: some products at a time, each promoted while the next is
-    computed. What memory has of the next ones' scales is read before these are waited for."""
-
-    def some(first: Array | int, count: int, total: tuple[Array, ...], read: tuple) -> tuple[Array, ...]:
+    def together(first: Index, count: int, sums: Sums, in_memory: tuple) -> Sums:
         numbers = [first + n for n in range(count)]
         for i in numbers:
             part.arrived(i)
 
-        def body(take):
-            loaded, sums = [all_have(scales, part, i, r) for i, r in zip(numbers, read)], total
-            for i, scale in zip(numbers, loaded):
-                partial = take()
-                if part.plan.b_blocks:
-                    part.release(i)
-                sums = part.promote(sums, partial, scale, i)
-                if not part.plan.b_blocks:  # promotion reads b's scales
-                    part.release(i)
-            return sums
+        def promote_each(take: Callable[[], Array]) -> Sums:
+            loaded, promoted = [all_have(scales, part, i, m) for i, m in zip(numbers, in_memory)], sums
+            for i, scales_of_i in zip(numbers, loaded):
+                promoted = part.promote_and_release(promoted, take(), scales_of_i, i)
+            return promoted
 
         operands = ((a, b.transpose((1, 0))) for a, b in map(part.operands, numbers))
-        return multiply(part.plan.simulated, body, *((None, a, b) for a, b in operands))
+        return multiply(part.plan.simulated, promote_each, *((None, a, b) for a, b in operands))
 
     flight = part.plan.tiles.flight
     times, left = divmod(blocks, flight)
-    ahead = lambda first: tuple(scalars(lax.min(first + n, jnp.int32(blocks - 1))) for n in range(flight))
 
-    def turn(n, state):
-        total, read = state
-        following = ahead((n + 1) * flight)
-        return some(n * flight, flight, total, read), following
+    def read(first: Array) -> tuple:
+        return tuple(scales.in_memory(lax.min(first + n, jnp.int32(blocks - 1))) for n in range(flight))
 
-    total, read = lax.fori_loop(0, times, turn, (zeros(part.plan), ahead(jnp.int32(0))))
-    return (some(times * flight, left, total, read) if left else total,)
+    def turn(n, state: tuple[Sums, tuple]) -> tuple[Sums, tuple]:
+        sums, in_memory = state
+        following = read((n + 1) * flight)
+        return together(n * flight, flight, sums, in_memory), following
+
+    sums, in_memory = lax.fori_loop(0, times, turn, (zeros(part.plan), read(jnp.int32(0))))
+    return together(times * flight, left, sums, in_memory) if left else sums
 
 
-def _product(part: Consumer, n: int, i: Array, old, operands,
-             behind: Callable[[], object]) -> tuple[Array, object]:
-    """The partial of the n-th part and block i, and what `behind`, run while the tensor cores compute it,
-    returns.
+def _first_product(part: Consumer) -> tuple[Callable[[Index], tuple], Any]:
+    """What finds the operands of a stage's first product, and registers for the first of all."""
+    if part.plan.simulated:
+        return lambda i: (), ()
+    # This module is made of parts of JAX that are not public: a program that does not multiply on a GPU does
+    # not need them.
+    from pallas_kernels import tensor_cores
 
-    It is written over `old`; `operands` is where those of the first part lie.
-    """
+    a, b = tensor_cores.describe(*part.of_stage(0))
+    t = part.plan.tiles
+    find = lambda i: (a.moved(part.slot(i) * t.m), b.moved(part.slot(i) * t.n))
+    return find, _registers((ROWS, t.width))
+
+
+def _product(
+    part: Consumer, number: int, i: Index, state: State, behind: Callable[[], Any]
+) -> tuple[Array, Any, Any]:
+    """The partial sum of part `number` and stage i; the registers that hold it, over which the next product
+    is written; and what `behind` returns, which is run while the tensor cores compute."""
     a, b = part.operands(i)
     if part.plan.simulated:
 
@@ -434,25 +548,26 @@ def _product(part: Consumer, n: int, i: Array, old, operands,
             result = behind()
             return partial[...], result
 
-        return pl.run_scoped(run, plgpu.ACC((ROWS, part.plan.tiles.width), F32))
+        partial, result = pl.run_scoped(run, ACC((ROWS, part.plan.tiles.width), F32))
+        return partial, (), result
     from pallas_kernels.tensor_cores import multiply_over
 
-    at_a, at_b = operands
-    partial = multiply_over(old, at_a.moved(n * ROWS), at_b, (a.dtype, b.dtype))
+    at_a, at_b = state.ahead.operands
+    partial = multiply_over(state.registers, at_a.moved(number * ROWS), at_b, (a.dtype, b.dtype))
     result = behind()
     plgpu.wgmma_wait(0)
-    return partial, result
+    return partial, partial, result
 
 
-def store_sums(plan: Plan, total: tuple[Array, ...], at: jax.Ref, buffers: jax.Ref) -> None:
-    """Sums [64, width] to their place in the result through shared memory, a swizzled 128-byte column a
-    buffer, as many at once as there are buffers; the copies run while the next tile is computed."""
+def store_sums(plan: Plan, sums: Sums, at: Ref, buffers: Ref) -> None:
+    """Store sums [64, width] to their place in the result, by way of shared memory: a swizzled 128-byte column
+    in a buffer, as many at once as there are buffers. The copies run while the next tile is computed."""
     width = plan.store_width
     for some in itertools.batched(range(0, plan.tiles.width, width), plan.tiles.buffers):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for n, c in enumerate(some):
             slab, first = divmod(c, plan.slab)
-            buffers.at[n][...] = total[slab][:, first : first + width].astype(plan.out_dtype)
+            buffers.at[n][...] = sums[slab][:, first : first + width].astype(plan.out_dtype)
         plgpu.commit_smem()
         for n, c in enumerate(some):
             plgpu.copy_smem_to_gmem(buffers.at[n], at.at[:, pl.ds(c, width)])

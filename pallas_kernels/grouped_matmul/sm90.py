@@ -31,7 +31,7 @@ from pallas_kernels.blockwise_matmul.sm90 import (
     Shared,
     shared_memory,
     store_sums,
-    sum_tile,
+    sum_one_part,
     zeros,
 )
 from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
@@ -258,7 +258,7 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
 
         def compute():
             # behind the last product, where the compiler waits for that entry
-            (total,), following = sum_tile((me,), work.blocks, scales, at_end=read_next)
+            total, following = sum_one_part(me, work.blocks, scales, at_end=read_next)
             store(total)
             return following
 
