@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -39,13 +40,13 @@ def forward_only(instead: str) -> Callable[[F], F]:
             args, kwargs = jax.tree.map(stop, (args, kwargs))
             return _results(message, f(*args, **kwargs), inputs)
 
-        return run
+        return cast(F, run)
 
     return decorate
 
 
 def _may_have_tangent(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -60,11 +61,12 @@ def _(message: str, primals: tuple, tangents: tuple) -> tuple:
     some = [t for t in of_inputs if not isinstance(t, SymbolicZero)]
     if not some:
         return results, unknown
-    none = sum(jnp.sum(_no_derivative.bind(t, message=message).astype(jnp.float32)) for t in some)
+    total = lambda t: jnp.sum(_no_derivative.bind(t, message=message).astype(jnp.float32))
+    none = sum(map(total, some), jnp.float32(0))
     return results, jax.tree.map(lambda y: jnp.full(y.shape, none.astype(y.dtype)), results)
 
 
-def _refuse(*_: Any, message: str) -> None:
+def _refuse(*_: Any, message: str) -> NoReturn:
     raise TypeError(message)
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.plgpu_compat import WGMMA, plgpu
+from pallas_kernels.plgpu_compat import ACC, WGMMA, Ref, plgpu
 
 F32 = jnp.float32
 
 
-def multiply(simulated: bool, body, *of: tuple[Array | None, Array | jax.Ref, jax.Ref]):
+def multiply(simulated: bool, body, *of: tuple[Array | None, Array | Ref, Ref]):
     """Issue acc + a b for every (acc, a, b), one after the other, with a in registers or shared memory and b
     in the latter.
 
@@ -42,7 +41,7 @@ def multiply(simulated: bool, body, *of: tuple[Array | None, Array | jax.Ref, ja
 
         return body(take)
 
-    return pl.run_scoped(run, *(plgpu.ACC((a.shape[0], b.shape[1]), F32) for _, a, b in of))
+    return pl.run_scoped(run, *(ACC((a.shape[0], b.shape[1]), F32) for _, a, b in of))
 
 
 def dot(a: Array, b: Array) -> Array:

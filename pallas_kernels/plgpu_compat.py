@@ -26,6 +26,7 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  # public, but not 
 # A place in memory, a view of one, or a barrier, inside a kernel; and, among scratch types, the declaration
 # that it is made from. JAX has no public type for them together.
 Ref = Any
+Index = Array | int  # of a stage or a step: an int where it is known when the kernel is traced
 # Runs a kernel on a CPU: threads, barriers, copies and clusters are simulated, and it says where two of them
 # race.
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -54,7 +55,7 @@ def pad_to(x: Array, rows: int, columns: int) -> Array:
     return jnp.pad(x, [(0, missing[0]), (0, missing[1])]) if any(missing) else x
 
 
-def device() -> jax.Device:
+def device() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]  # a class, which JAX assigns
     """Where what is computed, or traced, here will run: in a `shard_map`, or with a mesh set, on a device of
     the mesh; else on `jax.default_device`, or on the first device of this process."""
     mesh, default = jax.sharding.get_abstract_mesh().abstract_device, jax.config.jax_default_device

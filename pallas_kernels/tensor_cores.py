@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +56,7 @@ def describe(a, b) -> tuple[Descriptor, Descriptor]:
         del ctx
         return [_splat(half) for x in _descriptors(a_memory, b_memory, b.shape[0]) for half in _halves(x)]
 
-    found = words(a, b)
+    found = words(a, b)  # pyright: ignore[reportCallIssue]  # the decorator passes `ctx`
     return Descriptor(*found[:2]), Descriptor(*found[2:])
 
 
@@ -83,7 +83,7 @@ def multiply_over(old: Array, a: Descriptor, b: Descriptor, dtypes: tuple[jnp.dt
         )
         return new.to_layout(old.layout)
 
-    return issue(old, *a, *b)
+    return issue(old, *a, *b)  # pyright: ignore[reportReturnType]  # outside of it, an array
 
 
 def wait_for_warps() -> None:
@@ -94,10 +94,10 @@ def wait_for_warps() -> None:
         del ctx
         utils.warpgroup_barrier()
 
-    meet()
+    meet()  # pyright: ignore[reportCallIssue]  # the decorator passes `ctx`
 
 
-def _descriptors(a, b, width: int) -> list[ir.Value]:
+def _descriptors(a, b, width: int) -> list[Any]:
     """Of 64 bits each."""
     b = utils.memref_transpose(b, (1, 0, 3, 2))
     create = functools.partial(mma_utils.create_descriptor, swizzle=128)

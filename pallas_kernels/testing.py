@@ -215,7 +215,10 @@ class Batch(NamedTuple):
         mask[:, 0], mask[:, 1:2] = True, False
         base, apart = -rng.exponential(1.0, shape), mismatch * rng.normal(size=shape)
         pair = (np.minimum(base + sign * apart / 2, 0) for sign in (1, -1))
-        return cls(*(np.where(mask, x, rng.choice(GARBAGE, shape)).astype(np.float32) for x in pair), mask)
+        old, rollout = (
+            np.where(mask, x, rng.choice(GARBAGE, shape)).astype(np.float32) for x in pair
+        )
+        return cls(old, rollout, mask)
 
 
 def _run(correct: Correct, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -248,8 +251,8 @@ def _bounded(correct: Correct, batch: Batch, rtol: float) -> None:
     old, rollout = (np.where(batch.mask, x, 0) for x in batch[:2])
     for scale in (1, 400):  # of the mismatch: ratios up to float32's overflow, and down to 0
         apart = scale * (old - rollout)
-        pair = (np.where(batch.mask, np.minimum(x, 0), np.nan) for x in (apart, -apart))
-        weights, keep = _run(correct, Batch(*pair, batch.mask))
+        old, rollout = (np.where(batch.mask, np.minimum(x, 0), np.nan) for x in (apart, -apart))
+        weights, keep = _run(correct, Batch(old, rollout, batch.mask))
         live = weights[batch.mask & keep]
         assert np.isfinite(live).all(), f"a weight is {live[~np.isfinite(live)][0]}"
         assert (live >= 0).all(), f"a weight is {live.min()}"

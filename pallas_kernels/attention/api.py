@@ -84,7 +84,7 @@ def attention_and_lse(
     for padding."""
     ids = segments.segment_ids if isinstance(segments, Tables) else segments
     _check(q, k, v, ids)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}: scores are multiplied by a finite number above 0")
     if use_kernel(backend):
@@ -93,7 +93,8 @@ def attention_and_lse(
         return _by_kernel(How(scale, fp8, tiles, interpret), q, k, v, tables)
     if q.ndim == 4:
         return reference.attention_and_lse(q, k, v, ids, scale, fp8)
-    o, lse = reference.attention_and_lse(*(x[None] for x in (q, k, v, ids)), scale, fp8)
+    q, k, v, ids = (x[None] for x in (q, k, v, ids))
+    o, lse = reference.attention_and_lse(q, k, v, ids, scale, fp8)
     return o[0], lse[0]
 
 
@@ -101,7 +102,8 @@ def _by_kernel(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[
     """All rows in one, padded to whole chunks of tokens: a row that begins is a segment that begins."""
     tokens = math.prod(q.shape[:-2])
     flat = (_padded(x.reshape(tokens, *x.shape[-2:]), len(tables.first)) for x in (q, k, v))
-    o, lse = _attend(how, *flat, tables)
+    # partial(custom_vjp) hides the type of what it returns
+    o, lse = _attend(how, *flat, tables)  # pyright: ignore[reportGeneralTypeIssues]
     lse = lse[:, :tokens].reshape(-1, *q.shape[:-2])
     return o[:tokens].reshape(q.shape), lse if q.ndim == 3 else lse.swapaxes(0, 1)
 

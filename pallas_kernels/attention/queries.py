@@ -35,7 +35,7 @@ from pallas_kernels.attention.schedule import (
 )
 from pallas_kernels.attention.segments import COPIED, WALK, Tables
 from pallas_kernels.persistent import slot_of
-from pallas_kernels.plgpu_compat import ROW, plgpu, swizzled
+from pallas_kernels.plgpu_compat import ROW, Index, plgpu, swizzled
 
 BAD = 2**30  # for the first key of a query whose result is to be NaN
 
@@ -176,7 +176,7 @@ def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True
                 steps_of(steps, plan.tiles.keys), clear)
 
 
-def masked(x: Array, walk: Walk, step: Array, other: float) -> Array:
+def masked(x: Array, walk: Walk, step: Index, other: float) -> Array:
     """`other` for keys of other segments and behind the query, in steps that have any."""
     size = x.shape[1]
     key = walk.begin + (walk.steps - 1 - step) * size

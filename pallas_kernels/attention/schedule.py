@@ -48,8 +48,8 @@ class Deal(NamedTuple):
         place, heads = self._place(number), jnp.int32(self.heads)
         return Work(lax.div(place, heads), lax.rem(place, heads), number, before)
 
-    def count(self) -> Array:
-        """Of work of this block of threads."""
+    def own_count(self) -> Array:
+        """How much work this block of threads has."""
         total = self.walks * self.heads
         rounds = pl.cdiv(total, self.blocks)
         return rounds - (self._place(jnp.int32(rounds - 1)) >= total).astype(jnp.int32)
@@ -61,7 +61,7 @@ class Deal(NamedTuple):
     def for_each(self, body: Callable[[Work], Array]) -> tuple[Array, Array]:
         """body(work) -> its steps, for all work of this block of threads -> how many there were, of work and
         of steps."""
-        count = self.count()
+        count = self.own_count()
         return count, lax.fori_loop(0, count, lambda i, before: before + body(self.work(i, before)),
                                     jnp.int32(0))
 

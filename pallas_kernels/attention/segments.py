@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 CHUNK = 128  # what N is a multiple of
 STEP = 64  # keys or queries that walks are counted in
@@ -118,7 +118,7 @@ def check_ids(ids: Array) -> None:
     """Raises ValueError, with the rule."""
     if ids.ndim not in (1, 2) or ids.dtype != jnp.int32:
         raise ValueError(f"segment_ids {ids.dtype}{list(ids.shape)}: int32 [T], or rows [B, T]")
-    if not isinstance(ids, jax.core.Tracer):
+    if not isinstance(ids, Tracer):
         for i, row in enumerate(np.atleast_2d(np.asarray(ids))):
             _check_row(i, row)
 

@@ -43,7 +43,7 @@ from pallas_kernels.attention.segments import WALK, Tables
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
-from pallas_kernels.plgpu_compat import COLUMN, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import COLUMN, Index, Ref, plgpu, spread, swizzled
 
 no_derivative = forward_only(
     "pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
@@ -70,20 +70,20 @@ class Plan(NamedTuple):
 
 
 class Shared(NamedTuple):
-    k: jax.Ref  # and dk on its way out
-    v: jax.Ref  # and dv
-    walk: jax.Ref
-    q: jax.Ref
-    do: jax.Ref
-    lse: jax.Ref
-    delta: jax.Ref
-    kv_full: jax.Ref
-    kv_empty: jax.Ref
-    q_full: jax.Ref
-    do_full: jax.Ref
-    q_empty: jax.Ref
-    do_empty: jax.Ref
-    turn: jax.Ref  # of each consumer
+    k: Ref  # and dk on its way out
+    v: Ref  # and dv
+    walk: Ref
+    q: Ref
+    do: Ref
+    lse: Ref
+    delta: Ref
+    kv_full: Ref
+    kv_empty: Ref
+    q_full: Ref
+    do_full: Ref
+    q_empty: Ref
+    do_empty: Ref
+    turn: Ref  # of each consumer
 
 
 @no_derivative
@@ -208,13 +208,13 @@ class Consumer(NamedTuple):
     begin: Array
     clear: Array
     blocks: Array
-    first: jax.Ref
+    first: Ref
     shared: Shared
 
-    def q_slot(self, step: Array) -> Array:
+    def q_slot(self, step: Index) -> Array:
         return slot_of(self.work.before + step, self.plan.tiles.q_stages)
 
-    def do_slot(self, step: Array) -> Array:
+    def do_slot(self, step: Index) -> Array:
         return slot_of(self.work.before + step, self.plan.tiles.do_stages)
 
     def walk(self) -> tuple[Array, Array]:
@@ -229,7 +229,7 @@ class Consumer(NamedTuple):
         self.free(last)
         return dk, dv
 
-    def step(self, step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(self, step: Index, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         """What a step adds to dk and dv, and beside these products the next step's probabilities."""
         p, dk, dv = carry
         p, ds = self.differences(step, p)
@@ -257,24 +257,24 @@ class Consumer(NamedTuple):
 
         return multiply(self.plan.simulated, issued, *of)
 
-    def my(self, ring) -> jax.Ref:
+    def my(self, ring) -> Ref:
         """The keys or values. Their addresses are made anew in every step: kept, they take registers that are
         needed."""
         return ring.at[lax.optimization_barrier(self.keys)]
 
-    def scores(self, step: Array) -> tuple:
+    def scores(self, step: Index) -> tuple:
         """The product that makes them, [keys, queries]."""
         return None, self.my(self.shared.k), self.shared.q.at[self.q_slot(step)].transpose((1, 0))
 
-    def sums(self, step: Array, p: Array, ds: Array, dk: Array, dv: Array) -> tuple[tuple, tuple]:
+    def sums(self, step: Index, p: Array, ds: Array, dk: Array, dv: Array) -> tuple[tuple, tuple]:
         """The products that add to dv and dk."""
         return (dv, p, self.shared.do.at[self.do_slot(step)]), (dk, ds, self.shared.q.at[self.q_slot(step)])
 
-    def free(self, step: Array) -> None:
+    def free(self, step: Index) -> None:
         plgpu.barrier_arrive(self.shared.q_empty.at[self.q_slot(step)])
         plgpu.barrier_arrive(self.shared.do_empty.at[self.do_slot(step)])
 
-    def differences(self, step: Array, p: Array) -> tuple[Array, Array]:
+    def differences(self, step: Index, p: Array) -> tuple[Array, Array]:
         """P and dS as they enter products."""
         slot, shared = self.do_slot(step), self.shared
         pl.when(step == 0)(lambda: plgpu.barrier_wait(shared.do_full.at[slot]))
@@ -286,7 +286,7 @@ class Consumer(NamedTuple):
     def by_column(self, vector) -> Array:
         return spread(plgpu.load(vector, layout=COLUMN, optimized=False), (ROWS, self.plan.tiles.queries), 1)
 
-    def probabilities(self, scores: Array, step: Array) -> Array:
+    def probabilities(self, scores: Array, step: Index) -> Array:
         """[keys, queries]; 0 for queries of other segments and before the key, in blocks that have any.
         Masked as in dq."""
         size, slot = scores.shape[1], self.q_slot(step)

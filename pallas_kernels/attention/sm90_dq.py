@@ -33,7 +33,7 @@ from pallas_kernels.attention.segments import Tables
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
-from pallas_kernels.plgpu_compat import ROW, WGMMA, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import ROW, WGMMA, Index, Ref, plgpu, spread, swizzled
 
 TILES = Tiles(keys=64, k_stages=3, v_stages=2)
 no_derivative = forward_only(
@@ -41,20 +41,20 @@ no_derivative = forward_only(
 
 
 class Shared(NamedTuple):
-    q: jax.Ref  # and dq on its way out
-    do: jax.Ref
-    lse: jax.Ref
-    delta: jax.Ref
-    first: jax.Ref
-    walk: jax.Ref
-    k: jax.Ref
-    v: jax.Ref
-    q_full: jax.Ref
-    q_empty: jax.Ref
-    k_full: jax.Ref
-    k_empty: jax.Ref
-    v_full: jax.Ref
-    v_empty: jax.Ref
+    q: Ref  # and dq on its way out
+    do: Ref
+    lse: Ref
+    delta: Ref
+    first: Ref
+    walk: Ref
+    k: Ref
+    v: Ref
+    q_full: Ref
+    q_empty: Ref
+    k_full: Ref
+    k_empty: Ref
+    v_full: Ref
+    v_empty: Ref
 
 
 @no_derivative
@@ -122,10 +122,10 @@ class Consumer(NamedTuple):
     delta: Array
     shared: Shared
 
-    def k_slot(self, step: Array) -> Array:
+    def k_slot(self, step: Index) -> Array:
         return slot_of(self.work.before + step, self.plan.tiles.k_stages)
 
-    def v_slot(self, step: Array) -> Array:
+    def v_slot(self, step: Index) -> Array:
         return slot_of(self.work.before + step, self.plan.tiles.v_stages)
 
     def sum(self) -> Array:
@@ -138,7 +138,7 @@ class Consumer(NamedTuple):
         plgpu.barrier_arrive(self.shared.k_empty.at[last])
         return total
 
-    def step(self, step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def step(self, step: Index, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         """dS of this step, and beside it the product of that of the step before with its keys."""
         ds, total = carry
         before = self.k_slot(step - 1)
@@ -146,13 +146,13 @@ class Consumer(NamedTuple):
         plgpu.barrier_arrive(self.shared.k_empty.at[before])
         return ds, total
 
-    def k_arrived(self, step: Array) -> None:
+    def k_arrived(self, step: Index) -> None:
         pl.when(step < self.walk.steps)(lambda: plgpu.barrier_wait(self.shared.k_full.at[self.k_slot(step)]))
 
-    def v_arrived(self, step: Array) -> None:
+    def v_arrived(self, step: Index) -> None:
         pl.when(step < self.walk.steps)(lambda: plgpu.barrier_wait(self.shared.v_full.at[self.v_slot(step)]))
 
-    def differences(self, step: Array, *more) -> tuple[Array, ...]:
+    def differences(self, step: Index, *more) -> tuple[Array, ...]:
         """dS [queries, keys] of a step; and another product, computed beside it."""
         shared, v_slot = self.shared, self.v_slot(step)
 
@@ -172,7 +172,7 @@ class Consumer(NamedTuple):
         return multiply(self.plan.simulated, body, (None, self.q, k), (None, shared.do.at[self.walk.slot], v),
                         *more)
 
-    def probabilities(self, scores: Array, step: Array) -> Array:
+    def probabilities(self, scores: Array, step: Index) -> Array:
         """[queries, keys]; 0 for keys that are not seen, by a mask over what is done: behind it, ptxas would
         put off the rest."""
         p = jnp.exp2(scores * (self.plan.scale * LOG2E) - spread(self.lse, scores.shape, 0))

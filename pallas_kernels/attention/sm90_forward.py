@@ -35,7 +35,7 @@ from pallas_kernels.attention.segments import Tables
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
-from pallas_kernels.plgpu_compat import ROW, plgpu, spread
+from pallas_kernels.plgpu_compat import ROW, Index, Ref, plgpu, spread
 
 TILES = Tiles(keys=128, k_stages=2, v_stages=2)
 # log2 of what exponentials are multiplied by before they are rounded to E4M3, as in FlashAttention 3
@@ -46,17 +46,17 @@ no_derivative = forward_only(
 
 
 class Shared(NamedTuple):
-    q: jax.Ref  # and o on its way out
-    first: jax.Ref
-    walk: jax.Ref
-    k: jax.Ref
-    v: jax.Ref
-    q_full: jax.Ref
-    q_empty: jax.Ref
-    k_full: jax.Ref
-    k_empty: jax.Ref
-    v_full: jax.Ref
-    v_empty: jax.Ref
+    q: Ref  # and o on its way out
+    first: Ref
+    walk: Ref
+    k: Ref
+    v: Ref
+    q_full: Ref
+    q_empty: Ref
+    k_full: Ref
+    k_empty: Ref
+    v_full: Ref
+    v_empty: Ref
 
 
 @no_derivative
@@ -102,15 +102,16 @@ class Softmax(NamedTuple):
 def _consume(plan: Plan, fp8: bool, wg: Array, o, lse, shared: Shared) -> Array:
     """All work of this warpgroup, 64 queries at a time -> how much there was. Stores hide behind the next
     scores."""
-    deal, count = plan.deal, plan.deal.count()
+    deal, count = plan.deal, plan.deal.own_count()
 
     def consumer(number: Array, before: Array) -> Consumer:
         work = deal.work(number, before)
         return Consumer(plan, fp8, wg, work, queries.arrived(plan, wg, work, shared, number < count), shared)
 
     def one(number: Array, carry: tuple) -> tuple:
-        me = Consumer(plan, fp8, wg, *carry[:2], shared)
-        p, state = lax.fori_loop(1, me.walk.steps, me.step, carry[2:])
+        work, walk, *begun = carry
+        me = Consumer(plan, fp8, wg, work, walk, shared)
+        p, state = lax.fori_loop(1, me.walk.steps, me.step, tuple(begun))
         following = consumer(number + 1, me.work.before + me.walk.steps)
         return following.work, following.walk, *me.end(p, state, following, number + 1 < count, o, lse)
 
@@ -129,20 +130,20 @@ class Consumer(NamedTuple):
     walk: Walk
     shared: Shared
 
-    def k_slot(self, step: Array) -> Array:
+    def k_slot(self, step: Index) -> Array:
         return slot_of(self.work.before + step, self.plan.tiles.k_stages)
 
-    def v_slot(self, step: Array) -> Array:
+    def v_slot(self, step: Index) -> Array:
         return slot_of(self.work.before + step, self.plan.tiles.v_stages)
 
-    def keys_arrived(self, step: Array) -> None:
+    def keys_arrived(self, step: Index) -> None:
         pl.when(step < self.walk.steps)(lambda: plgpu.barrier_wait(self.shared.k_full.at[self.k_slot(step)]))
 
-    def scores(self, step: Array):
+    def scores(self, step: Index):
         """The product that makes them."""
         return None, self.shared.q.at[self.walk.slot], self.shared.k.at[self.k_slot(step)].transpose((1, 0))
 
-    def values(self, step: Array, p: Array, o: Array):
+    def values(self, step: Index, p: Array, o: Array):
         """The product that adds to o, as soon as they are there."""
         slot = self.v_slot(step)
         plgpu.barrier_wait(self.shared.v_full.at[slot])
@@ -198,7 +199,7 @@ class Consumer(NamedTuple):
         lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(state.total) * LOG2E,
                                          other + jnp.inf)
 
-    def step(self, step: Array, carry: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
+    def step(self, step: Index, carry: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
         """The scores of this step; beside its exponentials, the product of those of the step before with
         their values."""
         (p, state), shared = carry, self.shared
@@ -216,7 +217,7 @@ class Consumer(NamedTuple):
 
         return multiply(self.plan.simulated, body, self.scores(step), self.values(step - 1, p, state.o))
 
-    def softmax(self, scores: Array, step: Array, state: Softmax) -> tuple[Array, Array, Array, Array]:
+    def softmax(self, scores: Array, step: Index, state: Softmax) -> tuple[Array, Array, Array, Array]:
         """The block's exponentials, what earlier sums are to be multiplied by, the maxima and the sums of
         exponentials."""
         scores, scale = queries.masked(scores, self.walk, step, -jnp.inf), self.plan.scale

@@ -63,13 +63,23 @@ from jax.experimental import pallas as pl
 from pallas_kernels.blockwise_matmul.tiles import REGISTERS, ROWS, Tiles, check_tiles
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
-from pallas_kernels.plgpu_compat import ACC, COLUMN, ROW, WGMMA, Ref, multiprocessors, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import (
+    ACC,
+    COLUMN,
+    ROW,
+    WGMMA,
+    Index,
+    Ref,
+    multiprocessors,
+    plgpu,
+    spread,
+    swizzled,
+)
 from pallas_kernels.quantize import BLOCK
 
 F32 = jnp.float32
 # Columns whose scales a consumer holds at once where each column has its own (a 1x128 by 1x128 product).
 SLAB = 32
-Index = Array | int
 Sums = tuple[Array, ...]  # float32 [64, slab] for each slab of a part's columns
 # By row, float32 [64]: one for each slab, with b's scale multiplied in; or one, and b's are read by column.
 Scales = tuple[Array, ...]

@@ -76,27 +76,29 @@ def attention_and_lse(
     """`decode_attention`, and the logarithm of each query's sum of exponentials, [B, H] float32; -inf where
     the length is 0."""
     _check(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}: scores are multiplied by a finite number above 0")
     one = jnp.ones(k_pages.shape[2], F32)
-    scales = one if k_scale is None else k_scale, one if v_scale is None else v_scale
+    k_scale, v_scale = (one if s is None else s for s in (k_scale, v_scale))
     if not use_kernel(backend):
-        return reference.attention_and_lse(q, k_pages, v_pages, block_table, lengths, *scales, scale)
+        return reference.attention_and_lse(
+            q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale)
     _check_kernel(q, k_pages)
-    return _by_kernel(q, k_pages, v_pages, block_table, lengths, *scales, scale, tiles or Tiles(), interpret)
+    return _by_kernel(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale, tiles or Tiles(),
+                      interpret)
 
 
 def _by_kernel(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale, tiles,
                interpret) -> tuple[Array, Array]:
     plan = plan_of(q, k_pages, tiles, interpret is not None)
     dealt = deal(lengths, plan.passes, sm90.workers(interpret))
-    flat = (pages.reshape(-1, pages.shape[2] * plan.d) for pages in (k_pages, v_pages))
+    k, v = (pages.reshape(-1, pages.shape[2] * plan.d) for pages in (k_pages, v_pages))
     live = plan.heads * plan.group
     queries = jnp.pad(q.reshape(-1, live, plan.d), ((0, 0), (0, -live % 8), (0, 0)))
     factor = _by_row(plan, k_scale * (scale * LOG2E))
-    pieces = sm90.attend(plan, queries, factor, *flat, block_table, lengths, dealt, interpret)
-    o, lse = sm90_join.join(*pieces, dealt, _by_row(plan, v_scale), q.dtype, interpret)
+    o, lse = sm90.attend(plan, queries, factor, k, v, block_table, lengths, dealt, interpret)
+    o, lse = sm90_join.join(o, lse, dealt, _by_row(plan, v_scale), q.dtype, interpret)
     return o[:, :live].reshape(q.shape), lse[:, :live].reshape(q.shape[:2]) * (1 / LOG2E)
 
 

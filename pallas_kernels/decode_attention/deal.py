@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+
+from pallas_kernels.plgpu_compat import Ref
 
 KEYS = 64  # of a tile
 
@@ -52,7 +53,7 @@ def _shares(total: Array, workers: int) -> tuple[Array, Array]:
     return lax.div(total, jnp.int32(workers)), lax.rem(total, jnp.int32(workers))
 
 
-def pieces_of(begins: jax.Ref, row: Array, workers: int) -> tuple[Array, Array]:
+def pieces_of(begins: Ref, row: Array, workers: int) -> tuple[Array, Array]:
     """In a kernel: the place of the first of a row's pieces, and how many there are."""
     begin, end, total = begins[row], begins[row + 1], begins[begins.shape[0] - 1]
     first = worker_of(begin, total, workers)
@@ -68,7 +69,7 @@ class Piece(NamedTuple):
     before: Array
 
 
-def for_each_piece(begins: jax.Ref, first: jax.Ref, worker: Array, body: Callable[[Piece], None]) -> Array:
+def for_each_piece(begins: Ref, first: Ref, worker: Array, body: Callable[[Piece], None]) -> Array:
     """In a kernel: body(piece) for every piece of a worker, in order -> the number of its tiles."""
     rows, workers = begins.shape[0] - 1, first.shape[0] - 1
     begin, end = (begin_of(w, begins[rows], workers) for w in (worker, worker + 1))

@@ -28,7 +28,7 @@ from pallas_kernels.decode_attention.deal import KEYS, Deal, Piece, for_each_pie
 from pallas_kernels.decode_attention.sm90_join import F32, ROWS, Softmax, nothing
 from pallas_kernels.in_flight import dot
 from pallas_kernels.persistent import slot_of
-from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread
+from pallas_kernels.plgpu_compat import ACC, ROW, WGMMA, Ref, multiprocessors, plgpu, spread, swizzled
 
 WORKERS = 2  # of a block of threads
 REGISTERS = 232, 40  # a thread of a worker, of the warps that copy
@@ -74,13 +74,13 @@ class Plan(NamedTuple):
 class Shared(NamedTuple):
     """What each worker has in shared memory."""
 
-    q: jax.Ref
-    ring: jax.Ref
-    values: jax.Ref
-    q_full: jax.Ref
-    q_empty: jax.Ref
-    full: jax.Ref
-    empty: jax.Ref
+    q: Ref
+    ring: Ref
+    values: Ref
+    q_full: Ref
+    q_empty: Ref
+    full: Ref
+    empty: Ref
 
 
 def workers(interpret=None) -> int:
@@ -111,8 +111,10 @@ def attend(
 
 
 def _shared_memory(plan: Plan, cache: jnp.dtype, query: jnp.dtype) -> Shared:
-    memory = lambda *shape, dtype: plgpu.SMEM((WORKERS, *shape), dtype,
-                                              transforms=_transforms(shape[-1], dtype))  # noqa: E731
+    def memory(*shape: int, dtype: jnp.dtype) -> Ref:
+        width = min(shape[-1], 128 // jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM((WORKERS, *shape), dtype, transforms=swizzled(dtype, width))
+
     barrier = functools.partial(plgpu.Barrier, num_barriers=WORKERS)
     ring = functools.partial(plgpu.Barrier, num_barriers=WORKERS * plan.slots)
     return Shared(
@@ -123,13 +125,6 @@ def _shared_memory(plan: Plan, cache: jnp.dtype, query: jnp.dtype) -> Shared:
         q_full=barrier(), q_empty=barrier(),
         full=ring(num_arrivals=max(1, KEYS // plan.page)), empty=ring(),
     )
-
-
-def _transforms(columns: int, dtype: jnp.dtype) -> tuple:
-    """Tiles of 8 rows by up to 128 swizzled bytes, as tensor cores and copy engine want them."""
-    size = jnp.dtype(dtype).itemsize
-    width = min(128, columns * size)
-    return plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width)
 
 
 def _eight_a_thread(d: int):
@@ -303,14 +298,14 @@ class Consumer(NamedTuple):
             pl.loop(0, plan.heads // plan.turn)(lambda i: turn(i, functools.partial(plgpu.wgmma, acc)))
             return acc[...]
 
-        return pl.run_scoped(run, plgpu.ACC(initial.shape, F32))
+        return pl.run_scoped(run, ACC((initial.shape[0], initial.shape[1]), F32))
 
     def slot(self, number: Array) -> tuple[Array, Array]:
         """A slot of the ring, and its barriers."""
         slot = slot_of(number, self.plan.slots)
         return slot, self.wg * self.plan.slots + slot
 
-    def arrived(self, number: Array) -> jax.Ref:
+    def arrived(self, number: Array) -> Ref:
         slot, barrier = self.slot(number)
         plgpu.barrier_wait(self.shared.full.at[barrier])
         return self.shared.ring.at[self.wg, slot]
@@ -334,7 +329,7 @@ class Consumer(NamedTuple):
 
         return lax.cond(left < KEYS, mask, lambda scores: scores, scores)
 
-    def values(self, values: jax.Ref, buffer: int, left: Array) -> jax.Ref:
+    def values(self, values: Ref, buffer: int, left: Array) -> Ref:
         """Values in the type of the exponentials, zeros behind the sequence: what is there may be NaN."""
         fp8 = self.plan.fp8
         layout = _eight_a_thread(self.plan.d) if fp8 else WGMMA

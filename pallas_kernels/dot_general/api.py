@@ -121,8 +121,9 @@ def fp8_linear(
             f"x {list(jnp.shape(x))}, w {list(jnp.shape(w))}: x [..., K] and w [N, K] are wanted"
         )
     axes = ((jnp.ndim(x) - 1,), (1,)), ((), ())
-    options = dict(preferred_element_type=preferred_element_type, backend=backend, interpret=interpret)
-    return fp8_dot_general(x, w, axes, **options)
+    return fp8_dot_general(
+        x, w, axes, preferred_element_type=preferred_element_type, backend=backend, interpret=interpret
+    )
 
 
 def _plain(axes: DimensionNumbers, dtype: DTypeLike | None) -> Callable[[Array, Array], Array]:

@@ -76,7 +76,10 @@ def swiglu_quantize(
         return reference.swiglu_quantize(gate_up, rows=rows, tokens=tokens, keep=keep, square=square)
     formats = FUSED if rows else None, PLAIN if tokens else None
     made = _cut(gate_up.shape[0], *sm90.swiglu(_padded(gate_up, tokens), *formats, keep, square, interpret))
-    return made._replace(tokens=(made.tokens[0], made.tokens[1][::BLOCK])) if tokens and square else made
+    if made.tokens is None or not square:
+        return made
+    codes, scale = made.tokens
+    return made._replace(tokens=(codes, scale[::BLOCK]))
 
 
 @no_derivative

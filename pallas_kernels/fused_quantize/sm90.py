@@ -24,8 +24,9 @@ def rms_norm(
     bfloat16 or None -> (rows, tokens, [norm [T, D] bfloat16 if `keep`, x + residual [T, D] bfloat16 if there
     is one])."""
     arrays = (x,) if residual is None else (x, residual)
+    t, d = x.shape
     plan = Plan(
-        *x.shape, rows, tokens, fused_multiply_add(interpret),
+        t, d, rows, tokens, fused_multiply_add(interpret),
         reads=tuple((i, 0) for i in range(len(arrays))), vectors=(0, 1),
         make=_normed, keep=(0,) * keep + (1,) * (len(arrays) - 1),
     )

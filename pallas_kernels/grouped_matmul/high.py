@@ -9,6 +9,8 @@ a ValueError, "reference" is XLA's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -17,7 +19,7 @@ from pallas_kernels.grouped_matmul.groups import Groups, by_block
 from pallas_kernels.plgpu_compat import Backend, device, use_kernel
 from pallas_kernels.quantize import BLOCK
 
-TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}  # of the shipped kernels
+TILES: dict[str, Any] = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}  # of the shipped kernels
 no_derivative = forward_only(
     "differentiate jaxfp8rl.precision.experts.grouped_linear, which computes its gradients by these")
 
@@ -49,8 +51,8 @@ def grouped_wgrad(
         dy, x, e = block
         return total.at[e].add(_product(dy.T, x, 0), mode="drop"), None
 
-    blocks = (a.reshape(-1, BLOCK, a.shape[1]) for a in (dy, x))
-    return lax.scan(add_block, total, (*blocks, groups.expert))[0].astype(out_dtype)
+    dy_blocks, x_blocks = (a.reshape(-1, BLOCK, a.shape[1]) for a in (dy, x))
+    return lax.scan(add_block, total, (dy_blocks, x_blocks, groups.expert))[0].astype(out_dtype)
 
 
 def why_reference(dtype: jnp.dtype, *widths: int) -> str:

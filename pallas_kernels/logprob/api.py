@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +59,10 @@ class Static(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which rows of x take part: of `order` [M] int32 the first `count`."""
+    """Which rows of x take part: of `order` [M] int32 the first `taken`."""
 
     order: Array
-    count: Array
+    taken: Array
 
     @classmethod
     def of(cls, live: Array) -> Rows:
@@ -114,10 +114,13 @@ def linear_logprob(
     if axis_name:
         logp, entropy = _shared(static, x, w, targets, support, rows, axis_name)
     else:
-        logp, entropy, _ = _logprob(static, x, w, targets, support, rows)
+        # partial(custom_vjp) hides the type of what it returns
+        logp, entropy, _ = _logprob(  # pyright: ignore[reportGeneralTypeIssues]
+            static, x, w, targets, support, rows)
     all_words = words * (lax.axis_size(axis_name) if axis_name else 1)
     logp = jnp.where((targets >= 0) & (targets < all_words), logp, jnp.nan)
-    return tuple(a[:m] if live is None else jnp.where(live, a[:m], 0.0) for a in (logp, entropy))
+    logp, entropy = logp[:m], entropy[:m]
+    return (logp, entropy) if live is None else (jnp.where(live, logp, 0.0), jnp.where(live, entropy, 0.0))
 
 
 def check_temperature(temperature: float) -> None:
@@ -138,9 +141,9 @@ def _check(x: Array, w: Array, targets: Array, live: Array | None, support: Arra
     if live is not None and (live.shape != x.shape[:1] or live.dtype != bool):
         raise ValueError(
             f"live is {live.dtype}{list(live.shape)}: a bool a row of x, [{x.shape[0]}], is wanted")
-    whole = lambda: support.ndim == 2 and support.shape[0] == x.shape[0] and jnp.issubdtype(
-        support.dtype, jnp.integer)
-    if support is not None and not whole():
+    if support is not None and not (
+        support.ndim == 2 and support.shape[0] == x.shape[0] and jnp.issubdtype(support.dtype, jnp.integer)
+    ):
         raise ValueError(
             f"support is {support.dtype}{list(support.shape)}: integers, [{x.shape[0]}, S], are wanted")
 
@@ -178,12 +181,13 @@ def _shared(
     x = enter(x, axis_name)
     first = lax.axis_index(axis_name) * static.words
     targets, support = jax.tree.map(lambda ids: ids - first, (targets, support))
-    logp, entropy, lse = _logprob(static, x, w, targets, support, rows)
+    logp, entropy, lse = _logprob(  # pyright: ignore[reportGeneralTypeIssues]  # as above
+        static, x, w, targets, support, rows)
     highest = lax.pmax(lax.stop_gradient(lse), axis_name)
     log_share = lse - highest - jnp.log(lax.psum(jnp.exp(lse - highest), axis_name))
     here = (targets >= 0) & (targets < static.words)
     parts = jnp.where(here, logp + log_share, 0.0), jnp.exp(log_share) * (entropy - log_share)
-    return tuple(leave(part, axis_name) for part in parts)
+    return leave(parts[0], axis_name), leave(parts[1], axis_name)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -198,7 +202,7 @@ def _logprob(
 def _forward(static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None):
     found = _statistics(static, x, w, targets, support, rows)
     if rows:
-        found = jnp.where(jnp.arange(x.shape[0]) < rows.count, found, 1.0)  # finite, whatever other rows hold
+        found = jnp.where(jnp.arange(x.shape[0]) < rows.taken, found, 1.0)  # finite, whatever other rows hold
         found = jnp.zeros_like(found).at[:, rows.order].set(found, unique_indices=True)
     # all four, and nothing else, in every program: without the entropy XLA for GPUs adds `total` up in
     # another order
@@ -223,7 +227,7 @@ def _statistics(static: Static, x: Array, w: Array, targets: Array, support: Arr
             part = reference.statistics(*args, some_support)
         return lax.dynamic_update_slice_in_dim(found, part, i * block, 1)
 
-    turns = -(-rows.count // block) if rows else most
+    turns = -(-rows.taken // block) if rows else most
     return _loop(most, turns, one, jnp.ones_like(x, jnp.float32, shape=(4, x.shape[0])))
 
 
@@ -249,7 +253,7 @@ def _backward(static: Static, kept: tuple, cotangents: tuple[Array, Array, Array
     # or rejected
     else:
         rows = Rows.of((g != 0) | (h != 0) | (of_lse != 0))
-        enough = sum((rows.count > size).astype(jnp.int32) for size in sizes[:-1])
+        enough = sum((rows.taken > size).astype(jnp.int32) for size in sizes[:-1])
         d_x, d_w = lax.switch(enough, [functools.partial(_gradients, static, s) for s in sizes], x, w,
                               vectors, rows)
     return d_x.astype(x.dtype), d_w, None, None, None
@@ -270,14 +274,14 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple,
     a_word = size * (x.dtype.itemsize + 4 * (not static.kernel)) + 2 * x.shape[1] * x.dtype.itemsize
     block = min(_block(words, static.memory // a_word, static.kernel), words)
     blocks = -(-words // block)
-    picked, support, targets, *vectors = _rows((x, *vectors), rows, 0, size)
+    picked, support, targets, *by_row = _rows((x, *vectors), rows, 0, size)
     if rows:  # of the others, whatever they hold, nothing comes through
-        live = jnp.arange(size) < rows.count
-        picked, vectors = jnp.where(live[:, None], picked,
-                                    jnp.zeros((), x.dtype)), [jnp.where(live, v, 0.0) for v in vectors]
+        live = jnp.arange(size) < rows.taken
+        picked = jnp.where(live[:, None], picked, jnp.zeros((), x.dtype))
+        by_row = [jnp.where(live, v, 0.0) for v in by_row]
     more = (static.tiles, static.interpret) if static.kernel else ()
     within = lambda start: () if support is None else (support - start,)
-    d_logits = sm90.d_logits if static.kernel else reference.d_logits
+    d_logits: Callable[..., Array] = sm90.d_logits if static.kernel else reference.d_logits
 
     def one(step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         d_x, d_w = sums
@@ -285,7 +289,7 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple,
         start = jnp.minimum(first, words - block)
         own = jnp.arange(block)[:, None] >= first - start
         part = jnp.where(own, lax.dynamic_slice_in_dim(w, start, block), jnp.zeros((), w.dtype))
-        dz = d_logits(picked, part, targets - start, *vectors, static.temperature, static.logits_dtype, *more,
+        dz = d_logits(picked, part, targets - start, *by_row, static.temperature, static.logits_dtype, *more,
                       *within(start))
         d_w = lax.dynamic_update_slice_in_dim(d_w, reference.d_w(dz, picked), start, 0)
         return d_x + reference.d_x(dz, part), d_w
@@ -304,7 +308,7 @@ def _loop(most: int, turns: Array | int, body: Callable[[Array, T], T], state: T
 
 
 def _rows(arrays: tuple[Array | None, ...], rows: Rows | None, start: Array | int,
-          size: int) -> tuple[Array | None, ...]:
+          size: int) -> tuple[Any, ...]:
     """`size` rows from `start` of each that there is, in their order."""
     if rows is None:
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), arrays)

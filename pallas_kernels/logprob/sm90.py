@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
-from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import ACC, ROW, WGMMA, Ref, multiprocessors, plgpu, spread, swizzled
 
 F32 = jnp.float32
 ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
@@ -84,11 +84,11 @@ class Plan:
 class Shared(NamedTuple):
     """Shared memory: a ring of stages, and results on their way out."""
 
-    x: jax.Ref
-    w: jax.Ref
-    out: jax.Ref
-    full: jax.Ref
-    empty: jax.Ref
+    x: Ref
+    w: Ref
+    out: Ref
+    full: Ref
+    empty: Ref
 
 
 @no_derivative
@@ -140,9 +140,10 @@ def _plan(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype, tiles
 def _call(plan: Plan, epilogue: type, x: Array, w: Array, vectors: tuple[Array, ...], out, buffer,
           interpret) -> Array:
     t = plan.tiles
-    clusters = dict(cluster=(2,), cluster_names=("cluster",)) if t.cluster else {}
-    barrier = functools.partial(plgpu.ClusterBarrier,
-                                collective_axes=("cluster",)) if t.cluster else plgpu.Barrier
+    if t.cluster:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    else:
+        barrier = plgpu.Barrier
     scratch = Shared(
         x=plgpu.SMEM((t.stages, t.m, DEPTH), x.dtype, transforms=swizzled(x.dtype)),
         w=plgpu.SMEM((t.stages, t.n, DEPTH), w.dtype, transforms=swizzled(w.dtype)),
@@ -152,8 +153,9 @@ def _call(plan: Plan, epilogue: type, x: Array, w: Array, vectors: tuple[Array, 
     )
     return plgpu.kernel(
         functools.partial(_kernel, plan, epilogue, len(vectors)), out_type=out, grid=(plan.blocks,),
-        grid_names=("block",),
-        num_threads=CONSUMERS + 1, thread_name="wg", scratch_types=scratch, interpret=interpret, **clusters,
+        grid_names=("block",), cluster=(2,) if t.cluster else (),
+        cluster_names=("cluster",) if t.cluster else (),
+        num_threads=CONSUMERS + 1, thread_name="wg", scratch_types=scratch, interpret=interpret,
     )(x, w, *vectors)
 
 
@@ -167,7 +169,6 @@ def _kernel(plan: Plan, epilogue: type, count: int, x, w, *refs) -> None:
 def _produce(plan: Plan, x, w, shared: Shared) -> None:
     """Copy the operands of every tile, block by block of the contraction, as stages become free."""
     t = plan.tiles
-    share = dict(collective_axes="cluster") if t.cluster else {}
 
     def tile(mi, ni, before):
         @pl.loop(0, plan.k_blocks)
@@ -176,7 +177,8 @@ def _produce(plan: Plan, x, w, shared: Shared) -> None:
             pl.when(before + ki >= t.stages)(lambda: plgpu.barrier_wait(shared.empty.at[slot]))
             ks, full = pl.ds(ki * DEPTH, DEPTH), shared.full.at[slot]
             plgpu.copy_gmem_to_smem(x.at[pl.ds(mi * t.m, t.m), ks], shared.x.at[slot], full)
-            plgpu.copy_gmem_to_smem(w.at[pl.ds(ni * t.n, t.n), ks], shared.w.at[slot], full, **share)
+            plgpu.copy_gmem_to_smem(w.at[pl.ds(ni * t.n, t.n), ks], shared.w.at[slot], full,
+                                    collective_axes="cluster" if t.cluster else None)
 
     for_each_tile(plan, tile)
     drain(plan, shared.empty)
@@ -203,7 +205,7 @@ def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
             plgpu.barrier_arrive(shared.empty.at[slot(plan.k_blocks - 1)])
             return z[...]
 
-        finish(pl.run_scoped(product, plgpu.ACC((ROWS, plan.tiles.n), F32)))
+        finish(pl.run_scoped(product, ACC((ROWS, plan.tiles.n), F32)))
 
     for_each_tile(plan, tile)
     plgpu.wait_smem_to_gmem(0)

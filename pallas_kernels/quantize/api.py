@@ -95,14 +95,14 @@ def quantize_both(
         _check_beside(x, *beside)
     if not use_kernel(backend):
         x = jnp.concatenate((x, *beside), -1)
-        return tuple(f(x, dtype, power_of_two=power_of_two)
-                     for f in (reference.quantize_rows, reference.quantize_tokens))
+        by_rows = reference.quantize_rows(x, dtype, power_of_two=power_of_two)
+        return by_rows, reference.quantize_tokens(x, dtype, power_of_two=power_of_two)
     return _both(x, sm90.Format(dtype, power_of_two, AMAX_FLOOR), beside, rows=True, interpret=interpret)
 
 
 def _both(
     x: Array, fmt: sm90.Format, beside: Sequence[Array] = (), *, rows: bool, square: bool = False, interpret
-) -> tuple[tuple[Array, Array] | None, tuple[Array, Array]]:
+) -> tuple[sm90.Quantized, tuple[Array, Array]]:
     """A padded token is a zero in every group it lies in, which changes none."""
     t, k = len(x), sum(part.shape[1] for part in (x, *beside))
     parts = [pad_to(part, BLOCK, BLOCK) for part in (x, *beside)]
@@ -127,7 +127,9 @@ def quantize_blocks(
     `quantize_rows`, what it raises included. Source: DeepSeek-V3 (2024), section 3.3.2.
     """
     _check(w, E4M3, ndim=2)
-    if first is not None and (not use_kernel(backend) or w.shape[1] % BLOCK or rows % BLOCK):
+    if first is not None and rows is None:
+        raise ValueError("first without rows: how many rows are read from there on is wanted, too")
+    if first is not None and rows is not None and (not use_kernel(backend) or w.shape[1] % BLOCK or rows % BLOCK):
         w, first = lax.dynamic_slice_in_dim(w, first * BLOCK, rows), None  # a copy
     if not use_kernel(backend):
         codes, scale = reference.quantize_blocks(w, power_of_two=power_of_two)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import rounding
-from pallas_kernels.plgpu_compat import COLUMN, ROW, WGMMA, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import COLUMN, ROW, WGMMA, Ref, plgpu, spread, swizzled
 from pallas_kernels.quantize import BLOCK
 
 WAVE = 64  # rows that a warpgroup holds in registers at once
 F32 = jnp.float32
+
+
+Quantized = Any  # (codes, scales), or None in a direction that was not asked for
 
 
 class Format(NamedTuple):
@@ -51,7 +54,7 @@ class Format(NamedTuple):
 
 def quantize(
     *parts: Array, fmt: Format, rows: bool = True, tokens: bool = False, square: bool = False, interpret=None
-) -> tuple[tuple[Array, Array] | None, tuple[Array, Array] | None]:
+) -> tuple[Quantized, Quantized]:
     """x [T, K] bfloat16 or float32, in parts [T, K_i] -> for `rows` codes [T, K], scales [K/128, T]; for
     `tokens` codes [K, T], scales [T/128, K], of which 128 in a row are one if `square`.
 
@@ -59,9 +62,10 @@ def quantize(
     128. `api.py` pads.
     """
     widths = [part.shape[1] for part in parts]
-    formats, fused = (fmt if rows else None, fmt if tokens else None), fused_multiply_add(interpret)
-    ends = tuple(itertools.accumulate(widths)) if len(parts) > 1 else ()
-    plan = Plan(len(parts[0]), sum(widths), *formats, fused, square=square, beside=ends)
+    by_rows, by_tokens = (fmt if rows else None), (fmt if tokens else None)
+    ends = tuple(itertools.accumulate(widths)) if len(widths) > 1 else ()
+    plan = Plan(len(parts[0]), sum(widths), by_rows, by_tokens, fused_multiply_add(interpret), square=square,
+                beside=ends)
     return quantize_made(plan, parts, interpret=interpret)[:2]
 
 
@@ -121,12 +125,12 @@ class Plan(NamedTuple):
 class Shared(NamedTuple):
     """What a block of threads holds in shared memory."""
 
-    tiles: tuple[jax.Ref, ...]
-    vectors: tuple[jax.Ref, ...]
-    made: tuple[jax.Ref, ...]
-    codes: jax.Ref
-    scales: jax.Ref
-    arrived: jax.Ref
+    tiles: tuple[Ref, ...]
+    vectors: tuple[Ref, ...]
+    made: tuple[Ref, ...]
+    codes: Ref
+    scales: Ref
+    arrived: Ref
 
 
 def quantize_made(plan: Plan, arrays: tuple[Array, ...], vectors: tuple[Array, ...] = (), interpret=None):
@@ -168,7 +172,7 @@ class Work(NamedTuple):
     shared: Shared
     ti: Array
     ki: Array
-    outs: dict[str, tuple[jax.Ref, jax.Ref]]
+    outs: dict[str, tuple[Ref, Ref]]
     waves: Iterator[int]
 
 
@@ -208,7 +212,7 @@ def _read_beside(plan: Plan, arrays, rows, ki: Array, shared: Shared) -> None:
             plgpu.copy_gmem_to_smem(array.at[rows, columns], shared.tiles[0], shared.arrived)
 
 
-def _by_rows(work: Work) -> dict[int, jax.Ref]:
+def _by_rows(work: Work) -> dict[int, Ref]:
     """Make the tile, quantise it by rows; what of it is now in shared memory, and where."""
     plan, tiles, spare = work.plan, work.shared.tiles, iter(work.shared.made)
     stored = {i: tiles[i] if tiles[i].dtype == jnp.bfloat16 else next(spare) for i in plan.stored}
@@ -228,7 +232,7 @@ def _by_rows(work: Work) -> dict[int, jax.Ref]:
     return stored
 
 
-def _make_in_place(work: Work, stored: dict[int, jax.Ref]) -> None:
+def _make_in_place(work: Work, stored: dict[int, Ref]) -> None:
     @pl.loop(0, (BLOCK // WAVE) ** 2)
     def _(quarter):
         rows, columns = (pl.ds(f(quarter, BLOCK // WAVE) * WAVE, WAVE) for f in (lax.div, lax.rem))
@@ -342,7 +346,7 @@ def quantize_blocks(
     K is a multiple of 128 and N of 8, for the transposed codes of 128. `api.py` pads. `first`, `rows`: of
     rows from 128 * `first` on, in place of all N.
     """
-    n, k = w.shape if first is None else (rows, w.shape[1])
+    n, k = (w.shape[0] if first is None or rows is None else rows), w.shape[1]
     grid = pl.cdiv(n, BLOCK), pl.cdiv(k, BLOCK)
     out_type = [jax.ShapeDtypeStruct((n, k), fmt.dtype), jax.ShapeDtypeStruct(grid, F32)]
     out_type += [jax.ShapeDtypeStruct((k, n), fmt.dtype)] if transposed else []
@@ -357,7 +361,7 @@ def quantize_blocks(
     )(w, *([] if first is None else [first[None]]))
 
 
-def _tile(dtype: jnp.dtype) -> plgpu.SMEM:
+def _tile(dtype: jnp.dtype) -> Ref:
     return plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=swizzled(dtype))
 
 
