@@ -65,14 +65,23 @@ def plan_groups(group_sizes: Array, rows: int) -> Groups:
 
 def pad_rows(x: Array, groups: Groups) -> Array:
     """Sorted rows x [R, ...] of any dtype -> [P, ...], zeros where there is padding. A gather, as is its
-    inverse. It raises nothing: `groups` says what R and P are. Source: see the module."""
-    return jnp.asarray(x).at[groups.source].get(mode="fill", fill_value=0)
+    inverse. Raises ValueError if x does not have the R rows of `groups`. Source: see the module."""
+    x = jnp.asarray(x)
+    _check_rows("x", x, groups.padded.shape[0], "sorted")
+    return x.at[groups.source].get(mode="fill", fill_value=0)
 
 
 def unpad_rows(y: Array, groups: Groups) -> Array:
-    """Padded rows y [P, ...] of any dtype -> sorted rows [R, ...], zeros for a row of no expert. It raises
-    nothing. Source: see the module."""
-    return jnp.asarray(y).at[groups.padded].get(mode="fill", fill_value=0)
+    """Padded rows y [P, ...] of any dtype -> sorted rows [R, ...], zeros for a row of no expert.
+    Raises ValueError if y does not have the P rows of `groups`. Source: see the module."""
+    y = jnp.asarray(y)
+    _check_rows("y", y, groups.source.shape[0], "padded")
+    return y.at[groups.padded].get(mode="fill", fill_value=0)
+
+
+def _check_rows(name: str, x: Array, rows: int, kind: str) -> None:
+    if x.ndim < 1 or x.shape[0] != rows:
+        raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: these groups have {rows} {kind} rows")
 
 
 def by_block(f: Callable[..., Array], rows: tuple[Array, ...], weights: tuple[Array, ...],

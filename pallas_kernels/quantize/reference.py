@@ -113,8 +113,9 @@ def quantize_rows(
 
 
 def dequantize_rows(codes: Array, scale: Array) -> Array:
-    """Inverse of `quantize_rows`: codes [..., K] times scales [..., ceil(K/128)] -> [..., K] float32. Raises
-    what jnp does where these do not fit. Source: see the module."""
+    """Inverse of `quantize_rows`: FP8 codes [..., K] times float32 scales [..., ceil(K/128)] -> [..., K]
+    float32. Raises ValueError for other shapes and dtypes. Source: see the module."""
+    _check_pair(codes, scale, 1)
     return read_codes(codes) * jnp.repeat(scale, BLOCK, -1)[..., : codes.shape[-1]]
 
 
@@ -147,8 +148,20 @@ def quantize_blocks(w: Array, *, power_of_two: bool = False) -> tuple[Array, Arr
 
 
 def dequantize_blocks(codes: Array, scale: Array) -> Array:
-    """Inverse of `quantize_blocks`: codes [..., N, K] times scales [..., ceil(N/128), ceil(K/128)] -> [...,
-    N, K] float32. Raises what jnp does where these do not fit. Source: see the module."""
+    """Inverse of `quantize_blocks`: FP8 codes [..., N, K] times float32 scales [..., ceil(N/128),
+    ceil(K/128)] -> [..., N, K] float32. Raises ValueError for other shapes and dtypes. Source: see the
+    module."""
+    _check_pair(codes, scale, 2)
     n, k = codes.shape[-2:]
     spread = jnp.repeat(jnp.repeat(scale, BLOCK, -1), BLOCK, -2)
     return read_codes(codes) * spread[..., :n, :k]
+
+
+def _check_pair(codes: Array, scale: Array, axes: int) -> None:
+    """Codes in blocks of 128 along the last `axes` axes, and their scales."""
+    found = f"codes {codes.dtype}{list(codes.shape)}, scale {scale.dtype}{list(scale.shape)}"
+    if codes.ndim < axes or codes.dtype not in (E4M3, E5M2):
+        raise ValueError(f"{found}: codes of float8_e4m3fn or float8_e5m2, of {axes} or more axes, are wanted")
+    want = (*codes.shape[:-axes], *(-(-size // BLOCK) for size in codes.shape[-axes:]))
+    if scale.shape != want or scale.dtype != jnp.float32:
+        raise ValueError(f"{found}: these codes have scales float32{list(want)}")
