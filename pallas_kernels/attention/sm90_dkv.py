@@ -1,11 +1,19 @@
 """Packed causal attention on Hopper: the gradients of keys and values.
 
-Persistent blocks of threads; each takes 128 keys of a KV head at a time, 64 for each of its two consumers,
-and walks the queries that see them, of all query heads of the group, so that the sum over the group never
-leaves registers. All is transposed, P^T [keys, queries]: with P = exp(S - lse) from the forward's logarithms,
-dV = P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta) and dK = dS^T Q, delta = rowsum(dO O) (Dao et al., 2022,
-algorithm 4). Everything is added in a fixed order. The exponentials of a step are computed beside the sums of
-the step before.
+Blocks of threads are persistent. Each takes 128 keys of a KV head at a time, 64 for each of its two
+consumers, and walks the queries that see them. It walks those of all query heads of the group, so that the sum
+over the group never leaves registers. Everything is transposed, P^T [keys, queries]: with P = exp(S - lse) from
+the forward's logarithms, dV = P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta) and dK = dS^T Q, delta =
+rowsum(dO O) (Dao et al., 2022, algorithm 4). Everything is added in a fixed order.
+
+The timeline of a consumer, for step i of a walk over blocks of queries:
+
+    tensor cores |  V dO^T of i  |          |  K Q^T of i+1  |  P^T dO and dS^T Q of i             |         |
+    threads      |               |  dS of i |                |  P of i+1; wait for dO, delta of    | release |
+                 |               |          |                |  i+1                                | i       |
+
+The two consumers issue their products in turn, so that one computes while the tensor cores have the products
+of the other (`Consumer.multiply`).
 """
 
 from __future__ import annotations
@@ -104,11 +112,11 @@ def gradients(
 
 def _shared_memory(tiles: Tiles, q: Array) -> Shared:
     memory = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=swizzled(q.dtype))
-    slots, barrier = BUFFERS * CONSUMERS, plgpu.Barrier
-    mine, ring = memory((slots, ROWS,
-                         q.shape[-1])), lambda stages: memory((stages, tiles.queries, q.shape[-1]))
-    vectors, full = lambda stages: plgpu.SMEM((stages, tiles.queries),
-                                              F32), functools.partial(plgpu.Barrier, num_arrivals=2)
+    slots, barrier, d = BUFFERS * CONSUMERS, plgpu.Barrier, q.shape[-1]
+    mine = memory((slots, ROWS, d))
+    ring = lambda stages: memory((stages, tiles.queries, d))
+    vectors = lambda stages: plgpu.SMEM((stages, tiles.queries), F32)
+    full = functools.partial(plgpu.Barrier, num_arrivals=2)
     return Shared(
         k=mine, v=mine, walk=plgpu.SMEM((slots, WALK), jnp.int32),
         q=ring(tiles.q_stages), lse=vectors(tiles.q_stages), do=ring(tiles.do_stages),
@@ -181,7 +189,7 @@ def _produce(plan: Plan, each, operands, shared: Shared) -> None:
 
 
 def _consume(plan: Plan, wg: Array, work: Work, first, dk, dv, shared: Shared) -> Array:
-    """The gradients of this warpgroup's 64 keys, stored; -> the number of steps."""
+    """Store the gradients of this warpgroup's 64 keys. Returns the number of steps."""
     slot, d = slot_of(work.number, BUFFERS) * CONSUMERS + wg, shared.k.shape[-1]
     plgpu.barrier_wait(shared.kv_full.at[slot])
     block, begin, steps, clear = (shared.walk[slot, i] for i in range(4))
@@ -218,7 +226,7 @@ class Consumer(NamedTuple):
         return slot_of(self.work.before + step, self.plan.tiles.do_stages)
 
     def walk(self) -> tuple[Array, Array]:
-        """dk, to be scaled, and dv. There is a step at least."""
+        """dk, which is still to be scaled, and dv. There is at least one step."""
         d, last = self.shared.k.shape[-1], self.blocks * self.plan.group - 1
         plgpu.barrier_wait(self.shared.q_full.at[self.q_slot(0)])
         p = self.multiply(lambda take: self.probabilities(take(), 0), self.scores(0))
@@ -263,11 +271,11 @@ class Consumer(NamedTuple):
         return ring.at[lax.optimization_barrier(self.keys)]
 
     def scores(self, step: Index) -> tuple:
-        """The product that makes them, [keys, queries]."""
+        """The operands of the product that makes the scores of a step, [keys, queries]."""
         return None, self.my(self.shared.k), self.shared.q.at[self.q_slot(step)].transpose((1, 0))
 
     def sums(self, step: Index, p: Array, ds: Array, dk: Array, dv: Array) -> tuple[tuple, tuple]:
-        """The products that add to dv and dk."""
+        """The operands of the products that add to dv and dk."""
         return (dv, p, self.shared.do.at[self.do_slot(step)]), (dk, ds, self.shared.q.at[self.q_slot(step)])
 
     def free(self, step: Index) -> None:

@@ -2,7 +2,11 @@
 
 Blocks of queries walk over the keys they see, as the forward's do (`queries.py`). With P = exp(S - lse) from
 the forward's logarithms, dP = dO V^T, dS = P (dP - delta) and dQ = dS K, delta = rowsum(dO O) (Dao et al.,
-2022, algorithm 4). The tensor cores multiply dS of a block by its keys while that of the next is computed.
+2022, algorithm 4). The timeline of a consumer, for step i of a walk over blocks of keys:
+
+    tensor cores |  Q K^T of i  |  dO V^T of i                     |  dS K of i-1               |  Q K^T of i+1
+    threads      |              |  P of i; wait for K of i+1       |  dS of i; wait for V of    |  release K
+                 |              |                                  |  i+1 (V of i is released)  |  of i-1
 """
 
 from __future__ import annotations
@@ -75,8 +79,8 @@ def gradient(
 
 def _shared_memory(tiles: Tiles, q: Array) -> Shared:
     slots, d = BUFFERS * CONSUMERS, q.shape[-1]
-    do, vectors = plgpu.SMEM((slots, ROWS, d), q.dtype,
-                             transforms=swizzled(q.dtype)), plgpu.SMEM((slots, ROWS), F32)
+    do = plgpu.SMEM((slots, ROWS, d), q.dtype, transforms=swizzled(q.dtype))
+    vectors = plgpu.SMEM((slots, ROWS), F32)
     return Shared(do=do, lse=vectors, delta=vectors, **queries.shared_memory(tiles, d, q.dtype, copies=6))
 
 
@@ -96,7 +100,7 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dq, *shared) -> N
 
 
 def _consume(plan: Plan, wg: Array, work: Work, dq, shared: Shared) -> Array:
-    """The gradient of this warpgroup's 64 queries, stored; -> the number of steps."""
+    """Store the gradient of this warpgroup's 64 queries. Returns the number of steps."""
     walk = queries.arrived(plan, wg, work, shared)
     lse, delta = (plgpu.load(x.at[walk.slot], layout=ROW, optimized=False)
                   for x in (shared.lse, shared.delta))

@@ -1,8 +1,14 @@
 """Packed causal attention on Hopper, forward: FlashAttention-3's schedule (Shah et al., 2024) over ranges of
 keys.
 
-Blocks of queries walk over the keys they see (`queries.py`). A consumer computes the exponentials of a step
-while the tensor cores multiply those of the step before with its values.
+Blocks of queries walk over the keys they see (`queries.py`), a block of keys in each step. The timeline of a
+consumer, for step i of a walk:
+
+    tensor cores |  scores of i   |  P V of i-1                                |              | scores of i+1
+    threads      |                |  release K of i; exponentials P of i,      |  release V   |
+                 |                |  maxima and sums; wait for K of i+1        |  of i-1      |
+
+The product of the last step, and the store of o, hide behind the first scores of the next walk (`end`).
 
 Scores are kept in units of log 2, so that the scale, the change of base and the maximum are one fused
 multiply-add.
@@ -99,24 +105,33 @@ class Softmax(NamedTuple):
     total: Array
 
 
+class Begun(NamedTuple):
+    """A walk whose first step is under way."""
+
+    work: Work
+    walk: Walk
+    p: Array  # exponentials of that step, which no product has used yet
+    softmax: Softmax
+
+
 def _consume(plan: Plan, fp8: bool, wg: Array, o, lse, shared: Shared) -> Array:
-    """All work of this warpgroup, 64 queries at a time -> how much there was. Stores hide behind the next
-    scores."""
+    """Do all work of this warpgroup, 64 queries at a time. Returns how much there was."""
     deal, count = plan.deal, plan.deal.own_count()
 
     def consumer(number: Array, before: Array) -> Consumer:
         work = deal.work(number, before)
         return Consumer(plan, fp8, wg, work, queries.arrived(plan, wg, work, shared, number < count), shared)
 
-    def one(number: Array, carry: tuple) -> tuple:
-        work, walk, *begun = carry
-        me = Consumer(plan, fp8, wg, work, walk, shared)
-        p, state = lax.fori_loop(1, me.walk.steps, me.step, tuple(begun))
+    def one(number: Array, begun: Begun) -> Begun:
+        me = Consumer(plan, fp8, wg, begun.work, begun.walk, shared)
+        p, softmax = lax.fori_loop(1, me.walk.steps, me.step, (begun.p, begun.softmax))
         following = consumer(number + 1, me.work.before + me.walk.steps)
-        return following.work, following.walk, *me.end(p, state, following, number + 1 < count, o, lse)
+        p, softmax = me.end(p, softmax, following, number + 1 < count, o, lse)
+        return Begun(following.work, following.walk, p, softmax)
 
     first = consumer(jnp.int32(0), jnp.int32(0))
-    lax.fori_loop(0, count, one, (first.work, first.walk, *first.begin()))
+    p, softmax = first.begin()
+    lax.fori_loop(0, count, one, Begun(first.work, first.walk, p, softmax))
     return count
 
 
@@ -140,11 +155,11 @@ class Consumer(NamedTuple):
         pl.when(step < self.walk.steps)(lambda: plgpu.barrier_wait(self.shared.k_full.at[self.k_slot(step)]))
 
     def scores(self, step: Index):
-        """The product that makes them."""
+        """The operands of the product that makes the scores of a step."""
         return None, self.shared.q.at[self.walk.slot], self.shared.k.at[self.k_slot(step)].transpose((1, 0))
 
     def values(self, step: Index, p: Array, o: Array):
-        """The product that adds to o, as soon as they are there."""
+        """The operands of the product that adds to o, once the values of a step have arrived."""
         slot = self.v_slot(step)
         plgpu.barrier_wait(self.shared.v_full.at[slot])
         return o, p, self.shared.v.at[slot]
@@ -158,8 +173,8 @@ class Consumer(NamedTuple):
 
     def end(self, p: Array, state: Softmax, following: Consumer, more: Array, o,
             lse) -> tuple[Array, Softmax]:
-        """Add the last values, and store, beside the scores of the next work's first step -> its
-        exponentials."""
+        """Add the values of the last step and store the result, while the tensor cores compute the scores of the
+        next work's first step. Returns its exponentials and their state."""
         shared, last = self.shared, self.v_slot(self.walk.steps - 1)
         pl.when(more)(lambda: following.keys_arrived(0))
 
@@ -187,8 +202,8 @@ class Consumer(NamedTuple):
     def store(self, state: Softmax, o, lse) -> None:
         walk, shape = self.walk, state.o.shape
         real = walk.first <= rows() + walk.row
-        inverse, other = jnp.where(real, 1.0 / state.total,
-                                   0.0), jnp.where(walk.first == queries.BAD, jnp.nan, 0.0)
+        inverse = jnp.where(real, 1.0 / state.total, 0.0)
+        other = jnp.where(walk.first == queries.BAD, jnp.nan, 0.0)
         result = jnp.where(spread(real, shape, 0), state.o * spread(inverse, shape, 0),
                            spread(other, shape, 0))
         self.shared.q[walk.slot] = result.astype(self.shared.q.dtype)

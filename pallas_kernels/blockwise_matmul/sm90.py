@@ -104,8 +104,9 @@ class Plan:
 
     @property
     def box(self) -> int:
-        """Rows of a that are copied for a tile: all of it, or, where a has fewer, those, in whole boxes of 8
-        a block. What lies where the others would makes rows of the sum that are stored nowhere."""
+        """Rows of a that are copied for a tile: all rows of the tile, or, if a has fewer, those of a, in whole
+        boxes of 8 for each block of threads. Whatever lies in the place of the others makes rows of the sum
+        that are not stored."""
         boxes = 8 * (1 + bool(self.tiles.cluster))
         return min(self.tiles.m, boxes * pl.cdiv(self.m, boxes))
 
@@ -116,8 +117,8 @@ class Plan:
 
     @property
     def slab(self) -> int:
-        """Columns promoted together: those that surely share a scale of b, or few enough for their scales to
-        fit in registers."""
+        """Columns promoted together: those that are sure to share a scale of b, or few enough for their scales
+        to fit in registers."""
         return math.gcd(self.tiles.width, BLOCK if self.b_blocks else SLAB)
 
     @property
@@ -126,7 +127,7 @@ class Plan:
 
     @property
     def store_width(self) -> int:
-        """Columns stored at once: 128 bytes, the swizzled row, or what a consumer has."""
+        """Columns stored at once: 128 bytes, which is a swizzled row, or all of a slab if it has fewer."""
         return math.gcd(self.slab, 128 // self.out_dtype.itemsize)
 
 
@@ -143,8 +144,8 @@ class Shared(NamedTuple):
 
 
 def reads_scalars(m: int, b_blocks: bool) -> bool:
-    """Whether a's scales are read one by one, as b's of 128x128 blocks are: one row has no more, and a copy
-    would want four."""
+    """Whether a's scales are read one by one, as those of b's 128x128 blocks are: a single row has one scale in
+    each stage, and a copy moves four at least."""
     return m == 1 and b_blocks
 
 

@@ -1,16 +1,21 @@
-"""Attention of one query a sequence over a paged cache on Hopper: flash-decoding (Dao et al., 2023), its work
-dealt out evenly.
+"""Attention of one query per sequence over a paged cache on Hopper: flash-decoding (Dao et al., 2023), with
+the work dealt out evenly.
 
-A worker is a warpgroup with a warp that copies for it; two share a multiprocessor. Each has pieces of
-sequences (`deal.py`), tile after tile of 64 keys. For a tile come the keys of its KV heads, then their
-values, a head a slot of a ring.
+A worker is a warpgroup and a warp that copies for it; two workers share a multiprocessor. Each has pieces of
+sequences (`deal.py`), which it reads in tiles of 64 keys. For each tile the keys of all its KV heads are
+copied first and then their values, one head in each slot of a ring.
 
-A tensor-core instruction has 64 rows, a KV head a few queries. So the rows are the queries of all heads, and
-one softmax is theirs: scores are a sum over the heads of the queries, 0 in the rows of others, by that head's
-keys; o is one over the heads of the exponentials, 0 likewise, by that head's values. Tensor cores work
-eightfold, and have the time: memory is what is waited for. E4M3 keys are multiplied as they are, by queries
-in E4M3 parts whose sum is the 16-bit query (`api.py`); E4M3 values become float16, exactly, on their way.
-Each piece leaves o and the logarithm of its sum; `sm90_join.py` adds a sequence's up in order.
+A tensor-core instruction has 64 rows, but a KV head has few queries. So the rows are the queries of all heads,
+which share one softmax:
+
+- scores are the sum over the heads of (that head's queries, with 0 in the rows of the others) times that
+  head's keys;
+- o is the sum over the heads of (that head's exponentials, with 0 likewise) times that head's values.
+
+The tensor cores do up to eight times the work, and have the time for it: the kernel waits for memory. E4M3
+keys are multiplied as they are, by queries in E4M3 parts whose sum is the 16-bit query (`api.py`). E4M3 values
+become float16, exactly, before their product. Each piece leaves o and the logarithm of its sum;
+`sm90_join.py` adds up those of a sequence in order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
-"""Products z = x w^T with a vocabulary for N on Hopper, whose epilogue is what log-probabilities need: z
-itself is not written.
+"""Products z = x w^T on Hopper, where N is a vocabulary, with an epilogue that computes what log-probabilities
+need: z itself is not written.
 
-One persistent kernel, twice. A block of threads computes tiles of z, 128 tokens by 256 words, one after the
-other. One warp, the *producer*, walks all its tiles and keeps the copy engine ahead of the products, over the
-borders of tiles too; two warpgroups, the *consumers*, have 64 tokens of the tile each, its float32 sum in
-registers. Then
+One persistent kernel has two epilogues. A block of threads computes tiles of z, 128 tokens by 256 words, one
+after the other. One warp, the *producer*, walks all its tiles and keeps the copy engine ahead of the products,
+across the borders of tiles too. Two warpgroups, the *consumers*, have 64 tokens of the tile each, with its
+float32 sum in registers:
+
+    tensor cores |  stage i-1  |  stage i                        |  stage i+1  ...
+    threads      |             |  wait for i-1 and release it    |
+
+At the end of a tile comes the epilogue:
 
 - `statistics` leaves four numbers a token and tile: the maximum, the sum of exponentials, that of
   exponentials times logits, and the target's logit if it is among the words;
@@ -185,8 +190,8 @@ def _produce(plan: Plan, x, w, shared: Shared) -> None:
 
 
 def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
-    """Compute this warpgroup's rows of every tile. What the epilogue needs by row is read before the product
-    hides it."""
+    """Compute this warpgroup's rows of every tile. The numbers by row that the epilogue needs are read before
+    the product, which hides the reads."""
     rows = pl.ds(wg * ROWS, ROWS)
 
     def tile(mi, ni, before):

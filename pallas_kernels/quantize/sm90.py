@@ -1,12 +1,15 @@
 """Blockwise FP8 quantisation on Hopper: one read of the input, codes and scales bit-equal to reference.py.
 
-A block of threads, one warpgroup, has one 128x128 tile: the copy engine brings it to shared memory, it is
-quantised in four waves of 64 groups, and each wave's results leave by the copy engine while the next is
-quantised. Several blocks share a multiprocessor, so that one computes while others load and store. One
-quantiser serves both directions: a wave is 64 rows of the tile, or 64 rows of the *transposed* tile
-(`ldmatrix.trans`, free), so that in both a group of 128 lies in the registers of four neighbouring threads. A
-tile is read from memory once whatever is written. `make` puts an activation's arithmetic between the tiles
-that are read and the one that is quantised (`fused_quantize.sm90`).
+A block of threads is one warpgroup and has one 128x128 tile:
+
+    copy engine  |  load tile  |          | store wave 0 | store wave 1 | ...
+    threads      |  wait       | wave 0   | wave 1       | wave 2       | ...
+
+Several blocks share a multiprocessor, so that one computes while others load and store. A wave quantises 64
+groups. One quantiser serves both directions: a wave is 64 rows of the tile, or 64 rows of the *transposed*
+tile (`ldmatrix.trans`, which costs nothing), so that in both a group of 128 lies in the registers of four
+neighbouring threads. A tile is read from memory once, whatever is written. `make` puts the arithmetic of an
+activation between the tiles that are read and the one that is quantised (`fused_quantize.sm90`).
 
 Division. `x / scale` has to round as IEEE's division does, or codes at ties move. Given r, the rounded 1 / y,
 one product and two fused multiply-adds are exact division (Markstein, "Computation of elementary functions on
