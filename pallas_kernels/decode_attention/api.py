@@ -93,10 +93,10 @@ def _by_kernel(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scal
                interpret) -> tuple[Array, Array]:
     plan = plan_of(q, k_pages, tiles, interpret is not None)
     dealt = deal(lengths, plan.passes, sm90.workers(interpret))
-    k, v = (pages.reshape(-1, pages.shape[2] * plan.d) for pages in (k_pages, v_pages))
     live = plan.heads * plan.group
     queries = jnp.pad(q.reshape(-1, live, plan.d), ((0, 0), (0, -live % 8), (0, 0)))
     factor = _by_row(plan, k_scale * (scale * LOG2E))
+    k, v = (pages.reshape(-1, pages.shape[2] * plan.d) for pages in (k_pages, v_pages))
     o, lse = sm90.attend(plan, queries, factor, k, v, block_table, lengths, dealt, interpret)
     o, lse = sm90_join.join(o, lse, dealt, _by_row(plan, v_scale), q.dtype, interpret)
     return o[:, :live].reshape(q.shape), lse[:, :live].reshape(q.shape[:2]) * (1 / LOG2E)

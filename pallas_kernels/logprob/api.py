@@ -119,8 +119,8 @@ def linear_logprob(
             static, x, w, targets, support, rows)
     all_words = words * (lax.axis_size(axis_name) if axis_name else 1)
     logp = jnp.where((targets >= 0) & (targets < all_words), logp, jnp.nan)
-    logp, entropy = logp[:m], entropy[:m]
-    return (logp, entropy) if live is None else (jnp.where(live, logp, 0.0), jnp.where(live, entropy, 0.0))
+    of_rows = lambda a: a[:m] if live is None else jnp.where(live, a[:m], 0.0)
+    return of_rows(logp), of_rows(entropy)
 
 
 def check_temperature(temperature: float) -> None:
