@@ -45,5 +45,5 @@ def multiply(simulated: bool, body, *of: tuple[Array | None, Array | Ref, Ref]):
 
 
 def dot(a: Array, b: Array) -> Array:
-    """What is simulated in a tensor-core product's place, float32."""
+    """The float32 product that the simulator computes in place of a tensor-core product."""
     return jnp.dot(a.astype(F32), b.astype(F32), precision=lax.Precision.HIGHEST)

@@ -1,8 +1,9 @@
-"""What persistent kernels share: a warp that copies, consumers that compute, and the walk over tiles that
-both make.
+"""The parts that persistent kernels share: a warp that copies, consumers that compute, and the walk over tiles
+that both make.
 
-A `plan` here has `grid`, tiles (or pairs of them) along M and N; `k_blocks`, stages that a tile takes;
-`blocks` of threads; and `tiles`, with `cluster`, `band`, `band_axis` and `stages`.
+A `plan` here has `grid`, the number of tiles (or pairs of them) along M and N; `k_blocks`, the stages that a
+tile takes; `blocks`, the number of blocks of threads; and `tiles`, with `cluster`, `band`, `band_axis` and
+`stages`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pallas_kernels.plgpu_compat import Ref, plgpu
 def specialise(
     consumers: int, registers: tuple[int, int], produce: Callable[[], None], consume: Callable[[Array], None]
 ) -> None:
-    """The last warpgroup's first warp runs `produce`, the others `consume` with their number; `registers` a
-    thread of either, of a consumer first."""
+    """The first warp of the last warpgroup runs `produce`; the other warpgroups run `consume` with their number.
+    `registers`: how many a thread of a consumer has, and one of the producer."""
     wg = lax.axis_index("wg")
 
     @pl.when(wg == consumers)
@@ -40,6 +41,7 @@ def specialise(
 
 
 def slot_of(step: Array | int, slots: int) -> Array:
+    """The slot of a ring that a step uses."""
     return lax.rem(jnp.int32(step), jnp.int32(slots))
 
 

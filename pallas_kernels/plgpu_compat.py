@@ -1,7 +1,7 @@
 """The one module that names `jax.experimental.pallas.mosaic_gpu`, whose interface may change with any release
 of JAX.
 
-With it, what every kernel's api asks: where it runs, and which backend that means.
+It also answers two questions of every kernel's api: where it runs, and which backend that means.
 """
 
 from __future__ import annotations
@@ -65,20 +65,21 @@ def device() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]  # a class
 
 
 def multiprocessors() -> int:
-    """Of the GPU here; SMS where there is none."""
+    """How many the GPU here has; SMS if there is none."""
     here = device()
     return getattr(here, "core_count", SMS) if here.platform == "gpu" else SMS
 
 
 def cache_bytes() -> int:
-    """That all multiprocessors of the GPU here share; L2 where there is none, or where it does not say."""
+    """The bytes of cache that all multiprocessors of the GPU here share; L2 if there is no GPU, or if it does not
+    say."""
     here = device()
     return _cache_bytes(here.local_hardware_id) if here.platform == "gpu" else L2
 
 
 @functools.cache
 def _cache_bytes(number: int) -> int:
-    """JAX does not tell. The driver does, which JAX has loaded and initialised."""
+    """JAX does not tell, but the driver does, which JAX has loaded and initialised."""
     size, attribute = ctypes.c_int(0), 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(size), attribute, number)

@@ -1,12 +1,12 @@
 """The scaled FP8 products, by the Hopper kernel or by reference.py: one visible choice.
 
-`backend` as in `pallas_kernels.quantize.api`. The kernel sums each 128 products in the tensor cores, which
+`backend` is that of `pallas_kernels.quantize.api`. The kernel sums each 128 products in the tensor cores, which
 keep about 14 bits (`reference.short_dot`), so that it differs from the reference by some 1e-4 before the
 result is rounded.
 
-Sizes that the kernel does not take as they are, are padded, which costs a copy: it wants the contraction in
-multiples of 128, M of 8 (or below 8), N of 64 (32 for a float32 result), two at least. Widths of language
-models have these, and so have packed rows of tokens.
+The kernel takes a contraction that is a multiple of 128, an M that is a multiple of 8 or below 8, and an N that
+is two or more times 64 (32 for a float32 result). Other sizes are padded, which costs a copy. The widths of
+language models and packed rows of tokens need none.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ T stands for the axes of lhs alone, N for those of rhs alone, K for the contract
 of the product as if neither operand had been rounded (straight-through), at the rounded kernel; it exists to
 first order, by reverse mode.
 
-`backend` as in `pallas_kernels.quantize.api`: the three products are Hopper's kernels, or the references that
-they are tested by.
+`backend` is that of `pallas_kernels.quantize.api`: the three products are the Hopper kernels, or the
+references that these are tested against.
 A NaN or an infinity gives its block a scale that is not finite: the result is NaN wherever that block enters,
-and nowhere else. A block whose largest magnitude is under 1e-10 is quantised as if that were 1e-10: what is
-under 2e-16 becomes 0.
+and nowhere else. A block whose largest magnitude is under 1e-10 is quantised as if it were 1e-10: numbers
+under 2e-16 become 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pallas_kernels.quantize import api as quantize
 Axes = Sequence[int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-AS_IT_COMES = (None, lax.Precision.DEFAULT, "default", "fastest", "bfloat16")  # names of the same
+AS_IT_COMES = (None, lax.Precision.DEFAULT, "default", "fastest", "bfloat16")  # all name the default
 PLAIN = "jax.lax.dot_general"
 once = forward_only("pallas_kernels.fp8_dot_general has a first derivative, by reverse mode, and no other")
 
@@ -206,7 +206,8 @@ _product.defvjp(forward, backward)
 
 
 def _readable(x: Array) -> Array:
-    """As the quantisers read it. float16 has neither bfloat16's range nor its precision, so float32 it is."""
+    """x in a dtype that the quantisers read. bfloat16 has not the precision of float16, so float16 becomes
+    float32."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 

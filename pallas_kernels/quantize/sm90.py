@@ -38,8 +38,6 @@ from pallas_kernels.quantize import BLOCK
 
 WAVE = 64  # rows that a warpgroup holds in registers at once
 F32 = jnp.float32
-
-
 Quantized = Any  # (codes, scales), or None in a direction that was not asked for
 
 
