@@ -28,9 +28,16 @@ for name, examples in {"default": 10, "thorough": 60}.items():
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+LONG_FILES = (  # a worker takes a whole file: the long ones come first, so that both workers end together
+    "e2e/test_train.py", "training/test_train_step.py", "training/test_old_policies.py",
+    "training/test_nothing_to_learn.py", "faults/test_run_faults.py", "e2e/test_train_stops.py",
+    "e2e/test_processes.py", "distributed/test_sharding.py",
+)
+
+
 def pytest_collection_modifyitems(items):
-    """A long file that would come last is first, so that two workers end together."""
-    items.sort(key=lambda item: item.path.name != "test_train_step.py")
+    names = {item.path: "/".join(item.path.parts[-2:]) for item in items}
+    items.sort(key=lambda item: names[item.path] not in LONG_FILES)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +53,14 @@ def quick_compile():
     yield
     jax.config.update("jax_disable_most_optimizations", before)
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def quick_children(quick_compile):
+    """The processes that a module starts compile as quickly as it does, and round alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield
 
 
 TOKEN = "a token of the tests, 32 letters"

@@ -5,9 +5,8 @@ from jaxfp8rl.rewards.runner import RewardRunner
 
 
 @pytest.fixture(scope="module")
-def children(quick_compile):
-    """Compile as quickly, and the rewards are micro_run's."""
+def children(quick_children):
+    """Runs, here and in processes of their own, compile quickly and have micro_run's rewards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         patch.setattr(RewardRunner, "score", micro_run.rewarded)
         yield

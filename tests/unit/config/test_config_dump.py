@@ -25,6 +25,8 @@ def test_dump_holds_every_field_and_loads_back(write):
         for key in model.model_fields:
             assert f"\n{key} = " in text or f"\n# {key} = " in text or f"\n[{section}.{key}]\n" in text
     assert load_config(write(text)) == cfg
+
+
 words = st.text(max_size=12)
 values = st.recursive(
     st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | words | st.dates(),

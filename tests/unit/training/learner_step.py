@@ -114,4 +114,6 @@ def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sam
         noise = 0.2 * np.sin(np.arange(len(s.completion)) + 2.5 * s.advantage).astype(np.float32)
         out.append(s._replace(logprobs=scores[m, r, span] + noise))
     return out
+
+
 REINFORCE_PAIR = Loss(objective="reinforce", old_policy="rollout")

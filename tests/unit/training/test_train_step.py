@@ -85,6 +85,8 @@ def test_the_invariance_test_sees_a_microbatch_mean():
         parts.append(learn(params(), alone, old)[1])
     mean = jax.tree.map(lambda *g: sum(g) / len(g), *parts)
     assert distance(grads, mean) > 1e-2
+
+
 KINDS = {
     "GSPO with sequence TIS": (Loss(objective="gspo", aggregation="seq_mean_token_mean"), "sequence_tis"),
     "GMPO, KL and entropy": (
