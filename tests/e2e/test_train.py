@@ -27,8 +27,6 @@ from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.sft import run_sft
 
-pytestmark = pytest.mark.usefixtures("quick_children")
-
 # The keys of a step that a user is promised, besides those that an evaluation adds.
 KEYS = set(
     """step reward/mean reward/std loss entropy grad_norm lr correction/ess correction/weight_mean

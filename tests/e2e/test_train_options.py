@@ -10,8 +10,6 @@ from tiny_run import assert_same_run, config, metrics, saved
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.training import loop
 
-pytestmark = pytest.mark.usefixtures("quick_children")
-
 # --- other ways to learn
 
 EVERYTHING = {
