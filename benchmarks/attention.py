@@ -2,8 +2,8 @@
 
     jaxfp8rl bench attention [--tune]
 
-32 query heads and 8 KV heads of 128, bfloat16. TFLOP/s count what is needed: 4 d H products a pair of a query
-and a key it sees, and 2.5 times that backward. The tables made from the segment ids, once for all layers of a
+32 query heads and 8 KV heads of 128, or 8 and 4 of 256, bfloat16. TFLOP/s count what is needed: 4 d H
+products a pair of a query and a key it sees, and 2.5 times that backward. The tables made from the segment ids, once for all layers of a
 model, are timed apart, as FlashAttention gets its lengths summed up. Yardsticks: cuDNN by
 `jax.nn.dot_product_attention`, of packed rows over the whole row with a mask (of up to MASK elements) and
 without (causal over the whole row: less work than with a mask, and another result); FlashAttention 3 over
@@ -33,22 +33,21 @@ from benchmarks.grouped import measure
 from pallas_kernels.attention import api, sm90_dq, sm90_forward
 from pallas_kernels.attention.segments import tables_of
 
-HEADS, KV_HEADS, D = 32, 8, 128
 LONGEST, SPREAD = 16_384, 1.5  # of a packed segment; the standard deviation of the logarithm of a length
 MASK = 2**29  # elements
 Runs = dict[str, Callable[[int], object]]
-FORWARD = {
-    "ours": sm90_forward.TILES, "a head by 128 queries": sm90_forward.TILES._replace(heads=1),
-}
-OF_DQ = {"ours": sm90_dq.TILES, "dq of a head by 128 queries": sm90_dq.TILES._replace(heads=1)}
 
 
 class Case(NamedTuple):
-    """B rows of T tokens, each packed with segments of these lengths."""
+    """B rows of T tokens, each packed with segments of these lengths; heads of queries and keys, and their
+    size."""
 
     name: str
     rows: int
     lengths: tuple[int, ...]
+    window: int | None = None
+    heads: tuple[int, int] = (32, 8)
+    d: int = 128
 
     @property
     def tokens(self) -> int:
@@ -57,7 +56,9 @@ class Case(NamedTuple):
     @property
     def flops(self) -> float:
         """Of the forward."""
-        return 4.0 * D * HEADS * self.rows * sum(n * (n + 1) / 2 for n in self.lengths)
+        w = self.window or self.tokens
+        pairs = (min(n, w) * (min(n, w) + 1) / 2 + max(n - w, 0) * w for n in self.lengths)
+        return 4.0 * self.d * self.heads[0] * self.rows * sum(pairs)
 
     def ids(self) -> jax.Array:
         row = np.repeat(np.arange(len(self.lengths)), self.lengths) + 1
@@ -74,6 +75,9 @@ def packed(tokens: int, segments: int) -> Case:
 CASES = [
     Case("causal 4 x 4096", 4, (4096,)), Case("causal 1 x 16384", 1, (16384,)),
     packed(16384, 8), packed(16384, 64), packed(65536, 32), packed(65536, 256),
+    Case("window 1024, causal 1 x 16384", 1, (16384,), 1024),
+    Case("heads of 256, causal 4 x 4096", 4, (4096,), None, (8, 4), 256),
+    Case("heads of 256, window 1024, causal 1 x 16384", 1, (16384,), 1024, (8, 4), 256),
 ]
 
 
@@ -118,17 +122,19 @@ def passes(case: Case, tune: bool):
 def draw(case: Case) -> tuple[jax.Array, ...]:
     """q, k, v, do."""
     keys = jax.random.split(jax.random.key(0), 4)
-    shape = lambda heads: (case.rows, case.tokens, heads, D)  # noqa: E731
-    return tuple(jax.random.normal(key, shape(h), jnp.bfloat16)
-                 for key, h in zip(keys, (HEADS, KV_HEADS, KV_HEADS, HEADS)))
+    shape, (H, K) = lambda heads: (case.rows, case.tokens, heads, case.d), case.heads
+    return tuple(jax.random.normal(key, shape(h), jnp.bfloat16) for key, h in zip(keys, (H, K, K, H)))
 
 
 def ours(case: Case, qkv: list, do: jax.Array, tune: bool) -> tuple[Runs, Runs]:
     """The forward, and the tables; the backward from what the forward saved."""
-    of_forward = {n: api.Tiles(forward=t) for n, t in FORWARD.items() if tune or n == "ours"}
-    of_backward = {n: api.Tiles(dq=t) for n, t in OF_DQ.items() if tune or n == "ours"}
-    ids, scale = case.ids(), D**-0.5
-    flat, tables = [x.reshape(-1, *x.shape[2:]) for x in qkv], jax.jit(tables_of)(ids)
+    of_forward, of_backward = {"ours": api.TILES}, {"ours": api.TILES}
+    if tune:
+        one_head = lambda kernel: kernel.TILES[case.d]._replace(heads=1)
+        of_forward["a head by 128 queries"] = api.Tiles(forward=one_head(sm90_forward))
+        of_backward["dq of a head by 128 queries"] = api.Tiles(dq=one_head(sm90_dq))
+    ids, scale, make_tables = case.ids(), case.d**-0.5, functools.partial(tables_of, window=case.window)
+    flat, tables = [x.reshape(-1, *x.shape[2:]) for x in qkv], jax.jit(make_tables)(ids)
     (o, lse), saved = jax.jit(functools.partial(api.forward, api.How(scale)))(*flat, tables)
     cotangents = do.reshape(o.shape), jnp.zeros_like(lse)
     attend = functools.partial(api.attention, backend="pallas")
@@ -136,7 +142,7 @@ def ours(case: Case, qkv: list, do: jax.Array, tune: bool) -> tuple[Runs, Runs]:
     programs = {f"f {n}": (jax.jit(functools.partial(attend, tiles=t)), (*qkv, tables))
                 for n, t in of_forward.items()}
     programs |= {f"b {n}": (pull(t), (saved, cotangents)) for n, t in of_backward.items()}
-    runs = compiled(programs | {"f tables": (jax.jit(tables_of), (ids,))})
+    runs = compiled(programs | {"f tables": (jax.jit(make_tables), (ids,))})
     return tuple({name[2:]: run for name, run in runs.items() if name[0] == which} for which in "fb")
 
 
@@ -151,9 +157,9 @@ def compiled(programs: dict[str, tuple]) -> Runs:
 def cudnn(case: Case, qkv: list, do: jax.Array) -> dict[str, tuple]:
     """(whether it is what is asked for, forward, backward) of attention over the row: causal, and masked if
     it holds segments."""
-    single = len(case.lengths) == 1
-    made = {"cuDNN" if single
-            else "cuDNN, causal over the row": lambda: (single, *_cudnn(qkv, do, is_causal=True))}
+    single, name = len(case.lengths) == 1, "cuDNN" if len(case.lengths) == 1 else "cuDNN, causal over the row"
+    window = {} if case.window is None else {"local_window_size": (case.window - 1, 0)}
+    made = {name: lambda: (single, *_cudnn(qkv, do, is_causal=True, **window))}
     if not single and case.tokens**2 <= MASK:
         ids, at = case.ids()[0], jnp.arange(case.tokens)
         mask = ((ids[:, None] == ids) & (at <= at[:, None]))[None, None]
@@ -199,7 +205,7 @@ def flash_attention(case: Case, qkv: list) -> Callable[[int], object]:
     ends, longest = torch.tensor(ends, dtype=torch.int32, device="cuda"), max(case.lengths)
     return lambda i: flash_attn_varlen_func(
         q, k, v, max_seqlen_q=longest, cu_seqlens_q=ends, max_seqlen_k=longest, cu_seqlens_k=ends,
-        causal=True, fa_version=3
+        causal=True, fa_version=3, window_size=(-1 if case.window is None else case.window - 1, 0)
     )
 
 

@@ -39,7 +39,7 @@ class PrecisionSection(Section):
     )
     attention: Literal["auto", "xla", "pallas"] = Field(
         "auto",
-        description="what computes the learner's attention; auto: pallas on Hopper, in 16 bits, heads of 64 or 128"
+        description="what computes the learner's attention; auto: pallas on Hopper, in 16 bits, heads of 64 to 256"
     )
     embedded_activations: Literal["fp8", "high"] = Field("fp8",
                                                          description="W8A8 or W8A16 in the embedded engine")

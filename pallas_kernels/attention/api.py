@@ -1,11 +1,11 @@
 """Causal attention over packed sequences, by the Hopper kernels or by reference.py: one visible choice.
 
 A row holds several sequences one after the other; `segment_ids` says which token is of which. A query sees
-its own segment up to itself. Query head h reads KV head h // (H / K), and none is repeated. Scores, sums and
-the logarithm of the sum are float32; exponentials enter the product with the values in the values' type, as
-in FlashAttention (Dao et al., 2022, algorithm 1).
+its own segment up to itself, or the last `window` keys of that. Query head h reads KV head h // (H / K), and
+none is repeated. Scores, sums and the logarithm of the sum are float32; exponentials enter the product with
+the values in the values' type, as in FlashAttention (Dao et al., 2022, algorithm 1).
 
-`backend` as in `pallas_kernels.quantize.api`. The kernels skip what lies outside a query's segment, forward
+`backend` as in `pallas_kernels.quantize.api`. The kernels skip blocks outside a segment or window, forward
 and backward, add in a fixed order, and make nothing of the size [T, T]; the reference makes exactly that.
 """
 
@@ -26,14 +26,16 @@ from pallas_kernels.attention.schedule import LOG2E
 from pallas_kernels.attention.segments import Tables, check_ids, seen_by, sees, tables_of
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 
-HEAD_SIZES = 64, 128
+HEAD_SIZES = 64, 128, 256
 DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 
 
 class Tiles(NamedTuple):
-    forward: queries.Tiles = sm90_forward.TILES
-    dq: queries.Tiles = sm90_dq.TILES
-    dkv: sm90_dkv.Tiles = sm90_dkv.Tiles()
+    """How each kernel is cut up; None: as tuned for the size of heads."""
+
+    forward: queries.Tiles | None = None
+    dq: queries.Tiles | None = None
+    dkv: sm90_dkv.Tiles | None = None
 
 
 TILES = Tiles()
@@ -49,17 +51,20 @@ class How(NamedTuple):
 
 
 def attention(
-    q: Array, k: Array, v: Array, segments: Array | Tables, *, scale: float | None = None, fp8: bool = False,
-    backend: Backend = "auto", tiles: Tiles = TILES, interpret=None,
+    q: Array, k: Array, v: Array, segments: Array | Tables, *, window: int | Array | None = None,
+    scale: float | None = None, fp8: bool = False, backend: Backend = "auto", tiles: Tiles = TILES,
+    interpret=None,
 ) -> Array:
     """q [T, H, d], k and v [T, K, d], segment ids [T] int32 -> o [T, H, d] in q's dtype; or all with rows [B,
     T, ...] in front.
 
-    `segments`: the ids, or `tables_of` them, the same for all layers of a model. A segment is a run of equal
-    ids above 0 in one row; 0 is padding, of which o and gradients are 0, whatever q, k and v hold there. What
+    `segments`: the ids, or `tables_of` them, the same for all layers with one window. A segment is a run of
+    equal ids above 0 in one row; 0 is padding, of which o and gradients are 0, whatever q, k and v hold
+    there. `window`: a query sees at most so many keys, the last of which is its own (transformers'
+    `sliding_window`; vLLM's window_size = (window - 1, 0)); None for no such limit. Tables have theirs. What
     is not finite reaches queries that see it, all of whose result is NaN, and no others; and backwards
     likewise. `scale` of the scores: d ** -0.5 if None. The kernels take bfloat16 or float16, one type for
-    all, and d of 64 or 128; the reference any. `tiles`: other than the tuned ones. `interpret`: run the
+    all, and d of 64, 128 or 256; the reference any. `tiles`: other than the tuned ones. `interpret`: run the
     kernels on a CPU, for tests. `fp8`: exponentials, times 2^8, are rounded to E4M3 before they are
     multiplied with values, and not in their sum, as FlashAttention 3 does in FP8. q, k and v are to be
     numbers of E4M3 times powers of two, in their wider type: products are then as of the codes. The backward
@@ -72,29 +77,36 @@ def attention(
     Source: FlashAttention (Dao et al., 2022), algorithm 1.
     """
     return attention_and_lse(
-        q, k, v, segments, scale=scale, fp8=fp8, backend=backend, tiles=tiles, interpret=interpret
+        q, k, v, segments, window=window, scale=scale, fp8=fp8, backend=backend, tiles=tiles,
+        interpret=interpret
     )[0]
 
 
 def attention_and_lse(
-    q: Array, k: Array, v: Array, segments: Array | Tables, *, scale: float | None = None, fp8: bool = False,
-    backend: Backend = "auto", tiles: Tiles = TILES, interpret=None,
+    q: Array, k: Array, v: Array, segments: Array | Tables, *, window: int | Array | None = None,
+    scale: float | None = None, fp8: bool = False, backend: Backend = "auto", tiles: Tiles = TILES,
+    interpret=None,
 ) -> tuple[Array, Array]:
     """`attention`, and the logarithm of each query's sum of exponentials: [H, T] float32, or [B, H, T]; +inf
     for padding."""
+    tables = segments if isinstance(segments, Tables) else None
     ids = segments.segment_ids if isinstance(segments, Tables) else segments
     _check(q, k, v, ids)
+    if tables is None:
+        tables = tables_of(ids, window)
+    elif window is not None:
+        raise ValueError(f"window = {window}, and tables, which have a window: give it to `tables_of`")
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}: scores are multiplied by a finite number above 0")
     if use_kernel(backend):
         _check_kernel(q)
-        tables = segments if isinstance(segments, Tables) else tables_of(ids)
         return _by_kernel(How(scale, fp8, tiles, interpret), q, k, v, tables)
+    seen = reference.visible_from(tables.first, ids.shape)
     if q.ndim == 4:
-        return reference.attention_and_lse(q, k, v, ids, scale, fp8)
-    q, k, v, ids = (x[None] for x in (q, k, v, ids))
-    o, lse = reference.attention_and_lse(q, k, v, ids, scale, fp8)
+        return reference.attention_and_lse(q, k, v, seen, scale, fp8)
+    q, k, v = (x[None] for x in (q, k, v))
+    o, lse = reference.attention_and_lse(q, k, v, seen, scale, fp8)
     return o[0], lse[0]
 
 
@@ -177,4 +189,4 @@ def _check_kernel(q: Array) -> None:
             f'q is {q.dtype}: the kernels take bfloat16 or float16; backend="reference" takes any')
     if q.shape[-1] not in HEAD_SIZES:
         raise ValueError(
-            f'heads of {q.shape[-1]}: the kernels have 64 and 128; backend="reference" takes any')
+            f'heads of {q.shape[-1]}: the kernels have 64, 128 and 256; backend="reference" takes any')

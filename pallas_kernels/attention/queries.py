@@ -20,11 +20,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
     BLOCK,
-    BUFFERS,
     CONSUMERS,
     ROWS,
     Deal,
     Work,
+    buffer_of,
     drain,
     keep,
     launch,
@@ -47,6 +47,7 @@ class Tiles(NamedTuple):
     k_stages: int
     v_stages: int
     heads: int = 2  # of a block of threads, by 64 queries; or 1, by 128
+    buffers: int = 2  # for queries: those that are worked on and those that come next; or for the former alone
 
     def of(self, group: int) -> Tiles:
         """For a group of so many heads."""
@@ -110,10 +111,9 @@ def shared_memory(tiles: Tiles, d: int, dtype: jnp.dtype, copies: int) -> dict:
     """For queries, of which `copies` arrive a consumer, the ring, and their barriers."""
     memory = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled(dtype))
     full, empty = plgpu.Barrier, functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
-    slots = BUFFERS * CONSUMERS
+    slots = tiles.buffers * CONSUMERS
     return dict(
-        q=memory((slots, ROWS, d)), first=plgpu.SMEM((slots, ROWS), jnp.int32),
-        walk=plgpu.SMEM((slots, WALK), jnp.int32),
+        q=memory((slots, ROWS, d)), seen=plgpu.SMEM((slots, ROWS + WALK), jnp.int32),
         k=memory((tiles.k_stages, tiles.keys, d)), v=memory((tiles.v_stages, tiles.keys, d)),
         q_full=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
         q_empty=plgpu.Barrier(num_barriers=slots),
@@ -128,16 +128,15 @@ def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, share
     tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
 
     def queries(work: Work, wg: int, block: Array) -> None:
-        slot, head, mine = slot_of(work.number, BUFFERS) * CONSUMERS + wg, plan.head(work, wg), pl.ds(
-            plan.row(block, wg), ROWS)
-        full = shared.q_full.at[slot]
-        pl.when(work.number >= BUFFERS)(lambda: plgpu.barrier_wait(shared.q_empty.at[slot]))
+        slot, head = buffer_of(work.number, tiles.buffers, wg), plan.head(work, wg)
+        mine, full = pl.ds(plan.row(block, wg), ROWS), shared.q_full.at[slot]
+        pl.when(work.number >= tiles.buffers)(lambda: plgpu.barrier_wait(shared.q_empty.at[slot]))
         for matrix, into in matrices:
             copy(matrix.at[mine, head], into.at[slot], full)
         for vector, into in vectors:
             copy(vector.at[head, mine], into.at[slot], full)
-        copy(first.at[mine], shared.first.at[slot], full)
-        copy(walks.at[work.walk], shared.walk.at[slot], full)
+        copy(first.at[mine], shared.seen.at[slot, pl.ds(0, ROWS)], full)
+        copy(walks.at[work.walk], shared.seen.at[slot, pl.ds(ROWS, WALK)], full)
 
     def one(work: Work) -> Array:
         block, begin, steps = (walks[work.walk, i] for i in range(3))
@@ -163,15 +162,15 @@ def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, share
     works, steps = plan.deal.for_each(one)
     drain(steps, tiles.k_stages, shared.k_empty)
     drain(steps, tiles.v_stages, shared.v_empty)
-    drain(works * CONSUMERS, BUFFERS * CONSUMERS, shared.q_empty)
+    drain(works * CONSUMERS, tiles.buffers * CONSUMERS, shared.q_empty)
 
 
 def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True) -> Walk:
     """Wait for a consumer's next queries, if there are `more`; else what is returned means nothing."""
-    slot = slot_of(work.number, BUFFERS) * CONSUMERS + wg
+    slot = buffer_of(work.number, plan.tiles.buffers, wg)
     pl.when(more)(lambda: plgpu.barrier_wait(shared.q_full.at[slot]))
-    block, begin, steps, clear = (shared.walk[slot, i] for i in range(4))
-    first = plgpu.load(shared.first.at[slot], layout=ROW, optimized=False)
+    block, begin, steps, clear = (shared.seen[slot, ROWS + i] for i in range(4))
+    first = plgpu.load(shared.seen.at[slot, pl.ds(0, ROWS)], layout=ROW, optimized=False)
     return Walk(slot, block, plan.row(block, wg), plan.head(work, wg), first, begin,
                 steps_of(steps, plan.tiles.keys), clear)
 

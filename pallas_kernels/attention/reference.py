@@ -11,10 +11,10 @@ from pallas_kernels.attention import masked
 from pallas_kernels.attention.segments import first_and_last
 
 
-def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: float,
+def attention_and_lse(q: Array, k: Array, v: Array, seen: Array, scale: float,
                       fp8: bool = False) -> tuple[Array, Array]:
-    """q [B, T, H, d], k and v [B, T, K, d], segment_ids [B, T] -> o [B, T, H, d] in q's dtype, lse [B, H, T]
-    float32.
+    """q [B, T, H, d], k and v [B, T, K, d], seen [B, T, T] as of `visible` -> o [B, T, H, d] in q's dtype,
+    lse [B, H, T] float32.
 
     Scores, probabilities and sums in float32 (float64 of float64). A token of padding gets o = 0 and lse =
     +inf. `fp8`: exponentials of scores less the largest, times 2^8, are rounded to E4M3 in their product with
@@ -22,7 +22,6 @@ def attention_and_lse(q: Array, k: Array, v: Array, segment_ids: Array, scale: f
     """
     (B, T, H, d), K = q.shape, k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    seen = visible(segment_ids)
     mask = seen[:, None, None]
     some = mask.any(-1, keepdims=True)
     q5, k, v = q.astype(wide).reshape(B, T, K, H // K, d), k.astype(wide), v.astype(wide)
@@ -45,10 +44,15 @@ def _in_e4m3(p: Array) -> Array:
     return p + jax.lax.stop_gradient(x * 2.0**-8 * largest - p)
 
 
-def visible(segment_ids: Array) -> Array:
+def visible(segment_ids: Array, window: int | Array | None = None) -> Array:
     """[B, T] -> bool [B, T, T]: which keys (last axis) a query sees, itself and those before it in its
-    segment."""
-    B, T = segment_ids.shape
-    first = first_and_last(segment_ids)[0][: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]
+    segment, at most `window` in all."""
+    return visible_from(first_and_last(segment_ids, window)[0], segment_ids.shape)
+
+
+def visible_from(first: Array, shape: tuple[int, ...]) -> Array:
+    """`visible` from the first key that each token sees, [N] as in Tables, of ids of `shape` [T] or [B, T]."""
+    B, T = (1, *shape)[-2:]
+    first = first[: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]
     key, query = jnp.arange(T), jnp.arange(T)[:, None]
     return (first[:, :, None] <= key) & (key <= query)

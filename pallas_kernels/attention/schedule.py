@@ -21,7 +21,6 @@ ROWS = 64  # of one tensor-core instruction: queries or keys of a consumer
 CONSUMERS = 2  # warpgroups that compute
 BLOCK = CONSUMERS * ROWS  # of queries or keys, that a block of threads has at a time
 REGISTERS = 240, 24  # a thread of a consumer, of the producer's
-BUFFERS = 2  # for what a block of threads works on, and works on next
 COLUMNS = 8  # of scores that are masked at a time
 LOG2E = math.log2(math.e)
 Seen = Callable[[int], Array]  # of the first of COLUMNS columns: bool [64, COLUMNS]
@@ -82,10 +81,15 @@ def steps_of(walk: Array, size: int) -> Array:
     return lax.div(walk + (size // STEP - 1), jnp.int32(size // STEP))
 
 
-def give_back(empty, wg: Array, number: Array) -> None:
-    """The buffers of some work before, when the results that were put there have left."""
+def buffer_of(number: Array, buffers: int, wg: Array | int) -> Array:
+    """Of a consumer, for its work of that number."""
+    return slot_of(number, buffers) * CONSUMERS + wg
+
+
+def give_back(empty, slot: Array) -> None:
+    """A buffer, when the results that were put there have left."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(empty.at[slot_of(number, BUFFERS) * CONSUMERS + wg])
+    plgpu.barrier_arrive(empty.at[slot])
 
 
 def nothing(d: int) -> Array:

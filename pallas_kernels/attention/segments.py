@@ -1,9 +1,10 @@
-"""Packed rows as ranges of keys: a query sees the keys from the start of its segment up to itself.
+"""Packed rows as ranges of keys: a query sees the keys from the start of its segment, or of its window, up to
+itself.
 
-So one number a token says all: `first`, the first token of its segment. The mask is first[t] <= s <= t, and
-no key needs an id: what lies between the start of t's segment and t is of that segment. Kernels walk blocks
-of keys (or, for the gradients of keys, blocks of queries) and take from the tables here where a walk begins
-and ends, and which of its blocks need a mask.
+So one number a token says all: `first`, the first key that it sees. The mask is first[t] <= s <= t, and no
+key needs an id: all tokens between the start of t's segment and t are of that segment. Kernels walk blocks of
+keys (or, for the gradients of keys, blocks of queries). The tables here say where a walk begins and ends, and
+which of its blocks need a mask. Blocks outside a window are in no walk.
 """
 
 from __future__ import annotations
@@ -23,30 +24,34 @@ WALK = 32
 
 
 class Tables(NamedTuple):
-    """What attention asks of the ids, the same for all layers of a model."""
+    """What attention asks of the ids: the same for all layers with the same window."""
 
     segment_ids: Array  # [T] or [B, T]
-    first: Array  # int32 [N]: the first token of each token's segment; N for padding
-    of_queries: dict[int, Array]  # walks, by how many queries a block has
-    of_keys: Array  # walks
+    first: Array  # int32 [N]: the first key that each token sees; N for padding
+    of_queries: dict[int, Array]  # walks, by the number of queries in a block
+    of_keys: dict[int, Array]  # walks, by the number of keys in a block
 
 
-def tables_of(segment_ids: Array) -> Tables:
+def tables_of(segment_ids: Array, window: int | Array | None = None) -> Tables:
     """segment_ids [T] or [B, T] int32 -> Tables of all tokens in a row, N of them with padding up to a
     multiple of CHUNK.
 
+    `window`: a token sees at most so many keys, the last of which is its own; None for no such limit. An
+    int32 scalar of a traced program will do: layers in one loop may have windows of their own.
+
     Raises ValueError for ids of another shape or type, or, where they are known as the program is traced,
-    below 0 or coming back.
+    below 0 or coming back; and for a window below 1.
     """
     check_ids(segment_ids)
-    first, last = first_and_last(jnp.atleast_2d(segment_ids))
+    check_window(window)
+    first, last = first_and_last(jnp.atleast_2d(segment_ids), window)
     return Tables(segment_ids, first, {rows: key_walks(first, rows) for rows in (64, 128)},
-                  query_walks(last, 128))
+                  {keys: query_walks(last, keys) for keys in (64, 128)})
 
 
-def first_and_last(segment_ids: Array) -> tuple[Array, Array]:
-    """segment_ids [B, T] -> int32 [N] each: the first token of each token's segment, and the one after its
-    last.
+def first_and_last(segment_ids: Array, window: int | Array | None = None) -> tuple[Array, Array]:
+    """segment_ids [B, T] -> int32 [N] each: the first key that each token sees, and the token after the last
+    that sees it.
 
     A segment is a run of equal ids above 0 in one row. Padding, which no token is in: N and 0.
     """
@@ -57,16 +62,19 @@ def first_and_last(segment_ids: Array) -> tuple[Array, Array]:
     ends = jnp.roll(begins, -1).at[-1].set(True)
     first = running_max(jnp.where(begins, at, 0))
     last = n - running_max(jnp.where(ends, n - 1 - at, 0)[::-1])[::-1]
+    if window is not None:  # no larger than n, so that nothing overflows
+        reach = jnp.minimum(min(window, n) if isinstance(window, int) else window, n)
+        first, last = jnp.maximum(first, at + 1 - reach), jnp.minimum(last, at + reach)
     return jnp.where(ids > 0, first, n), jnp.where(ids > 0, last, 0)
 
 
 def sees(bad: Array, first: Array) -> Array:
-    """bad, first [N] -> bool [N]: tokens that see a bad one, themselves or before them in their segment."""
+    """bad, first [N] -> bool [N]: tokens that see a bad one: themselves, or one before them."""
     return running_max(jnp.where(bad, jnp.arange(1, len(bad) + 1), 0)) > first
 
 
 def seen_by(bad: Array, first: Array) -> Array:
-    """Tokens that a bad one sees, itself or behind them in their segment."""
+    """Tokens that a bad one sees: itself, or one behind them."""
     n, at = len(bad), jnp.arange(len(bad))
     following = n - running_max(jnp.where(bad, n - at, 0)[::-1])[::-1]  # n where there is none
     return first.at[following].get(mode="fill", fill_value=n) <= at
@@ -86,7 +94,7 @@ def key_walks(first: Array, rows: int) -> Array:
     and zeros.
 
     The block sees keys from `begin` on, in `steps` of STEP; before `clear` there are keys that some of its
-    queries do not see because of their segments. A walk has a step at least, of which a block of padding sees
+    queries do not see because of their segments or windows. A walk has a step at least, of which a block of padding sees
     nothing.
     """
     at, first = (x.reshape(-1, rows) for x in (jnp.arange(len(first), dtype=jnp.int32), first))
@@ -101,7 +109,7 @@ def query_walks(last: Array, keys: int) -> Array:
     zeros.
 
     The block is seen by queries from `begin` on, in `steps` of STEP; from `clear` on there are queries that
-    do not see some of its keys because of their segments. A block of padding has no step.
+    do not see some of its keys because of their segments or windows. A block of padding has no step.
     """
     last = last.reshape(-1, keys)
     begin = jnp.arange(len(last), dtype=jnp.int32) * keys
@@ -112,6 +120,15 @@ def _longest_first(begin: Array, end: Array, clear: Array) -> Array:
     order = jnp.argsort(begin - end, stable=True).astype(jnp.int32)
     columns = order, begin[order], -((begin - end)[order] // STEP), clear[order]
     return jnp.pad(jnp.stack(columns, 1), ((0, 0), (0, WALK - 4)))
+
+
+def check_window(window: int | Array | None) -> None:
+    """Raises ValueError, with the rule."""
+    if isinstance(window, Array):
+        if window.shape or window.dtype != jnp.int32:
+            raise ValueError(f"window {window.dtype}{list(window.shape)}: an int, an int32 scalar, or None")
+    elif window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window = {window!r}: a query sees at least one key, its own; None for no window")
 
 
 def check_ids(ids: Array) -> None:

@@ -28,7 +28,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
     BLOCK,
-    BUFFERS,
     COLUMNS,
     CONSUMERS,
     F32,
@@ -38,6 +37,7 @@ from pallas_kernels.attention.schedule import (
     Deal,
     Seen,
     Work,
+    buffer_of,
     drain,
     give_back,
     keep,
@@ -63,6 +63,19 @@ class Tiles(NamedTuple):
     queries: int = 64  # of a step
     q_stages: int = 3
     do_stages: int = 2
+    keys: int = BLOCK  # of a block of threads: 64 for each consumer; or the same 64, and half of d for each
+    buffers: int = 2  # for keys and values: those that are worked on and those that come next; or the former
+
+    @property
+    def halves(self) -> bool:
+        """Whether both consumers have the same keys, and each half of the columns of their gradients: of d =
+        256 those of 64 keys are as many registers as there are. Scores are then made twice."""
+        return self.keys == ROWS
+
+
+TILES = {  # by the size of heads
+    64: Tiles(), 128: Tiles(), 256: Tiles(q_stages=2, do_stages=2, keys=ROWS, buffers=1),
+}
 
 
 class Plan(NamedTuple):
@@ -75,6 +88,11 @@ class Plan(NamedTuple):
     scale: float
     simulated: bool
     blocks: int  # of threads
+
+    def slot(self, number: Array, wg: Array | int) -> Array:
+        """Of a consumer's keys and values, for the work of that number."""
+        buffers = self.tiles.buffers
+        return slot_of(number, buffers) if self.tiles.halves else buffer_of(number, buffers, wg)
 
 
 class Shared(NamedTuple):
@@ -92,17 +110,18 @@ class Shared(NamedTuple):
     q_empty: Ref
     do_empty: Ref
     turn: Ref  # of each consumer
+    both: Ref  # consumers have read the last of keys and values
 
 
 @no_derivative
 @functools.partial(jax.jit, static_argnames=("scale", "tiles", "interpret"))
 def gradients(
     q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float,
-    tiles: Tiles,
-    interpret=None,
+    tiles: Tiles | None, interpret=None,
 ) -> tuple[Array, Array]:
     """dk and dv [N, K, d] from q and do [N, H, d], the forward's lse, in base 2, and delta [H, N] float32."""
-    walks, heads = tables.of_keys, k.shape[1]
+    tiles = tiles or TILES[q.shape[-1]]
+    walks, heads = tables.of_keys[tiles.keys], k.shape[1]
     make = functools.partial(Plan, tiles, len(walks), heads, q.shape[1] // heads, scale,
                              interpret is not None)
     like = jax.ShapeDtypeStruct(k.shape, k.dtype)
@@ -112,7 +131,8 @@ def gradients(
 
 def _shared_memory(tiles: Tiles, q: Array) -> Shared:
     memory = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=swizzled(q.dtype))
-    slots, barrier, d = BUFFERS * CONSUMERS, plgpu.Barrier, q.shape[-1]
+    slots, barrier = tiles.buffers * (1 if tiles.halves else CONSUMERS), plgpu.Barrier
+    d = q.shape[-1]
     mine = memory((slots, ROWS, d))
     ring = lambda stages: memory((stages, tiles.queries, d))
     vectors = lambda stages: plgpu.SMEM((stages, tiles.queries), F32)
@@ -121,11 +141,12 @@ def _shared_memory(tiles: Tiles, q: Array) -> Shared:
         k=mine, v=mine, walk=plgpu.SMEM((slots, WALK), jnp.int32),
         q=ring(tiles.q_stages), lse=vectors(tiles.q_stages), do=ring(tiles.do_stages),
         delta=vectors(tiles.do_stages),
-        kv_full=plgpu.Barrier(num_arrivals=3, num_barriers=slots), kv_empty=plgpu.Barrier(num_barriers=slots),
+        kv_full=barrier(num_arrivals=3, num_barriers=slots),
+        kv_empty=barrier(num_arrivals=CONSUMERS if tiles.halves else 1, num_barriers=slots),
         q_full=full(num_barriers=tiles.q_stages), do_full=full(num_barriers=tiles.do_stages),
         q_empty=barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_stages),
         do_empty=barrier(num_arrivals=CONSUMERS, num_barriers=tiles.do_stages),
-        turn=barrier(num_barriers=CONSUMERS),
+        turn=barrier(num_barriers=CONSUMERS), both=barrier(num_arrivals=CONSUMERS),
     )
 
 
@@ -138,7 +159,8 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) 
         works, _ = each(lambda work: _consume(plan, wg, work, first, dk, dv, shared))
         # the last, for which there is nothing left
         pl.when(wg == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))
-        give_back(shared.kv_empty, wg, works - 1)
+        if plan.tiles.buffers > 1:
+            give_back(shared.kv_empty, plan.slot(works - 1, wg))
         plgpu.wait_smem_to_gmem(0)
 
     specialise(CONSUMERS, REGISTERS, lambda: _produce(plan, each, (q, k, v, do, lse, delta, walks), shared),
@@ -153,10 +175,11 @@ def _produce(plan: Plan, each, operands, shared: Shared) -> None:
 
     def one(work: Work) -> Array:
         block, blocks = walks[work.walk, 0], steps_of(walks[work.walk, 2], tiles.queries)
-        for i in range(CONSUMERS):
-            slot, rows = slot_of(work.number, BUFFERS) * CONSUMERS + i, pl.ds(block * BLOCK + i * ROWS, ROWS)
+        for i in range(tiles.keys // ROWS):
+            slot, rows = plan.slot(work.number, i), pl.ds(block * tiles.keys + i * ROWS, ROWS)
             full = shared.kv_full.at[slot]
-            pl.when(work.number >= BUFFERS)(lambda slot=slot: plgpu.barrier_wait(shared.kv_empty.at[slot]))
+            pl.when(work.number >= tiles.buffers)(
+                lambda slot=slot: plgpu.barrier_wait(shared.kv_empty.at[slot]))
             copy(k.at[rows, work.head], shared.k.at[slot], full)
             copy(v.at[rows, work.head], shared.v.at[slot], full)
             copy(walks.at[work.walk], shared.walk.at[slot], full)
@@ -168,7 +191,7 @@ def _produce(plan: Plan, each, operands, shared: Shared) -> None:
             @pl.loop(0, blocks)
             def _(i):
                 count = work.before + member * blocks + i
-                rows = pl.ds((block * (BLOCK // tiles.queries) + i) * tiles.queries, tiles.queries)
+                rows = pl.ds((block * (tiles.keys // tiles.queries) + i) * tiles.queries, tiles.queries)
                 slot = slot_of(count, tiles.q_stages)
                 pl.when(count >= tiles.q_stages)(
                     lambda slot=slot: plgpu.barrier_wait(shared.q_empty.at[slot]))
@@ -185,23 +208,31 @@ def _produce(plan: Plan, each, operands, shared: Shared) -> None:
     works, steps = each(one)
     drain(steps, tiles.q_stages, shared.q_empty)
     drain(steps, tiles.do_stages, shared.do_empty)
-    drain(works * CONSUMERS, BUFFERS * CONSUMERS, shared.kv_empty)
+    slots = tiles.keys // ROWS
+    drain(works * slots, tiles.buffers * slots, shared.kv_empty)
 
 
 def _consume(plan: Plan, wg: Array, work: Work, first, dk, dv, shared: Shared) -> Array:
-    """Store the gradients of this warpgroup's 64 keys. Returns the number of steps."""
-    slot, d = slot_of(work.number, BUFFERS) * CONSUMERS + wg, shared.k.shape[-1]
+    """Store the gradients of this warpgroup's 64 keys, or its half of their columns. Returns the number of
+    steps."""
+    tiles, slot = plan.tiles, plan.slot(work.number, wg)
     plgpu.barrier_wait(shared.kv_full.at[slot])
     block, begin, steps, clear = (shared.walk[slot, i] for i in range(4))
-    key, blocks = block * BLOCK + wg * ROWS, steps_of(steps, plan.tiles.queries)
+    key, blocks = block * tiles.keys + (0 if tiles.halves else wg * ROWS), steps_of(steps, tiles.queries)
     me = Consumer(plan, wg, work, slot, key, begin, clear, blocks, first, shared)
-    dk_sum, dv_sum = lax.cond(blocks > 0, me.walk, lambda: (nothing(d), nothing(d)))
-    pl.when((blocks == 0) & (work.number > 0))(lambda: give_back(shared.kv_empty, wg, work.number - 1))
-    shared.k[slot] = (dk_sum * plan.scale).astype(dk.dtype)
-    shared.v[slot] = dv_sum.astype(dv.dtype)
+    dk_sum, dv_sum = lax.cond(blocks > 0, me.walk, lambda: (nothing(me.width), nothing(me.width)))
+    if tiles.buffers > 1:
+        pl.when((blocks == 0) & (work.number > 0))(me.give_back_last)
+    me.together()  # what is stored goes where the other consumer may still read
+    shared.k[slot, :, me.columns] = (dk_sum * plan.scale).astype(dk.dtype)
+    shared.v[slot, :, me.columns] = dv_sum.astype(dv.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(shared.k.at[slot], dk.at[pl.ds(key, ROWS), work.head])
-    plgpu.copy_smem_to_gmem(shared.v.at[slot], dv.at[pl.ds(key, ROWS), work.head])
+    me.together()
+    store = lambda which, x, out: pl.when(not tiles.halves or wg == which)(
+        lambda: plgpu.copy_smem_to_gmem(x.at[slot], out.at[pl.ds(key, ROWS), work.head]))
+    store(0, shared.k, dk), store(1, shared.v, dv)
+    if tiles.buffers == 1:
+        give_back(shared.kv_empty, slot)
     return blocks * plan.group
 
 
@@ -219,6 +250,26 @@ class Consumer(NamedTuple):
     first: Ref
     shared: Shared
 
+    @property
+    def width(self) -> int:
+        """The number of columns of dk and dv that this consumer sums."""
+        return self.shared.k.shape[-1] // (2 if self.plan.tiles.halves else 1)
+
+    @property
+    def columns(self) -> pl.Slice:
+        """The columns of dk and dv that this consumer sums."""
+        return pl.ds(self.wg * self.width if self.plan.tiles.halves else 0, self.width)
+
+    def together(self) -> None:
+        """Wait for the other consumer, if it has the same keys."""
+        if self.plan.tiles.halves:
+            plgpu.barrier_arrive(self.shared.both)
+            plgpu.barrier_wait(self.shared.both)
+
+    def give_back_last(self) -> None:
+        """Give back the buffer of the work before."""
+        give_back(self.shared.kv_empty, self.plan.slot(self.work.number - 1, self.wg))
+
     def q_slot(self, step: Index) -> Array:
         return slot_of(self.work.before + step, self.plan.tiles.q_stages)
 
@@ -227,10 +278,11 @@ class Consumer(NamedTuple):
 
     def walk(self) -> tuple[Array, Array]:
         """dk, which is still to be scaled, and dv. There is at least one step."""
-        d, last = self.shared.k.shape[-1], self.blocks * self.plan.group - 1
+        d, last = self.width, self.blocks * self.plan.group - 1
         plgpu.barrier_wait(self.shared.q_full.at[self.q_slot(0)])
         p = self.multiply(lambda take: self.probabilities(take(), 0), self.scores(0))
-        pl.when(self.work.number > 0)(lambda: give_back(self.shared.kv_empty, self.wg, self.work.number - 1))
+        if self.plan.tiles.buffers > 1:
+            pl.when(self.work.number > 0)(self.give_back_last)
         p, dk, dv = lax.fori_loop(0, last, self.step, (p, nothing(d), nothing(d)))
         p, ds = self.differences(last, p)
         dv, dk = self.multiply(lambda take: (take(), take()), *self.sums(last, p, ds, dk, dv))
@@ -276,7 +328,8 @@ class Consumer(NamedTuple):
 
     def sums(self, step: Index, p: Array, ds: Array, dk: Array, dv: Array) -> tuple[tuple, tuple]:
         """The operands of the products that add to dv and dk."""
-        return (dv, p, self.shared.do.at[self.do_slot(step)]), (dk, ds, self.shared.q.at[self.q_slot(step)])
+        do, q = self.shared.do.at[self.do_slot(step)], self.shared.q.at[self.q_slot(step)]
+        return (dv, p, do.at[:, self.columns]), (dk, ds, q.at[:, self.columns])
 
     def free(self, step: Index) -> None:
         plgpu.barrier_arrive(self.shared.q_empty.at[self.q_slot(step)])

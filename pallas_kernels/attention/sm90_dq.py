@@ -22,13 +22,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention import queries
 from pallas_kernels.attention.queries import Plan, Tiles, Walk
 from pallas_kernels.attention.schedule import (
-    BUFFERS,
     CONSUMERS,
     F32,
     LOG2E,
     REGISTERS,
     ROWS,
     Work,
+    buffer_of,
     give_back,
     nothing,
     rows,
@@ -39,7 +39,11 @@ from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, WGMMA, Index, Ref, plgpu, spread, swizzled
 
-TILES = Tiles(keys=64, k_stages=3, v_stages=2)
+TILES = {  # by the size of heads
+    64: Tiles(keys=64, k_stages=3, v_stages=2),
+    128: Tiles(keys=64, k_stages=3, v_stages=2),
+    256: Tiles(keys=64, k_stages=2, v_stages=1, buffers=1),
+}
 no_derivative = forward_only(
     "pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
 
@@ -47,10 +51,8 @@ no_derivative = forward_only(
 class Shared(NamedTuple):
     q: Ref  # and dq on its way out
     do: Ref
-    lse: Ref
-    delta: Ref
-    first: Ref
-    walk: Ref
+    vectors: Ref  # lse, and delta
+    seen: Ref  # of each query its first key, then the walk
     k: Ref
     v: Ref
     q_full: Ref
@@ -65,12 +67,11 @@ class Shared(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("scale", "tiles", "interpret"))
 def gradient(
     q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float,
-    tiles: Tiles,
-    interpret=None,
+    tiles: Tiles | None, interpret=None,
 ) -> Array:
     """dq [N, H, d] from q and do [N, H, d], k and v [N, K, d], the forward's lse, in base 2, and delta [H, N]
     float32."""
-    tiles = tiles.of(q.shape[1] // k.shape[1])
+    tiles = (tiles or TILES[q.shape[-1]]).of(q.shape[1] // k.shape[1])
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     return queries.kernel(_kernel, tiles, tables, q, k, scale, like, _shared_memory(tiles, q), interpret)(
         q, k, v, do, lse, delta
@@ -78,10 +79,10 @@ def gradient(
 
 
 def _shared_memory(tiles: Tiles, q: Array) -> Shared:
-    slots, d = BUFFERS * CONSUMERS, q.shape[-1]
+    slots, d = tiles.buffers * CONSUMERS, q.shape[-1]
     do = plgpu.SMEM((slots, ROWS, d), q.dtype, transforms=swizzled(q.dtype))
-    vectors = plgpu.SMEM((slots, ROWS), F32)
-    return Shared(do=do, lse=vectors, delta=vectors, **queries.shared_memory(tiles, d, q.dtype, copies=6))
+    vectors = plgpu.SMEM((2, slots, ROWS), F32)
+    return Shared(do=do, vectors=vectors, **queries.shared_memory(tiles, d, q.dtype, copies=6))
 
 
 def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dq, *shared) -> None:
@@ -89,11 +90,12 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dq, *shared) -> N
 
     def consume(wg):
         works, _ = plan.deal.for_each(lambda work: _consume(plan, wg, work, dq, shared))
-        give_back(shared.q_empty, wg, works - 1)
+        if plan.tiles.buffers > 1:
+            give_back(shared.q_empty, buffer_of(works - 1, plan.tiles.buffers, wg))
         plgpu.wait_smem_to_gmem(0)
 
     def produce():
-        matrices, vectors = [(q, shared.q), (do, shared.do)], [(lse, shared.lse), (delta, shared.delta)]
+        matrices, vectors = [(q, shared.q), (do, shared.do)], [(lse, shared.vectors.at[0]), (delta, shared.vectors.at[1])]
         queries.produce(plan, matrices, vectors, k, v, first, walks, shared)
 
     specialise(CONSUMERS, REGISTERS, produce, consume)
@@ -102,15 +104,17 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dq, *shared) -> N
 def _consume(plan: Plan, wg: Array, work: Work, dq, shared: Shared) -> Array:
     """Store the gradient of this warpgroup's 64 queries. Returns the number of steps."""
     walk = queries.arrived(plan, wg, work, shared)
-    lse, delta = (plgpu.load(x.at[walk.slot], layout=ROW, optimized=False)
-                  for x in (shared.lse, shared.delta))
-    # held: products by 64 keys ask for all that shared memory can give
-    q = plgpu.load(shared.q.at[walk.slot], layout=WGMMA)
+    lse, delta = (plgpu.load(shared.vectors.at[i, walk.slot], layout=ROW, optimized=False) for i in (0, 1))
+    # held where registers are left: products by 64 keys ask for all that shared memory can give
+    q = shared.q.at[walk.slot]
+    q = q if q.shape[-1] == 256 else plgpu.load(q, layout=WGMMA)
     total = Consumer(plan, wg, work, walk, q, lse, delta, shared).sum()
     real = spread(walk.first <= rows() + walk.row, total.shape, 0)
     shared.q[walk.slot] = jnp.where(real, total * plan.scale, 0.0).astype(dq.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared.q.at[walk.slot], dq.at[pl.ds(walk.row, ROWS), walk.head])
+    if plan.tiles.buffers == 1:
+        give_back(shared.q_empty, walk.slot)
     return walk.steps
 
 
@@ -121,7 +125,7 @@ class Consumer(NamedTuple):
     wg: Array
     work: Work
     walk: Walk
-    q: Array
+    q: Array | Ref
     lse: Array
     delta: Array
     shared: Shared
@@ -132,10 +136,43 @@ class Consumer(NamedTuple):
     def v_slot(self, step: Index) -> Array:
         return slot_of(self.work.before + step, self.plan.tiles.v_stages)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether a step's scores are made beside the product of the step before with its keys. A third block
+        of keys is then on its way, for which heads of 256 leave no room."""
+        return self.plan.tiles.k_stages > 2
+
+    def give_back_last(self) -> None:
+        """The buffer of the work before, unless it was given back at once."""
+        if self.plan.tiles.buffers > 1:
+            before = buffer_of(self.work.number - 1, self.plan.tiles.buffers, self.wg)
+            pl.when(self.work.number > 0)(lambda: give_back(self.shared.q_empty, before))
+
+    def sum_in_turn(self) -> Array:
+        """`sum`, one step after the other: the other consumer's products are what hides the exponentials."""
+
+        def step(step: Index, total: Array) -> Array:
+            one = functools.partial(multiply, self.plan.simulated, lambda take: take())
+            k, v = self.shared.k.at[self.k_slot(step)], self.shared.v.at[self.v_slot(step)]
+            self.k_arrived(step)
+            p = lax.optimization_barrier(self.probabilities(one((None, self.q, k.transpose((1, 0)))), step))
+            self.v_arrived(step)
+            dp = one((None, self.shared.do.at[self.walk.slot], v.transpose((1, 0))))
+            plgpu.barrier_arrive(self.shared.v_empty.at[self.v_slot(step)])
+            ds = (p * (dp - spread(self.delta, dp.shape, 0))).astype(self.shared.q.dtype)
+            total = one((total, ds, k))
+            plgpu.barrier_arrive(self.shared.k_empty.at[self.k_slot(step)])
+            return total
+
+        self.give_back_last()
+        return lax.fori_loop(0, self.walk.steps, step, nothing(self.shared.q.shape[-1]))
+
     def sum(self) -> Array:
+        if not self.ahead:
+            return self.sum_in_turn()
         self.k_arrived(0), self.v_arrived(0)
         (ds,) = self.differences(0)
-        pl.when(self.work.number > 0)(lambda: give_back(self.shared.q_empty, self.wg, self.work.number - 1))
+        self.give_back_last()
         ds, total = lax.fori_loop(1, self.walk.steps, self.step, (ds, nothing(self.shared.q.shape[-1])))
         last = self.k_slot(self.walk.steps - 1)
         total = multiply(self.plan.simulated, lambda take: take(), (total, ds, self.shared.k.at[last]))

@@ -33,6 +33,7 @@ from pallas_kernels.attention.schedule import (
     REGISTERS,
     ROWS,
     Work,
+    buffer_of,
     give_back,
     nothing,
     rows,
@@ -43,7 +44,11 @@ from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, Index, Ref, plgpu, spread
 
-TILES = Tiles(keys=128, k_stages=2, v_stages=2)
+TILES = {  # by the size of heads
+    64: Tiles(keys=128, k_stages=2, v_stages=2),
+    128: Tiles(keys=128, k_stages=2, v_stages=2),
+    256: Tiles(keys=64, k_stages=2, v_stages=2, buffers=1),
+}
 # log2 of what exponentials are multiplied by before they are rounded to E4M3, as in FlashAttention 3
 E4M3_SHIFT = 8
 LOWEST = -1e30  # the maximum of no scores: finite, so that -inf minus it is no NaN
@@ -53,8 +58,7 @@ no_derivative = forward_only(
 
 class Shared(NamedTuple):
     q: Ref  # and o on its way out
-    first: Ref
-    walk: Ref
+    seen: Ref  # of each query its first key, then the walk
     k: Ref
     v: Ref
     q_full: Ref
@@ -68,15 +72,16 @@ class Shared(NamedTuple):
 @no_derivative
 @functools.partial(jax.jit, static_argnames=("scale", "fp8", "tiles", "interpret"))
 def forward(
-    q: Array, k: Array, v: Array, tables: Tables, *, scale: float, fp8: bool, tiles: Tiles, interpret=None
+    q: Array, k: Array, v: Array, tables: Tables, *, scale: float, fp8: bool, tiles: Tiles | None,
+    interpret=None
 ) -> tuple[Array, Array]:
     """q [N, H, d], k and v [N, K, d] -> o [N, H, d], and log2 of the sums of exponentials, [H, N] float32.
 
-    N is a multiple of 128, d 64 or 128; k and v are finite. Padding gets o = 0 and +inf, a query whose
+    N is a multiple of 128, d a key of TILES; k and v are finite. Padding gets o = 0 and +inf, a query whose
     `first` is BAD NaN. `fp8`: exponentials enter their product as E4M3.
     """
     n, heads, d = q.shape
-    tiles = tiles.of(heads // k.shape[1])
+    tiles = (tiles or TILES[d]).of(heads // k.shape[1])
     out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((heads, n), F32)
     shared = Shared(**queries.shared_memory(tiles, d, q.dtype, copies=3))
     return queries.kernel(functools.partial(_forward, fp8), tiles, tables, q, k, scale * LOG2E, out, shared,
@@ -87,8 +92,11 @@ def _forward(fp8: bool, plan: Plan, q, k, v, first, walks, o, lse, *shared) -> N
     shared = Shared(*shared)
 
     def consume(wg):
-        works = _consume(plan, fp8, wg, o, lse, shared)
-        give_back(shared.q_empty, wg, works - 1)
+        if plan.tiles.buffers == 1:
+            plan.deal.for_each(lambda work: _consume_alone(plan, fp8, wg, work, o, lse, shared))
+        else:
+            works = _consume(plan, fp8, wg, o, lse, shared)
+            give_back(shared.q_empty, buffer_of(works - 1, plan.tiles.buffers, wg))
         plgpu.wait_smem_to_gmem(0)
 
     def produce():
@@ -133,6 +141,19 @@ def _consume(plan: Plan, fp8: bool, wg: Array, o, lse, shared: Shared) -> Array:
     p, softmax = first.begin()
     lax.fori_loop(0, count, one, Begun(first.work, first.walk, p, softmax))
     return count
+
+
+def _consume_alone(plan: Plan, fp8: bool, wg: Array, work: Work, o, lse, shared: Shared) -> Array:
+    """Do one work, from the first step to the store. Returns the number of steps. Nothing hides behind the
+    scores of the next queries: they have no buffer yet."""
+    me = Consumer(plan, fp8, wg, work, queries.arrived(plan, wg, work, shared), shared)
+    p, state = lax.fori_loop(1, me.walk.steps, me.step, me.begin())
+    last = me.walk.steps - 1
+    total = multiply(plan.simulated, lambda take: take(), me.values(last, p, state.o))
+    plgpu.barrier_arrive(shared.v_empty.at[me.v_slot(last)])
+    me.store(state._replace(o=total), o, lse)
+    give_back(shared.q_empty, me.walk.slot)
+    return me.walk.steps
 
 
 class Consumer(NamedTuple):
@@ -189,7 +210,7 @@ class Consumer(NamedTuple):
         scores = multiply(self.plan.simulated, body, self.values(self.walk.steps - 1, p, state.o),
                           following.scores(0))
         made = following.first(scores, more)
-        pl.when(more)(lambda: give_back(shared.q_empty, self.wg, self.work.number))
+        pl.when(more)(lambda: give_back(shared.q_empty, self.walk.slot))
         return made
 
     def first(self, scores: Array, more: Array | bool = True) -> tuple[Array, Softmax]:

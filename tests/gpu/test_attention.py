@@ -78,7 +78,8 @@ def error(got, want) -> float:
     return float(np.linalg.norm(np.asarray(got, np.float64) - want) / max(np.linalg.norm(want), 1e-30))
 
 
-@pytest.mark.parametrize(("group", "d"), [*((group, 128) for group in GROUPS), ("four heads", 64)])
+@pytest.mark.parametrize(("group", "d"), [*((group, 128) for group in GROUPS), ("four heads", 64),
+                                          *((group, 256) for group in GROUPS)])
 def test_it_is_as_exact_as_a_bfloat16_reference(group, d):
     args = operands(d, heads=GROUPS[group])
     for name in PACKED:
@@ -93,6 +94,17 @@ def test_it_is_as_exact_as_a_bfloat16_reference(group, d):
         for what, (ours, want), plain in zip(("o", "dq", "dk", "dv"), (o, *grads),
                                              rounded(jnp.bfloat16, ids, *args[:4])):
             assert error(ours, want) <= 2 * error(plain, want), (name, what)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("window", [1, 64, 100, 512])
+def test_a_window_is_that_of_the_reference(d, window):
+    args = operands(d)
+    run = lambda backend: jax.jit(functools.partial(results, backend=backend, window=window))
+    for name in ("borders in blocks", "one", "many short"):
+        ids = ids_of(name)
+        for ours, want in zip(run("pallas")(ids, *args), run("reference")(ids, *args)):
+            assert error(ours, np.asarray(want, np.float64)) < 8e-3, name
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1), (12, 2)])

@@ -19,6 +19,7 @@ import pytest
 SM90A = os.environ.get("SM90A")
 # Bytes, at the most: dk and dv (24 to 28 with the head counts of today's models), the logits' products.
 SPILLED = {"test_sm90_attention": 28, "test_sm90_logprob": 144}
+SPILLED_OF_256 = 460  # of heads of 256: dq holds a sum of 128 registers a thread
 found: dict[str, list] = {}  # of each test, its kernels
 
 
@@ -46,7 +47,7 @@ def machine_code(request, monkeypatch):
 
     monkeypatch.setattr(jax.stages.Traced, "lower", lower_and_compile)
     yield
-    allowed = SPILLED.get(request.path.stem, 0)
+    allowed = SPILLED_OF_256 if "[256-" in request.node.name else SPILLED.get(request.path.stem, 0)
     assert not [str(k) for k in kernels if k.spilled > allowed or k.warnings]
     assert not [read for k in kernels for read in overtaken_reads(k.sass)]
 

@@ -44,6 +44,7 @@ def run(ids, q, k, v, do):
 
 
 run_all, segments_jit, visible_jit = jax.jit(run), jax.jit(first_and_last), jax.jit(reference.visible)
+windows = st.sampled_from([None, 1, 2, 7, 64, 100, 129, 10**9])
 keys_jit, queries_jit = (jax.jit(f, static_argnums=1) for f in (key_walks, query_walks))
 
 
@@ -118,6 +119,34 @@ def test_rows_of_a_batch_are_apart():
             np.testing.assert_allclose(x[i], y, atol=2e-5)
 
 
+@given(packs, st.integers(1, 10))
+def test_a_window_is_the_mask_that_transformers_makes(ids, window):
+    """Its `sliding_window_overlay`: key > query - window, of the same segment and not of the future."""
+    key, query = np.arange(TOKENS), np.arange(TOKENS)[:, None]
+    want = (ids == ids[:, None]) & (ids[:, None] > 0) & (key <= query) & (key > query - window)
+    np.testing.assert_array_equal(visible_jit(ids[None], np.int32(window))[0], want)
+    q, k, v, _ = drawn(4, 2)
+    s = np.where(want, np.einsum("thd,shd->hts", q, np.repeat(k, 2, 1)) * 8**-0.5, -np.inf)[:, ids > 0]
+    p = np.exp(s - s.max(-1, initial=-1e30, keepdims=True))
+    o = np.einsum("hts,shd->thd", p / p.sum(-1, keepdims=True), np.repeat(v, 2, 1))
+    for got in (api.attention(q, k, v, ids, window=window, backend="reference"),
+                api.attention(q, k, v, api.tables_of(jnp.asarray(ids), window), backend="reference")):
+        np.testing.assert_allclose(got[ids > 0], o, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [0, -1, 1.5, True, "all", jnp.zeros(2, jnp.int32), jnp.float32(3)])
+def test_what_is_no_window_is_an_error(window):
+    q, k, v, _ = drawn(4, 2)
+    with pytest.raises(ValueError, match="window"):
+        api.attention(q, k, v, np.ones(TOKENS, np.int32), window=window)
+
+
+def test_a_window_beside_tables_is_an_error():
+    q, k, v, _ = drawn(4, 2)
+    with pytest.raises(ValueError, match="give it to `tables_of`"):
+        api.attention(q, k, v, api.tables_of(jnp.ones(TOKENS, jnp.int32)), window=3)
+
+
 @given(long_packs)
 def test_first_and_last_are_those_of_the_segment(ids):
     first, last = (np.asarray(x) for x in segments_jit(ids[None]))
@@ -128,17 +157,20 @@ def test_first_and_last_are_those_of_the_segment(ids):
 
 
 @pytest.mark.parametrize("rows", [64, 128])
-@given(ids=long_packs)
-def test_walks_hold_all_that_is_seen_and_masks_are_where_they_have_to_be(rows, ids):
+@given(ids=long_packs, window=windows)
+def test_walks_hold_all_that_is_seen_and_masks_are_where_they_have_to_be(rows, ids, window):
     """What is outside a walk is seen by nobody; what is said to be clear is seen by all, but for the
     diagonal."""
-    seen, (first, last) = np.asarray(visible_jit(ids[None])[0]), segments_jit(ids[None])
+    window = window and np.int32(window)
+    seen, (first, last) = np.asarray(visible_jit(ids[None], window)[0]), segments_jit(ids[None], window)
     causal, blocks = np.tri(len(ids), dtype=bool), list(range(len(ids) // rows))
     by_key, by_query = (np.asarray(x)[:, :4] for x in (keys_jit(first, rows), queries_jit(last, rows)))
     for walks in (by_key, by_query):
         assert sorted(walks[:, 0]) == blocks and (np.diff(walks[:, 2]) <= 0).all()
     for block, begin, steps, clear in by_key:
         mine, end = slice(block * rows, (block + 1) * rows), begin + steps * STEP
+        if window:  # blocks outside the window are skipped
+            assert steps * STEP < rows + window + STEP + 8
         assert not seen[mine, :begin].any() and not seen[mine, end:].any() and steps > 0 and begin % 8 == 0
         inside, real = slice(max(begin, clear), end), ids[mine] > 0
         assert (seen[mine, inside] == causal[mine, inside])[real].all()

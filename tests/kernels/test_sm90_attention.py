@@ -16,11 +16,15 @@ from pallas_kernels.plgpu_compat import INTERPRET
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SIMULATED = {  # name: (lengths of segments, tokens, query heads, KV heads, d)
-    "borders in a block, a token alone, padding, two heads": ([90, 1, 60, 30], 200, 2, 1, 64),
-    "a head alone": ([90, 1, 60, 30], 200, 1, 1, 64),
-    "a block to the token, then two; four heads": ([128, 256], 384, 4, 1, 128),
+SIMULATED = {  # name: (lengths of segments, tokens, query heads, KV heads, d, window)
+    "borders in a block, a token alone, padding, two heads": ([90, 1, 60, 30], 200, 2, 1, 64, None),
+    "a head alone": ([90, 1, 60, 30], 200, 1, 1, 64, None),
+    "a block to the token, then two; four heads": ([128, 256], 384, 4, 1, 128, None),
+    "a window, two heads": ([230, 1, 60], 300, 2, 1, 64, 70),
+    "heads of 256": ([90, 1, 60, 30], 200, 2, 1, 256, None),
+    "heads of 256, several walks, a window": ([300, 60], 384, 3, 1, 256, 100),
 }
+QUICK = "borders in a block, a token alone, padding, two heads", "a window, two heads", "heads of 256"
 
 
 def ids_of(lengths: list[int], tokens: int) -> jax.Array:
@@ -28,7 +32,7 @@ def ids_of(lengths: list[int], tokens: int) -> jax.Array:
     return jnp.asarray(np.pad(ids, (0, tokens - len(ids))), jnp.int32)
 
 
-def float64(lengths, q, k, v, do, dlse, scale):
+def float64(lengths, q, k, v, do, dlse, scale, window=None):
     """o, lse, dq, dk, dv by the book, one segment and head after the other."""
     q, k, v, do, dlse = (np.asarray(x, np.float64) for x in (q, k, v, do, dlse))
     o, lse, grads, at = np.zeros_like(q), np.full(dlse.shape,
@@ -36,7 +40,8 @@ def float64(lengths, q, k, v, do, dlse, scale):
     for n in lengths:
         for h in range(q.shape[1]):
             i, j = np.s_[at : at + n, h], np.s_[at : at + n, h // (q.shape[1] // k.shape[1])]
-            s = np.where(np.tri(n, dtype=bool), q[i] @ k[j].T * scale, -np.inf)
+            seen = np.tri(n, dtype=bool) & ~np.tri(n, k=-(window or n), dtype=bool)
+            s = np.where(seen, q[i] @ k[j].T * scale, -np.inf)
             lse[h, at : at + n] = np.log(np.exp(s).sum(1))
             p = np.exp(s - lse[h, at : at + n, None])
             o[i] = p @ v[j]
@@ -54,17 +59,18 @@ def operands(tokens, heads, kv_heads, d, dtype=jnp.bfloat16):
     return *drawn, jax.random.normal(keys[4], (heads, tokens))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "two heads" not in n else n
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow)
                                   for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
-    lengths, tokens, H, K, d = SIMULATED[name]
+    lengths, tokens, H, K, d, window = SIMULATED[name]
     *qkv, do, dlse = operands(tokens, H, K, d)
     ids, scale = ids_of(lengths, tokens), 0.2
-    want = float64(lengths, *qkv, do, dlse, scale)
+    want = float64(lengths, *qkv, do, dlse, scale, window)
     # padding
     *qkv, do = (x.at[sum(lengths) :].set(bad)
                 for x, bad in zip((*qkv, do), (np.nan, np.inf, np.nan, -np.inf)))
-    attend = functools.partial(api.attention_and_lse, scale=scale, backend="pallas", interpret=INTERPRET)
+    attend = functools.partial(api.attention_and_lse, window=window, scale=scale, backend="pallas",
+                               interpret=INTERPRET)
     (o, lse), pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), *qkv)
     # lse is inf at padding, and 0 times that what comes back
     got = o, lse, *pull((do, jnp.where(ids > 0, dlse, jnp.nan)))
@@ -124,7 +130,8 @@ def lower(args, **options) -> str:
 
 
 @pytest.mark.parametrize(("d", "dtype"),
-                         [pytest.param(64, jnp.bfloat16, marks=pytest.mark.slow), (128, jnp.float16)])
+                         [pytest.param(64, jnp.bfloat16, marks=pytest.mark.slow), (128, jnp.float16),
+                          (256, jnp.bfloat16)])
 def test_it_lowers_for_cuda(d, dtype):
     text = lower(shapes(d=d, dtype=dtype))
     assert text.count("mosaic_gpu_v2") == 3 and "4096x4096" not in text
@@ -191,7 +198,7 @@ def test_what_the_kernels_do_not_take_is_an_error():
     for args, message in (
         (shapes(dtype=jnp.float32),
          'q is float32: the kernels take bfloat16 or float16; backend="reference" takes any'),
-        (shapes(d=96), 'heads of 96: the kernels have 64 and 128; backend="reference" takes any'),
+        (shapes(d=96), 'heads of 96: the kernels have 64, 128 and 256; backend="reference" takes any'),
     ):
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(functools.partial(api.attention, backend="pallas"), *args)
@@ -200,6 +207,6 @@ def test_what_the_kernels_do_not_take_is_an_error():
         with pytest.raises(ValueError, match="a finite number above 0"):
             jax.eval_shape(functools.partial(api.attention, scale=scale), *shapes())
     with pytest.raises(ValueError, match="shared memory"):
-        lower(shapes(), tiles=api.Tiles(sm90_forward.TILES._replace(k_stages=5)))
+        lower(shapes(), tiles=api.Tiles(sm90_forward.TILES[128]._replace(k_stages=5)))
     with pytest.raises(ValueError, match="shared memory"):
         lower(shapes(), tiles=api.Tiles(dkv=sm90_dkv.Tiles(q_stages=9)))
