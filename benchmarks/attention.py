@@ -3,12 +3,12 @@
     jaxfp8rl bench attention [--tune]
 
 32 query heads and 8 KV heads of 128, or 8 and 4 of 256, bfloat16. TFLOP/s count what is needed: 4 d H
-products a pair of a query and a key it sees, and 2.5 times that backward. The tables made from the segment ids, once for all layers of a
-model, are timed apart, as FlashAttention gets its lengths summed up. Yardsticks: cuDNN by
-`jax.nn.dot_product_attention`, of packed rows over the whole row with a mask (of up to MASK elements) and
-without (causal over the whole row: less work than with a mask, and another result); FlashAttention 3 over
-variable lengths, forward, by vLLM. Lengths of packed rows are log-normal. Every round times all, in turning
-order; medians. --tune times what else there is to choose.
+products a pair of a query and a key it sees, and 2.5 times that backward. The tables made from the segment
+ids, once for all layers of a model, are timed apart, as FlashAttention gets its lengths summed up.
+Yardsticks: cuDNN by `jax.nn.dot_product_attention`, of packed rows over the whole row with a mask (of up to
+MASK elements) and without (causal over the whole row: less work than with a mask, and another result);
+FlashAttention 3 over variable lengths, forward, by vLLM. Lengths of packed rows are log-normal. Every round
+times all, in turning order; medians. --tune times what else there is to choose.
 
 Needs a Hopper GPU; vLLM for FlashAttention 3.
 """
