@@ -1,9 +1,8 @@
-"""A small real engine and transport in numpy, with faults on request: for tests of whatever talks to an
-engine.
+"""A small real engine and transport in numpy, with faults on request, for tests of code that uses an engine.
 
 The model is a bigram: logits [V] of the next token = lm_head [V, D] @ embed_tokens [V, D][last token]. So
-weights matter, log-probabilities are true ones, and there is a prefix cache (logits by last token) to forget
-to reset.
+weights matter, log-probabilities are true, and there is a prefix cache (logits by last token) that a faulty
+publish can forget to reset.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from bridges.api import (
+    BridgeError,
     Capabilities,
     Completion,
     EngineFormats,
@@ -26,6 +26,7 @@ from bridges.api import (
     ParamMeta,
     PublishFailed,
     PublishReceipt,
+    RolloutEngine,
     SamplingParams,
     WeightSource,
 )
@@ -39,11 +40,13 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Faults:
     """What goes wrong, until it is set back. The defaults are a healthy engine.
 
-    logprobs: every completion returns none, one too few, or a NaN in its middle. die_at_tensor: a publish
-    breaks off before that tensor. drop_tensor: that tensor is lost on the way, unnoticed but by a transport
-    with proof. stale_version: a publish loads the weights and the engine names the version before.
-    stale_cache: a publish forgets the prefix cache. seconds: generate takes longer. exit_status: generate
-    ends the whole process with it.
+    logprobs: every completion returns none, one too few, or a NaN in the middle.
+    die_at_tensor: a publish breaks off before that tensor.
+    drop_tensor: that tensor is lost on the way. Only a transport with proof notices.
+    stale_version: a publish loads the weights, but the engine reports the version before.
+    stale_cache: a publish does not reset the prefix cache.
+    seconds: by how much generate takes longer.
+    exit_status: generate ends the whole process with it.
     """
 
     logprobs: Literal["", "missing", "short", "nan"] = ""
@@ -56,7 +59,7 @@ class Faults:
 
 
 class FakeEngine:
-    """RolloutEngine over the bigram model. `replies` are given in order, one a completion, before anything is
+    """RolloutEngine over the bigram model. The first completions are the `replies`, in order; the rest are
     sampled."""
 
     def __init__(self, vocab_size: int = 64, width: int = 8, *, max_model_len: int = 256,
@@ -122,9 +125,9 @@ class FakeEngine:
         logp = _filtered(logits / s.temperature, s.top_k, s.top_p)
         return logp, logp
 
-    def _spoil(self, logprobs: np.ndarray) -> np.ndarray | None:
+    def _spoil(self, logprobs: np.ndarray) -> np.ndarray:
         if self.faults.logprobs == "missing":
-            return None
+            return None  # pyright: ignore[reportReturnType]  # the fault is a breach of the contract
         if self.faults.logprobs == "nan":
             logprobs[len(logprobs) // 2] = np.nan
         return logprobs[:-1] if self.faults.logprobs == "short" else logprobs
@@ -169,14 +172,21 @@ class FakeEngine:
 
 
 class FakeTransport:
-    """WeightTransport into a `FakeEngine`, obeying the engine's faults. proof: it compares what the engine
-    then holds."""
+    """WeightTransport into a `FakeEngine`, obeying the engine's faults.
+
+    proof: after a publish it compares what the engine holds with what was sent.
+    """
 
     def __init__(self, proof: bool = False):
         self._proof = proof
+        self._opened: FakeEngine | None = None
 
-    def open(self, engine: FakeEngine) -> None:
-        self._engine = engine
+    def open(self, engine: RolloutEngine) -> None:
+        """Raises BridgeError for an engine that is not a FakeEngine."""
+        if not isinstance(engine, FakeEngine):
+            raise BridgeError(f"FakeTransport loads a FakeEngine, not a {type(engine).__name__}",
+                              "choose its own transport")
+        self._opened = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         engine, metas = self._engine, source.manifest()
@@ -208,15 +218,21 @@ class FakeTransport:
 
     def verify(self, receipt: PublishReceipt) -> None:
         state, content = self._engine.state, self._engine.content() if self._proof else ""
-        have, want = (state.version, state.digest,
-                      content), (receipt.version, receipt.digest, receipt.content)
+        have = state.version, state.digest, content
+        want = receipt.version, receipt.digest, receipt.content
         if have != want:
             raise PublishFailed(
                 f"the engine holds (version, digest, content) {have}, the receipt says {want}",
                 "publish again")
 
     def close(self) -> None:
-        self._engine = None
+        self._opened = None
+
+    @property
+    def _engine(self) -> FakeEngine:
+        if self._opened is None:
+            raise BridgeError("the transport is not open", "call open(engine) first")
+        return self._opened
 
 
 def _reported(supports: list[np.ndarray], most: int) -> tuple[np.ndarray | None, np.ndarray | None]:

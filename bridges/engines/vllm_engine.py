@@ -6,8 +6,6 @@ Written for vLLM 0.25 (CUDA) and 0.32 (its CPU build). One open engine a process
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -18,7 +16,6 @@ from bridges.api import (
     BridgeError,
     Capabilities,
     Completion,
-    EngineFormats,
     EngineUnhealthy,
     GenRequest,
     Health,
@@ -27,27 +24,14 @@ from bridges.api import (
     supports,
 )
 from bridges.engines.weight_state import WeightState
-from bridges.inside_vllm import device_pool, environment, experts, fp8_emulation, stacks
+from bridges.inside_vllm import build, device_pool, environment, experts
 from bridges.inside_vllm import formats as vllm_formats
 from bridges.inside_vllm import kv_scales as vllm_kv_scales
+from bridges.inside_vllm.build import BLOCK
 from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.params import expected_manifest, tied_names
 
-BLOCK = (128, 128)
-# What each of vLLM's block-scaled kernels does with activations: None = they stay in the compute type
-# (W8A16).
-ACTIVATIONS = {
-    # bit for bit CUTLASS's results, for its float32 scales
-    "DeepGemmFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
-    "CutlassFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
-    "TritonFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
-    "CPUFp8W8A8BlockScaledMMKernel": "fp8_e4m3_1x128",
-    "TRITON experts": "fp8_e4m3_1x128",
-    "VLLM_CUTLASS experts": "fp8_e4m3_1x128",
-    fp8_emulation.NAME: "fp8_e4m3_1x128",
-    "CPUFp8BlockScaledMMKernel": None,
-}
-# vLLM raises lower temperatures to the first without saying so, and refuses higher ones
+# vLLM silently raises a temperature below the first, and refuses one above the second
 COOLEST, HOTTEST = 0.01, 2.0
 SLEEP_LEVEL = {"off": None, "keep_weights": 1, "drop_weights": 2}
 
@@ -55,27 +39,28 @@ SLEEP_LEVEL = {"off": None, "keep_weights": 1, "drop_weights": 2}
 class VllmEngine:
     """RolloutEngine over `vllm.LLM`. Starts with random weights, dirty: publish before the first `generate`.
 
-    hf_config: the contents of config.json; the architecture must be one vLLM knows. weights: "bfloat16",
-    "float16", "float32", or "fp8_e4m3_128x128" with `dtype` (default bfloat16) for all the rest.
-    high_precision_modules: HF names of linears that stay unquantised, e.g. "model.layers.0.self_attn.q_proj".
-    vLLM fuses
-        q, k, v and gate, up: name all of a group or none.
-    sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped),
-    "drop_weights"
-        (both are dropped: publish after wake()). The latter two need CUDA.
-    kv_scales: whether a publish brings the scales of FP8 attention, which are 1 otherwise. routed_experts:
-    completions say which experts each token was routed to. Needs CUDA. fp8_kernel: "native": what vLLM takes
-    without compiling, CUTLASS on a GPU. "deep_gemm": the same numbers from DeepGEMM, on
-        Hopper, whose kernels nvcc compiles when first needed. "emulated" lets FP8 weights run on a CPU
-        without AMX, slowly (see vllm_fp8_emulation).
-    attention: "auto": what vLLM takes, FlashAttention 3 on Hopper, over an FP8 cache with queries and
-    probabilities in FP8, too.
-        "triton": its Triton kernels, which read an FP8 cache beside queries in `dtype`. Needs CUDA.
-    scratch: the folder for its own folder, which is left behind where the process is killed.
+    hf_config: the contents of config.json. The architecture must be one that vLLM knows.
+    weights: "bfloat16", "float16", "float32", or "fp8_e4m3_128x128" with `dtype` (default bfloat16) for all
+        the rest.
+    high_precision_modules: HF names of linears that stay unquantised, "model.layers.0.self_attn.q_proj" say.
+        vLLM fuses q, k, v and gate, up: name all of such a group or none.
+    sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped)
+        or "drop_weights" (both are dropped: publish after wake()). The latter two need CUDA.
+    kv_scales: whether a publish brings the scales of FP8 attention. Otherwise they are 1.
+    routed_experts: completions say which experts each token was routed to. Needs CUDA.
+    fp8_kernel: "native" takes vLLM's own choice of the kernels that need no compiler, CUTLASS on a GPU.
+        "deep_gemm" computes the same numbers by DeepGEMM, on Hopper; nvcc compiles its kernels when they are
+        first needed. "emulated" lets FP8 weights run on a CPU without AMX, slowly
+        (`bridges.inside_vllm.fp8_emulation`).
+    attention: "auto" takes vLLM's choice. On Hopper that is FlashAttention 3, which over an FP8 cache rounds
+        queries and probabilities to FP8, too. "triton" takes vLLM's Triton kernels, which read an FP8 cache
+        beside queries in `dtype`. Needs CUDA.
+    scratch: the folder in which the engine makes its own folder. That is left behind when the process is
+        killed.
 
-    At temperature 0 the log-probabilities are those of temperature 1, as the greedy distribution has none
-    worth learning. Raises BridgeError for what this machine or this vLLM cannot do, before any memory is
-    taken where it can tell.
+    At temperature 0 the log-probabilities are those of temperature 1: the greedy distribution has none worth
+    learning. Raises BridgeError for what this machine or this vLLM cannot do, before any memory is taken
+    where it can tell by then.
     """
 
     _open = False  # closing any engine takes down process-wide state of vLLM, so one at a time
@@ -102,12 +87,7 @@ class VllmEngine:
         scratch: str | None = None,
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
-        if weights not in (FP8, dtype):
-            raise BridgeError(f"weights={weights!r} with dtype={dtype!r}",
-                              f"use one type for both, or weights={FP8!r}")
-        if kv_scales and kv_cache == "auto":
-            raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"",
-                              'use kv_cache="fp8_e4m3"')
+        _check_formats(weights, dtype, kv_cache, kv_scales)
         if VllmEngine._open:
             raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time",
                               "close() that one")
@@ -117,87 +97,57 @@ class VllmEngine:
             experts.check_routes()
         self._state, self._sick, self._broken = WeightState(), "", False
         self._asleep, self._cache_asleep = False, False
-        self._weights, self._dtype, self._kv_cache = weights, dtype, dtype if kv_cache == "auto" else kv_cache
         self._sleep_level, self._routed_experts = SLEEP_LEVEL[sleep], routed_experts
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-", dir=scratch)
-        config = dict(hf_config) if weights != FP8 else _quantised(hf_config, high_precision_modules)
-        with open(os.path.join(self._folder.name, "config.json"), "w") as f:
-            json.dump(config, f)
-        build = dict(
-            model=self._folder.name, load_format=stacks.load_format(), dtype=dtype,
-            skip_tokenizer_init=True, generation_config="vllm",
-            kv_cache_dtype=kv_cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            enforce_eager=enforce_eager,
-            gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
-            max_logprobs=hf_config["vocab_size"], enable_prefix_caching=True,
-            enable_sleep_mode=self._sleep_level is not None,
+        build.write_config(self._folder.name, hf_config if weights != FP8 else
+                           build.quantized_config(hf_config, high_precision_modules))
+        arguments = build.llm_arguments(
+            self._folder.name, dtype=dtype, kv_cache=kv_cache, kv_cache_bytes=kv_cache_bytes,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager, seed=seed,
+            vocab_size=hf_config["vocab_size"], can_sleep=self._sleep_level is not None,
+            routed_experts=routed_experts, attention=attention,
         )
-        if routed_experts:
-            build["enable_return_routed_experts"] = True
-        if attention == "triton":
-            build["attention_backend"] = "TRITON_ATTN"
-        if page := environment.page(kv_cache):
-            build["block_size"] = page
-        # then it matters not what other processes leave
-        if (size := environment.cache_bytes(kv_cache_bytes)) is not None:
-            build["kv_cache_memory_bytes"] = size
-        self.llm = _build(build, emulate=weights == FP8 and fp8_kernel == "emulated")
+        self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         device_pool.hold()
         VllmEngine._open = True
         try:
-            self.kv_scale_places = self.on_model(vllm_kv_scales.scale_places) if kv_scales else ()
-            if kv_cache != "auto":
-                self.on_model(vllm_kv_scales.reset)
-            scales = tuple(p.meta for p in self.kv_scale_places)
-            self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK)) + scales
-            self._tied = self.on_model(tied_names)
-            self._capabilities = self._describe(hf_config["vocab_size"], max_model_len)
+            self._read_model(kv_cache, kv_scales)
+            self._capabilities = self._describe(weights, dtype, kv_cache, hf_config["vocab_size"],
+                                                max_model_len)
         except BaseException:
             self.close()
             raise
 
+    def _read_model(self, kv_cache: str, kv_scales: bool) -> None:
+        """Note which tensors the model wants of a publish."""
+        self.kv_scale_places = self.on_model(vllm_kv_scales.scale_places) if kv_scales else ()
+        if kv_cache != "auto":
+            self.on_model(vllm_kv_scales.reset)
+        scales = tuple(p.meta for p in self.kv_scale_places)
+        self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK)) + scales
+        self._tied = self.on_model(tied_names)
+
+    def _describe(self, weights: str, dtype: str, kv_cache: str, vocab_size: int,
+                  max_model_len: int) -> Capabilities:
+        import vllm
+
+        formats = vllm_formats.engine_formats(
+            self.on_model, self.llm.llm_engine.vllm_config.compilation_config, weights, dtype,
+            dtype if kv_cache == "auto" else kv_cache)
+        return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True,
+                            routed_experts=self._routed_experts, support=True)
+
+    @property
+    def llm(self) -> Any:
+        """The `vllm.LLM` inside. Raises BridgeError once the engine is closed."""
+        if self._llm is None:
+            raise BridgeError("the engine is closed", "build a new one")
+        return self._llm
+
     def on_model(self, function: Callable[[Any], Any]) -> Any:
         """`function(model)` run inside the engine, on the torch module of its one worker."""
         return self.llm.apply_model(function)[0]
-
-    def _describe(self, vocab_size: int, max_model_len: int) -> Capabilities:
-        import vllm
-        from vllm.platforms import current_platform
-
-        activations = self._activations() if self._weights == FP8 else self._dtype
-        attention = "fp8_e4m3" if self.on_model(vllm_formats.attends_in_fp8) else None
-        fused, fused_quantizer = vllm_formats.fusion(self.llm.llm_engine.vllm_config.compilation_config)
-        formats = EngineFormats(
-            self._weights, activations, self._kv_cache, self._dtype, attention, logits=self._dtype,
-            fused=fused,
-            fused_quantizer=fused_quantizer and self._weights == FP8,
-            kv_truncated=self._kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
-            unrounded_sums=not fused and self.on_model(vllm_formats.norms_see_unrounded_sums),
-            probabilities=self.on_model(vllm_formats.probabilities),
-            amax_floor=self.on_model(vllm_formats.amax_floor),
-        )
-        version, routes = vllm.__version__, self._routed_experts
-        return Capabilities("vllm", version, formats, max_model_len, vocab_size, True, routes, support=True)
-
-    def _activations(self) -> str:
-        """How activations enter the FP8 products, read off the kernel that vLLM chose."""
-        names = self.on_model(vllm_formats.block_kernels)
-        if not names:
-            raise BridgeError("no linear of this model is quantised",
-                              "use weights='bfloat16', or exclude fewer modules")
-        if os.environ["VLLM_USE_DEEP_GEMM"] == "1" and "DeepGemmFp8BlockScaledMMKernel" not in names:
-            raise BridgeError(f"asked for DeepGEMM, vLLM takes {','.join(sorted(names))}",
-                              'use fp8_kernel="native"')
-        if unknown := ",".join(sorted(names - ACTIVATIONS.keys())):
-            raise BridgeError(
-                f"vLLM chose the FP8 kernel {unknown}, whose activation format is not known here",
-                f"set VLLM_DISABLED_KERNELS={unknown} so that it takes another (known: {', '.join(ACTIVATIONS)})",
-            )
-        found = {ACTIVATIONS[n] or self._dtype for n in names}
-        if len(found) > 1:
-            raise BridgeError(f"vLLM mixes FP8 kernels of different formats: {sorted(names)}",
-                              "disable one of them")
-        return found.pop()
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -236,12 +186,12 @@ class VllmEngine:
                 f"not {r.sampling.temperature}")
 
     def _likeliest(self, s: SamplingParams) -> int:
-        """Tokens whose log-probabilities tell the support of a draw: to all others the filters leave -inf."""
+        """How many of the likeliest tokens tell the support of a draw. The filters set all others to -inf."""
         return min(s.reported + 1, self._capabilities.vocab_size) if s.reported else 0
 
     def _completion(self, r: GenRequest, index: int, out: Any) -> Completion:
         tokens = np.asarray(out.token_ids, np.int32)
-        width = 1 + self._likeliest(r.sampling)  # of a position: the sampled token, then the likeliest ones
+        width = 1 + self._likeliest(r.sampling)  # at each position the sampled token, then the likeliest ones
         logprobs, among = np.asarray(out.logprobs.logprobs, np.float32).reshape(-1, width), (None, None)
         if r.sampling.reported:
             ids = np.asarray(out.logprobs.token_ids, np.int32).reshape(logprobs.shape)
@@ -260,8 +210,7 @@ class VllmEngine:
     resume = pause
 
     def sleep(self) -> None:
-        """Free memory as the `sleep` option says; where that is not "off", refuse to generate until
-        `wake`."""
+        """Free memory as the `sleep` option says. Unless that is "off", refuse to generate until `wake`."""
         if self._sleep_level is None:
             return
         if self._cache_asleep:  # vLLM does not go to sleep from half awake
@@ -272,8 +221,10 @@ class VllmEngine:
             self._state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:
-        """Take memory back, in the order in which it is needed: where the weights were dropped theirs alone,
-        the KV cache's when they have been published."""
+        """Take memory back in the order in which it is needed.
+
+        Where the weights were dropped, take back theirs alone: the KV cache's follows when a publish commits.
+        """
         if self._asleep:
             dropped = self._sleep_level == SLEEP_LEVEL["drop_weights"]
             self._wake(*(["weights"] if dropped else ["weights", "kv_cache"]))
@@ -286,8 +237,8 @@ class VllmEngine:
         except RuntimeError as e:  # CUDA's, out of memory
             raise EngineUnhealthy(
                 f"vLLM could not take back the memory of its {' and '.join(tags)}: {e}",
-                "leave it more: a smaller cache (rollout.kv_cache_gib), fewer rows at once (train.rows_per_microbatch), or "
-                "train.remat = 'layer'; then resume",
+                "leave it more: a smaller cache (rollout.kv_cache_gib), fewer rows at once "
+                "(train.rows_per_microbatch), or train.remat = 'layer'; then resume",
             ) from e
 
     def health(self) -> Health:
@@ -318,8 +269,7 @@ class VllmEngine:
 
     def require_awake(self) -> None:
         """Raise BridgeError where the engine's tensors are not there to be read or written."""
-        if self.llm is None:
-            raise BridgeError("the engine is closed", "build a new one")
+        _ = self.llm  # raises once the engine is closed
         if self._asleep:
             raise BridgeError("the engine is asleep", "call wake() first")
 
@@ -331,8 +281,8 @@ class VllmEngine:
         """Load torch tensors under HF names in place. Leaves the engine dirty: the caller commits when all
         went well.
 
-        An exception out of vLLM leaves its layerwise reload half open, and the next one would build on that:
-        no more loads.
+        An exception out of vLLM leaves its layerwise reload half open. The next load would build on that, so
+        that the engine then refuses every load.
         """
         self.begin(version)
         self._broken = True
@@ -356,48 +306,36 @@ class VllmEngine:
 
     def close(self) -> None:
         """Free the engine's memory and its folder. Idempotent."""
-        if self.llm is None:
+        if self._llm is None:
             return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self._state.drop("the engine is closed")
-        self.llm.llm_engine.engine_core.shutdown()
-        self.llm = None
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
         cleanup_dist_env_and_memory()
         VllmEngine._open = False
         self._folder.cleanup()
 
 
-def _quantised(hf_config: dict[str, Any], high_precision_modules: Sequence[str]) -> dict[str, Any]:
-    """The config of a checkpoint in blockwise FP8 that leaves lm_head and the named linears alone."""
-    quantization = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
-        "weight_block_size": list(BLOCK),
-        "ignored_layers": list(high_precision_modules),
-    }
-    return {**hf_config, "quantization_config": quantization}
-
-
-def _build(arguments: dict[str, Any], emulate: bool) -> Any:
-    from vllm import LLM
-
-    if not emulate:
-        return LLM(**arguments)
-    with fp8_emulation.registered():
-        return LLM(**arguments)
+def _check_formats(weights: str, dtype: str, kv_cache: str, kv_scales: bool) -> None:
+    if weights not in (FP8, dtype):
+        raise BridgeError(f"weights={weights!r} with dtype={dtype!r}",
+                          f"use one type for both, or weights={FP8!r}")
+    if kv_scales and kv_cache == "auto":
+        raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"",
+                          'use kv_cache="fp8_e4m3"')
 
 
 def _seeds(r: GenRequest) -> list[int | None]:
-    """One seed a completion: distinct within the request, and unrelated to those of neighbouring request
-    seeds."""
+    """One seed a completion, distinct within the request and unrelated to those of neighbouring seeds."""
     if r.seed is None:
         return [None] * r.n
     return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
 
 
 def sampling_params(s: SamplingParams, seed: int | None, likeliest: int = 0) -> Any:
-    """Those of vLLM, which say the log-probabilities of so many likeliest tokens besides the sampled
-    one's."""
+    """`s` as vLLM's SamplingParams: each position reports the sampled token and the `likeliest` ones."""
     import vllm
 
     return vllm.SamplingParams(
@@ -408,8 +346,10 @@ def sampling_params(s: SamplingParams, seed: int | None, likeliest: int = 0) -> 
 
 
 def _untied(tensors: Iterable[tuple[str, Any]], tied: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:
-    """Tied tensors once under each name: kernels may hold lm_head in a packed form of its own, which must be
-    renewed too."""
+    """Give a tied tensor once under each of its names.
+
+    A kernel may hold lm_head in a packed form of its own, which must be renewed, too.
+    """
     for name, tensor in tensors:
         yield name, tensor
         for other in tied.get(name, ()):

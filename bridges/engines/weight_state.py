@@ -35,5 +35,8 @@ class WeightState:
                               "publish a full set of weights first")
 
     def span(self, tokens: int) -> tuple[VersionSpan, ...]:
-        """`tokens` tokens, all sampled at the current version."""
+        """`tokens` tokens, all sampled at the current version. Raises EngineDirty where there is none."""
+        if self.version is None:
+            raise EngineDirty(f"the engine has no usable weights: {self.dirty}",
+                              "publish a full set of weights first")
         return (VersionSpan(0, tokens, self.version),)

@@ -1,5 +1,4 @@
-"""Mixtures of experts inside vLLM: what its own reload leaves undone, and the routes that its experts
-took."""
+"""Mixtures of experts inside vLLM: what its own reload leaves undone, and whether it reports routes."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from bridges.api import BridgeError
 def repack(model: Any) -> None:
     """Lay the experts of vLLM's CPU build out again, after vLLM's own reload.
 
-    vLLM 0.32 packs unquantised experts for its CPU kernels when they are loaded first and no more: a reload
-    copies checkpoint layout into the packed tensors, and says nothing.
+    vLLM 0.32 packs unquantised experts for its CPU kernels only when they are first loaded. A reload silently
+    copies checkpoint layout into the packed tensors.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
+        kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts: Any = getattr(kernel, "fused_experts", None)
         if hasattr(module, "w13_weight") and hasattr(experts, "isa"):
             experts.process_weights_after_loading(module)
 

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
-from bridges.api import BridgeError
+from bridges.api import BridgeError, EngineFormats
+from bridges.inside_vllm import fp8_emulation
+from bridges.inside_vllm.environment import FP8
+
+# What each of vLLM's block-scaled kernels does with activations: None = they stay in the compute type
+# (W8A16).
+ACTIVATIONS = {
+    # bit for bit CUTLASS's results, for its float32 scales
+    "DeepGemmFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
+    "CutlassFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
+    "TritonFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
+    "CPUFp8W8A8BlockScaledMMKernel": "fp8_e4m3_1x128",
+    "TRITON experts": "fp8_e4m3_1x128",
+    "VLLM_CUTLASS experts": "fp8_e4m3_1x128",
+    fp8_emulation.NAME: "fp8_e4m3_1x128",
+    "CPUFp8BlockScaledMMKernel": None,
+}
 
 # of vLLM's CUDA kernels, and of its torch form and the kernels fused with what comes before
 FLOORS = 1e-10, 2.0**-9
@@ -13,10 +31,56 @@ FLOORS = 1e-10, 2.0**-9
 PROBABILITIES = {"amx": None} | dict.fromkeys(("vec", "vec16", "neon", "rvv", "vsx", "vxe"), "float32")
 
 
+def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation: Any, weights: str, dtype: str,
+                   kv_cache: str) -> EngineFormats:
+    """The formats of an engine whose model `on_model(function)` shows to `function`.
+
+    compilation: vLLM's CompilationConfig. weights and kv_cache: formats as EngineFormats names them. dtype:
+    the float type of everything else. Raises BridgeError for a kernel whose formats are not known here.
+    """
+    from vllm.platforms import current_platform
+
+    fused, fused_quantizer = fusion(compilation)
+    return EngineFormats(
+        weights, on_model(lambda model: activations(model, dtype)) if weights == FP8 else dtype, kv_cache,
+        dtype,
+        attention="fp8_e4m3" if on_model(attends_in_fp8) else None,
+        logits=dtype,
+        fused=fused,
+        fused_quantizer=fused_quantizer and weights == FP8,
+        kv_truncated=kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
+        unrounded_sums=not fused and on_model(norms_see_unrounded_sums),
+        probabilities=on_model(probabilities),
+        amax_floor=on_model(amax_floor),
+    )
+
+
+def activations(model: Any, dtype: str) -> str:
+    """The format in which activations enter the FP8 products, read off the kernels that vLLM chose."""
+    names = block_kernels(model)
+    if not names:
+        raise BridgeError("no linear of this model is quantised",
+                          "use weights='bfloat16', or exclude fewer modules")
+    if os.environ["VLLM_USE_DEEP_GEMM"] == "1" and "DeepGemmFp8BlockScaledMMKernel" not in names:
+        raise BridgeError(f"asked for DeepGEMM, vLLM takes {','.join(sorted(names))}",
+                          'use fp8_kernel="native"')
+    if unknown := ",".join(sorted(names - ACTIVATIONS.keys())):
+        raise BridgeError(
+            f"vLLM chose the FP8 kernel {unknown}, whose activation format is not known here",
+            f"set VLLM_DISABLED_KERNELS={unknown} so that it takes another "
+            f"(known: {', '.join(ACTIVATIONS)})",
+        )
+    found = {ACTIVATIONS[name] or dtype for name in names}
+    if len(found) > 1:
+        raise BridgeError(f"vLLM mixes FP8 kernels of different formats: {sorted(names)}",
+                          "disable one of them")
+    return found.pop()
+
+
 def block_kernels(model: Any) -> set[str]:
     """Class names of the FP8 linear kernels in use, and of those of experts what vLLM calls their backend:
     "TRITON experts"."""
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     linears = {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
     return linears | {f"{m.fp8_backend.name} experts" for m in methods if hasattr(m, "fp8_backend")}
 

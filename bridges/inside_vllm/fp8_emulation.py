@@ -11,6 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 NAME = "EmulatedFp8BlockScaledMMKernel"
 
@@ -40,7 +44,7 @@ def kernel_class() -> type:
     return EmulatedFp8BlockScaledMMKernel
 
 
-def _spread(scale, rows: int, columns: int, shape: tuple[int, int]):
+def _spread(scale: torch.Tensor, rows: int, columns: int, shape: torch.Size) -> torch.Tensor:
     """One scale a block -> one scale an element; the last block may be cut off."""
     return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
 

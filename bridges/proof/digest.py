@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,8 @@ def _words(x: Array) -> Array:
     x, ratio = jax.lax.bitcast_convert_type(x, UNSIGNED[size]), 4 // size
     if missing := -x.shape[-1] % ratio:
         x = jnp.pad(x, [(0, 0), (0, 0), (0, missing)])
-    return sum(x[..., i::ratio].astype(jnp.uint32) << (8 * size * i) for i in range(ratio))
+    parts = [x[..., i::ratio].astype(jnp.uint32) << (8 * size * i) for i in range(ratio)]
+    return functools.reduce(operator.add, parts)
 
 
 def _digest(x: Array, is_scale: bool = False) -> Array:

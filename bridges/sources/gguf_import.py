@@ -56,7 +56,7 @@ def import_gguf(gguf: str | Path | None, out: str | Path) -> Path:
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
     return out
 
@@ -72,7 +72,7 @@ def _check_is_gguf(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bridges.sources.gguf_import",
-                                     description=__doc__.splitlines()[0])
+                                     description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--gguf", type=Path, help=f"a .gguf file (default: the one in the wheel {WHEEL})")
     args = parser.parse_args(argv)

@@ -59,17 +59,18 @@ class Sent:
         if alone := [rows for rows in part if rows.first is None]:
             self._add(alone, self._table(tensor_digests([_digestible(rows.stack) for rows in alone])),
                       range(len(alone)))
-        stacked = [rows for rows in part if rows.first is not None]
-        made = {id(rows.stack): rows.stack for rows in stacked if not rows.held}
-        table = self._table(stack_digests(*made.values())) if made else None
-        starts = dict(zip(made, itertools.accumulate(map(_count, made.values()), initial=0)))
-        for rows in stacked:
-            if (key := id(rows.stack)) in made:
-                self._add([rows], table, [starts[key] + rows.first])
-                continue
-            if key not in self._table_of:
+        stacked = [(rows, rows.first) for rows in part if rows.first is not None]
+        made = {id(rows.stack): rows.stack for rows, _ in stacked if not rows.held}
+        starts: dict[int, tuple[int, int]] = {}  # by id of one that is made: its table, its first row there
+        if made:
+            table = self._table(stack_digests(*made.values()))
+            before = itertools.accumulate(map(_count, made.values()), initial=0)
+            starts = {key: (table, start) for key, start in zip(made, before)}
+        for rows, first in stacked:
+            if (key := id(rows.stack)) not in starts and key not in self._table_of:
                 self._table_of[key] = self._table(stack_digests(rows.stack))
-            self._add([rows], self._table_of[key], [rows.first])
+            table, start = starts.get(key) or (self._table_of[key], 0)
+            self._add([rows], table, [start + first])
 
     def _table(self, digests: jax.Array) -> int:
         self._tables.append(digests)

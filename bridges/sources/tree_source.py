@@ -218,7 +218,7 @@ def _lent(x: Any) -> Any:
     does not export, as torch's or JAX's, whichever is loaded."""
     if not isinstance(x, np.ndarray):
         return x.contiguous() if hasattr(x, "contiguous") else x
-    x, torch, jax = np.require(x, requirements="CW"), sys.modules.get("torch"), sys.modules.get("jax")
+    x, torch, jax = np.require(x, requirements=["C", "W"]), sys.modules.get("torch"), sys.modules.get("jax")
     if torch and x.dtype.isbuiltin != 1:
         return torch.from_numpy(x.view(f"i{x.itemsize}")).view(getattr(torch, x.dtype.name))
     return jax.numpy.asarray(x) if jax and x.dtype.isbuiltin != 1 else x

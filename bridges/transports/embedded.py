@@ -1,5 +1,4 @@
-"""Publishing into the embedded engine: the same wire (names, layout, manifest check) as for any other
-engine."""
+"""Publishing into the embedded engine, over the same wire as into any other: names, layout, manifest."""
 
 from __future__ import annotations
 
@@ -11,20 +10,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridges.api import ParamMeta, PublishFailed, PublishReceipt, StackRow, WeightSource
+from bridges.api import (
+    BridgeError,
+    ParamMeta,
+    PublishFailed,
+    PublishReceipt,
+    RolloutEngine,
+    StackRow,
+    WeightSource,
+)
 from bridges.engines.embedded_engine import JaxEngine
 from bridges.proof import manifest
 
 
 class JaxInprocess:
-    """WeightTransport into a JaxEngine of the same process. The source's buffers are read, never kept as they
-    are."""
+    """WeightTransport into a JaxEngine of the same process. It copies the source's buffers."""
 
-    def open(self, engine: JaxEngine) -> None:
+    def open(self, engine: RolloutEngine) -> None:
+        """Raises BridgeError for an engine that is not a JaxEngine."""
+        if not isinstance(engine, JaxEngine):
+            raise BridgeError(f"JaxInprocess loads a JaxEngine, not a {type(engine).__name__}",
+                              "choose its own transport")
         self._engine = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        """Raises ManifestMismatch before a byte moves; PublishFailed later, the engine being dirty."""
+        """Raises ManifestMismatch before a byte moves; PublishFailed later, which leaves the engine dirty."""
         engine, start, metas = self._engine, time.perf_counter(), source.manifest()
         manifest.check(metas, engine.expected_manifest())
         engine.state.begin(version)

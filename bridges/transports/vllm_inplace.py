@@ -3,18 +3,19 @@ read.
 
     JAX's stream    make a part, then its digest as it is sent
     torch's stream  copy it to its rows of the engine's tensors, while its digest is made
-    last            digests of the engine's own tensors, seen by JAX without a copy, must equal those of what was sent
+    last            JAX reads the engine's own tensors without a copy: their digests must equal those that
+                    were sent
 
-Nothing is staged: of what the source makes on the way one part is there at a time, and what it only holds is
-read in place. The engine is dirty from the first byte until the digests have been compared.
+Nothing is staged. A source that makes its tensors on the way has one part in memory at a time; tensors that
+it holds are read in place. The engine is dirty from the first byte until the digests have been compared.
 
-A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`;
-`vllm_stacks` in the engine), and a layer from any other source. Each costs the host up to a millisecond, in
-which the device moves hundreds of megabytes: so a part is as large as memory allows, and none is made beside
-it.
+A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`, and
+`bridges.inside_vllm.stacks` in the engine). From any other source it is a layer. Each part costs the host up
+to a millisecond, in which the device moves hundreds of megabytes. So a part is as large as memory allows, and
+the next is not made at the same time.
 
-Of another process's learner the same is written as it comes over a link, and proved by digests that the
-learner made.
+A learner in another process sends the same tensors over a link. They are written as they arrive, and proved
+by digests that the learner made.
 """
 
 from __future__ import annotations
@@ -23,12 +24,21 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, Rows, WeightSource
+from bridges.api import (
+    BridgeError,
+    LentWeights,
+    ParamMeta,
+    PublishFailed,
+    PublishReceipt,
+    RolloutEngine,
+    Rows,
+    WeightSource,
+)
 from bridges.engines.vllm_engine import BLOCK, VllmEngine, synchronise
 from bridges.inside_vllm.kv_scales import check_host, copy_to_host
 from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scalars
@@ -42,27 +52,17 @@ from bridges.sources.sent import Sent, parts
 if TYPE_CHECKING:
     import torch
 
-# of those that read back tensors that are no stacks: each call costs host time, each layer compile time
+# when tensors that are not stacks are read back: each call costs host time, each layer compile time
 LAYERS_A_PROGRAM = 4
 
 
-class Lent(NamedTuple):
-    """FP8 weights in the engine's memory: rows [start, stop) of `codes` [L, R, K], E4M3 as uint8, which any
-    torch gives out; and a copy of their scales [L, (stop - start)/128, K/128] float32."""
-
-    codes: jax.Array
-    scale: jax.Array
-    start: int
-    stop: int
-
-
 class VllmInplace:
-    """WeightTransport into a `VllmEngine` whose kernels keep the checkpoint's layout. The source's buffers
-    are only read.
+    """WeightTransport into a `VllmEngine` whose kernels keep the checkpoint's layout. It only reads the source's
+    buffers.
 
-    What it lends of the engine's memory is taken back when the next publish begins: the arrays are deleted,
-    and JAX raises at whoever uses one afterwards. To JAX they are constants that it does not own, so that
-    donating one cannot write to the engine.
+    It takes back what it has lent of the engine's memory when the next publish begins: it deletes the arrays,
+    and JAX raises if one is used afterwards. To JAX they are constants that it does not own, so that donating
+    one cannot write to the engine.
 
     `targets`: HF name -> the engine's rows for it, a torch tensor.
     """
@@ -74,9 +74,11 @@ class VllmInplace:
         self._spans: dict[tuple[str, ...], list[torch.Tensor]] = {}
         self.targets: dict[str, torch.Tensor] = {}
 
-    def open(self, engine: VllmEngine) -> None:
-        """Find every tensor. Raises BridgeError, naming the first, where the engine holds one in a layout not
-        known here."""
+    def open(self, engine: RolloutEngine) -> None:
+        """Find every tensor of the engine.
+
+        Raises BridgeError with the name of the first one whose layout in the engine is not known here.
+        """
         if not isinstance(engine, VllmEngine):
             raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}",
                               "choose its own transport")
@@ -97,14 +99,14 @@ class VllmInplace:
 
     @property
     def links(self) -> tuple[str, ...]:
-        """Those that reach where the engine's tensors are."""
+        """The links that reach the engine's tensors where they are."""
         return GPU_LINKS if next(iter(self.targets.values())).is_cuda else HOST_LINKS
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Write every tensor of `source`, prove it, drop the prefix cache, declare `version` current.
 
-        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, the
-        engine being dirty: the next publish in full heals it.
+        Raises ManifestMismatch before a byte moves, which leaves the engine as it was, and PublishFailed
+        later, which leaves it dirty until the next full publish.
         """
         engine, metas, start = self._opened(), source.manifest(), time.perf_counter()
         self._check_manifest(metas)
@@ -116,7 +118,7 @@ class VllmInplace:
             for module in self._packed:
                 module.quant_method.process_weights_after_loading(module)
             reading = self._read()
-            sent = digests()  # while the device reads: the host puts in order what was sent, and hashes it
+            sent = digests()  # while the device reads, the host orders and hashes what was sent
             content = self._content(sent)
             copy_to_host(engine.kv_scale_places)
             self._compare(self._digests_of(reading), sent, f"version {version} did not arrive")
@@ -130,27 +132,31 @@ class VllmInplace:
         return PublishReceipt(version, len(metas), self._nbytes, self._digest, seconds, caches, content)
 
     def verify(self, receipt: PublishReceipt) -> None:
-        """Read the engine's tensors again. Raises PublishFailed when they are not the receipt's: of another
-        publish, or changed since, which leaves the engine dirty. BridgeError when it is asleep."""
+        """Read the engine's tensors again.
+
+        Raises PublishFailed when they are of another publish than the receipt's, or have changed since, which
+        leaves the engine dirty. Raises BridgeError when the engine is asleep.
+        """
         engine = self._opened()
-        have = engine.weight_version(), engine.weight_digest(), self._content(self._published)
+        published = self._published
+        have = engine.weight_version(), engine.weight_digest(), self._content(published)
         want = receipt.version, receipt.digest, receipt.content
-        if have != want:
+        if published is None or have != want:
             raise PublishFailed(
                 f"the engine holds (version, digest, content) {have}, the receipt says {want}",
                 "publish again")
         engine.require_awake()
         try:
             check_host(engine.kv_scale_places)
-            self._compare(self.read_digests(), self._published,
+            self._compare(self.read_digests(), published,
                           f"the weights of version {receipt.version} have changed")
         except PublishFailed:
             engine.drop("its weights are no longer those that were published")
             raise
 
-    def lend(self, names: Sequence[str]) -> Lent:
-        """The FP8 weights `names`, the same linear in consecutive layers, where the engine holds them, until
-        the next publish.
+    def lend(self, names: Sequence[str]) -> LentWeights:
+        """The FP8 weights `names`, the same linear in consecutive layers, in the engine's memory. They are lent
+        until the next publish.
 
         Raises BridgeError where nothing is published, or where the engine does not hold them in one piece.
         """
@@ -164,7 +170,7 @@ class VllmInplace:
                               "lend tensors of consecutive layers")
         codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax.dlpack.from_dlpack)
         self._lent.append(codes)
-        return Lent(codes, _copied([self.targets[f"{name}_scale_inv"] for name in names]), rows[0].start,
+        return LentWeights(codes, _copied([self.targets[f"{name}_scale_inv"] for name in names]), rows[0].start,
                     rows[0].stop)
 
     def _take_back(self) -> None:
@@ -176,8 +182,8 @@ class VllmInplace:
         """Let go of the engine's tensors."""
         self._take_back()
         self._spans.clear()
-        self._engine, self._rows, self._whole, self.targets, self._packed, self._readers = None, (), [], {}, (
-            ), []
+        self._engine, self.targets = None, {}
+        self._rows, self._whole, self._packed, self._readers = [], [], (), []
 
     def read_digests(self) -> np.ndarray:
         """Digests of the engine's tensors as they are on the device, in the order of `targets`: [n, 2]
@@ -188,7 +194,7 @@ class VllmInplace:
         return self._digests_of(self._read())
 
     def _read(self) -> jax.Array:
-        """Set the reading going, after all that torch has been waited for."""
+        """Start the reading, once torch has finished its own work."""
         return joined([read() for read in self._readers])
 
     def _digests_of(self, reading: jax.Array) -> np.ndarray:
@@ -200,8 +206,8 @@ class VllmInplace:
         return found[:, :2]
 
     def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
-        """Copy a part at a time while JAX makes the next, until all is there. What comes back gives the
-        digests of what was sent, [n, 2] uint32 in the order of `targets`."""
+        """Copy part by part -> a function that gives the digests of what was sent, [n, 2] uint32 in the order of
+        `targets`."""
         if isinstance(source, LinkedWeights):
             return self._receive(source, metas)
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
@@ -212,12 +218,12 @@ class VllmInplace:
                 self._copy_part(part, sent.views(part))
                 if not all(rows.held for rows in part):
                     stream.wait()  # the part has been read: JAX may take its memory for the next
-                part.clear()  # before the loop asks for that
+                part.clear()  # before the loop asks for the next
         sent.join()
         return sent.digests
 
-    # Loops over a part are in calls of their own: the last round's names would keep it until the next is
-    # there.
+    # Loops over a part are in functions of their own: else their variables would keep the part in memory until
+    # the next one is there.
     def _check_part(self, part: list[Rows]) -> None:
         for rows in part:
             if unknown := [name for name in rows.names if name not in self._place]:
@@ -231,25 +237,25 @@ class VllmInplace:
             self.copy(rows.names, view)
 
     def _receive(self, source: LinkedWeights, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
-        """The same of what comes over a link, a piece at a time."""
+        """`_write` for a source that comes over a link, piece by piece."""
         sent = np.zeros((len(self._place), 2), np.uint32)
         sent[[self._place[m.name] for m in metas]] = source.write_to(
             {name: _flat(t) for name, t in self.targets.items()})
         return lambda: sent
 
     def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
-        """Write view [len(names), ...] to the engine's tensors of these names, proving nothing."""
+        """Write view [len(names), ...] to the engine's tensors of these names, without proof."""
         if names not in self._spans:
             self._spans[names] = [_span(rows)
                                   for rows in runs_of([self._rows[self._place[name]] for name in names])]
-        if len(view) != len(names):  # torch would write one row to all
+        if len(view) != len(names):  # torch would broadcast one row to all
             raise ValueError(f"{len(view)} rows for {len(names)} tensors, first {names[0]}")
         at = 0
         for target in self._spans[names]:
             rows, at = view[at : at + len(target)], at + len(target)
             if (rows.dtype, rows.shape) != (target.dtype, target.shape):
                 meta = self._rows[self._place[names[0]]].meta
-                # says it at length
+                # its error says more than torch's
                 manifest.check_tensor(meta, names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])
             _copy_rows(target, rows)
 
@@ -258,7 +264,8 @@ class VllmInplace:
             wrong = np.unique(words // 2)
             first = list(self.targets)[wrong[0]]
             raise PublishFailed(
-                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from what was sent, first {first}",
+                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from what was sent, "
+                f"first {first}",
                 "publish again in full; if it happens again, something else writes to the engine's memory",
             )
 
@@ -270,8 +277,8 @@ class VllmInplace:
         return content.hexdigest()
 
     def _check_manifest(self, metas: tuple[ParamMeta, ...]) -> None:
-        if metas is not self._accepted and metas != self._accepted:  # of experts there are tens of thousands
-            manifest.check(metas, self._engine.expected_manifest())
+        if metas is not self._accepted and metas != self._accepted:  # tens of thousands where there are experts
+            manifest.check(metas, self._opened().expected_manifest())
             self._accepted, self._digest, self._nbytes = metas, manifest.digest(metas), manifest.nbytes(metas)
 
     def _check_addresses(self) -> None:
@@ -287,7 +294,7 @@ class VllmInplace:
 
 
 class _Reader:
-    """Digests of the engine's tensors of some stacks."""
+    """Reads the digests of the engine's tensors of some stacks."""
 
     def __init__(self, stacks: list[list[LiveRows]]):
         self.rows = [r for rows in stacks for r in rows]
@@ -295,7 +302,7 @@ class _Reader:
         for rows in stacks:
             first, span = rows[0], _span(rows)
             cut = 0, 1
-            if span.dim() == 3:  # rows of a matrix: the array is all of it, for no other is without gaps
+            if span.dim() == 3:  # rows of a matrix: read all of it, since only the whole has no gaps
                 span, cut = stack_of(rows), (first.start, first.stop)
             words = span if span.dim() == 3 else span.reshape(len(span), 1, -1)
             self._words.append(_zero_copy(words, first.meta.name, torch_words))
@@ -313,15 +320,15 @@ def _span(rows: Sequence[LiveRows]) -> torch.Tensor:
 
 
 def _copy_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Without gaps it is one call to the copy engine. Parts of a fused stack are copied by a kernel, by the
-    widest elements."""
+    """Copy without gaps by one call to the copy engine. A kernel copies parts of a fused stack, in the widest
+    elements."""
     if not target.is_contiguous():
         target, rows = (_widest(x) for x in (target, rows))
     target.copy_(rows)
 
 
 def _widest(x: torch.Tensor) -> torch.Tensor:
-    """[n, ...], without gaps but between the n, as [n, words] of 16 bytes where they are whole words."""
+    """[n, ...] with gaps only between the n -> [n, words] of 16 bytes, where the rows are whole words."""
     import torch
 
     flat = x.flatten(1).view(torch.uint8)
@@ -344,13 +351,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _zero_copy(tensor: torch.Tensor, name: str, view: Callable[[torch.Tensor], jax.Array]) -> jax.Array:
     seen = view(tensor)
     if seen.unsafe_buffer_pointer() != tensor.data_ptr():
-        raise BridgeError(f"JAX takes {name} by copy alone, so that it could not see what the engine holds",
+        raise BridgeError(f"JAX takes {name} only by copy, so that it could not see what the engine holds",
                           "publish by vLLM's own reload: transport VllmReload")
     return seen
 
 
 def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
-    """[L, ...]: a tensor of its own, which lives as long as JAX's array."""
+    """[L, ...]: a new tensor that lives as long as JAX's array."""
     import torch
 
     stack = torch.stack(list(tensors))
@@ -359,9 +366,8 @@ def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
 
 
 class _CopyStream:
-    """A stream of torch's own, of higher priority than JAX's: copies do not queue behind the layer that is
-    being made, and are waited for alone. Entered when nothing is at work on the device; on a CPU it is
-    nothing."""
+    """A stream of torch's own, of higher priority than JAX's. Copies do not queue behind the layer that is being
+    made, and can be waited for alone. It is entered when the device is idle. On a CPU it does nothing."""
 
     def __init__(self, target: torch.Tensor):
         import torch
@@ -373,7 +379,7 @@ class _CopyStream:
         if self._stream is not None:
             import torch
 
-            torch.cuda.synchronize()  # the engine may be reading still
+            torch.cuda.synchronize()  # the engine may still be reading
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:

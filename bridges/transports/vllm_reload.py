@@ -1,5 +1,4 @@
-"""Weights from JAX into a vLLM engine of the same process: DLPack views, read by vLLM's own layerwise
-reload."""
+"""Weights from JAX into a vLLM engine of the same process: vLLM's own layerwise reload reads DLPack views."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, WeightSource
+from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, RolloutEngine, WeightSource
 from bridges.engines.vllm_engine import VllmEngine
 from bridges.inside_vllm.kv_scales import check_host, loader_takes, on_device
 from bridges.proof import manifest
@@ -18,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class VllmReload:
-    """WeightTransport into a `VllmEngine`. One copy on the device, none on the host; the source's buffers are
-    only read."""
+    """WeightTransport into a `VllmEngine`: one copy on the device, none on the host. It only reads the source's
+    buffers."""
 
     def __init__(self):
         self._engine: VllmEngine | None = None
         self._scales: dict[str, float] = {}
 
-    def open(self, engine: VllmEngine) -> None:
-        """Raises BridgeError for an engine that is not a VllmEngine, or whose scales of attention vLLM's
+    def open(self, engine: RolloutEngine) -> None:
+        """Raises BridgeError for an engine that is not a VllmEngine, or whose scales of FP8 attention vLLM's
         loader does not take."""
         if not isinstance(engine, VllmEngine):
             raise BridgeError(f"VllmReload loads a VllmEngine, not a {type(engine).__name__}",
@@ -39,8 +38,8 @@ class VllmReload:
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Load every tensor of `source`, drop the prefix cache, declare `version` current.
 
-        Raises ManifestMismatch before a byte moves, the engine being as it was; PublishFailed later, the
-        engine being dirty.
+        Raises ManifestMismatch before a byte moves, which leaves the engine as it was, and PublishFailed
+        later, which leaves it dirty.
         """
         engine, metas = self._opened(), source.manifest()
         manifest.check(metas, engine.expected_manifest())
@@ -58,7 +57,7 @@ class VllmReload:
             ) from stream.error
         self._scales, digest = stream.scales, manifest.digest(metas)
         try:
-            self._check_scales()
+            self._check_scales(engine)
             caches = engine.commit(version, digest)
         except PublishFailed:
             raise
@@ -77,7 +76,7 @@ class VllmReload:
             raise PublishFailed(f"the engine holds (version, digest) {have}, the receipt says {want}",
                                 "publish again")
         try:
-            self._check_scales()
+            self._check_scales(engine)
         except PublishFailed:
             engine.drop("its scales of attention are no longer those that were published")
             raise
@@ -85,11 +84,10 @@ class VllmReload:
     def close(self) -> None:
         self._engine = None
 
-    def _check_scales(self) -> None:
-        """vLLM's loader leaves out scales that it has no place for, with a warning alone: so they are read
-        back."""
-        check_host(self._engine.kv_scale_places)
-        for name, have in on_device(self._engine.kv_scale_places).items():
+    def _check_scales(self, engine: VllmEngine) -> None:
+        """Read the scales back: vLLM's loader skips those that it has no place for, with a warning alone."""
+        check_host(engine.kv_scale_places)
+        for name, have in on_device(engine.kv_scale_places).items():
             if have != self._scales[name]:
                 raise PublishFailed(f"{name} is {have} in the engine, {self._scales[name]} was sent",
                                     "publish again in full")
@@ -103,16 +101,16 @@ class VllmReload:
 class _Stream:
     """The source as (HF name, torch view), each held to its manifest entry.
 
-    It ends early instead of raising: an exception that passes through vLLM leaves its reload half open, so
-    that the next publish would mix with this one. It holds every view until it is dropped, as vLLM copies
-    asynchronously and lets go of a view at once, when a source that makes its tensors on the fly would see
-    their memory reused under the copy.
+    It ends early instead of raising: an exception that passes through vLLM leaves its reload half open, and
+    the next publish would mix with this one. It holds every view until it is dropped itself: vLLM copies
+    asynchronously and drops a view at once, so that the memory of a tensor that was made on the fly could be
+    reused under the copy.
     """
 
     def __init__(self, source: WeightSource, metas: tuple[ParamMeta, ...]):
         self.sent, self.error, self.scales = 0, None, {}
         self._source, self._metas, self._views = source, metas, []
-        # whether a tensor's scales are: asked at the end, not to wait for each
+        # whether a tensor's scales are sound: read at the end, so as not to wait for each
         self._sound: dict[str, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,7 +120,7 @@ class _Stream:
                 if meta.role != "weight":
                     self._sound[name] = ((view > 0) & view.isfinite()).all()
                 if meta.role == "kv_scale":
-                    self._insist([name])  # vLLM asserts it, and does not say of what
+                    self._insist([name])  # vLLM asserts it without naming the tensor
                     self.scales[name] = view.item()
                 self._views.append(view)
                 yield name, view

@@ -7,13 +7,14 @@ correction and the objectives.
 
     def loss(logp, old_logp, rollout_logp, advantages, mask, segment_ids):                    # jittable
         preset, ppo = losses.get_preset("token_tis"), losses.ObjectiveConfig()
-        fix = losses.rollout_correction(old_logp, rollout_logp, mask, preset, segment_ids)
-        each, cut = losses.policy_loss(logp, old_logp, advantages, fix.mask, segment_ids, ppo)
-        return (losses.token_scale(fix.mask, segment_ids, "token_mean") * fix.weights * each).sum()
+        correction = losses.rollout_correction(old_logp, rollout_logp, mask, preset, segment_ids)
+        each, clipped = losses.policy_loss(logp, old_logp, advantages, correction.mask, segment_ids, ppo)
+        scale = losses.token_scale(correction.mask, segment_ids, "token_mean")
+        return (scale * correction.weights * each).sum()
 
-Arrays are [..., T]: rows of packed sequences, `mask` bool for the tokens that were sampled, `segment_ids` int
-in runs, one number for each sequence of a row (a row that is one sequence: all ones). Configs are hashable
-and static under `jax.jit`. A name is loaded when it is first asked for: the advantages need numpy alone.
+Arrays are [..., T]: rows of packed sequences. `mask` bool marks the tokens that were sampled. `segment_ids`
+int numbers the sequences of a row, in runs (a row that is one sequence: all ones). Configs are hashable and
+static under `jax.jit`. A name is loaded when it is first used: the advantages need numpy alone.
 """
 
 import importlib
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
         rollout_correction,
     )
     from jaxfp8rl.losses.covariance import select_tokens
+    from jaxfp8rl.losses.kl import kl_penalty
     from jaxfp8rl.losses.logprobs import token_logprobs
     from jaxfp8rl.losses.mismatch import advantage_skew, mismatch_metrics
-    from jaxfp8rl.losses.objectives import ObjectiveConfig, kl_penalty, off_policy, policy_loss
+    from jaxfp8rl.losses.objectives import ObjectiveConfig, off_policy, policy_loss
     from jaxfp8rl.losses.presets import PRESETS, get_preset
 
 __all__ = [
@@ -43,19 +45,20 @@ __all__ = [
     "kl_penalty", "mismatch_metrics", "off_policy", "overlong_penalty", "policy_loss", "rollout_correction",
     "select_tokens", "token_logprobs", "token_scale",
 ]
-_NAMES = {  # of each module
+_NAMES = {  # module -> the public names that it holds
     "advantages": ("group_advantages", "informative_groups", "overlong_penalty"),
     "aggregation": ("token_scale",),
     "calibration": ("calibrated_bounds",),
     "correction": ("AdaptiveMix", "Correction", "CorrectionConfig", "Rejection", "rollout_correction"),
     "covariance": ("select_tokens",),
+    "kl": ("kl_penalty",),
     "logprobs": ("token_logprobs",),
     "mismatch": ("advantage_skew", "mismatch_metrics"),
-    "objectives": ("ObjectiveConfig", "kl_penalty", "off_policy", "policy_loss"),
+    "objectives": ("ObjectiveConfig", "off_policy", "policy_loss"),
     "presets": ("PRESETS", "get_preset"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
-# the function has the name of its module, which the package cannot give to both
+# the function has the name of its module, and the package cannot use one name for both
 _NAME_THERE = {"group_advantages": "advantages"}
 
 

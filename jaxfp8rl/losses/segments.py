@@ -38,6 +38,26 @@ def first_live(mask: Array, segment_ids: Array) -> Array:
     return mask & (_running(mask.astype(jnp.int32), segment_ids, jnp.add) == 1)
 
 
+def sequence_mean(x: Array, mask: Array, segment_ids: Array) -> Array:
+    """Mean of x over the live tokens of each sequence, handed to all its tokens; [..., T] float32, 0 for a
+    masked one."""
+    count = segment_total(mask.astype(jnp.int32), segment_ids)
+    return _segment_sum(jnp.where(mask, x, 0.0), segment_ids) / jnp.maximum(count, 1)
+
+
+@jax.custom_vjp
+def _segment_sum(x: Array, segment_ids: Array) -> Array:
+    return segment_total(x, segment_ids)
+
+
+# A sum over segments is its own transpose. Autodiff would turn the gather in it into a scatter, in no fixed
+# order on a GPU.
+_segment_sum.defvjp(
+    lambda x, segment_ids: (segment_total(x, segment_ids), segment_ids),
+    lambda ids, g: (segment_total(g, ids), None)
+)
+
+
 def _starts(segment_ids: Array) -> Array:
     first = jnp.ones_like(segment_ids[..., :1], bool)
     return jnp.concatenate([first, segment_ids[..., 1:] != segment_ids[..., :-1]], -1)

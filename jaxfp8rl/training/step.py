@@ -27,9 +27,10 @@ from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, MeshLayout
 from jaxfp8rl.losses.aggregation import token_scale
 from jaxfp8rl.losses.correction import Correction, CorrectionConfig, rollout_correction
 from jaxfp8rl.losses.covariance import select_tokens
+from jaxfp8rl.losses.kl import kl_penalty
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
-from jaxfp8rl.losses.objectives import SELECTING, kl_penalty, off_policy, policy_loss
+from jaxfp8rl.losses.objectives import SELECTING, off_policy, policy_loss
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.moe import Routing

@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pytest
 
-from bridges import conformance
 from bridges.api import (
     BridgeError,
     EngineDirty,
@@ -20,7 +19,7 @@ from bridges.api import (
     WeightTransport,
 )
 from bridges.api import SamplingParams as Sampling
-from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.conformance import CHECKS, EngineUnderTest, checks
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
 from bridges.served.engine_pool import EnginePool, Member
 from bridges.sources.array_source import random_source
@@ -56,9 +55,9 @@ def test_keeps_the_contracts(under_test):
 @pytest.mark.parametrize(
     ("fault", "check"),
     [
-        (Faults(logprobs="nan"), conformance.completions_come_in_order),
-        (Faults(stale_cache=True), conformance.weights_decide),
-        (Faults(stale_version=True), conformance.receipt_tells_what_crossed),
+        (Faults(logprobs="nan"), checks.completions_come_in_order),
+        (Faults(stale_cache=True), checks.weights_decide),
+        (Faults(stale_version=True), checks.receipt_tells_what_crossed),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )

@@ -6,9 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridges import conformance
 from bridges.api import EngineDirty, GenRequest, PublishFailed, RolloutEngine, SamplingParams, WeightTransport
-from bridges.conformance import CHECKS, EngineUnderTest
+from bridges.conformance import CHECKS, EngineUnderTest, checks
 from bridges.engines.fake_engine import EMBED, FakeEngine, FakeTransport, Faults
 from bridges.sources.array_source import random_source
 
@@ -35,12 +34,12 @@ def test_conformance(check, under_test):
 @pytest.mark.parametrize(
     "faults, check",
     [
-        (Faults(logprobs="missing"), conformance.completions_come_in_order),
-        (Faults(logprobs="short"), conformance.completions_come_in_order),
-        (Faults(logprobs="nan"), conformance.completions_come_in_order),
-        (Faults(drop_tensor=EMBED), conformance.weights_decide),
-        (Faults(stale_cache=True), conformance.weights_decide),
-        (Faults(stale_version=True), conformance.receipt_tells_what_crossed),
+        (Faults(logprobs="missing"), checks.completions_come_in_order),
+        (Faults(logprobs="short"), checks.completions_come_in_order),
+        (Faults(logprobs="nan"), checks.completions_come_in_order),
+        (Faults(drop_tensor=EMBED), checks.weights_decide),
+        (Faults(stale_cache=True), checks.weights_decide),
+        (Faults(stale_version=True), checks.receipt_tells_what_crossed),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
@@ -121,5 +120,5 @@ def test_the_suite_sees_that_completions_are_missing():
     one = build()
     one.publish(0)
     done = one.sample()
-    assert conformance._same(done,
-                             done) and not conformance._same(done, []) and not conformance._same([], done)
+    assert checks._same(done,
+                             done) and not checks._same(done, []) and not checks._same([], done)

@@ -26,10 +26,9 @@ from bridges.api import (
     WeightTransport,
 )
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.engines import vllm_engine
 from bridges.engines.fake_engine import FakeEngine
 from bridges.engines.vllm_engine import BLOCK, FP8, VllmEngine
-from bridges.inside_vllm import environment
+from bridges.inside_vllm import build, environment
 from bridges.inside_vllm.environment import cpu_lacks
 from bridges.sources.array_source import ArraySource, random_source
 from bridges.sources.dlpack import torch_view
@@ -126,7 +125,7 @@ def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
 def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp_path):
     """Else this process could have no other. Its folder is where it was told to have it, and goes."""
 
-    def build(arguments, emulate):
+    def build_llm(arguments, emulate):
         assert os.path.dirname(arguments["model"]) == str(tmp_path)
         core = types.SimpleNamespace(shutdown=lambda: None)
         return types.SimpleNamespace(apply_model=unplanned,
@@ -135,7 +134,7 @@ def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp
     def unplanned(function):
         raise RuntimeError("nobody planned this")
 
-    monkeypatch.setattr(vllm_engine, "_build", build)
+    monkeypatch.setattr(build, "build_llm", build_llm)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="nobody planned this"):
             VllmEngine(CONFIG, scratch=str(tmp_path), **SHORT)

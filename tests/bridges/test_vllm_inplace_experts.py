@@ -174,7 +174,7 @@ def scripted_engine(found, stacked: bool = True) -> VllmEngine:
     scripted._state, scripted._sick, scripted._broken, scripted._asleep, scripted._cache_asleep = WeightState(
         ), "", *[False] * 3
     scripted._manifest, scripted.kv_scale_places = expert_metas(), ()
-    scripted.llm = types.SimpleNamespace(apply_model=lambda function: [function(model)],
+    scripted._llm = types.SimpleNamespace(apply_model=lambda function: [function(model)],
                                          reset_prefix_cache=lambda: True)
     return scripted
 

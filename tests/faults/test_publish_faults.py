@@ -28,7 +28,8 @@ from bridges.api import (
     ParamMeta,
     PublishFailed,
 )
-from bridges.conformance import MISMATCHES, EngineUnderTest
+from bridges.conformance import EngineUnderTest
+from bridges.conformance.broken_sources import MISMATCHES
 from bridges.engines.embedded_engine import EngineModel, JaxEngine
 from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
 from bridges.engines.vllm_engine import SLEEP_LEVEL, VllmEngine
@@ -257,7 +258,7 @@ def half_a_vllm(how: str = "off", **llm) -> VllmEngine:
     engine = object.__new__(VllmEngine)
     engine._state, engine._sick, engine._broken, engine._asleep, engine._cache_asleep = WeightState(
         ), "", False, False, False
-    engine._sleep_level, engine.llm = SLEEP_LEVEL[how], types.SimpleNamespace(**llm)
+    engine._sleep_level, engine._llm = SLEEP_LEVEL[how], types.SimpleNamespace(**llm)
     return engine
 
 

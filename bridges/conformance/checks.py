@@ -1,23 +1,6 @@
-"""The suite that any rollout engine and weight transport must pass. numpy and the standard library only.
+"""The checks, each a function of an `EngineUnderTest` that raises AssertionError.
 
-    import pytest
-    from bridges.conformance import CHECKS, EngineUnderTest
-
-    @pytest.fixture(scope="module")
-    def under_test():
-        engine, transport = MyEngine(...), MyTransport()
-        transport.open(engine)
-        yield EngineUnderTest(engine, transport, source=my_random_weights)
-        engine.close()
-
-    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-    def test_conformance(check, under_test):
-        check(under_test)
-
-`check_engine(engine, transport, make_source)` runs them all without pytest and lists every one that failed.
-
-Each check raises AssertionError and leaves the engine usable for the next, so one engine serves them all. The
-first needs the engine fresh; keep their order.
+A check leaves the engine usable for the next, so that one engine serves all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +18,6 @@ from bridges.api import (
     EngineDirty,
     GenRequest,
     ManifestMismatch,
-    ParamMeta,
     PublishFailed,
     PublishReceipt,
     RolloutEngine,
@@ -43,6 +25,7 @@ from bridges.api import (
     WeightSource,
     WeightTransport,
 )
+from bridges.conformance import broken_sources
 from bridges.proof import manifest
 
 HOT = 2.0  # the hottest that vLLM takes: at it short samples differ
@@ -72,9 +55,13 @@ class EngineUnderTest:
 
     def sample(self, n: int = 1, prompt: int = 0, seed: int | None = None,
                **sampling: Any) -> list[Completion]:
-        sampling = SamplingParams(**{"max_tokens": 8, **sampling})
-        return self.engine.generate([GenRequest(f"prompt-{prompt}", self.prompt(prompt), sampling, n, seed)])[
-            0]
+        how = SamplingParams(**{"max_tokens": 8, **sampling})
+        [completions] = self.engine.generate(
+            [GenRequest(f"prompt-{prompt}", self.prompt(prompt), how, n, seed)])
+        return completions
+
+
+Check = Callable[[EngineUnderTest], None]
 
 
 def starts_dirty(e: EngineUnderTest) -> None:
@@ -197,7 +184,7 @@ def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
         drawn = e.sample(64, max_tokens=1, top_k=2, temperature=temperature, support=8)
         first = {int(c.token_ids[0]): float(c.logprobs[0]) for c in drawn}
         if e.engine.capabilities().support:
-            told = {frozenset(c.support_ids.tolist()) for c in drawn}
+            told = {frozenset(np.asarray(c.support_ids).tolist()) for c in drawn}
             assert told == {frozenset(first)}, f"64 draws among {told} gave {sorted(first)}"
         assert 2 <= len(first) < 5, f"64 draws among the two likeliest tokens gave {first}"
         assert abs(sum(np.exp(p) for p in first.values())
@@ -218,7 +205,7 @@ def supports_are_told_up_to_a_size(e: EngineUnderTest) -> None:
         return
     e.publish(0)
     for c in e.sample(n=4, top_p=0.5, temperature=HOT, support=1):
-        assert c.problem() is None and len(c.support_sizes) == len(c.token_ids), c
+        assert c.problem() is None and c.support_sizes is not None, c
         np.testing.assert_array_equal(c.support_sizes, np.abs(c.logprobs) < 1e-5)
     for free in (e.sample(support=8), e.sample(temperature=0.0, support=8)):
         assert free[0].support_ids is None and free[0].support_sizes is None, free
@@ -244,8 +231,8 @@ def manifest_is_checked_first(e: EngineUnderTest) -> None:
     as it was."""
     receipt = e.publish(0)
     before = _settled(e)
-    for name, edit in MISMATCHES.items():
-        source = _Edited(e.source(1), edit)
+    for name, edit in broken_sources.MISMATCHES.items():
+        source = broken_sources.EditedSource(e.source(1), edit)
         with _raises(ManifestMismatch, name):
             e.transport.publish(source, next(e.versions))
         assert not source.read, f"{name}: the source was read although its manifest does not fit"
@@ -258,8 +245,8 @@ def a_broken_publish_leaves_it_dirty(e: EngineUnderTest) -> None:
     heals all."""
     e.publish(0)
     before = _settled(e)
-    for spoil in (_raise_midway, _end_early, _wrong_name, _wrong_shape):
-        broken = _Edited(e.source(1), spoil=spoil)
+    for spoil in broken_sources.SPOILED:
+        broken = broken_sources.EditedSource(e.source(1), spoil=spoil)
         with _raises(PublishFailed, spoil.__name__):
             e.transport.publish(broken, next(e.versions))
         assert broken.read, f"{spoil.__name__}: refused before it was tried"
@@ -293,7 +280,7 @@ def impossible_requests_are_refused(e: EngineUnderTest) -> None:
     assert e.engine.health().ok, e.engine.health()
 
 
-CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
+CHECKS: tuple[Check, ...] = (
     starts_dirty, receipt_tells_what_crossed, verify_refuses_an_old_receipt, content_follows_the_bytes,
     completions_come_in_order, lengths_and_reasons, stop_tokens_are_included, samples_differ, seeds_reproduce,
     greedy_is_the_mode, logprobs_are_of_the_distribution_sampled, supports_are_told_up_to_a_size,
@@ -301,41 +288,6 @@ CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     manifest_is_checked_first,
     a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone, impossible_requests_are_refused,
 )
-
-
-class ConformanceFailed(AssertionError):
-    """An engine that breaks the contract. failures: check -> its message. passed: the names of the others."""
-
-    def __init__(self, failures: dict[str, str], passed: tuple[str, ...]):
-        self.failures, self.passed = failures, passed
-        lines = "".join(f"\n  {name}: {message}" for name, message in failures.items())
-        super().__init__(f"{len(failures)} of {len(CHECKS)} checks failed:{lines}")
-
-
-def check_engine(engine: RolloutEngine, transport: WeightTransport,
-                 make_source: Callable[[int], WeightSource], prompt_tokens: int = 40) -> tuple[str, ...]:
-    """Open `transport` on a fresh engine and run every check -> the names of the checks that passed.
-
-    make_source and prompt_tokens: as `EngineUnderTest` has them. Raises ConformanceFailed, which lists all
-    failed checks, after the last one has run.
-    """
-    transport.open(engine)
-    under_test = EngineUnderTest(engine, transport, make_source, prompt_tokens)
-    failures = {check.__name__: message for check in CHECKS if (message := _failure(check, under_test))}
-    passed = tuple(check.__name__ for check in CHECKS if check.__name__ not in failures)
-    if failures:
-        raise ConformanceFailed(failures, passed)
-    return passed
-
-
-def _failure(check: Callable[[EngineUnderTest], None], under_test: EngineUnderTest) -> str:
-    try:
-        check(under_test)
-    except AssertionError as e:
-        return str(e) or "its assertion does not hold"
-    except Exception as e:  # an engine that breaks the contract may raise anything
-        return f"{type(e).__name__}: {e}"
-    return ""
 
 
 def _well_formed(c: Completion, max_tokens: int, version: int) -> None:
@@ -371,56 +323,3 @@ def _raises(error: type[Exception], what: str = "") -> Iterator[None]:
     except error:
         return
     raise AssertionError(f"{what}: {error.__name__} was not raised".lstrip(": "))
-
-
-def _dropped(metas: list[ParamMeta]) -> list[ParamMeta]:
-    return metas[1:]
-
-
-def _added(metas: list[ParamMeta]) -> list[ParamMeta]:
-    return [*metas, dataclasses.replace(metas[-1], name="model.unheard_of.weight")]
-
-
-def _first(**change: Any) -> Callable[[list[ParamMeta]], list[ParamMeta]]:
-    return lambda metas: [dataclasses.replace(metas[0], **change), *metas[1:]]
-
-
-MISMATCHES = {
-    "a tensor missing": _dropped,
-    "a tensor too many": _added,
-    "a tensor renamed": _first(name="model.unheard_of.weight"),
-    "another shape": _first(shape=(3, 5)),
-    "another dtype": _first(dtype="int8"),
-}
-
-
-def _raise_midway(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    yield from pairs[: len(pairs) // 2]
-    raise ConnectionError("the learner went away")
-
-
-def _end_early(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    yield from pairs[:-1]
-
-
-def _wrong_name(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    yield from ((name if i else "model.unheard_of.weight", x) for i, (name, x) in enumerate(pairs))
-
-
-def _wrong_shape(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    yield from ((name, x if i else x[:-1]) for i, (name, x) in enumerate(pairs))
-
-
-class _Edited:
-    """A source whose manifest or tensors were tampered with; `read` tells whether anybody asked for a
-    tensor."""
-
-    def __init__(self, source: WeightSource, edit: Callable = lambda metas: metas, spoil: Callable = iter):
-        self._source, self._edit, self._spoil, self.read = source, edit, spoil, False
-
-    def manifest(self) -> tuple[ParamMeta, ...]:
-        return tuple(self._edit(list(self._source.manifest())))
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        self.read = True
-        return self._spoil(list(self._source))

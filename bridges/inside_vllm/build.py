@@ -1,0 +1,66 @@
+"""How `vllm.LLM` is built: the config that it reads, its arguments, and its kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from bridges.inside_vllm import environment, fp8_emulation, stacks
+
+BLOCK = (128, 128)
+
+
+def write_config(folder: str, hf_config: dict[str, Any]) -> None:
+    """Write `hf_config` where vLLM looks for the config.json of a model."""
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        json.dump(hf_config, f)
+
+
+def quantized_config(hf_config: dict[str, Any], high_precision_modules: Sequence[str]) -> dict[str, Any]:
+    """The config of a checkpoint in blockwise FP8. It leaves lm_head and the named linears unquantised."""
+    quantization = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+        "weight_block_size": list(BLOCK),
+        "ignored_layers": list(high_precision_modules),
+    }
+    return {**hf_config, "quantization_config": quantization}
+
+
+def llm_arguments(
+    folder: str, *, dtype: str, kv_cache: str, kv_cache_bytes: int | None, max_model_len: int,
+    max_num_seqs: int, gpu_memory_utilization: float, enforce_eager: bool, seed: int, vocab_size: int,
+    can_sleep: bool, routed_experts: bool, attention: str,
+) -> dict[str, Any]:
+    """The keyword arguments of `vllm.LLM`: the engine's options under vLLM's names, and what the bridge needs.
+
+    An option is left out where vLLM's own default is wanted.
+    """
+    arguments = dict(
+        model=folder, load_format=stacks.load_format(), dtype=dtype, skip_tokenizer_init=True,
+        generation_config="vllm", kv_cache_dtype=kv_cache, max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
+        gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
+        max_logprobs=vocab_size, enable_prefix_caching=True, enable_sleep_mode=can_sleep,
+    )
+    if routed_experts:
+        arguments["enable_return_routed_experts"] = True
+    if attention == "triton":
+        arguments["attention_backend"] = "TRITON_ATTN"
+    if page := environment.page(kv_cache):
+        arguments["block_size"] = page
+    # with a fixed size it does not matter how much memory other processes leave
+    if (size := environment.cache_bytes(kv_cache_bytes)) is not None:
+        arguments["kv_cache_memory_bytes"] = size
+    return arguments
+
+
+def build_llm(arguments: dict[str, Any], emulate: bool) -> Any:
+    """A `vllm.LLM`; with `emulate` its FP8 linears take the emulated kernel."""
+    from vllm import LLM
+
+    if not emulate:
+        return LLM(**arguments)
+    with fp8_emulation.registered():
+        return LLM(**arguments)

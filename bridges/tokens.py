@@ -1,0 +1,160 @@
+"""What crosses the seam as tokens: what the learner asks for, and what the engine returns.
+
+`bridges.api` exports all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How a token is drawn from logits [V]: divide by `temperature`, keep the `top_k` largest, then the
+    `top_p` nucleus.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch the filters off. Generation stops after
+    `max_tokens` tokens or after a token of `stop_token_ids`, which is part of the completion. For each
+    filtered draw the engine reports the tokens that the filters left, if they are at most `support`; 0
+    reports none.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    support: int = 0
+
+    @property
+    def reported(self) -> int:
+        """`support` if draws have one: they are neither greedy nor from the whole vocabulary. Otherwise 0."""
+        return self.support if self.temperature > 0 and (self.top_k > 0 or self.top_p < 1) else 0
+
+    def __post_init__(self):
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+        if self.support < 0:
+            raise ValueError(f"support must be 0 (none) or positive, got {self.support}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenRequest:
+    """Ask for `n` completions of one prompt. Written by the learner, read by the engine.
+
+    `seed`, of 32 bits, makes the n completions reproducible on one engine with one software stack. None draws
+    from the engine's own stream.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    seed: int | None = None
+
+    def __post_init__(self):
+        if not self.prompt_token_ids:
+            raise ValueError(f"request {self.request_id!r}: the prompt has no tokens")
+        if self.n < 1:
+            raise ValueError(f"request {self.request_id!r}: n must be at least 1, got {self.n}")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise ValueError(f"request {self.request_id!r}: a seed lies in [0, 2^32), got {self.seed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, stop) of a completion were sampled at weight `version`."""
+
+    start: int
+    stop: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sampled continuation. Written by the engine, read by the learner.
+
+    token_ids [T] int32, the stop token included. logprobs [T] float32: the log-probability of each token
+    under the distribution from which it was really drawn, after temperature and filters. routed_experts
+    [P + T - 1, L, k] unsigned, for MoE models alone: the experts of every token that was computed with. The
+    prompt's [P] tokens come first, the last sampled token is left out. L counts all layers; rows of dense
+    layers may hold anything.
+
+    The support of a token is the set of tokens that it was drawn from, itself included. Its log-probability
+    is normalised over them. support_sizes [T] int32: how many there are, or 0 where they are more than was
+    asked for. support_ids [sum of support_sizes] int32: the tokens themselves, one support after the other,
+    each in any order. Both are None where none were asked for (SamplingParams.reported).
+    """
+
+    request_id: str
+    index: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]
+    routed_experts: np.ndarray | None = None
+    support_ids: np.ndarray | None = None
+    support_sizes: np.ndarray | None = None
+
+    def problem(self) -> str | None:
+        """What makes this completion unfit to learn from, or None. The learner rejects the whole group on a
+        problem."""
+        if self.logprobs is None or len(self.logprobs) != len(self.token_ids):
+            have = "none" if self.logprobs is None else str(len(self.logprobs))
+            return f"{len(self.token_ids)} tokens but {have} log-probabilities"
+        if len(self.token_ids) == 0:
+            return "no tokens"
+        if not np.isfinite(self.logprobs).all():
+            at = int(np.flatnonzero(~np.isfinite(self.logprobs))[0])
+            return f"log-probability {self.logprobs[at]} at token {at}"
+        if (np.asarray(self.logprobs) > 1e-3).any():
+            at = int(np.argmax(self.logprobs))
+            return f"log-probability {self.logprobs[at]:.4g} above 0 at token {at}"
+        return self._problem_of_support()
+
+    def _problem_of_support(self) -> str | None:
+        ids, sizes = self.support_ids, self.support_sizes
+        if ids is None or sizes is None:
+            return None if ids is sizes else "half of a support"
+        if len(sizes) != len(self.token_ids) or (sizes < 0).any() or sizes.sum() != len(ids):
+            return (f"{len(self.token_ids)} tokens with {len(sizes)} supports of {sizes.sum()} tokens in all, "
+                    f"{len(ids)} ids")
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        found = np.bincount(owner, self.token_ids[owner] == ids, len(sizes))
+        if (wrong := (sizes > 0) & (found != 1)).any():
+            at = int(np.argmax(wrong))
+            return f"token {at} is {int(found[at])} times in its own support"
+        return None
+
+    def first(self, n: int, prompt_tokens: int) -> Completion:
+        """The completion cut after its first `n` tokens. `prompt_tokens`: the length of its prompt."""
+        spans = (dataclasses.replace(s, stop=min(s.stop, n)) for s in self.version_spans if s.start < n)
+        routes, ids, sizes = self.routed_experts, self.support_ids, self.support_sizes
+        if ids is not None and sizes is not None:
+            ids, sizes = ids[: sizes[:n].sum()], sizes[:n]
+        return dataclasses.replace(
+            self, token_ids=self.token_ids[:n], logprobs=self.logprobs[:n], version_spans=tuple(spans),
+            routed_experts=None if routes is None else routes[: prompt_tokens + n - 1],
+            support_ids=ids, support_sizes=sizes,
+        )
+
+
+def supports(left: np.ndarray, support: int) -> tuple[np.ndarray, np.ndarray]:
+    """Completion.support_ids and support_sizes of the tokens that were left for each draw.
+
+    left [T, up to support + 1]: token ids, -1 for none.
+    """
+    sizes = (left >= 0).sum(-1)
+    sizes = np.where(sizes > support, 0, sizes).astype(np.int32)
+    return left[(left >= 0) & (sizes[:, None] > 0)], sizes
