@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from objective_batches import batch, seeds
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.losses.objectives import (
-    KL_KINDS,
-    kl_penalty,
-    off_policy,
-)
+from jaxfp8rl.losses.kl import KL_KINDS, kl_penalty
+from jaxfp8rl.losses.objectives import off_policy
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

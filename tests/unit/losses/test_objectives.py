@@ -16,11 +16,11 @@ from objective_formulas import oracle
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.aggregation import AGGREGATIONS, token_scale
+from jaxfp8rl.losses.kl import kl_penalty
 from jaxfp8rl.losses.objectives import (
     OBJECTIVES,
     SELECTING,
     ObjectiveConfig,
-    kl_penalty,
     objective_parameters,
     policy_loss,
 )
