@@ -57,7 +57,7 @@ def accumulate(
 
     nothing = zeros(jax.eval_shape(add, jnp.float32(0), sums, jax.tree.map(lambda x: x[0], batch))[1])
 
-    def body(total: tuple, step: tuple) -> tuple:
+    def body(total: tuple[Array, Params], step: tuple) -> tuple:
         return jax.lax.cond(step[1], lambda: add(*total, step[0]), lambda: (total, nothing))
 
     (value, grads), seen = jax.lax.scan(body, (jnp.float32(0), sums), (batch, live))

@@ -82,7 +82,7 @@ def run_bench(name: str | None, options: Sequence[str]) -> None:
     sys.path.insert(0, str(FOLDER.parent))
     common = importlib.import_module("benchmarks.common")
     if COMMIT not in options:
-        common.RESULTS = Path()
+        vars(common)["RESULTS"] = Path()
     # its main reads them
     sys.argv = [f"jaxfp8rl bench {name}", *(option for option in options if option != COMMIT)]
     importlib.import_module(f"benchmarks.{name}").main()

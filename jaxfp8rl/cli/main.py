@@ -105,8 +105,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _at_home(word: str) -> str:
     """~/a and --out=~/a, of which not every shell puts in the second."""
-    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups()
-    return (option or "") + os.path.expanduser(path)
+    found = re.match(r"--[\w-]+=", word)
+    option = found[0] if found else ""
+    return option + os.path.expanduser(word.removeprefix(option))
 
 
 def _options(command: str) -> list[str]:

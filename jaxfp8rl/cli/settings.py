@@ -42,9 +42,9 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         given = "required" if self.default is None else f"default {self.default or 'absent'}"
-        indent = dict(initial_indent=" " * 6, subsequent_indent=" " * 6)
         return "\n".join([f"  --{self.name}  {self.kind}; {given}",
-                          *textwrap.wrap(self.description, WIDTH, **indent)])
+                          *textwrap.wrap(self.description, WIDTH, initial_indent=" " * 6,
+                                         subsequent_indent=" " * 6)])
 
 
 def settings() -> list[Setting]:
@@ -115,9 +115,8 @@ def format_presets() -> str:
 
 def overview() -> str:
     """Which keys each section has, for `--help`."""
-    indent = dict(width=WIDTH, subsequent_indent=" " * 12)
     keys = {name: ", ".join(s.key for s in settings() if s.section == name) for name in SECTIONS}
-    return "\n".join(textwrap.fill(f"  {name:9} {listed}", **indent) for name, listed in keys.items())
+    return "\n".join(textwrap.fill(f"  {name:9} {listed}", WIDTH, subsequent_indent=" " * 12) for name, listed in keys.items())
 
 
 def _kind(field: pydantic.fields.FieldInfo) -> str:

@@ -19,33 +19,33 @@ from jaxfp8rl.config.section import File, FloatType, Section
 class PrecisionSection(Section):
     """Which product runs in which format; see jaxfp8rl/precision/recipe.py."""
 
-    recipe: str = Field("bf16",
+    recipe: str = Field(default="bf16",
                         description="bf16, fp8_rollout, fp8_unified, fp8_forward or fp16 (docs/precision.md)")
-    compute_dtype: FloatType = Field("bfloat16", description="float type of everything that is not FP8")
-    weight_dtype: FloatType = Field("bfloat16", description="float type the published weights are rounded to")
-    gradients: Literal["e4m3", "e5m2"] = Field("e4m3",
+    compute_dtype: FloatType = Field(default="bfloat16", description="float type of everything that is not FP8")
+    weight_dtype: FloatType = Field(default="bfloat16", description="float type the published weights are rounded to")
+    gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3",
                                                description="format of gradients in a backward pass in FP8")
     saved_activations: Literal["high", "fp8"] = Field(
-        "high",
+        default="high",
         description='what wgrad gets of an FP8 product\'s input: as it was, or the forward\'s codes (Jet-RL)'
     )
     wgrad_inputs: Literal["1x128", "128x128"] = Field(
-        "1x128",
+        default="1x128",
         description="blocks that an FP8 wgrad quantises a product's input in; 128x128: faster, by a coarser scale"
     )
     products: Literal["auto", "float32", "tensor_core", "pallas"] = Field(
-        "auto",
+        default="auto",
         description="what computes FP8 products; auto: pallas on Hopper, tensor_core on others with FP8 tensor cores"
     )
     attention: Literal["auto", "xla", "pallas"] = Field(
-        "auto",
+        default="auto",
         description="what computes the learner's attention; auto: pallas on Hopper, in 16 bits, heads of 64 to 256"
     )
-    embedded_activations: Literal["fp8", "high"] = Field("fp8",
+    embedded_activations: Literal["fp8", "high"] = Field(default="fp8",
                                                          description="W8A8 or W8A16 in the embedded engine")
-    first_layers_bf16: int = Field(0, ge=0, description="so many layers at the start stay unquantised")
-    last_layers_bf16: int = Field(0, ge=0, description="and at the end")
-    exclude: str = Field("",
+    first_layers_bf16: int = Field(default=0, ge=0, description="so many layers at the start stay unquantised")
+    last_layers_bf16: int = Field(default=0, ge=0, description="and at the end")
+    exclude: str = Field(default="",
                          description="regular expression; HF module names it is found in stay unquantised")
 
 
@@ -53,26 +53,26 @@ class Train(Section):
     """How a rollout batch becomes updates. Shapes are static: rows [rows, row_tokens]."""
 
     row_tokens: int = Field(ge=16, description="length of a packed row, tokens")
-    rows_per_microbatch: int = Field(8, ge=1, description="rows that go through the model at once")
+    rows_per_microbatch: int = Field(default=8, ge=1, description="rows that go through the model at once")
     updates_per_step: int = Field(
-        1, ge=1, description="optimiser updates a rollout batch is split into, by whole groups")
+        default=1, ge=1, description="optimiser updates a rollout batch is split into, by whole groups")
     remat: Literal["none", "layer", "products", "mlp"] = Field(
-        "none",
+        default="none",
         description="what of a layer the backward pass computes again: less is faster, for memory (docs/performance.md)"
     )
     compilation_cache: File = Field(
-        "",
+        default="",
         description="folder where compiled programs are kept for later runs; empty: what JAX_COMPILATION_CACHE_DIR says"
     )
     data: int = Field(
-        1, ge=1, description="groups of devices that the rows of a micro-batch lie over (docs/sharding.md)")
-    fsdp: int = Field(1, ge=1,
+        default=1, ge=1, description="groups of devices that the rows of a micro-batch lie over (docs/sharding.md)")
+    fsdp: int = Field(default=1, ge=1,
                       description="devices of a group that weights, and the rows of a micro-batch, lie over")
     tensor: int = Field(
-        1, ge=1, description="devices that share the heads, the MLP's width, the experts and the words")
+        default=1, ge=1, description="devices that share the heads, the MLP's width, the experts and the words")
 
     processes: int = Field(
-        1, ge=1,
+        default=1, ge=1,
         description="processes that the learner runs in, one a host or a GPU, each started by itself (docs/sharding.md)"
     )
 
@@ -95,22 +95,22 @@ class Moe(Section):
     """Mixtures of experts (docs/moe.md). Of a dense model there is nothing to set."""
 
     replay: Literal["none", "R2", "R3"] = Field(
-        "none",
+        default="none",
         description="whose experts the learner computes with: its own every time, those of its scoring pass, the engine's"
     )
     measure_every: int = Field(
-        0, ge=0, description="R3: steps between scoring passes without replay, to be compared; 0: never")
-    balance_coef: float = Field(0.0, ge=0, description="weight of the load-balancing loss; RL does without")
-    freeze_router: bool = Field(False, description="routers are not trained")
+        default=0, ge=0, description="R3: steps between scoring passes without replay, to be compared; 0: never")
+    balance_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss; RL does without")
+    freeze_router: bool = Field(default=False, description="routers are not trained")
 
 
 class Sft(Section):
     """The supervised warm start of `jaxfp8rl sft`, also run by `train` before step 1 when steps > 0."""
 
-    steps: int = Field(0, ge=0, description="updates; 0: no warm start")
-    examples_per_step: int = Field(64, ge=1, description="demonstrations an update")
-    lr: float = Field(1e-3, gt=0, description="learning rate after the warm-up, from which it falls to 0")
-    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises")
+    steps: int = Field(default=0, ge=0, description="updates; 0: no warm start")
+    examples_per_step: int = Field(default=64, ge=1, description="demonstrations an update")
+    lr: float = Field(default=1e-3, gt=0, description="learning rate after the warm-up, from which it falls to 0")
+    warmup_steps: int = Field(default=0, ge=0, description="updates over which the learning rate rises")
 
 
 class Gate(Section):
@@ -120,21 +120,21 @@ class Gate(Section):
     nats on average were seen between this learner and vLLM with FP8 weights and FP8 KV.
     """
 
-    completions: int = Field(16, ge=1, description="completions sampled and scored by both")
+    completions: int = Field(default=16, ge=1, description="completions sampled and scored by both")
     max_new_tokens: int = Field(
-        256, ge=1, description="their length at most, tokens; rollout.max_new_tokens where that is less")
-    max_mean_gap: float = Field(0.2, gt=0,
+        default=256, ge=1, description="their length at most, tokens; rollout.max_new_tokens where that is less")
+    max_mean_gap: float = Field(default=0.2, gt=0,
                                 description="nats: largest mean |learner - engine| log-probability")
-    max_gap: float = Field(5.0, gt=0, description="nats: largest single one")
+    max_gap: float = Field(default=5.0, gt=0, description="nats: largest single one")
 
 
 class Monitor(Section):
     """What is measured besides the step itself."""
 
     profile_step: int = Field(
-        0, ge=0, description="step traced by jax.profiler, for XProf, to run.dir/profile; 0: none")
+        default=0, ge=0, description="step traced by jax.profiler, for XProf, to run.dir/profile; 0: none")
     precision_every: int = Field(
-        0, ge=0, description="steps between probes of the FP8 roundings (docs/precision.md); 0: never")
+        default=0, ge=0, description="steps between probes of the FP8 roundings (docs/precision.md); 0: never")
 
 
 class Config(Section):

@@ -76,10 +76,13 @@ def _as_it_was_meant(data: dict[str, Any]) -> None:
     """A resolved config names every key: one without a key of today is of a version that had none, and meant
     this."""
     run, task, optim = (data.get(name) for name in ("run", "task", "optim"))
-    if not all(isinstance(section, dict) for section in (run, task, optim, task and task.get("options", {}))):
+    if not (isinstance(run, dict) and isinstance(task, dict) and isinstance(optim, dict)):
         return  # it is refused
+    options = task.get("options", {})
+    if not isinstance(options, dict):
+        return  # likewise
     if "seed" not in task:  # the run's own drew the problems
-        task["seed"] = task.get("options", {}).pop("seed", run.get("seed", 0))
+        task["seed"] = options.pop("seed", run.get("seed", 0))
     if optim.get("schedule", "constant") != "constant":  # to 0
         optim.setdefault("min_lr_ratio", 0.0)
 
@@ -269,7 +272,7 @@ def _paths(data: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 # --- what was wrong
 
-SECTIONS: dict[str, type[Section]] = {n: f.annotation for n, f in Config.model_fields.items()}
+SECTIONS: dict[str, Any] = {n: f.annotation for n, f in Config.model_fields.items()}  # name -> type[Section]
 TOML_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
               dict: "a table"}
 LIMITS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "greater than"),

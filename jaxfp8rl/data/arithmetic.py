@@ -30,8 +30,6 @@ class ArithmeticTask:
     """
 
     kind: ClassVar[str] = "arithmetic"
-    name: ClassVar[str] = "arithmetic"
-    in_child: ClassVar[bool] = False
     max_operand: Annotated[int, Field(ge=1, le=999)] = 99
     operands: Annotated[int, Field(ge=2, le=4)] = 2
     operations: tuple[Literal["+", "-", "*"], ...] = ("+",)
@@ -51,6 +49,14 @@ class ArithmeticTask:
             raise ConfigError(
                 f"task.options: max_operand and operands give {possible:,} problems, more than 10 million",
                 "lower one of them")
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
+    def in_child(self) -> bool:
+        return False
 
     def problems(self) -> Sequence[Problem]:
         return self._split[0]

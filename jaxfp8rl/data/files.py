@@ -46,6 +46,8 @@ class BadRow:
 class Written(float):
     """A number of JSON that knows how it was written: an answer of 2.50 is not 2.5."""
 
+    text: str
+
     def __new__(cls, text: str):
         self = super().__new__(cls, text)
         self.text = text
@@ -70,7 +72,7 @@ def data_files(path: str) -> list[str]:
     else:
         raise DataError(f"no such file: {whole}{_neighbour(whole)}",
                         "check task.path; a relative path starts at the working directory")
-    root = whole if os.path.isdir(whole) else os.path.dirname(whole[: re.search(r"[*?\[]|$", whole).start()])
+    root = whole if os.path.isdir(whole) else os.path.dirname(re.split(r"[*?\[]", whole)[0])
     rows = sorted(name for name in found if _kind_of(name)
                   and not _is_aside(os.path.relpath(name, root or ".")))
     if not rows:
@@ -140,7 +142,8 @@ def _differing(files: Sequence[str], of) -> str:
     return ", ".join(f"{key} ({pattern})" for key, pattern in globs.items()) if len(groups) > 1 else ""
 
 
-def _open(path: str) -> io.BufferedIOBase:
+def _open(path: str) -> Any:
+    """A binary file object of the uncompressed bytes."""
     return COMPRESSED.get(os.path.splitext(path.lower())[1], open)(path, "rb")
 
 

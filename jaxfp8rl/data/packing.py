@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Sample(NamedTuple):
     sizes (Completion)."""
 
     prompt: Sequence[int]
-    completion: Sequence[int]
+    completion: Sequence[int] | np.ndarray
     logprobs: np.ndarray
     advantage: float
     routes: np.ndarray | None = None
@@ -105,12 +105,12 @@ def pack(
                 routes[r, at : end - 1] = s.routes
             if weights is not None:
                 weights[r, start:end] = 1 if s.weights is None else s.weights
-            if among is not None:
-                among[r, start:end] = padded_support(*s.support, support)
+            if among is not None and s.support is not None:
+                among[r, start:end] = padded_support(s.support[0], s.support[1], support)
                 mask[r, start:end] = s.support[1] > 0
             at = end
     fields = (*ints.values(), mask, logp, advantages, routes, weights, among)
-    split = lambda x: None if x is None else x.reshape(microbatches, rows_per_microbatch, *x.shape[1:])
+    split: Any = lambda x: None if x is None else x.reshape(microbatches, rows_per_microbatch, *x.shape[1:])
     return TrainBatch(*map(split, fields))
 
 

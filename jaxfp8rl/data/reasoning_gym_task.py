@@ -43,7 +43,6 @@ class ReasoningGymTask(ReferenceDemonstrations):
     """
 
     kind: ClassVar[str] = "reasoning_gym"
-    in_child: ClassVar[bool] = True
     name: str
     size: Annotated[int, Field(ge=1)] = 1000
     held_out_size: Annotated[int, Field(ge=0)] = 200
@@ -61,6 +60,10 @@ class ReasoningGymTask(ReferenceDemonstrations):
         check_chat(self.chat, self.system_prompt)
         check_rewards(self.rewards, (GENERATOR, *scorers.SCORERS))
         self.load_scorer()
+
+    @property
+    def in_child(self) -> bool:
+        return True
 
     def problems(self) -> Sequence[Problem]:
         return self._split[0]

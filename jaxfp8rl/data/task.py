@@ -42,16 +42,20 @@ class Task(Protocol):
     process."""
 
     kind: ClassVar[str]
-    name: str
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def in_child(self) -> bool: ...
 
     def problems(self) -> Sequence[Problem]:
         """Training problems, in an order that the options fix."""
+        ...
 
     def held_out(self) -> Sequence[Problem]:
         """Problems that are never trained on; empty when the options ask for none."""
+        ...
 
     def score(self, problem: Problem, text: str) -> float | None:
         """Score of a completion's text (special tokens removed); None: undefined. May raise: undefined as
@@ -60,6 +64,7 @@ class Task(Protocol):
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
         """An answer for the supervised warm start to imitate; the reference answer unless the task says
         otherwise."""
+        ...
 
     def load_scorer(self) -> None:
         """Import what `score` needs, so that no item's clock pays for it."""
@@ -67,6 +72,8 @@ class Task(Protocol):
 
 class ReferenceDemonstrations:
     """The reference as it stands, in a tag where `extract` looks there."""
+
+    extract: Any  # by which an answer is cut out of a completion
 
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
         if self.extract != "tag":

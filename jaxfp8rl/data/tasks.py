@@ -11,7 +11,7 @@ import dataclasses
 import json
 import tomllib
 import typing
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 
@@ -25,7 +25,8 @@ from jaxfp8rl.errors import ConfigError, nearest
 def named(task: Task) -> dict[str, Task]:
     """A task for each of its named rewards, the same but for the scorer; the task itself, without a name,
     where it has none."""
-    return {r.name: task.rewarding(r) for r in getattr(task, "rewards", ())} or {"": task}
+    rewarding: Any = getattr(task, "rewarding", None)  # of a task that takes several rewards
+    return {r.name: rewarding(r) for r in getattr(task, "rewards", ())} or {"": task}
 
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
@@ -68,7 +69,7 @@ def make_task(task: Any, **options: Any) -> Task:
 def as_json(task: Task) -> str:
     """What `from_json` makes the same task of, in another process: JSON has neither dates nor times, TOML and
     generators have."""
-    return json.dumps({"task": task.kind, **dataclasses.asdict(task)},
+    return json.dumps({"task": task.kind, **dataclasses.asdict(cast(Any, task))},
                       default=lambda date: {TOML: date.isoformat()})
 
 

@@ -15,6 +15,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from jaxfp8rl.errors import ConfigError, DataError, ModelError, nearest
 
 CHARS_PREFIX = "chars:"
@@ -60,7 +62,7 @@ class Tokenizer:
                             + (f" (unknown: {unknown})" if unknown else ""),
                             "use a tokenizer whose vocabulary covers the task's text") from e
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Text of ids [T]. An id without a token (a model's vocabulary may be padded) shows as U+FFFD, never
         as nothing."""
         runs = itertools.groupby(map(int, ids), lambda i: self._backend.id_to_token(i) is not None)
@@ -162,7 +164,7 @@ class Tokenizer:
         other._spoken = frozenset(token_ids) - special - {*ends, *self._own_eos}
         return other
 
-    def completion_text(self, ids: Sequence[int]) -> str:
+    def completion_text(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of a completion [T]. Special tokens stay in it, save the one that ended it: a sampled <pad>
         must not vanish from "1<pad>9". A stop token that is an ordinary word stays, too."""
         ids = [int(i) for i in ids]
@@ -291,7 +293,7 @@ def _jinja_environment(date: str):
         """`{% generation %}` marks the assistant's tokens for supervised masks; here it renders as its
         content."""
 
-        tags: ClassVar = {"generation"}
+        tags: ClassVar = {"generation"}  # pyright: ignore[reportIncompatibleVariableOverride]  # as jinja2 has it
 
         def parse(self, parser):
             line = next(parser.stream).lineno

@@ -53,16 +53,15 @@ class MeshLayout(NamedTuple):
 
     def place(self, tree: Any) -> Any:
         """The same arrays where they belong; committed, as those that a program returns are."""
-        if self.mesh is None:
+        if (mesh := self.mesh) is None:
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
-        return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(self.mesh, spec)), tree,
-                            self.specs(tree))
+        return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(mesh, spec)), tree, self.specs(tree))
 
     def keep(self, tree: Any) -> Any:
         """Inside `jit`: a program's result lies as its arguments do."""
-        if self.mesh is None:
+        if (mesh := self.mesh) is None:
             return tree
-        place = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        place = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
         return jax.tree.map(place, tree, self.specs(tree))
 
     def run(self, f: Callable, arguments: tuple, results: Any) -> Callable:
@@ -163,6 +162,7 @@ def whole(x: Array) -> Array:
     if x.is_fully_addressable:
         return jax.device_put(x, min(devices, key=lambda device: device.id))
     if not x.is_fully_replicated:
+        assert isinstance(x.sharding, NamedSharding)
         x = _replicate(x.sharding.mesh)(x)
     return min(x.addressable_shards, key=lambda shard: shard.device.id).data
 

@@ -76,7 +76,7 @@ class ProcessGroup:
         self._deleted = self._sent
         return self.broadcast(lambda: max(code, *codes))
 
-    def run_and_sync(self, f: Callable[[], None], alone: bool = False) -> None:
+    def run_and_sync(self, f: Callable[[], object], alone: bool = False) -> None:
         """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all where it
         does in one. Nothing is told in it: who has failed does not hear."""
         error = None
@@ -204,7 +204,7 @@ def _connected(count: int) -> ProcessGroup:
     number = check_environment(count)
     if not jax.distributed.is_initialized():
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for its own
-        named = {} if number is None else {"num_processes": count, "process_id": int(number)}
+        named: dict[str, Any] = {} if number is None else {"num_processes": count, "process_id": int(number)}
         address = os.environ.get("JAX_COORDINATOR_ADDRESS", "")
         if address.startswith(LOOPBACK) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
             # JAX would listen on every network that the machine is on

@@ -77,8 +77,8 @@ def alike(records: Records) -> Found:
     found = series_of(records, "reward/mean") or series_of(records, "reward/groups_solved_in_part")
     if steps and (level := _milder(_often(steps, found), rose)):
         values = {equal[step].get("reward/mean") for step in steps if equal[step].get("reward/std") == 0}
-        constant = len(values) == 1 and None not in values
-        said = f"all rewards were {shown(*values)}" if constant else "all rewards of each group were equal"
+        value = values.pop() if len(values) == 1 else None
+        said = "all rewards of each group were equal" if value is None else f"all rewards were {shown(value)}"
         return level, f"{said} {at(steps, found)}"
     shares = [share for _, share in _finite(records, "reward/groups_solved_in_part") if share]
     if shares and (median := statistics.median(shares)) < TEACHING and not rose:

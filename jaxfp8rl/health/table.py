@@ -204,7 +204,7 @@ class Watch:
     def notes(self, record: Mapping[str, Any]) -> list[str]:
         found = []
         for rule in RULES:
-            value = record.get(rule.key)
+            value: Any = record.get(rule.key)
             if not (isinstance(rule, Bound) and rule.once and is_number(value)) or rule.key in self._said:
                 continue
             if rule.level_of(value) == Level.ILL:

@@ -42,7 +42,7 @@ def advantages(groups: Sequence[np.ndarray], kind: str = "grpo", k: int | None =
     neither 0 nor 1 with pass_at_k.
     """
     check_advantage(kind, k)
-    if kind == "pass_at_k" and groups and k > (largest := max(map(len, groups))):
+    if k is not None and groups and k > (largest := max(map(len, groups))):
         raise ConfigError(f"k = {k} is impossible for groups of at most {largest}",
                           f"choose k from 1 to {largest}")
     rewards = [np.asarray(g, np.float64) for g in groups]
@@ -53,7 +53,7 @@ def advantages(groups: Sequence[np.ndarray], kind: str = "grpo", k: int | None =
                             "score with a finite number, or with none")
     if kind in _OVER_BATCH:
         values = _OVER_BATCH[kind](defined)
-    elif kind == "pass_at_k":
+    elif k is not None:  # pass_at_k, which alone has one
         values = [_pass_at_k(r, k) for r in defined]
     else:
         values = [_OVER_GROUP[kind](r) if _informative(r) else np.zeros_like(r) for r in defined]

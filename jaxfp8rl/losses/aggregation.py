@@ -52,7 +52,7 @@ def _unweighted(mask: Array, segment_ids: Array, kind: str, horizon: float | Non
     if kind == "token_mean":
         return live / _at_least_one(jnp.sum(mask))
     scale = live / _at_least_one(jnp.sum(first_live(mask, segment_ids)))
-    if kind == "seq_mean_token_sum_norm":
+    if horizon is not None:  # seq_mean_token_sum_norm, which alone has one
         return scale / horizon
     if kind == "seq_mean_token_mean":
         return scale / _at_least_one(segment_total(mask.astype(jnp.int32), segment_ids))

@@ -46,7 +46,8 @@ def calibrated_bounds(
     upper = _upper_bound(ratio, shadow, advantages, lower, 1 - low, 1 + high)
     bad = jnp.isnan(ratio + shadow + advantages).any()
     bounds = jnp.where(lower == 1 - low, low, 1 - lower), jnp.where(upper == 1 + high, high, upper - 1)
-    return tuple(jnp.where(bad, jnp.nan, b) for b in bounds)
+    low, high = (jnp.where(bad, jnp.nan, b) for b in bounds)
+    return low, high
 
 
 def _lower_bound(ratio: Array, shadow: Array, negative: Array, nominal: Array) -> Array:

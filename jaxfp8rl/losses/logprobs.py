@@ -39,7 +39,8 @@ def token_logprobs(
     b, t, d = hidden.shape
     logp, entropy = api.linear_logprob(
         hidden[:, :-1].reshape(-1, d), head.astype(hidden.dtype), tokens[:, 1:].reshape(-1),
-        None if mask is None else mask[:, 1:].reshape(-1), temperature=temperature, logits_dtype=logits_dtype,
+        None if mask is None else mask[:, 1:].reshape(-1), temperature=temperature,
+        logits_dtype=jnp.dtype(logits_dtype),
         axis_name=axis_name, memory=memory, backend=backend,
         support=None if support is None else support[:, 1:].reshape(-1, support.shape[-1]),
     )

@@ -16,7 +16,7 @@ from jaxfp8rl.losses.segments import segment_ends, segment_total
 LOG_RATIO_BOUND = 20.0
 
 
-def mean_over(mask: Array, x: Array, neutral: float = 0.0) -> Array:
+def mean_over(mask: Array, x: Array | float, neutral: float = 0.0) -> Array:
     """Mean of x where mask; `neutral` when mask is empty. A scalar, float32."""
     count = jnp.sum(mask)
     total = jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))

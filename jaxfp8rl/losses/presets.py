@@ -21,7 +21,15 @@ from __future__ import annotations
 import math
 
 from jaxfp8rl.errors import ConfigError, nearest
-from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection
+from jaxfp8rl.losses.correction_config import (
+    AdaptiveMix,
+    Aggregation,
+    CorrectionConfig,
+    Level,
+    Rejection,
+    Statistic,
+    Weight,
+)
 from jaxfp8rl.other_names import value_here
 
 NONE = CorrectionConfig(weight="none")
@@ -41,14 +49,14 @@ SKYRL_TOKENS = Rejection("token", "ratio", lower=0.5, upper=2.0)
 AREAL = CorrectionConfig(action="mask", upper=5.0, denominator="all")
 
 
-def _slime(level: str, statistic_of: str, **fields) -> CorrectionConfig:
+def _slime(level: Weight, statistic_of: Aggregation, **fields) -> CorrectionConfig:
     """slime's MIS at the level of sequences: bounds [0.5, 2] on the sequence's ratio; sums are clamped after
     the sum."""
     bounds = Rejection("sequence", "ratio", statistic_of, 0.5, 2.0, clamp=False)
     return SLIME_MIS._replace(weight=level, rejections=(bounds, SLIME_VETO), **fields)
 
 
-def _areal_kl(level: str, statistic: str, aggregation: str = "mean") -> CorrectionConfig:
+def _areal_kl(level: Level, statistic: Statistic, aggregation: Aggregation = "mean") -> CorrectionConfig:
     """AReaL's rejection by a KL estimate: raw token weights, tokens or sequences past 5 left out."""
     r = Rejection(level, statistic, aggregation, upper=5.0, inverse=statistic == "k3", clamp=False)
     return CorrectionConfig(upper=math.inf, overflow="zero", rejections=(r,), denominator="all")

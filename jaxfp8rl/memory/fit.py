@@ -77,7 +77,7 @@ def check_warm_start(cfg: Config, model: ModelConfig, total: int | None) -> None
 
 def _check(cfg: Config, total: int, needs_of: Callable[[Config], dict[str, int]]) -> None:
     needed = needs_of(cfg)
-    moment = max(needed, key=needed.get)
+    moment = max(needed, key=needed.__getitem__)
     if needed[moment] <= total:
         return
     apart = "; or make it apart, as it fits: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(
@@ -101,7 +101,7 @@ def explained(cfg: Config, fresh: bool = True) -> Iterator[None]:
         phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)),
                      PHASE + "start")
         moments = needs(cfg, model, total, fresh)
-        most = max(moments, key=moments.get)
+        most = max(moments, key=moments.__getitem__)
         plan = ", ".join(f"{size / 2**30:.1f} GiB for {moment}" for moment, size in moments.items())
         saved = Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).latest() is not None
         way_on = "; then --resume" if saved else "; then begin anew: nothing is saved yet"
@@ -150,7 +150,7 @@ def _savings(cfg: Config, need: Callable[[Config], int], resumed: bool) -> list[
 def _changes(cfg: Config) -> list[Change]:
     t, r = cfg.train, cfg.rollout
     # whole ones in each part
-    rows = lambda at_least, parts: {"rows_per_microbatch": -(-at_least // parts) * parts}
+    rows: Callable[[int, int], dict[str, object]] = lambda at_least, parts: {"rows_per_microbatch": -(-at_least // parts) * parts}
     changes: list[Change] = [
         {"optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}},
         {"optim": {"offload": True}},

@@ -31,7 +31,7 @@ def _uses(model: ModelConfig, module: str) -> int:
     """How many products of that name a token goes through: one a layer that has it, or one an expert of the
     token."""
     if module.startswith("mlp.experts."):
-        return sum(model.sparse_layers) * model.experts.num_experts_per_tok
+        return sum(model.sparse_layers) * model.mixture.num_experts_per_tok
     return model.sparse_layers.count(False) if module.startswith("mlp.") else model.num_hidden_layers
 
 

@@ -191,9 +191,9 @@ def _heads(cfg: Config, model: ModelConfig) -> tuple[int, int]:
 def _mlps(cfg: Config, model: ModelConfig) -> list[tuple[int, int]]:
     """(copies of a token, width of the MLP that each goes through) of every layer, a device's: it has room
     for all copies."""
-    e, width = model.experts, model.intermediate_size // cfg.train.tensor
-    return [(e.num_experts_per_tok, e.moe_intermediate_size) if s else (1, width)
-            for s in model.sparse_layers]
+    width = model.intermediate_size // cfg.train.tensor
+    of_experts = lambda e: (e.num_experts_per_tok, e.moe_intermediate_size)
+    return [of_experts(model.mixture) if sparse else (1, width) for sparse in model.sparse_layers]
 
 
 def _fused(cfg: Config) -> bool:

@@ -106,6 +106,13 @@ class ModelConfig:
         return self.architecture in ("Qwen3ForCausalLM", MOE)
 
     @property
+    def mixture(self) -> Experts:
+        """The experts of a model that has them. Raises ValueError for a dense one."""
+        if self.experts is None:
+            raise ValueError(f"{self.architecture} has no experts")
+        return self.experts
+
+    @property
     def sparse_layers(self) -> tuple[bool, ...]:
         """Of each layer whether its MLP is a mixture of experts."""
         return tuple(self.experts is not None and self.experts.in_layer(i)
@@ -190,7 +197,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 def _architecture(raw: Mapping[str, Any], where: str) -> str:
     by_type = {v: k for k, v in ARCHITECTURES.items()}
-    names = raw.get("architectures") or [by_type.get(raw.get("model_type"),
+    names = raw.get("architectures") or [by_type.get(str(raw.get("model_type")),
                                                      f"model_type {raw.get('model_type')!r}")]
     if len(names) == 1 and names[0] in ARCHITECTURES:
         return names[0]
@@ -222,7 +229,7 @@ def _integers(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
         if architecture == "LlamaForCausalLM":
             values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
-    _positive(values, where)
+    values = _positive(values, where)
     if values["num_attention_heads"] % values["num_key_value_heads"]:
         raise ModelError(
             f"{where}: num_attention_heads = {values['num_attention_heads']} is not a multiple of "
@@ -257,8 +264,8 @@ def _experts(raw: Mapping[str, Any], where: str) -> Experts:
     dense = tuple(raw.get("mlp_only_layers") or ())
     if odd := [i for i in dense if not (isinstance(i, int) and 0 <= i < layers)]:
         raise ModelError(f"{where}: mlp_only_layers names layer {odd[0]!r}, num_hidden_layers is {layers}")
-    experts = Experts(**sizes, norm_topk_prob=bool(raw.get("norm_topk_prob")), decoder_sparse_step=step,
-                      mlp_only_layers=dense)
+    count, active, width = (sizes[name] for name in _EXPERT_INTEGERS)
+    experts = Experts(count, active, width, bool(raw.get("norm_topk_prob")), step, dense)
     if not any(map(experts.in_layer, range(layers))):
         raise ModelError(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts",
                          'use the architecture "Qwen3ForCausalLM"')

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     layer: int | None
     role: ParamRole
     shape: tuple[int, ...]
-    index: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.index is unused
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def linear_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
         shapes |= {f"mlp.{k}": s for k, s in _mlp_shapes(D, F).items()}
     if cfg.experts:
         shapes |= {f"mlp.experts.{k}": s
-                   for k, s in _mlp_shapes(D, cfg.experts.moe_intermediate_size).items()}
+                   for k, s in _mlp_shapes(D, cfg.mixture.moe_intermediate_size).items()}
     return shapes
 
 
@@ -90,7 +90,7 @@ def _mlp(cfg: ModelConfig, row: int) -> Iterator[Module]:
 
 def _mixture(cfg: ModelConfig, row: int) -> Iterator[Module]:
     """In the tree it is "moe", beside the "mlp" of dense layers, for a stack has rows of one kind."""
-    experts, D = cfg.experts, cfg.hidden_size
+    experts, D = cfg.mixture, cfg.hidden_size
     yield "mlp.gate", ("moe", "gate"), "router", (experts.num_experts, D), (row,)
     for e in range(experts.num_experts):
         for name, shape in _mlp_shapes(D, experts.moe_intermediate_size).items():

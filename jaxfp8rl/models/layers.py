@@ -23,8 +23,9 @@ def rms_norm(x: Array | UnfusedResidual, weight: Array, eps: float, dtype: DType
              once: bool = False) -> Array:
     """x [..., D] / rms(x) * weight [D] in `dtype`, x's own by default. Rounded to it before and after the
     weight, as Hugging Face does, or `once`, after it, as compilers do that fuse the two."""
-    x32 = materialize(x).astype(jnp.float32)
-    normed, dtype = x32 * inverse_rms(x32, x, eps), dtype or x.dtype
+    whole = materialize(x)
+    x32 = whole.astype(jnp.float32)
+    normed, dtype = x32 * inverse_rms(x32, x, eps), dtype or whole.dtype
     if once:
         return (normed * weight.astype(dtype).astype(jnp.float32)).astype(dtype)
     return _weighted(normed, weight, dtype)
@@ -181,13 +182,17 @@ def to_e4m3(x: Array) -> Array:
     return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_e4m3(x: Array, truncate: bool = False) -> Array:
     """x as it reads back from an FP8 KV cache, in x's dtype: the nearest E4M3 number, or the next towards
     zero if `truncate`. Straight-through: its derivative is the identity.
 
     By arithmetic: XLA for GPUs drops a cast to E4M3 and back as "excess precision", and the rounding with it.
     """
+    return _round_e4m3(x, truncate)  # pyright: ignore[reportReturnType]  # partial hides the type
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _round_e4m3(x: Array, truncate: bool) -> Array:
     x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
     subnormal = (jnp.trunc if truncate else jnp.round)(x * 2.0**9) * 2.0**-9  # below 2^-6 the step is 2^-9
     # above it three bits follow the leading one
@@ -208,6 +213,6 @@ def _three_bits(x: Array, truncate: bool) -> Array:
     return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFF00000), jnp.float32).astype(x.dtype)
 
 
-@round_e4m3.defjvp
+@_round_e4m3.defjvp
 def _(truncate, primals, tangents):
-    return round_e4m3(*primals, truncate), tangents[0]
+    return _round_e4m3(*primals, truncate), tangents[0]

@@ -113,9 +113,9 @@ def save_params(
     try:
         _write_tensors(partial, cfg, params, _DTYPES[dtype], max_shard_bytes)
         _write_json(partial / "config.json", dataclasses.replace(cfg, dtype=dtype).to_hf())
-        for name in TOKENIZER_FILES if tokenizer_from else ():
-            if (Path(tokenizer_from) / name).is_file():
-                shutil.copyfile(Path(tokenizer_from) / name, partial / name)
+        for name in TOKENIZER_FILES:
+            if tokenizer_from and (file := Path(tokenizer_from) / name).is_file():
+                shutil.copyfile(file, partial / name)
         for path in partial.iterdir():
             path.chmod(0o644)  # safetensors' files are private, as are
         partial.chmod(0o755)  # mkdtemp's folders

@@ -47,7 +47,7 @@ class Expert(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         L, E, D, F = sum(
-            cfg.sparse_layers), cfg.experts.num_experts, cfg.hidden_size, cfg.experts.moe_intermediate_size
+            cfg.sparse_layers), cfg.mixture.num_experts, cfg.hidden_size, cfg.mixture.moe_intermediate_size
         self.gate_proj, self.up_proj = (Weight(_normal(rngs, (L, E, F, D))) for _ in range(2))
         self.down_proj = Weight(_normal(rngs, (L, E, D, F), _residual_std(cfg)))
 
@@ -56,7 +56,7 @@ class Mixture(nnx.Module):
     """Routers and experts of all sparse layers, stacked."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        self.gate = Weight(_normal(rngs, (sum(cfg.sparse_layers), cfg.experts.num_experts, cfg.hidden_size)))
+        self.gate = Weight(_normal(rngs, (sum(cfg.sparse_layers), cfg.mixture.num_experts, cfg.hidden_size)))
         self.experts = Expert(cfg, rngs)
 
 

@@ -31,12 +31,13 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import fused_linears, grad_slots_of, linear, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
-from jaxfp8rl.precision.recipe import LayerRun, Precision, rows_of
+from jaxfp8rl.precision.recipe import LayerRun, Precision, first_row, rows_of
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
+Residual = Array | nn.UnfusedResidual  # the stream between layers, [B, T, D]
 Remat = Literal["none", "layer", "products", "mlp"]
 # By what the backward pass computes again of a layer: what is kept for it besides the layer's input.
 # "attention" is its result with the logarithms of its sums, "projections" the results of q, k, v and o_proj,
@@ -93,18 +94,17 @@ def forward_with_aux(
     for run, weights in runs_of(params, cfg, precision):
 
         @functools.partial(_rematerialised, remat=remat)
-        def layer(x: Array, w: Params, routes: Array | None, run: LayerRun = run) -> tuple[Array, tuple]:
+        def layer(x: Residual, w: Params, routes: Array | None, run: LayerRun = run) -> tuple[Residual, tuple]:
             scaled, said = functools.partial(attend, scales=w.get("kv_scales")), []
             mixture = _mixture(cfg, said, live, routes, layout)
             x, amax = decoder_layer(x, layout.gather(w), cfg, precision, run, rope, scaled, mixture=mixture,
                                     layout=layout)
             return x, (amax, *said)
 
-        def body(carry: tuple[Array, Params], at: tuple, layer: Callable = layer,
-                 run: LayerRun = run) -> tuple:
+        def body(carry: Any, at: tuple, layer: Callable = layer, run: LayerRun = run) -> tuple:
             (x, sums), (i, w, routes) = carry, at
             for name in [name for name in sums if name in w]:
-                row = i - run.start + rows_of(run, precision.runs, name).start
+                row = i - run.start + first_row(run, precision.runs, name)
                 grad_slots, own = accumulate_grad(grad_slots_of(w[name], precision.compute_dtype), sums[name],
                                                   row)
                 w, sums = w | trainable(w, {name: grad_slots}), sums | {name: own}
@@ -116,8 +116,9 @@ def forward_with_aux(
         (x, sums), said = jax.lax.scan(body, (x, sums), (jnp.arange(run.start, run.stop), weights, replayed))
         seen.append(said)
     x = final_norm(start_backward(x, sums), params, cfg, precision)
-    join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) if parts else None
-    return x, join([amax for amax, *_ in seen]), join([routing for _, *said in seen for routing in said])
+    join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+    routings = [routing for _, *said in seen for routing in said]
+    return x, join([amax for amax, *_ in seen]), join(routings) if routings else None
 
 
 def _mixture(
@@ -127,7 +128,7 @@ def _mixture(
     """mixture(x, weights, precision, fp8) -> its output; what its router said is added to `said`."""
 
     def compute(x: Array, w: Params, precision: Precision, fp8: bool) -> Array:
-        y, routing = moe.moe_block(x, w, cfg.experts, precision, fp8, live_BT, routes_BTk, layout)
+        y, routing = moe.moe_block(x, w, cfg.mixture, precision, fp8, live_BT, routes_BTk, layout)
         said.append(routing)
         return y
 
@@ -144,17 +145,17 @@ def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
     """attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v):
     within segments, keys and values rounded as the engine's cache holds them, over their scales, 1 if None.
     """
-    by_kernel = precision.attention == "pallas"
-    tables, mask_BTS = (packed.tables_of(segment_ids_BT),
-                        None) if by_kernel else (None, nn.packed_mask(segment_ids_BT))
+    tables = packed.tables_of(segment_ids_BT) if precision.attention == "pallas" else None
+    mask_BTS = nn.packed_mask(segment_ids_BT) if tables is None else None
 
     def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
         amax, s = amax_of(q, k, v, segment_ids_BT > 0), scales or UNIT
         if precision.kv_fp8:
             k, v = (nn.round_scaled(a, s[n], precision.kv_truncated) for n, a in (("k", k), ("v", v)))
-        if by_kernel:
+        if tables is not None:
             q = nn.round_scaled(q, s["q"]) if precision.attention_fp8 else q
             return packed.attention(q, k, v, tables, fp8=precision.attention_fp8, backend="pallas"), amax
+        assert mask_BTS is not None
         return nn.attention(q, k, v, mask_BTS, precision.attention_fp8, s["q"], precision.probabilities), amax
 
     return attend
@@ -190,13 +191,13 @@ def forward_cached(
     x = embed(params, tokens_BT, precision)
     for run, weights in runs_of(params, cfg, precision):
 
-        def body(carry: tuple[Array, KVCache], layer: tuple[Array, Params], run: LayerRun = run):
+        def body(carry: Any, layer: tuple[Array, Params], run: LayerRun = run) -> tuple[Any, None]:
             (x, cache), (index, w), said = carry, layer, []
             where = cache, index, positions_BT, mask_BTS
             attend = functools.partial(_attend_cached, *where, precision, w.get("kv_scales") or UNIT)
             x, cache = decoder_layer(x, w, cfg, precision, run, rope, attend, mixture=_mixture(cfg, said))
             if said:
-                row = index - run.start + rows_of(run, precision.runs, "moe").start
+                row = index - run.start + first_row(run, precision.runs, "moe")
                 cache = cache._replace(routes=_store(cache.routes, row, positions_BT, said[0].ids))
             return (x, cache), None
 
@@ -305,9 +306,11 @@ def decoder_layer(
         return nn.add_residual(x_BTD, mixture(h, w["moe"], precision, "gate_proj" in run.fp8)), left
     h = layout.copy_to_tensor_parallel(h)
     if product is None and fuses(precision, run.fp8):
-        y = swiglu_mlp(h, *(w["mlp"][name]["weight"] for name in MLP_MODULES), precision)
+        gate, up, down = (w["mlp"][name]["weight"] for name in MLP_MODULES)
+        y = swiglu_mlp(h, gate, up, down, precision)
         return nn.add_residual(x_BTD, layout.reduce_from_tensor_parallel(y)), left
-    h_BTF = nn.swiglu(*project(h, "mlp", "gate_proj", "up_proj"), precision.fused)
+    gate, up = project(h, "mlp", "gate_proj", "up_proj")
+    h_BTF = nn.swiglu(gate, up, precision.fused)
     if "down_proj" not in quantizes:
         h_BTF = h_BTF.astype(h.dtype)
     (y,) = project(h_BTF, "mlp", "down_proj")

@@ -28,6 +28,12 @@ BEGINS, ENDS = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/com
 TOLD = 0.05  # seconds that a phase has to take to be worth a line
 
 
+def _style(key: str, value: float) -> str:
+    """The colour of a value that has bounds."""
+    level = level_of(key, value)
+    return "" if level is None else STYLES[level]
+
+
 class ConsoleMonitor:
     """Shows steps out of `total_steps`. `note` prints a line of text; `phase` says what begins, and names it
     while it lasts: the first time that each ends its seconds are printed, and how many of them went into
@@ -73,8 +79,7 @@ class ConsoleMonitor:
         step = int(record["step"])
         left = self._time_left("step", step, self.total_steps)
         held = [(key, label, form) for key, label, form in _SHOWN if isinstance(record.get(key), int | float)]
-        facts = [Text(f"{label} {record[key]:{form}}", STYLES.get(level_of(key, record[key]), ""))
-                 for key, label, form in held]
+        facts = [Text(f"{label} {record[key]:{form}}", _style(key, float(record[key]))) for key, label, form in held]
         head, tail = [Text(f"step {step}/{self.total_steps}")], [Text(f"left {left}")] if left else []
         while (line := Text("  ").join([*head, *facts, *tail])).cell_len > COLUMNS and len(facts) > 1:
             facts.pop()
@@ -134,11 +139,11 @@ class Doing(ProgressColumn):
         self.name, self._since, self._seconds = name, now, 0.0
         return ended
 
-    def compiled(self, event: str, seconds: float, **_: object) -> None:
+    def compiled(self, event: str, duration_secs: float, **_: str | int) -> None:
         """A listener of JAX's: it cannot be taken away, and is deaf when the run has ended."""
         if event in (BEGINS, ENDS) and not self.closed:
             self._compiling = event == BEGINS
-            self._seconds += seconds
+            self._seconds += duration_secs
 
     def render(self, task: Task) -> Text:
         seconds = time.perf_counter() - self._since

@@ -27,8 +27,8 @@ class TensorboardMonitor:
 
     def log(self, record: Record) -> None:
         """Raises OSError of the disk."""
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         numbers = {key: float(value) for key, value in record.items() if key != "step"
                    and not isinstance(value, str)}
@@ -40,8 +40,10 @@ class TensorboardMonitor:
     def rewind(self, step: int, records: Iterable[Record]) -> None:
         """What is logged from here on comes after `step`: TensorBoard shows nothing of the steps after it
         that was logged before (a session that starts, as tf.summary and torch write it for `purge_step`)."""
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
+        from tensorboardX.proto.event_pb2 import (  # protobuf makes these classes as it is loaded
+            Event,  # pyright: ignore[reportAttributeAccessIssue]
+            SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+        )
         start = SessionLog(status=SessionLog.START)
         self._writer.write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
         self._writer.flush()

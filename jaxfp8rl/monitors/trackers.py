@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import UserError
@@ -26,7 +27,7 @@ def make_trackers(cfg: Config, folder: Path, note: Callable[[str], None]) -> lis
     return [Tracker(name, lambda name=name: _make(name, cfg, folder), note) for name in cfg.run.trackers]
 
 
-def _make(name: str, cfg: Config, folder: Path) -> Monitor:
+def _make(name: str, cfg: Config, folder: Path) -> Rewinding:
     if name == "wandb":
         from jaxfp8rl.monitors.wandb import WandbMonitor
 
@@ -36,28 +37,35 @@ def _make(name: str, cfg: Config, folder: Path) -> Monitor:
     return TensorboardMonitor(folder / "events")
 
 
+class Rewinding(Monitor, Protocol):
+    """A monitor that a resumed run takes back to the step that it resumes from."""
+
+    def rewind(self, step: int, records: Iterable[Record]) -> None: ...
+
+
 class Tracker:
     """What `make` makes, until its first error, which `note` is told: then it is off for the rest of the
     run."""
 
-    def __init__(self, name: str, make: Callable[[], Monitor], note: Callable[[str], None]):
-        self._name, self._note, self._monitor = name, note, None
+    def __init__(self, name: str, make: Callable[[], Rewinding], note: Callable[[str], None]):
+        self._name, self._note = name, note
+        self._monitor: Rewinding | None = None
         self._monitor = self._try(make)
 
     def log(self, record: Record) -> None:
-        if self._monitor:
-            self._try(lambda: self._monitor.log(record))
+        if monitor := self._monitor:
+            self._try(lambda: monitor.log(record))
 
     def rewind(self, step: int, records: Iterable[Record]) -> None:
         """Of what was logged only `records` still hold, those up to `step`."""
-        if self._monitor:
-            self._try(lambda: self._monitor.rewind(step, records))
+        if monitor := self._monitor:
+            self._try(lambda: monitor.rewind(step, records))
 
     def close(self) -> None:
         if self._monitor:
             self._try(self._monitor.close)
 
-    def _try(self, act: Callable[[], Monitor | None]) -> Monitor | None:
+    def _try(self, act: Callable[[], Rewinding | None]) -> Rewinding | None:
         try:
             return act()
         except Exception as e:  # the network's, the service's, a full disk's, a broken package's

@@ -76,7 +76,7 @@ def encode(
 
 def decode(kept: Stored) -> Array:
     """The float32 numbers, exactly."""
-    if not is_scaled(kept):
+    if not isinstance(kept, Scaled):
         return kept.astype(jnp.float32)
     numbers = _e4m3(kept.codes) if kept.codes.dtype == jnp.uint8 else kept.codes.astype(jnp.float32)
     return numbers * _spread(kept.scale, numbers.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
@@ -85,7 +86,7 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
     """What a run says when it starts: by what the learner computes, and where a kernel is left for something
     slower, why. `support`: log-probabilities are over the tokens that a filter has left."""
     # any part of a vocabulary is padded
-    logprobs = logprob.why_reference(precision.compute_dtype, model.hidden_size, support)
+    logprobs = logprob.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, support)
     parts = [
         _by("attention", precision.attention, _no_attention(precision.compute_dtype, model)),
         _by("log-probabilities", "xla" if logprobs or _no_hopper() else "pallas", logprobs),
@@ -111,8 +112,8 @@ def _experts(precision: Precision, model: ModelConfig) -> str:
     """Of grouped products those that are not in FP8 have kernels of their own, JAX's."""
     kernels = precision.products == "pallas"
     in_high = not precision.any_fp8 or precision.gradients == "high" or not precision.activations_fp8
-    widths = model.hidden_size, model.experts.moe_intermediate_size
-    why = high.why_reference(precision.compute_dtype, *widths) if in_high else ""
+    widths = model.hidden_size, model.mixture.moe_intermediate_size
+    why = high.why_reference(jnp.dtype(precision.compute_dtype), *widths) if in_high else ""
     why = why or ("" if kernels else f'is for precision.products = "pallas", not "{precision.products}"')
     what = "experts in high precision" if precision.any_fp8 and kernels and why else "experts"
     return _by(what, "xla, 128 rows at a time" if why or _no_hopper() else "pallas", why)

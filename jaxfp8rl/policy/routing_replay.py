@@ -67,9 +67,10 @@ def check_engine(cfg: Config, capabilities: Capabilities) -> None:
 
 def route_problem(model: ModelConfig, request: GenRequest, completion: Completion) -> str | None:
     """What makes the routes of a completion unfit to be replayed, or None."""
-    routes, experts = completion.routed_experts, model.experts
+    routes = completion.routed_experts
     if routes is None:
         return "no routed experts"
+    experts = model.mixture
     tokens = len(request.prompt_token_ids) + len(completion.token_ids) - 1
     want = (tokens, model.num_hidden_layers, experts.num_experts_per_tok)
     if np.shape(routes) != want:
@@ -87,14 +88,14 @@ def route_problem(model: ModelConfig, request: GenRequest, completion: Completio
 
 def compact(samples: Sequence[Sample], model: ModelConfig) -> list[Sample]:
     """Their routes of sparse layers alone [tokens, sparse layers, k], as narrow as holds them."""
-    sparse, dtype = list(model.sparse_layers), route_dtype(model.experts)
+    sparse, dtype = list(model.sparse_layers), route_dtype(model.mixture)
     return [s._replace(routes=np.asarray(s.routes)[:, sparse].astype(dtype)) for s in samples]
 
 
 def of_no_tokens(model: ModelConfig) -> np.ndarray:
     """[0, sparse layers, k]: what `compact` makes of a sample, but for its length."""
-    return np.zeros((0, sum(model.sparse_layers), model.experts.num_experts_per_tok),
-                    route_dtype(model.experts))
+    return np.zeros((0, sum(model.sparse_layers), model.mixture.num_experts_per_tok),
+                    route_dtype(model.mixture))
 
 
 class RouteReplay:
@@ -114,7 +115,7 @@ class RouteReplay:
         """old_logp [M, R, T]. The routes that were its own are remembered for `replayed`."""
         old, own = self._record(policy, batch)
         self._recorded.append(own)
-        if self.mode == "R3":
+        if self.mode == "R3" and batch.routes is not None:
             seen = disagreement(own, batch.routes, batch.segment_ids)
             if self._every and self.steps % self._every == 0:
                 unreplayed = self._record(policy, batch._replace(routes=None))[0]

@@ -165,7 +165,8 @@ def _fp8_forward(how: _How, x: Array, weight: QuantizedWeight,
     precision, backend = how.precision, backend_of(how.precision)
     quantized = quantize_rows(x, backend=backend)
     if precision.activations_fp8:
-        return _scaled_product(precision, *(how.rows(a, d) for a in quantized), weight, d), quantized
+        codes, scale = (how.rows(a, d) for a in quantized)
+        return _scaled_product(precision, codes, scale, weight, d), quantized
     dtype = jnp.dtype(precision.compute_dtype)
     w = round_to(q.dequantize_blocks(*weight), precision.compute_dtype).astype(dtype)
     y = high_matmul(how.rows(x.astype(dtype), d), w, d.groups, out_dtype=dtype,

@@ -10,13 +10,15 @@ does it: learner and engine cannot differ by it. (NeMo RL, and FP8-RL by its pap
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 NAMES = ("q", "k", "v")
 KvScales = dict[str, Array]  # of NAMES, each [L] float32: the scales of the layers
-UNIT = dict.fromkeys(NAMES, 1.0)  # of one layer, where there are none: what an engine has that was given none
+UNIT: dict[str, Any] = dict.fromkeys(NAMES, 1.0)  # of one layer, where there are none: what an engine has that was given none
 # the largest element is scaled to between 2^7 and 2^8, with a factor of 1.75 to 3.5 to spare below 448
 LARGEST = 7
 

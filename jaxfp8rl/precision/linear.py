@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 
 from jaxfp8rl.precision.recipe import Precision
 from pallas_kernels.blockwise_matmul import api as matmul
@@ -159,12 +160,16 @@ def fused_linears(x: Array, weights: Sequence[Weight], precision: Precision,
     """FP8 `linear` of x by each of `weights`, [N_i, K] -> [..., N_i]. Backwards they are one, unless blocks
     of scales would reach over the end of a weight: x's gradient is one sum, rounded once, and the weights'
     are one product of many rows."""
-    quantized, grad_slots = zip(*map(as_quantized, weights))
-    if grad_slots[0] is None:
+    pairs = [as_quantized(weight) for weight in weights]
+    quantized = tuple(weight for weight, _ in pairs)
+    grad_slots = tuple(grad_slot for _, grad_slot in pairs if grad_slot is not None)
+    if not grad_slots:
         return tuple(_fp8_forward(precision, amax_floor, x, w)[0] for w in quantized)
     if any(len(w.codes) % BLOCK for w in quantized[:-1]):
         each = zip(quantized, grad_slots)
-        return tuple(_fp8_linears(precision, amax_floor, x, (w,), (grad_slot,))[0] for w, grad_slot in each)
+        # partial hides that each is a tuple of one
+        return tuple(_fp8_linears(precision, amax_floor, x, (w,), (slot,))[0]  # pyright: ignore[reportIndexIssue]
+                     for w, slot in each)
     return _fp8_linears(precision, amax_floor, x, quantized, grad_slots)
 
 
@@ -179,12 +184,12 @@ def as_quantized(weight: Weight) -> tuple[QuantizedWeight, Array | None]:
     quantized, grad_slot = weight if isinstance(weight, WeightWithGradSlot) else (weight, None)
     if isinstance(quantized, EngineWeight):
         quantized = quantized.cut_out()
-    if not isinstance(quantized, QuantizedWeight):
-        return QuantizedWeight.of(jax.lax.stop_gradient(weight)), weight
-    return quantized, grad_slot
+    if isinstance(quantized, QuantizedWeight):
+        return quantized, grad_slot
+    return QuantizedWeight.of(jax.lax.stop_gradient(quantized)), quantized
 
 
-def _dot(x: Array, w: Array, dtype: jnp.dtype | None = None) -> Array:
+def _dot(x: Array, w: Array, dtype: DTypeLike | None = None) -> Array:
     """x [..., K], w [N, K] -> [..., N] in `dtype`, x's by default: summed in float32 and rounded once, by the
     product itself where that is its operands' type. (Rounded apart, all of it is written and read once more.)
     """
@@ -223,7 +228,8 @@ def _fp8_forward(precision: Precision, amax_floor: float, x: Array,
     """The product in `precision.compute_dtype`, and x as codes and scales, for whoever keeps them."""
     quantized = quantize_rows(x, amax_floor=amax_floor, backend=backend_of(precision))
     if precision.activations_fp8:
-        return scaled_product(precision, *quantized, weight), quantized
+        codes, scale = quantized
+        return scaled_product(precision, codes, scale, weight), quantized
     # W8A16 kernels make the weight a BF16 one (vLLM's on AMX, for more than 4 tokens)
     w = round_to(q.dequantize_blocks(*weight), precision.compute_dtype)
     return _dot(x.astype(jnp.float32), w, precision.compute_dtype), quantized

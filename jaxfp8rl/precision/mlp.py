@@ -63,9 +63,10 @@ def _forward(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...
     """(y [..., D], gate and up [T, 2F])"""
     gate, up, down = weights
     backend = backend_of(precision)
-    rows = quantize_rows(flat(x), amax_floor=FUSED_AMAX_FLOOR, backend=backend)
-    gate_up = scaled_product(precision, *rows, concat_quantized((gate, up)))
-    y = scaled_product(precision, *swiglu_quantize(gate_up, backend=backend).rows, down)
+    codes, scale = quantize_rows(flat(x), amax_floor=FUSED_AMAX_FLOOR, backend=backend)
+    gate_up = scaled_product(precision, codes, scale, concat_quantized((gate, up)))
+    codes, scale = swiglu_quantize(gate_up, backend=backend).rows
+    y = scaled_product(precision, codes, scale, down)
     return y.reshape(x.shape), gate_up
 
 

@@ -81,6 +81,13 @@ def _runs(fp8: Sequence[frozenset[str]], sparse_layers: Sequence[bool]) -> tuple
     return tuple(LayerRun(a, b, *alike[a]) for a, b in zip(starts, starts[1:] + [len(alike)]))
 
 
+def first_row(run: LayerRun, runs: tuple[LayerRun, ...], name: str) -> int:
+    """The first of `rows_of` a run that has some."""
+    rows = rows_of(run, runs, name)
+    assert rows is not None, f"{run} has no {name}"
+    return rows.start
+
+
 def rows_of(run: LayerRun, runs: tuple[LayerRun, ...], name: str) -> slice | None:
     """Where in a stack of all layers that have a "self_attn", "mlp", "moe" (`name`) or so on those of `run`
     are; None where they have none."""

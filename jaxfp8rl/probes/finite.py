@@ -90,8 +90,8 @@ def find_nonfinite(
     weights = unquantized_policy(params, precision)
     for m in range(len(batch.tokens)):
         micro = jax.tree.map(lambda x, m=m: x[m], batch)
-        seen = fetch(_count_bad_activations(weights, micro, model, precision, temperature))
-        if where := _first_bad_activation(*seen, model.sparse_layers):
+        seen, logp = fetch(_count_bad_activations(weights, micro, model, precision, temperature))
+        if where := _first_bad_activation(seen, logp, model.sparse_layers):
             return f"micro-batch {m}, {where}"
     return "the batch, the weights and the forward pass are finite: it is the loss or the backward pass"
 

@@ -192,7 +192,7 @@ def forward_with_hooks(
     x, stacks = embed(weights, micro.tokens, precision), []
     for run, stack in runs_of(weights, model, precision):
 
-        def body(x: Array, w: Params, run: LayerRun = run) -> tuple[Array, dict]:
+        def body(x: Any, w: Params, run: LayerRun = run) -> tuple[Any, dict]:
             seen = {}
 
             def product(name: str, x: Array, *rest: Any) -> Array:
@@ -205,8 +205,8 @@ def forward_with_hooks(
                     seen[name] = look(name, x / jnp.asarray(scale, x.dtype), live)
                 return attention(queries, keys, values, scales)
 
-            def mixture(x: Array, weights: Params, *formats: Any) -> Array:
-                y, _ = moe.moe_block(x, weights, model.experts, *formats, live)
+            def mixture(x: Array, weights: Params, precision: Precision, fp8: bool) -> Array:
+                y, _ = moe.moe_block(x, weights, model.mixture, precision, fp8, live)
                 ends = {"gate_proj": x, "up_proj": x, "down_proj": y}
                 seen.update((name, look(name, end, live)) for name, end in ends.items())
                 return y
@@ -291,7 +291,7 @@ def mixed_forward(
     def layer_in(precision: Precision, run: LayerRun) -> Callable:
         attend = packed_attention(micro.segment_ids, precision)
 
-        def layer(x: Array, w: Params) -> Array:
+        def layer(x: Any, w: Params) -> Any:
             return decoder_layer(x, w, model, precision, run, rope,
                                  functools.partial(attend, scales=w.get("kv_scales")))[0]
 

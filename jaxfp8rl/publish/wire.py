@@ -34,7 +34,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 def is_fp8(entry: Entry, runs: tuple[LayerRun, ...]) -> bool:
     """Whether the engine holds this tensor as E4M3 codes and block scales."""
-    if entry.role != "linear":
+    if entry.role != "linear" or entry.layer is None:
         return False
     return any(run.start <= entry.layer < run.stop and entry.path[-2] in run.fp8 for run in runs)
 
@@ -102,10 +102,11 @@ class LearnerWeights:
             made |= _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype,
                                 fp8) if absent else {}
             for e in entries:
+                row = rows[e.path]
                 if e.path in made:
                     tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
                 else:
-                    tensor = _row(leaves[e.path], () if layer is None else (rows[e.path], *e.index[1:]))
+                    tensor = _row(leaves[e.path], () if row is None else (row, *e.index[1:]))
                 yield from zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if e.path in fp8 else (tensor,))
         if scales := self._policy.get("kv_scales"):
             for name, which, layer in kv_scale_names(cfg):
@@ -141,7 +142,7 @@ def _is_split(leaf: Array | QuantizedWeight) -> bool:
 
 def _crosses(leaf: Array | QuantizedWeight, fp8: bool, dtype: str) -> bool:
     """Whether a leaf is as it crosses."""
-    return isinstance(leaf, QuantizedWeight) if fp8 else leaf.dtype == dtype
+    return fp8 if isinstance(leaf, QuantizedWeight) else not fp8 and leaf.dtype == dtype
 
 
 def _rows(names: tuple[str, ...], stack: Array | QuantizedWeight, first: int | None,
@@ -164,7 +165,8 @@ def _parts(span: Span, shape: tuple[int, ...], itemsize: int,
     each, row_bytes = span.experts, math.prod(shape[1:]) * itemsize
     rows = len(span.names) // each
     size = -(-rows // -(-rows // max(nbytes // row_bytes, 1)))
-    return [(span.first + i, span.names[i * each : (i + size) * each]) for i in range(0, rows, size)]
+    first = span.first or 0
+    return [(first + i, span.names[i * each : (i + size) * each]) for i in range(0, rows, size)]
 
 
 Path = tuple[str, ...]
@@ -228,7 +230,7 @@ def _spans(cfg: ModelConfig, runs: tuple[LayerRun, ...], held: tuple[int, ...]) 
 
     def span(entries: list[Entry]) -> Span:
         e, names = entries[0], tuple(e.hf_name for e in entries)
-        experts = cfg.experts.num_experts if len(e.index) > 1 else 1
+        experts = cfg.mixture.num_experts if len(e.index) > 1 else 1
         return Span(names, *places[e.layer, e.path], is_fp8(e, runs), experts)
 
     by_leaf = sorted(param_table(cfg), key=lambda e: (e.path, -1 if e.layer is None else e.layer))
@@ -244,8 +246,8 @@ def _row(leaf: Array | QuantizedWeight, index: tuple[int, ...]) -> Any:
     if not index:
         return leaf
     at = index[0] if len(index) == 1 else index
-    return QuantizedWeight(*(StackRow(w, at) for w in leaf)) if isinstance(
-        leaf, QuantizedWeight) else StackRow(leaf, at)
+    row = lambda stack: StackRow(stack, at)
+    return tuple(map(row, leaf)) if isinstance(leaf, QuantizedWeight) else row(leaf)
 
 
 @functools.cache
@@ -262,9 +264,9 @@ def _made_layer(
     stack."""
 
     def one(path: Path) -> Array | QuantizedWeight:
-        if rows[path] is None:
+        if (row := rows[path]) is None:
             return _rounded(leaves[path], dtype)
-        return jax.tree.map(lambda x: x[0], _rows_made(leaves[path], rows[path], 1, dtype, path in fp8))
+        return jax.tree.map(lambda x: x[0], _rows_made(leaves[path], row, 1, dtype, path in fp8))
 
     return {path: one(path) for path in leaves}
 
@@ -308,10 +310,10 @@ def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str,
     for run in runs:
         stack: Params = {}
         for path in dict.fromkeys(e.path for e in table if e.layer is not None):
-            members = [e for e in table if e.path == path and run.start <= e.layer < run.stop]
+            members = [e for e in table if e.path == path and e.layer in range(run.start, run.stop)]
             if not members:  # of dense layers alone, or of sparse ones
                 continue
-            experts = (cfg.experts.num_experts,) if len(members[0].index) > 1 else ()
+            experts = (cfg.mixture.num_experts,) if len(members[0].index) > 1 else ()
             join = lambda *xs, experts=experts: jnp.stack(xs).reshape(-1, *experts, *xs[0].shape)
             _put(stack, path[1:], jax.tree.map(join, *map(leaf, members)))
         stacks.append(stack)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from jaxfp8rl.data.problem import Problem
     from jaxfp8rl.data.task import Task
@@ -58,7 +60,7 @@ def total(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
         return scores[""]
     parts = {name: score.value for name, score in scores.items()}
     known = {name: value for name, value in parts.items() if value is not None}
-    first = {score.why.partition(":")[0]: f"{score.why} ({name})" for name, score in reversed(scores.items())}
+    first = {score.why.partition(":")[0]: f"{score.why} ({name})" for name, score in reversed([*scores.items()])}
     if failed := next((first[kind] for kind in ("timeout", "crash", "error", "unreachable") if kind in first),
                       None):
         return Score(None, failed, parts)
@@ -83,7 +85,7 @@ def _defined(value: Any) -> Score:
 def _is_broken(task: Task, problem: Problem) -> bool:
     """It breaks on the reference answer, too, which is well-formed."""
     try:
-        _defined(task.score(problem, task.demonstrate(problem, None)))
+        _defined(task.score(problem, task.demonstrate(problem, np.random.default_rng(0))))
         return False
     except Exception:
         return True

@@ -21,6 +21,7 @@ def completion_to_json(c: Completion) -> dict[str, Any]:
 def completion_from_json(d: dict[str, Any]) -> Completion:
     """The completion that `completion_to_json` made `d` of."""
     arrays = {name: np.array(values, dtype) for name, (dtype, values) in d["arrays"].items()}
-    rest = {k: v for k, v in d.items() if k != "arrays"}
-    return Completion(**rest | arrays
-                      | {"version_spans": tuple(VersionSpan(*span) for span in d["version_spans"])})
+    spans = tuple(VersionSpan(*span) for span in d["version_spans"])
+    fields: dict[str, Any] = d | arrays | {"version_spans": spans}
+    del fields["arrays"]
+    return Completion(**fields)

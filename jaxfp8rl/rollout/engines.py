@@ -131,6 +131,7 @@ def _jax(cfg: Config, model: ModelConfig,
 
 def _routes_of_all_layers(model: ModelConfig, cache: KVCache) -> Array:
     """The experts of each slot, [B, S, L, k]; 0 in dense layers, as vLLM has it."""
+    assert cache.routes is not None  # a model with experts has them
     routes = jnp.moveaxis(cache.routes, 0, 2)
     every = jnp.zeros((*routes.shape[:2], model.num_hidden_layers, routes.shape[-1]), routes.dtype)
     return every.at[:, :, np.flatnonzero(model.sparse_layers)].set(routes)
@@ -200,20 +201,20 @@ def _remote(cfg: Config, model: ModelConfig,
         gpus = ",".join(map(str, r.server_gpus[number * share :][:share]))
         environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         # unseeded requests draw each its own
-        options = _vllm_options(cfg, model, runs) | {"seed": cfg.run.seed + number}
-        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **options)
+        config: dict[str, Any] = _vllm_options(cfg, model, runs) | {"seed": cfg.run.seed + number}
+        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **config)
         return engine, _opened(cfg, engine)
 
     def member(number: int) -> Member:
         supervised = SupervisedEngine(functools.partial(started, number), r.restarts)
         return Member(supervised, supervised)
 
-    engine = member(0).engine if r.engines == 1 else EnginePool.start(
-        [functools.partial(member, i) for i in range(r.engines)])
-    return engine, engine
+    members = [functools.partial(member, i) for i in range(r.engines)]
+    engine: Any = members[0]().engine if r.engines == 1 else EnginePool.start(members)
+    return engine, engine  # it is its own transport
 
 
-def _opened(cfg: Config, engine: RolloutEngine) -> WeightTransport:
+def _opened(cfg: Config, engine: Any) -> Any:
     """The configured way to an engine in a process of its own."""
     from bridges.served.remote_direct import RemoteDirect
     from bridges.served.remote_file import RemoteFile

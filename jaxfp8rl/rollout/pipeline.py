@@ -33,17 +33,18 @@ class RolloutPipeline:
     """Of one run, in order. With a lag it samples in a thread of its own."""
 
     def __init__(self, ctx: RolloutContext):
-        self._parts, self._waiting, self._kept = ctx, None, {}
+        self._parts = ctx
+        self._waiting: Future | None = None
+        self._kept: dict[str, Any] = {}
 
     def next_batch(self, step: int, clock: Clock) -> scored_groups.Rollouts:
         """The batch of `step`. What it cost is added to `clock`, with a lag also of what was sampled beside
         the last step."""
         if not self._parts.cfg.rollout.lag:
             return generate_batch(self._parts, self._parts.engine, step, step - 1, clock)
-        if self._waiting is None:
-            self._begin(step, step - 1)
+        waiting = self._waiting or self._begin(step, step - 1)
         with clock("wait"):
-            batch, own = self._waiting.result()
+            batch, own = waiting.result()
         clock.include(own)
         self._waiting, self._kept = None, {}
         if step < self._parts.cfg.run.steps:
@@ -76,11 +77,12 @@ class RolloutPipeline:
                        for call in ahead["answers"]]
             self._begin(step + 1, ahead["version"], answers)
 
-    def _begin(self, step: int, version: int, known: Answers = ()) -> None:
+    def _begin(self, step: int, version: int,
+               known: Sequence[list[list[Completion]]] = ()) -> Future:
         """Sample in a thread; what is `known` is not asked for again."""
-        engine, clock, self._waiting = _ReplayedEngine(self._parts.engine, known), Clock(), Future()
+        engine, clock, done = _ReplayedEngine(self._parts.engine, known), Clock(), Future()
+        self._waiting = done
         self._kept = {"stream": self._parts.stream.state(), "version": version, "answers": engine.answers}
-        done = self._waiting
 
         def sample() -> None:
             try:
@@ -89,12 +91,13 @@ class RolloutPipeline:
                 done.set_exception(e)
 
         threading.Thread(target=sample, name="rollout", daemon=True).start()
+        return done
 
 
 class _ReplayedEngine:
     """An engine of which each answer is kept; the first ones may be `known`."""
 
-    def __init__(self, engine: RolloutEngine, known: Answers):
+    def __init__(self, engine: RolloutEngine, known: Sequence[list[list[Completion]]]):
         self._engine, self._known, self.answers = engine, list(known), []
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
@@ -105,8 +108,8 @@ class _ReplayedEngine:
         return self._engine.health()
 
 
-def generate_batch(ctx: RolloutContext, engine: RolloutEngine, step: int, version: int,
-            clock: Clock) -> scored_groups.Rollouts:
+def generate_batch(ctx: RolloutContext, engine: scored_groups.Generates, step: int, version: int,
+                   clock: Clock) -> scored_groups.Rollouts:
     """Sample and score a batch of prompts; under dynamic sampling further ones, until enough groups have
     rewards that differ."""
     cfg, rounds = ctx.cfg, []

@@ -31,7 +31,8 @@ def with_proxies(group: ProcessGroup, make: Callable[[], World]) -> World:
     if group.count == 1:
         return make()
     rewards, engine, transport = make() if group.first else (None,) * 3
-    return _Rewards(group, rewards), _Engine(group, engine), _Transport(group, transport)
+    proxies: Any = _Rewards(group, rewards), _Engine(group, engine), _Transport(group, transport)
+    return proxies  # each has what a loop calls of its protocol
 
 
 class _RankZeroProxy:
@@ -56,7 +57,7 @@ class _Rewards(_RankZeroProxy):
 
 
 class _Engine(_RankZeroProxy):
-    def __init__(self, group: ProcessGroup, engine: RolloutEngine | None):
+    def __init__(self, group: ProcessGroup, engine: Any):
         super().__init__(group, engine)
         said = group.broadcast(lambda: dataclasses.asdict(engine.capabilities()))
         self._capabilities = Capabilities(**said | {"formats": EngineFormats(**said["formats"])})

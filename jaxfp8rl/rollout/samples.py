@@ -125,7 +125,7 @@ def _row(group: Group, i: int, step: int, tokenizer: Tokenizer,
     return row | dict(zip(("old_logp", "weights"), map(_rounded, learned))) if learned else row
 
 
-def token_lengths(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+def token_lengths(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, text: str) -> list[int]:
     """Characters of `text` that each of `ids` [T] stands for. 0 for a token that ends within a character,
     whose next one has it all, and for the stop token, which is not in the text."""
     pieces = [_piece(tokenizer, int(i)) for i in ids]
@@ -140,7 +140,7 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def _in_context(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+def _in_context(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, text: str) -> list[int]:
     """The same where tokens cut characters, or a token's text depends on the one before it; slower."""
     lengths, left = [], len(text)
     start = done = 0  # text up to token `done` is known; from `start` on tokens are decoded together

@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bridges.api import Completion, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
+from bridges.api import Completion, EngineUnhealthy, GenRequest, Health, SamplingParams
 from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.problem import Problem
@@ -111,8 +111,16 @@ def make_requests(
             for i, (p, s) in enumerate(zip(prompts, seeds))]
 
 
+class Generates(Protocol):
+    """The part of a RolloutEngine that a batch needs."""
+
+    def generate(self, requests: Sequence[GenRequest], /) -> list[list[Completion]]: ...
+
+    def health(self) -> Health: ...
+
+
 def generate(
-    engine: RolloutEngine, prompts: Sequence[Prompt], requests: Sequence[GenRequest], version: int,
+    engine: Generates, prompts: Sequence[Prompt], requests: Sequence[GenRequest], version: int,
     unfit: Callable[[GenRequest, Completion], str | None] = lambda request, completion: None,
     cut: Callable[[GenRequest, Completion], Completion] = lambda request, completion: completion,
 ):
@@ -214,7 +222,9 @@ def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list
 
 
 def support_of(c: Completion) -> tuple[np.ndarray, np.ndarray] | None:
-    return None if c.support_sizes is None else (c.support_ids, c.support_sizes)
+    if c.support_ids is None or c.support_sizes is None:
+        return None
+    return c.support_ids, c.support_sizes
 
 
 def overlong(group: Group, loss: Loss, max_new_tokens: int) -> np.ndarray:

@@ -15,6 +15,8 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from bridges.api import Completion, GenRequest
 from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.data.tokenizer import Tokenizer
@@ -43,7 +45,7 @@ class Stops:
         return dataclasses.replace(completion.first(length, len(request.prompt_token_ids)),
                                    finish_reason="stop")
 
-    def _length(self, ids: Sequence[int]) -> int | None:
+    def _length(self, ids: Sequence[int] | np.ndarray) -> int | None:
         """The least number of tokens whose text has a stop string, by bisection; None where all of them have
         none."""
         if not self.strings or not self._stopped(ids):
@@ -54,7 +56,7 @@ class Stops:
             low, high = (low, middle) if self._stopped(ids[:middle]) else (middle, high)
         return high
 
-    def _stopped(self, ids: Sequence[int]) -> bool:
+    def _stopped(self, ids: Sequence[int] | np.ndarray) -> bool:
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         return any(string in text for string in self.strings)
 

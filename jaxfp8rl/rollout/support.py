@@ -75,8 +75,9 @@ def problem(completion: Completion, most: int) -> str | None:
 def metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """support/tokens_mean, of those that are known, and support/unknown, the share that is not; none without
     filters."""
-    if any(c.support_sizes is None for c in completions):
+    known = [c.support_sizes for c in completions if c.support_sizes is not None]
+    if len(known) < len(completions):
         return {}
-    sizes = np.concatenate([c.support_sizes for c in completions])
+    sizes = np.concatenate(known)
     return {"support/tokens_mean": float(sizes.sum() / max((sizes > 0).sum(), 1)),
             "support/unknown": float((sizes == 0).mean())}

@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -151,16 +151,16 @@ class RunDirectory:
     @by_first
     def _open(self, resume: bool) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._console = self._console or ConsoleMonitor(self._cfg.run.steps)
+        self._console = console = self._console or ConsoleMonitor(self._cfg.run.steps)
         try:
             if not resume:
                 self._begin()
             self._metrics, self._samples = (JsonlMonitor(self.path / f"{n}.jsonl")
                                             for n in ("metrics", "samples"))
             self._trackers = make_trackers(self._cfg, self.path, self.note)
-            self._monitors = Monitors([self._metrics, self._console, *self._trackers])
+            self._monitors = Monitors([self._metrics, console, *self._trackers])
         except BaseException:  # else its live line would go on, and the terminal be without a cursor
-            self._console.close()
+            console.close()
             raise
 
     def __enter__(self) -> RunDirectory:
@@ -174,7 +174,7 @@ class RunDirectory:
                 part.close()
 
     @by_first
-    def log(self, record: dict[str, Any], samples: list[dict[str, Any]] = ()) -> None:
+    def log(self, record: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> None:
         """Raises CheckpointError when the disk takes no more: a run does not go on without its record."""
         try:
             if self._config_changed:
@@ -199,13 +199,14 @@ class RunDirectory:
     def phase(self, name: str) -> None:
         """Something begins that takes long."""
         self._began(name)
-        if self.group.first:
+        if self._console:
             self._console.phase(name)
 
     @by_first
     def warming(self, done: int) -> None:
         """Updates of the warm start that are done."""
-        self._console.bar("warm start", done, self._cfg.sft.steps)
+        if self._console:
+            self._console.bar("warm start", done, self._cfg.sft.steps)
 
     @by_first
     def note(self, text: str, detail: str = "", kind: str = "") -> None:
@@ -214,7 +215,8 @@ class RunDirectory:
         if detail and kind not in self._detailed:
             self._detailed.add(kind)
             text += f"\n{detail}"
-        self._console.note(text)
+        if self._console:
+            self._console.note(text)
         write_note(self.path, text)
 
     @by_first
@@ -236,10 +238,10 @@ class RunDirectory:
             self._checkpoints.save(step, state, loop)
             self.unsaved_since = None
         except Exception as e:  # Orbax, tensorstore and the system have their own each
-            self.unsaved_since = self.unsaved_since or time.monotonic()
+            self.unsaved_since = since = self.unsaved_since or time.monotonic()
             said = f"the checkpoint of step {step} could not be written: {type(e).__name__}: {e}"
-            passed, newest = self.group.broadcast(lambda: time.monotonic()
-                                             - self.unsaved_since), self._checkpoints.latest()
+            passed = self.group.broadcast(lambda: time.monotonic() - since)
+            newest = self._checkpoints.latest()
             if last or passed > self._patience:
                 there = "there is none" if newest is None else f"the newest is that of step {newest}"
                 raise CheckpointError(f"{said}; {there}", "make room in run.dir, then --resume") from e
@@ -275,7 +277,7 @@ class RunDirectory:
             self.note(f"resumed at step {step} with other settings: {'; '.join(other)}")
             self._config_changed = True
         records = read_metrics(self._metrics.path)
-        kept = [record for record in records if record["step"] <= step]
+        kept = [record for record in records if int(record["step"]) <= step]
         for tracker in self._trackers if len(kept) < len(records) else ():
             tracker.rewind(step, kept)
         for lines in (self._metrics, self._samples):

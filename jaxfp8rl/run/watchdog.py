@@ -40,7 +40,7 @@ class Watchdog:
     def phase(self, name: str) -> None:
         """Something else begins: the clock starts anew."""
         self._phase, self._since = name, time.monotonic()
-        if self._seconds:
+        if self._seconds and sys.__stderr__:
             faulthandler.dump_traceback_later(self._seconds + GRACE_SECONDS, exit=True, file=sys.__stderr__)
 
     def _watch(self) -> None:

@@ -95,6 +95,7 @@ class KvCalibration:
         """The policy with the scales to publish it with."""
         if self._seen is not None:
             self.amax, self._seen = remember(self.amax, self._seen, self._decay), None
+        assert self.amax is not None  # a policy is observed before it is published
         return {**policy, "kv_scales": scales_from(self.amax)}
 
 
@@ -105,9 +106,10 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
     def one(micro: TrainBatch) -> tuple[Array, KvScales]:
         hidden, amax = forward_and_amax(policy, model, micro.tokens, micro.positions, micro.segment_ids,
                                         precision)
-        options = dict(logits_dtype=precision.logits_dtype, mask=micro.response_mask, support=micro.support)
-        return token_logprobs(hidden, head_weight(policy, model), micro.tokens, temperature,
-                              **options)[0], amax
+        logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens, temperature,
+                                 logits_dtype=precision.logits_dtype, mask=micro.response_mask,
+                                 support=micro.support)
+        return logp, amax
 
     logp, amax = map_live(one, batch)
     return logp, jax.tree.map(lambda x: finite(x).max(0), amax)  # a bad micro-batch hides no other

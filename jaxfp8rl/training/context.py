@@ -25,7 +25,7 @@ from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
 from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
 from jaxfp8rl.policy.initial import fresh_state, starting_params
@@ -82,7 +82,7 @@ class RunContext:
     policy: Callable
     score: Callable
     train_step: Callable
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     schedule: optax.Schedule
     calibration: ClipCalibration | None
     kv_scales: KvCalibration | None

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from bridges.api import PublishReceipt
+from bridges.api import LendingTransport, PublishReceipt
 from jaxfp8rl.checkpoint.read_only import Trained
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
@@ -165,7 +167,7 @@ def one_step(
         packed, likeliest = ctx.replay.replayed(packed) if ctx.replay else packed, top_tokens(
             ctx, policy, batch)
     with clock("update"):
-        lr = float(ctx.schedule(state.step))
+        lr = float(jnp.asarray(ctx.schedule(state.step)))
         state, policy, updates = run_updates(ctx, run, state, policy, step, batch, packed, scored)
         policy = with_scales(ctx, policy)
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
@@ -197,7 +199,7 @@ def sync_weights(ctx: RunContext, state: TrainState | Trained, policy: Params,
     if not ctx.cfg.rollout.one_copy:
         return publish(ctx, policy, version), policy
     receipt = publish(ctx, {**state.params, "layers": (state.params["layers"],)}, version)
-    return receipt, with_engine_weights(policy, ctx.precision, ctx.transport.lend)
+    return receipt, with_engine_weights(policy, ctx.precision, cast(LendingTransport, ctx.transport).lend)
 
 
 def publish(ctx: RunContext, policy: Params, version: int) -> PublishReceipt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
@@ -152,7 +153,7 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
         run.note(said)
     if ctx.cfg.loss.kl_coef:
         if (reference := name / "reference").is_dir():
-            ctx.group.run_and_sync(lambda: shutil.copytree(reference, run.path / "reference"), alone=True)
+            ctx.group.run_and_sync(functools.partial(shutil.copytree, reference, run.path / "reference"), alone=True)
         else:
             params = jax.tree.map(decode, state.params, is_leaf=is_scaled)
             run.save_reference(ctx.model, params, ctx.cfg.precision.weight_dtype)
@@ -183,7 +184,7 @@ def unseen_by(run: Path, loop: dict[str, Any], ctx: RunContext) -> np.ndarray:
 def rate_notes(before: Config, now: Config, update: int) -> Iterator[str]:
     """What a reader should know of the learning rate from `update` on, a decay that has ended or another rate
     than before's."""
-    was, rate = (float(make_schedule(cfg.optim, cfg.updates)(update)) for cfg in (before, now))
+    was, rate = (float(jnp.asarray(make_schedule(cfg.optim, cfg.updates)(update))) for cfg in (before, now))
     if not math.isclose(was, rate, rel_tol=1e-3):
         yield f"the learning rate of the next update is {rate:.3g}; with the settings before it would have been {was:.3g}"
     elif now.optim.schedule != "constant" and (now.optim.total_steps or now.updates) <= update < now.updates:

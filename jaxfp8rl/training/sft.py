@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 
 from jaxfp8rl.config.learning import Optim
@@ -30,7 +29,7 @@ from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
 from jaxfp8rl.monitors.console import ConsoleMonitor
-from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
 from jaxfp8rl.optim.guard import guarded_update, init_state
 from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.policy.hardware import attention_of, check_kernels
@@ -67,7 +66,7 @@ def run_sft(cfg: Config) -> None:
         raise
     folder = sft_folder(cfg)
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
-    data.tokenizer.save(folder)
+    data.tokenizer.save(str(folder))
     write_seen(folder, questions.seen)
     print(f"wrote {folder}")
 
@@ -165,7 +164,7 @@ def optim_of(cfg: Config) -> Optim:
 
 
 def make_sft_step(logprobs: Callable, precision: Precision,
-                  optimizer: optax.GradientTransformation) -> Callable:
+                  optimizer: Optimizer) -> Callable:
     """Jitted step(state, batch) -> (state, metrics): mean negative log-likelihood of the response tokens, in
     nats."""
 

@@ -124,8 +124,8 @@ class _TrainStep(NamedTuple):
             surrogate = jnp.where(aux["opsm/fraction"], 0.0, surrogate)
         total = importance * surrogate
         if loss.kl_coef:
-            weighed = (sampled, loss.kl_weight_cap) if loss.unbiased_kl else ()
-            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, *weighed))
+            weighed: Any = dict(sampled_logp=sampled, weight_cap=loss.kl_weight_cap) if loss.unbiased_kl else {}
+            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, **weighed))
             aux["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)

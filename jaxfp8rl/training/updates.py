@@ -45,7 +45,7 @@ def run_updates(
     # one has no ratios
     shadow = calibration.begin(step, state.params, packed[-1]) if calibration and len(packed) > 1 else None
     for batch, (old, reference) in zip(packed, scored):
-        if shadow is not None and batch is packed[-1]:
+        if calibration and shadow is not None and batch is packed[-1]:
             calibration.finish(state.params, batch, ctx.score(policy, batch), old, shadow)
         clip = calibration.clip if calibration else None
         state, policy, metrics = ctx.train_step(state, policy, batch, old, reference, clip)

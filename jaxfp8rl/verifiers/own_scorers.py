@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -101,7 +102,9 @@ def _file(name: str, path: str, folder: str) -> Path:
 def _of_file(file: Path) -> ModuleType:
     """The module of a file, under a name that nothing else has: numbers.py is not Python's numbers."""
     name = f"{file.stem} of {file.parent}"
-    spec = importlib.util.spec_from_file_location(name, file)
+    loader = importlib.machinery.SourceFileLoader(name, str(file))
+    spec = importlib.machinery.ModuleSpec(name, loader, origin=str(file))
+    spec.has_location = True  # the module gets its __file__
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module

@@ -202,6 +202,11 @@ def _exact(expression: str) -> Fraction | None:
         return None
 
 
+def _within(x: object, bound: float) -> bool:
+    """Whether x is a number, which a boolean is not, of at most this size."""
+    return type(x) in (int, float) and isinstance(x, int | float) and abs(x) <= bound
+
+
 def _algebra(answer: str, entry: dict) -> bool:
     """Upstream evaluates the answer: integrate(...) and expand(...) had full marks, and 9**9**9 never
     ended."""
@@ -219,9 +224,9 @@ def _is_algebra(node: ast.AST) -> bool:
             return name in FUNCTIONS
         case ast.BinOp(op=ast.Pow(), right=power):
             return not _powers(power) and all(
-                abs(x.value) <= LARGEST_EXPONENT for x in ast.walk(power) if isinstance(x, ast.Constant))
+                _within(x.value, LARGEST_EXPONENT) for x in ast.walk(power) if isinstance(x, ast.Constant))
         case ast.Constant(value=x):
-            return type(x) in (int, float) and abs(x) < 1e30
+            return _within(x, 1e30) and x != 1e30
         case ast.Name(id=name):
             return re.fullmatch(r"[A-Za-z]{1,8}\d?", name) is not None
     return isinstance(node, ast.Expression | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop

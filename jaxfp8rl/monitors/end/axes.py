@@ -44,6 +44,7 @@ def labels(found: Sequence[float]) -> list[str]:
     apart = min((b - a for a, b in zip(found, found[1:])), default=largest)
     scientific = largest >= 1e6 or 0 < largest < 1e-3 or (len(found) > 2 and apart < 1e-4)
     write = _scientific if scientific else lambda x, digits: f"{x + 0.0:,.{digits}f}"
+    texts = list[str]()
     for digits in range(17):
         texts = [write(x, digits) for x in found]
         read = [float(t.replace(",", "")) for t in texts]

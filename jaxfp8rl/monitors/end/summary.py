@@ -58,7 +58,7 @@ def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
     write_json(run_dir, records, found, kept)
     for finding in found.findings:
         plain(f"  {finding.level}: {finding.text}; {finding.remedy}", STYLES[finding.level])
-    plain(f"verdict: {found.line}", STYLES.get(found.level))
+    plain(f"verdict: {found.line}", None if found.level is None else STYLES[found.level])
     write_note(run_dir, f"verdict: {found.line}")
     return plot
 

@@ -221,7 +221,7 @@ def _phases(run: Run, named: bool) -> Chart:
     return Chart(title, note, stacked_chart(title, lines, "seconds"), legend, head, rows)
 
 
-def _table(names: Sequence[str], columns: Sequence[dict[int, float]]) -> tuple[list[str], list[list[str]]]:
+def _table(names: Sequence[str], columns: Sequence[dict[float, float]]) -> tuple[list[str], list[list[str]]]:
     """At most TABLE_ROWS steps, evenly over the run, the first and the last among them."""
     steps = sorted({s for c in columns for s in c})
     last, count = len(steps) - 1, min(TABLE_ROWS, len(steps))
