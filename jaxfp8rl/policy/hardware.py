@@ -74,7 +74,8 @@ def _no_attention(compute_dtype: str, model: ModelConfig) -> str:
     if compute_dtype not in DTYPES:
         return f'takes {" or ".join(map(str, DTYPES))}, precision.compute_dtype is "{compute_dtype}"'
     if model.head_dim not in HEAD_SIZES:
-        return f"has heads of {' and '.join(map(str, HEAD_SIZES))}, the model's are of {model.head_dim}"
+        sizes = ", ".join(map(str, HEAD_SIZES[:-1])) + f" and {HEAD_SIZES[-1]}"
+        return f"has heads of {sizes}, the model's are of {model.head_dim}"
     return ""
 
 

@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "top k": (NOTHING, "--run.samples_top_k 97", "the vocabulary has 96 words"),
     "blocks of FP8": (NOTHING, "--precision.recipe fp8_unified",
                       "these linears of every layer do not divide"),
-    "kernels": (NOTHING, "--precision.attention pallas", "has heads of 64 and 128, the model's are of 16"),
+    "kernels": (NOTHING, "--precision.attention pallas", "has heads of 64, 128 and 256, the model's are of 16"),
     "kernels' type": (NOTHING, "--precision.attention pallas --precision.compute_dtype float32",
                       "takes bfloat16 or float16"),
     "way into vLLM": (NOTHING, "--rollout.publish in_place", "is a way into vLLM"),

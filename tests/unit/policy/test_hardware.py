@@ -58,7 +58,7 @@ def test_on_a_cpu_products_are_in_float32():
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "message"),
     [("float32", 64, "takes bfloat16 or float16, precision.compute_dtype is .float32"),
-     ("bfloat16", 96, "heads of 64 and 128.*of 96"),
+     ("bfloat16", 96, "heads of 64, 128 and 256.*of 96"),
      ("float16", 128, "needs a Hopper GPU .capability 9.0., this is cpu")],
 )
 def test_attention_by_kernels_says_what_it_needs_and_auto_leaves_it(dtype, head_dim, message):
@@ -98,7 +98,7 @@ SAID = {  # name: (capability, precision, model, what a run says)
         '"xla", log-probabilities by "xla"'),
     "heads of 96, a width of 100": (
         "9.0", Precision.uniform(1, "bfloat16"), dataclasses.replace(MODEL, head_dim=96, hidden_size=100),
-        'learner: attention by "xla" ("pallas" has heads of 64 and 128, the model\'s are of 96), log-probabilities by "xla" '
+        'learner: attention by "xla" ("pallas" has heads of 64, 128 and 256, the model\'s are of 96), log-probabilities by "xla" '
         '("pallas" takes widths in multiples of 64, not 100)'),
     "what was asked for": (
         "9.0", Precision.uniform(1, "bfloat16", attention="xla"), MODEL,
