@@ -18,8 +18,8 @@ StepMetrics = dict[str, Array]  # flat metric name -> scalar
 
 
 class TrainBatch(NamedTuple):
-    """One update's packed rows, as M micro-batches of R rows of T tokens. Every field is aligned with
-    `tokens`: position t of `logp`-like fields speaks of token t given the tokens before it in its segment.
+    """One update's packed rows, as M micro-batches of R rows of T tokens; one micro-batch of it has no M. Every
+    field is aligned with `tokens`: position t of `logp`-like fields speaks of token t given the tokens before it in its segment.
 
     tokens: token ids, 0 where padded. positions: 0, 1, ... within each segment. segment_ids: 1, 2, ... within
     a row; 0 is padding. response_mask: True on the tokens that were sampled, which alone are learned from.
@@ -32,15 +32,15 @@ class TrainBatch(NamedTuple):
     None: among the whole vocabulary.
     """
 
-    tokens: Int[Array, "M R T"]
-    positions: Int[Array, "M R T"]
-    segment_ids: Int[Array, "M R T"]
-    response_mask: Bool[Array, "M R T"]
-    rollout_logp: Float[Array, "M R T"]
-    advantages: Float[Array, "M R T"]
-    routes: UInt[Array, "M R T S k"] | None = None
-    loss_weights: Float[Array, "M R T"] | None = None
-    support: Int[Array, "M R T K"] | None = None
+    tokens: Int[Array, "*M R T"]
+    positions: Int[Array, "*M R T"]
+    segment_ids: Int[Array, "*M R T"]
+    response_mask: Bool[Array, "*M R T"]
+    rollout_logp: Float[Array, "*M R T"]
+    advantages: Float[Array, "*M R T"]
+    routes: UInt[Array, "*M R T S k"] | None = None
+    loss_weights: Float[Array, "*M R T"] | None = None
+    support: Int[Array, "*M R T K"] | None = None
 
 
 class TrainState(NamedTuple):

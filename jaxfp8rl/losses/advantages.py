@@ -11,13 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Bool, Float32, Float64, Real
 
 from jaxfp8rl.errors import ConfigError, DataError, nearest
 
 STD_FLOOR = 1e-6  # rewards spread no wider than this are equal; also the epsilon where a formula has one
 
 
-def advantages(groups: Sequence[np.ndarray], kind: str = "grpo", k: int | None = None) -> list[np.ndarray]:
+def advantages(
+    groups: Sequence[Real[np.ndarray, " _"]], kind: str = "grpo", k: int | None = None
+) -> list[Float32[np.ndarray, " _"]]:
     """Rewards [n_g] of each group, one group a prompt, sizes may differ -> advantages float32 of the same
     shapes.
 
@@ -74,14 +77,16 @@ def check_advantage(kind: str, k: int | None = None, n: int | None = None) -> No
         raise ConfigError(f'k = {k} is impossible for the advantage "pass_at_k"', f"choose k from 1 to {of}")
 
 
-def informative_groups(groups: Sequence[np.ndarray]) -> np.ndarray:
+def informative_groups(groups: Sequence[Real[np.ndarray, " _"]]) -> Bool[np.ndarray, " G"]:
     """bool [G]: which groups have defined rewards that differ. The others carry no gradient, and DAPO's
     dynamic sampling (arXiv 2503.14476, section 3.2) replaces them."""
     rewards = [np.asarray(g, np.float64) for g in groups]
     return np.array([_informative(r[~np.isnan(r)]) for r in rewards], bool)
 
 
-def overlong_penalty(lengths: np.ndarray, max_length: int, buffer: int, factor: float = 1.0) -> np.ndarray:
+def overlong_penalty(
+    lengths: Real[np.ndarray, "*B"], max_length: int, buffer: int, factor: float = 1.0
+) -> Float64[np.ndarray, "*B"]:
     """Completion lengths [...] in tokens -> what to add to their rewards, float64 in [-factor, 0].
 
     DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_length - buffer, falling in a line

@@ -10,6 +10,7 @@ import math
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.losses.segments import first_live, segment_total
@@ -19,8 +20,9 @@ AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token
 
 
 def token_scale(
-    mask: Array, segment_ids: Array, kind: str, horizon: float | None = None, weights: Array | None = None
-) -> Array:
+    mask: Bool[Array, "*B T"], segment_ids: Int[Array, "*B T"], kind: str, horizon: float | None = None,
+    weights: Float[Array, "*B T"] | None = None
+) -> Float[Array, "*B T"]:
     """mask bool [..., T] of the *whole* batch, segment_ids int [..., T] -> scale float32 [..., T], 0 off the
     mask.
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float
 
 BISECTIONS = 40  # each halves the bracket: enough to meet float32's own resolution
 
 
 def calibrated_bounds(
-    ratio: Array, shadow_ratio: Array, advantages: Array, mask: Array, clip_low: Array | float,
-    clip_high: Array | float
-) -> tuple[Array, Array]:
+    ratio: Float[Array, "*B T"], shadow_ratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"], clip_low: Float[Array, ""] | float, clip_high: Float[Array, ""] | float
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """ratio = exp(logp - old_logp) in FP8 and its BF16 shadow, advantages, mask bool, all [..., T] of the
     whole batch -> (clip_low', clip_high'), float32 scalars for `policy_loss(clip=...)` of the objectives that
     clip a ratio.

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.losses.correction_config import INF, AdaptiveMix, Aggregation, CorrectionConfig, Rejection
 from jaxfp8rl.losses.mismatch import (
@@ -48,14 +49,14 @@ class Correction(NamedTuple):
     mask [..., T] bool: the tokens that count in the loss's denominator. metrics: float32 scalars.
     """
 
-    weights: Array
-    mask: Array
-    metrics: dict[str, Array]
+    weights: Float[Array, "*B T"]
+    mask: Bool[Array, "*B T"]
+    metrics: dict[str, Float[Array, ""]]
 
 
 def rollout_correction(
-    old_logp: Array, rollout_logp: Array, mask: Array, config: CorrectionConfig,
-    segment_ids: Array | None = None
+    old_logp: Float[Array, "*B T"], rollout_logp: Float[Array, "*B T"], mask: Bool[Array, "*B T"],
+    config: CorrectionConfig, segment_ids: Int[Array, "*B T"] | None = None
 ) -> Correction:
     """Weights, mask and metrics of a whole batch. Pure; `config` is static.
 

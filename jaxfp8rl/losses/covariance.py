@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.losses.mismatch import mean_over
 from jaxfp8rl.losses.objectives import ObjectiveConfig, objective_parameters
@@ -20,15 +21,19 @@ from jaxfp8rl.losses.objectives import ObjectiveConfig, objective_parameters
 FROM_BITS = 0x9E3779B1  # 2^32 over the golden ratio: Knuth's multiplicative hash
 
 
-def covariances(old_logp: Array, advantages: Array, mask: Array) -> Array:
+def covariances(
+    old_logp: Float[Array, "*B T"], advantages: Float[Array, "*B T"], mask: Bool[Array, "*B T"]
+) -> Float[Array, "*B T"]:
     """float32 [..., T], 0 off the mask. All arguments [..., T], of the whole batch."""
     of = [jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0) for x in (advantages, old_logp)]
     centred = [x - mean_over(mask, x) for x in of]
     return jnp.where(mask, jax.lax.stop_gradient(centred[0] * centred[1]), 0.0)
 
 
-def select_tokens(old_logp: Array, advantages: Array, mask: Array, places: Array,
-                  config: ObjectiveConfig) -> Array:
+def select_tokens(
+    old_logp: Float[Array, "*B T"], advantages: Float[Array, "*B T"], mask: Bool[Array, "*B T"],
+    places: Int[Array, "*B T"], config: ObjectiveConfig
+) -> Bool[Array, "*B T"]:
     """The tokens that the objective treats apart, bool [..., T]. All arrays [..., T], of the *whole* batch:
     mask bool, the tokens that count; places int, a number of a token's own (its id and position say), the
     same however the batch is packed.

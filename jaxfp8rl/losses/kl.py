@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float
 
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
@@ -32,9 +33,9 @@ KL_KINDS = (*_ESTIMATES, *(f"{kind}+" for kind in _ESTIMATES), "k1_score", "k2_s
 
 
 def kl_penalty(
-    logp: Array, ref_logp: Array, mask: Array, kind: str, sampled_logp: Array | None = None,
-    weight_cap: float = KL_WEIGHT_CAP
-) -> Array:
+    logp: Float[Array, "*B T"], ref_logp: Float[Array, "*B T"], mask: Bool[Array, "*B T"], kind: str,
+    sampled_logp: Float[Array, "*B T"] | None = None, weight_cap: float = KL_WEIGHT_CAP
+) -> Float[Array, "*B T"]:
     """Estimate of KL(now || reference) from each sampled token: [..., T] float32, 0 off the mask. Gradients
     reach `logp` alone.
 

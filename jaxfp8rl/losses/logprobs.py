@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.logprob import api, reference
@@ -15,11 +16,11 @@ TOP_K_ROWS = 256  # whose logits are there at a time
 
 
 def token_logprobs(
-    hidden: Array, head: Array, tokens: Array, temperature: float = 1.0, memory: int = api.MEMORY,
-    logits_dtype: str = "float32", mask: Array | None = None, axis_name: str | None = None,
-    backend: Backend = "auto",
-    support: Array | None = None,
-) -> tuple[Array, Array]:
+    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], tokens: Int[Array, "B T"],
+    temperature: float = 1.0, memory: int = api.MEMORY, logits_dtype: str = "float32",
+    mask: Bool[Array, "B T"] | None = None, axis_name: str | None = None, backend: Backend = "auto",
+    support: Int[Array, "B T K"] | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each token given those before it, and the entropy of the distribution it was drawn
     from.
 
@@ -49,9 +50,9 @@ def token_logprobs(
 
 
 def token_top_k(
-    hidden: Array, head: Array, mask: Array, k: int, temperature: float = 1.0, logits_dtype: str = "float32",
-    axis_name: str | None = None,
-) -> tuple[Array, Array]:
+    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], mask: Bool[Array, "B T"], k: int,
+    temperature: float = 1.0, logits_dtype: str = "float32", axis_name: str | None = None,
+) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
     """The k likeliest tokens in place of each, the likeliest first, with their log-probabilities: ids [B, T,
     k] int32 and logp [B, T, k] float32, of positions in `mask` [B, T] bool; 0 elsewhere, which costs little.
     Arguments else as of `token_logprobs`; not for gradients.

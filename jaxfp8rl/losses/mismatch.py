@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.losses.segments import segment_ends, segment_total
 
@@ -45,8 +46,9 @@ def kish(mean: Array, std: Array) -> Array:
 
 
 def mismatch_metrics(
-    diff: Array, old_logp: Array, rollout_logp: Array, mask: Array, segment_ids: Array | None = None
-) -> dict[str, Array]:
+    diff: Float[Array, "*B T"], old_logp: Float[Array, "*B T"], rollout_logp: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"], segment_ids: Int[Array, "*B T"] | None = None
+) -> dict[str, Float[Array, ""]]:
     """Scalars under `mismatch/`; diff = D where mask, 0 elsewhere. All arrays [..., T].
 
     Estimators of KL(mu || pi_old): k1 = mean(-D), k3 = mean(rho - 1 - D) (Schulman 2020). k3_reverse =
@@ -116,7 +118,10 @@ def _sequence_metrics(diff, mult, old, rollout, mask, segment_ids) -> dict[str, 
     }
 
 
-def advantage_skew(old_logp: Array, rollout_logp: Array, advantages: Array, mask: Array) -> dict[str, Array]:
+def advantage_skew(
+    old_logp: Float[Array, "*B T"], rollout_logp: Float[Array, "*B T"], advantages: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"]
+) -> dict[str, Float[Array, ""]]:
     """What the mismatch does to the two signs of advantage: mean of (rho - 1) A over live tokens with A > 0
     and with A < 0.
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
@@ -40,12 +41,12 @@ class Tokens(NamedTuple):
     jaxfp8rl.losses.covariance selected, False everywhere for an objective that selects none.
     """
 
-    logp: Array
-    old_logp: Array
-    advantages: Array
-    mask: Array
-    segment_ids: Array
-    selected: Array
+    logp: Float[Array, "*B T"]
+    old_logp: Float[Array, "*B T"]
+    advantages: Float[Array, "*B T"]
+    mask: Bool[Array, "*B T"]
+    segment_ids: Int[Array, "*B T"]
+    selected: Bool[Array, "*B T"]
 
     @property
     def log_ratio(self) -> Array:
@@ -255,9 +256,11 @@ class ObjectiveConfig(NamedTuple):
 
 
 def policy_loss(
-    logp: Array, old_logp: Array, advantages: Array, mask: Array, segment_ids: Array, config: ObjectiveConfig,
-    clip: tuple[Array, Array] | None = None, selected: Array | None = None,
-) -> tuple[Array, Cut]:
+    logp: Float[Array, "*B T"], old_logp: Float[Array, "*B T"], advantages: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"], segment_ids: Int[Array, "*B T"], config: ObjectiveConfig,
+    clip: tuple[Float[Array, ""], Float[Array, ""]] | None = None,
+    selected: Bool[Array, "*B T"] | None = None,
+) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
     """(loss of each token [..., T] float32, 0 off the mask; booleans [..., T] to average over the mask).
 
     logp, old_logp, advantages [..., T] of any float type. mask [..., T] bool. segment_ids [..., T] int, as in
@@ -311,8 +314,9 @@ def objective_parameters(config: ObjectiveConfig) -> dict[str, Any]:
 
 
 def off_policy(
-    logp: Array, sampled_logp: Array, advantages: Array, mask: Array, segment_ids: Array, delta: float
-) -> Array:
+    logp: Float[Array, "*B T"], sampled_logp: Float[Array, "*B T"], advantages: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"], segment_ids: Int[Array, "*B T"], delta: float
+) -> Bool[Array, "*B T"]:
     """Off-policy sequence masking, OPSM (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 
     Returns bool [..., T]: the live tokens that have a negative advantage, and whose sequence has mean_t

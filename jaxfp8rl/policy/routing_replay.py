@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int, Integer, UInt
 
 from bridges.api import Capabilities, Completion, GenRequest
 from jaxfp8rl.config.schema import Config, Moe
@@ -160,7 +161,8 @@ def make_record(logprobs: Callable, layout: MeshLayout) -> Callable:
 
 
 @jax.jit
-def disagreement(own: Array, routes: Array, segment_ids: Array) -> dict[str, Array]:
+def disagreement(own: Integer[Array, "M R T S k"], routes: UInt[Array, "M R T S k"],
+                 segment_ids: Int[Array, "M R T"]) -> dict[str, Float[Array, ""]]:
     """`routing/disagreement/L`: the share of the experts in `routes` [M, R, T, sparse layers, k] that the
     learner's routers did not choose (`own`), in the L-th sparse layer; `routing/disagreement`: in all;
     `routing/tokens_differing`: tokens of which any was. Over tokens that have routes."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float
 
 from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, MeshLayout
@@ -100,7 +101,7 @@ class _TrainStep(NamedTuple):
         """Whether a scoring pass has computed pi_old before the update."""
         return self.loss.old_policy == "recomputed"
 
-    def correct(self, logp: Array, batch: TrainBatch, mask: Array) -> Correction:
+    def correct(self, logp: Float[Array, "*M R T"], batch: TrainBatch, mask: Bool[Array, "*M R T"]) -> Correction:
         """The rollout correction of `logp` against the engine's own."""
         return rollout_correction(logp, batch.rollout_logp, mask, self.correction, batch.segment_ids)
 
@@ -142,7 +143,8 @@ class _TrainStep(NamedTuple):
                                        loss_scale)
         return self.layout.sum(value), aux, self.layout.sum_gradients(grads)
 
-    def select(self, batch: TrainBatch, known_logp: Array, kept_mask: Array) -> Array | None:
+    def select(self, batch: TrainBatch, known_logp: Float[Array, "M R T"],
+               kept_mask: Bool[Array, "M R T"]) -> Bool[Array, "M R T"] | None:
         """The tokens that the objective treats apart, chosen from the whole batch."""
         if self.loss.objective not in SELECTING:
             return None
@@ -150,8 +152,9 @@ class _TrainStep(NamedTuple):
         places = batch.tokens + 262147 * batch.positions  # any number that tells tokens apart
         return select_tokens(known_logp, batch.advantages, kept_mask, places, self.loss.objective_config)
 
-    def has_gradient(self, correction: Correction, advantages: Array, masked: Array | bool) -> Array:
-        """Tokens that can have a gradient [M, R, T] bool. Without any the gradient is exactly 0, and only
+    def has_gradient(self, correction: Correction, advantages: Float[Array, "M R T"],
+                     masked: Bool[Array, "M R T"]) -> Bool[Array, "M R T"]:
+        """Tokens that can have a gradient. Without any the gradient is exactly 0, and only
         Adam's momentum would move the weights."""
         if self.loss.kl_coef or self.loss.entropy_coef or self.balance_coef:
             return correction.mask  # these terms know neither weight nor advantage
@@ -173,8 +176,9 @@ class _TrainStep(NamedTuple):
                               (ALL, ROWS, grads_specs))
         return run(policy, rows, mask.any((1, 2)), loss_scale, clip)
 
-    def update(self, state: TrainState, own: Params, lent: Params, batch: TrainBatch, old_logp: Array,
-               ref_logp: Array | None = None, clip: tuple | None = None) -> tuple:
+    def update(self, state: TrainState, own: Params, lent: Params, batch: TrainBatch,
+               old_logp: Float[Array, "M R T"], ref_logp: Float[Array, "M R T"] | None = None,
+               clip: tuple[Float[Array, ""], Float[Array, ""]] | None = None) -> tuple:
         """(new state, its policy, metrics). `own` and `lent`: the policy, as `partition` gives it."""
         policy, in_engine = combine(own, lent), bool(jax.tree.leaves(lent))
         sampled = batch.response_mask
