@@ -52,7 +52,7 @@ PLACES = {  # name: the function before which the process dies
     "generate": (scored_groups, "generate"), "reward": (scored_groups, "score"), "score": (loop, "score"),
     "learn": (loop, "run_updates"),
     "update": (updates, "find_nonfinite"), "publish": (loop, "publish"), "log": (loop.RunDirectory, "log"),
-    "save": (Checkpoints, "save"), "digest": (store, "seal"), "sync": (store, "_sync"),
+    "save": (Checkpoints, "save_async"), "digest": (store, "seal"), "sync": (store, "_sync"),
     "rename": (Path, "rename"),
 }
 IN_SAVE = ("save", "digest", "sync", "rename")
@@ -95,8 +95,10 @@ class Injector:
 
     def due(self, kind: str, place: str = "", again: bool = False) -> bool:
         """Whether it is to happen now. `again`: also in a step that is taken again, because it belongs to the
-        data."""
-        found = next((f for f in self._open if (f.kind, f.step, f.place) == (kind, self.step, place)), None)
+        data. A save is written while later steps run."""
+        late = kind == "save fails" or place in IN_SAVE
+        found = next((f for f in self._open if (f.kind, f.place) == (kind, place)
+                      and (f.step == self.step or late and f.step < self.step)), None)
         if found and not again:
             self._open.remove(found)
             with self._done.open("a") as file:

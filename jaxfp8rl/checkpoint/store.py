@@ -1,11 +1,14 @@
-"""Checkpoints of a whole run: parameters, optimiser, counters (arrays, by Orbax) and the loop's own state
+"""Checkpoints of a whole run: parameters, optimiser and counters (arrays, by Orbax), and the loop's own state
 (JSON).
 
 A checkpoint is whole or absent. It is written under another name; then every file is digested and synced to
 the disk, and only then is the folder renamed. Whatever stops the process in between leaves a draft, which
-nobody reads. Before a checkpoint is restored its files are compared with their digests, so that one which has
-been cut short or changed since is never resumed from. Everything random in a run is drawn from (seed, step),
-so the step and the seed are the RNG's state.
+nobody reads. Before a checkpoint is restored, its files are compared with their digests, so that one which
+has been cut short or changed since is never resumed from. Everything random in a run is drawn from (seed,
+step), so the step and the seed are the RNG's state.
+
+A save is asynchronous. Orbax copies the arrays to the host while the loop waits; a thread writes, digests and
+renames while the run goes on.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import hashlib
 import json
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
@@ -31,12 +36,21 @@ FORMAT = 2  # of what a checkpoint holds: changed with it
 NAMED = 4  # arrays that a message lists
 
 
+class Write(NamedTuple):
+    """A save that a thread writes. `seconds` are those that the thread took."""
+
+    step: int
+    seconds: concurrent.futures.Future[float]
+
+
 class Checkpoints:
-    """The folder `checkpoints/` of a run directory. Only `save` and `set_aside` write to it. Of several
+    """The folder `checkpoints/` of a run directory. Only saves and `set_aside` write to it. Of several
     processes all save and restore, each its part of the arrays; the first does the rest."""
 
     def __init__(self, folder: str | Path, keep: int, group: ProcessGroup = ALONE):
         self._folder, self._keep, self._group = Path(folder).absolute(), keep, group
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.in_flight: Write | None = None
         self.damaged: dict[int, str] = {}  # what `restore` passed over, and why
 
     def steps(self) -> list[int]:
@@ -49,28 +63,74 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any]) -> None:
-        """Write both parts of `step`; returns when they are durable. The oldest go only then, the newest
-        `keep` stay."""
-        draft, together = self._folder / f"{DRAFT}{step}", self._group.run_and_sync
-        together(self._clear, alone=True)
+        """Write both parts of `step`. Returns when they are durable."""
+        self.save_async(step, state, loop)
+        self.wait()
+
+    def save_async(self, step: int, state: TrainState, loop: dict[str, Any]) -> None:
+        """Begin to write both parts of `step`. Returns when they have been copied: the buffers of `state` may
+        be donated then, and `loop` may change. The oldest checkpoints go when this one is durable; the newest
+        `keep` stay.
+
+        One save is written at a time. Raises the error of the one before, if nobody has asked for it."""
+        self.wait()
+        draft = self._folder / f"{DRAFT}{step}"
+        parts = {"state": state, "loop": loop | {"step": step, "format": FORMAT}}
+        self._group.run_and_sync(self._clear, alone=True)
         try:
-            together(lambda: ocp.save_checkpointables(
-                draft, {"state": state, "loop": loop | {"step": step, "format": FORMAT}}))
-            together(lambda: seal(draft), alone=True)
+            self._group.run_and_sync(lambda: self._begin(draft, step, parts))
         except BaseException:
-            if self._group.first:
-                shutil.rmtree(draft, ignore_errors=True)  # of a full disk it would keep the rest
+            self.in_flight = None  # in all processes alike
             raise
-        together(lambda: self._put(draft, self._folder / str(step)), alone=True)
+
+    def finished(self) -> bool:
+        """Whether no process writes any more. All processes call this."""
+        write = self.in_flight
+        return write is None or not self._group.all_reduce_max(int(not write.seconds.done()))
+
+    def wait(self) -> float:
+        """The seconds for which the save in flight was written, when it is durable; 0 where there is none.
+        Raises its error in all processes, once."""
+        write, self.in_flight = self.in_flight, None
+        if write is None:
+            return 0.0
+        self._group.run_and_sync(write.seconds.result)
+        return write.seconds.result()
+
+    def _begin(self, draft: Path, step: int, parts: dict[str, Any]) -> None:
+        try:
+            written = ocp.save_checkpointables_async(draft, parts)
+        except BaseException:
+            self._forget(draft)
+            raise
+        self.in_flight = Write(step, self._writer.submit(self._commit, draft, step, written.result))
+
+    def _commit(self, draft: Path, step: int, written: Callable[[], object]) -> float:
+        """Make a checkpoint of the draft when `written` returns: in the thread."""
+        start = time.perf_counter()
+        try:
+            written()
+            if self._group.first:
+                seal(draft)
+                self._put(draft, self._folder / str(step))
+        except BaseException:
+            self._forget(draft)
+            raise
+        return time.perf_counter() - start
+
+    def _forget(self, draft: Path) -> None:
+        """A full disk would keep the rest of the draft."""
+        if self._group.first:
+            shutil.rmtree(draft, ignore_errors=True)
 
     def _clear(self) -> None:
-        """What has been left of a save before is gone."""
+        """Delete what an earlier save left."""
         for left_over in self._folder.glob(DRAFT + "*"):
             shutil.rmtree(left_over)
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def _put(self, draft: Path, final: Path) -> None:
-        """The draft is a checkpoint, and the oldest ones go."""
+        """The draft becomes a checkpoint, and the oldest ones go."""
         if final.exists():  # without its digests it is no checkpoint
             final.rename(self._folder / f"{DRAFT}old")
         draft.rename(final)

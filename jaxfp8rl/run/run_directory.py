@@ -20,6 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxfp8rl.checkpoint.base_model import FOLDER, keep_base_model
+from jaxfp8rl.checkpoint.saver import Saver
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.config.resume_rules import changes, check_resumable, described
 from jaxfp8rl.config.schema import Config
@@ -145,7 +146,7 @@ class RunDirectory:
         self._console, self._watch = console, Watch()
         self._cfg, self._config_changed, self._detailed = cfg, False, set()
         self._checkpoints = Checkpoints(self.path / "checkpoints", cfg.run.keep_checkpoints, group)
-        self._patience, self.unsaved_since = cfg.run.save_patience_s, None
+        self.saver = Saver(self._checkpoints, cfg.run.save_patience_s, group, self.phase, self.note)
         self._open(resume)
 
     @by_first
@@ -166,8 +167,14 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    @by_first
     def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            self.saver.close()
+        finally:
+            self._close(kind)
+
+    @by_first
+    def _close(self, kind: type | None) -> None:
         for part in (self._monitors, self._samples):
             # what could not be written cannot be at the end either
             with contextlib.suppress(*[OSError] if kind else []):
@@ -179,7 +186,7 @@ class RunDirectory:
         try:
             if self._config_changed:
                 self._write_config()
-            self._monitors.log(record)
+            self._monitors.log(record | self.saver.metrics())
             for text in self._watch.notes(record):
                 self.note(text)
             for row in samples:
@@ -230,23 +237,10 @@ class RunDirectory:
             write_about(self.path, start)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any], last: bool = False) -> None:
-        """Write a checkpoint. One that cannot be written (a full disk) is said and to be tried again after
-        the next step, the older ones being there still; CheckpointError when it has not succeeded for
-        run.save_patience_s, or is the `last`."""
-        self.phase("save")
-        try:
-            self._checkpoints.save(step, state, loop)
-            self.unsaved_since = None
-        except Exception as e:  # Orbax, tensorstore and the system have their own each
-            self.unsaved_since = since = self.unsaved_since or time.monotonic()
-            said = f"the checkpoint of step {step} could not be written: {type(e).__name__}: {e}"
-            passed = self.group.broadcast(lambda: time.monotonic() - since)
-            newest = self._checkpoints.latest()
-            if last or passed > self._patience:
-                there = "there is none" if newest is None else f"the newest is that of step {newest}"
-                raise CheckpointError(f"{said}; {there}", "make room in run.dir, then --resume") from e
-            self.note(
-                f"{said}; it is tried again after each step, for {self._patience - passed:.0f} s (run.save_patience_s)")
+        """Begin a checkpoint, which is written while the run goes on (jaxfp8rl.checkpoint.saver). The `last`
+        is waited for, and so is one before the first line of metrics: a run that has a line can always be
+        resumed."""
+        self.saver.save(step, state, loop, wait=not self.begun, last=last)
 
     @property
     def begun(self) -> bool:

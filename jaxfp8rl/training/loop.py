@@ -100,8 +100,9 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
                 metrics |= evaluate(ctx, step)
             run.log(metrics, samples=sampled)
             stop.settle()
+            run.saver.check()
             last = step == cfg.run.steps or stop.requested
-            if cfg.run.save_every and (last or step % cfg.run.save_every == 0 or run.unsaved_since):
+            if cfg.run.save_every and (last or step % cfg.run.save_every == 0 or run.saver.again):
                 save(ctx, run, state, step, last)
         if stop.requested and step < cfg.run.steps:
             run.leave(stop.exit_code)

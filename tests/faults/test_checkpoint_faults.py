@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from jaxfp8rl.checkpoint.store import DIGESTS, Checkpoints, damage
 from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes, check_resumable
 from jaxfp8rl.config.toml import SECTIONS, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError
+from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.run.run_directory import RunDirectory, check_run_directory
 from jaxfp8rl.types import TrainState
 
@@ -224,11 +226,11 @@ def test_row_31_a_full_disk_is_said_the_older_stays_and_the_run_stops_after_its_
         raise full
 
     target = {"fsync": (os, "fsync"), "rename": (Path, "rename"),
-              "write": (store.ocp, "save_checkpointables")}[at]
+              "write": (store.ocp, "save_checkpointables_async")}[at]
     with monkeypatch.context() as patch:
         patch.setattr(*target, fail)
         run.save(4, state(4), {})
-        assert run.unsaved_since and "No space left on device" in capsys.readouterr().out
+        assert run.saver.unsaved_since and "No space left on device" in capsys.readouterr().out
         assert run._checkpoints.steps() == [2]
         time.sleep(0.35)
         with pytest.raises(CheckpointError,
@@ -236,10 +238,69 @@ def test_row_31_a_full_disk_is_said_the_older_stays_and_the_run_stops_after_its_
             run.save(5, state(5), {})
         # the last there will be: at once
         with pytest.raises(CheckpointError, match="step 6 could not be written"):
-            run.unsaved_since = None
+            run.saver.unsaved_since = None
             run.save(6, state(6), {}, last=True)
     run.save(7, state(7), {})
-    assert run.unsaved_since is None and run._checkpoints.steps() == [2, 7]
+    assert run.saver.unsaved_since is None and run._checkpoints.steps() == [2, 7]
+
+
+@pytest.fixture
+def held(monkeypatch) -> threading.Event:
+    """A save does not end before this is set."""
+    event, seal = threading.Event(), store.seal
+    monkeypatch.setattr(store, "seal", lambda folder: (event.wait(60), seal(folder))[1])
+    return event
+
+
+def test_row_31_the_run_goes_on_during_a_save_with_the_buffers_that_are_saved(saved, held):
+    loop, now = {"place": [6, "ä"]}, jax.tree.map(jnp.copy, state(6))  # each counter a buffer of its own
+    held.set()
+    saved.save_async(6, now, loop)
+    donated = jax.jit(lambda s: jax.tree.map(lambda x: 0 * x - 7, s), donate_argnums=0)(now)
+    loop["place"].append("more")
+    jax.block_until_ready(donated)
+    saved.wait()
+    check(saved.restore(LIKE), 6)
+
+
+def test_row_31_one_save_is_in_flight_and_the_next_waits_for_it(saved, held):
+    saved.save_async(6, state(6), {"place": [6, "ä"]})
+    assert not saved.finished() and saved.steps() == [2, 4]
+    threading.Timer(0.2, held.set).start()
+    saved.save_async(8, state(8), {"place": [8, "ä"]})
+    assert saved.steps()[-1] in (6, 8) and saved.wait() > 0 and saved.finished()
+    check(saved.restore(LIKE), 8)
+    assert saved.steps() == [6, 8] and saved.wait() == 0.0
+
+
+def test_row_31_the_error_of_a_save_in_flight_comes_with_the_next_step(run, held, monkeypatch, capsys):
+    run.log({"step": 3})  # from here on saves are not waited for
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(full))
+        run.save(4, state(4), {})
+        run.saver.check()
+        assert run.saver.unsaved_since is None and not run.saver.again
+        held.set()
+        store.concurrent.futures.wait([run._checkpoints.in_flight.seconds])
+        run.saver.check()
+    assert "step 4 could not be written: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    assert run.saver.again and run._checkpoints.steps() == [2]
+    run.save(5, state(5), {}, last=True)
+    assert not run.saver.again and run._checkpoints.steps() == [2, 5]
+    run.log({"step": 5})
+    before, after = read_metrics(run.path / "metrics.jsonl")
+    assert before["time/save_s"] > 0 and after["time/save_s"] > 0 and after["time/save_write_s"] > 0
+
+
+def test_row_31_a_run_that_crashes_waits_for_its_save(tmp_path, held):
+    cfg = load_config("demo", ["--run.dir", str(tmp_path / "run")])
+    with pytest.raises(ZeroDivisionError), RunDirectory(cfg, resume=False) as run:
+        run.log({"step": 1})
+        run.save(2, state(2), {"place": [2, "ä"]})
+        threading.Timer(0.2, held.set).start()
+        raise ZeroDivisionError
+    check(Checkpoints(tmp_path / "run" / "checkpoints", 1).restore(LIKE), 2)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])

@@ -1,0 +1,111 @@
+"""Saves of a running loop: begun between two steps, written while the run goes on, tried again if they
+fail."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
+from jaxfp8rl.errors import CheckpointError
+from jaxfp8rl.types import TrainState
+
+PEERS_S = 60.0  # for which a run that crashed waits for the parts of the other processes
+
+
+class Saver:
+    """Begins the saves of a run and takes up what they came to. Of several processes all call its methods.
+
+    A save that fails (a full disk) is noted and tried again after the next step; the older checkpoints are
+    still there. It becomes a CheckpointError when none has succeeded for `patience` seconds, or when it is
+    the last one. `phase` is told before the loop waits, `note` of each failure."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, patience: float, group: ProcessGroup = ALONE,
+        phase: Callable[[str], None] = lambda name: None, note: Callable[[str], None] = print
+    ):
+        self._checkpoints, self._patience, self._group = checkpoints, patience, group
+        self._phase, self._note = phase, note
+        self._times: dict[str, float] = {}
+        self.unsaved_since: float | None = None  # time.monotonic() of the first failure in a row
+
+    def save(self, step: int, state: TrainState, loop: dict[str, Any], wait: bool = False,
+             last: bool = False) -> None:
+        """Begin a checkpoint. Returns when `state` has been copied; with `wait` or `last`, when it is
+        durable."""
+        self._take_up()
+        try:
+            with self._blocked():
+                self._checkpoints.save_async(step, state, loop)
+        except Exception as e:  # Orbax, tensorstore and the system each raise their own
+            self._failed(step, e, last)
+        if wait or last:
+            self._take_up(last)
+
+    def check(self) -> None:
+        """Take up what the save in flight came to, if it has ended. The loop calls this after each step."""
+        if self._checkpoints.finished():
+            self._take_up()
+
+    @property
+    def again(self) -> bool:
+        """Whether the newest save failed, and no other is in flight."""
+        return self.unsaved_since is not None and self._checkpoints.in_flight is None
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds since the last call: `time/save_s`, for which saves held up the loop, and
+        `time/save_write_s`, for which the last one that ended was written beside it. Empty without a save."""
+        times, self._times = self._times, {}
+        return times
+
+    def close(self) -> None:
+        """Let the save in flight end, however the run does. The other processes may be gone."""
+        if (write := self._checkpoints.in_flight) is None:
+            return
+        self._phase("save")
+        concurrent.futures.wait([write.seconds], None if self._group.count == 1 else PEERS_S)
+        if write.seconds.done() and (error := write.seconds.exception()):
+            self._note(_message(write.step, error))
+
+    def _take_up(self, last: bool = False) -> None:
+        if (write := self._checkpoints.in_flight) is None:
+            return
+        try:
+            with self._blocked():
+                seconds = self._checkpoints.wait()
+        except Exception as e:
+            self._failed(write.step, e, last)
+        else:
+            self.unsaved_since, self._times["time/save_write_s"] = None, seconds
+
+    @contextlib.contextmanager
+    def _blocked(self) -> Iterator[None]:
+        """Time what holds up the loop."""
+        self._phase("save")
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            before = self._times.get("time/save_s", 0.0)
+            self._times["time/save_s"] = before + time.perf_counter() - start
+
+    def _failed(self, step: int, error: Exception, last: bool) -> None:
+        """Note the failure. Raises CheckpointError when the run can do no more about it."""
+        since = self.unsaved_since = self.unsaved_since or time.monotonic()
+        passed = self._group.broadcast(lambda: time.monotonic() - since)
+        if last or passed > self._patience:
+            newest = self._checkpoints.latest()
+            there = "there is none" if newest is None else f"the newest is that of step {newest}"
+            raise CheckpointError(f"{_message(step, error)}; {there}",
+                                  "make room in run.dir, then --resume") from error
+        left = self._patience - passed
+        self._note(f"{_message(step, error)}; it is tried again after each step, for {left:.0f} s "
+                   "(run.save_patience_s)")
+
+
+def _message(step: int, error: BaseException) -> str:
+    return f"the checkpoint of step {step} could not be written: {type(error).__name__}: {error}"
