@@ -28,14 +28,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.precision.linear import WeightWithGradSlot
+from jaxfp8rl.roles import role_of
 from pallas_kernels import shards
 from pallas_kernels.quantize.reference import E4M3
 
 DATA, FSDP, TENSOR = AXES = "data", "fsdp", "tensor"
 ALL = P()  # on every device
 ROWS = P(None, (DATA, FSDP))  # [M, R, T] over R
-# of what their input's parts are multiplied with, so K, not N, lies over "tensor"
-BY_COLUMNS = "o_proj", "down_proj"
 
 
 class MeshLayout(NamedTuple):
@@ -199,21 +198,18 @@ def gloo_warning(layout: MeshLayout) -> str | None:
 
 
 def _is_split(path: tuple, leaf: Any) -> bool:
-    return jax.tree.leaves(leaf)[0].ndim > 1 and "norm" not in jax.tree_util.keystr(path)
+    return jax.tree.leaves(leaf)[0].ndim > 1 and role_of(path).fsdp
 
 
 def _spec(path: tuple, leaf: Any) -> P:
-    """Of a leaf [N, K], [L, N, K], or of experts [L, E, N, K]: whole experts lie on a device. All devices
-    along "tensor" have the router, for all of them choose."""
+    """Of a leaf [N, K], [L, N, K], or of experts [L, E, N, K]: whole experts lie on a device."""
     if not _is_split(path, leaf):
         return ALL
-    where = jax.tree_util.keystr(path)
     if leaf.ndim == 4:
         return P(None, (TENSOR, FSDP))
     lead = (None,) * (leaf.ndim - 2)
-    if any(name in where for name in BY_COLUMNS):
-        return P(*lead, FSDP, TENSOR)
-    return P(*lead, FSDP) if "'gate'" in where else P(*lead, (TENSOR, FSDP))
+    by_axis = {"rows": P(*lead, (TENSOR, FSDP)), "columns": P(*lead, FSDP, TENSOR), "neither": P(*lead, FSDP)}
+    return by_axis[role_of(path).tensor]
 
 
 def _gathered(weight: Any) -> Any:

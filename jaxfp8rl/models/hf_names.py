@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxfp8rl.models.config import ModelConfig
-
-ParamRole = Literal["linear", "norm", "embedding", "head", "router"]  # only "linear" is ever quantised
+from jaxfp8rl.roles import ROLES, Role
 
 
 class Entry(NamedTuple):
@@ -27,9 +26,12 @@ class Entry(NamedTuple):
     hf_name: str
     path: tuple[str, ...]
     layer: int | None
-    role: ParamRole
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.index is unused
+
+    @property
+    def role(self) -> Role:
+        return ROLES[self.path[-2]]
 
 
 @functools.cache
@@ -57,49 +59,49 @@ def param_table(cfg: ModelConfig) -> tuple[Entry, ...]:
     """Every tensor of the model in the order of a Hugging Face checkpoint. A tied `lm_head.weight` is not in
     it."""
     D, V, sparse = cfg.hidden_size, cfg.vocab_size, cfg.sparse_layers
-    table = [Entry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, "embedding", (V, D))]
+    table = [Entry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, (V, D))]
     for i in range(cfg.num_hidden_layers):
         rank = sparse[:i].count(sparse[i])  # among the layers whose MLP is of this kind
         modules = [*_attention(cfg, i), *(_mixture(cfg, rank) if sparse[i] else _mlp(cfg, rank)),
                    *_norms(cfg, i)]
         table += [
-            Entry(f"model.layers.{i}.{module}.weight", ("layers", *path, "weight"), i, role, shape, index)
-            for module, path, role, shape, index in modules
+            Entry(f"model.layers.{i}.{module}.weight", ("layers", *path, "weight"), i, shape, index)
+            for module, path, shape, index in modules
         ]
-    table.append(Entry("model.norm.weight", ("norm", "weight"), None, "norm", (D,)))
+    table.append(Entry("model.norm.weight", ("norm", "weight"), None, (D,)))
     if not cfg.tie_word_embeddings:
-        table.append(Entry("lm_head.weight", ("lm_head", "weight"), None, "head", (V, D)))
+        table.append(Entry("lm_head.weight", ("lm_head", "weight"), None, (V, D)))
     return tuple(table)
 
 
-# name, path, role, shape, index
-Module = tuple[str, tuple[str, ...], ParamRole, tuple[int, ...], tuple[int, ...]]
+# name, path, shape, index
+Module = tuple[str, tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _attention(cfg: ModelConfig, i: int) -> Iterator[Module]:
     linears = {m: shape for m, shape in linear_shapes(cfg).items() if m.startswith("self_attn.")}
     qk_norms = {f"self_attn.{name}": (cfg.head_dim,) for name in ("q_norm", "k_norm") if cfg.qk_norm}
     for module, shape in (linears | qk_norms).items():
-        yield module, tuple(module.split(".")), "norm" if module in qk_norms else "linear", shape, (i,)
+        yield module, tuple(module.split(".")), shape, (i,)
 
 
 def _mlp(cfg: ModelConfig, row: int) -> Iterator[Module]:
     for name, shape in _mlp_shapes(cfg.hidden_size, cfg.intermediate_size).items():
-        yield f"mlp.{name}", ("mlp", name), "linear", shape, (row,)
+        yield f"mlp.{name}", ("mlp", name), shape, (row,)
 
 
 def _mixture(cfg: ModelConfig, row: int) -> Iterator[Module]:
     """In the tree it is "moe", beside the "mlp" of dense layers, for a stack has rows of one kind."""
     experts, D = cfg.mixture, cfg.hidden_size
-    yield "mlp.gate", ("moe", "gate"), "router", (experts.num_experts, D), (row,)
+    yield "mlp.gate", ("moe", "gate"), (experts.num_experts, D), (row,)
     for e in range(experts.num_experts):
         for name, shape in _mlp_shapes(D, experts.moe_intermediate_size).items():
-            yield f"mlp.experts.{e}.{name}", ("moe", "experts", name), "linear", shape, (row, e)
+            yield f"mlp.experts.{e}.{name}", ("moe", "experts", name), shape, (row, e)
 
 
 def _norms(cfg: ModelConfig, i: int) -> Iterator[Module]:
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield name, (name,), "norm", (cfg.hidden_size,), (i,)
+        yield name, (name,), (cfg.hidden_size,), (i,)
 
 
 def get_param(params: dict[str, Any], entry: Entry) -> Any:

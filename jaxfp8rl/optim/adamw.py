@@ -1,9 +1,9 @@
 """AdamW with global-norm clipping, on masters and moments of any format.
 
 Masters and moments are kept in the formats that `optim` names (jaxfp8rl.optim.low_bit). They are read,
-updated and written where they lie, in one elementwise pass after one look ahead: besides them and the
-gradients an update needs next to nothing (docs/optimizer.md). What is kept in host memory comes and goes a
-layer of one parameter at a time.
+updated and written where they lie, in one elementwise pass after one that looks ahead. Besides them and the
+gradients an update needs next to nothing (docs/optimizer.md). Moments in host memory come and go a layer of
+one parameter at a time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from jaxfp8rl.optim.low_bit import (
     zeros,
 )
 from jaxfp8rl.optim.schedule import make_schedule
+from jaxfp8rl.roles import role_of
 from jaxfp8rl.types import Params
 
-# How masters and moments are rounded that are too faint for the digits of their format: moments so that a
-# step gets smaller, for a first moment rounded up, or a second one rounded to 0, makes a step of a thousand
-# learning rates.
+# How numbers are rounded that are too small for the digits of their format: masters, first and second
+# moments. Moments so that a step gets smaller: a first moment that is rounded up, or a second one that is
+# rounded to 0, makes a step of a thousand learning rates.
 FAINT = ("stochastic", "down", "up")
 MARGIN = 1 + 2.0**-20  # of a bound on numbers that are computed again, and may then round another way
 
@@ -42,9 +43,11 @@ class Optimizer(NamedTuple):
     """An optax.GradientTransformation whose update gives the new parameters themselves, because only it can
     round them.
 
-    init(params float32) -> (parameters as they are kept, state) update(grads float32, scale, state, params,
-    finite) -> (params, state, global norm), the gradients being grads * scale: the very bytes that it got
-    unless `finite`, a traced bool, and the norm is finite.
+    init(params float32) -> (parameters as they are kept, state)
+    update(grads float32, scale, state, params, finite) -> (params, state, global norm)
+
+    The gradients are grads * scale. Unless `finite`, a traced bool, and the norm is finite, params and state
+    are the very bytes that came in.
     """
 
     init: Callable[[Params], tuple[Params, Any]]
@@ -52,7 +55,8 @@ class Optimizer(NamedTuple):
 
 
 class Formats(NamedTuple):
-    """What is kept how between updates, and whether the moments are kept in pinned host memory."""
+    """The formats of masters and moments between updates, and whether the moments are in pinned host
+    memory."""
 
     master: Format = "float32"
     first: Format = "float32"
@@ -61,75 +65,113 @@ class Formats(NamedTuple):
 
 
 def make_optimizer(cfg: Optim, updates: int) -> Optimizer:
-    """Clip by global norm, then AdamW. Weight decay spares vectors (norm weights), stacked [L, D] ones
-    included."""
+    """Clip by global norm, then AdamW. Weight decay spares what jaxfp8rl.roles says, norms."""
     return adamw(cfg, make_schedule(cfg, updates),
                  Formats(cfg.master, cfg.first_moment, cfg.second_moment, cfg.offload))
 
 
 def adamw(cfg: Optim, schedule: optax.Schedule, formats: Formats) -> Optimizer:
     """optax.adamw after optax.clip_by_global_norm, in float32 between reading and rounding. The state is an
-    optax.ScaleByAdamState, its moments in their formats; the bits that round are drawn by (count, leaf,
-    place).
-    """
+    optax.ScaleByAdamState, its moments in their formats. The bits that round are drawn by (count, leaf,
+    place)."""
+    chain = _AdamW(cfg, schedule, formats)
+    return Optimizer(chain.init, chain.update)
 
-    def init(params: Params) -> tuple[Params, optax.ScaleByAdamState]:
+
+class _Bounds(NamedTuple):
+    """The largest of each block of the new first moment, [..., ceil(K/128)], if gradients are not clipped,
+    and if they are clipped to 0. When they are clipped by a factor between, it is at most between the two."""
+
+    free: Array
+    still: Array
+
+
+class _Now(NamedTuple):
+    """The scalars of one update. `gain` is the factor of the gradients: scale times clip."""
+
+    ok: Array  # whether the update is applied
+    scale: Array
+    clip: Array
+    gain: Array
+    rate: Array
+    unbias: tuple[Array, Array]  # factors of the two moments
+
+
+class _AdamW(NamedTuple):
+    cfg: Optim
+    schedule: optax.Schedule
+    formats: Formats
+
+    def init(self, params: Params) -> tuple[Params, optax.ScaleByAdamState]:
         moment = lambda kept_as: jax.tree.map(lambda p: zeros(p.shape, kept_as), params)
-        masters = jax.tree.map(lambda p: _nearest(p, formats.master), params)
-        kept = masters, moment(formats.first), moment(formats.second)
-        masters, *moments = _stow(kept) if formats.offload else kept
+        masters = jax.tree.map(lambda p: _nearest(p, self.formats.master), params)
+        kept = masters, moment(self.formats.first), moment(self.formats.second)
+        masters, *moments = _stow(kept) if self.formats.offload else kept
         return masters, optax.ScaleByAdamState(jnp.int32(0), *moments)
 
-    def peaks(g: Array, mu: Stored) -> tuple[Array, Array]:
-        """The largest of each block of the new first moment, if gradients are not clipped, and if they are
-        clipped to 0: it is no more than between the two when they are clipped by a factor between."""
-        before = cfg.b1 * decode(mu)
-        return block_amax(before + (1 - cfg.b1) * g), block_amax(before)
-
-    def update(grads: Params, scale: Array, state: optax.ScaleByAdamState, params: Params,
-               finite: Array) -> tuple:
-        sums, ahead = lambda g: jnp.sum(blocks(g * g), -1), formats.first == "float8" and not formats.offload
-        seen = jax.tree.map(lambda g, mu: (sums(g), *(peaks(scale * g, mu) if ahead else ())), grads,
-                            state.mu)
-        # all that is looked at before anything is written, in a pass of its own: else XLA makes one, slow, of
-        # the two
-        if ahead:
-            seen, grads, state, params = jax.lax.optimization_barrier((seen, grads, state, params))
-        seen = jax.tree.structure(grads).flatten_up_to(seen)
-        norm = scale * jnp.sqrt(sum(jnp.sum(squares) for squares, *_ in seen))
-        ok, clip = finite & jnp.isfinite(norm), jnp.minimum(1.0, cfg.clip_norm / norm)
-        rate, count = schedule(state.count), state.count + 1
-        unbias = [1 / (1 - jnp.float32(b) ** count) for b in (cfg.b1, cfg.b2)]
-
-        def leaf(number: int, path: tuple, grads: Array, *kept: Stored) -> tuple[Stored, ...]:
-            decay = 0.0 if "norm" in jax.tree_util.keystr(path) else cfg.weight_decay
-
-            def step(first: Array | int, g: Array, kept: tuple[Stored, ...]) -> tuple[Stored, ...]:
-                param, mu, nu = map(decode, kept)
-                free, still = (seen[number][1:]
-                               or peaks(scale * g, kept[1])) if is_scaled(kept[1]) else (0.0, 0.0)
-                amax = None, MARGIN * (clip * free + (1 - clip) * still), None
-                g *= scale * clip
-                mu = cfg.b1 * mu + (1 - cfg.b1) * g
-                nu = cfg.b2 * nu + (1 - cfg.b2) * g * g
-                direction = unbias[0] * mu / (jnp.sqrt(unbias[1] * nu) + cfg.eps)
-                param -= rate * (direction + decay * param if decay else direction)
-                words = random_bits(salts[number], first, g.shape)
-                after = tuple(map(encode, (param, mu, nu), formats[:3], words, FAINT, amax))
-                return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, kept)
-
-            return _from_host(step, grads, kept,
-                              path[0].key == "layers") if formats.offload else step(0, grads, kept)
-
+    def update(self, grads: Params, scale: Array, state: optax.ScaleByAdamState, params: Params,
+               finite: Array) -> tuple[Params, optax.ScaleByAdamState, Array]:
+        squares, bounds, (grads, state, params) = self._look_ahead(scale, grads, state, params)
+        norm = scale * jnp.sqrt(sum(map(jnp.sum, squares)))
+        now = self._now(scale, norm, finite, state.count)
         paths, tree = jax.tree_util.tree_flatten_with_path(grads)
         salts = jax.random.bits(jax.random.fold_in(jax.random.key(0), state.count), (len(paths), 2),
                                 jnp.uint32)
-        kept = (tree.flatten_up_to(t) for t in (params, state.mu, state.nu))
-        leaves = [leaf(n, path, g, *x) for n, ((path, g), *x) in enumerate(zip(paths, *kept))]
+        kept = zip(*(tree.flatten_up_to(t) for t in (params, state.mu, state.nu)))
+        leaves = [self._leaf(now, path, g, *x) for (path, g), *x in zip(paths, kept, bounds, salts)]
         params, mu, nu = map(tree.unflatten, zip(*leaves))
-        return params, optax.ScaleByAdamState(state.count + ok, mu, nu), norm
+        return params, optax.ScaleByAdamState(state.count + now.ok, mu, nu), norm
 
-    return Optimizer(init, update)
+    def _look_ahead(self, scale: Array, grads: Params, state: optax.ScaleByAdamState, params: Params
+                    ) -> tuple[list[Array], list[_Bounds | None], tuple]:
+        """Of each leaf the sums of squares of its blocks, and the bounds of its first moment where that is
+        float8 on the device; and the arguments, to be read after this."""
+        ahead = self.formats.first == "float8" and not self.formats.offload
+        look = lambda g, mu: (jnp.sum(blocks(g * g), -1), self._bounds(scale * g, mu) if ahead else None)
+        seen = jax.tree.map(look, grads, state.mu)
+        rest = grads, state, params
+        if ahead:  # a pass of its own: otherwise XLA makes one of the two, which is slow
+            seen, rest = jax.lax.optimization_barrier((seen, rest))
+        squares, bounds = zip(*jax.tree.structure(grads).flatten_up_to(seen))
+        return list(squares), list(bounds), rest
+
+    def _bounds(self, g: Array, mu: Stored) -> _Bounds:
+        before = self.cfg.b1 * decode(mu)
+        return _Bounds(block_amax(before + (1 - self.cfg.b1) * g), block_amax(before))
+
+    def _now(self, scale: Array, norm: Array, finite: Array, count: Array) -> _Now:
+        clip = jnp.minimum(1.0, self.cfg.clip_norm / norm)
+        first, second = (1 / (1 - jnp.float32(b) ** (count + 1)) for b in (self.cfg.b1, self.cfg.b2))
+        return _Now(finite & jnp.isfinite(norm), scale, clip, scale * clip, self.schedule(count),
+                    (first, second))
+
+    def _leaf(self, now: _Now, path: tuple, grads: Array, kept: tuple[Stored, ...], bounds: _Bounds | None,
+              salt: Array) -> tuple[Stored, ...]:
+        """(master, first moment, second moment) of one leaf after the update, as they are kept."""
+        decay = self.cfg.weight_decay if role_of(path).decays else 0.0
+
+        def step(first: Array | int, g: Array, kept: tuple[Stored, ...]) -> tuple[Stored, ...]:
+            amax = self._first_amax(now, g, kept[1], bounds) if is_scaled(kept[1]) else None
+            words = random_bits(salt, first, g.shape)
+            moved = self._move(now, decay, g * now.gain, *map(decode, kept))
+            after = tuple(map(encode, moved, self.formats[:3], words, FAINT, (None, amax, None)))
+            return jax.tree.map(lambda new, old: jnp.where(now.ok, new, old), after, kept)
+
+        if not self.formats.offload:
+            return step(0, grads, kept)
+        return _from_host(step, grads, kept, path[0].key == "layers")
+
+    def _first_amax(self, now: _Now, g: Array, mu: Stored, bounds: _Bounds | None) -> Array:
+        free, still = bounds or self._bounds(now.scale * g, mu)
+        return MARGIN * (now.clip * free + (1 - now.clip) * still)
+
+    def _move(self, now: _Now, decay: float, g: Array, param: Array, mu: Array, nu: Array
+              ) -> tuple[Array, Array, Array]:
+        """AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2)."""
+        mu = self.cfg.b1 * mu + (1 - self.cfg.b1) * g
+        nu = self.cfg.b2 * nu + (1 - self.cfg.b2) * g * g
+        direction = now.unbias[0] * mu / (jnp.sqrt(now.unbias[1] * nu) + self.cfg.eps)
+        return param - now.rate * (direction + decay * param if decay else direction), mu, nu
 
 
 _nearest = jax.jit(encode, static_argnums=1)  # jitted, so that nothing of a stack's size stands beside it

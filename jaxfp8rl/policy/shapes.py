@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.distributed.mesh import BY_COLUMNS
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
@@ -52,8 +51,8 @@ def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -
     for e in param_table(model):
         if len(e.shape) < 2 or len(e.index) == 2:  # a vector; of an expert, which lies on a device whole
             continue
-        block = BLOCK if quantized and e.role == "linear" else 1
-        along_tensor = 1 if e.path[-2] in BY_COLUMNS or e.role == "router" else tensor
+        block = BLOCK if quantized and e.role.kind == "linear" else 1
+        along_tensor = tensor if e.role.tensor == "rows" else 1
         # columns divide, too: they are the rows of another weight
         if e.shape[0] % (fsdp * along_tensor * block):
             blocks = f" in whole blocks of {BLOCK}" if block > 1 else ""

@@ -34,7 +34,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 def is_fp8(entry: Entry, runs: tuple[LayerRun, ...]) -> bool:
     """Whether the engine holds this tensor as E4M3 codes and block scales."""
-    if entry.role != "linear" or entry.layer is None:
+    if entry.role.kind != "linear" or entry.layer is None:
         return False
     return any(run.start <= entry.layer < run.stop and entry.path[-2] in run.fp8 for run in runs)
 
@@ -42,7 +42,7 @@ def is_fp8(entry: Entry, runs: tuple[LayerRun, ...]) -> bool:
 def high_precision_modules(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[str]:
     """HF names of the linears and routers that stay unquantised: what a quantisation config has to leave
     out."""
-    products = [e for e in param_table(cfg) if e.role in ("linear", "router")]
+    products = [e for e in param_table(cfg) if e.role.kind in ("linear", "router")]
     return [e.hf_name.removesuffix(".weight") for e in products if not is_fp8(e, runs)]
 
 

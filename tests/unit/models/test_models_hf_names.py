@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.models.hf_names import empty_params, get_param, linear_shapes, param_table, set_param
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.precision.linear import QuantizedWeight
+from jaxfp8rl.roles import ROLES, role_of
 
 QWEN3 = ModelConfig("Qwen3ForCausalLM", 33, 16, 24, 2, 4, 2, 8, 64)
 CONFIGS = {
@@ -20,6 +21,9 @@ CONFIGS = {
     "qwen3-tied": dataclasses.replace(QWEN3, tie_word_embeddings=True),
     "llama": dataclasses.replace(QWEN3, architecture="LlamaForCausalLM"),
 }
+# a dense layer, then one of experts
+SPARSE = dataclasses.replace(QWEN3, architecture="Qwen3MoeForCausalLM",
+                             experts=Experts(6, 2, 40, mlp_only_layers=(0,)))
 
 
 def random_params(cfg):
@@ -57,12 +61,26 @@ def test_table_covers_the_parameter_tree(name):
 
 
 def test_roles_and_linear_shapes():
-    roles = {e.hf_name: e.role for e in param_table(QWEN3)}
+    roles = {e.hf_name: e.role.kind for e in param_table(QWEN3)}
     assert roles["model.embed_tokens.weight"] == "embedding" and roles["lm_head.weight"] == "head"
     assert roles["model.layers.1.self_attn.q_norm.weight"] == roles["model.norm.weight"] == "norm"
-    linears = {e.hf_name: e.shape for e in param_table(QWEN3) if e.role == "linear"}
+    linears = {e.hf_name: e.shape for e in param_table(QWEN3) if e.role.kind == "linear"}
     assert linears == {f"model.layers.{i}.{m}.weight": s for i in range(2)
                        for m, s in linear_shapes(QWEN3).items()}
+
+
+@pytest.mark.parametrize("cfg", [*CONFIGS.values(), SPARSE], ids=[*CONFIGS, "sparse"])
+def test_the_leaves_of_a_tree_have_the_roles_of_the_table(cfg):
+    """Each by name: none is taken for a linear because nobody knows it."""
+    table = {e.path: e.role for e in param_table(cfg)}
+    like = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+        names = tuple(key.key for key in path)
+        role = role_of(path)
+        assert names[-2] in ROLES and role == table.pop(names)
+        assert (role.kind == "norm") == ("norm" in names[-2]) == (not role.decays) == (not role.fsdp)
+        assert (role.tensor == "neither") == (role.kind in ("norm", "router"))
+    assert not table
 
 
 def test_get_param_keeps_codes_and_scales_together():
