@@ -86,7 +86,7 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
     context.pytree.loading.partial_load = True
     try:
         with context:
-            saved = ocp.load_checkpointables(folder.absolute(), {"state": {"params": like}, "loop": None})
+            saved = ocp.load_checkpointables(str(folder.absolute()), {"state": {"params": like}, "loop": None})
     except Exception as e:  # Orbax's are of many kinds
         if not folder.is_dir():
             raise CheckpointError(f"{folder} was there, and is not any more: the run keeps fewer checkpoints",

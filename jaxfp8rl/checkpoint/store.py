@@ -99,7 +99,7 @@ class Checkpoints:
 
     def _begin(self, draft: Path, step: int, parts: dict[str, Any]) -> None:
         try:
-            written = ocp.save_checkpointables_async(draft, parts)
+            written = ocp.save_checkpointables_async(str(draft), parts)
         except BaseException:
             self._forget(draft)
             raise
@@ -160,7 +160,7 @@ class Checkpoints:
         step = self._group.broadcast(lambda: self._sound(self.steps() if step is None else [step]))
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         try:
-            saved = ocp.load_checkpointables(self._folder / str(step), {"state": abstract, "loop": None})
+            saved = ocp.load_checkpointables(str(self._folder / str(step)), {"state": abstract, "loop": None})
         # the device's, out of memory above all: no fault of the checkpoint
         except jax.errors.JaxRuntimeError:
             raise
@@ -181,7 +181,7 @@ class Checkpoints:
         CheckpointError."""
         folder = self._folder / str(self.kept(None, ""))
         try:
-            return ocp.load_checkpointables(folder, {"loop": None})["loop"]
+            return ocp.load_checkpointables(str(folder), {"loop": None})["loop"]
         except Exception as e:  # Orbax's are of many kinds
             raise CheckpointError(f"{folder} cannot be read: {str(e)[:300]}",
                                   "--resume goes back to a sound one") from e
@@ -221,7 +221,7 @@ def unlike(folder: Path, like: Any, error: Exception) -> str:
     named = lambda tree: {keystr(path, simple=True, separator="/"): list(x.shape)
                           for path, x in tree_flatten_with_path(tree)[0]}
     try:
-        saved, wanted = named(ocp.checkpointables_metadata(folder).metadata["state"]), named(like)
+        saved, wanted = named(ocp.checkpointables_metadata(str(folder)).metadata["state"]), named(like)
     except Exception:  # of a folder that is no checkpoint, say
         saved = wanted = {}
     parts = {name.partition("/")[0] for name in wanted}

@@ -38,7 +38,7 @@ def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool =
     return digest.hexdigest()
 
 
-def demonstrable[Item: tuple[Any, ...]](items: Sequence[Item], name: str) -> list[Item]:
+def demonstrable[Item: tuple](items: Sequence[Item], name: str) -> list[Item]:
     """The items whose problem has a reference answer for a warm start to imitate. Raises ConfigError where
     none has."""
     found = [item for item in items if item[0].answer.strip()]

@@ -16,7 +16,7 @@ import re
 import sys
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from jaxfp8rl.errors import DataError, nearest
 
@@ -142,8 +142,7 @@ def _differing(files: Sequence[str], of) -> str:
     return ", ".join(f"{key} ({pattern})" for key, pattern in globs.items()) if len(groups) > 1 else ""
 
 
-def _open(path: str) -> Any:
-    """A binary file object of the uncompressed bytes."""
+def _open(path: str) -> IO[bytes]:
     return COMPRESSED.get(os.path.splitext(path.lower())[1], open)(path, "rb")
 
 
@@ -159,7 +158,7 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
         yield from _lines(path, f)
 
 
-def _lines(path: str, file: io.BufferedIOBase) -> Iterator[tuple[int, Any]]:
+def _lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
     for line, raw in enumerate(file, 1):
         try:
             yield line, _parse(raw)

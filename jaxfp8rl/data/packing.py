@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxfp8rl.types import TrainBatch
@@ -85,7 +86,7 @@ def pack(
     shape = (microbatches * rows_per_microbatch, row_tokens)
     if len(rows) > shape[0]:
         raise ValueError(f"{len(rows)} packed rows do not fit {shape[0]}")
-    ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
+    tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
     routes = _no_routes(samples[0].routes if samples else like, shape)
     weights = np.zeros(shape, np.float32) if any(s.weights is not None for s in samples) else None
     among = np.full((*shape, support), -1, np.int32) if support and all(s.support for s in samples) else None
@@ -95,9 +96,9 @@ def pack(
         for segment, i in enumerate(members, 1):
             s = samples[i]
             start, end = at + len(s.prompt), at + len(s.prompt) + len(s.completion)
-            ints["tokens"][r, at:start], ints["tokens"][r, start:end] = s.prompt, s.completion
-            ints["positions"][r, at:end] = np.arange(end - at)
-            ints["segment_ids"][r, at:end] = segment
+            tokens[r, at:start], tokens[r, start:end] = s.prompt, s.completion
+            positions[r, at:end] = np.arange(end - at)
+            segment_ids[r, at:end] = segment
             mask[r, start:end] = True
             logp[r, start:end] = s.logprobs
             advantages[r, start:end] = s.advantage
@@ -106,12 +107,12 @@ def pack(
             if weights is not None:
                 weights[r, start:end] = 1 if s.weights is None else s.weights
             if among is not None and s.support is not None:
-                among[r, start:end] = padded_support(s.support[0], s.support[1], support)
+                among[r, start:end] = padded_support(*s.support, support)
                 mask[r, start:end] = s.support[1] > 0
             at = end
-    fields = (*ints.values(), mask, logp, advantages, routes, weights, among)
-    split: Any = lambda x: None if x is None else x.reshape(microbatches, rows_per_microbatch, *x.shape[1:])
-    return TrainBatch(*map(split, fields))
+    fields = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among
+    return TrainBatch(*jax.tree.map(lambda x: x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]),
+                                    fields))
 
 
 def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | None:

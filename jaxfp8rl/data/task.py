@@ -38,16 +38,18 @@ class Reward:
 
 
 class Task(Protocol):
-    """What the loop needs. `in_child`: `score` may be slow or crash, so it must run in the scoring
-    process."""
+    """What the loop needs: a frozen dataclass with these methods."""
 
     kind: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def name(self) -> str: ...
 
     @property
-    def in_child(self) -> bool: ...
+    def in_child(self) -> bool:
+        """Whether `score` may be slow or crash, so that it must run in the scoring process."""
+        ...
 
     def problems(self) -> Sequence[Problem]:
         """Training problems, in an order that the options fix."""
@@ -55,6 +57,10 @@ class Task(Protocol):
 
     def held_out(self) -> Sequence[Problem]:
         """Problems that are never trained on; empty when the options ask for none."""
+        ...
+
+    def rewarding(self, reward: Reward) -> Task:
+        """The same task with the scorer of one of its named rewards."""
         ...
 
     def score(self, problem: Problem, text: str) -> float | None:
@@ -73,7 +79,7 @@ class Task(Protocol):
 class ReferenceDemonstrations:
     """The reference as it stands, in a tag where `extract` looks there."""
 
-    extract: Any  # by which an answer is cut out of a completion
+    extract: scorers.Extract
 
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
         if self.extract != "tag":

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -293,7 +293,7 @@ def _jinja_environment(date: str):
         """`{% generation %}` marks the assistant's tokens for supervised masks; here it renders as its
         content."""
 
-        tags: ClassVar = {"generation"}  # pyright: ignore[reportIncompatibleVariableOverride]  # as jinja2 has it
+        tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
         def parse(self, parser):
             line = next(parser.stream).lineno

@@ -54,14 +54,16 @@ class MeshLayout(NamedTuple):
         """The same arrays where they belong; committed, as those that a program returns are."""
         if (mesh := self.mesh) is None:
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
-        return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(mesh, spec)), tree, self.specs(tree))
+        return jax.tree.map(_placed, tree, self._shardings(mesh, tree))
 
     def keep(self, tree: Any) -> Any:
         """Inside `jit`: a program's result lies as its arguments do."""
         if (mesh := self.mesh) is None:
             return tree
-        place = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-        return jax.tree.map(place, tree, self.specs(tree))
+        return lax.with_sharding_constraint(tree, self._shardings(mesh, tree))
+
+    def _shardings(self, mesh: Mesh, tree: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs(tree))
 
     def run(self, f: Callable, arguments: tuple, results: Any) -> Callable:
         """`f` on every device, of its part of the arguments; their specs and the results'."""
@@ -161,7 +163,7 @@ def whole(x: Array) -> Array:
     if x.is_fully_addressable:
         return jax.device_put(x, min(devices, key=lambda device: device.id))
     if not x.is_fully_replicated:
-        assert isinstance(x.sharding, NamedSharding)
+        assert isinstance(x.sharding, NamedSharding)  # as MeshLayout places it
         x = _replicate(x.sharding.mesh)(x)
     return min(x.addressable_shards, key=lambda shard: shard.device.id).data
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxfp8rl.config.learning import Optim
 from jaxfp8rl.optim.low_bit import (
@@ -93,7 +94,7 @@ class _Now(NamedTuple):
     scale: Array
     clip: Array
     gain: Array
-    rate: Array
+    rate: ArrayLike
     unbias: tuple[Array, Array]  # factors of the two moments
 
 
@@ -118,7 +119,8 @@ class _AdamW(NamedTuple):
         salts = jax.random.bits(jax.random.fold_in(jax.random.key(0), state.count), (len(paths), 2),
                                 jnp.uint32)
         kept = zip(*(tree.flatten_up_to(t) for t in (params, state.mu, state.nu)))
-        leaves = [self._leaf(now, path, g, *x) for (path, g), *x in zip(paths, kept, bounds, salts)]
+        leaves = [self._leaf(now, path, g, x, bound, salt)
+                  for (path, g), x, bound, salt in zip(paths, kept, bounds, salts)]
         params, mu, nu = map(tree.unflatten, zip(*leaves))
         return params, optax.ScaleByAdamState(state.count + now.ok, mu, nu), norm
 
@@ -139,7 +141,7 @@ class _AdamW(NamedTuple):
         before = self.cfg.b1 * decode(mu)
         return _Bounds(block_amax(before + (1 - self.cfg.b1) * g), block_amax(before))
 
-    def _now(self, scale: Array, norm: Array, finite: Array, count: Array) -> _Now:
+    def _now(self, scale: Array, norm: Array, finite: Array, count: ArrayLike) -> _Now:
         clip = jnp.minimum(1.0, self.cfg.clip_norm / norm)
         first, second = (1 / (1 - jnp.float32(b) ** (count + 1)) for b in (self.cfg.b1, self.cfg.b2))
         return _Now(finite & jnp.isfinite(norm), scale, clip, scale * clip, self.schedule(count),

@@ -20,7 +20,7 @@ def from_optax(transformation: optax.GradientTransformation) -> Optimizer:
     def update(grads: Params, scale: Array, state: Any, params: Params, finite: Array) -> tuple:
         norm = scale * optax.tree.norm(grads)
 
-        def apply() -> Any:
+        def apply() -> tuple[optax.Params, optax.OptState]:
             updates, new = transformation.update(jax.tree.map(lambda g: g * scale, grads), state, params)
             return optax.apply_updates(params, updates), new
 

@@ -10,7 +10,6 @@ import functools
 import os
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
