@@ -1,8 +1,7 @@
-"""The model that a run began with, but for its weights: `base_model/` of the run directory, with what is
-small of its folders.
+"""The small files of the model that a run began with, in `base_model/` of the run directory.
 
-A checkpoint has all parameters. With config.json and the tokenizer beside it a run goes on, is evaluated and
-exported though the folder that it began from is gone, or lies elsewhere.
+A checkpoint has all parameters. With config.json and the tokenizer beside it, a run can be resumed, evaluated
+and exported after the folder that it began from has been moved or deleted.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import TOKENIZER_FILES
 
 FOLDER = "base_model"
-NEEDED = {"path": "config.json", "tokenizer": "tokenizer.json"}  # of the folder that a key of [model] names
+NEEDED = {"path": "config.json", "tokenizer": "tokenizer.json"}  # the file that each folder must have
 
 
 def keep_base_model(cfg: Config, run: Path) -> None:
-    """Copy what is small of model.path and model.tokenizer into the run directory."""
+    """Copy the small files of model.path and model.tokenizer into the run directory."""
     for key, source in _folders(cfg).items():
         target = run / FOLDER / key
         target.mkdir(parents=True, exist_ok=True)
@@ -33,7 +32,8 @@ def keep_base_model(cfg: Config, run: Path) -> None:
 
 
 def with_base_model(cfg: Config, run: str | Path) -> Config:
-    """`cfg` with the run's copies of folders that it was begun with and that are gone. This is said."""
+    """`cfg` with the run's own copies in place of folders that it was begun with and that are gone. Prints
+    which."""
     own, gone = Path(run) / "config.toml", {}
     begun = load_config(str(own)) if own.is_file() else cfg
     for key, folder in _folders(cfg).items():
@@ -46,9 +46,9 @@ def with_base_model(cfg: Config, run: str | Path) -> Config:
 
 
 def check_base_model(cfg: Config, run: str | Path) -> None:
-    """Raise CheckpointError where model.path is another model than the run began with: rope, norms and the
-    like, which no checkpoint has. Where nothing tells, because an earlier version has kept no copy, this is
-    said."""
+    """Raise CheckpointError if model.path is another model than the run began with: it may differ in rope,
+    norms and the like, which no checkpoint has. Prints a note if an earlier version has kept no copy to
+    compare with."""
     own = Path(run) / "config.toml"
     if not (cfg.model.path and own.is_file()):
         return
@@ -68,6 +68,6 @@ def check_base_model(cfg: Config, run: str | Path) -> None:
 
 
 def _folders(cfg: Config) -> dict[str, Path]:
-    """Key of [model] -> the folder that it names."""
+    """The folder that each key of [model] names."""
     named = {key: getattr(cfg.model, key) for key in NEEDED}
     return {key: Path(name) for key, name in named.items() if name and not name.startswith(CHARS_PREFIX)}

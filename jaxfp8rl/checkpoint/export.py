@@ -1,15 +1,16 @@
 """`jaxfp8rl export`: a checkpoint of a run as a Hugging Face folder that transformers and vLLM load.
 
-    config.json                     with a `quantization_config` in FP8
-    model-*.safetensors, its index  HF names; in FP8 E4M3 `weight` and float32 `weight_scale_inv`, 128x128 blocks
-    tokenizer and generation files  the run's own; generation_config.json names all tokens that the run's completions stop at
-    trained_on.npy                  which problems, so that no run holds them out (jaxfp8rl.data.seen)
+    config.json                     has a `quantization_config` in FP8
+    model-*.safetensors, its index  HF names; in FP8 E4M3 `weight` and float32 `weight_scale_inv`, in blocks of
+                                    128x128
+    tokenizer and generation files  the run's own; generation_config.json names all tokens at which
+                                    completions stop
+    trained_on.npy                  the problems trained on, so that no run holds them out (jaxfp8rl.data.seen)
     publish.json                    step, manifest and the SHA-256 of each tensor
 
-FP8 is what the run's engine holds: the bytes are those that a publish of this step hands over, quantised from
-the same rounded weights. A run whose engine is not in FP8 is quantised by the same rule. The scales of a
-calibrated FP8 cache (rollout.kv_scales) are not written: what serves the folder uses 1, or calibrates its
-own.
+In FP8 the bytes are those that the run's engine holds after a publish of this step, quantised from the same
+rounded weights. A run whose engine is not in FP8 is quantised by the same rule. The scales of a calibrated
+FP8 cache (rollout.kv_scales) are not written: an engine that serves the folder uses 1, or calibrates its own.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ def export(
     run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", step: int | None = None,
     overrides: Sequence[str] = ()
 ) -> Path:
-    """Write the newest checkpoint of the run directory `run`, or that of `step`, to the folder `out`; returns
-    it. `overrides`: of model.path and model.tokenizer, where these are now.
+    """Write the newest checkpoint of the run directory `run`, or that of `step`, to the folder `out`, and
+    return it. `overrides` may say where model.path and model.tokenizer are now.
 
-    All of it appears at once, by renaming a finished folder. Raises ModelError when `out` is not empty,
-    ConfigError for shapes that FP8 cannot take and where `run` is a config, CheckpointError as
-    `load_trained`, BridgeError when the disk is too small.
+    The folder appears at once: it is written under another name and renamed. Raises ModelError if `out` is
+    not empty, ConfigError for shapes that FP8 cannot take and if `run` is a config, CheckpointError as
+    `load_trained` does, and BridgeError if the disk is too small.
     """
     out = Path(out)
-    # `load_trained` takes a config for the weights that it starts from, which are nobody's to serve
+    # `load_trained` accepts a config, but the weights that a run starts from are not worth exporting
     if not Path(run).is_dir():
         raise ConfigError(f"{run} is no run directory", "give what run.dir was, for example runs/demo")
     check_empty(out)
@@ -79,8 +80,8 @@ def export(
 
 
 def hf_config(model: ModelConfig, runs: tuple[LayerRun, ...], dtype: str) -> dict[str, Any]:
-    """config.json; with the quantisation of fine-grained FP8 as transformers and vLLM read it, where `runs`
-    has any."""
+    """The contents of config.json. If any of `runs` is in FP8, they say so as transformers and vLLM read
+    it."""
     raw = dataclasses.replace(model, dtype=dtype).to_hf()
     if not any(run.fp8 for run in runs):
         return raw
@@ -93,7 +94,7 @@ def hf_config(model: ModelConfig, runs: tuple[LayerRun, ...], dtype: str) -> dic
 
 
 def _write_tokenizer(cfg: Config, folder: Path, eos_token_ids: list[int] | None) -> None:
-    """The files of the folder it came from, where it did; with the stops of the run, where it was one."""
+    """Write the tokenizer, with the files of the folder that it came from and the stop tokens of the run."""
     spec = cfg.model.tokenizer or cfg.model.path
     load_tokenizer(spec).save(str(folder))
     for name in () if spec.startswith(CHARS_PREFIX) else TOKENIZER_FILES:

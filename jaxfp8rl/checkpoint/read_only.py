@@ -1,7 +1,7 @@
-"""What a run has learned: its config and the masters of one of its checkpoints, read without touching the
-run, which may go on.
+"""What a run has learned: its config and the masters of one of its checkpoints. Reading them does not disturb
+a run that goes on.
 
-A config stands for a run that has not begun: the weights it starts from, at step 0.
+A config stands for a run that has not begun: the weights that it starts from, at step 0.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from jaxfp8rl.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """`params`: the masters, one stack of layers, float types alone. `loop`: the loop's own state, {} before
-    step 1."""
+    """`params`: the masters, decoded, with one stack of layers. `loop`: the loop's own state, {} before step
+    1."""
 
     cfg: Config
     model: ModelConfig
@@ -66,7 +66,7 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
 
 
 def _sound_step(folder: Path, step: int | None) -> int:
-    """The newest, or `step` where it was kept. Raises CheckpointError, also for files that are not as they
+    """The newest step, or `step` if it was kept. Raises CheckpointError, also if the files are not as they
     were written."""
     checkpoints = Checkpoints(folder, keep=1)
     step = checkpoints.kept(step, "--step ")
@@ -86,7 +86,8 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
     context.pytree.loading.partial_load = True
     try:
         with context:
-            saved = ocp.load_checkpointables(str(folder.absolute()), {"state": {"params": like}, "loop": None})
+            wanted = {"state": {"params": like}, "loop": None}
+            saved = ocp.load_checkpointables(str(folder.absolute()), wanted)
     except Exception as e:  # Orbax's are of many kinds
         if not folder.is_dir():
             raise CheckpointError(f"{folder} was there, and is not any more: the run keeps fewer checkpoints",

@@ -140,8 +140,8 @@ class Checkpoints:
             shutil.rmtree(gone)
 
     def kept(self, step: int | None, flag: str) -> int:
-        """The newest, or `step` where it was kept. Raises CheckpointError, which names the others, each after
-        `flag`."""
+        """The newest step, or `step` if it was kept. Raises CheckpointError, which names the others, each
+        after `flag`."""
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"{self._folder}: no complete checkpoint", "run.save_every = 0 keeps none")
@@ -152,16 +152,16 @@ class Checkpoints:
 
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The newest sound checkpoint, or that of `step`, its arrays placed and typed as in `like`;
-        loop["step"] says which. `like` needs no arrays (jax.ShapeDtypeStruct with a sharding): beside those
-        of the state there is room for few.
+        loop["step"] says which. `like` may be of jax.ShapeDtypeStruct with a sharding: there may be no room
+        for arrays beside those of the state.
 
-        Raises CheckpointError when there is none, or when it does not fit the model or the optimiser at hand.
+        Raises CheckpointError if there is none, or if it does not fit the model or the optimiser at hand.
         """
         step = self._group.broadcast(lambda: self._sound(self.steps() if step is None else [step]))
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         try:
             saved = ocp.load_checkpointables(str(self._folder / str(step)), {"state": abstract, "loop": None})
-        # the device's, out of memory above all: no fault of the checkpoint
+        # from the device, out of memory above all: not a fault of the checkpoint
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as e:
@@ -177,7 +177,7 @@ class Checkpoints:
         return jax.tree.map(_typed, saved["state"]), saved["loop"]
 
     def loop_state(self) -> dict[str, Any]:
-        """The loop's own state of the newest checkpoint, whose other files are not read. Raises
+        """The loop's own state in the newest checkpoint. Reads no other file of it. Raises
         CheckpointError."""
         folder = self._folder / str(self.kept(None, ""))
         try:
@@ -187,7 +187,7 @@ class Checkpoints:
                                   "--resume goes back to a sound one") from e
 
     def _sound(self, steps: list[int]) -> int:
-        """The newest of `steps` whose files are what was written."""
+        """The newest of `steps` whose files are as they were written."""
         for step in reversed(steps):
             if not (problem := damage(self._folder / str(step))):
                 return step
@@ -199,15 +199,15 @@ class Checkpoints:
         raise self.none_to_go_on_from()
 
     def none_to_go_on_from(self) -> CheckpointError:
-        """What is to be raised, with the damage found in each."""
+        """The error for a folder without a sound checkpoint. It names the damage found in each."""
         said = "; ".join(f"{step} is damaged: {why}" for step, why in self.damaged.items())
         return CheckpointError(f"{self._folder}: no complete checkpoint to go on from"
                                + (f" ({said})" if said else ""),
                                "begin another run, in another --run.dir")
 
     def set_aside(self, after: int, why: str = "damaged") -> list[int]:
-        """Move what is newer than the step that the run goes on from to `WHY-STEP`: it is about to pass there
-        itself."""
+        """Rename checkpoints newer than `after`, from which the run goes on, to `WHY-STEP`: the run will soon
+        write these steps itself. Returns their steps."""
         steps = [s for s in self.steps() if s > after]
         for step in steps:
             shutil.rmtree(aside := self._folder / f"{why}-{step}", ignore_errors=True)
@@ -216,8 +216,8 @@ class Checkpoints:
 
 
 def unlike(folder: Path, like: Any, error: Exception) -> str:
-    """What of the state in `folder` is not as in `like`, a tree or the part of one that was asked for: the
-    first few arrays, or else the beginning of the error, of which Orbax's have pages."""
+    """How the state in `folder` differs from `like`, a tree or a part of one: the first few arrays that
+    differ, or else the beginning of the error. Orbax's errors have pages."""
     named = lambda tree: {keystr(path, simple=True, separator="/"): list(x.shape)
                           for path, x in tree_flatten_with_path(tree)[0]}
     try:
@@ -234,13 +234,13 @@ def unlike(folder: Path, like: Any, error: Exception) -> str:
 
 
 def _typed(x: jax.Array) -> jax.Array:
-    """Orbax forgets the memory in the type of what is in host memory."""
+    """Orbax drops the memory space from the type of an array in host memory."""
     host = x.sharding.memory_kind == "pinned_host"
     return jax.device_put(x, jax.memory.Space.Host if host else jax.memory.Space.Device)
 
 
 def seal(folder: Path) -> None:
-    """Write the SHA-256 of every file below `folder` into it, and have all of it on the disk."""
+    """Write the SHA-256 of every file below `folder` into it, and sync all of it to the disk."""
     digests = _digests(folder)
     (folder / DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
     for path in [*folder.rglob("*"), folder]:
@@ -248,7 +248,7 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a sealed folder: "" when each file is as it was written and none is missing."""
+    """The damage to a sealed folder, in words: "" if each file is as it was written and none is missing."""
     try:
         want = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
         have = _digests(folder)

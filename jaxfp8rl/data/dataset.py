@@ -1,4 +1,4 @@
-"""The order of problems: seeded, resumable, and the same on every machine; and their tokens, checked once at
+"""The order of problems, seeded, resumable and the same on every machine; and their tokens, checked once at
 start-up."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def fingerprint(items: Sequence[Any]) -> str:
 
 
 def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool = True) -> str:
-    """SHA-256 over all that is learned from: the `fingerprint`, the prompts as tokens and, if `answers`, the
-    answers."""
+    """SHA-256 over everything that a run learns from: the `fingerprint`, the prompts as tokens and, if
+    `answers`, the answers."""
     digest = hashlib.sha256(fingerprint(prompts).encode())
     for problem, tokens in prompts:
         digest.update(json.dumps([len(tokens), *(problem.answers if answers else [""])]).encode())
@@ -39,8 +39,8 @@ def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool =
 
 
 def demonstrable[Item: tuple](items: Sequence[Item], name: str) -> list[Item]:
-    """The items whose problem has a reference answer for a warm start to imitate. Raises ConfigError where
-    none has."""
+    """The items whose problem has a reference answer for a warm start to imitate. Raises ConfigError if none
+    has."""
     found = [item for item in items if item[0].answer.strip()]
     if items and not found:
         raise ConfigError(
@@ -109,8 +109,8 @@ class PromptStream[Item]:
 
 @dataclasses.dataclass(frozen=True)
 class PrepareReport:
-    """What `prepare` did: problems kept; left out for having no tokens, too many, or for what template or
-    tokenizer refuse; the longest kept, in tokens; and what is said of the first left out."""
+    """How many problems `prepare` kept, and left out as empty, too long, or refused by template or tokenizer.
+    `longest`: tokens of the longest prompt kept. `first`: why the first was left out, in words."""
 
     kept: int
     empty: int

@@ -57,7 +57,7 @@ class Written(float):
 def data_files(path: str) -> list[str]:
     """The files of rows that a file, a folder or a glob means, in the order of their names.
 
-    Raises DataError where there are none, or where they are not of one kind, one split and, for a folder, one
+    Raises DataError if there are none, or if they are not of one kind, one split and, for a folder, one
     place.
     """
     whole = os.path.expanduser(path)
@@ -96,7 +96,7 @@ def raw_rows(path: str, columns: Collection[str] | None = None) -> Iterator[tupl
 
 
 def _kind_of(path: str) -> str:
-    """".jsonl" of rows.jsonl.gz; "" for what holds no rows."""
+    """".jsonl" for rows.jsonl.gz; "" for a file without rows."""
     name, last = os.path.splitext(path.lower())
     suffix = os.path.splitext(name)[1] if last in COMPRESSED else last
     return suffix if suffix in READERS and (last == suffix or suffix != ".parquet") else ""
@@ -114,8 +114,7 @@ def _neighbour(path: str) -> str:
 
 
 def _check_alike(path: str, root: str, files: Sequence[str]) -> None:
-    """Raise DataError where the files seem to be more than one set: what is trained on must not be
-    guessed."""
+    """Raise DataError if the files seem to be more than one set: nobody should guess which to train on."""
 
     def split(name: str) -> str:
         words = re.split("[^a-z]+", os.path.relpath(name, root).lower())
@@ -133,7 +132,7 @@ def _check_alike(path: str, root: str, files: Sequence[str]) -> None:
 
 
 def _differing(files: Sequence[str], of) -> str:
-    """Files by what they differ in, with a glob of each; "" where they do not."""
+    """The groups of files that differ, with a glob for each; "" if there is one group."""
     groups: dict[str, list[str]] = {}
     for name in files:
         groups.setdefault(of(name), []).append(name)

@@ -1,5 +1,5 @@
-"""A row's prompt: text, or chat messages in whichever of the usual forms, down to what a model is to
-answer."""
+"""The prompt of a row: text, or chat messages in any of the usual forms, up to the turn that the model
+answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWERERS = {"assistant", "gpt", "model", "bot", "chatgpt"}
 
 
 def as_prompt(value: Any) -> tuple[Prompt, bool]:
-    """The prompt in a field, and whether turns that answer it were cut off its end.
+    """The prompt in a field, and whether turns that answer it were cut off.
 
     Messages are {role, content} or ShareGPT's {from, value}, as a list or as JSON. Raises ValueError, saying
     what is wrong.
@@ -57,7 +57,7 @@ def _not_empty(text: str) -> str:
 
 
 def _messages_in(text: str) -> list | None:
-    """The messages that a text is the JSON of, as Parquet files often have them; None for any other text."""
+    """The messages in a text that is their JSON, as in many Parquet files; None for any other text."""
     if not text.startswith("[") or not ('"role"' in text or '"from"' in text):
         return None
     try:
@@ -70,7 +70,7 @@ def _messages_in(text: str) -> list | None:
 
 
 def _message(i: int, message: Any) -> dict[str, Any]:
-    """{role, content} and what else is not null: a template may read a name, or a call of a tool."""
+    """{role, content} and all else that is not null: a template may read a name, or a call of a tool."""
     if not isinstance(message, dict):
         raise ValueError(f"message {i} must be {{role, content}}, this is {kind(message)}")
     if "role" not in message and "from" in message:
@@ -90,8 +90,8 @@ def _message(i: int, message: Any) -> dict[str, Any]:
 
 
 def _end_of_question(messages: Sequence[dict[str, Any]]) -> int:
-    """How many messages there are before the assistant's answer to the last user: behind it, too, the answer
-    may stand. A call of a tool with its result is part of the question."""
+    """The number of messages before the assistant's answer to the last user turn. A call of a tool with its
+    result is part of the question."""
     end = max((i for i, m in enumerate(messages) if m["role"].lower() == "user"), default=-1) + 1
     while end < len(messages):
         message = messages[end]

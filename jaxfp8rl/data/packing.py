@@ -1,17 +1,16 @@
-"""Packing sequences of different lengths into rows of one length, so that the jitted step sees one shape for
-ever.
+"""Packing of sequences of different lengths into rows of one length, so that the jitted step always sees one
+shape.
 
-First-fit decreasing (Johnson 1973): longest first, each into the first row that still has room. The number of
-micro-batches is fixed by the worst case of the configuration, not by the batch at hand: a step that was
-compiled once never compiles again, and micro-batches that stay empty are skipped on the device (see
-train_step.py).
+First-fit decreasing (Johnson 1973): longest first, each into the first row that still has room. The worst
+case of the configuration fixes the number of micro-batches, not the batch at hand: a step that was compiled
+once never compiles again, and empty micro-batches are skipped on the device (jaxfp8rl.microbatch).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -78,9 +77,9 @@ def pack(
 ) -> TrainBatch:
     """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
 
-    like: routes of no tokens, where a batch has routes though there be no sample. support: width of its
-    supports, where all samples have one; a token whose own is not known is no response, then. Raises
-    ValueError when they do not fit.
+    like: routes of no tokens, for a batch that has routes even without a sample. support: width of the
+    supports, if all samples have one; then a token whose support is not known does not count as response.
+    Raises ValueError if the samples do not fit.
     """
     rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
     shape = (microbatches * rows_per_microbatch, row_tokens)
@@ -116,7 +115,7 @@ def pack(
 
 
 def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | None:
-    """[rows, tokens, ...] that leaves every token to its routers; None where there are no routes."""
+    """Routes [rows, tokens, ...] that leave every token to its routers; None if there are no routes."""
     if like is None:
         return None
     return np.full((*shape, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)

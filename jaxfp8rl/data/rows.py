@@ -1,5 +1,5 @@
-"""Rows of files, checked one by one: a prompt, accepted answers, the other columns; or what is wrong, in
-which line and field."""
+"""Rows of files, checked one by one. A row is a prompt, accepted answers and the other columns; or an error
+with its line and field."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*?)\s*\Z")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One usable row. `line` counts from 1 (of a file without lines, the row). `reference`: what the answer
-    was taken out of."""
+    """One usable row. `line` counts from 1; in a file without lines it is the row. `reference`: the text from
+    which the answer was extracted."""
 
     file: str
     line: int
@@ -40,8 +40,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """Where things are in a row. A name with dots leads into an object, unless a column is called so.
-    `answer` "": there is none. `meta`: the columns that a scorer is given; none named: all but prompt and
+    """The names of the fields of a row. A name with dots leads into an object, unless a column has that name.
+    `answer` "": there is none. `meta`: the columns that a scorer gets; by default all but prompt and
     answer."""
 
     prompt: str = "prompt"
@@ -51,15 +51,15 @@ class Fields:
     meta: tuple[str, ...] = ()
 
     def columns(self) -> set[str] | None:
-        """Columns to be read; None: all."""
+        """The columns to read; None: all."""
         named = [name for name in (self.prompt, self.answer, *self.meta) if name]
         return {part for name in named for part in (name, name.split(".")[0])} if self.meta else None
 
 
 @dataclasses.dataclass
 class Rows:
-    """What was read: usable rows and unusable ones, in the order of files and lines; and what was done to get
-    there."""
+    """The rows that were read, usable and unusable, in the order of files and lines; and counts of what was
+    dropped or cut."""
 
     files: list[str]
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -73,7 +73,7 @@ class Rows:
         return len(self.rows) + len(self.bad) + self.repeats
 
     def notes(self) -> list[str]:
-        """What a user did not ask for, or could not see, in words."""
+        """What was done that a user did not ask for, or could not see, in words."""
         found = []
         if len(self.files) > 1:
             more = f" and {len(self.files) - 5} more" if len(self.files) > 5 else ""
@@ -91,10 +91,10 @@ class Rows:
 
 
 def read_rows(path: str, fields: Fields = Fields(), keep_repeats: bool = False) -> Rows:
-    """The rows of a file, a folder or a glob. A row whose prompt and answers have both been before is a
-    repeat, counted only.
+    """Read the rows of a file, a folder or a glob. A row that repeats both prompt and answers of an earlier
+    one is only counted.
 
-    Raises DataError when a file as a whole cannot be read, or the path means no set of rows.
+    Raises DataError if a file as a whole cannot be read, or if the path means no set of rows.
     """
     found, seen, named = Rows(data_files(path)), set(), set()
     for file, line, value in _every_row(found.files, fields):
@@ -150,8 +150,8 @@ _MISSING = object()
 
 
 def _get(value: Any, name: str) -> Any:
-    """What a row has under a name: a column of just this name, or the way into objects (also into their
-    JSON)."""
+    """The value under a name: the column of this name, or a path into objects, or into text that is their
+    JSON."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)
@@ -187,8 +187,7 @@ def _prompt(row: dict[str, Any], fields: Fields) -> tuple[Prompt, bool]:
 
 
 def _answers(row: dict[str, Any], fields: Fields) -> tuple[tuple[str, ...], str]:
-    """Accepted answers, and the text that the first of them was taken out of ("" where that is the answer
-    itself)."""
+    """Accepted answers, and the text from which the first was extracted ("" if that is the answer itself)."""
     if not fields.answer:
         return ("",), ""
     value = _field(row, fields.answer)
@@ -203,7 +202,7 @@ def _answers(row: dict[str, Any], fields: Fields) -> tuple[tuple[str, ...], str]
 
 
 def _text(value: Any) -> str:
-    """An answer as a text, a number as it is written in the file. Raises ValueError for what is none."""
+    """An answer as text; a number as it is written in the file. Raises ValueError for anything else."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("empty")
@@ -224,9 +223,9 @@ def _called(value: Any) -> str:
 
 
 def extract_reference(text: str, how: AnswerExtract) -> str:
-    """The answer in a reference. hash: behind the last `####`, as in GSM8K, a number without separators of
-    thousands. boxed: in the last \\boxed{}. auto: as hash where the last line has one, else all of it. Raises
-    ValueError where there is none."""
+    """The answer in a reference. hash: after the last `####`, as in GSM8K, a number without thousands
+    separators. boxed: in the last \\boxed{}. auto: as hash if the last line has one, else all of it. Raises
+    ValueError if there is none."""
     if how in ("auto", "hash") and (found := _HASH.search(text)):
         return numbers.whole_number(found[1].removeprefix("$")) or found[1]
     if how in ("auto", "all"):
@@ -239,7 +238,7 @@ def extract_reference(text: str, how: AnswerExtract) -> str:
 
 
 def boxed(text: str) -> str | None:
-    """What is in the last \\boxed{} whose braces close."""
+    """The contents of the last \\boxed{} whose braces close."""
     for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
         for i, c in enumerate(text[start:], start):
@@ -250,7 +249,7 @@ def boxed(text: str) -> str | None:
 
 
 def _meta(row: dict[str, Any], fields: Fields, left_out: collections.Counter[str]) -> dict[str, Any]:
-    """The other columns, as JSON has them; what JSON cannot have is left out and counted by column."""
+    """The other columns as JSON. Values that JSON cannot represent are left out and counted by column."""
     names = fields.meta or [name for name in row if name not in (fields.prompt, fields.answer)]
     meta = {}
     for name in names:
@@ -265,8 +264,8 @@ def _meta(row: dict[str, Any], fields: Fields, left_out: collections.Counter[str
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: dates in ISO's form, bytes as the text that they are. Raises TypeError or
-    ValueError for what has no such form (an image)."""
+    """A value as JSON: dates in ISO's form, bytes decoded as UTF-8. Raises TypeError or ValueError for a
+    value without such a form (an image)."""
     match value:
         case None | str() | int():
             return value

@@ -1,8 +1,8 @@
-"""Which problems weights were trained on: `trained_on.npy`, in a run directory and in each folder of weights
-that comes of one.
+"""The problems that weights were trained on: `trained_on.npy`, in a run directory and in each folder of
+weights that comes from one.
 
-Weights go on to other runs (`--fork`, a shared warm start, an export), which may hold out other problems. A
-problem that weights were trained on is refused where it is to be held out, whatever put it there: a seed, a
+Other runs may start from these weights (`--fork`, a shared warm start, an export) and hold out other
+problems. A problem that the weights were trained on may not be held out, whatever put it there: a seed, a
 share, a file, another size.
 """
 
@@ -24,20 +24,20 @@ FILE = "trained_on.npy"
 
 
 class Questions(NamedTuple):
-    """Digests of what is trained on, by earlier runs of the same weights too, and of what is held out."""
+    """Digests of the problems trained on, by earlier runs of the same weights too, and of those held out."""
 
     seen: np.ndarray
     held_out: np.ndarray
 
 
 def digests_of(problems: Sequence[Problem]) -> np.ndarray:
-    """What the problems ask, each once: uint64, sorted."""
+    """Digests of the problems' questions, each once: uint64, sorted."""
     return np.unique(np.array([_digest(question(p)) for p in problems], np.uint64))
 
 
 def question(problem: Problem) -> str:
-    """What a problem asks, however it is put: without system prompt, chat template and, where the task says
-    so, instruction."""
+    """The question of a problem, without system prompt, chat template and, if the task says so,
+    instruction."""
     if problem.question:
         return problem.question
     if isinstance(problem.prompt, str):
@@ -51,8 +51,8 @@ def _digest(text: str) -> int:
 
 
 def read_seen(folder: str | Path) -> np.ndarray | None:
-    """What the weights in `folder` were trained on; None where nothing says so. Raises DataError for a
-    damaged file."""
+    """Digests of what the weights in `folder` were trained on; None if nothing says so. Raises DataError for
+    a damaged file."""
     path = Path(folder) / FILE
     if not path.is_file():
         return None
@@ -67,7 +67,7 @@ def write_seen(folder: str | Path, seen: np.ndarray) -> None:
 
 
 def check_unseen(held_out: np.ndarray, seen: np.ndarray, by: str) -> None:
-    """Raise DataError where the weights, trained `by` somebody, know held-out problems."""
+    """Raise DataError if the weights, trained `by` a run, were trained on held-out problems."""
     if known := np.isin(held_out, seen).sum():
         raise DataError(
             f"task: {known} of {len(held_out)} held-out problems are among those that {by} was trained on",

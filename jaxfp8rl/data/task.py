@@ -20,16 +20,16 @@ from jaxfp8rl.verifiers import scorers
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-ThinkTags = tuple[str, ...]  # what thoughts stand between, or nothing
-GENERATOR = "generator"  # of several rewards the one that a task gives by itself
+ThinkTags = tuple[str, ...]  # the pair around thoughts, or nothing
+GENERATOR = "generator"  # of several rewards, the one that the task itself gives
 NAME = r"[a-z][a-z0-9_]*"  # of a reward
 ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """One of several rewards of a task: what its `scorer` says of what `extract` finds, "" as the task's own
-    does."""
+    """One of several rewards of a task: its `scorer` scores what `extract` finds. `extract` "": the task's
+    own."""
 
     name: str
     scorer: str
@@ -77,7 +77,7 @@ class Task(Protocol):
 
 
 class ReferenceDemonstrations:
-    """The reference as it stands, in a tag where `extract` looks there."""
+    """Demonstrates the reference as it stands, in a tag if `extract` looks there."""
 
     extract: scorers.Extract
 

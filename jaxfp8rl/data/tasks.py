@@ -11,7 +11,7 @@ import dataclasses
 import json
 import tomllib
 import typing
-from typing import Any, cast
+from typing import Any
 
 import pydantic
 
@@ -23,14 +23,13 @@ from jaxfp8rl.errors import ConfigError, nearest
 
 
 def named(task: Task) -> dict[str, Task]:
-    """A task for each of its named rewards, the same but for the scorer; the task itself, without a name,
-    where it has none."""
-    rewarding: Any = getattr(task, "rewarding", None)  # of a task that takes several rewards
-    return {r.name: rewarding(r) for r in getattr(task, "rewards", ())} or {"": task}
+    """A task for each named reward, which differs only in the scorer; or the task itself under "", if it has
+    none."""
+    return {r.name: task.rewarding(r) for r in getattr(task, "rewards", ())} or {"": task}
 
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
-OF_SECTION = (  # keys of [task] itself
+OF_SECTION = (  # keys of [task] itself, not of its options
     "name", "path", "held_out_path", "seed", "system_prompt", "chat", "think_tags", "scorer", "scorer_folder",
     "rewards",
     "skip_bad_rows",
@@ -67,9 +66,9 @@ def make_task(task: Any, **options: Any) -> Task:
 
 
 def as_json(task: Task) -> str:
-    """What `from_json` makes the same task of, in another process: JSON has neither dates nor times, TOML and
-    generators have."""
-    return json.dumps({"task": task.kind, **dataclasses.asdict(cast(Any, task))},
+    """The task as text, from which `from_json` makes it again in another process. Dates and times, which JSON
+    does not have, are marked."""
+    return json.dumps({"task": task.kind, **dataclasses.asdict(task)},
                       default=lambda date: {TOML: date.isoformat()})
 
 
@@ -79,8 +78,8 @@ def from_json(text: str) -> Task:
 
 
 def _section_options(section: Any) -> dict[str, Any]:
-    """The fields of `jaxfp8rl.config.sampling.Task` that are set and concern a task, and its `options`, side by
-    side."""
+    """The fields of `jaxfp8rl.config.sampling.Task` that are set and concern a task, and its `options`, side
+    by side."""
     given = {f: getattr(section, f) for f in OF_SECTION
              if getattr(section, f) != type(section).model_fields[f].default}
     if section.kind != "file":  # it has no rows, but prompts, which `prepare` skips

@@ -20,9 +20,9 @@ import numpy as np
 from jaxfp8rl.errors import ConfigError, DataError, ModelError, nearest
 
 CHARS_PREFIX = "chars:"
-DATE = "2024-07-26"  # what Llama's templates print where nobody tells them the day
+DATE = "2024-07-26"  # what Llama's templates print unless they are told the day
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OURS = {"messages", "add_generation_prompt"}  # what a template is told by us; the rest is the user's to tell
+_OURS = {"messages", "add_generation_prompt"}  # variables of a template that a run sets itself
 
 
 class Tokenizer:
@@ -47,8 +47,7 @@ class Tokenizer:
             self._check_kwargs()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids [T]. `add_special_tokens` puts what the tokenizer starts a text with (a BOS, say) in
-        front.
+        """Token ids [T]. `add_special_tokens` adds the tokens with which the tokenizer starts a text (a BOS).
 
         Raises DataError when the text has characters outside a vocabulary that has no unknown token.
         """
@@ -111,8 +110,8 @@ class Tokenizer:
         return {k: _token_text(self._config[k]) for k in _SPECIAL if self._config.get(k)}
 
     def _check_kwargs(self) -> None:
-        """Raise ConfigError for a variable that the template never reads: it would seem to have been
-        tried."""
+        """Raise ConfigError for a variable that the template never reads: it would have no effect,
+        silently."""
         import jinja2.meta
 
         environment = self._compiled.environment
@@ -139,7 +138,7 @@ class Tokenizer:
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def added_tokens(self) -> dict[str, int]:
-        """Text -> id of the tokens that were added to the vocabulary, special ones among them."""
+        """The tokens that were added to the vocabulary, special ones among them: text -> id."""
         return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items()}
 
     def token_id(self, text: str) -> int | None:
@@ -150,14 +149,14 @@ class Tokenizer:
         return found
 
     def tokens_with(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """Ids of all tokens in whose own text one of `strings` stands."""
+        """Ids of all tokens whose own text contains one of `strings`."""
         ids = sorted(self._backend.get_vocab(with_added_tokens=True).values()) if strings else ()
         texts = self._backend.decode_batch([[i] for i in ids], skip_special_tokens=False) if strings else ()
         return tuple(i for i, text in zip(ids, texts) if any(string in text for string in strings))
 
     def with_stops(self, turn_end: int | None, token_ids: Sequence[int]) -> Tokenizer:
-        """The same with further tokens that end a completion: the one that ends a turn, which comes first,
-        and `token_ids`."""
+        """The same tokenizer with more tokens that end a completion: the one that ends a turn, which comes
+        first, and `token_ids`."""
         other, ends = copy.copy(self), () if turn_end is None else (turn_end,)
         other.eos_token_ids = tuple(dict.fromkeys([*ends, *self.eos_token_ids, *token_ids]))
         special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}

@@ -1,16 +1,19 @@
 """A learner on several devices: one mesh of three axes, each of any size, in one process or several
 (docs/sharding.md).
 
-    data     rows of a micro-batch, R over the devices; weights are repeated along it, and gradients summed once an update
-    fsdp     rows of a micro-batch, too, and the rows of every weight [N, K], or its experts (ZeRO-3, Rajbhandari et al. 2020,
-             section 5). A layer's are gathered where it is computed, and again where it is computed again;
-             codes at a byte an element. What leaves the backward is the shard of the summed gradient
-    tensor   heads, the width of the MLP, experts and words: each device multiplies with its own part of every weight, and what
-             their products leave is summed (Shoeybi et al. 2019, section 3). Nothing of a weight is sent
+    data     splits the rows R of a micro-batch. Weights are replicated along it; gradients are summed once an
+             update.
+    fsdp     splits the rows of a micro-batch too, and the rows of every weight [N, K], or its experts (ZeRO-3,
+             Rajbhandari et al. 2020, section 5). The weights of a layer are gathered where it is computed, and
+             again where it is recomputed; FP8 codes at a byte an element. The backward pass returns the shard
+             of the summed gradient.
+    tensor   splits heads, the width of the MLP, experts and the vocabulary. Each device multiplies with its own
+             part of every weight, and the partial products are summed (Shoeybi et al. 2019, section 3). No part
+             of a weight is sent.
 
-What computes with the model runs inside a `shard_map`, where kernels see the arrays of one device: to XLA's
-partitioner they are opaque, it would gather their operands and run them whole everywhere. What is elementwise
-(the optimiser) or small (corrections) is left to the partitioner. With one device nothing of this is there.
+The model's passes run inside a `shard_map`, where kernels see the arrays of one device. To XLA's partitioner
+kernels are opaque: it would gather their operands and run them whole on every device. Elementwise work (the
+optimiser) and small work (corrections) is left to the partitioner. On one device none of this applies.
 """
 
 from __future__ import annotations
@@ -51,13 +54,13 @@ class MeshLayout(NamedTuple):
         return jax.tree_util.tree_map_with_path(_spec, tree)
 
     def place(self, tree: Any) -> Any:
-        """The same arrays where they belong; committed, as those that a program returns are."""
+        """Put the arrays where they belong. They are committed, like the results of a program."""
         if (mesh := self.mesh) is None:
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
         return jax.tree.map(_placed, tree, self._shardings(mesh, tree))
 
     def keep(self, tree: Any) -> Any:
-        """Inside `jit`: a program's result lies as its arguments do."""
+        """Inside `jit`: constrain a result to the sharding of the arguments."""
         if (mesh := self.mesh) is None:
             return tree
         return lax.with_sharding_constraint(tree, self._shardings(mesh, tree))
@@ -66,21 +69,21 @@ class MeshLayout(NamedTuple):
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs(tree))
 
     def run(self, f: Callable, arguments: tuple, results: Any) -> Callable:
-        """`f` on every device, of its part of the arguments; their specs and the results'."""
+        """`f` on every device, given its part of the arguments. `arguments` and `results` are their specs."""
         if self.mesh is None:
             return f
-        # unchecked: kernels do not say over which axes their results vary
+        # unchecked: kernels do not declare the axes along which their results vary
         return jax.shard_map(f, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
     def on_weights(self, f: Callable[[Any], Any], weights: Any) -> Any:
-        """f(weights) where f treats every block of 128x128 by itself."""
+        """f(weights), for an f that treats every block of 128x128 separately."""
         if self.mesh is None:
             return f(weights)
         return self.run(f, (self.specs(weights),), self.specs(jax.eval_shape(f, weights)))(weights)
 
     def gather(self, weights: Any) -> Any:
-        """Inside `run`: a device's shards, a layer's [N, K] or those outside the layers -> all rows of its
-        part along "tensor"; differentiable."""
+        """Inside `run`: gather all rows of a device's part along "tensor", of the weights [N, K] of one layer
+        or of those outside the layers. Differentiable."""
         if self.mesh is None:
             return weights
         one, is_leaf = lambda path, w: _gathered(w) if _is_split(path, w) else w, lambda w: isinstance(
@@ -88,15 +91,16 @@ class MeshLayout(NamedTuple):
         return jax.tree_util.tree_map_with_path(one, weights, is_leaf=is_leaf)
 
     def copy_to_tensor_parallel(self, x: Array) -> Array:
-        """Inside `run`: what all devices along "tensor" have alike, for each to compute its part with."""
+        """Inside `run`: x, replicated along "tensor", as the input of a product that each device does in
+        part."""
         return x if self.tensor == 1 else shards.enter(x, TENSOR)
 
     def reduce_from_tensor_parallel(self, part: Array) -> Array:
-        """Inside `run`: the sum of the parts along "tensor", which all of them have alike then."""
+        """Inside `run`: the sum of the parts along "tensor", replicated."""
         return part if self.tensor == 1 else shards.leave(part, TENSOR)
 
     def lookup(self, table: Array, words: Array) -> Array:
-        """Inside `run`: rows of `table`, of which a device has those of its words."""
+        """Inside `run`: rows of `table`, of which each device holds a part of the vocabulary."""
         if self.tensor == 1:
             return table[words]
         here = words - lax.axis_index(TENSOR) * table.shape[0]
@@ -105,8 +109,8 @@ class MeshLayout(NamedTuple):
                                     jnp.zeros((), table.dtype)))
 
     def experts(self, ids: Array, count: int) -> tuple[Array, int]:
-        """Inside `run`: numbers of experts -> those among a device's own, and how many these are, which
-        stands for all others."""
+        """Inside `run`: (indices among the device's own experts, the number of these). The number itself, as
+        an index, stands for every other device's experts."""
         if self.tensor == 1:
             return ids, count
         own = count // self.tensor
@@ -114,16 +118,16 @@ class MeshLayout(NamedTuple):
         return jnp.where((here >= 0) & (here < own), here, own), own
 
     def join(self, part: Array) -> Array:
-        """Inside `run`: what the devices along "tensor" have of a vector, in one. Not differentiated."""
+        """Inside `run`: the whole of a vector that is split along "tensor". Not differentiated."""
         return part if self.tensor == 1 else lax.all_gather(part, TENSOR, tiled=True)
 
     def sum(self, x: Array) -> Array:
-        """Inside `run`: over the rows of all devices."""
+        """Inside `run`: the sum over the rows of all devices."""
         return x if self.mesh is None else lax.psum(x, (DATA, FSDP))
 
     def sum_gradients(self, grads: Any) -> Any:
-        """Inside `run`: over the rows of all devices. Those of shards have been summed along "fsdp" on their
-        way out of `gather`, and all of them along "tensor"."""
+        """Inside `run`: the sum over the rows of all devices. The backward pass of `gather` has summed those
+        of shards along "fsdp", and all are summed along "tensor"."""
         if self.mesh is None:
             return grads
         over = lambda path, g: lax.psum(g, DATA if _is_split(path, g) else (DATA, FSDP))
@@ -134,9 +138,9 @@ ONE = MeshLayout()
 
 
 def make_mesh_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: int = 1) -> MeshLayout:
-    """Over the first data * fsdp * tensor local devices, or over all devices of several processes; those
-    along "tensor" are neighbours. Raises ConfigError where there are fewer, or where a process would have
-    none of it."""
+    """A layout over the first data * fsdp * tensor local devices, or over all devices of several processes.
+    Devices along "tensor" are neighbours. Raises ConfigError if there are fewer, or if a process would have
+    no part of it."""
     here, count = jax.devices() if processes > 1 else jax.local_devices(), data * fsdp * tensor
     if count > len(here) or (processes > 1 and count != len(here)):
         settings = {"train.data": data, "train.fsdp": fsdp, "train.tensor": tensor}
@@ -155,8 +159,8 @@ def make_mesh_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: i
 
 
 def whole(x: Array) -> Array:
-    """On one device of this process, where its engine can read it. Where it is split over processes, all of
-    them call this."""
+    """The array on one device of this process, where its engine can read it. If the array is split over
+    processes, all of them call this."""
     devices = x.sharding.device_set
     if len(devices) == 1:
         return x
@@ -169,7 +173,7 @@ def whole(x: Array) -> Array:
 
 
 def fetch(tree: Any) -> Any:
-    """As numpy arrays, wherever their parts are. Where these are with several processes, all of them call
+    """The tree as numpy arrays, wherever its parts are. If these are in several processes, all of them call
     this."""
     split = lambda x: isinstance(x, Array) and not (x.is_fully_addressable or x.is_fully_replicated)
     return jax.device_get(jax.tree.map(lambda x: whole(x) if split(x) else x, tree))
@@ -188,7 +192,7 @@ def _placed(x: Any, sharding: NamedSharding) -> Array:
 
 
 def gloo_warning(layout: MeshLayout) -> str | None:
-    """What to say at the start of a run whose gradients are scattered between processes on CPUs."""
+    """The warning for a run whose gradients are scattered between processes on CPUs, or None."""
     mesh = layout.mesh
     if mesh is None or not mesh.is_multi_process or mesh.shape[FSDP] == 1 or mesh.devices.flat[
             0].platform != "cpu":
@@ -204,7 +208,8 @@ def _is_split(path: tuple, leaf: Any) -> bool:
 
 
 def _spec(path: tuple, leaf: Any) -> P:
-    """Of a leaf [N, K], [L, N, K], or of experts [L, E, N, K]: whole experts lie on a device."""
+    """The spec of a leaf [N, K] or [L, N, K], or of experts [L, E, N, K], each of which is whole on a
+    device."""
     if not _is_split(path, leaf):
         return ALL
     if leaf.ndim == 4:
@@ -221,7 +226,7 @@ def _gathered(weight: Any) -> Any:
 
 
 def _all_gather(shard: Array) -> Array:
-    """By rows; codes as bytes, which no compiler widens on their way."""
+    """Gather the rows. Codes are sent as bytes, which no compiler widens on their way."""
     return _from_bytes(lax.all_gather(_as_bytes(shard), FSDP, tiled=True), shard)
 
 
@@ -235,7 +240,7 @@ def _from_bytes(sent: Array, like: Array) -> Array:
 
 @jax.custom_vjp
 def _whole(grad_slot: Array) -> Array:
-    """Handles are zeros: nothing is sent."""
+    """Gradient slots are zeros: nothing is sent."""
     return jnp.zeros((grad_slot.shape[0] * lax.axis_size(FSDP), *grad_slot.shape[1:]), grad_slot.dtype)
 
 

@@ -1,10 +1,10 @@
-"""A learner of several processes, one a host or a GPU (docs/sharding.md): each runs the same loop, the first
-sees the world.
+"""A learner of several processes, one for each host or GPU (docs/sharding.md): all run the same loop, and the
+first alone talks to the engine, the rewards and the disk.
 
-What it hears of engine, rewards and disk it tells the others through the key-value store of
-`jax.distributed`, in order. They hold no device while they wait, and wait as long as it takes: a collective
-would give up, on a CPU after half a minute. Meanwhile they take part in what it asks of all devices, weights
-put whole for a publish. With one process nothing is sent.
+The first process sends what it learns from them to the others, in order, through the key-value store of
+`jax.distributed`. The others hold no device while they wait, and wait as long as it takes: a collective would
+give up, on a CPU after half a minute. Meanwhile they take part when the first asks all devices to gather a
+weight for a publish. A single process sends nothing.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.errors import ConfigError, ProcessFailed, UserError
 
-SLICE_MS = 1000  # of a wait: between two of them signals are heard
-# bytes of what is told that cross at once, and what they may take: they are there already
+SLICE_MS = 1000  # a wait is cut into slices: signals are handled between two of them
+# bytes of a message that are sent at once, and the deadline for reading them: they are there already
 PART, PART_MS = 4 * 2**20, 60_000
-SHUTDOWN_S = 60  # that a process which has failed is waited for
-SHARED_S = 60.0  # until a file on a shared disk is seen
+SHUTDOWN_S = 60  # how long the others wait for a process that has failed
+SHARED_S = 60.0  # how long a file may take to appear on a shared disk
 LOOPBACK = "127.", "localhost:", "[::1]:"
-RUNS = itertools.count()  # of this process: each has keys of its own
+RUNS = itertools.count()  # numbers the runs of this process: each has keys of its own
 
 
 class ProcessGroup:
-    """The processes of a run, of which this is one; `store`: the key-value store's client."""
+    """The processes of a run, one of which is this. `store` is the client of the key-value store."""
 
     def __init__(self, count: int = 1, number: int = 0, store: Any = None):
         self.count, self.number, self.first, self._store = count, number, number == 0, store
         self._name, self._sent, self._deleted, self._rounds, self._lent = f"jaxfp8rl/{next(RUNS)}", 0, 0, 0, [
             ]
-        self._ended: BaseException | None = None  # as the first process has
+        self._ended: BaseException | None = None  # raised when the first process has ended
 
     @property
     def suffix(self) -> str:
-        """Of a file that each process has: "" in the first."""
+        """Distinguishes the files that every process writes: "" in the first."""
         return "" if self.first else f"-{self.number}"
 
     def broadcast(self, f: Callable[[], Any]) -> Any:
-        """f() of the first process, JSON-able, in all of them. What it raises ends the run in all."""
+        """The result of f() in the first process, for all of them. It must be JSON-able. An exception ends
+        the run in all processes."""
         if self.count == 1:
             return f()
         if not self.first:
@@ -61,7 +62,7 @@ class ProcessGroup:
         return value
 
     def all_reduce_max(self, code: int) -> int:
-        """Of all processes' codes; returns when all have come here."""
+        """The largest code of all processes. Returns when all have called this."""
         if self.count == 1:
             return code
         self._rounds += 1
@@ -70,15 +71,15 @@ class ProcessGroup:
             self._store.key_value_set_bytes(keys[self.number], str(code).encode())
             return self._recv()
         codes = [int(self._wait_for(key)) for key in keys[1:]]
-        # all have heard those
+        # all have read these
         for key in (*keys[1:], *(f"{self._name}/told/{n}" for n in range(self._deleted, self._sent))):
             self._store.key_value_delete(key)  # and what is below it: the parts
         self._deleted = self._sent
         return self.broadcast(lambda: max(code, *codes))
 
     def run_and_sync(self, f: Callable[[], object], alone: bool = False) -> None:
-        """f() in all processes, or in the first if `alone`. Returns when all are done; raises in all where it
-        does in one. Nothing is told in it: who has failed does not hear."""
+        """Call f() in all processes, or in the first if `alone`. Returns when all are done; raises in all if
+        it raises in one. f must not broadcast: a process that has failed does not listen."""
         error = None
         try:
             if self.first or not alone:
@@ -89,7 +90,8 @@ class ProcessGroup:
             raise error or ProcessFailed("another process has failed, and says why")
 
     def broadcast_tree(self, f: Callable[[], Any], like: Any) -> Any:
-        """f() of the first process in all of them: a tree of arrays, `like` it."""
+        """The tree of arrays that f() returns in the first process, for all of them. `like` has its
+        shapes."""
         if self.count == 1:
             return f()
         made = f() if self.first else like
@@ -97,8 +99,8 @@ class ProcessGroup:
         return multihost_utils.broadcast_one_to_all(made)
 
     def lend(self, policy: Any) -> Callable[[jax.Array], jax.Array]:
-        """-> what puts a leaf of `policy` whole on one device. The first process asks for it; the others take
-        part while they wait for what it tells."""
+        """Returns a function that gathers a leaf of `policy` on one device. The first process calls it; the
+        others take part while they wait for its next message."""
         if self.count == 1:
             return whole
         self._lent = jax.tree.leaves(policy)
@@ -111,7 +113,7 @@ class ProcessGroup:
         return ask
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others what has ended the first process."""
+        """Tell the others why the first process ends."""
         asked = isinstance(error, SystemExit | KeyboardInterrupt)
         code = getattr(error, "code", 130) if asked else 5 if isinstance(error, BridgeError) else getattr(
             error, "exit_code", 1)
@@ -120,18 +122,18 @@ class ProcessGroup:
         self._send({"ended": said, "code": code, "asked": asked})
 
     def _send(self, message: dict[str, Any]) -> None:
-        """In parts, then how many: a wait's deadline is for the transfer, too, and what did not cross in it
-        never would."""
+        """Send a message in parts, then their number. A wait's deadline includes the transfer: a message that
+        cannot be sent within it would never arrive."""
         key, data = f"{self._name}/told/{self._sent}", json.dumps(message).encode()
         starts = range(0, len(data), PART)
         for i, start in enumerate(starts):
-            # over what was interrupted
+            # overwrites a message that was interrupted
             self._store.key_value_set_bytes(f"{key}/{i}", data[start : start + PART], True)
         self._store.key_value_set_bytes(key, str(len(starts)).encode())
         self._sent += 1
 
     def _recv(self) -> Any:
-        """The next value that the first process tells."""
+        """The next value that the first process sends."""
         while self._ended is None:
             key = f"{self._name}/told/{self._sent}"
             parts = range(int(self._wait_for(key)))
@@ -163,10 +165,10 @@ ALONE = ProcessGroup()
 
 @contextlib.contextmanager
 def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
-    """The group of train.processes that this process is one of. What ends the first ends them all.
+    """The group of train.processes processes, one of which is this. When the first ends, all end.
 
-    Called before anything asks JAX for its devices. Raises ConfigError where nothing says which process this
-    is, where there are more or fewer, or where this one was started with other settings than the first, or
+    Call it before anything asks JAX for its devices. Raises ConfigError if nothing says which process this
+    is, if there are more or fewer, or if this one was started with other settings than the first, or in
     another way (`how`).
     """
     if cfg.train.processes == 1:
@@ -176,18 +178,18 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
     try:
         _compare(group, cfg, how)
         yield group
-        # nobody waits in JAX's own farewell for an engine of the first that takes long to end
+        # the first may take long to end its engine: wait here, not in JAX's own shutdown
         group.all_reduce_max(0)
     except BaseException as e:
         if group.first:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is nobody to hear it
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is left to read it
                 group.leave(e)
         raise
 
 
 def check_environment(count: int) -> str | None:
-    """Which of `count` processes the environment says that this is, or None. Raises ConfigError for what it
-    cannot be."""
+    """The number of this process, of `count`, as the environment gives it, or None. Raises ConfigError if it
+    is impossible."""
     number, told = os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_NUM_PROCESSES", str(count))
     if told != str(count):
         raise ConfigError(f"train.processes = {count}, JAX_NUM_PROCESSES = {told}", "give both the same")
@@ -198,16 +200,17 @@ def check_environment(count: int) -> str | None:
 
 
 def _connected(count: int) -> ProcessGroup:
-    """By JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID, or what a cluster says of itself (jax.distributed)."""
+    """Connect by JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID, or as jax.distributed finds out from a
+    cluster."""
     from jax._src.distributed import global_state  # no public name leads to the key-value store
 
     number = check_environment(count)
     if not jax.distributed.is_initialized():
-        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for its own
+        jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM itself
         named: dict[str, Any] = {} if number is None else {"num_processes": count, "process_id": int(number)}
         address = os.environ.get("JAX_COORDINATOR_ADDRESS", "")
         if address.startswith(LOOPBACK) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-            # JAX would listen on every network that the machine is on
+            # by default JAX listens on every network of the machine
             named["coordinator_bind_address"] = address
         try:
             jax.distributed.initialize(**named, shutdown_timeout_seconds=SHUTDOWN_S)
@@ -228,7 +231,8 @@ def _connected(count: int) -> ProcessGroup:
 
 
 def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:
-    """All processes run the same, else they would wait for each other for ever, or learn apart."""
+    """Check that all processes run the same: otherwise they would wait for each other for ever, or
+    diverge."""
     own, way = json.loads(json.dumps([cfg.model_dump(mode="json"), how]))
     theirs, their_way = group.broadcast(lambda: (own, way))
     differ = {(s, k): (theirs[s][k], value) for s in own for k, value in own[s].items()
@@ -244,8 +248,7 @@ def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:
 
 
 def check_shared(group: ProcessGroup, file: Path) -> None:
-    """Raise ConfigError where `file`, which the first process has written, is not there for all."""
-
+    """Raise ConfigError unless all processes see `file`, which the first has written."""
     content, last = group.broadcast(file.read_text), time.monotonic() + SHARED_S
 
     def look() -> None:

@@ -15,7 +15,7 @@ from jaxfp8rl.types import Params, StepMetrics, TrainState
 
 
 def from_optax(transformation: optax.GradientTransformation) -> Optimizer:
-    """Any optax transformation, of float32 parameters."""
+    """An Optimizer of float32 parameters from any optax transformation."""
 
     def update(grads: Params, scale: Array, state: Any, params: Params, finite: Array) -> tuple:
         norm = scale * optax.tree.norm(grads)
@@ -32,8 +32,8 @@ def from_optax(transformation: optax.GradientTransformation) -> Optimizer:
 def init_state(
     params: Params, optimizer: Optimizer | optax.GradientTransformation, compute_dtype: str = "float32"
 ) -> TrainState:
-    """A fresh TrainState around float32 parameters, which become its masters; under float16 with a loss
-    scale."""
+    """A fresh TrainState around float32 parameters, which become its masters. It has a loss scale under
+    float16."""
     steps, bad, good = (jnp.zeros((), jnp.int32) for _ in range(3))  # three buffers: each is donated
     masters, opt_state = _ours(optimizer).init(params)
     return TrainState(steps, masters, opt_state, bad, jnp.float32(first_loss_scale(compute_dtype)), good)
@@ -47,16 +47,17 @@ def guarded_update(
     optimizer: Optimizer | optax.GradientTransformation, state: TrainState, loss: Array, grads: Params,
     live: Array | bool = True
 ) -> tuple[TrainState, StepMetrics]:
-    """Apply `grads`, the gradients times state.loss_scale, unless the loss or their global norm is not
-    finite; then keep every byte of params and optimiser state and count up `bad_steps`.
-    (optax.apply_if_finite applies the bad update after N in a row: a delay, not a guard.) Every byte is also
-    kept where nothing is `live`: Adam's momentum is no reason to move by itself. Such an update is neither
-    good nor bad, unless it is not finite: both counts in a row stay.
+    """Apply `grads`, the gradients times state.loss_scale. If the loss or their global norm is not finite,
+    keep every byte of params and optimiser state instead, and increment `bad_steps`. (optax.apply_if_finite
+    applies the bad update after N in a row: a delay, not a guard.)
+
+    Every byte is also kept if no token is `live`: Adam's momentum alone is no reason to move. Such an update
+    is neither good nor bad, unless it is not finite: both counts in a row stay.
 
     With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is
     halved; it doubles after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed
-    Precision Training", section 3.2). At 2 it is halved no more, since 1 is none at all: gradients that
-    overflow then are a bad step.
+    Precision Training", section 3.2). At 2 it is halved no more, since 1 means no scale: then gradients that
+    overflow are a bad step.
     """
     finite = jnp.isfinite(loss)
     scale = 1 / state.loss_scale  # a power of two

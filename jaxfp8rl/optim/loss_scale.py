@@ -12,8 +12,8 @@ def first_loss_scale(compute_dtype: str) -> float:
 
 
 def rescaled(state: TrainState, compute_dtype: str) -> TrainState:
-    """A state of another run: with a loss scale exactly where `compute_dtype` asks for one, in the memory
-    that it was in."""
+    """The state of another run, with a loss scale if and only if `compute_dtype` asks for one. It stays in
+    the memory that it was in."""
     if bool(state.loss_scale > 1) == (compute_dtype == "float16"):
         return state
     scale = 0 * state.loss_scale + first_loss_scale(compute_dtype)

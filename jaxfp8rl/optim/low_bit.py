@@ -1,16 +1,16 @@
-"""Arrays that are kept in few bits between updates, as FP8-LM keeps an optimiser's (Peng et al. 2023, arXiv
-2310.18313, section 2.2): in a narrower float type, with a scale a block of 128 along the last axis where the
-type's range is narrow, too.
+"""Arrays in few bits between updates, as FP8-LM keeps those of an optimiser (Peng et al. 2023, arXiv
+2310.18313, section 2.2): in a narrower float type, and if its range is narrow too, with a scale for each
+block of 128 along the last axis.
 
     "float32"   as it is                                    4 bytes an element
     "bfloat16"  float32's range: no scale                   2
     "float16"   8 times bfloat16's digits, with scales      2 + 4/128
     "float8"    E4M3, with scales                           1 + 4/128
 
-Scales are powers of two: multiplying by them is exact, so that what can be stood for is stood for to the bit,
-on any device and however XLA fuses. FP8-LM has one scale a tensor and rounds to nearest. Here rounding is
-stochastic, for a number that moves by less than half a digit an update would otherwise never move: a master
-at a learning rate of 1e-6, or an average with b2 = 0.999.
+Scales are powers of two. Multiplying by them is exact, so a number that the format can represent is kept to
+the bit, on any device and however XLA fuses. FP8-LM has one scale for each tensor and rounds to nearest. Here
+rounding is stochastic: otherwise a number that moves by less than half a digit an update would never move,
+like a master at a learning rate of 1e-6, or an average with b2 = 0.999.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ BIAS, FRACTION, SMALLEST = 127, 23, -126
 
 class Scaled(NamedTuple):
     """codes [..., K] float16, or uint8, the bytes of E4M3; scale [..., ceil(K/128)] float32, powers of two.
-    The number is codes * scale. Bytes, because to write one layer of a float8 stack XLA for CPUs converts the
-    whole stack there and back."""
+    The number is codes * scale. E4M3 is kept as bytes because XLA for CPUs converts a whole float8 stack
+    there and back to write one layer of it."""
 
     codes: Array
     scale: Array
@@ -57,11 +57,11 @@ def encode(
     x: Array, kept_as: Format, bits: Array | None = None, faint: Faint = "stochastic",
     amax: Array | None = None
 ) -> Stored:
-    """x [..., K] float32, finite, rounded to a format: with `bits` [..., K] uint32 stochastically, without to
-    nearest.
+    """Round x [..., K] float32, finite, to a format: stochastically with `bits` [..., K] uint32, to nearest
+    without.
 
-    faint: how numbers are rounded that are too small for the type's full digits, in its block. amax [...,
-    ceil(K/128)]: no less than the largest of each block, from who knows it without looking at x.
+    faint: how to round numbers that are too small for the type's full digits, in their block. amax [...,
+    ceil(K/128)]: an upper bound of each block, if the caller knows one without looking at x.
     """
     dtype = DTYPES[kept_as]
     narrow = lambda x: x.astype(dtype) if bits is None else round_stochastically(x, dtype, bits, faint)
@@ -90,7 +90,7 @@ def _e4m3(codes: Array) -> Array:
 
 
 def zeros(shape: Sequence[int], kept_as: Format) -> Stored:
-    """All bytes 0, scales too, which no `encode` makes."""
+    """Zeros whose bytes are all 0, even those of the scales, which `encode` never makes."""
     like = jax.eval_shape(lambda: encode(jnp.zeros(shape), kept_as))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 

@@ -8,8 +8,8 @@ from jaxfp8rl.config.learning import Optim
 
 
 def make_schedule(cfg: Optim, updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up to `lr`, then constant, or a cosine or linear decay to lr *
-    min_lr_ratio at update `total_steps`, or else `updates`; there it stays."""
+    """The learning rate of each update: a linear warm-up to `lr`, then constant, or a cosine or linear decay.
+    A decay ends with lr * min_lr_ratio at update `total_steps`, by default `updates`, and stays there."""
     after = max((cfg.total_steps or updates) - cfg.warmup_steps, 1)
     tail = {
         "constant": lambda: optax.constant_schedule(cfg.lr),
