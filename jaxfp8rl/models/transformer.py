@@ -31,7 +31,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import fused_linears, grad_slots_of, linear, trainable
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
-from jaxfp8rl.precision.recipe import LayerRun, Precision, first_row, rows_of
+from jaxfp8rl.precision.recipe import AttentionBackend, LayerRun, Precision, first_row, rows_of
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
@@ -145,7 +145,7 @@ def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
     """attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v):
     within segments, keys and values rounded as the engine's cache holds them, over their scales, 1 if None.
     """
-    tables = packed.tables_of(segment_ids_BT) if precision.attention == "pallas" else None
+    tables = packed.tables_of(segment_ids_BT) if precision.attention == AttentionBackend.PALLAS else None
     mask_BTS = nn.packed_mask(segment_ids_BT) if tables is None else None
 
     def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
@@ -335,7 +335,7 @@ def _attend_cached(
         return x * jnp.asarray(scale, q.dtype) if is_fp8 else x
 
     cache = cache._replace(k=store(cache.k, k, scales["k"]), v=store(cache.v, v, scales["v"]))
-    if precision.attention == "pallas" and q.shape[1] == 1 and not precision.attention_fp8:
+    if precision.attention == AttentionBackend.PALLAS and q.shape[1] == 1 and not precision.attention_fp8:
         return _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT,
                              q[:, 0])[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.recipe import AttentionBackend, Gradients, Precision, Products
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
 from pallas_kernels.grouped_matmul import high
 from pallas_kernels.logprob import api as logprob
@@ -16,7 +16,7 @@ from pallas_kernels.plgpu_compat import HOPPER, device
 FP8_TENSOR_CORES = 8.9  # the first compute capability that has them
 
 
-def products_of(choice: str, compute_dtype: str) -> str:
+def products_of(choice: str, compute_dtype: str) -> Products:
     """`precision.products` on this machine: "auto" is "pallas" on a Hopper GPU, else "tensor_core" where
     there are FP8 tensor cores, which has the same bits, else "float32".
 
@@ -29,17 +29,17 @@ def products_of(choice: str, compute_dtype: str) -> str:
         "float32": True,
     }
     if choice == "auto":
-        return next(name for name, here in runs.items() if here)
+        return Products(next(name for name, here in runs.items() if here))
     _check_products(choice, compute_dtype)
     if not runs[choice]:
         needed = {"pallas": f"a Hopper GPU (capability {HOPPER})",
                   "tensor_core": "a GPU with FP8 tensor cores"}[choice]
         raise ConfigError(f'precision.products = "{choice}" needs {needed}; this is {_name()}',
                           'set precision.products = "auto": the same products by what is here')
-    return choice
+    return Products(choice)
 
 
-def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> str:
+def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> AttentionBackend:
     """`precision.attention` on this machine: "auto" is "pallas" where the kernels are for the model and run,
     else "xla".
 
@@ -47,7 +47,9 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> str:
     """
     problem = _no_attention(compute_dtype, model) or _no_hopper()
     _refuse_attention(choice, problem)
-    return choice if choice != "auto" else "xla" if problem else "pallas"
+    if choice != "auto":
+        return AttentionBackend(choice)
+    return AttentionBackend.XLA if problem else AttentionBackend.PALLAS
 
 
 def check_kernels(products: str, attention: str, compute_dtype: str, model: ModelConfig) -> None:
@@ -111,8 +113,8 @@ def _by(what: str, chosen: str, why: str) -> str:
 
 def _experts(precision: Precision, model: ModelConfig) -> str:
     """Of grouped products those that are not in FP8 have kernels of their own, JAX's."""
-    kernels = precision.products == "pallas"
-    in_high = not precision.any_fp8 or precision.gradients == "high" or not precision.activations_fp8
+    kernels = precision.products == Products.PALLAS
+    in_high = not precision.any_fp8 or precision.gradients == Gradients.HIGH or not precision.activations_fp8
     widths = model.hidden_size, model.mixture.moe_intermediate_size
     why = high.why_reference(jnp.dtype(precision.compute_dtype), *widths) if in_high else ""
     why = why or ("" if kernels else f'is for precision.products = "pallas", not "{precision.products}"')

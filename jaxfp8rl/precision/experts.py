@@ -34,7 +34,7 @@ from jaxfp8rl.precision.linear import (
     round_to,
     scaled_product,
 )
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.recipe import Gradients, Precision, Products, SavedActivations
 from pallas_kernels.grouped_matmul import api, high
 from pallas_kernels.grouped_matmul.groups import Groups, by_block, plan_groups
 from pallas_kernels.quantize import reference as q
@@ -137,7 +137,7 @@ def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, 
 
 def _high_backend(precision: Precision) -> str:
     """Of products in high precision: JAX's kernels where they take the widths, and XLA."""
-    return "auto" if precision.products == "pallas" else "reference"
+    return "auto" if precision.products == Products.PALLAS else "reference"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,7 +178,7 @@ def _scaled_product(precision: Precision, codes: Array, scale: Array, weight: Qu
                     d: Dispatch) -> Array:
     """Rows as codes and scales times their experts' weights, block of 128 rows by block where no kernel does
     it."""
-    if precision.products == "pallas":
+    if precision.products == Products.PALLAS:
         dtype = jnp.dtype(precision.compute_dtype)
         return grouped_matmul(codes, scale, *weight, d.groups, out_dtype=dtype, backend="pallas")
     product = lambda codes, scale, *of_expert: scaled_product(
@@ -193,15 +193,15 @@ def _fp8(how: _How, x: Array, weight: QuantizedWeight, grad_slot: Array, d: Disp
 
 def _fp8_fwd(how: _How, x: Array, weight: QuantizedWeight, grad_slot: Array, d: Dispatch):
     y, quantized = _fp8_forward(how, x, weight, d)
-    kept = quantized if how.precision.saved_activations == "fp8" else x.astype(how.precision.compute_dtype)
+    kept = quantized if how.precision.saved_activations == SavedActivations.FP8 else x.astype(how.precision.compute_dtype)
     like = jnp.zeros((), x.dtype), grad_slot[:0, :0, :0]
     return y, (kept, weight, like, d)
 
 
 def _fp8_bwd(how: _How, saved: tuple, dy: Array):
     kept, weight, (like_x, like_w), d = saved
-    x = q.dequantize_rows(*kept) if how.precision.saved_activations == "fp8" else kept
-    backward = _high_backward if how.precision.gradients == "high" else _fp8_backward
+    x = q.dequantize_rows(*kept) if how.precision.saved_activations == SavedActivations.FP8 else kept
+    backward = _high_backward if how.precision.gradients == Gradients.HIGH else _fp8_backward
     dx, dw = backward(how.precision, dy, how.rows(x, d), weight, d, like_x.dtype, like_w.dtype)
     return how.passed_back(dx, d), None, dw, None
 

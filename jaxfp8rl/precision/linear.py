@@ -33,7 +33,7 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.recipe import Gradients, Precision, Products, SavedActivations, WgradBlocks
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.quantize import BLOCK
@@ -237,16 +237,16 @@ def _fp8_forward(precision: Precision, amax_floor: float, x: Array,
 
 def backend_of(precision: Precision) -> str:
     """Of what quantises."""
-    return "pallas" if precision.products == "pallas" else "reference"
+    return "pallas" if precision.products == Products.PALLAS else "reference"
 
 
 def scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight) -> Array:
     """x [..., K] as codes and scales times `weight` [N, K] transposed -> [..., N] in
     `precision.compute_dtype`."""
     dtype = precision.compute_dtype
-    if precision.products == "float32":
+    if precision.products == Products.FLOAT32:
         return _dot(q.dequantize_rows(codes, scale), q.dequantize_blocks(*weight), dtype)
-    if precision.products == "tensor_core":
+    if precision.products == Products.TENSOR_CORE:
         return xla.blockwise_matmul(codes, scale, *weight).astype(dtype)
     y = blockwise_matmul(flat(codes), flat(scale), *weight, out_dtype=dtype, backend="pallas")
     return y.reshape(*codes.shape[:-1], -1)
@@ -270,16 +270,16 @@ def _fp8_linears_fwd(precision: Precision, amax_floor: float, x: Array, weights:
     # unrounded where the engine's quantiser is fused: not worth twice the memory
     high = x.astype(precision.compute_dtype)
     like = jnp.zeros((), x.dtype), grad_slots[0][:0, :0]
-    return ys, (quantized if precision.saved_activations == "fp8" else high, weights, like)
+    return ys, (quantized if precision.saved_activations == SavedActivations.FP8 else high, weights, like)
 
 
 def _fp8_linears_bwd(precision: Precision, amax_floor: float, saved, dys: tuple[Array, ...]):
     kept, weights, (like_x, like_w) = saved
-    x = q.dequantize_rows(*kept) if precision.saved_activations == "fp8" else kept
-    if precision.gradients == "high":
+    x = q.dequantize_rows(*kept) if precision.saved_activations == SavedActivations.FP8 else kept
+    if precision.gradients == Gradients.HIGH:
         backward = _high_backward
     else:
-        backward = _pallas_backward if precision.products == "pallas" else _float32_backward
+        backward = _pallas_backward if precision.products == Products.PALLAS else _float32_backward
     dx, dw = backward(precision, [*map(flat, dys)], flat(x), concat_quantized(weights), like_x.dtype,
                       like_w.dtype)
     ends = list(itertools.accumulate(len(w.codes) for w in weights))
@@ -303,7 +303,7 @@ def _float32_backward(precision: Precision, dys: list[Array], x: Array, weight: 
     """As `_high_backward`, with FP8 operands, dequantised and multiplied in float32."""
     fp8, dy = GRADIENT_DTYPES[precision.gradients], jnp.concatenate(dys, -1)
     dx = _dot(_round_rows(dy, fp8), q.dequantize_blocks(*weight).T, dtypes[0])
-    by_tokens, square = x.T.astype(jnp.float32), precision.wgrad_inputs == "128x128"
+    by_tokens, square = x.T.astype(jnp.float32), precision.wgrad_inputs == WgradBlocks.SQUARES
     rounded = q.dequantize_blocks(*q.quantize_blocks(by_tokens)) if square else _round_rows(by_tokens)
     return dx, _dot(_round_rows(dy.T, fp8), rounded, dtypes[1])
 
@@ -314,7 +314,7 @@ def _pallas_backward(precision: Precision, dys: list[Array], x: Array, weight: Q
     by_rows, by_tokens = quantize_both(dys[0], GRADIENT_DTYPES[precision.gradients], beside=tuple(dys[1:]),
                                        backend="pallas")
     dx = dgrad(by_rows, weight, dtypes[0], "pallas")
-    square = precision.wgrad_inputs == "128x128"
+    square = precision.wgrad_inputs == WgradBlocks.SQUARES
     return dx, wgrad(by_tokens, quantize_tokens(x, square=square, backend="pallas"), dtypes[1], "pallas")
 
 

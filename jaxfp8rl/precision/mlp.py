@@ -29,7 +29,7 @@ from jaxfp8rl.precision.linear import (
     scaled_product,
     wgrad,
 )
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.recipe import Gradients, Precision, Products, SavedActivations, WgradBlocks
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
@@ -42,9 +42,9 @@ MLP_MODULES = "gate_proj", "up_proj", "down_proj"
 
 def fuses(p: Precision, fp8: frozenset[str]) -> bool:
     """Whether `swiglu_mlp` is how `p` asks for a layer whose modules `fp8` are FP8."""
-    kernels = p.products == "pallas" and p.compute_dtype == "bfloat16" and fp8.issuperset(MLP_MODULES)
+    kernels = p.products == Products.PALLAS and p.compute_dtype == "bfloat16" and fp8.issuperset(MLP_MODULES)
     engine = p.activations_fp8 and p.fused_quantizer
-    return kernels and engine and p.gradients != "high" and p.saved_activations == "high"
+    return kernels and engine and p.gradients != Gradients.HIGH and p.saved_activations == SavedActivations.HIGH
 
 
 def swiglu_mlp(x: Array, gate: Weight, up: Weight, down: Weight, precision: Precision) -> Array:
@@ -87,7 +87,7 @@ def _mlp_bwd(precision: Precision, saved, dy: Array):
     dtype, backend = GRADIENT_DTYPES[precision.gradients], backend_of(precision)
     by_rows, by_tokens = quantize_both(flat(dy), dtype, backend=backend)
     d_h = dgrad(by_rows, down, jnp.bfloat16, backend)
-    square = precision.wgrad_inputs == "128x128"
+    square = precision.wgrad_inputs == WgradBlocks.SQUARES
     h = swiglu_quantize(gate_up, rows=False, tokens=True, square=square, backend=backend)
     d_gate_up = swiglu_grad_quantize(d_h, gate_up, dtype, backend=backend)
     dx = dgrad(d_gate_up.rows, concat_quantized((gate, up)), x.dtype, backend)

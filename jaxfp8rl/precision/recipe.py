@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import re
 from collections.abc import Sequence
 
@@ -99,39 +100,88 @@ def rows_of(run: LayerRun, runs: tuple[LayerRun, ...], name: str) -> slice | Non
     return slice(first, first + run.stop - run.start)
 
 
+class Products(enum.StrEnum):
+    """By what FP8 products are computed."""
+
+    FLOAT32 = "float32"
+    """Dequantised operands, multiplied in float32."""
+    TENSOR_CORE = "tensor_core"
+    """XLA, summed as the engine's kernels on a GPU sum."""
+    PALLAS = "pallas"
+    """The Hopper kernels, summed likewise."""
+
+
+class AttentionBackend(enum.StrEnum):
+    """By what the learner's attention is computed."""
+
+    XLA = "xla"
+    """With scores of [T, T]."""
+    PALLAS = "pallas"
+    """The Hopper kernels, which skip what is of other segments."""
+
+
+class Gradients(enum.StrEnum):
+    """The format of the gradients that enter dgrad and wgrad of an FP8 product."""
+
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    """With either, all operands of both products are FP8."""
+    HIGH = "high"
+    """With this, none is."""
+
+
+class SavedActivations(enum.StrEnum):
+    """What the forward pass keeps of an FP8 product's input for wgrad."""
+
+    HIGH = "high"
+    """The input as it was."""
+    FP8 = "fp8"
+    """The codes and scales of the forward product."""
+
+
+class WgradBlocks(enum.StrEnum):
+    """The blocks in which wgrad quantises an FP8 product's input. Of experts they are always rows."""
+
+    ROWS = "1x128"
+    """Along the tokens."""
+    SQUARES = "128x128"
+
+
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """How one forward pass computes. Hashable: a static argument of the jitted step.
 
-    runs: consecutive layers with equal FP8 modules, covering all layers. activations_fp8: activations enter
-    FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16). products: what computes FP8 products:
-    "float32"; "tensor_core" or "pallas", which sum as the engine's kernels on a GPU do. attention: "xla",
-    which makes scores of [T, T]; or "pallas", the Hopper kernels, which skip what is of other segments.
-    gradients: "e4m3" or "e5m2" for the gradients that enter dgrad and wgrad of FP8 products, all of whose
-    operands are then
-        FP8; "high": neither is.
-    saved_activations: what wgrad gets of an FP8 product's input, "high" as it was or "fp8" the forward's
-    codes. wgrad_inputs: the blocks that wgrad quantises it in, "1x128" along the tokens, or "128x128"; of
-    experts always the former. kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's
-    cache holds them. kv_truncated: towards zero, in the learner's forward (see EngineFormats); the embedded
-    engine's cache never is. attention_fp8: queries and probabilities are rounded to E4M3 likewise, each
-    before its product. rope_dtype: the float type of the engine's table of cosines and sines. router_dtype:
-    the float type the logits of the engine's routers are rounded to. logits_dtype: the float type the
-    engine's logits are rounded to. fused, fused_quantizer: where a compiled engine does not round, or
-    quantises in a fused kernel: see EngineFormats. unrounded_sums: norms see the residual stream's last sum
-    unrounded, as they do with `fused`, too. probabilities: the float type in which exp(score - max) enters
-    its product with the values; None: the values' own. amax_floor: of activations whose quantiser is not
-    fused. weight_dtype: the float type the published policy is rounded to; the float32 master weights only
-    feed the optimiser.
+    runs: consecutive layers with equal FP8 modules, covering all layers.
+    activations_fp8: activations enter FP8 products as E4M3 1x128 (W8A8), else in `compute_dtype` (W8A16).
+    products, attention, gradients, saved_activations, wgrad_inputs: see their types. A name that they do not
+    have is a ValueError.
+    compute_dtype: the float type of everything that is not FP8.
+    weight_dtype: the float type that the published policy is rounded to. The float32 master weights only feed
+    the optimiser.
+
+    The engine's cache of keys and values:
+    kv_fp8: keys and values are rounded through E4M3 with scale 1, as the engine's cache holds them.
+    kv_truncated: they are rounded towards zero in the learner's forward (see EngineFormats). The embedded
+    engine's cache never truncates.
+    attention_fp8: queries and probabilities are rounded to E4M3 likewise, each before its product.
+    probabilities: the float type in which exp(score - max) enters its product with the values. None: the
+    values' own.
+
+    The engine's roundings (see EngineFormats):
+    rope_dtype: the float type of the table of cosines and sines.
+    router_dtype, logits_dtype: the float types to which logits of routers, and of tokens, are rounded.
+    fused, fused_quantizer: a compiled engine does not round, or quantises, in a fused kernel.
+    unrounded_sums: norms see the residual stream's last sum unrounded. With `fused` they do, too.
+    amax_floor: of activations whose quantiser is not fused.
     """
 
     runs: tuple[LayerRun, ...]
     activations_fp8: bool = True
-    products: str = "float32"
-    attention: str = "xla"
-    gradients: str = "high"
-    saved_activations: str = "high"
-    wgrad_inputs: str = "1x128"
+    products: Products = Products.FLOAT32
+    attention: AttentionBackend = AttentionBackend.XLA
+    gradients: Gradients = Gradients.HIGH
+    saved_activations: SavedActivations = SavedActivations.HIGH
+    wgrad_inputs: WgradBlocks = WgradBlocks.ROWS
     kv_fp8: bool = False
     kv_truncated: bool = False
     attention_fp8: bool = False
@@ -146,6 +196,10 @@ class Precision:
     compute_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
 
+    def __post_init__(self):
+        for name, kind in _CHOICES.items():  # a string is as good
+            object.__setattr__(self, name, kind(getattr(self, name)))
+
     @classmethod
     def uniform(cls, num_layers: int, compute_dtype: str = "float32", **kw) -> Precision:
         """All layers in `compute_dtype`, nothing quantised; keywords override the other fields."""
@@ -154,6 +208,10 @@ class Precision:
     @property
     def any_fp8(self) -> bool:
         return any(run.fp8 for run in self.runs)
+
+
+_CHOICES = {"products": Products, "attention": AttentionBackend, "gradients": Gradients,
+            "saved_activations": SavedActivations, "wgrad_inputs": WgradBlocks}
 
 
 def get_recipe(name: str) -> Recipe:
@@ -261,11 +319,11 @@ def resolve(
     return Precision(
         runs=runs if recipe.forward_fp8 else without_fp8(runs),
         activations_fp8=formats.activations == FP8_ACTIVATION,
-        products=products,
-        attention=attention,
-        gradients=gradients if recipe.backward_fp8 else "high",
-        saved_activations=saved_activations if recipe.forward_fp8 else "high",
-        wgrad_inputs=wgrad_inputs if recipe.backward_fp8 else "1x128",
+        products=Products(products),
+        attention=AttentionBackend(attention),
+        gradients=Gradients(gradients) if recipe.backward_fp8 else Gradients.HIGH,
+        saved_activations=SavedActivations(saved_activations if recipe.forward_fp8 else "high"),
+        wgrad_inputs=WgradBlocks(wgrad_inputs if recipe.backward_fp8 else "1x128"),
         kv_fp8=recipe.forward_fp8 and formats.kv_cache == FP8_KV,
         kv_truncated=recipe.forward_fp8 and formats.kv_truncated,
         attention_fp8=recipe.forward_fp8 and formats.attention == FP8_KV,

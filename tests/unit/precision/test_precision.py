@@ -23,8 +23,11 @@ from jaxfp8rl.precision.recipe import (
     FP8_KV,
     FP8_WEIGHT,
     RECIPES,
+    Gradients,
     LayerRun,
     Precision,
+    Products,
+    WgradBlocks,
     fp8_runs,
     get_recipe,
     resolve,
@@ -358,3 +361,18 @@ def test_on_hopper_all_of_an_fp8_product_is_kernels(gradients, kernels):
     text = jax.jit(run).trace(x, weight, grad_slot, dy).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == kernels
     assert ("640x384xf32" in text) == (gradients == "high")
+
+
+@pytest.mark.parametrize("field", ["products", "attention", "gradients", "saved_activations", "wgrad_inputs"])
+def test_a_format_that_is_not_known_is_an_error(field):
+    with pytest.raises(ValueError, match="'palas' is not a valid"):
+        Precision.uniform(2, **{field: "palas"})
+
+
+def test_a_string_is_as_good_as_the_format_that_it_names():
+    """As a static argument of a jitted step, too."""
+    by_name = Precision.uniform(2, products="pallas", gradients="e5m2", wgrad_inputs="128x128")
+    by_member = Precision.uniform(2, products=Products.PALLAS, gradients=Gradients.E5M2,
+                                  wgrad_inputs=WgradBlocks.SQUARES)
+    assert by_name == by_member and hash(by_name) == hash(by_member)
+    assert isinstance(by_name.products, Products)
