@@ -12,7 +12,6 @@ import dataclasses
 from typing import cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bridges.api import LendingTransport, PublishReceipt
@@ -168,7 +167,7 @@ def one_step(
         packed, likeliest = ctx.replay.replayed(packed) if ctx.replay else packed, top_tokens(
             ctx, policy, batch)
     with clock("update"):
-        lr = float(jnp.asarray(ctx.schedule(state.step)))
+        lr = float(np.asarray(ctx.schedule(state.step)))
         state, policy, updates = run_updates(ctx, run, state, policy, step, batch, packed, scored)
         policy = with_scales(ctx, policy)
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:

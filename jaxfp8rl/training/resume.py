@@ -184,7 +184,7 @@ def unseen_by(run: Path, loop: dict[str, Any], ctx: RunContext) -> np.ndarray:
 def rate_notes(before: Config, now: Config, update: int) -> Iterator[str]:
     """What a reader should know of the learning rate from `update` on, a decay that has ended or another rate
     than before's."""
-    was, rate = (float(jnp.asarray(make_schedule(cfg.optim, cfg.updates)(update))) for cfg in (before, now))
+    was, rate = (float(np.asarray(make_schedule(cfg.optim, cfg.updates)(update))) for cfg in (before, now))
     if not math.isclose(was, rate, rel_tol=1e-3):
         yield f"the learning rate of the next update is {rate:.3g}; with the settings before it would have been {was:.3g}"
     elif now.optim.schedule != "constant" and (now.optim.total_steps or now.updates) <= update < now.updates:
