@@ -53,7 +53,7 @@ $(VENV)-sm90a/.done: requirements/sm90a.txt | $(UV)
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .
-	$(BIN)/basedpyright --pythonpath $(BIN)/python --level error
+	$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --level error
 
 # COMMIT=--commit-result puts the results in place of the committed ones.
 bench: demo demo-vllm
