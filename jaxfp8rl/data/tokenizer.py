@@ -13,11 +13,12 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jaxfp8rl.errors import ConfigError, DataError, ModelError, nearest
+
+if TYPE_CHECKING:  # the documentation's environment reads the schema, and so this module, without numpy
+    import numpy as np
 
 CHARS_PREFIX = "chars:"
 DATE = "2024-07-26"  # what Llama's templates print unless they are told the day
