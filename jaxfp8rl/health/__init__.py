@@ -1,1 +1,1 @@
-"""Healthy ranges of the metrics, and what tells that a run is ill."""
+"""Healthy ranges of the metrics, and the verdict on a whole run."""

@@ -1,4 +1,5 @@
-"""Courses of metrics over a run that are not healthy. Each function returns (level, words), or None."""
+"""Unhealthy trends of metrics over a run. Each function returns (level, text), or None if the trend is
+healthy."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from jaxfp8rl.health.judges import OFTEN, Level, Records, Series, at, median_of,
 
 Found = tuple[Level, str] | None
 
-# steps before one, at most and at least, whose median its gradient norm is compared with
+# A gradient norm is compared with the median of at most WINDOW and at least KNOWN steps before it.
 WINDOW, KNOWN = 100, 3
-TEACHING = 0.1  # of the groups with rewards that differ: below, most of what is sampled teaches nothing
-FALL = 0.2, 0.5  # of the best reward lost
-# standard deviations of its noise that a fall has; of many steps one is extreme
+TEACHING = 0.1  # share of groups whose rewards differ; below it most samples give no gradient
+FALL = 0.2, 0.5  # share of the best reward that was lost: warning, ill
+# A fall must exceed this many standard deviations. The maximum over many steps is itself extreme, so the
+# training reward needs more.
 SURE = {"reward/mean": 5, "eval/reward_mean": 3}
-# nats a token; factors from the beginning to the end
+# ENTROPY_FLOOR is in nats a token; the others are ratios between the beginning and the end (warning, ill).
 ENTROPY_FLOOR, ENTROPY_FALL, ENTROPY_RISE = 0.01, (5, 20), (2, 3)
-SPIKE = (10, 100)  # times the median before it
+SPIKE = (10, 100)  # times the median of the steps before: warning, ill
 
 
 def _finite(records: Records, key: str) -> Series:
@@ -27,7 +29,7 @@ def _finite(records: Records, key: str) -> Series:
 
 
 def _rose(records: Records) -> bool:
-    """Whether the reward is higher at the end than at the beginning, by more than its noise."""
+    """Whether the reward rose from the beginning to the end by more than its noise."""
     values = [value for _, value in _finite(records, "reward/mean")]
     part = tenth(values)
     return len(values) > 1 and statistics.fmean(values[-part:]) - statistics.fmean(
@@ -35,30 +37,32 @@ def _rose(records: Records) -> bool:
 
 
 def _noise(values: Sequence[float], part: int) -> float:
-    """The standard deviation of a mean of `part` values, from how much neighbours differ: a trend is no
-    noise."""
+    """The standard deviation of a mean of `part` values, estimated from the differences of neighbouring
+    values, so that a trend does not count as noise."""
     differences = [abs(b - a) for a, b in zip(values, values[1:])]
     return 1.4826 * statistics.median(differences) / math.sqrt(2 * part) if differences else 0.0
 
 
 def _milder(level: Level, rose: bool) -> Level:
-    """One level better where the reward has risen: what looks ill is how the policy has learned."""
+    """One level milder if the reward rose: the same symptoms then come from learning."""
     return Level(max(level - rose, 0))
 
 
 def _often(steps: Sequence[int], found: Series) -> Level:
-    """Of what may happen now and then: ill in more than half of the steps, or in all of the last ones."""
+    """The level of a fault that may happen occasionally: ill if it happened in more than half of the steps or
+    in all of the last ones."""
     if 2 * len(steps) > len(found) or {step for step, _ in found[-tenth(found) :]} <= set(steps):
         return Level.ILL
     return Level.WARNING if len(steps) > OFTEN * len(found) else Level.HEALTHY
 
 
 def zero_steps(records: Records) -> list[int]:
-    """Steps in which every reward was 0."""
+    """The steps in which every reward was 0."""
     return [int(r["step"]) for r in records if r.get("reward/mean") == 0 and not r.get("reward/std", 0)]
 
 
 def zeros(records: Records) -> Found:
+    """Steps in which every reward was 0, and rewards that are not finite."""
     found, steps = series_of(records, "reward/mean"), zero_steps(records)
     if broken := [step for step, value in found if not math.isfinite(value)]:
         return Level.ILL, f"reward not finite {at(broken, found)}"
@@ -67,8 +71,8 @@ def zeros(records: Records) -> Found:
 
 
 def alike(records: Records) -> Found:
-    """Steps whose rewards are equal within every group; without those in which all are 0, and those at the
-    end of a task that has been learned."""
+    """Steps in which the rewards are equal within every group. Steps whose rewards are all 0 belong to
+    `zeros`, and a task that has been learned ends with equal rewards; neither counts here."""
     rose, zeros = _rose(records), set(zero_steps(records))
     equal = {int(r["step"]): r for r in records if r.get("reward/groups_solved_in_part",
                                                          r.get("reward/std")) == 0}
@@ -78,15 +82,16 @@ def alike(records: Records) -> Found:
     if steps and (level := _milder(_often(steps, found), rose)):
         values = {equal[step].get("reward/mean") for step in steps if equal[step].get("reward/std") == 0}
         value = values.pop() if len(values) == 1 else None
-        said = "all rewards of each group were equal" if value is None else f"all rewards were {shown(value)}"
-        return level, f"{said} {at(steps, found)}"
+        text = "all rewards of each group were equal" if value is None else f"all rewards were {shown(value)}"
+        return level, f"{text} {at(steps, found)}"
     shares = [share for _, share in _finite(records, "reward/groups_solved_in_part") if share]
     if shares and (median := statistics.median(shares)) < TEACHING and not rose:
-        return Level.WARNING, f"rewards differ in only {median:.1%} of the groups, in the median"
+        return Level.WARNING, f"rewards differ in only {median:.1%} of the groups (median over the steps)"
     return None
 
 
 def fall(key: str, name: str) -> Callable[[Records], Found]:
+    """The function that finds whether the metric `key` ends far below its best value."""
     def find(records: Records) -> Found:
         found = _finite(records, key)
         part = 1 if key.startswith("eval/") else tenth(found)
@@ -107,13 +112,14 @@ def fall(key: str, name: str) -> Callable[[Records], Found]:
 
 
 def entropy(records: Records) -> Found:
+    """An entropy that collapses, grows, or is not finite."""
     found = series_of(records, "entropy")
     if broken := [step for step, value in found if not math.isfinite(value)]:
         return Level.ILL, f"entropy not finite {at(broken, found)}"
     if len(found) < 2:
         return None
     first, last = median_of(found[: tenth(found)]), median_of(found[-tenth(found) :])
-    said = f"entropy went from {shown(first)} to {shown(last)} nats a token"
+    text = f"entropy went from {shown(first)} to {shown(last)} nats a token"
     fall, rise = first / max(last, 1e-12), last / max(first, 1e-12)
     low, high = 1 + (last < ENTROPY_FLOOR
                      or fall > ENTROPY_FALL[1]), 1 + (rise > ENTROPY_RISE[1] and last - first > 1)
@@ -123,12 +129,12 @@ def entropy(records: Records) -> Found:
         level = _milder(Level(high), _rose(records))
     else:
         return None
-    return (level, said) if level else None
+    return (level, text) if level else None
 
 
 def gradients(records: Records) -> Found:
-    """Those that overflowed under a loss scale are none: the update was left out, and the scale made
-    smaller."""
+    """Spikes of the gradient norm, and norms that are not finite. Steps that overflowed under a loss scale do
+    not count: their update was skipped and the scale lowered."""
     found = series_of([r for r in records if not r.get("update/overflow")], "grad_norm")
     if broken := [step for step, value in found if not math.isfinite(value)]:
         return Level.ILL, f"gradient norm not finite {at(broken, found)}"
@@ -146,18 +152,20 @@ def gradients(records: Records) -> Found:
 
 
 def restarts(records: Records) -> Found:
+    """Restarts of the engine."""
     found = _finite(records, "engine/restarts")
     times = int(max((value for _, value in found), default=0))
     level = Level.ILL if times > OFTEN * len(found) and times > 1 else Level.WARNING
-    return (level, f"the engine was started anew {times} time{'s' * (times > 1)}") if times else None
+    return (level, f"the engine was restarted {times} time{'s' * (times > 1)}") if times else None
 
 
 def completions(record: Mapping[str, Any]) -> float:
-    """How many a step sampled: their tokens over their mean length. Infinite where it does not say."""
+    """The number of completions that a step sampled: its tokens over their mean length. Infinite if the
+    record lacks either."""
     length = record.get("response/length_mean") or 0
     return record.get("tokens/rollout", math.inf) / length if length > 0 else math.inf
 
 
 def share_of(value: float, whole: float) -> float:
-    """The share, a tiny one where the whole is unknown."""
+    """value / whole, at most 1; a tiny share if the whole is unknown."""
     return min(value / whole, 1.0) if 0 < whole < math.inf else min(value, 1e-9)

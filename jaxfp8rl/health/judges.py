@@ -1,5 +1,5 @@
-"""How a run's metrics are judged: by a bound at each step, by what should not be at all, or by their course
-over the run."""
+"""Three ways to judge a metric: by bounds at each step, by the share of faulty steps, or by its trend over
+the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 Records = Sequence[Mapping[str, Any]]
 Series = list[tuple[int, float]]  # (step, value)
 
-OFTEN = 0.1  # of the steps: what is wrong in more of them is the run's, and no accident
+OFTEN = 0.1  # share of steps; a fault in more of them is systematic, not an accident
 
 
 class Level(enum.IntEnum):
@@ -23,7 +23,7 @@ class Level(enum.IntEnum):
 
 
 class Finding(NamedTuple):
-    """What is not healthy of a metric, in words, and the next step."""
+    """One unhealthy metric: its level, a sentence about it, and the next step."""
 
     key: str
     level: Level
@@ -32,11 +32,11 @@ class Finding(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A metric that has a bound at every step.
+    """A metric with bounds that every step is compared with.
 
-    A warning beyond `warn`, ill beyond `sick`: as the median of the run or of its last tenth, or in more than
-    OFTEN of the steps. Less often beyond `sick` is a warning, where `once` says so. Ill also is a step beyond
-    `never`, and what is not finite.
+    The run gets a warning if the median of the run, or of its last tenth, is beyond `warn`. It is ill if such
+    a median is beyond `sick`, or if more than OFTEN of the steps are. Fewer steps beyond `sick` are a warning
+    if `once` is set. A single step beyond `never`, or a value that is not finite, makes the run ill.
     """
 
     key: str
@@ -45,7 +45,7 @@ class Bound(NamedTuple):
     sick: float
     remedy: str
     source: str
-    above: bool = True  # unhealthy is what lies above the bounds; else what lies below
+    above: bool = True  # values above the bounds are unhealthy; otherwise values below them
     never: float = math.nan
     once: bool = True
 
@@ -65,7 +65,7 @@ class Bound(NamedTuple):
             [f"{self._beyond} {self.sick:g} in the median, or in more than {OFTEN:.0%} of the steps", *never])
 
     def level_of(self, value: float) -> Level:
-        """Of one step's value, or of a median."""
+        """The level of one step's value, or of a median."""
         if self._past(value, self.sick) or not math.isfinite(value):
             return Level.ILL
         return Level.WARNING if self._past(value, self.warn) else Level.HEALTHY
@@ -81,19 +81,19 @@ class Bound(NamedTuple):
         past = [step for step, v in found if self._past(v, self.sick)]
         often = len(past) > OFTEN * len(found) or self._past(worst, self.never)
         single = Level.ILL if often else Level.WARNING if past and self.once else Level.HEALTHY
-        said = [f"{self.show(median)} in the median"] if self.level_of(median) else []
+        parts = [f"{self.show(median)} in the median"] if self.level_of(median) else []
         if self.level_of(tail) > self.level_of(median):
-            said.append(f"{self.show(tail)} in the last {tenth(found)} steps")
+            parts.append(f"{self.show(tail)} in the last {tenth(found)} steps")
         if single:
-            said.append(f"{self.show(worst)} at step {step}")
-        return self._finding(max(self.level_of(median), self.level_of(tail), single), said)
+            parts.append(f"{self.show(worst)} at step {step}")
+        return self._finding(max(self.level_of(median), self.level_of(tail), single), parts)
 
     def show(self, value: float) -> str:
-        """With the digits that tell it from the bounds."""
+        """The value, with enough digits to tell it from the bounds."""
         return shown(value, self.warn, self.sick)
 
-    def _finding(self, level: Level, said: Sequence[str]) -> Finding | None:
-        text = f"{self.name} {', '.join(said)} (healthy {self.healthy})"
+    def _finding(self, level: Level, parts: Sequence[str]) -> Finding | None:
+        text = f"{self.name} {', '.join(parts)} (healthy {self.healthy})"
         return Finding(self.key, level, text, self.remedy) if level else None
 
     def _past(self, value: float, bound: float) -> bool:
@@ -105,8 +105,9 @@ class Bound(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A metric of what should not be at all. `share`: of (value, record) how much of a step is wrong, from 0
-    to 1. More than `often` of all steps together is ill; less is a warning, where `any` says so."""
+    """A metric that counts faults, which a healthy run does not have. `share` maps (value, record) to the
+    faulty share of a step, from 0 to 1. The run is ill if the mean share exceeds `often`; otherwise any fault
+    is a warning if `any` is set."""
 
     key: str
     name: str
@@ -134,7 +135,8 @@ class Fault(NamedTuple):
 
 
 class Course(NamedTuple):
-    """A metric that is judged by its course over the run: `find` returns (level, text), or None."""
+    """A metric that is judged by its trend over the run: `find` returns (level, text), or None if the trend
+    is healthy."""
 
     key: str
     name: str
@@ -154,12 +156,13 @@ Rule = Bound | Fault | Course
 
 
 def series_of(records: Records, key: str) -> Series:
-    """Every number under `key`, those that are not finite too."""
+    """Every number recorded under `key`, including infinities and NaN."""
     return [(int(r["step"]), float(r[key])) for r in records if is_number(r.get(key))]
 
 
 def shown(value: float, *bounds: float) -> str:
-    """Three digits, or as many as tell the value from the bounds: 1.0502 is no 1.05."""
+    """The value with three digits, or with as many as place it on its own side of the bounds: 1.0502 is not
+    shown as 1.05."""
     same = lambda text: all((float(text) > b, float(text) < b) == (value > b, value < b) for b in bounds)
     text = next((t for digits in range(3, 17) if same(t := f"{value:.{digits}g}")), repr(value))
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else text
@@ -170,15 +173,17 @@ def is_number(value: Any) -> bool:
 
 
 def tenth(found: Sequence) -> int:
-    """How many values the first or the last part of a series has: a tenth, three at least, and never more
+    """The length of the first or last part of a series: a tenth of it, at least three values, and never more
     than half."""
     return max(1, min(max(3, len(found) // 10), len(found) // 2))
 
 
 def median_of(found: Series) -> float:
+    """The median of the values of a series."""
     return statistics.median(value for _, value in found)
 
 
 def at(steps: Sequence[int], found: Sequence) -> str:
+    """"at step 7", or "in 3 of 20 steps, first in step 7"."""
     return f"at step {steps[0]}" if len(
         steps) == 1 else f"in {len(steps)} of {len(found)} steps, first in step {steps[0]}"

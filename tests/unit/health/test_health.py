@@ -86,7 +86,7 @@ ILL = [  # (what is changed, what the verdict has to say)
     ({"eval__reward_mean": lambda s: 0.8 if s < 20 else 0.2}, "held-out reward fell from 0.8 to 0.2"),
     ({"reward__mean": NAN}, "reward not finite"),
     ({"reward__undefined": 40}, "completions had no score in 20 of 20 steps"),
-    ({"rollout__groups_rejected": 4}, "groups of completions could not be learned from"),
+    ({"rollout__groups_rejected": 4}, "groups of completions were unusable"),
     ({"update__applied": 0.5}, "an update was not applied in 20 of 20"),
     ({"update__applied": 0.0, "update__overflow": 1.0}, "overflowed"),
     ({"loss": once(NAN, 0.1)}, "the loss was not finite at step 7"),
@@ -96,7 +96,7 @@ ILL = [  # (what is changed, what the verdict has to say)
     ({"entropy": lambda s: 0.5 * 0.6**s, "reward__mean": 0.3}, "entropy went from"),
     ({"entropy": lambda s: 0.5 + 0.3 * s, "reward__mean": 0.3}, "entropy went from"),
     ({"engine__healthy": 0}, "the engine was not healthy"),
-    ({"engine__restarts": lambda s: s // 4}, "started anew 5 times"),
+    ({"engine__restarts": lambda s: s // 4}, "restarted 5 times"),
 ]
 WARNED = [
     ({"mismatch__token_mult_prob_error": 1.07}, "mismatch 1.07 in the median"),
@@ -106,7 +106,7 @@ WARNED = [
     ({"reward__undefined": once(1, 0)}, "completions had no score at step 7"),
     ({"update__applied": once(0.0, 1.0)}, "an update was not applied at step 7"),
     ({"grad_norm": once(30.0, 1.0)}, "30 times"),
-    ({"engine__restarts": lambda s: int(s > 3)}, "started anew 1 time"),
+    ({"engine__restarts": lambda s: int(s > 3)}, "restarted 1 time"),
     ({"eval__reward_mean": lambda s: 0.95 if s < 20 else 0.7}, "held-out reward fell"),
 ]
 
@@ -178,7 +178,7 @@ def test_a_metric_that_turns_ill_is_noted_once(tmp_path):
         for record in a_run(9, mismatch__token_mult_prob_error=lambda s: 1.01 if s < 5 else 20.8):
             run.log(record)
     (note,) = (tmp_path / "notes.txt").read_text().splitlines()
-    assert "step 5: mismatch 20.8 (healthy below 1.05); compare both sides" in note
+    assert "step 5: mismatch 20.8 (healthy below 1.05); compare weights" in note
 
 
 # --- in the same words everywhere
