@@ -1,5 +1,5 @@
-"""What the site has besides the pages in this folder: the measurements they link to, and the configuration
-reference."""
+"""What the site has besides the pages in this folder: the measurements they link to, the examples that
+tutorials show, and the configuration reference."""
 
 from __future__ import annotations
 
@@ -30,10 +30,19 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """Links to measurements lead to the site's copies; a link to another file of the repository becomes that
-    file's name."""
+    """Prepare a page for the site.
+
+    - A paragraph that is only a link to an example shows the file.
+    - Links to measurements lead to the site's copies.
+    - A link to another file of the repository becomes the name of the file.
+    """
+    markdown = re.sub(r"^\[examples/\w+\.py\]\(\.\./(examples/\w+\.py)\)$", _listing, markdown, flags=re.M)
     markdown = markdown.replace("](../benchmarks/results/", "](results/")
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", markdown)
+
+
+def _listing(link: re.Match) -> str:
+    return f'```python title="{link[1]}"\n{(ROOT / link[1]).read_text(encoding="utf-8")}```'
 
 
 def configuration() -> str:

@@ -3,8 +3,8 @@
 Read in the sources of verl (1dda039b), NeMo RL (7ea279ab), slime (624b824a), AReaL (4aef98d8), SkyRL
 (a9564572), prime-rl (559b4477). The same word means different things: "TIS" is capped by verl and zeroed on
 overflow by NeMo RL; a "sequence" weight is a product for verl and a geometric mean for AReaL; four different
-things are called "MIS". docs/corrections.md has the table. What could not be expressed is said where it would
-stand.
+things are called "MIS". docs/correction_presets.md has the table. What could not be expressed is said where
+it would stand.
 
 Quirks kept:
 - verl compares k1 = -D with the logarithms of its bounds, so they bound mu/pi_old: `inverse=True`. Its own
@@ -155,7 +155,7 @@ def get_preset(name: str) -> CorrectionConfig:
         ours = value_here("correction.preset", name, PRESETS)
         hint = f": here it is {ours}" if ours else nearest(name, PRESETS)
         raise ConfigError(f'correction.preset "{name}" does not exist{hint}',
-                          "docs/corrections.md lists every preset with its arithmetic")
+                          "docs/correction_presets.md lists every preset with its arithmetic")
     return PRESETS[name]
 
 

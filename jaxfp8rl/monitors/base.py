@@ -9,7 +9,7 @@ Record = Mapping[str, float | int | str]
 
 
 class Monitor(Protocol):
-    """Takes one flat record a step: `step` (int) and the keys of docs/architecture.md, "Metrics"."""
+    """Takes one flat record a step: `step` (int) and the keys of docs/metrics.md."""
 
     def log(self, record: Record) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Losses of other frameworks against ours under the names that docs/corrections.md gives them: values and
+"""Losses of other frameworks against ours under the names that docs/objectives.md gives them: values and
 gradients.
 
 Theirs are written here anew in torch, from reading them (SkyRL a9564572, AReaL 4aef98d8, slime 624b824a, NeMo
