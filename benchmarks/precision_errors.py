@@ -40,9 +40,10 @@ from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.decoder_layer import DecoderLayer
 from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
 from jaxfp8rl.models.loading import load_params
-from jaxfp8rl.models.transformer import decoder_layer, embed, final_norm, head_weight, packed_attention
+from jaxfp8rl.models.transformer import embed, final_norm, head_weight, packed_attention
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
@@ -178,7 +179,7 @@ def products(subject: Subject) -> dict[str, Product]:
                 seen[name] = x
                 return linear(x, *rest) + jnp.where(index == subject.layer, taps[name], 0)
 
-            return decoder_layer(x, w, model, precision, run, rope, attend, product)[0], seen
+            return DecoderLayer(model, precision, run, rope, attend, product)(x, w)[0], seen
 
         steps = policy["layers"], jnp.arange(model.num_hidden_layers)
         x, seen = jax.lax.scan(jax.checkpoint(body), embed(policy, micro.tokens, precision), steps)

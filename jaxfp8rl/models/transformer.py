@@ -15,29 +15,25 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.microbatch import accumulate_grad, start_backward
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.decoder_layer import DecoderLayer, Params, Residual, mixture_of
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
-from jaxfp8rl.precision.linear import fused_linears, grad_slots_of, linear, trainable
-from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
+from jaxfp8rl.precision.linear import grad_slots_of, trainable
 from jaxfp8rl.precision.recipe import AttentionBackend, LayerRun, Precision, first_row, rows_of
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
-from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
-Params = dict[str, Any]
-Residual = Array | nn.UnfusedResidual  # the stream between layers, [B, T, D]
 Remat = Literal["none", "layer", "products", "mlp"]
 # By what the backward pass computes again of a layer: what is kept for it besides the layer's input.
 # "attention" is its result with the logarithms of its sums, "projections" the results of q, k, v and o_proj,
@@ -96,9 +92,9 @@ def forward_with_aux(
         @functools.partial(_rematerialised, remat=remat)
         def layer(x: Residual, w: Params, routes: Array | None, run: LayerRun = run) -> tuple[Residual, tuple]:
             scaled, said = functools.partial(attend, scales=w.get("kv_scales")), []
-            mixture = _mixture(cfg, said, live, routes, layout)
-            x, amax = decoder_layer(x, layout.gather(w), cfg, precision, run, rope, scaled, mixture=mixture,
-                                    layout=layout)
+            mixture = mixture_of(cfg, said, live, routes, layout)
+            compute = DecoderLayer(cfg, precision, run, rope, scaled, mixture=mixture, layout=layout)
+            x, amax = compute(x, layout.gather(w))
             return x, (amax, *said)
 
         def body(carry: Any, at: tuple, layer: Callable = layer, run: LayerRun = run) -> tuple:
@@ -119,20 +115,6 @@ def forward_with_aux(
     join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
     routings = [routing for _, *said in seen for routing in said]
     return x, join([amax for amax, *_ in seen]), join(routings) if routings else None
-
-
-def _mixture(
-    cfg: ModelConfig, said: list, live_BT: Array | None = None, routes_BTk: Array | None = None,
-    layout: MeshLayout = ONE
-) -> Callable:
-    """mixture(x, weights, precision, fp8) -> its output; what its router said is added to `said`."""
-
-    def compute(x: Array, w: Params, precision: Precision, fp8: bool) -> Array:
-        y, routing = moe.moe_block(x, w, cfg.mixture, precision, fp8, live_BT, routes_BTk, layout)
-        said.append(routing)
-        return y
-
-    return compute
 
 
 def _rematerialised(layer: Callable, remat: Remat) -> Callable:
@@ -195,7 +177,7 @@ def forward_cached(
             (x, cache), (index, w), said = carry, layer, []
             where = cache, index, positions_BT, mask_BTS
             attend = functools.partial(_attend_cached, *where, precision, w.get("kv_scales") or UNIT)
-            x, cache = decoder_layer(x, w, cfg, precision, run, rope, attend, mixture=_mixture(cfg, said))
+            x, cache = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, said))(x, w)
             if said:
                 row = index - run.start + first_row(run, precision.runs, "moe")
                 cache = cache._replace(routes=_store(cache.routes, row, positions_BT, said[0].ids))
@@ -254,67 +236,6 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
         stacks = [{**stack, "kv_scales": {n: s[at] for n, s in scales.items()}}
                   for stack, at in zip(stacks, spans)]
     return list(zip(runs, stacks, strict=True))
-
-
-def decoder_layer(
-    x_BTD: Array | nn.UnfusedResidual, w: Params, cfg: ModelConfig, precision: Precision, run: LayerRun,
-    rope: tuple[Array, Array],
-    attend: Callable, product: Callable | None = None, mixture: Callable | None = None,
-    layout: MeshLayout = ONE,
-) -> tuple[Array | nn.UnfusedResidual, Any]:
-    """One decoder layer -> (x_BTD, what `attend` left behind). x_BTD is as `embed` makes it. `attend(q, k,
-    v)` gets rotated, normalised heads; `product(name, ...)` computes `linear(...)` of that name ("q_proj"),
-    for who wants to look on; `mixture(x, weights, ...)` a mixture of experts, for who wants to hear what its
-    router said or to say otherwise. Of several devices along "tensor" (`layout`) each has some of the heads
-    and of the MLP's width."""
-    # the products whose input is quantised as it is made: all but o_proj's, which attention makes, and the
-    # experts'
-    unfused = {"o_proj"}.union(MLP_MODULES if run.sparse else ())
-    quantizes = run.fp8 - unfused if precision.fused_quantizer else frozenset()
-
-    def project(x: Array, block: str, *names: str) -> Sequence[Array]:
-        weights, fp8 = [w[block][name]["weight"] for name in names], [name in run.fp8 for name in names]
-        floors = [FUSED_AMAX_FLOOR if name in quantizes else precision.amax_floor for name in names]
-        if product is None and all(fp8):
-            return fused_linears(x, weights, precision, floors[0])
-        compute = product or (lambda name, *args: linear(*args))
-        return [compute(name, x, weight, precision, *how)
-                for name, weight, *how in zip(names, weights, fp8, floors)]
-
-    def saved(y: Array) -> Array:
-        return checkpoint_name(y, "projections")
-
-    def normed(x: Array | nn.UnfusedResidual, name: str, reader: str) -> Array:
-        once = precision.fused and reader not in quantizes
-        return nn.rms_norm(x, w[name]["weight"], cfg.rms_norm_eps, precision.compute_dtype, once)
-
-    def rotated(heads: Array, norm: str) -> Array:
-        weight = layout.copy_to_tensor_parallel(w["self_attn"][norm]["weight"]) if cfg.qk_norm else None
-        return nn.apply_rope(heads, *rope, weight, cfg.rms_norm_eps, precision.fused)
-
-    def heads(y: Array) -> Array:
-        return y.reshape(*y.shape[:2], -1, cfg.head_dim)
-
-    h = layout.copy_to_tensor_parallel(normed(x_BTD, "input_layernorm", "q_proj"))
-    q, k, v = (heads(saved(y)) for y in project(h, "self_attn", "q_proj", "k_proj", "v_proj"))
-    o_BTHd, left = attend(rotated(q, "q_norm"), rotated(k, "k_norm"), v)
-    (o_BTD,) = project(o_BTHd.reshape(*h.shape[:2], -1), "self_attn", "o_proj")
-    x_BTD = nn.add_residual(x_BTD, saved(layout.reduce_from_tensor_parallel(o_BTD)))
-    h = normed(x_BTD, "post_attention_layernorm", "gate_proj")
-    if run.sparse:
-        mixture = mixture or _mixture(cfg, [])
-        return nn.add_residual(x_BTD, mixture(h, w["moe"], precision, "gate_proj" in run.fp8)), left
-    h = layout.copy_to_tensor_parallel(h)
-    if product is None and fuses(precision, run.fp8):
-        gate, up, down = (w["mlp"][name]["weight"] for name in MLP_MODULES)
-        y = swiglu_mlp(h, gate, up, down, precision)
-        return nn.add_residual(x_BTD, layout.reduce_from_tensor_parallel(y)), left
-    gate, up = project(h, "mlp", "gate_proj", "up_proj")
-    h_BTF = nn.swiglu(gate, up, precision.fused)
-    if "down_proj" not in quantizes:
-        h_BTF = h_BTF.astype(h.dtype)
-    (y,) = project(h_BTF, "mlp", "down_proj")
-    return nn.add_residual(x_BTD, layout.reduce_from_tensor_parallel(y)), left
 
 
 def _attend_cached(

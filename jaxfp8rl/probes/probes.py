@@ -37,15 +37,9 @@ from jaxfp8rl.losses.mismatch import mean_over
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.decoder_layer import DecoderLayer
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.transformer import (
-    decoder_layer,
-    embed,
-    final_norm,
-    head_weight,
-    packed_attention,
-    runs_of,
-)
+from jaxfp8rl.models.transformer import embed, final_norm, head_weight, packed_attention, runs_of
 from jaxfp8rl.policy.policy import as_params, policy_of, scales_in, without_scales
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import UNIT
@@ -211,7 +205,7 @@ def forward_with_hooks(
                 seen.update((name, look(name, end, live)) for name, end in ends.items())
                 return y
 
-            x, _ = decoder_layer(x, w, model, precision, run, rope, attend, product, mixture)
+            x, _ = DecoderLayer(model, precision, run, rope, attend, product, mixture)(x, w)
             return x, seen | {"output": look("output", nn.materialize(x), live)}
 
         x, seen = jax.lax.scan(body, x, stack)
@@ -292,8 +286,8 @@ def mixed_forward(
         attend = packed_attention(micro.segment_ids, precision)
 
         def layer(x: Any, w: Params) -> Any:
-            return decoder_layer(x, w, model, precision, run, rope,
-                                 functools.partial(attend, scales=w.get("kv_scales")))[0]
+            scaled = functools.partial(attend, scales=w.get("kv_scales"))
+            return DecoderLayer(model, precision, run, rope, scaled)(x, w)[0]
 
         return layer
 

@@ -14,9 +14,10 @@ import pytest
 from layer_program import BATCH, KERNELS, MODEL, PRECISION, TURNED, gradients, kernels, shapes  # noqa: E402
 
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.models.decoder_layer import DecoderLayer
 from jaxfp8rl.models.layers import rope_tables
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.models.transformer import decoder_layer, embed
+from jaxfp8rl.models.transformer import embed
 from jaxfp8rl.policy.hardware import products_of
 from jaxfp8rl.policy.policy import grad_slots, policy_of
 from jaxfp8rl.precision.jit import rounding_exact_jit
@@ -93,7 +94,7 @@ def test_a_layer_without_attention_is_that_of_the_tensor_cores_by_xla(args):
         weights, rope = jax.tree.map(lambda w: w[0],
                                      policy["layers"][0]), rope_tables(positions, MODEL, precision.rope_dtype)
         x = embed(policy, tokens, precision)
-        return decoder_layer(x, weights, MODEL, precision, precision.runs[0], rope, attend, product)[0]
+        return DecoderLayer(MODEL, precision, precision.runs[0], rope, attend, product)(x, weights)[0]
 
     run = rounding_exact_jit(layer, static_argnums=(1, 2))
     want = run(policy, dataclasses.replace(PRECISION, products="tensor_core"), None)
