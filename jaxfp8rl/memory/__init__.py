@@ -1,1 +1,1 @@
-"""How much memory a run needs, whether it fits, and how many operations an update does."""
+"""How much memory a run needs, whether it fits, and how many operations an update takes."""

@@ -1,5 +1,5 @@
-"""Whether a run fits on its GPU, asked before anything loads: the learner's plan and an engine beside it,
-moment by moment."""
+"""Checks before anything loads whether a run fits on its GPU: the learner's plan plus the engine, at each
+stage of the run."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.publish.wire import wire_manifest
 from jaxfp8rl.rollout.engines import device_memory, share_gpu
 
-# CUDA contexts, graphs and workspaces: what vLLM was seen to hold when all that sleeps is asleep
+# CUDA contexts, graphs and workspaces: the memory that vLLM still held in sleep mode, as measured
 ENGINE_REST = 5 * 2**29
-MASTERS = 2  # of the plan's first rows those that the start has: masters and moments
-KNOBS = 3
+MASTERS = 2  # the plan's first rows that exist at the start: masters and moments
+KNOBS = 3  # the number of settings that an error suggests
 WARM = "the warm start"
 Change = dict[str, dict[str, object]]  # section -> key -> value
 
 
 def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> dict[str, int]:
-    """Bytes on a device of `total` bytes at the start, when the weights are there in float32, too, in the
-    warm start of a `fresh` run, while the learner updates and while the engine samples. Engines of other
-    processes are left out."""
+    """The bytes that each stage of the run needs on a device of `total` bytes.
+
+    The stages are the start, when the weights are there in float32 too; the warm start of a `fresh` run; an
+    update of the learner; and a rollout of the engine. Engines in other processes are not counted.
+    """
     plan = [size for _, size in memory_plan(cfg, model)]
     warm = sum(size for _, size in warm_start_plan(cfg, model)) if fresh and cfg.sft.steps else 0
-    if cfg.rollout.engine != "vllm":  # the embedded one holds nothing before a publish
+    if cfg.rollout.engine != "vllm":  # the embedded engine holds nothing before the first publish
         return {"an update": sum(plan)} | ({WARM: warm} if warm else {})
     whole = sum(math.prod(e.shape) for e in param_table(model)) * F32
     resident = RESIDENT + bool(cfg.loss.kl_coef)
     start = sum(plan[:MASTERS]) + (whole if cfg.sft.steps else whole // cfg.train.over_weights)
-    if cfg.loss.kl_coef:  # in float32, too, while it is made
+    if cfg.loss.kl_coef:  # the reference is made from float32 weights
         start += plan[RESIDENT] + whole // cfg.train.over_weights
     weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
     share = int(cfg.rollout.gpu_memory_utilization * total)
@@ -57,20 +59,21 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
 
 
 def check_memory(cfg: Config, fresh: bool) -> None:
-    """`check_fits` on this machine; on a CPU nothing is checked."""
+    """Run `check_fits` for this machine. On a CPU nothing is checked."""
     share_gpu(cfg)
     if total := device_memory():
         check_fits(cfg, model_config(cfg), total, fresh)
 
 
 def check_fits(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> None:
-    """Raise ConfigError, with the settings that would give most, where a moment of the run needs more than
-    `total` bytes."""
+    """Raise ConfigError if a stage of the run needs more than `total` bytes. The error names the settings
+    that save most."""
     _check(cfg, total, lambda changed: needs(changed, model, total, fresh))
 
 
 def check_warm_start(cfg: Config, model: ModelConfig, total: int | None) -> None:
-    """The same of a warm start alone, `jaxfp8rl sft`; None: a CPU's memory."""
+    """Like `check_fits`, for a warm start alone (`jaxfp8rl sft`). `total` is None on a CPU, and then nothing
+    is checked."""
     if total:
         _check(cfg, total, lambda changed: {WARM: sum(size for _, size in warm_start_plan(changed, model))})
 
@@ -80,18 +83,20 @@ def _check(cfg: Config, total: int, needs_of: Callable[[Config], dict[str, int]]
     moment = max(needed, key=needed.__getitem__)
     if needed[moment] <= total:
         return
-    apart = "; or make it apart, as it fits: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(
+    apart = "; or run the warm start by itself: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(
         needed) > 1 else ""
     raise ConfigError(
-        f"{moment} needs {needed[moment] / 2**30:.1f} GiB, the device has {total / 2**30:.1f} (`--dry-run` prints the plan)",
+        f"{moment} needs {needed[moment] / 2**30:.1f} GiB, the device has {total / 2**30:.1f} "
+        "(`--dry-run` prints the plan)",
         _advice(cfg, lambda changed: needs_of(changed)[moment]) + apart,
     )
 
 
 @contextlib.contextmanager
 def explained(cfg: Config, fresh: bool = True) -> Iterator[None]:
-    """Say of memory that ran out all the same in which phase, what the plan was, and what would give most: of
-    settings with which a run may go on alone, where it has saved something to go on from."""
+    """If the device runs out of memory in this context, raise OutOfMemory with the phase, the plan and the
+    settings that save most. If the run has a checkpoint, only settings that a resumed run may change are
+    suggested."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
@@ -104,23 +109,24 @@ def explained(cfg: Config, fresh: bool = True) -> Iterator[None]:
         most = max(moments, key=moments.__getitem__)
         plan = ", ".join(f"{size / 2**30:.1f} GiB for {moment}" for moment, size in moments.items())
         saved = Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).latest() is not None
-        way_on = "; then --resume" if saved else "; then begin anew: nothing is saved yet"
+        way_on = "; then --resume" if saved else "; then start again: nothing has been saved yet"
         raise OutOfMemory(
-            f"the device's memory of {total / 2**30:.1f} GiB ran out ({phase}); planned were {plan}\n"
+            f"the device's {total / 2**30:.1f} GiB of memory ran out ({phase}); the plan was {plan}\n"
             f"  {str(e).splitlines()[0]}",
             _advice(cfg, lambda changed: needs(changed, model, total, fresh)[most], resumed=saved) + way_on,
         ) from e
 
 
 def _advice(cfg: Config, need: Callable[[Config], int], resumed: bool = False) -> str:
-    """`resumed`: of settings with which a run may go on alone."""
+    """The settings that save most. `resumed`: only those that a resumed run may change."""
     found = sorted(_savings(cfg, need, resumed), reverse=True)[:KNOBS]
-    said = "; ".join(f"{what} ({saved / 2**30:.1f} GiB less)" for saved, what in found)
-    return f"what would give most: {said or 'a smaller model'}"
+    settings = "; ".join(f"{setting} ({saved / 2**30:.1f} GiB less)" for saved, setting in found)
+    return f"largest savings: {settings or 'a smaller model'}"
 
 
 def format_needs(cfg: Config, model: ModelConfig) -> str:
-    """Lines below the plan's, where the engine's part is known without a GPU."""
+    """Lines to print below the plan: the needs of each stage, if the engine's memory is known without a
+    GPU."""
     if cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib is None:
         return ""
     moments = needs(cfg, model, 0)
@@ -129,7 +135,8 @@ def format_needs(cfg: Config, model: ModelConfig) -> str:
 
 
 def _savings(cfg: Config, need: Callable[[Config], int], resumed: bool) -> list[tuple[int, str]]:
-    """(bytes saved, setting) of each single change that saves any and is allowed beside the rest."""
+    """(bytes saved, setting) for each single change that saves memory and is valid with the other
+    settings."""
     before, found = need(cfg), []
     for change in _changes(cfg):
         changed = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys)
@@ -140,17 +147,19 @@ def _savings(cfg: Config, need: Callable[[Config], int], resumed: bool) -> list[
             check(changed)
         except ConfigError:
             continue
-        said = ", ".join(f"{name}.{key} = {_toml(value)}" for name, keys in change.items()
-                         for key, value in keys.items())
+        setting = ", ".join(f"{name}.{key} = {_toml(value)}" for name, keys in change.items()
+                            for key, value in keys.items())
         if (saved := before - need(changed)) > 0:
-            found.append((saved, said))
+            found.append((saved, setting))
     return found
 
 
 def _changes(cfg: Config) -> list[Change]:
+    """Changes of the configuration that may save memory."""
     t, r = cfg.train, cfg.rollout
-    # whole ones in each part
-    rows: Callable[[int, int], dict[str, object]] = lambda at_least, parts: {"rows_per_microbatch": -(-at_least // parts) * parts}
+    # rounded up, so that each device has whole rows
+    rows: Callable[[int, int], dict[str, object]] = lambda at_least, parts: {
+        "rows_per_microbatch": -(-at_least // parts) * parts}
     changes: list[Change] = [
         {"optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}},
         {"optim": {"offload": True}},

@@ -1,4 +1,4 @@
-"""Operations that an update needs, and the share of the device's peak that makes of its time."""
+"""The floating-point operations of an update, and the utilisation that they amount to."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 
-# dense BF16 operations a second, by the datasheets
+# dense BF16 operations per second, from the data sheets
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 
 def update_flops(model: ModelConfig, samples: Sequence[Sample]) -> float:
-    """Of forward and backward: 2 a parameter and token forward and twice that backward, the head's for
-    response tokens alone; attention 4 H d a pair of a query and a key it sees, and 2.5 times that backward,
-    as in FlashAttention-2 (Dao, 2023, section 4.1). What is computed again for want of memory does not count.
+    """The operations of the forward and backward pass over `samples`.
+
+    A parameter takes 2 operations per token forward and 4 backward; the head's parameters count for response
+    tokens only. Attention takes 4 H d for each pair of a query and a key that it attends to, and 2.5 times
+    that backward, as in FlashAttention-2 (Dao, 2023, section 4.1). Recomputation to save memory does not
+    count.
     """
     lengths = [len(s.prompt) + len(s.completion) for s in samples]
     linears = sum(n * k * _uses(model, module) for module, (n, k) in linear_shapes(model).items())
@@ -28,15 +31,15 @@ def update_flops(model: ModelConfig, samples: Sequence[Sample]) -> float:
 
 
 def _uses(model: ModelConfig, module: str) -> int:
-    """How many products of that name a token goes through: one a layer that has it, or one an expert of the
-    token."""
+    """How many products with this module's weight a token goes through: one for each layer that has the
+    module, or one for each expert that the token is routed to."""
     if module.startswith("mlp.experts."):
         return sum(model.sparse_layers) * model.mixture.num_experts_per_tok
     return model.sparse_layers.count(False) if module.startswith("mlp.") else model.num_hidden_layers
 
 
 def mfu(flops: float, seconds: float, devices: int = 1) -> float | None:
-    """Model FLOPs utilisation (PaLM, Chowdhery et al., 2022, appendix B), of the peak in BF16 whatever the
-    precision; None on a device whose peak is not known here."""
+    """Model FLOPs utilisation (PaLM, Chowdhery et al., 2022, appendix B). The peak is that of BF16, whatever
+    the precision; None on a device whose peak is not known here."""
     peak = PEAK.get(jax.local_devices()[0].device_kind)
     return peak and flops / seconds / peak / devices

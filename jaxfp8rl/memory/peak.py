@@ -1,4 +1,4 @@
-"""The peak of the memory that a run has used."""
+"""The peak memory of the process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax
 
 
 def peak_memory_gib() -> float:
-    """The GPU allocator's peak on the first device, or the process's peak resident size where there is no
-    GPU."""
+    """The GPU allocator's peak on the first device, in GiB; without a GPU the process's peak resident
+    size."""
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use", 0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return peak / 2**30

@@ -195,7 +195,7 @@ def test_what_a_checkpoint_holds_otherwise_is_named(saved):
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(saved, monkeypatch):
-    """The loop says what would give most (jaxfp8rl.memory.fit)."""
+    """The error names the settings that save most (jaxfp8rl.memory.fit)."""
 
     def full(*_):
         raise jax.errors.JaxRuntimeError(

@@ -1,4 +1,4 @@
-"""A run that cannot fit is refused before anything loads, with what would give most."""
+"""A run that cannot fit is refused before anything loads, and the error names the settings that save most."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_a_warm_start_that_cannot_fit_is_refused_where_there_will_be_one():
     assert plan == sum(size for _, size in warm_start_plan(config(train={"rows_per_microbatch": 4}), MODEL))
     assert needed[WARM] == max(needed.values()) == plan + ENGINE_REST and 28e9 < engine < 31e9
     check_fits(cfg, MODEL, needed[WARM])
-    with pytest.raises(ConfigError, match="^the warm start needs .*\n.*; or make it apart, .*jaxfp8rl sft"):
+    alone = "^the warm start needs .*\n.*; or run the warm start by itself: jaxfp8rl sft"
+    with pytest.raises(ConfigError, match=alone):
         check_fits(cfg, MODEL, needed[WARM] - 1)
     check_fits(cfg, MODEL, needed[WARM] - 1, fresh=False)
     check_fits(config(**four), MODEL, needed[WARM] - 1)
@@ -108,7 +109,7 @@ def test_what_is_said_to_help_helps_by_as_much():
         check_fits(cfg, MODEL, H200)
     said = str(caught.value)
     assert said.startswith("an update needs ") and f"the device has {H200 / 2**30:.1f}" in said
-    knobs = [knob.split(" = ")[0] for knob in re.split("; |most: ", said)[1:]]
+    knobs = [knob.split(" = ")[0] for knob in re.split("; |savings: ", said)[1:]]
     assert knobs == ["train.remat", "train.fsdp", "optim.master"] and 'train.remat = "layer"' in said
     gains = [float(gain) for gain in re.findall(r"\(([\d.]+) GiB less\)", said)]
     assert gains == sorted(gains, reverse=True)
@@ -157,7 +158,7 @@ def test_memory_that_runs_out_is_explained_by_phase(saved):
         error.add_note("JAX has removed its internal frames")  # as it says of what leaves a jitted function
         raise error
     said = str(caught.value)
-    assert "(phase: update)" in said and "for a rollout" in said and "what would give most: " in said
+    assert "(phase: update)" in said and "for a rollout" in said and "largest savings: " in said
     with pytest.raises(jax.errors.JaxRuntimeError), explained(config()):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
@@ -174,4 +175,5 @@ def test_what_to_change_and_the_way_on_are_those_of_a_run_that_has_saved_somethi
     going_on, anew = said(saved), said({"dir": str(tmp_path / "new")})
     assert "optim.offload = true" in going_on and going_on.endswith("; then --resume")
     assert "optim.master" not in going_on, "a run does not go on with it"
-    assert 'optim.master = "bfloat16"' in anew and anew.endswith("; then begin anew: nothing is saved yet")
+    assert 'optim.master = "bfloat16"' in anew
+    assert anew.endswith("; then start again: nothing has been saved yet")

@@ -99,4 +99,4 @@ def test_the_plan_counts_them():
                   for c in (cfg, load_config("demo")))
     (what,) = plan.keys() - free.keys()
     rows = 4 * 22  # 512 samples of 10 tokens, six in a row of 60, by micro-batches of 22 rows
-    assert "drawn among" in what and plan[what] == rows * 60 * (16 + 8) * 4
+    assert "candidate tokens" in what and plan[what] == rows * 60 * (16 + 8) * 4
