@@ -49,7 +49,7 @@ def configuration() -> str:
     """Every setting with its type, default and meaning, as `jaxfp8rl config` knows them."""
     sys.path.insert(0, str(ROOT))
     from jaxfp8rl.cli.settings import settings
-    from jaxfp8rl.config.toml import SECTIONS
+    from jaxfp8rl.config.schema import SECTIONS
 
     parts = [_PREFACE]
     for name, section in SECTIONS.items():

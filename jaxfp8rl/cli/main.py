@@ -21,9 +21,11 @@ from pathlib import Path
 from bridges.api import BridgeError
 from jaxfp8rl.cli.completion import SHELLS, completion
 from jaxfp8rl.cli.settings import describe, find, format_differences, format_presets, overview, settings
+from jaxfp8rl.config.overrides import parse_overrides
+from jaxfp8rl.config.problems import unknown_key
 from jaxfp8rl.config.resume_rules import check_resumable, check_typed, settled
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.config.toml import dump_config, load_config, parse_overrides, to_toml, unknown_key
+from jaxfp8rl.config.toml import dump_config, load_config, to_toml
 from jaxfp8rl.errors import ConfigError, ModelError, UserError, check_writable, nearest
 from jaxfp8rl.version import __version__
 

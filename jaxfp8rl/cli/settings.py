@@ -15,8 +15,8 @@ import pydantic
 
 from jaxfp8rl import other_names
 from jaxfp8rl.config.resume_rules import changes
-from jaxfp8rl.config.schema import Config
-from jaxfp8rl.config.toml import SECTIONS, presets, to_toml
+from jaxfp8rl.config.schema import SECTIONS, Config
+from jaxfp8rl.config.toml import presets, to_toml
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.other_names import plain
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.config.toml import load_config, parse_overrides
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import CheckpointError
 
 # Where things are, what is watched, how the same numbers are computed; and those that a run in trouble is

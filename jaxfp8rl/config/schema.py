@@ -7,7 +7,7 @@ command-line overrides and turns a refusal into a line of the file. Checks that 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -163,3 +163,6 @@ class Config(Section):
     def updates(self) -> int:
         """Of the optimiser, in all steps."""
         return self.run.steps * self.train.updates_per_step
+
+
+SECTIONS: dict[str, Any] = {n: f.annotation for n, f in Config.model_fields.items()}  # name -> type[Section]

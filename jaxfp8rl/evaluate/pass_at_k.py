@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfp8rl.checkpoint.read_only import Trained, load_trained
-from jaxfp8rl.config.toml import parse_overrides
+from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
 from jaxfp8rl.monitors.end.evaluations import locked, read_evaluations, write_evaluations
 from jaxfp8rl.rollout import scored_groups

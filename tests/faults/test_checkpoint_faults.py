@@ -20,7 +20,8 @@ import pytest
 from jaxfp8rl.checkpoint import store
 from jaxfp8rl.checkpoint.store import DIGESTS, Checkpoints, damage
 from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes, check_resumable
-from jaxfp8rl.config.toml import SECTIONS, load_config
+from jaxfp8rl.config.schema import SECTIONS
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.run.run_directory import RunDirectory, check_run_directory

@@ -24,8 +24,9 @@ from bridges.engines.embedded_engine import JaxEngine
 from bridges.served.supervised_engine import SupervisedEngine
 from jaxfp8rl.checkpoint import store
 from jaxfp8rl.checkpoint.saver import Saver
+from jaxfp8rl.config.schema import SECTIONS
 from jaxfp8rl.config.section import Section
-from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
+from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed
 from jaxfp8rl.rollout import engines
 from jaxfp8rl.run import run_directory

@@ -10,7 +10,8 @@ import pytest
 
 from jaxfp8rl.cli import main
 from jaxfp8rl.cli.settings import settings
-from jaxfp8rl.config.toml import SECTIONS, dump_config, load_config
+from jaxfp8rl.config.schema import SECTIONS
+from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.training.resume import check_forkable
 

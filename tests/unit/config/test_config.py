@@ -11,8 +11,9 @@ import pytest
 from config_files import GOOD, refusal
 
 from jaxfp8rl.config import toml
-from jaxfp8rl.config.schema import Config
-from jaxfp8rl.config.toml import key_lines, load_config
+from jaxfp8rl.config.problems import key_lines
+from jaxfp8rl.config.schema import SECTIONS, Config
+from jaxfp8rl.config.toml import load_config
 
 
 def test_loads(write):
@@ -89,7 +90,7 @@ def test_every_field_refuses_a_wrong_type(write):
     """No field is lax: a table is accepted nowhere but where the schema says dict."""
     cfg = load_config(write(GOOD))
     data = cfg.model_dump()
-    for section, model in toml.SECTIONS.items():
+    for section, model in SECTIONS.items():
         for key in model.model_fields:
             wrong = 5 if isinstance(data[section][key], dict) else {"a": 1}
             with pytest.raises(ValueError, match=key):
