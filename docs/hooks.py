@@ -54,7 +54,7 @@ def configuration() -> str:
     parts = [_PREFACE]
     for name, section in SECTIONS.items():
         rows = [_row(s) for s in settings() if s.section == name]
-        parts.append(f"## {name}\n\n{section.__doc__}\n\n| setting | type | default | |\n|---|---|---|---|\n"
+        parts.append(f"## {name}\n\n{section.__doc__}\n\n| setting | default | type and meaning |\n|---|---|---|\n"
                      + "\n".join(rows))
     return "\n\n".join(parts)
 
@@ -62,16 +62,15 @@ def configuration() -> str:
 _PREFACE = """\
 # Configuration
 
-A config is a TOML file with these sections, or the name of one in `configs/`; any setting is overridden on the command line as
-`--section.setting VALUE`. `jaxfp8rl config NAME` prints the same list with the values that a run would have, and
+A config is a TOML file with these sections, or the name of one in `configs/`. On the command line any setting can be
+overridden: `--section.setting VALUE`. `jaxfp8rl config NAME` prints the same list with a run's values, and
 `jaxfp8rl config --find WORD` searches it. This page is made from `jaxfp8rl/config/schema.py`.
 """
 
 
 def _row(setting) -> str:
-    cells = setting.kind.replace("|",
-                                 "\\|"), _default(setting.default), setting.description.replace("|", "\\|")
-    return f"| `{setting.key}` | {' | '.join(cells)} |"
+    kind, meaning = (text.replace("|", "\\|") for text in (setting.kind, setting.description))
+    return f"| `{setting.key}` | {_default(setting.default)} | *{kind}*<br>{meaning} |"
 
 
 def _default(value: str | None) -> str:
