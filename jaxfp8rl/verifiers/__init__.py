@@ -1,2 +1,2 @@
-"""From the text of a completion to an answer, and from an answer to a score. Loads neither jax nor a
-tokenizer."""
+"""Extraction of an answer from a completion's text, and its score. Imports neither jax nor a tokenizer
+library."""

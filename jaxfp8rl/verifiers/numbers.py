@@ -1,8 +1,8 @@
-"""Numbers as people and models write them: 1,234.0, \\$18, 9{,}500, \u22123, 3/4, 1e3; found in a text, and
-read exactly.
+"""Finds numbers in a text as people and models write them (1,234.0, \\$18, 9{,}500, \u22123, 3/4, 1e3), and
+reads them exactly.
 
-Decimal and Fraction, never float: 0.30000000000000004 is not 0.3. A percent or currency sign says what is
-counted, not how many: 50% is the number 50.
+The results are Decimal and Fraction, never float: 0.30000000000000004 is not 0.3. A percent or currency sign
+is a unit, so 50% is the number 50.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import re
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-MOST_PLACES = 10_000  # of a number that is written out; beyond them 1e999999999 would fill the memory
+MOST_PLACES = 10_000  # the digits of an exact Fraction; 1e999999999 written out would fill the memory
 
-# What is written otherwise, first to last, in plain notation.
+# Replacements that bring other notations into the plain one, in this order.
 _PLAIN = [(re.compile(pattern), plain) for pattern, plain in (
-    ("[\u2212\ufe63\uff0d]", "-"),  # the minus signs of typography
+    ("[\u2212\ufe63\uff0d]", "-"),  # typographic minus signs
     (r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1/\2"),
     (r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)", r"\1/\2"),
     (r"(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?", r"e\1"),
-    # Thousands: LaTeX's comma and thin spaces, those of typography, 1'000 and 1_000; a blank where no number
-    # begins with 0.
+    # Thousands separators: LaTeX's comma and thin spaces, typographic spaces, 1'000 and 1_000. A plain space
+    # is a separator only if the next three digits begin with 0, because no number begins with 0.
     (r"(?<=\d)(?:\{,\}|\\[,;:! ]|~|[\u00a0\u2007\u2009\u202f'_])(?=\d{3}(?!\d))", ","),
     (r"(?<![\d.,])(\d{1,3}) (?=0\d\d(?!\d))", r"\1,"),
     # -$5 is -5, and 10-$5 ends with 5
     (r"(?:(?<!\d)([-+]))?\s{0,2}\\?[$\u20ac\u00a3\u00a5]\s{0,2}(?=\.?\d)", r" \1"),
 )]
-# A minus directly after a digit is a subtraction, not a sign; commas count as thousands separators.
+# A minus directly after a digit is a subtraction, not a sign. Commas are thousands separators.
 _NUMBER = re.compile(
     r"(?<!\d)(?<!\w\.)(?:(?<!\d)-)?(?:(?<!/)\d+/0*[1-9]\d*(?![\d/]|\.\d)"
     r"|(?:\d{1,3}(?:,\d{3}(?!\d))+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|(?<![\w.])\.\d+(?:[eE][-+]?\d+)?)"
@@ -38,8 +38,8 @@ _WRAPPED = re.compile(r"\\boxed\s*\{(.*)\}|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\\
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, in plain notation: a decimal, .5 and 1e-5 among them, or a fraction of whole
-    numbers."""
+    """The last number in a text, in plain notation: a decimal (.5 and 1e-5 included) or a fraction of
+    integers. None if there is none."""
     if whole := whole_number(text):
         return whole
     numbers = _NUMBER.findall(_plain(text))
@@ -47,8 +47,8 @@ def last_number(text: str) -> str | None:
 
 
 def whole_number(text: str) -> str | None:
-    """A text that is one number, whatever is around it of dollars, boxes and a full stop, in plain notation;
-    else None."""
+    """The number in plain notation if the text is a single number, apart from dollar signs, boxes and a full
+    stop around it; otherwise None."""
     text = text.strip().removesuffix(".")
     while wrapped := _WRAPPED.fullmatch(text):
         text = next(inner for inner in wrapped.groups() if inner is not None).strip().removesuffix(".")
@@ -59,14 +59,14 @@ def whole_number(text: str) -> str | None:
 
 
 def value(text: str) -> Fraction | Decimal | None:
-    """The number that a text is, exactly; None where it is not one number and nothing else."""
+    """The exact value of a text that is a single number; None for any other text."""
     number = whole_number(text)
     if number is None:
         return None
     above, _, below = number.partition("/")
     try:
         parts = [Decimal(part) for part in (above, below or "1")]
-    except InvalidOperation:  # an exponent that even Decimal has no room for
+    except InvalidOperation:  # the exponent exceeds Decimal's range
         return None
     if any(abs(part.adjusted()) > MOST_PLACES for part in parts):
         return None if below else parts[0]

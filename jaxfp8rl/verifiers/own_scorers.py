@@ -1,5 +1,4 @@
-"""Scorers of one's own: a function by the name of its module or file, or one that a Python program has handed
-over."""
+"""User-defined scorers: a function named by its module or file, or passed in by a Python program."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from typing import Any
 
 from jaxfp8rl.errors import ConfigError, nearest
 
-CALLABLE = "callable:"  # what a handed-over function's name begins with
+CALLABLE = "callable:"  # prefix of the name of a function that a program passed in
 _HANDED_OVER: dict[str, Callable] = {}
 
 
 @contextlib.contextmanager
 def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
-    """Within, `callable:NAME` is the function of that name."""
+    """In this context `callable:NAME` is the function under NAME in `functions`."""
     before = dict(_HANDED_OVER)
     _HANDED_OVER.update(functions)
     try:
@@ -35,32 +34,32 @@ def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
 
 
 def find(name: str, folder: str = "") -> Callable[[Any, str], Any]:
-    """The function behind `module:function`, `file.py:function` or `callable:NAME`. Raises ConfigError where
-    there is none."""
+    """The function named by `module:function`, `file.py:function` or `callable:NAME`. Raises ConfigError if
+    it does not exist."""
     module, _, function = name.rpartition(":")
     if name.startswith(CALLABLE):
         if function not in _HANDED_OVER:
             raise ConfigError(
-                f'task.scorer: "{name}" is a function that a Python program handed over, and this one has not',
+                f'task.scorer: "{name}" is a function that a Python program must pass in; this one did not',
                 "jaxfp8rl.train(RUN, resume=True, reward=FUNCTION); docs/tasks.md shows it")
         return _HANDED_OVER[function]
     found = _module(name, module, folder)
     if not hasattr(found, function):
         has = [n for n, f in vars(found).items() if inspect.isfunction(f)]
-        hint = nearest(function, has) if has else ": it has none"
-        what = f'task.scorer: module "{module}" has no function "{function}"{hint}'
-        raise ConfigError(what, f"--task.scorer {module}:FUNCTION")
+        hint = nearest(function, has) if has else ": it defines none"
+        raise ConfigError(f'task.scorer: module "{module}" has no function "{function}"{hint}',
+                          f"--task.scorer {module}:FUNCTION")
     check_signature(getattr(found, function), name)
     return getattr(found, function)
 
 
 def check_signature(function: Any, name: str) -> None:
-    """Raise ConfigError unless it can be called as function(problem, text)."""
+    """Raise ConfigError unless `function` can be called as function(problem, text)."""
     how = "a scorer is function(problem, text) -> float | None"
     if not callable(function):
-        raise ConfigError(f'task.scorer: "{name}" is no function but {type(function).__name__}', how)
+        raise ConfigError(f'task.scorer: "{name}" is not a function but {type(function).__name__}', how)
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(f'task.scorer: "{name}" is async; it would return a coroutine and no number', how)
+        raise ConfigError(f'task.scorer: "{name}" is async; it would return a coroutine, not a number', how)
     try:
         inspect.signature(function).bind(None, "")
     except TypeError as e:
@@ -70,8 +69,8 @@ def check_signature(function: Any, name: str) -> None:
 
 
 def _module(name: str, module: str, folder: str) -> ModuleType:
-    """Imported, its neighbours in reach. What Python has installed does not hide what lies beside the
-    config."""
+    """Import the module, with its folder on the path. A file beside the config takes precedence over an
+    installed module of the same name."""
     file = _file(name, module, folder) if module.endswith(".py") else None
     places = [str(file.parent)] if file else [folder] if folder else []
     sys.path[:0] = [p for p in places if p not in sys.path]
@@ -79,15 +78,15 @@ def _module(name: str, module: str, folder: str) -> ModuleType:
     try:
         return _of_file(file) if file else importlib.import_module(module)
     except ImportError as e:
-        looked = ", ".join(filter(None, (folder, "PYTHONPATH", os.getcwd())))
-        raise ConfigError(f'task.scorer: cannot load "{name}": {e} (looked in {looked})',
-                          "put the module beside the config file, install it, name its folder in PYTHONPATH, or set "
-                          "task.scorer_folder") from e
+        searched = ", ".join(filter(None, (folder, "PYTHONPATH", os.getcwd())))
+        raise ConfigError(f'task.scorer: cannot load "{name}": {e} (looked in {searched})',
+                          "put the module beside the config file, install it, add its folder to "
+                          "PYTHONPATH, or set task.scorer_folder") from e
     except Exception as e:
         at = traceback.extract_tb(e.__traceback__)[-1]
         raise ConfigError(
             f'task.scorer: cannot load "{name}": {type(e).__name__}: {e} ({at.filename}:{at.lineno})',
-            "import it by hand in a fresh Python") from e
+            "import it by hand in a fresh Python process") from e
 
 
 def _file(name: str, path: str, folder: str) -> Path:
@@ -100,7 +99,7 @@ def _file(name: str, path: str, folder: str) -> Path:
 
 
 def _of_file(file: Path) -> ModuleType:
-    """The module of a file, under a name that nothing else has: numbers.py is not Python's numbers."""
+    """The module in a file, under a unique name, so that numbers.py does not replace Python's numbers."""
     name = f"{file.stem} of {file.parent}"
     loader = importlib.machinery.SourceFileLoader(name, str(file))
     spec = importlib.machinery.ModuleSpec(name, loader, origin=str(file))

@@ -1,7 +1,8 @@
-"""From the text of a completion to an answer, and from an answer to a score in [0, 1].
+"""Extraction of an answer from a completion's text, and its score in [0, 1].
 
-Everything here takes text and returns numbers. `math_verify` may loop on hostile input for longer than anyone
-would wait: call it only inside the child process of `jaxfp8rl.rewards.runner`, whose clock can kill it.
+All functions take text and return text or numbers. `math_verify` may loop on hostile input practically
+forever: call it only inside the child process of `jaxfp8rl.rewards.runner`, which kills it when its time is
+up.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ _SHORT = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.\d+)")  # 1e3, -
 
 
 def extract(text: str, how: Extract, think_tags: Sequence[str] = THINK_TAGS) -> str | None:
-    """The answer inside a completion, stripped; None when there is none of that form (which scores 0, not
-    undefined).
+    """The answer inside a completion, stripped; None if it contains none in this form (such a completion
+    scores 0, not undefined).
 
-    It is looked for behind the thoughts (`behind_thoughts`), but for raw: the whole text as it was written,
-    thoughts and all. all: the whole text. tag: inside the last `<answer>...</answer>`. last_line: the last
-    line that is not blank. last_number: the last number, in plain notation (jaxfp8rl.verifiers.numbers).
+    All forms but "raw" search the text after the thoughts (`behind_thoughts`).
+
+    - raw: the whole text unchanged, thoughts included
+    - all: the whole text
+    - tag: the contents of the last `<answer>...</answer>`
+    - last_line: the last line that is not blank
+    - last_number: the last number, in plain notation (jaxfp8rl.verifiers.numbers)
     """
     if how == "raw":
         return text
@@ -49,8 +54,8 @@ def extract(text: str, how: Extract, think_tags: Sequence[str] = THINK_TAGS) -> 
 
 
 def behind_thoughts(text: str, think_tags: Sequence[str]) -> str | None:
-    """What follows the last closed think block; None where the last block is still open. Without tags, or a
-    block: all."""
+    """The text after the last closed think block; None if a think block is still open. Without tags or
+    blocks, the whole text."""
     if not think_tags:
         return text
     start, end = think_tags
@@ -59,18 +64,19 @@ def behind_thoughts(text: str, think_tags: Sequence[str]) -> str | None:
 
 
 def thinks_on(prompt: str, think_tags: Sequence[str]) -> str:
-    """The opening tag where a prompt ends with it, as templates of thinking models do: completions begin in a
-    block. Else ""."""
+    """The opening tag if the prompt ends with it, as the templates of thinking models do: completions then
+    begin inside a think block. Otherwise ""."""
     return think_tags[0] if think_tags and prompt.rstrip().endswith(think_tags[0]) else ""
 
 
 def normalise(text: str) -> str:
-    """NFKC, case-folded, runs of white space as one blank, one final full stop dropped."""
+    """The text in NFKC, case-folded, with each run of white space as one space, and without a final full
+    stop."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).removesuffix(".").rstrip()
 
 
 def exact_match(answer: str, candidate: str) -> float:
-    """1.0 when both are the same number, or normalise to the same text, else 0.0."""
+    """1.0 if both texts are the same number or normalise to the same text, otherwise 0.0."""
     number = value(answer)
     return float(normalise(answer) == normalise(candidate)
                  or (number is not None and number == value(candidate)))
@@ -80,36 +86,37 @@ def exact_match(answer: str, candidate: str) -> float:
 def _math_verify():
     import math_verify
 
-    # It warns once that its own alarms are off. They are: the parent's clock stands in for them.
+    # It warns that its own time-outs are off. They are off on purpose: the parent process enforces one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
 
 def _plain(text: str) -> str:
-    """1e3 as 1000.0 and -.5 as -0.5, where math_verify would read 1 and nothing; what is more than a number
-    as it is."""
+    """1e3 as 1000.0 and -.5 as -0.5, because math_verify reads 1 in the first and nothing in the second. Any
+    other text unchanged."""
     return f"{Decimal(repr(float(text))):f}" if _SHORT.fullmatch(text) else text
 
 
 def as_latex(text: str) -> str:
-    """Text that is one mathematical expression, in dollars where nothing delimits it: math_verify reads no
-    bare LaTeX."""
+    """A text that is one mathematical expression, in dollar signs unless it has delimiters: math_verify does
+    not read bare LaTeX."""
     return text if _DELIMITED.search(text) else f"${text}$"
 
 
 def math_verify(answer: str, candidate: str) -> float:
-    """1.0 when the candidate's last mathematical expression equals the answer's (package math-verify), else
-    0.0.
+    """1.0 if the last mathematical expression of the candidate equals the answer (package math-verify),
+    otherwise 0.0.
 
-    Raises ValueError when the reference answer itself does not parse: the score is then undefined, not 0.
+    Raises ValueError if the reference answer itself does not parse; the score is then undefined, not 0.
     """
-    same = answer.strip() == candidate.strip()  # of bare LaTeX, say, it would find the numbers alone
+    # math_verify finds only the numbers in bare LaTeX, for example, so equal texts are equal without it.
+    same = answer.strip() == candidate.strip()
     lib, answer, candidate = _math_verify(), _plain(answer.strip()), _plain(candidate)
-    # Bare text is searched for numbers ("2x+3" would read as 3), so a reference without delimiters is given
-    # as LaTeX.
+    # math_verify searches bare text for numbers (3 in "2x+3"), so a reference without delimiters is passed as
+    # LaTeX.
     gold = lib.parse(as_latex(answer), fallback_mode="no_fallback", parsing_timeout=None)
     if not gold:
-        raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
+        raise ValueError(f"the reference answer {answer!r} is not a mathematical expression")
     return float(same or lib.verify(gold, lib.parse(candidate, parsing_timeout=None), timeout_seconds=None))
 
 
@@ -118,14 +125,15 @@ def check_scorer_name(name: str, built_in: Sequence[str] = SCORERS, key: str = "
     `file.py:function`."""
     if name not in built_in and not re.fullmatch(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*", name):
         raise ConfigError(f'{key}: unknown scorer "{name}"{nearest(name, built_in)}',
-                          'for a scorer of your own give "package.module:function", function(problem, text) -> float | None')
+                          'for your own scorer give "package.module:function", '
+                          "function(problem, text) -> float | None")
 
 
 def load_scorer(name: str, folder: str = "") -> Callable[[Any, str], float | None]:
-    """The function (problem, candidate text) -> score behind a name; imports what it needs. A module of one's
-    own is looked for in `folder`, then where Python looks, and in the working directory.
+    """The function (problem, candidate text) -> score under a name. Imports the packages that it needs. A
+    user's module is searched for in `folder`, then on Python's path, then in the working directory.
 
-    Raises ConfigError for an unknown name, a module that cannot be imported, or a function it does not have.
+    Raises ConfigError for an unknown name, a module that cannot be imported, or a missing function.
     """
     check_scorer_name(name)
     if name == "exact":

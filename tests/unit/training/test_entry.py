@@ -96,7 +96,7 @@ def test_a_function_here_is_left_behind_where_it_overruns_and_judged_where_it_br
 
 def test_what_cannot_be_is_refused():
     for reward, weights, words in (
-        (lambda text: 1.0, None, "cannot be called with"), (3, None, "is no function but int"),
+        (lambda text: 1.0, None, "cannot be called with"), (3, None, "is not a function but int"),
         (exact_match, {"a": 1.0}, "rewards with names"),
         ({"a": "exact"}, {"b": 1.0}, 'no reward has the name "b"'),
         ("exakt", None, 'did you mean "exact"'),
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="run.steps: expected an integer"):
         jaxfp8rl.train({"run": {"dir": "x", "steps": "2"}})
     cfg, _ = rewarded(lambda problem, text: 1.0)
-    with pytest.raises(ConfigError, match="handed over.*\n.*reward=FUNCTION"):
+    with pytest.raises(ConfigError, match="must pass in.*\n.*reward=FUNCTION"):
         RewardRunner(make_task(cfg.task))
 
 
