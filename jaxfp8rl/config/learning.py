@@ -1,17 +1,20 @@
-"""The sections that say how a run learns: [loss], [correction], [optim]."""
+"""The sections that say how a run learns: [loss], [correction], [optim], [sft]. Their rules follow them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from jaxfp8rl.config.rule import Check, Rule, about, excludes, filled, no_effect
 from jaxfp8rl.config.section import FloatType, Section
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.losses.correction_config import AdaptiveMix, CorrectionConfig, Rejection
+from jaxfp8rl.losses.presets import get_preset, two_policy_only
 
-if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
-    from jaxfp8rl.losses.correction import CorrectionConfig
+if TYPE_CHECKING:  # it loads jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.objectives import ObjectiveConfig
 
 
@@ -90,6 +93,11 @@ class Loss(Section):
     mask_cut: bool = Field(default=False, description="completions cut at the length limit are not learned from")
 
     @property
+    def carries_ratio(self) -> bool:
+        """Whether the objective's own ratio is the ratio to the engine."""
+        return self.old_policy == "rollout" and (self.objective != "reinforce" or self.ratio_cap is not None)
+
+    @property
     def objective_config(self) -> ObjectiveConfig:
         from jaxfp8rl.losses.objectives import ObjectiveConfig
 
@@ -151,9 +159,6 @@ class Correction(Section):
 
     def resolve(self) -> CorrectionConfig:
         """Raises ConfigError for an unknown preset or bounds that cannot be."""
-        from jaxfp8rl.losses.correction import AdaptiveMix, Rejection
-        from jaxfp8rl.losses.presets import get_preset
-
         own = ("preset", "allow_uncorrected_fp8")
         given = {name: value for name, value in self if name not in own and value is not None}
         if self.rejections is not None:
@@ -199,3 +204,180 @@ class Optim(Section):
                           "float8"] = Field(default="float32", description="format of Adam's first moment")
     second_moment: FloatType = Field(default="float32", description="format of Adam's second moment")
     offload: bool = Field(default=False, description="moments in pinned host memory, on the device a layer at a time")
+
+
+class Sft(Section):
+    """The supervised warm start of `jaxfp8rl sft`, also run by `train` before step 1 when steps > 0."""
+
+    steps: int = Field(default=0, ge=0, description="updates; 0: no warm start")
+    examples_per_step: int = Field(default=64, ge=1, description="demonstrations an update")
+    lr: float = Field(default=1e-3, gt=0, description="learning rate after the warm-up, from which it falls to 0")
+    warmup_steps: int = Field(default=0, ge=0, description="updates over which the learning rate rises")
+
+
+# Rules
+
+
+def is_uncorrected(cfg: Any) -> bool:
+    """Whether the engine samples in FP8 and nothing weighs its tokens by the probability that they were sampled
+    with."""
+    return (cfg.precision.resolve().engine_fp8 and not cfg.correction.resolve().corrects
+            and not cfg.loss.carries_ratio)
+
+
+def _advantage(cfg: Any) -> None:
+    from jaxfp8rl.losses.advantages import check_advantage
+
+    check_advantage(cfg.loss.advantage, cfg.loss.pass_at_k, cfg.rollout.samples_per_prompt)
+
+
+def _aggregation(cfg: Any) -> None:
+    from jaxfp8rl.losses.aggregation import check_aggregation
+
+    check_aggregation(cfg.loss.aggregation, cfg.loss.horizon)
+
+
+def _objective(cfg: Any) -> None:
+    from jaxfp8rl.losses.objectives import objective_parameters
+
+    objective_parameters(cfg.loss.objective_config)
+
+
+def _selects_tokens(cfg: Any) -> bool:
+    from jaxfp8rl.losses.objectives import SELECTING
+
+    return cfg.loss.objective in SELECTING
+
+
+OBJECTIVE = (
+    lambda c: c.correction.resolve(),
+    about("loss.advantage", _advantage),
+    about("loss.aggregation", _aggregation),
+    about("loss.objective", _objective),
+    Rule(lambda c: c.loss.kl_coef and c.loss.unbiased_kl and not c.loss.kl.endswith(("+", "_score")),
+         'loss.unbiased_kl with loss.kl = "{loss.kl}": its gradient is not the KL\'s, whatever weight it has',
+         'set loss.kl = "{loss.kl}+", the same value with the gradient of k2'),
+    Rule(lambda c: c.loss.old_policy == "current" and _selects_tokens(c),
+         'loss.objective "{loss.objective}" needs pi_old before the update, which loss.old_policy = "current" '
+         "does not have", 'set loss.old_policy = "recomputed"'),
+    Rule(lambda c: c.loss.old_policy == "current" and c.loss.sampled_by == "old",
+         'loss.sampled_by = "old" needs pi_old before the update, which loss.old_policy = "current" does not have',
+         'set loss.old_policy = "recomputed"'),
+)
+
+# The completions of a prompt are each other's baseline.
+GROUPS = (
+    Rule(lambda c: c.rollout.samples_per_prompt == 1 and c.loss.advantage != "reinforce_pp",
+         'rollout.samples_per_prompt = 1: loss.advantage "{loss.advantage}" is 0 in a group of one, and nothing '
+         "is learned", 'sample more, or set loss.advantage = "reinforce_pp"'),
+    Rule(lambda c: c.rollout.samples_per_prompt == 1 and c.loss.dynamic_sampling_rounds > 1,
+         "loss.dynamic_sampling_rounds = {loss.dynamic_sampling_rounds}: of a group of one no rewards differ, so "
+         "every round is sampled and nothing is learned", "set it to 1, or rollout.samples_per_prompt higher"),
+    Rule(lambda c: c.loss.advantage == "pass_at_k" and c.loss.overlong_buffer,
+         'loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
+         "set it to 0, or choose another advantage"),
+)
+
+# The correction against the recipe, and both against the policies that loss.old_policy keeps apart.
+POLICIES = (
+    Rule(lambda c: is_uncorrected(c) and not c.correction.allow_uncorrected_fp8,
+         'precision.recipe "{precision.recipe}" samples in FP8 and correction.preset = "{correction.preset}" does '
+         "nothing: runs collapse that way",
+         'set correction.preset = "token_tis"; or, for a baseline that may collapse, '
+         "correction.allow_uncorrected_fp8 = true"),
+    Rule(lambda c: c.loss.old_policy != "rollout" and two_policy_only(c.correction.preset),
+         'correction.preset "{correction.preset}" is made for two policies', 'set loss.old_policy = "rollout"'),
+    Rule(lambda c: c.loss.old_policy != "rollout" and c.loss.objective == "prime_rl",
+         'loss.objective "prime_rl" is made for two policies', 'set loss.old_policy = "rollout"'),
+    Rule(lambda c: c.loss.old_policy == "current" and c.train.updates_per_step > 1,
+         'loss.old_policy = "current" with train.updates_per_step = {train.updates_per_step}: an update would be '
+         "measured by itself, not by the policy before the step, and nothing would be clipped",
+         'set loss.old_policy = "recomputed", or train.updates_per_step = 1'),
+)
+
+# Without a scoring pass the correction is computed for one micro-batch at a time, from the policy as it is now.
+UNSCORED = (
+    Rule(lambda c: c.loss.carries_ratio and c.correction.resolve().weight != "none",
+         'loss.old_policy = "rollout" with loss.objective "{loss.objective}": its ratio is already the ratio to '
+         'the engine, and correction.preset "{correction.preset}" would weigh by it again',
+         'set correction.weight = "none", or loss.objective = "reinforce"'),
+    Rule(lambda c: c.loss.old_policy != "recomputed" and c.correction.resolve().needs_batch,
+         'correction.preset "{correction.preset}" looks at the whole batch (normalisation, M2PO or adaptive '
+         'mixing), which loss.old_policy = "{loss.old_policy}" never sees at once',
+         'set loss.old_policy = "recomputed"'),
+    Rule(lambda c: c.loss.old_policy != "recomputed" and c.correction.resolve().rejections
+         and c.correction.resolve().denominator == "kept",
+         'loss.old_policy = "{loss.old_policy}": the denominators are needed before it is known which tokens are '
+         "rejected", 'set correction.denominator = "all"'),
+)
+
+CALIBRATION = excludes(
+    "loss.calibrate_clip_every has nothing to calibrate", lambda c: c.loss.calibrate_clip_every,
+    Rule(lambda c: c.loss.objective not in ("ppo_clip", "cispo"),
+         'loss.objective "{loss.objective}" does not clip the ratio of a token', "set it to 0"),
+    Rule(lambda c: not c.precision.resolve().forward_fp8,
+         'precision.recipe "{precision.recipe}" has no FP8 forward to compare with', "set it to 0"),
+    Rule(lambda c: c.train.updates_per_step == 1,
+         "with train.updates_per_step = 1 every ratio is 1", "set it to 0"),
+    Rule(lambda c: c.loss.old_policy != "recomputed",
+         'it compares ratios to the recomputed pi_old, not loss.old_policy = "{loss.old_policy}"', "set it to 0"),
+)
+
+OVERLONG = (
+    Rule(lambda c: c.loss.overlong_buffer > c.rollout.max_new_tokens,
+         "loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = "
+         "{rollout.max_new_tokens}"),
+)
+
+
+def _warm_up(section: str, end: Callable[[Any], int | None], why: str) -> Check:
+    """Refuse a warm-up after which no update is left. `end` counts the updates, where there is an end."""
+    def check(cfg: Any) -> None:
+        steps, last = getattr(cfg, section).warmup_steps, end(cfg)
+        if last and steps >= last:
+            raise ConfigError(
+                f"{section}.warmup_steps = {steps}: {filled(why, cfg)}, none of them after the warm-up",
+                f"set {section}.warmup_steps to {last - 1} at most")
+
+    return check
+
+
+SCHEDULES = (
+    _warm_up("optim", lambda c: c.updates,
+             "the run has {config.updates} updates (run.steps * train.updates_per_step)"),
+    _warm_up("optim", lambda c: c.optim.total_steps, "optim.total_steps = {optim.total_steps}"),
+    no_effect("optim.total_steps", "optim.min_lr_ratio", when=lambda c: c.optim.schedule == "constant",
+              under='optim.schedule = "constant"', instead='optim.schedule = "cosine"'),
+    Rule(lambda c: c.optim.schedule != "constant" and not c.optim.min_lr_ratio
+         and (c.optim.total_steps or c.updates) < c.updates,
+         "optim.total_steps = {optim.total_steps} with optim.min_lr_ratio = 0: the learning rate is 0 from then to "
+         "the last update, {config.updates}",
+         "set optim.total_steps = {config.updates}, which changes the rate at once, or optim.min_lr_ratio above 0"),
+    _warm_up("sft", lambda c: c.sft.steps, "sft.steps = {sft.steps}"),
+)
+
+DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # binary ones, the leading one counted
+
+
+def _master_has_the_digits(cfg: Any) -> None:
+    """The published weights are the masters rounded, so they cannot have more digits."""
+    master, weights = cfg.optim.master, cfg.precision.weight_dtype
+    if DIGITS[master] < DIGITS[weights]:
+        raise ConfigError(
+            f'optim.master = "{master}" keeps {DIGITS[master]} binary digits of a weight, precision.weight_dtype = '
+            f'"{weights}" publishes {DIGITS[weights]}',
+            f'set optim.master = "{weights}", or precision.weight_dtype = "{master}"')
+
+
+MASTER = (_master_has_the_digits,)
+
+IDLE_LOSS = (
+    no_effect("loss.overlong_penalty", when=lambda c: not c.loss.overlong_buffer,
+              under="loss.overlong_buffer = 0", instead="loss.overlong_buffer"),
+    no_effect("loss.kl", "loss.unbiased_kl", when=lambda c: not c.loss.kl_coef,
+              under="loss.kl_coef = 0", instead="loss.kl_coef"),
+    no_effect("loss.kl_weight_cap", when=lambda c: not c.loss.unbiased_kl,
+              under="loss.unbiased_kl = false", instead="loss.unbiased_kl"),
+    no_effect("loss.sampled_by", when=lambda c: not c.loss.unbiased_kl and c.loss.opsm_delta is None,
+              under="loss.unbiased_kl and loss.opsm_delta both off", instead="one of them"),
+)

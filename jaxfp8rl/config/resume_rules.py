@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxfp8rl.config.overrides import parse_overrides
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import CheckpointError
@@ -40,8 +41,6 @@ def settled(cfg: Config, resume: bool = False) -> Config:
     own = Path(cfg.run.dir) / "config.toml"
     begun = load_config(str(own)) if resume and own.is_file() else cfg
     end = {"total_steps": begun.optim.total_steps or begun.updates}
-    from jaxfp8rl.config.rules import check  # it loads jax
-
     return check(cfg.model_copy(update={"optim": cfg.optim.model_copy(update=end)}))
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from jaxfp8rl.config.section import File, Section, _day, _listed
+from jaxfp8rl.config.rule import Rule, changed, excludes, no_effect
+from jaxfp8rl.config.section import File, Section, day, listed
 from jaxfp8rl.data.tokenizer import DATE
-from jaxfp8rl.verifiers.scorers import CALLABLE, THINK_TAGS
-
-if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
-    pass
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.verifiers.scorers import CALLABLE, THINK_TAGS, check_scorer_name
 
 
 class Run(Section):
@@ -83,7 +84,7 @@ class Task(Section):
                                     description="options of the kind of task, checked by it (docs/tasks.md)")
     system_prompt: str = Field(default="", description="put before a prompt that is rendered with the chat template")
     chat: bool = Field(default=False, description="render prompts with the tokenizer's chat template")
-    date: Annotated[str, pydantic.AfterValidator(_day)] = Field(
+    date: Annotated[str, pydantic.AfterValidator(day)] = Field(
         default=DATE,
         description="the day that a chat template prints, whatever day it is: a resumed run has the prompts it began with",
     )
@@ -144,13 +145,13 @@ class Rollout(Section):
         description="sample from the likeliest tokens that have this probability, the 128 likeliest at most, or "
         "top_k, or all of a vocabulary of 1,024; 1: off"
     )
-    stop_token_ids: Annotated[tuple[int | str, ...], pydantic.BeforeValidator(_listed)] = Field(
+    stop_token_ids: Annotated[tuple[int | str, ...], pydantic.BeforeValidator(listed)] = Field(
         default=(), strict=False,
         description="tokens that end a completion besides the tokenizer's eos and the chat template's end of "
         'a turn: ids, or tokens as they are written, ["<|im_end|>"]'
     )
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...],
-                    pydantic.BeforeValidator(_listed)] = Field(
+                    pydantic.BeforeValidator(listed)] = Field(
         default=(), strict=False,
         description="strings that end a completion; the token that completes one is its last (docs/tasks.md)"
     )
@@ -206,3 +207,161 @@ class Rollout(Section):
     )
     restarts: int = Field(default=3, ge=0,
                           description='how often a run starts an engine "remote" anew that has died or hangs')
+
+
+# Rules
+
+
+def _run_dir_is_no_file(cfg: Any) -> None:
+    folder = Path(cfg.run.dir)
+    if file := next((p for p in (folder, *folder.parents) if os.path.isfile(p)), None):
+        raise ConfigError(f"run.dir: {file} is a file", "choose another --run.dir")
+
+
+RUN = (_run_dir_is_no_file,)
+
+MODEL = (
+    Rule(lambda c: bool(c.model.path) == bool(c.model.config),
+         "model: give either `path` (an HF folder) or `config` (a table), and not both",
+         "--model.path FOLDER, and where the file has a [model.config] also --model.config '{{}}'"),
+    Rule(lambda c: not (c.model.tokenizer or c.model.path),
+         "model.tokenizer: a model from scratch needs one", 'give an HF folder, or "chars:0123456789+="'),
+)
+
+KV_SCALES = excludes(
+    'rollout.kv_scales = "calibrated"', lambda c: c.rollout.kv_scales == "calibrated",
+    Rule(lambda c: c.rollout.kv_cache != "fp8",
+         'rollout.kv_cache = "{rollout.kv_cache}" has no scales', 'set rollout.kv_cache = "fp8"'),
+    Rule(lambda c: c.rollout.engine == "remote",
+         'rollout.engine = "remote" cannot be given scales yet', 'set rollout.kv_scales = "one"'),
+    Rule(lambda c: c.loss.old_policy != "recomputed",
+         'with loss.old_policy = "{loss.old_policy}" no scoring pass sees keys',
+         'set loss.old_policy = "recomputed"'),
+)
+
+ONE_COPY = excludes(
+    "rollout.one_copy", lambda c: c.rollout.one_copy,
+    Rule(lambda c: c.rollout.engine != "vllm" or c.rollout.publish != "in_place",
+         "it is for weights that are written into vLLM's tensors in this process",
+         'set rollout.engine = "vllm" and rollout.publish = "in_place"'),
+    Rule(lambda c: not c.precision.resolve().forward_fp8,
+         'the learner of recipe "{precision.recipe}" has no FP8 forward', 'set precision.recipe = "fp8_unified"'),
+    Rule(lambda c: c.optim.master == "float16",
+         'the published weights are quantised from the masters, and optim.master = "float16" keeps these with scales',
+         'set optim.master = "bfloat16" or "float32"'),
+    Rule(lambda c: c.train.updates_per_step > 1,
+         "nothing is published between the updates of a step, and the later ones would read old weights",
+         "set train.updates_per_step = 1"),
+    Rule(lambda c: c.rollout.sleep != "off",
+         'rollout.sleep = "{rollout.sleep}" takes away what the learner reads', 'set rollout.sleep = "off"'),
+    Rule(lambda c: c.rollout.kv_scales != "one",
+         "the first scales are calibrated before there are weights in the engine", 'set rollout.kv_scales = "one"'),
+)
+
+# The engine samples while the learner learns, so neither may need what the other has then.
+LAG = excludes(
+    "rollout.lag = 1", lambda c: c.rollout.lag,
+    Rule(lambda c: c.rollout.engine == "vllm", 'engine "vllm" is in the learner\'s process, on its GPU',
+         'set rollout.engine = "remote", on GPUs of its own'),
+    Rule(lambda c: c.rollout.sleep != "off",
+         'rollout.sleep = "{rollout.sleep}" stops the engine while the learner learns', 'set rollout.sleep = "off"'),
+    Rule(lambda c: c.rollout.engine == "remote" and c.rollout.restarts and not c.rollout.server_url,
+         "rollout.restarts = {rollout.restarts} gives a new engine the last weights, which an update may have "
+         "overwritten", "set rollout.restarts = 0; a run goes on with --resume"),
+)
+
+REMOTE_SETTINGS = ("rollout.link", "rollout.engines", "rollout.server_gpus", "rollout.server_url",
+                   "rollout.server_token_file", "rollout.restarts")
+SERVER_SETTINGS = ("rollout.engines", "rollout.server_gpus", "rollout.max_num_seqs",
+                   "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.fp8_kernel",
+                   "rollout.attention", "rollout.publish", "rollout.enforce_eager", "rollout.sleep",
+                   "rollout.restarts")
+
+
+def _a_running_server_has_its_settings(cfg: Any) -> None:
+    if cfg.rollout.server_url and (given := changed(cfg, SERVER_SETTINGS)):
+        raise ConfigError(
+            f"{', '.join(given)}: the server at {cfg.rollout.server_url} runs already, with settings of its own",
+            "leave it out, and give it to the server when that is started")
+
+
+SERVER = (
+    Rule(lambda c: c.rollout.engine == "jax" and c.rollout.sleep != "off",
+         'rollout.sleep = "{rollout.sleep}": the embedded engine has none', 'set rollout.engine = "vllm"'),
+    no_effect(*REMOTE_SETTINGS, when=lambda c: c.rollout.engine != "remote",
+              under='rollout.engine = "{rollout.engine}"', instead='rollout.engine = "remote"'),
+    Rule(lambda c: bool(c.rollout.server_url) != bool(c.rollout.server_token_file),
+         "rollout.server_url and rollout.server_token_file go together: give both or neither",
+         "give both for a server that runs already, neither to have one started"),
+    _a_running_server_has_its_settings,
+    Rule(lambda c: c.rollout.link == "nccl" and not (c.rollout.server_gpus or c.rollout.server_url),
+         'rollout.link = "nccl" is between two GPUs', "set rollout.server_gpus, to [1] for example"),
+    Rule(lambda c: len(c.rollout.server_gpus) % c.rollout.engines,
+         "rollout.engines = {rollout.engines} does not divide the number of rollout.server_gpus = "
+         "{rollout.server_gpus}", "give each engine the same number of GPUs"),
+    Rule(lambda c: c.rollout.link in ("cuda_ipc", "nccl") and c.rollout.publish == "reload",
+         'rollout.link = "{rollout.link}" is written in place, rollout.publish = "reload" is not',
+         'leave rollout.publish out, or set rollout.link = "file"'),
+)
+
+COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises a lower temperature without a word, and refuses a higher one
+
+TEMPERATURE = (
+    Rule(lambda c: c.rollout.engine != "jax" and not COOLEST <= c.rollout.temperature <= HOTTEST,
+         f"rollout.temperature = {{rollout.temperature:g}}: vLLM samples at {COOLEST:g} to {HOTTEST:g}",
+         'set one of these, or rollout.engine = "jax"'),
+)
+
+IDLE_VLLM = (
+    no_effect("rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.fp8_kernel",
+              "rollout.attention", "rollout.enforce_eager", when=lambda c: c.rollout.engine == "jax",
+              under='rollout.engine = "jax"', instead='rollout.engine = "vllm"'),
+)
+
+IDLE_KV_SCALES = (
+    no_effect("rollout.kv_scale_decay", when=lambda c: c.rollout.kv_scales == "one",
+              under='rollout.kv_scales = "one"', instead='rollout.kv_scales = "calibrated"'),
+)
+
+IDLE_TASK = (
+    no_effect("task.reward_workers", "task.reward_timeout_s",
+              when=lambda c: set(c.task.scorers) == {"exact"} and c.task.kind != "reasoning_gym",
+              under="a scorer that runs in the learner's process", instead="task.scorer"),
+    no_effect("task.think_tags", when=lambda c: c.task.kind == "arithmetic",
+              under='task.kind = "arithmetic"', instead='task.kind = "reasoning_gym" or "file"'),
+    # The rows of a file may be messages, which are rendered without task.chat.
+    no_effect("task.date", "task.chat_template_kwargs",
+              when=lambda c: not c.task.chat and c.task.kind != "file",
+              under="task.chat = false", instead="task.chat"),
+)
+
+IDLE_RUN = (
+    no_effect("run.samples_top_k", when=lambda c: not c.run.samples_per_step,
+              under="run.samples_per_step = 0", instead="run.samples_per_step"),
+)
+
+
+def _scorer_exists(cfg: Any) -> None:
+    if cfg.task.scorer:
+        check_scorer_name(cfg.task.scorer)
+
+
+TASK = (
+    Rule(lambda c: c.task.kind == "reasoning_gym" and not c.task.name,
+         "task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"'),
+    Rule(lambda c: c.task.kind == "file" and not c.task.path,
+         "task.path: a file task needs a JSONL or Parquet file"),
+    Rule(lambda c: c.task.scorer and c.task.kind != "file",
+         'task.scorer: a task of kind "{task.kind}" scores by itself',
+         'leave it out, or give [[task.rewards]], of which one may be "generator"'),
+    Rule(lambda c: c.task.rewards and c.task.scorer,
+         "task.rewards with task.scorer: give one of the two", "name the scorer in one of [[task.rewards]]"),
+    _scorer_exists,
+    Rule(lambda c: c.task.scorer_folder and not c.task.has_own_scorer,
+         "task.scorer_folder: there is no scorer of your own to look for",
+         "leave it out, or set task.scorer"),
+    Rule(lambda c: c.task.think_tags and (len(set(c.task.think_tags)) != 2 or len(c.task.think_tags) != 2
+                                          or "" in c.task.think_tags),
+         "task.think_tags = {task.think_tags}: give two tags, what opens a block of thoughts and what closes it",
+         'for example ["<think>", "</think>"]; [] if there are none'),
+)

@@ -7,13 +7,18 @@ command-line overrides and turns a refusal into a line of the file. Checks that 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from jaxfp8rl.config.learning import Correction, Loss, Optim
+from jaxfp8rl.config.learning import Correction, Loss, Optim, Sft
+from jaxfp8rl.config.rule import Check, Condition, Rule, excludes, no_effect
 from jaxfp8rl.config.sampling import Model, Rollout, Run, Task
 from jaxfp8rl.config.section import File, FloatType, Section
+from jaxfp8rl.errors import ConfigError
+
+if TYPE_CHECKING:  # it loads jax
+    from jaxfp8rl.precision.recipe import Recipe
 
 
 class PrecisionSection(Section):
@@ -48,6 +53,12 @@ class PrecisionSection(Section):
     exclude: str = Field(default="",
                          description="regular expression; HF module names it is found in stay unquantised")
 
+    def resolve(self) -> Recipe:
+        """Raises ConfigError for an unknown recipe."""
+        from jaxfp8rl.precision.recipe import get_recipe
+
+        return get_recipe(self.recipe)
+
 
 class Train(Section):
     """How a rollout batch becomes updates. Shapes are static: rows [rows, row_tokens]."""
@@ -81,6 +92,12 @@ class Train(Section):
         return self.data * self.fsdp * self.tensor
 
     @property
+    def mesh(self) -> str:
+        """The axes of more than one device, in words: "train.data = 2 * train.tensor = 4"."""
+        sizes = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return " * ".join(f"train.{axis} = {size}" for axis, size in sizes.items() if size > 1)
+
+    @property
     def over_rows(self) -> int:
         """Parts that the rows of a micro-batch lie in."""
         return self.data * self.fsdp
@@ -102,15 +119,6 @@ class Moe(Section):
         default=0, ge=0, description="R3: steps between scoring passes without replay, to be compared; 0: never")
     balance_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss; RL does without")
     freeze_router: bool = Field(default=False, description="routers are not trained")
-
-
-class Sft(Section):
-    """The supervised warm start of `jaxfp8rl sft`, also run by `train` before step 1 when steps > 0."""
-
-    steps: int = Field(default=0, ge=0, description="updates; 0: no warm start")
-    examples_per_step: int = Field(default=64, ge=1, description="demonstrations an update")
-    lr: float = Field(default=1e-3, gt=0, description="learning rate after the warm-up, from which it falls to 0")
-    warmup_steps: int = Field(default=0, ge=0, description="updates over which the learning rate rises")
 
 
 class Gate(Section):
@@ -166,3 +174,107 @@ class Config(Section):
 
 
 SECTIONS: dict[str, Any] = {n: f.annotation for n, f in Config.model_fields.items()}  # name -> type[Section]
+
+
+# Rules
+
+
+def _one_float_type(cfg: Any) -> None:
+    """float16 is a recipe of its own: its small gradients need loss scaling, and engine and learner the same
+    type."""
+    recipe, used = cfg.precision.resolve(), (cfg.precision.compute_dtype, cfg.precision.weight_dtype)
+    if recipe.dtype and used != (recipe.dtype, recipe.dtype):
+        raise ConfigError(
+            f'precision.recipe "{recipe.name}" computes in {recipe.dtype}, but precision.compute_dtype and '
+            f"weight_dtype are {used[0]} and {used[1]}", f'set both to "{recipe.dtype}"')
+    if "float16" in used and not recipe.dtype:
+        raise ConfigError(
+            f'precision.compute_dtype, weight_dtype: float16 is not for recipe "{recipe.name}"',
+            'set precision.recipe = "fp16"')
+
+
+def _needs_fp8(key: str, when: Condition) -> Check:
+    """A format for a pass that the recipe does not run in FP8 would be ignored."""
+    return no_effect(key, when=when, under='precision.recipe = "{precision.recipe}"',
+                     instead='precision.recipe = "fp8_unified"')
+
+
+def _multiplies_fp8(cfg: Any) -> bool:
+    recipe = cfg.precision.resolve()
+    return recipe.forward_fp8 or (recipe.engine_fp8 and cfg.rollout.engine == "jax")
+
+
+PRECISION = (
+    lambda c: c.precision.resolve(),
+    _one_float_type,
+    _needs_fp8("precision.gradients", lambda c: not c.precision.resolve().backward_fp8),
+    _needs_fp8("precision.products", lambda c: not _multiplies_fp8(c)),
+    _needs_fp8("precision.saved_activations", lambda c: not c.precision.resolve().forward_fp8),
+    _needs_fp8("precision.wgrad_inputs", lambda c: not c.precision.resolve().backward_fp8),
+)
+
+BATCH = (
+    Rule(lambda c: c.max_model_len > c.train.row_tokens,
+         "train.row_tokens = {train.row_tokens} cannot hold task.max_prompt_tokens + rollout.max_new_tokens = "
+         "{config.max_model_len}", "set train.row_tokens to at least {config.max_model_len}"),
+    Rule(lambda c: c.rollout.prompts_per_step % c.train.updates_per_step,
+         "train.updates_per_step = {train.updates_per_step} does not divide rollout.prompts_per_step = "
+         "{rollout.prompts_per_step}: a group stays whole"),
+)
+
+
+def _is_for(learner: str, setting: str, given: Condition) -> Rule:
+    return Rule(given, f"{setting} is for a learner {learner}", f"leave out {setting}")
+
+
+PROCESSES = excludes(
+    "train.processes = {train.processes}", lambda c: c.train.processes > 1,
+    _is_for("in one process", "rollout.lag = 1", lambda c: c.rollout.lag),
+    _is_for("in one process", 'moe.replay = "R3"', lambda c: c.moe.replay == "R3"),
+    _is_for("in one process", "loss.calibrate_clip_every", lambda c: c.loss.calibrate_clip_every),
+) + (
+    Rule(lambda c: c.train.devices % c.train.processes,
+         "train.processes = {train.processes} does not divide train.data * train.fsdp * train.tensor = "
+         "{train.devices}: each process has as many devices",
+         "spread the learner over all devices of all processes, for example one process a GPU"),
+)
+
+
+def _devices_have_whole_rows(cfg: Any) -> None:
+    rows, parts = cfg.train.rows_per_microbatch, cfg.train.over_rows
+    if rows % parts:
+        axes = cfg.train.mesh.partition(" * train.tensor")[0]
+        raise ConfigError(f"{axes} does not divide train.rows_per_microbatch = {rows}: a device has whole rows",
+                          f"set train.rows_per_microbatch = {-(-rows // parts) * parts}")
+
+
+MESH = excludes(
+    "{train.mesh}", lambda c: c.train.devices > 1,
+    _is_for("on one device", "rollout.one_copy", lambda c: c.rollout.one_copy),
+    _is_for("on one device", "monitor.precision_every", lambda c: c.monitor.precision_every),
+    _is_for("on one device", 'rollout.kv_scales = "calibrated"', lambda c: c.rollout.kv_scales == "calibrated"),
+    _is_for("on one device", "optim.offload", lambda c: c.optim.offload),
+) + (_devices_have_whole_rows,)
+
+IDLE_EMBEDDED = (
+    no_effect("precision.embedded_activations", when=lambda c: c.rollout.engine != "jax",
+              under='rollout.engine = "{rollout.engine}"', instead='rollout.engine = "jax"'),
+    no_effect("precision.embedded_activations", when=lambda c: not c.precision.resolve().engine_fp8,
+              under='precision.recipe = "{precision.recipe}"', instead="an FP8 recipe"),
+)
+
+IDLE_REPLAY = (
+    no_effect("moe.measure_every", when=lambda c: c.moe.replay != "R3",
+              under='moe.replay = "{moe.replay}"', instead='moe.replay = "R3"'),
+)
+
+IDLE_PROBES = (
+    no_effect("monitor.precision_every",
+              when=lambda c: not (c.precision.resolve().engine_fp8 or c.rollout.kv_cache == "fp8"),
+              under='precision.recipe = "{precision.recipe}"', instead="an FP8 recipe or cache"),
+)
+
+IDLE_SCORING = (
+    no_effect("moe.measure_every", when=lambda c: c.loss.old_policy != "recomputed",
+              under='loss.old_policy = "{loss.old_policy}"', instead='loss.old_policy = "recomputed"'),
+)

@@ -5,24 +5,21 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX
 
-if TYPE_CHECKING:  # they load jax, which a misspelt key need not wait for
-    pass
-
 FloatType = Literal["float32", "bfloat16", "float16"]
 
 
-def _day(text: str) -> str:
+def day(text: str) -> str:
     """Raises ValueError, which pydantic reports, for what is none."""
     return datetime.date.fromisoformat(text).isoformat()
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     """One of a list, given alone."""
     return (value,) if isinstance(value, int | str) and not isinstance(value, bool) else value
 

@@ -23,6 +23,7 @@ import pydantic
 
 from jaxfp8rl.config.overrides import Override, apply, parse_overrides
 from jaxfp8rl.config.problems import Places, invalid, placed
+from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.sampling import Run
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.section import Section
@@ -49,8 +50,6 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     where = Places(name, text, given)
     try:
         cfg = _beside(Config.model_validate(data), Path(path), text)
-        from jaxfp8rl.config.rules import check  # it loads jax
-
         return check(cfg if Path(path).is_file() else _fitted(cfg, given))
     except pydantic.ValidationError as e:
         raise invalid(name, e, where.named) from e
@@ -90,8 +89,6 @@ def _fitted(cfg: Config, given: Sequence[Override]) -> Config:
 def of_table(data: Mapping[str, Any]) -> Config:
     """The config that a table of sections describes. Raises ConfigError."""
     try:
-        from jaxfp8rl.config.rules import check  # it loads jax
-
         return check(Config.model_validate(dict(data)))
     except pydantic.ValidationError as e:
         raise invalid("config", e, ".".join) from e

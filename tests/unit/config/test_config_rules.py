@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import typing
 
 import pytest
 from config_files import GOOD, refusal
 
 from jaxfp8rl.config import learning
-from jaxfp8rl.config.rules import VLLM_TEMPERATURES
+from jaxfp8rl.config.overrides import apply, parse_overrides
+from jaxfp8rl.config.rules import RULES
+from jaxfp8rl.config.sampling import COOLEST, HOTTEST
+from jaxfp8rl.config.schema import SECTIONS, Config
 from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses.advantages import ADVANTAGES
@@ -49,13 +53,13 @@ CORRECTIONS = {
                        'adaptive has no effect with weight "none"'),
     "no FP8 backward": (
         '[precision]\ngradients = "e5m2"',
-        'precision.gradients = "e5m2" has no effect under precision.recipe "bf16"',
+        'precision.gradients has no effect with precision.recipe = "bf16"',
     ),
     "no FP8 forward": ('[precision]\nsaved_activations = "fp8"',
-                       'precision.saved_activations = "fp8" has no effect'),
+                       'precision.saved_activations has no effect'),
     "no FP8 wgrad": ('[precision]\nwgrad_inputs = "128x128"',
-                     'precision.wgrad_inputs = "128x128" has no effect'),
-    "no FP8 product": ('[precision]\nproducts = "float32"', 'precision.products = "float32" has no effect'),
+                     'precision.wgrad_inputs has no effect'),
+    "no FP8 product": ('[precision]\nproducts = "float32"', 'precision.products has no effect'),
     "nothing to bound": ('preset = "none"\nupper = 3.0', 'upper: no effect with weight "none"'),
     "nothing to normalise": ('preset = "none"\nbatch_normalize = true', 'no effect with weight "none"'),
     "no effect": ("lower = 0.5", 'has no effect under action "truncate"'),
@@ -126,39 +130,39 @@ def test_a_preset_can_be_changed_field_by_field(write):
 
 IDLE = {  # words of the command line -> (what is refused, what is proposed)
     "--rollout.gpu_memory_utilization 0.3 --rollout.kv_cache_gib 4": (
-        'rollout.gpu_memory_utilization, rollout.kv_cache_gib: no effect with rollout.engine = "jax"',
-        "leave it out (--rollout.gpu_memory_utilization=0.4 --rollout.kv_cache_gib=)"),
+        'rollout.gpu_memory_utilization, rollout.kv_cache_gib have no effect with rollout.engine = "jax"',
+        "leave them out (--rollout.gpu_memory_utilization=0.4 --rollout.kv_cache_gib=)"),
     "--rollout.enforce_eager true --rollout.fp8_kernel emulated": (
-        "rollout.fp8_kernel, rollout.enforce_eager: no effect", "--rollout.enforce_eager=false"),
-    "--rollout.attention triton": ("rollout.attention: no effect", "--rollout.attention=auto"),
+        "rollout.fp8_kernel, rollout.enforce_eager have no effect", "--rollout.enforce_eager=false"),
+    "--rollout.attention triton": ("rollout.attention has no effect", "--rollout.attention=auto"),
     "--run.samples_per_step 0 --run.samples_top_k 4": (
-        "run.samples_top_k: no effect with run.samples_per_step = 0", "--run.samples_top_k=0"),
-    "--rollout.kv_scale_decay 0.5": ('rollout.kv_scale_decay: no effect with rollout.kv_scales = "one"',
+        "run.samples_top_k has no effect with run.samples_per_step = 0", "--run.samples_top_k=0"),
+    "--rollout.kv_scale_decay 0.5": ('rollout.kv_scale_decay has no effect with rollout.kv_scales = "one"',
                                      "calibrated"),
-    "--loss.overlong_penalty 0.5": ("loss.overlong_penalty: no effect with loss.overlong_buffer = 0",
+    "--loss.overlong_penalty 0.5": ("loss.overlong_penalty has no effect with loss.overlong_buffer = 0",
                                     "set loss.overlong_buffer"),
-    "--loss.kl k1": ("loss.kl: no effect with loss.kl_coef = 0", "set loss.kl_coef"),
-    "--loss.unbiased_kl true": ("loss.unbiased_kl: no effect with loss.kl_coef = 0", "set loss.kl_coef"),
+    "--loss.kl k1": ("loss.kl has no effect with loss.kl_coef = 0", "set loss.kl_coef"),
+    "--loss.unbiased_kl true": ("loss.unbiased_kl has no effect with loss.kl_coef = 0", "set loss.kl_coef"),
     "--loss.unbiased_kl true --loss.kl_coef 0.1 --loss.kl k3": (
         "its gradient is not the KL's", 'set loss.kl = "k3+"'),
-    "--monitor.precision_every 5": ('monitor.precision_every: no effect with precision.recipe = "bf16"',
+    "--monitor.precision_every 5": ('monitor.precision_every has no effect with precision.recipe = "bf16"',
                                     "FP8 recipe or cache"),
-    "--task.reward_workers 2": ("task.reward_workers: no effect with a scorer that runs in the learner",
+    "--task.reward_workers 2": ("task.reward_workers has no effect with a scorer that runs in the learner",
                                 "set task.scorer"),
     "--task.chat true --task.date 2026-13-01": ("task.date: ", "month must be in 1..12"),
-    "--task.date 2026-01-31": ("task.date: no effect with task.chat = false", "set task.chat"),
+    "--task.date 2026-01-31": ("task.date has no effect with task.chat = false", "set task.chat"),
     "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2": (
         "of a group of one no rewards differ", "set it to 1"),
     "--loss.advantage pass_at_k --loss.pass_at_k 1 --loss.overlong_buffer 1": (
         "are 0 or 1, not shaped for length", "set it to 0"),
     "--precision.embedded_activations high": ("no effect with precision.recipe", "an FP8 recipe"),
     "--rollout.engine vllm --precision.recipe fp8_unified --precision.embedded_activations high": (
-        'precision.embedded_activations: no effect with rollout.engine = "vllm"',
+        'precision.embedded_activations has no effect with rollout.engine = "vllm"',
         'set rollout.engine = "jax"'),
-    "--moe.measure_every 3 --moe.replay R2": ('moe.measure_every: no effect with moe.replay = "R2"',
+    "--moe.measure_every 3 --moe.replay R2": ('moe.measure_every has no effect with moe.replay = "R2"',
                                               'set moe.replay = "R3"'),
     "--moe.measure_every 3 --moe.replay R3 --loss.old_policy rollout --correction.preset none": (
-        'moe.measure_every: no effect with loss.old_policy = "rollout"', "recomputed"),
+        'moe.measure_every has no effect with loss.old_policy = "rollout"', "recomputed"),
     "--rollout.engine vllm --rollout.temperature 5": ("rollout.temperature = 5: vLLM samples at 0.01 to 2",
                                                       "set one of these"),
 }
@@ -175,4 +179,79 @@ def test_what_would_have_no_effect_is_refused_with_the_way_out(words, write):
 def test_the_temperatures_are_those_of_vllm():
     from bridges.engines import vllm_engine
 
-    assert VLLM_TEMPERATURES == (vllm_engine.COOLEST, vllm_engine.HOTTEST)
+    assert (COOLEST, HOTTEST) == (vllm_engine.COOLEST, vllm_engine.HOTTEST)
+
+
+FP8, REMOTE, ROWS = "--precision.recipe fp8_unified ", "--rollout.engine remote ", "--task.kind file --task.path x "
+ONE_COPY = "--rollout.one_copy true --rollout.engine vllm --rollout.publish in_place "
+CALIBRATED, CLIPS = "--rollout.kv_cache fp8 --rollout.kv_scales calibrated ", "--loss.calibrate_clip_every 5 "
+UNSCORED = "--loss.old_policy rollout --correction.preset none "
+BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
+    f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16", "--precision.gradients e5m2",
+    "--precision.products float32", "--precision.saved_activations fp8", "--precision.wgrad_inputs 128x128",
+    # the loss
+    "--correction.preset token_tsi", "--loss.pass_at_k 2", "--loss.horizon 8", "--loss.tau_positive 1.0",
+    "--loss.unbiased_kl true --loss.kl_coef 0.1 --loss.kl k3",
+    "--loss.old_policy current --loss.objective clip_cov", "--loss.old_policy current --loss.sampled_by old",
+    "--rollout.samples_per_prompt 1",
+    "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2",
+    "--loss.advantage pass_at_k --loss.pass_at_k 1 --loss.overlong_buffer 1",
+    FP8 + "--correction.preset none", "--correction.preset verl/bypass_pg_is", "--loss.objective prime_rl",
+    "--loss.old_policy current --train.updates_per_step 2", "--loss.old_policy rollout",
+    "--loss.old_policy current --correction.batch_normalize true",
+    "--loss.old_policy current --correction.preset geometric_mask",
+    CLIPS + "--loss.objective gspo", CLIPS, CLIPS + FP8,
+    CLIPS + FP8 + UNSCORED + "--train.updates_per_step 2", "--loss.overlong_buffer 9",
+    # model, batch, optimizer
+    "--model.path x", "--model.tokenizer=", "--train.row_tokens 20", "--train.updates_per_step 3",
+    "--optim.warmup_steps 3", "--optim.warmup_steps 1 --optim.total_steps 1 --optim.schedule cosine",
+    "--optim.total_steps 2", "--optim.schedule linear --optim.total_steps 2 --optim.min_lr_ratio 0.0",
+    "--sft.steps 2 --sft.warmup_steps 2", "--optim.master bfloat16 --precision.weight_dtype float32",
+    # engines, processes, devices
+    "--rollout.kv_scales calibrated", CALIBRATED + REMOTE, CALIBRATED + UNSCORED, "--rollout.one_copy true", ONE_COPY,
+    ONE_COPY + FP8 + "--optim.master float16", ONE_COPY + FP8 + "--train.updates_per_step 2",
+    ONE_COPY + FP8 + "--rollout.sleep keep_weights", ONE_COPY + FP8 + CALIBRATED,
+    "--train.processes 2 --rollout.lag 1", "--train.processes 2 --moe.replay R3",
+    "--train.processes 2 --train.updates_per_step 2 " + CLIPS + FP8, "--train.processes 2 --train.data 3",
+    "--train.data 2 " + ONE_COPY + FP8, "--train.fsdp 2 --monitor.precision_every 3", "--train.tensor 2 " + CALIBRATED,
+    "--train.data 2 --optim.offload true", "--train.data 2 --train.rows_per_microbatch 7",
+    "--rollout.lag 1 --rollout.engine vllm", "--rollout.lag 1 --rollout.sleep keep_weights " + REMOTE,
+    "--rollout.lag 1 " + REMOTE, "--rollout.sleep keep_weights", "--rollout.engines 2",
+    REMOTE + "--rollout.server_url http://x:1",
+    REMOTE + "--rollout.server_url http://x:1 --rollout.server_token_file t --rollout.engines 2",
+    REMOTE + "--rollout.link nccl", REMOTE + "--rollout.engines 2 --rollout.server_gpus [0,1,2]",
+    REMOTE + "--rollout.link cuda_ipc --rollout.publish reload", "--rollout.engine vllm --rollout.temperature 5.0",
+    # settings that nothing would read
+    "--rollout.enforce_eager true", "--rollout.engine vllm --precision.embedded_activations high " + FP8,
+    "--precision.embedded_activations high", "--rollout.kv_scale_decay 0.5", "--loss.overlong_penalty 0.5",
+    "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old", "--moe.measure_every 3",
+    "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
+    "--run.samples_per_step 0 --run.samples_top_k 4", "--moe.measure_every 3 --moe.replay R3 " + UNSCORED,
+    # the task
+    "--task.kind reasoning_gym", "--task.kind file", "--task.scorer exact",
+    ROWS + '--task.scorer exact --task.rewards [{name="a",scorer="exact"}]', ROWS + "--task.scorer exakt",
+    ROWS + "--task.scorer_folder x", ROWS + '--task.think_tags ["<a>"]',
+]
+
+
+def first_broken(words: str) -> tuple[int, ConfigError]:
+    """The place of the rule that refuses GOOD with these overrides, and what it says."""
+    data = tomllib.loads(GOOD)
+    for override in parse_overrides(words.split()):
+        apply(override, data)
+    cfg = Config.model_validate(data)
+    for place, rule in enumerate(RULES):
+        try:
+            rule(cfg)
+        except ConfigError as e:
+            return place, e
+    raise AssertionError(f"{words}: no rule refuses it")
+
+
+def test_every_rule_refuses_a_config_and_speaks_of_settings_that_there_are():
+    found = [first_broken(words) for words in BROKEN]
+    assert [place for place, _ in found] == list(range(len(RULES)))
+    known = {f"{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields}
+    for _, error in found:
+        text = str(error).replace(__file__, "")
+        assert set(re.findall(rf"(?<!/)\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_0-9]*", text)) <= known, text

@@ -180,8 +180,8 @@ def test_the_scoring_pass_gives_the_same_log_probabilities_and_remembers():
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--rollout.kv_cache", "auto"], 'rollout.kv_cache = "auto" has none'),
-        (["--rollout.engine", "remote"], 'rollout.engine "remote" is not given any yet'),
+        (["--rollout.kv_cache", "auto"], 'rollout.kv_cache = "auto" has no scales'),
+        (["--rollout.engine", "remote"], 'rollout.engine = "remote" cannot be given scales yet'),
         (["--loss.old_policy", "rollout", "--loss.objective", "reinforce"], "no scoring pass sees keys"),
     ],
 )
