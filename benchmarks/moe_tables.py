@@ -78,7 +78,7 @@ def learned(records: dict, name: str) -> dict[str, list[float]]:
 
 
 def tables(records: dict) -> str:
-    """The tables of docs/moe.md."""
+    """The tables of docs/notebook_moe.md."""
     scored = [["routers", "engine", "noise", "other experts", "tokens", "k1: none", "R3", "choice",
                "k3: none", "R3", "choice"]]
     stale = [["routers", "updates between", "other experts", "k3: none", "R2", "outside: none", "R2"]]

@@ -6,7 +6,8 @@ nothing else in the way.
 One, two or three warpgroups on every multiprocessor, each in a loop: a product of 64 x 128 x 128, 256 clocks
 of the tensor cores, and after it a promotion, or a part of one; some of that beside it. Nothing is copied,
 stored or waited for meanwhile. The ratio is the share of the clocks in which the tensor cores compute, at
-best, in a kernel of such consumers. docs/kernels.md says what follows; benchmarks/gemm.py times the kernels.
+best, in a kernel of such consumers. docs/notebook_kernels.md draws conclusions; benchmarks/gemm.py times the
+kernels.
 
 Needs a Hopper GPU.
 """

@@ -2,8 +2,8 @@
 
 Weights, optimiser state, gradients, KV cache and published weights are counted tensor by tensor, and so are
 the activations that `train.remat` keeps for the backward pass. The temporary memory of a layer's or the
-head's backward pass is an estimate, because XLA fuses operations and reuses buffers. docs/performance.md
-compares the plan with XLA's figures and with measurements.
+head's backward pass is an estimate, because XLA fuses operations and reuses buffers.
+docs/notebook_performance.md compares the plan with XLA's figures and with measurements.
 """
 
 from __future__ import annotations

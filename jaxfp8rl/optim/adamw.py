@@ -2,8 +2,8 @@
 
 Masters and moments are kept in the formats that `optim` names (jaxfp8rl.optim.low_bit). They are read,
 updated and written where they lie, in one elementwise pass after one that looks ahead. Besides them and the
-gradients an update needs next to nothing (docs/optimizer.md). Moments in host memory come and go a layer of
-one parameter at a time.
+gradients an update needs next to nothing (docs/notebook_optimizer.md). Moments in host memory come and go a
+layer of one parameter at a time.
 """
 
 from __future__ import annotations

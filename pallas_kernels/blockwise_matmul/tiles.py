@@ -96,7 +96,7 @@ RATES = {  # relative, where there are tiles enough (benchmarks/results/gemm_ahe
 
 
 def choose(m: int, n: int, k: int, *, b_blocks: bool) -> Tiles:
-    """The tiles for a product on the GPU here, by what was measured on an H200 (docs/kernels.md): big ones,
+    """The tiles for a product on the GPU here, by measurements on an H200 (docs/notebook_kernels.md): big ones,
     unless they would leave many multiprocessors without work in the last turn, and in pairs, which read less,
     where the cache does not hold what is in flight; for few rows, which take as long as reading b, those with
     which no multiprocessor reads much of it."""

@@ -11,8 +11,8 @@ and multiplies that twice. With cotangents g of log p(y) and h of the entropy H,
 
     dz = g (onehot(y) - p) - h p (log p + H)        dx = dz w        dw = dz^T x
 
-So four products, where a loss that knows g before the logits are dropped needs three; docs/logprob.md says
-why it is so. Blocks of words suit the backward pass: each has its rows of dw to itself, summed over all rows
+So four products, where a loss that knows g before the logits are dropped needs three;
+docs/notebook_logprob.md says why. Blocks of words suit the backward pass: each has its rows of dw to itself, summed over all rows
 of x in one product.
 
 A sampler that keeps the likeliest words alone (top-k, top-p) draws from a softmax over these, the `support`
