@@ -12,6 +12,7 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
+TYPES := $(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --level error
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python --no-deps
 
 help:
@@ -34,8 +35,13 @@ demo-vllm: $(VENV)/.vllm
 	$(BIN)/jaxfp8rl train configs/demo.toml --rollout.engine vllm --run.dir runs/make-demo-vllm \
 	    --precision.compute_dtype bfloat16 $$($(BIN)/python -m bridges.probe --demo-flags)
 
-test: lint $(VENV)/.vllm
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder
+# The type checker runs beside the tests; what it finds is said after them.
+test: $(VENV)/.vllm
+	$(BIN)/ruff check .
+	@said=$$(mktemp); trap 'rm -f $$said' EXIT; \
+	$(TYPES) >$$said 2>&1 & checker=$$!; failed=0; \
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder || failed=1; \
+	wait $$checker || failed=1; echo '$(TYPES)'; cat $$said; exit $$failed
 
 test-thorough: $(VENV)/.vllm
 	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
@@ -53,7 +59,7 @@ $(VENV)-sm90a/.done: requirements/sm90a.txt | $(UV)
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .
-	$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --level error
+	$(TYPES)
 
 # COMMIT=--commit-result puts the results in place of the committed ones.
 bench: demo demo-vllm
