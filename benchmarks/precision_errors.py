@@ -275,7 +275,7 @@ def gradient_rows(subject: Subject) -> Iterator[dict]:
     layers = subject.model.num_hidden_layers
     exact = gradients(subject, Precision.uniform(layers))
     ways = VARIANTS | {"fp8_unified, FP8 keys and values": FP8 | {"kv_fp8": True}}
-    linears = [e.hf_name for e in param_table(subject.model) if e.role == "linear"]
+    linears = [e.hf_name for e in param_table(subject.model) if e.role.kind == "linear"]
     base = None  # bf16, which comes first
     for name, fields in ways.items():
         got = gradients(subject, variant(layers, fields))

@@ -243,18 +243,18 @@ def random_policy(model: ModelConfig, coded: bool = False) -> Params:
     policy: Params = {"layers": ({},)}
     # the last of each stack
     for i, (path, entry) in enumerate({e.path: e for e in param_table(model)}.items()):
-        leaf = drawn(i, (*(n + 1 for n in entry.index), *entry.shape), entry.role)
+        leaf = drawn(i, (*(n + 1 for n in entry.index), *entry.shape), entry.role.kind)
         node = policy["layers"][0] if entry.index else policy
         *nodes, last = path[1:] if entry.index else path
         functools.reduce(lambda n, key: n.setdefault(key, {}), nodes, node)[last] = (
-            quantised(leaf) if coded and entry.role == "linear" else leaf
+            quantised(leaf) if coded and entry.role.kind == "linear" else leaf
         )
         del leaf
     return jax.block_until_ready(policy)
 
 
-def drawn(seed: int, shape: tuple[int, ...], role: str) -> jax.Array:
-    return jnp.ones(shape, jnp.bfloat16) if role == "norm" else normal(jax.random.key(seed), shape)
+def drawn(seed: int, shape: tuple[int, ...], kind: str) -> jax.Array:
+    return jnp.ones(shape, jnp.bfloat16) if kind == "norm" else normal(jax.random.key(seed), shape)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -291,12 +291,12 @@ class RandomWeights:
         for e, *others in by_path.values():
             names, fp8 = (e.hf_name, *(o.hf_name for o in others)), is_fp8(e, self._runs)
             if not e.index:
-                yield [Rows(names, drawn(next(seeds), e.shape, e.role), None, False)]
+                yield [Rows(names, drawn(next(seeds), e.shape, e.role.kind), None, False)]
                 continue
             each = self.model.experts.num_experts if len(e.index) > 1 else 1  # tensors of a layer
             fits = each * max(nbytes // (each * math.prod(e.shape) * (1 if fp8 else 2)), 1)
             for some in itertools.batched(names, fits):
-                made = drawn(next(seeds), (len(some), *e.shape), e.role)
+                made = drawn(next(seeds), (len(some), *e.shape), e.role.kind)
                 stacks = quantised(made) if fp8 else (made,)
                 yield [Rows(of, stack, 0, False)
                        for of, stack in zip((some, tuple(n + SCALE_SUFFIX for n in some)), stacks)]
