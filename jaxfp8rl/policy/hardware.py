@@ -1,4 +1,5 @@
-"""What of `precision` this machine has hardware for, and what a run says of it."""
+"""Choose the kernels of `precision` that this machine has hardware for, and describe the choice to the
+user."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ FP8_TENSOR_CORES = 8.9  # the first compute capability that has them
 
 
 def products_of(choice: str, compute_dtype: str) -> Products:
-    """`precision.products` on this machine: "auto" is "pallas" on a Hopper GPU, else "tensor_core" where
-    there are FP8 tensor cores, which has the same bits, else "float32".
+    """Resolve `precision.products` on this machine.
 
-    Raises ConfigError for a choice that this machine has no hardware for, or as `check_kernels`.
+    "auto" is "pallas" on a Hopper GPU, else "tensor_core" on a GPU with FP8 tensor cores, which gives the
+    same bits, else "float32". Raises ConfigError if this machine lacks the hardware for the choice, or for
+    the reasons of `check_kernels`.
     """
     capability = _capability()
     runs = {
@@ -35,15 +37,15 @@ def products_of(choice: str, compute_dtype: str) -> Products:
         needed = {"pallas": f"a Hopper GPU (capability {HOPPER})",
                   "tensor_core": "a GPU with FP8 tensor cores"}[choice]
         raise ConfigError(f'precision.products = "{choice}" needs {needed}; this is {_name()}',
-                          'set precision.products = "auto": the same products by what is here')
+                          'set precision.products = "auto", which gives the same products on this device')
     return Products(choice)
 
 
 def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> AttentionBackend:
-    """`precision.attention` on this machine: "auto" is "pallas" where the kernels are for the model and run,
-    else "xla".
+    """Resolve `precision.attention` on this machine: "auto" is "pallas" if the kernels support the model and
+    the device, else "xla".
 
-    Raises ConfigError for "pallas" where they are not or do not.
+    Raises ConfigError for "pallas" if they do not.
     """
     problem = _no_attention(compute_dtype, model) or _no_hopper()
     _refuse_attention(choice, problem)
@@ -53,8 +55,7 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> Attenti
 
 
 def check_kernels(products: str, attention: str, compute_dtype: str, model: ModelConfig) -> None:
-    """Raise ConfigError for kernels that are not for this model or type on any machine. No device is
-    asked."""
+    """Raise ConfigError for kernels that support this model or dtype on no machine. No device is queried."""
     _check_products(products, compute_dtype)
     _refuse_attention(attention, _no_attention(compute_dtype, model))
 
@@ -72,39 +73,40 @@ def _refuse_attention(choice: str, problem: str) -> None:
 
 
 def _no_attention(compute_dtype: str, model: ModelConfig) -> str:
-    """Why the attention kernels do not take the model on any GPU; "" where they do."""
+    """Why the attention kernels do not support the model on any GPU; "" if they do."""
     if compute_dtype not in DTYPES:
-        return f'takes {" or ".join(map(str, DTYPES))}, precision.compute_dtype is "{compute_dtype}"'
+        return f'needs {" or ".join(map(str, DTYPES))}, but precision.compute_dtype is "{compute_dtype}"'
     if model.head_dim not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES[:-1])) + f" and {HEAD_SIZES[-1]}"
-        return f"has heads of {sizes}, the model's are of {model.head_dim}"
+        return f"supports heads of size {sizes}, but the model's heads have size {model.head_dim}"
     return ""
 
 
 def _no_hopper() -> str:
-    return "" if _capability() == HOPPER else f"needs a Hopper GPU (capability {HOPPER}), this is {_name()}"
+    return "" if _capability() == HOPPER else f"needs a Hopper GPU (capability {HOPPER}); this is {_name()}"
 
 
 def computed_by(precision: Precision, model: ModelConfig, support: bool = False) -> str:
-    """What a run says when it starts: by what the learner computes, and where a kernel is left for something
-    slower, why. `support`: log-probabilities are over the tokens that a filter has left."""
-    # any part of a vocabulary is padded
+    """The start-up message about the learner's kernels: which of them it uses, and why where it uses a slower
+    one. `support`: log-probabilities are normalised over a token's support (rollout.top_k, rollout.top_p)."""
+    # the kernel pads any part of a vocabulary, so that the vocabulary's size never rules it out
     logprobs = logprob.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, support)
     parts = [
         _by("attention", precision.attention, _no_attention(precision.compute_dtype, model)),
         _by("log-probabilities", "xla" if logprobs or _no_hopper() else "pallas", logprobs),
     ]
     if precision.any_fp8:
-        why = 'has no results in float16, precision.compute_dtype is "float16"' if precision.compute_dtype == "float16" else ""
+        in_float16 = precision.compute_dtype == "float16"
+        why = 'has no results in float16, but precision.compute_dtype is "float16"' if in_float16 else ""
         parts.insert(0, _by("FP8 products", precision.products, why))
     if model.experts:
         parts.append(_experts(precision, model))
     here = f' ("pallas" {_no_hopper()})' if _no_hopper() else ""
-    said, engine = f"learner{here}: {', '.join(parts)}", precision.rope_dtype
-    if precision.compute_dtype == engine:
-        return said
-    return f'{said}, in {precision.compute_dtype} where the engine computes in {engine}, whose roundings are then not mirrored ' \
-           f'(precision.compute_dtype = "{engine}")'
+    kernels, engine_dtype = f"learner{here}: {', '.join(parts)}", precision.rope_dtype
+    if precision.compute_dtype == engine_dtype:
+        return kernels
+    return (f"{kernels}; the learner computes in {precision.compute_dtype} and does not mirror the rounding "
+            f'of the engine, which computes in {engine_dtype} (precision.compute_dtype = "{engine_dtype}")')
 
 
 def _by(what: str, chosen: str, why: str) -> str:
@@ -112,7 +114,7 @@ def _by(what: str, chosen: str, why: str) -> str:
 
 
 def _experts(precision: Precision, model: ModelConfig) -> str:
-    """Of grouped products those that are not in FP8 have kernels of their own, JAX's."""
+    """The kernel of the experts' grouped products. Those in high precision use JAX's own kernels."""
     kernels = precision.products == Products.PALLAS
     in_high = not precision.any_fp8 or precision.gradients == Gradients.HIGH or not precision.activations_fp8
     widths = model.hidden_size, model.mixture.moe_intermediate_size
@@ -123,13 +125,14 @@ def _experts(precision: Precision, model: ModelConfig) -> str:
 
 
 def _capability() -> str:
-    """Of the GPU here; "0" where there is none."""
+    """The compute capability of the GPU; "0" without a GPU."""
     here = device()
     return str(getattr(here, "compute_capability", 0)) if here.platform == "gpu" else "0"
 
 
 def _name() -> str:
-    """Of the device; and why it is that one, where JAX has been given others behind it."""
+    """The name of the device. If JAX_PLATFORMS names several platforms, it also says that the first is
+    used."""
     platforms = _platforms()
     return device().device_kind + (f", the first of JAX_PLATFORMS = {platforms}" if "," in platforms else "")
 

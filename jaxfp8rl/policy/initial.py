@@ -1,4 +1,4 @@
-"""Where weights start: from a Hugging Face folder or from a seed, placed on the learner's devices."""
+"""Initial weights, from a Hugging Face folder or from a seed, placed on the learner's devices."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from jaxfp8rl.types import Params, TrainState
 
 
 def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout: MeshLayout) -> TrainState:
-    """A first state around float32 `params`, which lie where the masters will. Each array is made in its
-    place: no device holds what all of them do together."""
+    """The initial training state of float32 `params`, which already lie where the masters will.
+
+    Each array is created with its final sharding, so that no device ever holds the whole state.
+    """
     if layout.mesh is None:
-        # committed, as restored: the same programs
+        # committed to the device as a restored state is, so that both use the same compiled programs
         return layout.place(init_state(params, optimizer, compute_dtype))
     return jax.jit(lambda params: layout.keep(init_state(params, optimizer, compute_dtype)))(params)
 
@@ -32,5 +34,5 @@ def starting_params(cfg: Config, model: ModelConfig, layout: MeshLayout = ONE) -
 
 
 def on_devices(params: Params, layout: MeshLayout) -> Params:
-    """From the host to where masters lie."""
+    """Move parameters from the host to the devices of the masters."""
     return layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)

@@ -1,10 +1,10 @@
-"""The policy: what the masters are rounded to, once an update, for everything that computes with it.
+"""The policy: the rounded and quantised weights that score, update and publish share.
 
-Score, update and publish take the same tree, so the engine and the learner's FP8 forward hold equal bytes
-because there is but one copy of them. Its leaves are arrays of the masters' shapes in `compute_dtype`,
-rounded to `weight_dtype` first, and QuantizedWeights where the learner's forward is FP8. `layers` is a tuple
-of stacks, one for each run of equal precision. Whoever calibrates FP8 attention adds "kv_scales"
-(jaxfp8rl.precision.kv_scales), which no gradient concerns.
+The masters are rounded to it once an update. Since there is only one copy, the engine and the learner's FP8
+forward pass hold equal bytes. Its leaves are arrays of the masters' shapes in `compute_dtype`, rounded to
+`weight_dtype` first, and QuantizedWeights where the learner's forward is FP8. `layers` is a tuple of stacks,
+one for each run of layers with equal precision. The calibration of FP8 attention adds "kv_scales"
+(jaxfp8rl.precision.kv_scales), which have no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxfp8rl.types import Params
 
 
 def policy_of(params: Params, precision: Precision, codes: bool = True) -> Params:
-    """Masters (one stack of layers) -> policy; unless `codes`, with None for what is quantised."""
+    """Masters (one stack of layers) -> policy. Without `codes`, quantised weights are None."""
     round_one = lambda p: round_to(decode(p), precision.weight_dtype).astype(precision.compute_dtype)
     rounded = jax.tree.map(round_one, params, is_leaf=is_scaled)
     policy = split_layers(rounded, precision)
@@ -34,7 +34,7 @@ def policy_of(params: Params, precision: Precision, codes: bool = True) -> Param
 
 
 def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Params:
-    """Every product of `modules` ("q_proj", ...) in a stack of layers."""
+    """A stack of layers with the weights of the linears in `modules` ("q_proj", ...) quantised."""
     return {
         name: {"weight": quantize(node["weight"])} if name in modules
         else _quantize(node, modules, quantize) if isinstance(node, dict) else node
@@ -43,13 +43,13 @@ def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Par
 
 
 def grad_slots(policy: Params, dtype: str) -> Params:
-    """What a loss is differentiated by: the policy's float leaves themselves, and zeros of `dtype` for
-    quantised ones."""
+    """The tree with respect to which a loss is differentiated: the policy's float leaves, and zeros of
+    `dtype` in place of quantised leaves."""
     return grad_slots_of(without_scales(policy), dtype)
 
 
 def gradients_like(policy: Params) -> Params:
-    """Zeros, float32, of the shapes of a policy's gradients: one stack of layers, as the masters have it."""
+    """Float32 zeros with the shapes of a policy's gradients, in one stack of layers like the masters."""
     wide = jax.eval_shape(lambda policy: as_params(grad_slots(policy, "float32")), policy)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), wide)
 
@@ -60,7 +60,7 @@ def outer(policy: Params) -> Params:
 
 
 def scales_in(policy: Params) -> Params:
-    """{"kv_scales": ...} where the policy has them, else {}."""
+    """{"kv_scales": ...} if the policy has them, else {}."""
     return {name: policy[name] for name in ("kv_scales",) if name in policy}
 
 
@@ -69,7 +69,7 @@ def without_scales(policy: Params) -> Params:
 
 
 def as_params(tree: Params) -> Params:
-    """A tree with one stack of layers a run -> one stack, as the masters have it."""
+    """Join the stacks of layers of a tree, one a run, to a single stack like that of the masters."""
     stacks = tree["layers"]
     if len(stacks) == 1:
         return {**tree, "layers": stacks[0]}
@@ -81,8 +81,10 @@ def as_params(tree: Params) -> Params:
 
 def with_engine_weights(policy: Params, precision: Precision,
                         lend: Callable[[Sequence[str]], tuple]) -> Params:
-    """A policy without codes -> the same with those in the engine's memory. `lend(HF names of one linear in
-    consecutive layers)` -> (fused codes [L, R, K], scales, and the first and last row of the linear in them).
+    """Fill a policy without codes with the codes in the engine's memory.
+
+    `lend` takes the HF names of one linear in consecutive layers, and returns the fused codes [L, R, K],
+    their scales, and the first and last row of the linear in them.
     """
 
     def filled(node: Any, run: LayerRun, path: str) -> Any:
@@ -101,8 +103,10 @@ def _is_lent(leaf: Any) -> bool:
 
 
 def partition(policy: Params) -> tuple[Params, Params]:
-    """(what is the learner's own, what is the engine's), each with None for the other: one may be donated,
-    the other never."""
+    """Split a policy into (weights in the learner's memory, weights in the engine's memory).
+
+    Each tree has None in place of the other's leaves. Only the learner's tree may be donated.
+    """
 
     def pick(lent: bool) -> Params:
         return jax.tree.map(lambda w: w if _is_lent(w) == lent else None, policy, is_leaf=_is_lent)
@@ -110,7 +114,7 @@ def partition(policy: Params) -> tuple[Params, Params]:
     return pick(False), pick(True)
 
 
-def combine(own: Params, lent: Params) -> Params:
-    """The policy that was `parted`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, own, lent,
+def combine(learner_weights: Params, engine_weights: Params) -> Params:
+    """The inverse of `partition`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, learner_weights, engine_weights,
                         is_leaf=lambda w: w is None or _is_lent(w))

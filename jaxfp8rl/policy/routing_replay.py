@@ -1,10 +1,12 @@
-"""Routing replay of mixtures of experts: whose choice of experts the learner computes with (docs/moe.md).
+"""Routing replay for mixtures of experts: the learner computes with routes recorded earlier (docs/moe.md).
 
-    none  its own, in every pass
-    R2    its own of the scoring pass, in the updates too: pi / pi_old compares equal routes
-    R3    the engine's, in the scoring pass and in the updates: so does pi_old / mu (arXiv 2510.11370)
+    none  no replay: the learner routes anew in every pass
+    R2    the updates replay the learner's routes of the scoring pass, so that pi / pi_old compares equal
+          routes
+    R3    the scoring pass and the updates replay the engine's routes, so that pi_old / mu compares equal
+          routes, too (arXiv 2510.11370)
 
-Gates are always the learner's own, over the experts that are replayed, so that its router learns.
+Gates are always computed by the learner, over the replayed experts, so that its router learns.
 """
 
 from __future__ import annotations
@@ -33,41 +35,45 @@ from jaxfp8rl.types import Params, TrainBatch
 
 
 def check_moe(cfg: Config, model: ModelConfig) -> None:
-    """Raises ConfigError for what is not for this model: `moe` of a dense one, or what mixtures of experts do
-    not have yet."""
+    """Raise ConfigError if `moe` is set for a dense model, or if a setting does not support mixtures of
+    experts."""
     if model.experts is None:
-        # a resolved config names them all
-        if given := [name for name, value in cfg.moe if value != getattr(Moe(), name)]:
-            raise ConfigError(f"moe.{given[0]} is set and {model.architecture} has no experts",
+        # a resolved config lists every setting, so only values other than the defaults count as set
+        if changed := [name for name, value in cfg.moe if value != getattr(Moe(), name)]:
+            raise ConfigError(f"moe.{changed[0]} is set, but {model.architecture} has no experts",
                               "leave the section [moe] out")
         return
     if cfg.rollout.one_copy:
-        raise ConfigError("rollout.one_copy is not for mixtures of experts", "rollout.one_copy = false")
+        raise ConfigError("rollout.one_copy does not support mixtures of experts",
+                          "set rollout.one_copy = false")
     if cfg.monitor.precision_every:
-        raise ConfigError("monitor.precision_every: there are no probes of experts' roundings",
-                          "monitor.precision_every = 0")
+        raise ConfigError("monitor.precision_every: the precision probes do not support experts",
+                          "set monitor.precision_every = 0")
     if cfg.moe.replay == "R2" and cfg.loss.old_policy != "recomputed":
         old = f'loss.old_policy = "{cfg.loss.old_policy}"'
-        raise ConfigError(f'moe.replay = "R2" records in the scoring pass, {old} has none', 'use "R3"')
+        raise ConfigError(f'moe.replay = "R2" records routes in the scoring pass, but {old} has none',
+                          'set moe.replay = "R3"')
     if cfg.moe.replay != "none" and cfg.rollout.kv_scales == "calibrated":
         raise ConfigError(
-            f'moe.replay = "{cfg.moe.replay}" and rollout.kv_scales = "calibrated" each make the scoring pass',
-            'rollout.kv_scales = "one"')
+            f'moe.replay = "{cfg.moe.replay}" and rollout.kv_scales = "calibrated" '
+            "cannot share the scoring pass",
+            'set rollout.kv_scales = "one"')
     if cfg.moe.freeze_router and cfg.optim.weight_decay:
-        raise ConfigError("moe.freeze_router leaves routers to optim.weight_decay alone",
-                          "optim.weight_decay = 0")
+        raise ConfigError("under moe.freeze_router, optim.weight_decay would still change the routers",
+                          "set optim.weight_decay = 0")
 
 
 def check_engine(cfg: Config, capabilities: Capabilities) -> None:
-    """Raises ConfigError where the engine's routes are to be replayed and it returns none."""
+    """Raise ConfigError if the engine's routes are to be replayed but it returns none."""
     if cfg.moe.replay == "R3" and not capabilities.routed_experts:
         raise ConfigError(
-            f'moe.replay = "R3" and engine {capabilities.engine} {capabilities.engine_version} returns no routes',
-            'moe.replay = "R2", or an engine that returns routed experts')
+            f'moe.replay = "R3" needs routes, which {capabilities.engine} {capabilities.engine_version} '
+            "does not return",
+            'set moe.replay = "R2", or use an engine that returns routed experts')
 
 
 def route_problem(model: ModelConfig, request: GenRequest, completion: Completion) -> str | None:
-    """What makes the routes of a completion unfit to be replayed, or None."""
+    """Why the routes of a completion cannot be replayed, or None."""
     routes = completion.routed_experts
     if routes is None:
         return "no routed experts"
@@ -75,10 +81,11 @@ def route_problem(model: ModelConfig, request: GenRequest, completion: Completio
     tokens = len(request.prompt_token_ids) + len(completion.token_ids) - 1
     want = (tokens, model.num_hidden_layers, experts.num_experts_per_tok)
     if np.shape(routes) != want:
-        return f"routed experts of shape {list(np.shape(routes))}, [tokens but the last, layers, experts a token] is {list(want)}"
+        return (f"routed experts of shape {list(np.shape(routes))}, "
+                f"expected [tokens - 1, layers, experts a token] = {list(want)}")
     routes = np.asarray(routes)[:, list(model.sparse_layers)]
     if routes.dtype.kind not in "iu":
-        return f"routed experts of type {routes.dtype}"
+        return f"routed experts of dtype {routes.dtype}"
     if routes.size and not 0 <= routes.min() <= routes.max() < experts.num_experts:
         worst = routes.max() if routes.max() >= experts.num_experts else routes.min()
         return f"routed expert {worst} of {experts.num_experts}"
@@ -88,32 +95,33 @@ def route_problem(model: ModelConfig, request: GenRequest, completion: Completio
 
 
 def compact(samples: Sequence[Sample], model: ModelConfig) -> list[Sample]:
-    """Their routes of sparse layers alone [tokens, sparse layers, k], as narrow as holds them."""
+    """Keep only the routes of sparse layers [tokens, sparse layers, k], in the narrowest dtype that holds
+    them."""
     sparse, dtype = list(model.sparse_layers), route_dtype(model.mixture)
     return [s._replace(routes=np.asarray(s.routes)[:, sparse].astype(dtype)) for s in samples]
 
 
 def of_no_tokens(model: ModelConfig) -> np.ndarray:
-    """[0, sparse layers, k]: what `compact` makes of a sample, but for its length."""
+    """Routes of zero tokens, [0, sparse layers, k], in the format of `compact`."""
     return np.zeros((0, sum(model.sparse_layers), model.mixture.num_experts_per_tok),
                     route_dtype(model.mixture))
 
 
 class RouteReplay:
-    """Scores with the routes that the config asks for, and hears what the learner's routers would have said.
+    """Runs the scoring pass with the routes that moe.replay asks for, and records the learner's own routes.
 
-    record(policy, batch) -> (log-probabilities [M, R, T], routes [M, R, T, sparse layers, k]).
+    record(policy, batch) -> (log-probabilities [M, R, T], the learner's routes [M, R, T, sparse layers, k]).
     """
 
     def __init__(self, cfg: Config, record: Callable):
         self.mode, self._every, self._record = cfg.moe.replay, cfg.moe.measure_every, record
         self._recorded: list[Array] = []
-        # (metrics, the tokens that those of a kind are of)
+        # (metrics, the number of tokens behind the metrics with each prefix)
         self._seen: list[tuple[dict[str, Array], dict[str, Array]]] = []
-        self.steps = 0  # so far: which of them are measured goes by it
+        self.steps = 0  # scored so far; every `moe.measure_every`-th is measured
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
-        """old_logp [M, R, T]. The routes that were its own are remembered for `replayed`."""
+        """old_logp [M, R, T]. The learner's own routes are kept for `replayed`."""
         old, own = self._record(policy, batch)
         self._recorded.append(own)
         if self.mode == "R3" and batch.routes is not None:
@@ -127,23 +135,23 @@ class RouteReplay:
         return old
 
     def replayed(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
-        """The batches that were scored, as the updates shall have them."""
+        """The scored batches, with the routes that the updates replay."""
         recorded, self._recorded, self.steps = self._recorded, [], self.steps + 1
         if self.mode == "R3":
             return list(batches)
         return [batch._replace(routes=own) for batch, own in zip(batches, recorded, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """Of the step: means over the tokens of its batches."""
+        """The metrics of the step: means over the tokens of its batches."""
         seen, self._seen = jax.device_get(self._seen), []
-        # of none: what is neutral
+        # a small positive weight, so that a mean over no tokens is defined
         tokens = lambda name: [max(float(count[name.partition("/")[0]]), 1e-9) for _, count in seen]
         names = seen[0][0] if seen else ()
         return {name: float(np.average([s[name] for s, _ in seen], weights=tokens(name))) for name in names}
 
 
 def make_record(logprobs: Callable, layout: MeshLayout) -> Callable:
-    """Jitted record(policy, batch), as RouteReplay wants it."""
+    """Jitted record(policy, batch), as RouteReplay takes it."""
 
     def of_micro(policy: Params, micro: TrainBatch) -> tuple[Array, Array]:
         logp, _, routing = logprobs(policy, micro)
@@ -163,9 +171,13 @@ def make_record(logprobs: Callable, layout: MeshLayout) -> Callable:
 @jax.jit
 def disagreement(own: Integer[Array, "M R T S k"], routes: UInt[Array, "M R T S k"],
                  segment_ids: Int[Array, "M R T"]) -> dict[str, Float[Array, ""]]:
-    """`routing/disagreement/L`: the share of the experts in `routes` [M, R, T, sparse layers, k] that the
-    learner's routers did not choose (`own`), in the L-th sparse layer; `routing/disagreement`: in all;
-    `routing/tokens_differing`: tokens of which any was. Over tokens that have routes."""
+    """How far the learner's routes (`own`) differ from the replayed `routes`, over the tokens that have
+    routes.
+
+    `routing/disagreement/L` is the share of replayed experts that the learner's router did not choose in the
+    L-th sparse layer; `routing/disagreement` is its mean over layers; `routing/tokens_differing` is the share
+    of tokens with at least one such expert.
+    """
     live = _routed(routes, segment_ids)
     missed = ~(routes[..., :, None] == own[..., None, :]).any(-1)  # [M, R, T, L, k]
     by_layer = [mean_over(live, missed[..., layer, :].mean(-1)) for layer in range(routes.shape[-2])]
@@ -176,20 +188,20 @@ def disagreement(own: Integer[Array, "M R T S k"], routes: UInt[Array, "M R T S 
 
 
 def _routed(routes: Array, segment_ids: Array) -> Array:
-    """Tokens that have routes [M, R, T]."""
+    """Mask [M, R, T] of the tokens that have routes."""
     return (segment_ids > 0) & (routes[..., 0, 0] != no_route(routes.dtype))
 
 
 @jax.jit
 def _mismatch(logp: Array, rollout_logp: Array, mask: Array) -> dict[str, Array]:
-    """k1 and k3 (jaxfp8rl.losses.mismatch) of a scoring pass that replays nothing."""
+    """k1 and k3 (jaxfp8rl.losses.mismatch) of a scoring pass without replay."""
     d = jnp.clip(jnp.where(mask, logp - rollout_logp, 0), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return {"mismatch/k1_unreplayed": mean_over(mask, -d),
             "mismatch/k3_unreplayed": mean_over(mask, jnp.expm1(d) - d)}
 
 
 def with_options(model: ModelConfig, cfg: Config) -> ModelConfig:
-    """The model with what the config says of its routers."""
+    """The model with the config's options for routers (moe.freeze_router)."""
     if not (model.experts and cfg.moe.freeze_router):
         return model
     experts: Experts = dataclasses.replace(model.experts, frozen_router=True)

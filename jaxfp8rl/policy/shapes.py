@@ -1,4 +1,4 @@
-"""The model's shape for a run, and which of its linears are FP8: from the configuration alone."""
+"""The model's shape for a run, and its FP8 linears, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -13,47 +13,52 @@ from pallas_kernels.quantize import BLOCK
 
 
 def model_config(cfg: Config, known: ModelConfig | None = None) -> ModelConfig:
-    """The model's shape, or that which is `known` of it, checked against the lengths the run asks for."""
+    """The model's shape, or `known` if it was read already, checked against the run's sequence lengths.
+
+    Raises ConfigError if a prompt and its completion may exceed max_position_embeddings.
+    """
     model = known or ModelConfig.from_hf(Path(cfg.model.path) if cfg.model.path else cfg.model.config)
     if cfg.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"task.max_prompt_tokens + rollout.max_new_tokens = {cfg.max_model_len} exceeds the model's "
-            f"max_position_embeddings = {model.max_position_embeddings}"
+            f"max_position_embeddings = {model.max_position_embeddings}",
         )
     return model
 
 
 def engine_runs(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    """Which linears of which layers the engine holds in FP8, or none under a recipe without FP8."""
+    """The linears that the engine holds in FP8, by layer; none under a recipe without FP8."""
     if not get_recipe(cfg.precision.recipe).engine_fp8:
         return plain_runs(model.sparse_layers)
     return weights_in_fp8(cfg, model)
 
 
 def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    """Which linears of which layers FP8 takes, whatever the recipe. Raises ConfigError for shapes that it
-    cannot take."""
+    """The linears that would be FP8 under an FP8 recipe, by layer. Raises ConfigError for shapes that FP8
+    does not support."""
     p, layers = cfg.precision, model.num_hidden_layers
     return fp8_runs(linear_shapes(model), layers, p.first_layers_bf16, p.last_layers_bf16, p.exclude,
                     model.sparse_layers)
 
 
 def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
-    """Raises ConfigError, naming the first weight that does not divide; `quantized`: linears in blocks of
-    128."""
+    """Raise ConfigError, naming the first weight whose shape the mesh does not divide.
+
+    `quantized`: linears are divided in whole blocks of 128.
+    """
     if model.num_key_value_heads % tensor:
         heads = f"num_key_value_heads = {model.num_key_value_heads}"
-        raise ConfigError(f"train.tensor = {tensor} does not divide {heads}: a device has whole heads",
+        raise ConfigError(f"train.tensor = {tensor} does not divide {heads}: a device holds whole heads",
                           "use fewer")
     if model.experts and model.experts.num_experts % (fsdp * tensor):
         raise ConfigError(f"{_over(fsdp, tensor)} does not divide num_experts = {model.experts.num_experts}",
                           "use fewer")
     for e in param_table(model):
-        if len(e.shape) < 2 or len(e.index) == 2:  # a vector; of an expert, which lies on a device whole
+        if len(e.shape) < 2 or len(e.index) == 2:  # vectors, and experts, which lie whole on one device
             continue
         block = BLOCK if quantized and e.role.kind == "linear" else 1
         along_tensor = tensor if e.role.tensor == "rows" else 1
-        # columns divide, too: they are the rows of another weight
+        # columns need no check of their own: they are the rows of another weight
         if e.shape[0] % (fsdp * along_tensor * block):
             blocks = f" in whole blocks of {BLOCK}" if block > 1 else ""
             rows = f"the {e.shape[0]} rows of {e.hf_name}{blocks}"

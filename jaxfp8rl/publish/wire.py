@@ -1,8 +1,8 @@
-"""The policy on the wire: the learner as a WeightSource in checkpoint layout, and the way back for the
-embedded engine.
+"""The learner's policy as a WeightSource in checkpoint layout, and its inverse for the embedded engine.
 
-What is quantised in the policy leaves as it is: these bytes are the learner's own. What the engine alone
-holds in FP8 (recipe fp8_rollout) is quantised here, from the policy's rounded weights.
+Weights that the policy holds quantised are sent unchanged, so that the engine gets the learner's own bytes.
+Weights that only the engine holds in FP8 (recipe fp8_rollout) are quantised here, from the policy's rounded
+weights.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def is_fp8(entry: Entry, runs: tuple[LayerRun, ...]) -> bool:
 
 
 def high_precision_modules(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list[str]:
-    """HF names of the linears and routers that stay unquantised: what a quantisation config has to leave
-    out."""
+    """HF names of the linears and routers that stay unquantised, for the exclusions of a quantisation
+    config."""
     products = [e for e in param_table(cfg) if e.role.kind in ("linear", "router")]
     return [e.hf_name.removesuffix(".weight") for e in products if not is_fp8(e, runs)]
 
@@ -50,8 +50,11 @@ def high_precision_modules(cfg: ModelConfig, runs: tuple[LayerRun, ...]) -> list
 def wire_manifest(
     cfg: ModelConfig, runs: tuple[LayerRun, ...], weight_dtype: str, kv_scales: bool = False
 ) -> tuple[ParamMeta, ...]:
-    """What crosses, in HF order: E4M3 weights each followed by their float32 scales, everything else in
-    `weight_dtype`; at the end, if `kv_scales`, those of FP8 attention under vLLM's names."""
+    """The tensors of a publish, in HF order.
+
+    Each E4M3 weight is followed by its float32 scales; every other weight is in `weight_dtype`. With
+    `kv_scales`, the scales of FP8 attention come last, under vLLM's names.
+    """
     metas: list[ParamMeta] = []
     for e in param_table(cfg):
         if is_fp8(e, runs):
@@ -74,12 +77,11 @@ def kv_scale_names(cfg: ModelConfig) -> Iterator[tuple[str, str, int]]:
 
 
 class LearnerWeights:
-    """StackSource over a policy (jaxfp8rl.policy.policy), or over masters, of which the same is made. `runs`:
-    which linears the engine computes in FP8.
+    """StackSource over a policy (jaxfp8rl.policy.policy), or over masters, which give the same tensors.
 
-    What the policy holds as it crosses is given out where it lies. The rest is computed when it is asked for
-    and not waited for, and no more of it than what the caller keeps lives at once. `whole` puts a leaf on one
-    device, where an engine can read it.
+    Tensors that the policy already holds in wire format are passed without a copy. The others are computed
+    asynchronously when they are requested, and freed as soon as the caller drops them. `runs`: the linears
+    that the engine computes in FP8. `whole` moves a leaf to one device, where an engine can read it.
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class LearnerWeights:
         for layer, entries, fp8 in _by_layer(cfg, runs):
             rows = {e.path: places[layer, e.path].row for e in entries}
             leaves = {path: _at(policy, places[layer, path].path) for path in rows}
-            absent = {path: leaf for path, leaf in leaves.items() if not _crosses(leaf, path in fp8, dtype)}
-            made = {}  # what was made of the last layer goes before this one's is made
+            absent = {path: leaf for path, leaf in leaves.items()
+                      if not _in_wire_format(leaf, path in fp8, dtype)}
+            made = {}  # frees the tensors of the last layer before those of this one are computed
             made |= _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype,
                                 fp8) if absent else {}
             for e in entries:
@@ -113,12 +116,12 @@ class LearnerWeights:
                 yield name, StackRow(scales[which], layer)
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]:
-        """The same by whole stacks, as `StackSource` says."""
+        """The same tensors by whole stacks, as in `StackSource`."""
         cfg, runs, dtype = self._args
         for span in _spans(cfg, runs, _layers_of(self._policy)):
             leaf = _at(self._policy, span.path)
             whole = jax.tree.map(self._whole, leaf)
-            if _crosses(leaf, span.fp8, dtype):
+            if _in_wire_format(leaf, span.fp8, dtype):
                 first = span.first and span.first * span.experts
                 yield _rows(span.names, whole, first, held=not _is_split(leaf))
             elif span.first is None:
@@ -126,22 +129,22 @@ class LearnerWeights:
             else:
                 for at, names in _parts(span, leaf.shape, 1 if span.fp8 else jnp.dtype(dtype).itemsize,
                                         nbytes):
-                    # no name for what is made: nothing is left of it when the next is
+                    # not bound to a name, so that each part is freed before the next is computed
                     count = len(names) // span.experts
                     yield _rows(names, _made(whole, _on_device(at), count, dtype, span.fp8), 0, held=False)
-            del whole  # what lay over several devices is gathered one leaf at a time
+            del whole  # sharded leaves are gathered one at a time
         if scales := self._policy.get("kv_scales"):
             names = {which: tuple(n for n, w, _ in kv_scale_names(cfg) if w == which) for which in scales}
             yield [Rows(names[which], scale, 0, True) for which, scale in scales.items()]
 
 
 def _is_split(leaf: Array | QuantizedWeight) -> bool:
-    """Whether it lies over several devices (jaxfp8rl.distributed.mesh)."""
+    """Whether a leaf is sharded over several devices (jaxfp8rl.distributed.mesh)."""
     return len(jax.tree.leaves(leaf)[0].sharding.device_set) > 1
 
 
-def _crosses(leaf: Array | QuantizedWeight, fp8: bool, dtype: str) -> bool:
-    """Whether a leaf is as it crosses."""
+def _in_wire_format(leaf: Array | QuantizedWeight, fp8: bool, dtype: str) -> bool:
+    """Whether a leaf can be sent as it is."""
     return fp8 if isinstance(leaf, QuantizedWeight) else not fp8 and leaf.dtype == dtype
 
 
@@ -160,8 +163,8 @@ def _scales_of(names: tuple[str, ...]) -> tuple[str, ...]:
 @functools.cache
 def _parts(span: Span, shape: tuple[int, ...], itemsize: int,
            nbytes: int) -> list[tuple[int, tuple[str, ...]]]:
-    """(first row, names) of parts of up to `nbytes`, as equal as can be, for all but one to share a
-    program."""
+    """(first row, names) of parts of up to `nbytes`, of equal size where possible, so that they share a
+    compiled program."""
     each, row_bytes = span.experts, math.prod(shape[1:]) * itemsize
     rows = len(span.names) // each
     size = -(-rows // -(-rows // max(nbytes // row_bytes, 1)))
@@ -175,7 +178,7 @@ Path = tuple[str, ...]
 @functools.cache
 def _by_layer(cfg: ModelConfig,
               runs: tuple[LayerRun, ...]) -> list[tuple[int | None, list[Entry], frozenset[Path]]]:
-    """The table of tensors in wire order as (layer or None, its entries, paths of what crosses in FP8)."""
+    """The table of tensors in wire order: (layer or None, its entries, the paths of its FP8 tensors)."""
     groups = ((layer, list(entries))
               for layer, entries in itertools.groupby(param_table(cfg), key=lambda e: e.layer))
     return [(layer, entries, frozenset(e.path for e in entries if is_fp8(e, runs)))
@@ -183,7 +186,7 @@ def _by_layer(cfg: ModelConfig,
 
 
 class Place(NamedTuple):
-    """A leaf of the policy, and the row of it that is a layer's; None of one outside the layers."""
+    """The path of a leaf of the policy, and a layer's row in it; None for a leaf outside the layers."""
 
     path: tuple[str | int, ...]
     row: int | None
@@ -191,8 +194,10 @@ class Place(NamedTuple):
 
 @functools.cache
 def _places(cfg: ModelConfig, held: tuple[int, ...]) -> dict[tuple[int | None, Path], Place]:
-    """(layer or None, path) -> where it is, of `held` layers in each stack. A leaf has rows for those layers
-    of its stack that have such a tensor."""
+    """(layer or None, path) -> its Place in a policy whose stacks have `held` layers each.
+
+    A leaf has a row for each layer of its stack that has such a tensor.
+    """
     stack_of = [stack for stack, count in enumerate(held) for _ in range(count)]
     places, first = {}, {}
     for e in param_table(cfg):
@@ -205,13 +210,13 @@ def _places(cfg: ModelConfig, held: tuple[int, ...]) -> dict[tuple[int | None, P
 
 
 def _layers_of(policy: Params) -> tuple[int, ...]:
-    """How many layers each stack holds. Every layer has norms."""
+    """The number of layers in each stack, read off the norms, which every layer has."""
     return tuple(len(stack["input_layernorm"]["weight"]) for stack in policy["layers"])
 
 
 class Span(NamedTuple):
-    """Tensors that cross alike: rows of a leaf from `first` on, or if that is None a leaf outside the layers.
-    Of each row there are `experts` tensors."""
+    """Tensors with one format: rows of a leaf from `first` on, or, if `first` is None, a leaf outside the
+    layers. Each row holds `experts` tensors."""
 
     names: tuple[str, ...]
     path: tuple[str | int, ...]
@@ -242,7 +247,7 @@ def _at(tree: Params, path: tuple[str | int, ...]) -> Any:
 
 
 def _row(leaf: Array | QuantizedWeight, index: tuple[int, ...]) -> Any:
-    """What is at `index`, of a layer or of a layer and an expert, without a copy."""
+    """The tensor at `index` (layer) or (layer, expert) of a stack, without a copy."""
     if not index:
         return leaf
     at = index[0] if len(index) == 1 else index
@@ -252,7 +257,8 @@ def _row(leaf: Array | QuantizedWeight, index: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _on_device(index: int | None) -> Array | None:
-    """Once for all publishes: a number from the host is a transfer each time."""
+    """`index` as a device array, cached for all publishes because each number from the host costs a
+    transfer."""
     return None if index is None else jnp.int32(index)
 
 
@@ -260,8 +266,8 @@ def _on_device(index: int | None) -> Array | None:
 def _made_layer(
     leaves: dict[Path, Array], rows: dict[Path, Array | None], dtype: str, fp8: frozenset[Path]
 ) -> dict[Path, Any]:
-    """Its row of each leaf, or if that is None the leaf itself, by one program for all layers of a kind in a
-    stack."""
+    """One layer's tensors in wire format: its row of each leaf, or the whole leaf if its row is None. All
+    layers of a kind in a stack share one compiled program."""
 
     def one(path: Path) -> Array | QuantizedWeight:
         if (row := rows[path]) is None:
@@ -273,13 +279,13 @@ def _made_layer(
 
 @functools.partial(rounding_exact_jit, static_argnums=(2, 3, 4))
 def _made(leaf: Array, first: Array | None, count: int, dtype: str, fp8: bool) -> Array | QuantizedWeight:
-    """`count` rows of `leaf` from the first on, or if that is None the leaf itself. `first` is traced: all
-    parts of a stack share a program."""
+    """`count` rows of `leaf` from `first` on, in wire format, or the whole leaf if `first` is None. `first`
+    is traced, so that all parts of a stack share a compiled program."""
     return _rounded(leaf, dtype) if first is None else _rows_made(leaf, first, count, dtype, fp8)
 
 
 def _rows_made(leaf: Array, first: Array, count: int, dtype: str, fp8: bool) -> Array | QuantizedWeight:
-    """Rounded to `dtype`, and quantised or cast to it."""
+    """Rows of `leaf`, rounded to `dtype`, then quantised or cast to it."""
     if fp8 and leaf.dtype == dtype:
         return QuantizedWeight.of(leaf, (first, count))
     rounded = _rounded(jax.lax.dynamic_slice_in_dim(leaf, first, count), dtype)
@@ -291,9 +297,9 @@ def _rounded(x: Array, dtype: str) -> Array:
 
 
 def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str, Array]) -> Params:
-    """Wire tensors -> the parameter tree that the model's functions take, one stack of layers a run.
+    """Wire tensors -> the parameter tree of the model's functions, with one stack of layers a run.
 
-    FP8 weights arrive as QuantizedWeight leaves: their codes and scales are used as they came.
+    FP8 weights become QuantizedWeight leaves with the codes and scales that were sent.
     """
 
     def leaf(e: Entry) -> Array | QuantizedWeight:
@@ -311,7 +317,7 @@ def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str,
         stack: Params = {}
         for path in dict.fromkeys(e.path for e in table if e.layer is not None):
             members = [e for e in table if e.path == path and e.layer in range(run.start, run.stop)]
-            if not members:  # of dense layers alone, or of sparse ones
+            if not members:  # a run of dense layers has no experts, and one of sparse layers no dense MLP
                 continue
             experts = (cfg.mixture.num_experts,) if len(members[0].index) > 1 else ()
             join = lambda *xs, experts=experts: jnp.stack(xs).reshape(-1, *experts, *xs[0].shape)

@@ -1,1 +1,1 @@
-"""From problems to scored groups of completions, and the one registry of engines."""
+"""Sample completions for problems, score them in groups, and the one registry of engines."""

@@ -19,7 +19,7 @@ def completion_to_json(c: Completion) -> dict[str, Any]:
 
 
 def completion_from_json(d: dict[str, Any]) -> Completion:
-    """The completion that `completion_to_json` made `d` of."""
+    """The inverse of `completion_to_json`."""
     arrays = {name: np.array(values, dtype) for name, (dtype, values) in d["arrays"].items()}
     spans = tuple(VersionSpan(*span) for span in d["version_spans"])
     fields: dict[str, Any] = d | arrays | {"version_spans": spans}

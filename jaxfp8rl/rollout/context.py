@@ -1,4 +1,5 @@
-"""The part of a run's context that rollout needs: a protocol, so that rollout does not import the whole run."""
+"""The part of a run's context that rollout needs: a protocol, so that rollout does not import the whole
+run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from jaxfp8rl.rollout.stops import Stops
 
 
 class RolloutContext(Protocol):
-    """`jaxfp8rl.training.context.RunContext` is one."""
+    """A subset of `jaxfp8rl.training.context.RunContext`, which implements it."""
 
     cfg: Config
     engine: RolloutEngine

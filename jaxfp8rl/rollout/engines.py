@@ -1,5 +1,5 @@
-"""The one place where the learner meets concrete engines and transports. Each is imported only when it is
-asked for."""
+"""The one module of the learner that builds concrete engines and transports. Each is imported only when the
+config names it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def share_gpu(cfg: Config) -> None:
-    """Have JAX allocate so that vLLM, in this process or another, can be on the same GPU."""
+    """Configure JAX's allocator so that vLLM, in this or another process, can share the GPU."""
     if cfg.rollout.engine != "jax":
         from bridges.inside_vllm.device_pool import share
 
@@ -34,41 +34,41 @@ def share_gpu(cfg: Config) -> None:
 
 
 def device_memory() -> int | None:
-    """Bytes of the first GPU; None on a CPU."""
+    """The memory of the first GPU, in bytes; None on a CPU."""
     from bridges.inside_vllm.device_pool import total
 
     return total()
 
 
 def cuda_compiler() -> str | None:
-    """Where nvcc is, by which rollout.fp8_kernel = "deep_gemm" compiles; None if it is nowhere."""
+    """The path of nvcc, which rollout.fp8_kernel = "deep_gemm" needs; None if it is not found."""
     from bridges.inside_vllm import environment as vllm_environment
 
     return vllm_environment.cuda_compiler()
 
 
 def write_weights(source: WeightSource, folder: Path, version: int) -> str:
-    """As a folder of safetensors (bridges.transports.safetensors_file); returns the manifest's digest. Raises
-    BridgeError."""
+    """Write the tensors of `source` as a folder of safetensors (bridges.transports.safetensors_file) and
+    return the manifest's digest. Raises BridgeError."""
     from bridges.transports.safetensors_file import write_folder
 
     return write_folder(source, folder, version)
 
 
 def check_engine_settings(cfg: Config) -> None:
-    """Raise ConfigError for what an engine would refuse on any machine. No device is asked, no package of an
-    engine imported."""
+    """Raise ConfigError for settings that an engine would refuse on any machine. No device is queried, and no
+    engine's package is imported."""
     r = cfg.rollout
     if r.engine == "jax" and r.publish != "auto":
         raise ConfigError(
-            f'rollout.publish = "{r.publish}" is a way into vLLM, rollout.engine "jax" has but one',
+            f'rollout.publish = "{r.publish}" is for vLLM; rollout.engine is "jax", which has only one way',
             "leave rollout.publish out")
     if r.server_token_file:
         _token(r.server_token_file)
 
 
 def engine_lacks(cfg: Config) -> UserError | None:
-    """What is not installed here of the engine that runs are to start."""
+    """The error that the config's engine is not installed here; None if it is, or if a server runs it."""
     if cfg.rollout.engine == "jax" or cfg.rollout.server_url or importlib.util.find_spec("vllm"):
         return None
     return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
@@ -77,10 +77,10 @@ def engine_lacks(cfg: Config) -> UserError | None:
 
 def build_engine(cfg: Config, model: ModelConfig,
                  runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
-    """The engine the config names, with a transport opened on it. `runs`: which linears it holds in FP8.
+    """Build the engine that the config names and open a transport on it. `runs`: its FP8 linears by layer.
 
-    Raises BridgeError from the engine's own checks, or UserError with the extra to install. What of the
-    settings is decided without it `check_engine_settings` refuses.
+    Raises BridgeError from the engine's own checks, or UserError with the extra to install. Settings that can
+    be checked without an engine are refused earlier, by `check_engine_settings`.
     """
     if lack := engine_lacks(cfg):
         raise lack
@@ -130,7 +130,7 @@ def _jax(cfg: Config, model: ModelConfig,
 
 
 def _routes_of_all_layers(model: ModelConfig, cache: KVCache) -> Array:
-    """The experts of each slot, [B, S, L, k]; 0 in dense layers, as vLLM has it."""
+    """The experts of each cache slot, [B, S, L, k]; 0 in dense layers, as in vLLM."""
     assert cache.routes is not None  # a model with experts has them
     routes = jnp.moveaxis(cache.routes, 0, 2)
     every = jnp.zeros((*routes.shape[:2], model.num_hidden_layers, routes.shape[-1]), routes.dtype)
@@ -138,7 +138,7 @@ def _routes_of_all_layers(model: ModelConfig, cache: KVCache) -> Array:
 
 
 def _embedded_formats(cfg: Config) -> EngineFormats:
-    """What the embedded engine computes in: the recipe's engine column, as the config details it."""
+    """The number formats of the embedded engine, from the recipe and the config."""
     compute, fp8 = cfg.precision.compute_dtype, get_recipe(cfg.precision.recipe).engine_fp8
     return EngineFormats(
         weights=FP8_WEIGHT if fp8 else cfg.precision.weight_dtype,
@@ -184,8 +184,8 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
 
 def _remote(cfg: Config, model: ModelConfig,
             runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
-    """vLLM in processes of its own: those that are started here and end with the run, or one that was given
-    by its address."""
+    """vLLM in other processes: either processes that this run starts and ends, or a running server at
+    rollout.server_url."""
     from bridges.served.engine_pool import EnginePool, Member
     from bridges.served.remote_engine import RemoteEngine, start
     from bridges.served.supervised_engine import SupervisedEngine
@@ -200,7 +200,7 @@ def _remote(cfg: Config, model: ModelConfig,
     def started(number: int) -> tuple[RolloutEngine, WeightTransport]:
         gpus = ",".join(map(str, r.server_gpus[number * share :][:share]))
         environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        # unseeded requests draw each its own
+        # each engine has its own seed, so that engines differ on requests without one
         config: dict[str, Any] = _vllm_options(cfg, model, runs) | {"seed": cfg.run.seed + number}
         engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **config)
         return engine, _opened(cfg, engine)
@@ -215,7 +215,7 @@ def _remote(cfg: Config, model: ModelConfig,
 
 
 def _opened(cfg: Config, engine: Any) -> Any:
-    """The configured way to an engine in a process of its own."""
+    """Open the configured transport to an engine in another process."""
     from bridges.served.remote_direct import RemoteDirect
     from bridges.served.remote_file import RemoteFile
 
@@ -237,16 +237,16 @@ def _token(path: str) -> str:
 
 
 def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> None:
-    """Raise ConfigError where a server that runs already is not what the config asks for. Weights are
-    compared by publishing."""
+    """Raise ConfigError if a running server does not suit the config. Its weights are compared by
+    publishing."""
     c = engine.capabilities()
     problem = None
     if c.vocab_size != model.vocab_size:
-        problem = f"a vocabulary of {c.vocab_size}, the model has {model.vocab_size}"
+        problem = f"a vocabulary of {c.vocab_size}, but the model's is {model.vocab_size}"
     elif c.max_model_len < cfg.max_model_len:
-        problem = f"max_model_len {c.max_model_len}, a prompt and its completion take {cfg.max_model_len}"
+        problem = f"max_model_len {c.max_model_len}, but a prompt and its completion take {cfg.max_model_len}"
     elif (c.formats.kv_cache == FP8_KV) != (cfg.rollout.kv_cache == "fp8"):
-        problem = f'a cache in {c.formats.kv_cache}, rollout.kv_cache is "{cfg.rollout.kv_cache}"'
+        problem = f'a cache in {c.formats.kv_cache}, but rollout.kv_cache is "{cfg.rollout.kv_cache}"'
     if problem:
         raise ConfigError(f"rollout.server_url: the server at {cfg.rollout.server_url} has {problem}",
                           "start it for this model")

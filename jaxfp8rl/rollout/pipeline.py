@@ -4,12 +4,14 @@ learns.
     lag 0    sample 1 | learn 1 | publish 1 | sample 2 | learn 2 | publish 2 | ...
     lag 1    sample 1 | learn 1, sample 2 | publish 1 | learn 2, sample 3 | publish 2 | ...
 
-With a lag the batch of step s was sampled at the weights of step s - 2, one version older than those that
-learn from it, and no older: a publish waits for what is being sampled, and so for each completion there is
-one version (Completion.version_spans). pi_old is scored by the learner as it is when it learns, so the
-correction's pi_old / mu is of both, numbers and age. A checkpoint holds the answers of the engine that are
-waiting, because the weights they are of are gone: a resumed run takes them from there. The last step has
-none: a finished run that is given more steps begins them as it began the first, at the newest weights.
+With a lag the batch of step s was sampled at the weights of step s - 2, one version older than the weights
+that learn from it, and never older. A publish waits until sampling has finished, so each completion has one
+version (Completion.version_spans). pi_old is scored at the learner's weights when it learns, so the
+correction's pi_old / mu covers both rounding and age.
+
+A checkpoint holds the completions that were sampled ahead, because the weights that sampled them are gone; a
+resumed run takes them from there. The last step samples nothing ahead. If a finished run is given more steps,
+the first of them samples at the newest weights, as step 1 did.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Answers = list[list[list[Completion]]]  # of each call of `generate`
 
 
 class RolloutPipeline:
-    """Of one run, in order. With a lag it samples in a thread of its own."""
+    """The rollout batches of one run, in order. With a lag, sampling runs in its own thread."""
 
     def __init__(self, ctx: RolloutContext):
         self._parts = ctx
@@ -38,28 +40,28 @@ class RolloutPipeline:
         self._kept: dict[str, Any] = {}
 
     def next_batch(self, step: int, clock: Clock) -> scored_groups.Rollouts:
-        """The batch of `step`. What it cost is added to `clock`, with a lag also of what was sampled beside
-        the last step."""
+        """The batch of `step`. Its times are added to `clock`, even if it was sampled beside the step
+        before."""
         if not self._parts.cfg.rollout.lag:
             return generate_batch(self._parts, self._parts.engine, step, step - 1, clock)
         waiting = self._waiting or self._begin(step, step - 1)
         with clock("wait"):
-            batch, own = waiting.result()
-        clock.include(own)
+            batch, sampling_clock = waiting.result()
+        clock.include(sampling_clock)
         self._waiting, self._kept = None, {}
         if step < self._parts.cfg.run.steps:
             self._begin(step + 1, step - 1)
         return batch
 
     def wait(self, clock: Clock) -> None:
-        """Return when nothing is being sampled; raises what sampling raised."""
+        """Wait until sampling has finished. Raises the exception that it raised."""
         if self._waiting is not None:
             with clock("wait"):
                 self._waiting.result()
 
     def state(self) -> dict[str, Any]:
-        """JSON-able, of a checkpoint: the place in the prompt stream and, settled, what has been sampled for
-        the next step."""
+        """The state for a checkpoint, as JSON types: the position in the prompt stream and, after `wait`, the
+        completions sampled for the next step."""
         if self._waiting is None:
             return {"stream": self._parts.stream.state()}
         answers = [[[completion_to_json(c) for c in group] for group in call]
@@ -68,10 +70,10 @@ class RolloutPipeline:
                 "ahead": {"version": self._kept["version"], "answers": answers}}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        """Where the run was after `step`. Raises CheckpointError when the state is damaged or of other
-        data."""
+        """Continue where the run was after `step`. Raises CheckpointError if the state is damaged or belongs
+        to other data."""
         self._parts.stream = PromptStream.from_state(self._parts.train, state["stream"])
-        # without one the same prompts are sampled anew
+        # without a lag the same prompts are sampled anew
         if (ahead := state.get("ahead")) and self._parts.cfg.rollout.lag:
             answers = [[[completion_from_json(c) for c in group] for group in call]
                        for call in ahead["answers"]]
@@ -79,7 +81,8 @@ class RolloutPipeline:
 
     def _begin(self, step: int, version: int,
                known: Sequence[list[list[Completion]]] = ()) -> Future:
-        """Sample in a thread; what is `known` is not asked for again."""
+        """Sample the batch of `step` in a thread. `known`: the engine's answers that a checkpoint holds,
+        which are not requested again."""
         engine, clock, done = _ReplayedEngine(self._parts.engine, known), Clock(), Future()
         self._waiting = done
         self._kept = {"stream": self._parts.stream.state(), "version": version, "answers": engine.answers}
@@ -95,7 +98,7 @@ class RolloutPipeline:
 
 
 class _ReplayedEngine:
-    """An engine of which each answer is kept; the first ones may be `known`."""
+    """An engine that records its answers, and gives the answers in `known` before it samples."""
 
     def __init__(self, engine: RolloutEngine, known: Sequence[list[list[Completion]]]):
         self._engine, self._known, self.answers = engine, list(known), []
@@ -110,8 +113,8 @@ class _ReplayedEngine:
 
 def generate_batch(ctx: RolloutContext, engine: scored_groups.Generates, step: int, version: int,
                    clock: Clock) -> scored_groups.Rollouts:
-    """Sample and score a batch of prompts; under dynamic sampling further ones, until enough groups have
-    rewards that differ."""
+    """Sample and score a batch of prompts. Dynamic sampling repeats this with further prompts until enough
+    groups have rewards that differ."""
     cfg, rounds = ctx.cfg, []
     for again in range(cfg.loss.dynamic_sampling_rounds):
         with clock("rollout"):

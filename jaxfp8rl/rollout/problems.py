@@ -23,7 +23,7 @@ from jaxfp8rl.rollout.stops import Stops, stops_of
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Tokenizer, what ends a completion, task, and its usable prompts."""
+    """The task with its usable prompts, and the stops, which hold the tokenizer."""
 
     stops: Stops
     task: Task
@@ -35,14 +35,18 @@ class Data:
         return self.stops.tokenizer
 
     def contents(self) -> dict[str, str]:
-        """Digests of what a resumed run must find again. The options of a generator fix its answers, and some
-        of reasoning_gym's write down another right one in each process."""
+        """Digests of the problems, which a resumed run compares with its own.
+
+        Answers of reasoning_gym are left out: its options determine them, and some of its generators write a
+        different correct answer in each process.
+        """
         answers = self.task.kind != "reasoning_gym"
         return {"problems": contents(self.train, answers),
                 "held-out problems": contents(self.held_out, answers)}
 
     def questions(self, cfg: Config) -> Questions:
-        """Raises DataError where the weights in model.path were trained on what is held out here."""
+        """The questions to train on and to hold out. Raises DataError if the weights in model.path were
+        trained on a question that is held out here."""
         train, held_out = (digests_of([p.problem for p in prompts])
                            for prompts in (self.train, self.held_out))
         if not cfg.model.path or (seen := read_seen(cfg.model.path)) is None:
@@ -52,8 +56,8 @@ class Data:
 
 
 def load_data(cfg: Config, model: ModelConfig) -> Data:
-    """Tokenizer and problems, encoded and checked against the vocabulary and the prompt limit. Raises
-    UserErrors."""
+    """Load the tokenizer and the problems, encoded and checked against the vocabulary and the prompt limit.
+    Raises UserErrors."""
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date,
                                cfg.task.chat_template_kwargs)
     check_fits(tokenizer, model.vocab_size)
@@ -63,7 +67,7 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
     if isinstance(task, FileTask):
         print(*task.report.notes, sep="\n", end="\n" if task.report.notes else "")
         if bad := task.report.bad:
-            print(f"left out {len(bad)} bad rows of {task.report.rows}; the first: {bad[0]}")
+            print(f"left out {len(bad)} bad rows out of {task.report.rows}; the first: {bad[0]}")
     if not held_out:
         print("no problem is held out: there will be no evaluation (docs/tasks.md)")
     if cfg.sft.steps and (lost := len(train) - len(demonstrable(train, task.name))):
@@ -71,7 +75,8 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
             f"the warm start leaves out {lost} of {len(train)} problems, which have no reference answer to imitate")
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(
-            f"{len(train)} usable problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
+            f"only {len(train)} usable problems, but a step takes "
+            f"rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
     chat = any(not isinstance(prompt.problem.prompt, str) for prompt in [*train, *held_out])
     return Data(stops_of(cfg.rollout, tokenizer, chat), task, train, held_out)
 
@@ -80,15 +85,15 @@ def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> 
     usable, report = prepare(problems, tokenizer, cfg.task.max_prompt_tokens, skip=cfg.task.skip_bad_rows)
     if report.first:
         left_out = f"{report.empty} empty, {report.too_long} overlong and {report.refused} refused prompts"
-        print(f"left out {left_out} of {len(problems)}; the first: {report.first}")
+        print(f"left out {left_out} out of {len(problems)}; the first: {report.first}")
     return [Prompt(*p) for p in usable]
 
 
 def _not_in(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """The held-out problems that training has not, put otherwise (another system prompt, say): a split goes
-    by prompts."""
+    """The held-out problems whose question is not in training. The split compares whole prompts, so the same
+    question with another system prompt can be on both sides."""
     asked = {question(p.problem) for p in train}
     kept = [p for p in held_out if question(p.problem) not in asked]
     if left_out := len(held_out) - len(kept):
-        print(f"left out {left_out} held-out problems that training has, too, put otherwise")
+        print(f"left out {left_out} held-out problems whose question is also trained on, in another prompt")
     return kept

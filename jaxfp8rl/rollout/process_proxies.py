@@ -1,5 +1,7 @@
-"""What the loop sees of the world, engine and rewards, in a learner of several processes: the first one's, in
-all of them."""
+"""Proxies of the engine, the transport and the rewards for a learner of several processes.
+
+Only the first process has them; the proxies broadcast their results to all processes.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,16 @@ World = tuple[RewardRunner, RolloutEngine, WeightTransport]
 
 
 def with_proxies(group: ProcessGroup, make: Callable[[], World]) -> World:
-    """What `make` makes; of several processes the first makes it, and all hear the same of it."""
+    """The parts that `make` builds. With several processes, the first builds them and each gets proxies."""
     if group.count == 1:
         return make()
     rewards, engine, transport = make() if group.first else (None,) * 3
     proxies: Any = _Rewards(group, rewards), _Engine(group, engine), _Transport(group, transport)
-    return proxies  # each has what a loop calls of its protocol
+    return proxies  # each has the methods of its protocol that the loop calls
 
 
 class _RankZeroProxy:
-    """A part that only the first process has; `_here` does there what the others need not hear of."""
+    """A part that only the first process has. `_here` calls a method there without telling the others."""
 
     def __init__(self, group: ProcessGroup, part: Any):
         self._group, self._part = group, part
@@ -59,8 +61,8 @@ class _Rewards(_RankZeroProxy):
 class _Engine(_RankZeroProxy):
     def __init__(self, group: ProcessGroup, engine: Any):
         super().__init__(group, engine)
-        said = group.broadcast(lambda: dataclasses.asdict(engine.capabilities()))
-        self._capabilities = Capabilities(**said | {"formats": EngineFormats(**said["formats"])})
+        fields = group.broadcast(lambda: dataclasses.asdict(engine.capabilities()))
+        self._capabilities = Capabilities(**fields | {"formats": EngineFormats(**fields["formats"])})
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -94,12 +96,12 @@ class _Engine(_RankZeroProxy):
 
 
 class _Transport(_RankZeroProxy):
-    """Opened already. While the others wait for the receipt, they put whole what the first asks for
-    (ProcessGroup.lend)."""
+    """A transport that is already open. While the other processes wait for the receipt, they serve the first
+    one's requests to gather sharded arrays (ProcessGroup.lend)."""
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        said = self._group.broadcast(lambda: dataclasses.asdict(self._part.publish(source, version)))
-        return PublishReceipt(**said | {"caches_reset": tuple(said["caches_reset"])})
+        fields = self._group.broadcast(lambda: dataclasses.asdict(self._part.publish(source, version)))
+        return PublishReceipt(**fields | {"caches_reset": tuple(fields["caches_reset"])})
 
     def verify(self, receipt: PublishReceipt) -> None:
         if self._part is not None:

@@ -1,5 +1,4 @@
-"""The completions a run keeps to be looked at: rows of samples.jsonl, with what engine and learner said of
-each token."""
+"""Rows of samples.jsonl: sampled completions, with the log-probabilities of engine and learner by token."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from jaxfp8rl.rollout.context import RolloutContext
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts
 from jaxfp8rl.types import Params, TrainBatch
 
-DIGITS = 4  # of log-probabilities and weights: a ratio is known to 1e-4, in a third of the bytes
+DIGITS = 4  # decimals of log-probabilities and weights: a third of the bytes, and ratios are known to 1e-4
 
 
 def sample_rows(
@@ -33,10 +32,12 @@ def sample_rows(
     packed: Sequence[TrainBatch], scored: Sequence,
     likeliest: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> list[dict[str, Any]]:
-    """Those that `kept` chooses. One that was learned from comes with `old_logp` and `weights`, the
-    correction's, 0 where the token is left out; without a scoring pass (loss.old_policy) these are of the
-    update alone. `likeliest`: what `top_tokens` said of these completions, for `top_ids` and `top_logp`
-    [tokens, k].
+    """The rows of the completions that `kept` chooses.
+
+    A completion that was learned from has `old_logp` and `weights`, the correction's weight of each token, 0
+    for a rejected token. Without a scoring pass (loss.old_policy) both are missing, because only the update
+    computes them. `likeliest`: the result of `top_tokens` for these completions, written as `top_ids` and
+    `top_logp` [tokens, k].
     """
     chosen = kept(batch.groups, ctx.cfg.run.samples_per_step)
     learned = {}
@@ -51,8 +52,8 @@ def sample_rows(
 
 
 def kept(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
-    """`count` completions of a step, each a group and a place in it: the first ones of the first groups; from
-    two on the step's worst and its best by reward are among them."""
+    """Choose `count` completions of a step, as (group, index in it): the first completion of each of the
+    first groups. Two or more include the step's worst and best completions by reward."""
     places = [(g, 0) for g in range(min(count, len(groups)))]
     reward = lambda place: groups[place[0]].rewards[place[1]]
     scored = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rewards))
@@ -67,8 +68,11 @@ def kept(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
 
 def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: int,
                layout: MeshLayout = ONE) -> Callable:
-    """Jitted top_k(policy, batch) -> the k likeliest tokens in place of each that was sampled: ids [M, R, T,
-    k] int32, and their log-probabilities, float32; 0 off the response mask."""
+    """Jitted top_k(policy, batch) -> the k likeliest tokens at the position of each sampled token.
+
+    Returns their ids [M, R, T, k] int32 and log-probabilities [M, R, T, k] float32, both 0 where the response
+    mask is false.
+    """
 
     def of_micro(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
         fields = batch.tokens, batch.positions, batch.segment_ids
@@ -86,9 +90,8 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
 
 
 def top_tokens(ctx: RolloutContext, policy: Params, batch: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of the completions that `sample_rows` keeps the policy's likeliest tokens, [tokens, k], and their
-    log-probabilities; none unless run.samples_top_k asks for them. The policy is the one that the step scores
-    with."""
+    """The policy's likeliest tokens [tokens, k] and their log-probabilities, for each completion that
+    `sample_rows` keeps; [] if run.samples_top_k = 0. `policy`: the one that the step scores with."""
     if ctx.top_k is None:
         return []
     first = [(g.prompt.token_ids, g.completions[i])
@@ -105,7 +108,7 @@ def top_tokens(ctx: RolloutContext, policy: Params, batch: Rollouts) -> list[tup
 
 @functools.partial(jax.jit, static_argnames="correction")
 def _weights(old_logp, rows: TrainBatch, correction):
-    """[M, R, T], as the update works them out again."""
+    """The correction's weights [M, R, T]; the update computes the same weights again."""
     return rollout_correction(old_logp, rows.rollout_logp, rows.response_mask, correction,
                               rows.segment_ids).weights
 
@@ -126,12 +129,15 @@ def _row(group: Group, i: int, step: int, tokenizer: Tokenizer,
 
 
 def token_lengths(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, text: str) -> list[int]:
-    """Characters of `text` that each of `ids` [T] stands for. 0 for a token that ends within a character,
-    whose next one has it all, and for the stop token, which is not in the text."""
+    """The number of characters of `text` for each token of `ids` [T].
+
+    A token that ends within a character has 0, and the next token has the whole character. The stop token has
+    0, since it is not part of the text.
+    """
     pieces = [_piece(tokenizer, int(i)) for i in ids]
-    for alone in (pieces, [*pieces[:-1], ""]):  # cut off at the limit, or ended by a stop token
-        if "".join(alone) == text:
-            return list(map(len, alone))
+    for parts in (pieces, [*pieces[:-1], ""]):  # cut off at the limit, or ended by a stop token
+        if "".join(parts) == text:
+            return list(map(len, parts))
     return _in_context(tokenizer, ids, text)
 
 
@@ -141,9 +147,9 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _in_context(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, text: str) -> list[int]:
-    """The same where tokens cut characters, or a token's text depends on the one before it; slower."""
+    """`token_lengths` for tokens that split characters or whose text depends on the token before; slower."""
     lengths, left = [], len(text)
-    start = done = 0  # text up to token `done` is known; from `start` on tokens are decoded together
+    start = done = 0  # the text up to token `done` is known; tokens from `start` on are decoded together
     decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
     for end in range(1, len(ids) + 1):
         known, now = decode(ids[start:done]), decode(ids[start:end])
@@ -151,7 +157,7 @@ def _in_context(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, text: str
         lengths.append(min(len(now) - len(known), left) if whole else 0)
         if whole:
             start, done, left = done, end, left - lengths[-1]
-    lengths[-1] += left  # what ends within a character, or is U+FFFD itself
+    lengths[-1] += left  # a text that ends within a character, or with U+FFFD itself
     return lengths
 
 

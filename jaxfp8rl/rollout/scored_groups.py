@@ -1,4 +1,4 @@
-"""From problems to scored groups of completions: what stands between the engine and the packed batch."""
+"""Requests, scored groups of completions, and their samples: the steps from problems to a packed batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import support
 from jaxfp8rl.verifiers.scorers import THINK_TAGS, thinks_on
 
-THINK_TOKENS = 32  # more than the tag that a prompt ends with has, blanks included
+THINK_TOKENS = 32  # tokens at the end of a prompt to search for a think tag, blanks included
 
 
 class Prompt(NamedTuple):
@@ -33,9 +33,11 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The n completions of one prompt with their rewards [n], NaN where the scorer has no answer; each of
-    several by name, which these are the sum of; and of how many the scorer broke on what was written, for a
-    reward of 0."""
+    """The n completions of one prompt with their rewards [n], NaN where a completion has no score.
+
+    named: the values of each named reward [n], whose weighted sum `rewards` is. malformed: the number of
+    completions on which the scorer failed, which gives them the reward 0.
+    """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -47,15 +49,15 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """All usable groups of a step; `rejected` says of each refused group why. `chosen`: those to learn
-    from."""
+    """The usable groups of a step; `rejected`: for each rejected group the reason; `chosen`: the groups to
+    learn from."""
 
     groups: tuple[Group, ...]
     rejected: tuple[str, ...]
     chosen: tuple[Group, ...]
 
     def metrics(self) -> dict[str, float]:
-        """reward/*, response/*, rollout/* of metrics.jsonl."""
+        """The metrics reward/*, response/*, rollout/*, support/* and tokens/rollout."""
         rewards = np.concatenate([g.rewards for g in self.groups])
         completions = [c for g in self.groups for c in g.completions]
         lengths = np.array([len(c.token_ids) for c in completions])
@@ -77,8 +79,8 @@ class Rollouts:
         }
 
     def age(self, version: int) -> dict[str, float]:
-        """weights/version that all was sampled at, and how much older than `version`, the learner's, it is: a
-        token, at most."""
+        """weights/version, the oldest version that sampled a token, and by how many versions the tokens are
+        older than `version`, the learner's: mean over tokens and maximum."""
         spans = [span for g in self.groups for c in g.completions for span in c.version_spans]
         tokens = np.array([span.stop - span.start for span in spans])
         ages = version - np.array([span.version for span in spans])
@@ -90,8 +92,8 @@ class Rollouts:
 
 
 def named_means(groups: Sequence[Group], undefined: float = np.nan) -> dict[str, float]:
-    """The mean of each named reward over the completions that it has a value for; those without count as
-    `undefined`."""
+    """The mean of each named reward over its completions. A completion without a value counts as `undefined`;
+    NaN leaves it out."""
     columns = {name: np.concatenate([g.named[name] for g in groups])
                for name in (groups[0].named if groups else ())}
     filled = {name: np.where(np.isnan(x), undefined, x) for name, x in columns.items()}
@@ -102,8 +104,8 @@ def named_means(groups: Sequence[Group], undefined: float = np.nan) -> dict[str,
 def make_requests(
     prompts: Sequence[Prompt], sampling: SamplingParams, n: int, seed: int, step: int, again: int = 0
 ) -> list[GenRequest]:
-    """One request a prompt. Each seed is drawn from (run seed, step, place), so a resumed run samples the
-    same. `again` counts the further rounds of a step that samples dynamically."""
+    """One request a prompt. Each seed is drawn from (run seed, step, position), so that a resumed run samples
+    the same completions. `again`: the number of the round in a step with dynamic sampling, from 0."""
     seeds = np.random.SeedSequence([seed, step, again] if again
                                    else [seed, step]).generate_state(len(prompts))
     name = f"{step}.{again}" if again else f"{step}"
@@ -112,7 +114,7 @@ def make_requests(
 
 
 class Generates(Protocol):
-    """The part of a RolloutEngine that a batch needs."""
+    """The methods of a RolloutEngine that sample a batch."""
 
     def generate(self, requests: Sequence[GenRequest], /) -> list[list[Completion]]: ...
 
@@ -124,13 +126,12 @@ def generate(
     unfit: Callable[[GenRequest, Completion], str | None] = lambda request, completion: None,
     cut: Callable[[GenRequest, Completion], Completion] = lambda request, completion: completion,
 ):
-    """The engine's answers in order, with those groups set apart that cannot be learned from -> (kept,
-    rejected).
+    """Sample the requests and separate the groups that cannot be learned from -> (kept, rejected).
 
-    A group is rejected whole when one of its completions has missing, short or non-finite log-probabilities,
-    was sampled at another weight version than `version`, or is `unfit`, which says why: half a group has
-    another baseline. What is kept is `cut` (jaxfp8rl.rollout.stops). Raises EngineUnhealthy when none is
-    left.
+    A group is rejected whole, because part of a group would have another baseline. It is rejected if a
+    completion has missing, short or non-finite log-probabilities, was sampled at another weight version than
+    `version`, or `unfit` returns a reason. The kept completions are shortened by `cut`
+    (jaxfp8rl.rollout.stops). Raises EngineUnhealthy if no group is left.
     """
     kept, rejected = [], []
     for prompt, request, completions in zip(prompts, requests, engine.generate(requests), strict=True):
@@ -141,7 +142,8 @@ def generate(
             kept.append((prompt, tuple(cut(request, c) for c in completions)))
     if not kept:
         raise EngineUnhealthy(
-            f"every group of the step was rejected; the first: {rejected[0]}; engine health: {engine.health().detail or 'ok'}",
+            f"every group of the step was rejected; the first: {rejected[0]}; "
+            f"engine health: {engine.health().detail or 'ok'}",
             "check the published weights; resume from the last checkpoint with --resume",
         )
     return kept, tuple(rejected)
@@ -150,12 +152,12 @@ def generate(
 def _problem(request: GenRequest, completions: Sequence[Completion], version: int,
              unfit: Callable) -> str | None:
     if len(completions) != request.n:
-        return f"{len(completions)} completions, {request.n} asked for"
+        return f"{len(completions)} completions instead of {request.n}"
     for c in completions:
         if found := c.problem() or unfit(request, c):
             return f"completion {c.index}: {found}"
         if c.finish_reason == "abort":
-            return f"completion {c.index}: the engine gave it up"
+            return f"completion {c.index}: the engine aborted it"
         if any(span.version != version for span in c.version_spans) or not c.version_spans:
             return f"completion {c.index}: sampled at weight versions {c.version_spans}, expected {version}"
     return None
@@ -165,12 +167,14 @@ def score(
     kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner,
     think_tags: Sequence[str] = THINK_TAGS,
 ) -> list[Group]:
-    """Decode every completion and ask the task what it is worth; what a prompt opens of the `think_tags` is
-    put before it. Raises DataError where no score is defined: nothing could be learned from it, nor an
-    evaluation be believed."""
+    """Decode and score every completion.
+
+    If a prompt ends with an open tag of `think_tags`, the tag is put before its completions. Raises DataError
+    if no completion at all has a score, since neither training nor an evaluation could use the step.
+    """
     texts = [[tokenizer.completion_text(c.token_ids) for c in completions] for _, completions in kept]
-    begun = [thinks_on(tokenizer.decode(p.token_ids[-THINK_TOKENS:], False), think_tags) for p, _ in kept]
-    flat = [(prompt.problem, tag + text) for (prompt, _), tag, group in zip(kept, begun, texts)
+    tags = [thinks_on(tokenizer.decode(p.token_ids[-THINK_TOKENS:], False), think_tags) for p, _ in kept]
+    flat = [(prompt.problem, tag + text) for (prompt, _), tag, group in zip(kept, tags, texts)
             for text in group]
     scores = rewards.score(flat)
     if all(s.value is None for s in scores):
@@ -179,14 +183,14 @@ def score(
         example = told({"prompt": problem.prompt, "completion": first, "answer": problem.answer},
                        "  for example:")
         raise DataError(f"none of {len(scores)} completions could be scored; {times} times: {why}\n{example}",
-                        "score one by hand (docs/tasks.md); a run goes on with --resume")
+                        "score one by hand (docs/tasks.md); continue a run with --resume")
     rest = iter(scores)
     return [Group(*pair, tuple(group), **_rewards([next(rest) for _ in group]))
             for pair, group in zip(kept, texts)]
 
 
 def _rewards(scores: Sequence[Score]) -> dict[str, Any]:
-    """What a group has of its completions' scores."""
+    """The fields of a Group that come from its completions' scores."""
     column = lambda values: np.array([np.nan if value is None else value for value in values])
     names = dict.fromkeys(name for s in scores for name in s.parts)
     malformed = sum(s.why.startswith("malformed") for s in scores)
@@ -195,7 +199,7 @@ def _rewards(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:
-    """The rounds of a dynamically sampled step as one: of their groups the first `wanted` whose rewards
+    """Join the rounds of a dynamically sampled step, and choose the first `wanted` groups whose rewards
     differ."""
     groups = tuple(g for r in rounds for g in r.groups)
     useful = informative_groups([g.rewards for g in groups])
@@ -206,8 +210,8 @@ def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:
 def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list[list[Sample]]:
     """The completions of each group with their advantages, ready to pack. Groups may differ in size.
 
-    Rewards are shaped for length first; a completion that was cut is left out under loss.mask_cut, but was
-    part of the baseline. One without a score is left out, too, and was not: nothing is known of it.
+    Rewards are first shaped for length. Under loss.mask_cut, a cut completion is left out but counts in the
+    group's baseline. A completion without a score is left out and does not count in the baseline.
     """
     shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
     return [
@@ -228,7 +232,7 @@ def support_of(c: Completion) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def overlong(group: Group, loss: Loss, max_new_tokens: int) -> np.ndarray:
-    """What the group's completions lose for their length [n], 0 or below."""
+    """The length penalties of the group's completions [n], each at most 0."""
     if not loss.overlong_buffer:
         return np.zeros(len(group.completions))
     lengths = np.array([len(c.token_ids) for c in group.completions])

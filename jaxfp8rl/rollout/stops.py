@@ -1,12 +1,12 @@
-"""Where a completion ends besides the tokenizer's own end-of-sequence tokens.
+"""Stops of a completion besides the tokenizer's own end-of-sequence tokens.
 
-    the chat template's end of a turn   a token, read off the template, where prompts are rendered with it
+    the chat template's end of a turn   a token, read off the template, if prompts are rendered with it
     rollout.stop_token_ids              tokens
-    rollout.stop                        strings, however tokens put them together
+    rollout.stop                        strings, whichever tokens they are made of
 
-Engines know tokens alone. They stop at each token that has a stop string in its own text; a string of several
-tokens is found when the text is there, and what was sampled behind it is dropped. The token in which a stop
-ends is the completion's last one, with the log-probability that it was drawn with, and is learned from.
+Engines only know tokens. They stop at each token whose own text contains a stop string. A stop string of
+several tokens is found after sampling, and the tokens behind it are dropped. The token in which a stop ends
+is the last token of the completion; it keeps its log-probability and is learned from.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NEXT = {"role": "user", "content": "What the user says next."}
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """tokenizer: its end-of-sequence tokens are all that end a completion. strings: rollout.stop. token_ids:
-    those that an engine stops at, for both. notes: what a run says of them when it starts."""
+    """tokenizer: its end-of-sequence tokens include every stop token. strings: rollout.stop. token_ids: the
+    tokens at which an engine stops, for both. notes: start-up messages about them."""
 
     tokenizer: Tokenizer
     strings: tuple[str, ...]
@@ -46,11 +46,11 @@ class Stops:
                                    finish_reason="stop")
 
     def _length(self, ids: Sequence[int] | np.ndarray) -> int | None:
-        """The least number of tokens whose text has a stop string, by bisection; None where all of them have
-        none."""
+        """The smallest number of tokens whose text contains a stop string, found by bisection; None if the
+        whole text contains none."""
         if not self.strings or not self._stopped(ids):
             return None
-        low, high = 0, len(ids)  # the text of `low` tokens has none, that of `high` has one
+        low, high = 0, len(ids)  # the text of `low` tokens contains none, the text of `high` tokens one
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._stopped(ids[:middle]) else (middle, high)
@@ -62,8 +62,8 @@ class Stops:
 
 
 def stops_of(rollout: Rollout, tokenizer: Tokenizer, chat: bool) -> Stops:
-    """What ends the completions of a run; `chat`: its prompts are rendered with the chat template. Raises
-    ConfigError for a stop token that the tokenizer does not have."""
+    """The stops of a run; `chat`: its prompts are rendered with the chat template. Raises ConfigError for a
+    stop token that the tokenizer does not have."""
     end, note = _turn_end(tokenizer) if chat else (None, "")
     ends = tokenizer.with_stops(end, [_token_id(tokenizer, token) for token in rollout.stop_token_ids])
     token_ids = dict.fromkeys([*ends.eos_token_ids, *tokenizer.tokens_with(rollout.stop)])
@@ -73,43 +73,44 @@ def stops_of(rollout: Rollout, tokenizer: Tokenizer, chat: bool) -> Stops:
 def _token_id(tokenizer: Tokenizer, token: int | str) -> int:
     found = tokenizer.token_id(token) if isinstance(token, str) else token
     if found is None:
-        raise ConfigError(f"rollout.stop_token_ids: {token!r} is no token of the tokenizer",
+        raise ConfigError(f"rollout.stop_token_ids: {token!r} is not a token of the tokenizer",
                           f"set rollout.stop = [{token!r}]")
     if not 0 <= found < tokenizer.vocab_size:
         raise ConfigError(
-            f"rollout.stop_token_ids: there is no token {found}, the tokenizer has 0 to {tokenizer.vocab_size - 1}",
-            'give an id, or the token as it is written: ["<|im_end|>"]')
+            f"rollout.stop_token_ids: there is no token {found}; ids run from 0 to {tokenizer.vocab_size - 1}",
+            'give an id, or the text of the token: ["<|im_end|>"]')
     return found
 
 
 def _turn_end(tokenizer: Tokenizer) -> tuple[int | None, str]:
-    """(the token that ends a turn of the assistant in the chat template, or None; what there is to say of it,
-    or "")."""
+    """(the token that ends an assistant's turn in the chat template, or None; a note about it, or "")."""
     eos = ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in tokenizer.eos_token_ids)
-    otherwise = f"completions stop at {eos} alone, unless rollout.stop_token_ids or rollout.stop name what the model writes"
+    otherwise = (f"completions stop only at {eos}, unless rollout.stop_token_ids or rollout.stop names the text "
+                 "with which the model ends a turn")
     try:
         behind = [_behind_reply(tokenizer, messages) for messages in ([ASKED, REPLY], [ASKED, REPLY, NEXT])]
     except DataError as e:
-        return None, f"the chat template shows no end of an assistant's turn ({e.message}): {otherwise}"
+        return None, f"the chat template does not show how an assistant's turn ends ({e.message}): {otherwise}"
     token = next(filter(None, (_first_token(tokenizer, text) for text in behind)), None)
     if token is None:
-        return None, f"the chat template ends a turn with {behind[0] or behind[1]!r}, which is no token of its own: {otherwise}"
+        ending = behind[0] or behind[1]
+        return None, f"the chat template ends a turn with {ending!r}, which is not a single token: {otherwise}"
     end = tokenizer.added_tokens()[token]
     note = (
-        f"the chat template ends a turn with {token!r} ({end}), which the tokenizer's eos ({eos}) does not name: "
+        f"the chat template ends a turn with {token!r} ({end}), which is not among the tokenizer's eos ({eos}): "
         "completions stop there, too")
     return end, "" if end in tokenizer.eos_token_ids else note
 
 
 def _behind_reply(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> str:
-    """What the template writes behind the assistant's words, up to the next ones."""
+    """The text that the template writes between an assistant's message and the next message."""
     text = tokenizer.render_chat(messages, add_generation_prompt=False)
     return text.rpartition(REPLY["content"])[2].partition(NEXT["content"])[0]
 
 
 def _first_token(tokenizer: Tokenizer, text: str) -> str | None:
-    """The first token in `text` that was added to the vocabulary and is not white space (Gemma's line breaks
-    are)."""
+    """The first added token of the vocabulary in `text` that is not white space (Gemma's line breaks are
+    added tokens)."""
     added = sorted(filter(str.strip, tokenizer.added_tokens()), key=len, reverse=True)
     found = re.search("|".join(map(re.escape, added)), text) if added else None
     return found and found[0]

@@ -1,9 +1,9 @@
-"""What a run measures of itself to set its own numbers: clip bounds for a noisy FP8 ratio, and scales of FP8
-attention.
+"""Calibration during a run: clip bounds for a noisy FP8 ratio, and scales of FP8 attention.
 
-FP8 rounding noise in both log-probabilities widens the distribution of pi / pi_old; tokens with a negative
-advantage then fall below the lower bound and keep their probability though nobody wanted them (arXiv
-2609.22870). The bounds are set from time to time by what the same learner without FP8 would have clipped.
+FP8 rounding noise in both log-probabilities widens the distribution of pi / pi_old. Tokens with a negative
+advantage then fall below the lower bound, where they have no gradient, and keep a probability that the update
+should lower (arXiv 2609.22870). From time to time the bounds are therefore reset so that they clip the tokens
+that the same learner would have clipped without FP8.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from jaxfp8rl.types import Params, TrainBatch
 
 
 class ClipCalibration:
-    """`clip` are the distances in force. `shadow_score(params, batch)`: the learner's log-probabilities
-    without FP8.
+    """Calibrates the clip distances of the objective; `clip` holds the current pair (low, high).
 
-    In a step that is due, `begin` scores the last update's batch before the step's updates move the policy,
-    and `finish` compares the ratios of both learners just before that update.
+    `shadow_score(params, batch)` gives the learner's log-probabilities without FP8. Every
+    loss.calibrate_clip_every steps, `begin` scores the last update's batch before the step's updates move the
+    policy, and `finish` compares the ratios of both learners just before that update.
     """
 
     def __init__(self, shadow_score: Callable, loss: Loss):
@@ -52,27 +52,27 @@ class ClipCalibration:
                shadow_old: Array) -> None:
         ratio, shadow = _ratio(logp, old_logp), _ratio(self._score(params, batch), shadow_old)
         bounds = jax.device_get(_bounds(ratio, shadow, batch.advantages, batch.response_mask, *self.nominal))
-        # else the update that follows is not finite either, and its guard reports it
+        # if the bounds are not finite, neither is the update that follows, and its guard reports it
         if np.isfinite(bounds).all():
             self.clip = tuple(map(np.float32, bounds))
 
     def state(self) -> dict[str, list[float]]:
-        """JSON-able, of a checkpoint."""
+        """The state for a checkpoint, as JSON types."""
         return {"clip": [float(x) for x in self.clip], "clip_of": list(self.nominal)}
 
     def take_up(self, state: dict[str, Any]) -> None:
-        """Go on with the distances of a checkpoint, unless they were calibrated from others than ours: a fork
-        may set its own."""
+        """Continue with the distances of a checkpoint, unless they were calibrated from other nominal
+        distances than this run's: a fork may set its own."""
         if "clip" in state and tuple(state.get("clip_of", self.nominal)) == self.nominal:
             self.clip = tuple(map(np.float32, state["clip"]))
 
 
 class KvCalibration:
-    """Scales of FP8 attention from the largest queries, keys and values of the scoring pass, which it
-    therefore makes.
+    """Scales of FP8 attention, from the largest queries, keys and values in the scoring pass.
 
-    `amax` [L] of each is the largest seen, forgotten by `decay` a step (jaxfp8rl/precision/kv_scales.py);
-    None before the first. A step ends with `apply`, however many batches it scored.
+    This class runs the scoring pass in order to see them. `amax` holds, for each of "q", "k" and "v", the
+    largest magnitude of each layer [L], which decays by `decay` a step (jaxfp8rl/precision/kv_scales.py); it
+    is None before the first step. A step ends with one `apply`, however many batches were scored.
     """
 
     def __init__(self, model: ModelConfig, precision: Precision, temperature: float, decay: float):
@@ -82,17 +82,17 @@ class KvCalibration:
             functools.partial(_observe, model, precision, temperature))
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
-        """old_logp [M, R, T], as `score` gives it; what was seen on the way is remembered."""
+        """old_logp [M, R, T], as from the plain scoring pass; the largest values are recorded."""
         logp, amax = self._observe(policy, batch)
         self._seen = remember(self._seen, amax, 1.0)
         return logp
 
     def metrics(self) -> dict[str, float]:
-        """The largest of all layers, `kv/amax_q` and so on."""
+        """The maxima over all layers: `kv/amax_q`, `kv/amax_k`, `kv/amax_v`."""
         return {f"kv/amax_{name}": float(x.max()) for name, x in (self.amax or {}).items()}
 
     def apply(self, policy: Params) -> Params:
-        """The policy with the scales to publish it with."""
+        """The policy with the scales that it is to be published with."""
         if self._seen is not None:
             self.amax, self._seen = remember(self.amax, self._seen, self._decay), None
         assert self.amax is not None  # a policy is observed before it is published
@@ -112,7 +112,8 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
         return logp, amax
 
     logp, amax = map_live(one, batch)
-    return logp, jax.tree.map(lambda x: finite(x).max(0), amax)  # a bad micro-batch hides no other
+    # values that are not finite are dropped, so that a bad micro-batch does not hide the others
+    return logp, jax.tree.map(lambda x: finite(x).max(0), amax)
 
 
 _bounds = jax.jit(calibrated_bounds)

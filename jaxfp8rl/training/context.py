@@ -1,4 +1,4 @@
-"""From a Config to the parts of a run, everything checked before anything expensive starts."""
+"""Build the parts of a run from a Config. Everything is checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -58,8 +58,12 @@ from jaxfp8rl.types import Params, TrainState
 
 @dataclasses.dataclass
 class RunContext:
-    """What the loop works with. `runs`: which linears the engine holds in FP8; `precision`: how the learner
-    computes; `policy` makes no codes where those in the engine's memory are used (rollout.one_copy)."""
+    """The parts of a run that the loop uses.
+
+    `runs`: the linears that the engine holds in FP8. `precision`: the learner's number formats and kernels.
+    `policy`: quantises the masters, except under rollout.one_copy, where the codes are in the engine's
+    memory.
+    """
 
     cfg: Config
     group: ProcessGroup
@@ -88,8 +92,8 @@ class RunContext:
     kv_scales: KvCalibration | None
     replay: RouteReplay | None
     spikes: SpikeCounter
-    top_k: Callable | None  # for samples, if run.samples_top_k asks for it
-    reference: Params | None = None  # the policy that the run began with, when loss.kl_coef holds on to it
+    top_k: Callable | None  # the likeliest tokens for samples.jsonl (run.samples_top_k)
+    reference: Params | None = None  # the policy that the run began with, for the KL term (loss.kl_coef)
 
     @functools.cached_property
     def batches(self) -> RolloutPipeline:
@@ -104,49 +108,54 @@ class RunContext:
 
     @property
     def support_width(self) -> int:
-        """Width of the supports of a batch; 0 where draws are not filtered."""
+        """The width of a batch's supports, in tokens; 0 if sampling is not filtered."""
         return support.width(self.cfg.rollout, self.model.vocab_size)
 
     @property
     def microbatches(self) -> int:
-        """Of an update: the worst case, so that its shape never changes."""
+        """Micro-batches of an update in the worst case, so that its shape never changes."""
         r, t = self.cfg.rollout, self.cfg.train
         samples = r.prompts_per_step // t.updates_per_step * r.samples_per_prompt
         return microbatches_needed(samples, self.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
 
     @property
     def greedy(self) -> SamplingParams:
+        """The sampling parameters of an evaluation."""
         return SamplingParams(self.cfg.rollout.max_new_tokens, 0.0, stop_token_ids=self.stops.token_ids)
 
     def unfit(self, request: GenRequest, completion: Completion) -> str | None:
-        """Why a completion cannot be learned from besides what it says itself, or None."""
+        """Why the learner cannot use a completion although its own fields are valid, or None."""
         if request.sampling.reported and (found := support.problem(completion, request.sampling.reported)):
             return found
         return route_problem(self.model, request, completion) if self.cfg.moe.replay == "R3" else None
 
     def with_routes(self, samples: list[Sample]) -> list[Sample]:
-        """The samples with the engine's routes if these are to be replayed, else without. (The gate's never
-        have any.)"""
+        """The samples with the engine's routes if they are to be replayed, else without. (The samples of the
+        gate never have routes.)"""
         if self.cfg.moe.replay == "R3" and all(s.routes is not None for s in samples):
             return compact(samples, self.model)
         return [s._replace(routes=None) for s in samples]
 
     @property
     def no_routes(self) -> np.ndarray | None:
-        """Those of an update without samples, which has the shape of others; None if the engine's are not
-        replayed."""
+        """The routes of an update without samples, which has the same shape as any update; None if the
+        engine's routes are not replayed."""
         return of_no_tokens(self.model) if self.cfg.moe.replay == "R3" else None
 
     def initial_params(self) -> Params:
-        """On the learner's devices; on one before a warm start, which is made there."""
+        """The initial parameters, on the learner's devices, or on one device if a warm start, which runs on
+        one, comes first."""
         return starting_params(self.cfg, self.model, ONE if self.cfg.sft.steps else self.layout)
 
     def fresh_state(self, params: Params) -> TrainState:
         return fresh_state(params, self.optimizer, self.precision.compute_dtype, self.layout)
 
     def hold_reference(self, params: Params) -> None:
-        """With codes of its own, whatever the policy does: the engine's are of newer versions. Over several
-        devices each gets its part of `params` alone."""
+        """Keep `params` as the reference policy of the KL term.
+
+        It always has its own codes, since those in the engine's memory change with each version. On several
+        devices, each receives only its part of `params`.
+        """
         params = params if self.layout.mesh else jax.tree.map(jnp.asarray, params)
         self.reference = make_policy(self.precision, layout=self.layout)(self.layout.place(params))
 
@@ -156,12 +165,12 @@ class RunContext:
 
 
 def ignored(phase: str) -> None:
-    """Nobody asks what is being done."""
+    """A phase callback that does nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a run has before it asks for a device; `runs`: which linears the engine holds in FP8."""
+    """The parts of a run that need no device. `runs`: the linears that the engine holds in FP8."""
 
     model: ModelConfig
     runs: tuple[LayerRun, ...]
@@ -170,9 +179,11 @@ class Prepared:
 
 
 def preflight(cfg: Config, fresh: bool = False) -> Prepared:
-    """All that can be checked of a run without a device, which `--dry-run` does as well as a run. `fresh`: it
-    begins with the weights in model.path, not with a checkpoint. Raises UserErrors in the order cheapest
-    first: config, model shape, the headers of its weights, tokenizer, data."""
+    """Check all of a run that needs no device, for a run and for `--dry-run`.
+
+    `fresh`: the run starts from the weights in model.path, not from a checkpoint. Raises UserErrors, with the
+    cheapest checks first: config, model shape, the headers of the weights, tokenizer, data.
+    """
     check(cfg)
     check_kept(cfg.train.compilation_cache)
     check_engine_settings(cfg)
@@ -185,13 +196,13 @@ def preflight(cfg: Config, fresh: bool = False) -> Prepared:
 
 
 def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    """Which linears of which layers the engine holds in FP8. Raises ConfigError for a model that this config
-    is not for."""
+    """The linears that the engine holds in FP8, by layer. Raises ConfigError if the config does not suit the
+    model."""
     check_moe(cfg, model)
     if cfg.run.samples_top_k > model.vocab_size:
         raise ConfigError(
-            f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} words",
-            "the likeliest few of them say what there is to see")
+            f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} tokens",
+            "set it to the few likeliest tokens that you want to see, for example 5")
     runs = engine_runs(cfg, model)
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)
     check_kernels(cfg.precision.products, cfg.precision.attention, cfg.precision.compute_dtype, model)
@@ -201,8 +212,10 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
 def build_run(
     cfg: Config, group: ProcessGroup = ALONE, fresh: bool = False, phase: Callable[[str], None] = ignored
 ) -> RunContext:
-    """Assemble a run, as this process of its `group` has it; `phase` is told of what takes long. Raises
-    UserErrors: those of `preflight`, then what devices or the engine refuse."""
+    """Assemble a run in this process of its `group`. `phase` is called with the name of each slow phase.
+
+    Raises UserErrors: those of `preflight`, then those of the devices and the engine.
+    """
     share_gpu(cfg)  # before anything asks JAX for its devices
     phase("reading the data")
     prepared = preflight(cfg, fresh)
@@ -243,7 +256,7 @@ def build_run(
 
 
 def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task) -> World:
-    """What scores and what samples, and the way of the weights to it."""
+    """Open the scorer, the engine, and the transport that carries weights to the engine."""
     rewards = open_rewards(cfg, task, cfg.task.reward_workers)
     try:
         return rewards, *build_engine(cfg, model, runs)
@@ -253,7 +266,8 @@ def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task
 
 
 def open_rewards(cfg: Config, task: Task, workers: int) -> RewardRunner:
-    """What scores, its scorer loaded in each of the `workers`. Raises ConfigError where it cannot be."""
+    """A RewardRunner whose scorer is loaded in each of the `workers` processes. Raises ConfigError if the
+    scorer cannot be loaded."""
     rewards = RewardRunner(task, cfg.task.reward_timeout_s, workers)
     try:
         rewards.wait_until_ready()
@@ -264,20 +278,21 @@ def open_rewards(cfg: Config, task: Task, workers: int) -> RewardRunner:
 
 
 def check_same(group: ProcessGroup, digests: dict[str, str]) -> None:
-    """Raises DataError where this process has read other problems than the first."""
+    """Raise DataError if this process has read other problems than the first process."""
     theirs = group.broadcast(lambda: digests)
 
     def compare() -> None:
-        for what in (what for what, digest in theirs.items() if digests[what] != digest):
+        for name in (name for name, digest in theirs.items() if digests[name] != digest):
             raise DataError(
-                f"task: process {group.number} has other {what} than the first: answers differ, or prompts as tokens",
-                "give all the same files and the same tokenizer")
+                f"task: process {group.number} has other {name} than the first process: "
+                "their answers or their prompts' tokens differ",
+                "give all processes the same files and the same tokenizer")
 
     group.run_and_sync(compare)
 
 
 def make_calibration(cfg: Config, model: ModelConfig, layout: MeshLayout) -> ClipCalibration | None:
-    """The shadow learner without FP8 that loss.calibrate_clip_every asks for."""
+    """The clip calibration, with its shadow learner without FP8, if loss.calibrate_clip_every is set."""
     if not cfg.loss.calibrate_clip_every:
         return None
     compute = cfg.precision.compute_dtype

@@ -1,4 +1,4 @@
-"""`jaxfp8rl.train`: a run from Python, with rewards that are functions."""
+"""`jaxfp8rl.train`: start a run from Python, with Python functions as rewards."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ def train(
     reward: Reward | Mapping[str, Reward] | None = None, weights: Mapping[str, float] | None = None,
     resume: bool = False, fork_of: str = "",
 ) -> Path:
-    """Run a config to its last step -> its run directory, as `jaxfp8rl train` does.
+    """Run a config to its last step, as `jaxfp8rl train` does, and return its run directory.
 
     config: the path of a TOML file, the name of a preset, a run directory (with `resume`), a table, or a
-    Config. overrides: as on the command line, `["--optim.lr", "1e-6"]`. reward: a scorer, `function(problem,
-    text) -> float | None`, or several by name, of which the `weights` are 1 where none is given; a string
-    names one, "exact" say, or "generator", the task's own. A function that a module has at its top runs in
-    the scoring processes, under their clock and without secrets; any other, a lambda or a closure, in this
-    one, in a thread that nothing can stop. Raises UserErrors with their next step.
+    Config. overrides: as on the command line, `["--optim.lr", "1e-6"]`. reward: a scorer,
+    `function(problem, text) -> float | None`, or several scorers by name; a name without an entry in
+    `weights` has the weight 1. A string names a built-in scorer, for example "exact", or "generator", the
+    task's own scorer.
+
+    A function at the top level of a module runs in the scoring processes, with a timeout and without access
+    to secrets. Any other function, such as a lambda or a closure, runs in a thread of this process, which
+    cannot be stopped. Raises subclasses of UserError, which give the next step.
     """
     cfg = _config(config, overrides, resume)
     functions: dict[str, Callable] = {}
@@ -48,7 +51,7 @@ def train(
 def _config(config: Any, overrides: Sequence[str], resume: bool) -> Config:
     if isinstance(config, Config | Mapping):
         if overrides:
-            raise ConfigError("overrides are for a config that is read from a file",
+            raise ConfigError("overrides apply only to a config that is read from a file",
                               "change the config itself")
         return config if isinstance(config, Config) else of_table(config)
     path = Path(config)
@@ -57,16 +60,17 @@ def _config(config: Any, overrides: Sequence[str], resume: bool) -> Config:
 
 def _rewarded(cfg: Config, reward: Any, weights: Mapping[str, float],
               functions: dict[str, Callable]) -> Config:
-    """The config with the names of these rewards; those that have none but ours go to `functions`."""
+    """The config with these rewards entered by name. A function that cannot be imported by name is added to
+    `functions`."""
     if not isinstance(reward, Mapping):
         if weights:
-            raise ConfigError("weights are for rewards with names",
-                              'reward = {"correct": FUNCTION, "brief": OTHER}')
+            raise ConfigError("weights need rewards with names",
+                              'pass reward={"correct": FUNCTION, "brief": OTHER}')
         if cfg.task.kind == "file":
             return _with(cfg, scorer=_name("reward", reward, functions), rewards=())
-        reward = {"reward": reward}  # the other kinds have a scorer of their own
+        reward = {"reward": reward}  # other kinds of task have a scorer of their own: this one needs a name
     for name in weights.keys() - reward.keys():
-        raise ConfigError(f'weights: no reward has the name "{name}"', f"name one of {', '.join(reward)}")
+        raise ConfigError(f'weights: no reward is named "{name}"', f"use one of {', '.join(reward)}")
     named = [RewardSection(name=name, scorer=_name(name, one, functions),
                            weight=float(weights.get(name, 1.0)))
              for name, one in reward.items()]
@@ -90,7 +94,7 @@ def _name(name: str, reward: Any, functions: dict[str, Callable]) -> str:
 
 
 def _is_at_top(reward: Any, module: str, function: str) -> bool:
-    """Another process finds the same function under its name. A module that lies nowhere but in this process
-    it would not."""
+    """Whether another process can import the same function by name. It cannot import a module that exists
+    only in this process."""
     found = importlib.machinery.PathFinder.find_spec(module.partition(".")[0])
     return found is not None and getattr(sys.modules.get(module), function, None) is reward

@@ -1,6 +1,7 @@
-"""The start-up gate: learner and engine score the same tokens at equal weights. A gap means the two compute
-different models, and every later number would be about that difference. (A silently unsynced engine is found
-here too.)
+"""The start-up gate: the learner and the engine score the same tokens with the same weights.
+
+A gap means that they compute different models, and every later number would measure that difference. The
+gate also catches an engine that silently missed a weight sync.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from jaxfp8rl.types import TrainBatch
 
 def check_gate(cfg: Gate, batch: TrainBatch, learner_logp: np.ndarray,
                tokenizer: Tokenizer) -> dict[str, float]:
-    """Compare the learner's [M, R, T] log-probabilities with the engine's in `batch`; both float32, in nats.
+    """Compare the learner's log-probabilities [M, R, T] with the engine's in `batch`; float32, in nats.
 
-    Returns gate/mean_gap and gate/max_gap. Raises GateFailed, showing the worst token in its context, past a
-    limit of `cfg` or when a gap is not finite.
+    Returns gate/mean_gap and gate/max_gap. Raises GateFailed, which shows the worst token in its context, if
+    a gap exceeds its limit in `cfg` or is not finite.
     """
     gaps = np.abs(np.asarray(learner_logp) - batch.rollout_logp)
     gaps = np.where(batch.response_mask, np.where(np.isfinite(gaps), gaps, np.inf), 0.0)
@@ -30,9 +31,11 @@ def check_gate(cfg: Gate, batch: TrainBatch, learner_logp: np.ndarray,
     context = tokenizer.decode(batch.tokens[m, r, same[0] : t].tolist()[-40:])
     token, learner, engine = int(batch.tokens[m, r, t]), learner_logp[m, r, t], batch.rollout_logp[m, r, t]
     raise GateFailed(
-        f"learner and engine disagree at equal weights: mean gap {mean:.4g} nats (limit {cfg.max_mean_gap}), largest "
-        f"{worst:.4g} (limit {cfg.max_gap})\n  worst token: {tokenizer.decode([token])!r} (id {token}) after {context!r}: "
+        f"learner and engine disagree at equal weights: mean gap {mean:.4g} nats (limit {cfg.max_mean_gap}), "
+        f"largest {worst:.4g} (limit {cfg.max_gap})\n"
+        f"  worst token: {tokenizer.decode([token])!r} (id {token}) after {context!r}: "
         f"learner {learner:.4f}, engine {engine:.4f}",
-        "the engine may hold other weights or compute in other formats; compare `capabilities()` with the precision recipe, "
-        "or raise gate.max_mean_gap and gate.max_gap if this gap is the recipe's own",
+        "the engine may hold different weights or compute in different formats: compare its `capabilities()` "
+        "with the precision recipe. If this gap is expected of the recipe, raise gate.max_mean_gap and "
+        "gate.max_gap",
     )

@@ -1,7 +1,7 @@
-"""The other page: sample prompts -> generate -> score -> pack -> step -> publish -> save -> log.
+"""The training loop: sample prompts -> generate -> score -> pack -> step -> publish -> save -> log.
 
-A step samples at the weights of the step before (`weights/version` = step - 1; with rollout.lag at those
-before them, beside the step before: jaxfp8rl.rollout.pipeline), learns from what it sampled, and publishes.
+Step n samples at the weights of step n - 1 (`weights/version`), learns from these completions, and publishes.
+With rollout.lag = 1 it samples one version earlier, while step n - 1 learns (jaxfp8rl.rollout.pipeline).
 Everything random is drawn from (run.seed, step), so a resumed run continues as if it had never stopped.
 """
 
@@ -48,11 +48,11 @@ EVAL_STEP = 2**31  # evaluation draws its seeds from here on, apart from trainin
 
 
 def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
-    """Run `cfg` to its last step: from the newest checkpoint of its run directory when `resume`, or of
-    another one, `fork_of`.
+    """Run `cfg` to its last step.
 
-    Raises UserError and BridgeError kinds with their next step; leaves with exit code 130 or 143 after SIGINT
-    or SIGTERM, when the step in progress has been finished and saved.
+    With `resume` the run starts from the newest checkpoint of its run directory, with `fork_of` from a
+    checkpoint of another run. Raises subclasses of UserError and BridgeError, which give the next step. After
+    SIGINT or SIGTERM it finishes and saves the step in progress and exits with code 130 or 143.
     """
     cfg = check_start(cfg, resume, fork_of)
     fresh = not (resume or fork_of)
@@ -65,8 +65,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
                                                 f"{cfg.run.dir}/stacks{group.suffix}.txt"))
         console = stack.enter_context(
             contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
-        told = console.phase if console else ignored
-        ctx = stack.enter_context(contextlib.closing(build_run(cfg, group, fresh, told)))
+        on_phase = console.phase if console else ignored
+        ctx = stack.enter_context(contextlib.closing(build_run(cfg, group, fresh, on_phase)))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group, console))
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(ctx.precision, ctx.model, ctx.support_width > 0))
@@ -110,8 +110,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
 
 
 def with_scales(ctx: RunContext, policy: Params) -> Params:
-    """The policy with scales for FP8 attention where they are calibrated: before the first step, on prompts
-    alone."""
+    """The policy with its calibrated scales of FP8 attention, if the run calibrates them. Before the first
+    step they are calibrated on prompts, since there are no completions yet."""
     if ctx.kv_scales is None:
         return policy
     if ctx.kv_scales.amax is None:
@@ -122,9 +122,12 @@ def with_scales(ctx: RunContext, policy: Params) -> Params:
 
 
 def init_train_state(ctx: RunContext, run: RunDirectory, stop: StopSignals) -> TrainState:
-    """Fresh optimiser state around the initial parameters, after the supervised warm start if the config has
-    one; saved as step 0, so that whatever stops the run later leaves something to resume. A signal in the
-    warm start ends it at once, with the word that it cannot be resumed."""
+    """The initial parameters, after the supervised warm start if the config has one, with a fresh optimiser
+    state.
+
+    The state is saved as step 0, so that a run that stops in its first step can be resumed. A signal during
+    the warm start ends it at once, with the message that it cannot be resumed.
+    """
 
     def warming(step: int) -> None:
         run.phase("warm start")
@@ -154,8 +157,8 @@ def init_train_state(ctx: RunContext, run: RunDirectory, stop: StopSignals) -> T
 def one_step(
     ctx: RunContext, run: RunDirectory, state: TrainState, policy: Params, step: int
 ) -> tuple[TrainState, Params, dict, list[dict]]:
-    """One rollout batch, its updates and a publish -> (state, its policy, the step's metrics, samples to look
-    at)."""
+    """One rollout batch, its updates and a publish -> (state, its policy, the step's metrics, rows for
+    samples.jsonl)."""
     cfg, clock = ctx.cfg, Clock(run.phase)
     batch = ctx.batches.next_batch(step, clock)
     if cfg.rollout.sleep != "off":
@@ -192,9 +195,11 @@ def one_step(
 
 def sync_weights(ctx: RunContext, state: TrainState | Trained, policy: Params,
               version: int) -> tuple[PublishReceipt, Params]:
-    """Publish -> (receipt, the policy to go on with). With rollout.one_copy codes are made from the masters
-    on their way to the engine, a layer at a time, and the policy has them there; what it had of the last
-    version is gone before the first byte is.
+    """Publish `policy` as `version` -> (receipt, the policy for the next step).
+
+    With rollout.one_copy the masters are quantised a layer at a time on their way into the engine, and the
+    returned policy reads the codes in the engine's memory. Its arrays of the previous version are deleted
+    before the first byte is written.
     """
     if not ctx.cfg.rollout.one_copy:
         return publish(ctx, policy, version), policy
@@ -203,23 +208,24 @@ def sync_weights(ctx: RunContext, state: TrainState | Trained, policy: Params,
 
 
 def publish(ctx: RunContext, policy: Params, version: int) -> PublishReceipt:
-    """Hand the policy to the engine as `version`. What the transport has not read back already it
-    confirms."""
+    """Hand the policy to the engine as `version`, and verify the tensors that the transport has not read back
+    already."""
     if ctx.cfg.rollout.sleep != "off":
         ctx.engine.wake()
     source = LearnerWeights(ctx.model, policy, ctx.runs, ctx.cfg.precision.weight_dtype,
                             ctx.group.lend(policy))
     receipt = ctx.transport.publish(source, version)
-    # else every byte was read from the engine and found equal before the receipt was made
+    # a receipt with digests of content was made after every byte in the engine was found equal
     if not receipt.content:
         ctx.transport.verify(receipt)
     return receipt
 
 
 def gate(ctx: RunContext, policy: Params, version: int) -> dict[str, float]:
-    """Sample a few completions and score them with the learner. Raises GateFailed when the two disagree.
+    """Sample a few completions and score them with the learner. Raises GateFailed if engine and learner
+    disagree.
 
-    It samples without top_k and top_p, so that the whole distributions are compared.
+    Sampling uses neither top_k nor top_p, so that the full distributions are compared.
     """
     prompts = (ctx.held_out or ctx.train)[: ctx.cfg.gate.completions]
     length = min(ctx.cfg.gate.max_new_tokens, ctx.sampling.max_tokens)
@@ -231,8 +237,11 @@ def gate(ctx: RunContext, policy: Params, version: int) -> dict[str, float]:
 
 
 def evaluate(ctx: RunContext, version: int) -> dict[str, float]:
-    """Mean reward of one greedy completion for each held-out problem, of which those without a score, and
-    those that cannot be scored, count as 0, and how many these are. Nothing when the task holds none out."""
+    """Evaluate one greedy completion of each held-out problem: the mean reward and the counts of problems.
+
+    A completion that was rejected or has no score counts as 0 in the mean and is counted in `eval/undefined`.
+    Returns {} if the task holds out no problems.
+    """
     if not ctx.held_out:
         return {}
     requests = scored_groups.make_requests(ctx.held_out, ctx.greedy, 1, ctx.cfg.run.seed,
@@ -248,10 +257,13 @@ def evaluate(ctx: RunContext, version: int) -> dict[str, float]:
 
 
 def split(batch: scored_groups.Rollouts, ctx: RunContext) -> list[list[Sample]]:
-    """The samples of each update: whole groups in order, as many in one update as in another, or one more. A
-    group without a sample is none. There are fewer updates than train.updates_per_step where there are fewer
-    groups, and one of nothing where there is no group. None has more groups than the configured share, so
-    that the shape holds."""
+    """The samples of each update: whole groups in order, with at most one group more in one update than in
+    another.
+
+    Groups without samples are left out. With fewer groups than train.updates_per_step there is one update a
+    group; with none there is one empty update. No update has more groups than the configured share, so the
+    packed shape never grows.
+    """
     groups = [g for g in scored_groups.to_samples(batch.chosen, ctx.cfg.loss,
                                                   ctx.cfg.rollout.max_new_tokens) if g]
     updates = max(min(ctx.cfg.train.updates_per_step, len(groups)), 1)
@@ -261,8 +273,8 @@ def split(batch: scored_groups.Rollouts, ctx: RunContext) -> list[list[Sample]]:
 
 
 def pack_samples(ctx: RunContext, samples: list[Sample]) -> TrainBatch:
-    """Packed to the shape of an update; to a larger one when there are more samples than that holds (the
-    gate's)."""
+    """Pack samples to the shape of an update, or to a larger shape if they do not fit (those of the gate may
+    not)."""
     t, samples = ctx.cfg.train, ctx.with_routes(samples)
     needed = microbatches_needed(len(samples), ctx.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
     shape = t.row_tokens, t.rows_per_microbatch, max(needed, ctx.microbatches)

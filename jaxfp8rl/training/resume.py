@@ -1,4 +1,4 @@
-"""What a run keeps of itself, and how one goes on from it: the same run, or another that branches off."""
+"""Checkpoints of a run: save them, resume the run from one, or fork another run from one."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ from jaxfp8rl.types import TrainState
 
 
 def save(ctx: RunContext, run: RunDirectory, state: TrainState, step: int, last: bool = False) -> None:
-    """A checkpoint of finite parameters, so that the newest is always one to go on from. Raises NonFiniteStep
-    otherwise."""
+    """Save a checkpoint of `state` after `step`.
+
+    Raises NonFiniteStep if a parameter is not finite, so that a run can always resume from the newest
+    checkpoint.
+    """
     if bad := bad_tensors(state.params, ctx.model):
-        raise NonFiniteStep(f"after step {step} the parameters are not finite, and are not saved: {bad[0]}",
+        raise NonFiniteStep(f"after step {step} the parameters are not finite and were not saved: {bad[0]}",
                             "resume from the last checkpoint with --resume and a lower optim.lr")
     clip = ctx.calibration.state() if ctx.calibration else {}
     seen = {n: np.asarray(x).tolist()
@@ -52,11 +55,11 @@ def save(ctx: RunContext, run: RunDirectory, state: TrainState, step: int, last:
 
 
 def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
-    """The newest sound checkpoint: state, step; the prompt stream goes back to where it was, later metrics
-    are forgotten.
+    """Restore the newest undamaged checkpoint -> (state, step).
 
-    Raises CheckpointError, the run directory untouched, when the checkpoint is of another model, other data
-    or another tokenizer.
+    The prompt stream continues from the checkpoint's position, and later metrics are deleted. Raises
+    CheckpointError, and leaves the run directory untouched, if the checkpoint belongs to another model, other
+    data or another tokenizer.
     """
     run.phase("restore")
     state, loop, step = run.restore(_like(ctx))
@@ -66,17 +69,19 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     if ctx.cfg.loss.kl_coef:
         ctx.hold_reference(run.load_reference(ctx.model))
     check_finite(state.params, ctx.model, "the checkpoint")
-    if read_seen(run.path) is None:  # as an earlier version began it
+    if read_seen(run.path) is None:  # an earlier version began this run and did not record its problems
         run.keep_seen(ctx.questions.seen)
-    for said in rate_notes(load_config(str(run.path / "config.toml")), ctx.cfg, int(state.step)):
-        run.note(said)
+    for note in rate_notes(load_config(str(run.path / "config.toml")), ctx.cfg, int(state.step)):
+        run.note(note)
     run.rewind(step)
     return state, step
 
 
 def check_data(cfg: Config, data: Data) -> None:
-    """Refuse, as `restore` does, other data than the newest checkpoint was taken on; whether that is sound is
-    not asked."""
+    """Raise CheckpointError, as `restore` does, if the newest checkpoint was taken on other data.
+
+    Whether the checkpoint is damaged is not checked.
+    """
     _check_same(Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).loop_state(), data.tokenizer,
                 data.contents())
 
@@ -84,20 +89,23 @@ def check_data(cfg: Config, data: Data) -> None:
 def _check_same(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[str, str]) -> None:
     if loop["tokenizer"] != tokenizer.fingerprint():
         raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary",
-                              "resume with the same one")
-    for what in (what for what, digest in contents.items() if loop["contents"][what] != digest):
+                              "resume with the same tokenizer")
+    for name in (name for name, digest in contents.items() if loop["contents"][name] != digest):
         raise CheckpointError(
-            f"task: the checkpoint was taken on other {what}: answers differ, or prompts as tokens",
-            "restore the task's files and the tokenizer, or begin another run (--fork)")
+            f"task: the checkpoint was taken on other {name}: their answers or their prompts' tokens differ",
+            "restore the task's files and the tokenizer, or start another run (--fork)")
 
 
 def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
-    """The config that a run takes: `settled`, and with the run's own copies where what it began from is gone.
-    Raises ConfigError and CheckpointError, before anything loads, for what cannot be begun this way."""
+    """The config of a run, `settled`; where the base model's files are gone, it names the run's own copies.
+
+    Raises ConfigError or CheckpointError, before anything loads, if the run cannot start, resume or fork this
+    way.
+    """
     cfg = settled(check(cfg), resume)
     if resume and fork_of:
-        raise ConfigError("--resume goes on with the run in run.dir, --fork begins one there",
-                          "give one of them")
+        raise ConfigError("--resume continues the run in run.dir, --fork starts a new run there",
+                          "pass only one of them")
     if fork_of:
         check_forkable(cfg, fork_of)
     if resume:
@@ -107,34 +115,36 @@ def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
 
 
 def check_forkable(cfg: Config, source: str) -> None:
-    """Refuse, before anything loads, to begin from what is not there. Raises ConfigError and
-    CheckpointError."""
+    """Raise ConfigError or CheckpointError, before anything loads, if the checkpoint to fork from does not
+    exist."""
     name, step = _source(source)
     if not (name / "config.toml").is_file():
-        raise ConfigError(f"--fork {source}: {name} holds no config.toml: it is no run directory",
-                          "give what run.dir was")
+        raise ConfigError(f"--fork {source}: {name} is not a run directory: it holds no config.toml",
+                          "pass the run.dir of the other run")
     if name.resolve() == Path(cfg.run.dir).resolve():
         raise ConfigError(f"--fork {source}: that is run.dir itself",
-                          "go on with it by --resume, or choose another --run.dir")
+                          "continue that run with --resume, or choose another --run.dir")
     step = Checkpoints(name / "checkpoints", 1).kept(step, f"--fork {name}@")
     if step >= cfg.run.steps:
-        raise ConfigError(f"run.steps = {cfg.run.steps}: the checkpoint is of step {step}",
-                          "set run.steps higher")
+        raise ConfigError(f"run.steps = {cfg.run.steps}: the checkpoint was taken after step {step}",
+                          "raise run.steps")
 
 
 def _source(text: str) -> tuple[Path, int | None]:
+    """"RUN" or "RUN@STEP" -> (run directory, step or None)."""
     text = os.path.expanduser(text)
     name, _, step = text.rpartition("@")
     return (Path(name), int(step)) if name and step.isdecimal() else (Path(text), None)
 
 
 def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, int]:
-    """State and step of a checkpoint of another run, "RUN" (the newest) or "RUN@STEP", as the first of this
-    one.
+    """Start this run from a checkpoint of another run -> (state, step). `source`: "RUN", for its newest
+    checkpoint, or "RUN@STEP".
 
-    Whatever fits the state may differ. Of the same problems in the same order those come that would have
-    come; others are begun from the start; what was sampled ahead is sampled anew. The reference of a KL is
-    the other run's, or else the policy that this one begins with.
+    Any setting may differ that leaves the shapes of the state equal. With the same problems and the same
+    seed, the prompt stream continues where the other run's stood; else it starts anew. Completions that the
+    other run sampled ahead are not used. The KL reference is the other run's if it has one, else the policy
+    with which this run starts.
     """
     run.phase("restore")
     name, step = _source(source)
@@ -149,8 +159,8 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
     for bad, why in other.damaged.items():
         run.note(f"checkpoint {bad} of {name} is damaged: {why}")
     run.note(f"forked from {name} at step {loop['step']}; " + _differences(ctx, name))
-    for said in rate_notes(load_config(str(name / "config.toml")), ctx.cfg, int(state.step)):
-        run.note(said)
+    for note in rate_notes(load_config(str(name / "config.toml")), ctx.cfg, int(state.step)):
+        run.note(note)
     if ctx.cfg.loss.kl_coef:
         if (reference := name / "reference").is_dir():
             ctx.group.run_and_sync(functools.partial(shutil.copytree, reference, run.path / "reference"), alone=True)
@@ -163,40 +173,45 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
 
 
 def unseen_by(run: Path, loop: dict[str, Any], ctx: RunContext) -> np.ndarray:
-    """What the weights of `run` were trained on, none of which is held out in `parts`. `loop`: of its
-    checkpoint.
+    """The problems that the weights of `run` were trained on, checked against this run's held-out problems.
 
-    Raises DataError where some is, and where the split is another and an earlier version has not written down
-    what it was."""
+    `loop`: the loop state of its checkpoint. Raises DataError if one of them is held out here. Raises it too
+    if an earlier version started `run` without recording its problems and the problems differ here.
+    """
     seen = read_seen(run)
     if seen is None and loop["contents"]["problems"] == ctx.contents["problems"]:
         seen = ctx.questions.seen
     if seen is None:
         raise DataError(
-            f"task: other problems are trained on or held out here than by {run}, which does not say what it was trained on: an "
-            "earlier version began it",
-            "leave the problems as they were there: task.seed, task.options, the files",
+            f"task: the problems to train on or to hold out differ from those of {run}, "
+            "which an earlier version started without recording them",
+            "keep that run's problems: task.seed, task.options, the files",
         )
     check_unseen(ctx.questions.held_out, seen, str(run))
     return seen
 
 
 def rate_notes(before: Config, now: Config, update: int) -> Iterator[str]:
-    """What a reader should know of the learning rate from `update` on, a decay that has ended or another rate
-    than before's."""
+    """Notes about the learning rate from `update` on: it differs from that of the settings `before`, or its
+    decay has ended."""
     was, rate = (float(np.asarray(make_schedule(cfg.optim, cfg.updates)(update))) for cfg in (before, now))
     if not math.isclose(was, rate, rel_tol=1e-3):
-        yield f"the learning rate of the next update is {rate:.3g}; with the settings before it would have been {was:.3g}"
+        yield (f"the learning rate of the next update is {rate:.3g}; "
+               f"with the earlier settings it would have been {was:.3g}")
     elif now.optim.schedule != "constant" and (now.optim.total_steps or now.updates) <= update < now.updates:
         longer = make_schedule(now.optim.model_copy(update={"total_steps": now.updates}), now.updates)
         yield (
-            f"the learning rate has fallen as far as it does, by update {now.optim.total_steps} (optim.total_steps): it stays "
-            f"{rate:.3g}. With --optim.total_steps {now.updates} it would be {longer(update):.3g} now, and fall from there")
+            f"the learning rate finished its decay at update {now.optim.total_steps} (optim.total_steps) "
+            f"and stays at {rate:.3g}. With --optim.total_steps {now.updates} "
+            f"it would now be {longer(update):.3g} and go on falling")
 
 
 def _like(ctx: RunContext) -> TrainState:
-    """What is restored has its shapes, types and places; its arrays are gone before those that are restored
-    come. No weights are read: the checkpoint has them, and the folder that they began from may be gone."""
+    """The shapes, dtypes and shardings of the state to restore.
+
+    Its arrays are freed before the checkpoint's arrays are loaded. No weights are read, since the checkpoint
+    holds them and the folder of the base model may be gone.
+    """
     like = jax.eval_shape(lambda: init_params(ctx.model, jax.random.key(0)))
     fresh = ctx.fresh_state(on_devices(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), like),
                                          ctx.layout))
@@ -204,7 +219,7 @@ def _like(ctx: RunContext) -> TrainState:
 
 
 def _take_up(ctx: RunContext, loop: dict[str, Any]) -> None:
-    """What was calibrated goes on from where it was."""
+    """Continue the calibrations and counters from the checkpoint's loop state."""
     if ctx.calibration:
         ctx.calibration.take_up(loop)
     if ctx.kv_scales and loop["kv_amax"]:

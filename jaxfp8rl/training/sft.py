@@ -47,8 +47,8 @@ from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
 
 
 def run_sft(cfg: Config) -> None:
-    """`jaxfp8rl sft`: warm-start the config's model and write it to <run.dir>/sft, an HF folder for
-    `model.path`."""
+    """`jaxfp8rl sft`: warm-start the config's model and write it to <run.dir>/sft, a Hugging Face folder that
+    `model.path` accepts."""
     model, data, questions = prepare_sft(cfg)
     keep_compiled(cfg.train.compilation_cache)
     check_warm_start(cfg, model, device_memory())
@@ -72,7 +72,7 @@ def run_sft(cfg: Config) -> None:
 
 
 def prepare_sft(cfg: Config) -> tuple[ModelConfig, Data, Questions]:
-    """All that can be checked of a warm start without a device, as `build.preflight`."""
+    """Check all of a warm start that needs no device, as `context.preflight` does for a run."""
     check_sft(cfg)
     model = with_options(model_config(cfg), cfg)
     check_kernels("auto", cfg.precision.attention, cfg.precision.compute_dtype, model)
@@ -83,7 +83,7 @@ def prepare_sft(cfg: Config) -> tuple[ModelConfig, Data, Questions]:
 
 
 def check_sft(cfg: Config) -> None:
-    """Refuse what cannot be begun, before anything loads. Raises UserErrors."""
+    """Raise UserErrors for a warm start that cannot begin, before anything loads."""
     if not cfg.sft.steps:
         raise ConfigError("sft.steps = 0: nothing to train",
                           "set sft.steps, sft.lr and sft.examples_per_step")
@@ -102,11 +102,11 @@ def warm_start(
     tokenizer: Tokenizer, note: Callable,
     began: Callable[[int], None] = lambda step: None,
 ) -> Params:
-    """`sft.steps` updates on the task's demonstrations, drawn by (run.seed, step) -> float32 parameters.
-    `began` is called before each, when the one before it is done.
+    """Make `sft.steps` updates on the task's demonstrations and return the float32 parameters.
 
-    The learning rate warms up to `sft.lr` and falls linearly to 0, so that the policy settles on the mean of
-    what it saw.
+    The demonstrations are drawn by (run.seed, step). `began(step)` is called before each update, once the
+    update before it has finished. The learning rate warms up to `sft.lr` and falls linearly to 0, so that the
+    policy averages over the demonstrations instead of following the last ones.
     """
     precision = Precision(
         plain_runs(model.sparse_layers), compute_dtype=cfg.precision.compute_dtype,
@@ -132,8 +132,8 @@ def warm_start(
 
 
 def check_demonstrations(cfg: Config, data: Data) -> None:
-    """Raise DataError, as the warm start would, for a demonstration that it draws and the tokenizer has no
-    tokens for."""
+    """Raise DataError, as the warm start would, if the tokenizer cannot encode a demonstration that the warm
+    start draws."""
     prompts = demonstrable(data.train, data.task.name)
     for step in range(1, cfg.sft.steps + 1):
         _drawn(cfg, data.task, prompts, data.tokenizer, step)
@@ -149,24 +149,26 @@ def _drawn(cfg: Config, task: Task, prompts: Sequence[Prompt], tokenizer: Tokeni
 
 
 def lost(steps: int, done: int | None = None) -> str:
-    """What to say of a warm start that ends before its last update."""
-    what = "what it had learned is" if done is None else f"{done} of its {steps} updates are"
+    """The message about a warm start of `steps` updates that ends after `done` of them."""
+    progress = "its updates are" if done is None else f"{done} of its {steps} updates are"
     return (
-        f"nothing is saved: a warm start cannot be resumed, and {what} lost. The same command begins it anew; one made by "
-        "`jaxfp8rl sft` is kept, for model.path of as many runs as you like")
+        f"nothing is saved: a warm start cannot be resumed, and {progress} lost. The same command starts it "
+        "again. `jaxfp8rl sft` saves its warm start, which any number of runs can use as model.path")
 
 
 def optim_of(cfg: Config) -> Optim:
-    """The run's optimiser with the learning rate of the warm start."""
-    own = {"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear", "total_steps": None,
-           "min_lr_ratio": 0.0}
-    return cfg.optim.model_copy(update=own)
+    """The run's optimiser settings with the learning-rate schedule of the warm start."""
+    schedule = {"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear",
+                "total_steps": None, "min_lr_ratio": 0.0}
+    return cfg.optim.model_copy(update=schedule)
 
 
 def make_sft_step(logprobs: Callable, precision: Precision,
                   optimizer: Optimizer) -> Callable:
-    """Jitted step(state, batch) -> (state, metrics): mean negative log-likelihood of the response tokens, in
-    nats."""
+    """Jitted step(state, batch) -> (state, metrics); the state is donated.
+
+    The loss is the mean negative log-likelihood of the response tokens, in nats.
+    """
 
     def loss_fn(weights: Params, sums: Params, micro: tuple, policy: Params,
                 tokens: Array) -> tuple[Array, StepMetrics]:
@@ -177,7 +179,7 @@ def make_sft_step(logprobs: Callable, precision: Precision,
     @functools.partial(gradient_jit, donate_argnums=0)
     def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
         tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
-        policy = policy_of(state.params, precision)  # nothing in it is quantised
+        policy = policy_of(state.params, precision)  # its precision quantises nothing
         loss, live = functools.partial(loss_fn, policy=policy, tokens=tokens), batch.response_mask.any((1, 2))
         value, _, grads = accumulate(loss, outer(policy), gradients_like(policy), (batch,), live,
                                      state.loss_scale)
@@ -188,7 +190,7 @@ def make_sft_step(logprobs: Callable, precision: Precision,
 
 
 def _example(prompt: Sequence[int], answer: str, tokenizer: Tokenizer, longest: int) -> Sample:
-    """Prompt, answer, stop token, the last two cut to `longest` tokens: what was cut must not teach to stop
-    there."""
+    """Prompt, answer and stop token as a sample. Answer and stop token are cut to `longest` tokens together,
+    so that a cut answer does not teach the policy to stop where it was cut."""
     completion = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_ids[0]][:longest]
     return Sample(prompt, completion, np.zeros(len(completion), np.float32), 0.0)

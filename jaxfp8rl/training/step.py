@@ -1,15 +1,14 @@
-"""The page: log-probabilities -> correction -> objective -> gradients -> finite guard -> update, in one jit.
+"""One update in one jit: log-probabilities -> correction -> objective -> gradients -> finite guard -> update.
 
     mu (engine)  --rho = pi_old / mu, corrected once a batch-->  pi_old  --r = pi / pi_old, clipped-->  pi
-    (now)
 
-Without a scoring pass what the correction weighs and rejects is worked out a micro-batch at a time from pi.
-pi_old is then pi itself, the ratio 1 (loss.old_policy = "current", for one update a step), or with two
-policies ("rollout") mu, the ratio pi / mu.
+pi is the learner now. Without a scoring pass, each micro-batch computes its correction from pi. pi_old is
+then pi itself, with r = 1 (loss.old_policy = "current", for one update a step), or mu, with r = pi / mu
+(loss.old_policy = "rollout").
 
-Micro-batches are a `lax.scan`; every denominator is counted over the whole batch before it, so no result
-depends on how the batch was split, padded or packed. (An FP8 backward is the exception: the blocks of its
-wgrad run along the tokens of a micro-batch.) Nothing here leaves the device.
+The micro-batches are a `lax.scan`. Every denominator is counted over the whole batch before the scan, so no
+result depends on how the batch was split, padded or packed. An FP8 backward pass is the exception: the blocks
+of its wgrad run along the tokens of a micro-batch. Nothing here leaves the device.
 """
 
 from __future__ import annotations
@@ -45,16 +44,18 @@ from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
 def make_policy(precision: Precision, codes: bool = True, layout: MeshLayout = ONE) -> Callable:
-    """Jitted policy(params) -> the policy as it computes and as it is published (jaxfp8rl.policy.policy)."""
+    """Jitted policy(params) -> the policy that computes and is published (jaxfp8rl.policy.policy)."""
     return rounding_exact_jit(functools.partial(layout.on_weights,
                                        functools.partial(policy_of, precision=precision, codes=codes)))
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat,
                   layout: MeshLayout = ONE) -> Callable:
-    """f(policy, batch of [R, T] fields) -> (logp, entropy, what routers of experts said or None), the first
-    two [R, T] float32, over batch.support, 0 off the response mask. On several devices f is what one of them
-    computes, of its part of both."""
+    """f(policy, batch of [R, T] fields) -> (logp, entropy, the routing of expert layers or None).
+
+    logp and entropy are [R, T] float32, in nats, over batch.support, and 0 where the response mask is false.
+    On several devices, f runs on each device with its part of the policy and of the batch.
+    """
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
         fields = batch.tokens, batch.positions, batch.segment_ids
@@ -70,8 +71,8 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
 
 
 def make_score(logprobs: Callable, layout: MeshLayout = ONE) -> Callable:
-    """Jitted score(policy, batch) -> old_logp [M, R, T]: the learner's log-probabilities of what the engine
-    sampled."""
+    """Jitted score(policy, batch) -> old_logp [M, R, T] float32: the learner's log-probabilities of the
+    sampled tokens."""
 
     def of_rows(policy: Params, batch: TrainBatch, live: Array) -> Array:
         return map_live(lambda micro: logprobs(policy, micro)[0], batch, live)
@@ -85,8 +86,8 @@ def make_score(logprobs: Callable, layout: MeshLayout = ONE) -> Callable:
 
 
 class _TrainStep(NamedTuple):
-    """One update, from scored rows to the new state; `make_train_step` jits `update`. Its parts stand in the
-    order in which they are called, the innermost first."""
+    """One update, from scored rows to the new state; `make_train_step` jits `update`. The methods are ordered
+    from the innermost to the outermost."""
 
     logprobs: Callable
     precision: Precision
@@ -102,12 +103,12 @@ class _TrainStep(NamedTuple):
         return self.loss.old_policy == "recomputed"
 
     def correct(self, logp: Float[Array, "*M R T"], batch: TrainBatch, mask: Bool[Array, "*M R T"]) -> Correction:
-        """The rollout correction of `logp` against the engine's own."""
+        """The rollout correction of `logp` against the engine's log-probabilities."""
         return rollout_correction(logp, batch.rollout_logp, mask, self.correction, batch.segment_ids)
 
     def microbatch_loss(self, weights: Params, sums: Params, micro: tuple, policy: Params,
                         clip: tuple | None) -> tuple[Array, dict]:
-        """The loss of one micro-batch, already divided by the whole batch's denominators, and its arrays."""
+        """The loss of one micro-batch, divided by the whole batch's denominators, and its [R, T] arrays."""
         loss = self.loss
         batch, old_logp, ref_logp, importance, mask, scale, selected, share = micro
         logp, entropy, routing = self.logprobs(policy | weights | {"sums": sums}, batch)
@@ -115,7 +116,7 @@ class _TrainStep(NamedTuple):
             importance = self.correct(logp, batch, mask).weights
         if loss.old_policy == "current":
             old_logp = jax.lax.stop_gradient(logp)
-        kept_mask = mask & (importance != 0)  # the ratio of a rejected token is in no mean over its sequence
+        kept_mask = mask & (importance != 0)  # means over a sequence leave out rejected tokens
         fields = logp, old_logp, batch.advantages, kept_mask, batch.segment_ids
         surrogate, aux = policy_loss(*fields, loss.objective_config, clip, selected)
         sampled = batch.rollout_logp if loss.sampled_by == "rollout" else old_logp
@@ -125,19 +126,19 @@ class _TrainStep(NamedTuple):
             surrogate = jnp.where(aux["opsm/fraction"], 0.0, surrogate)
         total = importance * surrogate
         if loss.kl_coef:
-            weighed: Any = dict(sampled_logp=sampled, weight_cap=loss.kl_weight_cap) if loss.unbiased_kl else {}
-            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, **weighed))
+            weights: Any = dict(sampled_logp=sampled, weight_cap=loss.kl_weight_cap) if loss.unbiased_kl else {}
+            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, **weights))
             aux["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
         value = jnp.sum(jnp.where(mask, scale * total, 0.0))
-        if self.balance_coef:  # by the micro-batch's share of the tokens, however the losses are aggregated
+        if self.balance_coef:  # weighted by the micro-batch's share of the tokens under any aggregation
             value += self.balance_coef * jnp.mean(routing.balance) * jnp.sum(share)
         return value, {"logp": logp, "entropy": entropy, **aux}
 
     def of_rows(self, policy: Params, batch: tuple, live: Array, loss_scale: Array,
                 clip: tuple | None) -> tuple:
-        """Loss and gradients of all rows, from a device's own."""
+        """Loss and gradients over all rows, summed over the devices, each of which computes its own rows."""
         of_micro = functools.partial(self.microbatch_loss, policy=policy, clip=clip)
         value, aux, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live,
                                        loss_scale)
@@ -145,27 +146,27 @@ class _TrainStep(NamedTuple):
 
     def select(self, batch: TrainBatch, known_logp: Float[Array, "M R T"],
                kept_mask: Bool[Array, "M R T"]) -> Bool[Array, "M R T"] | None:
-        """The tokens that the objective treats apart, chosen from the whole batch."""
+        """The tokens that a covariance objective treats apart, selected from the whole batch."""
         if self.loss.objective not in SELECTING:
             return None
-        kept_mask = kept_mask if self.is_scored else batch.response_mask  # its weights are not known yet
+        kept_mask = kept_mask if self.is_scored else batch.response_mask  # the weights are not known yet
         places = batch.tokens + 262147 * batch.positions  # any number that tells tokens apart
         return select_tokens(known_logp, batch.advantages, kept_mask, places, self.loss.objective_config)
 
     def has_gradient(self, correction: Correction, advantages: Float[Array, "M R T"],
                      masked: Bool[Array, "M R T"]) -> Bool[Array, "M R T"]:
-        """Tokens that can have a gradient. Without any the gradient is exactly 0, and only
-        Adam's momentum would move the weights."""
+        """The tokens that can have a gradient. If there are none, the gradient is exactly 0 and only Adam's
+        momentum would move the weights."""
         if self.loss.kl_coef or self.loss.entropy_coef or self.balance_coef:
-            return correction.mask  # these terms know neither weight nor advantage
-        penalised = self.loss.objective in ("prime_rl", "kl_cov")  # their penalties have no advantage, either
-        # of a NaN both hold, so that the guard sees it
+            return correction.mask  # these terms depend on neither weight nor advantage
+        penalised = self.loss.objective in ("prime_rl", "kl_cov")  # penalties that have no advantage, either
+        # both comparisons are true for NaN, so that the guard sees it
         weighed = (correction.weights != 0) & (penalised | (advantages != 0))
         return correction.mask & weighed & jnp.logical_not(masked)
 
     def differentiate(self, policy: Params, batch: TrainBatch, known_logp: Array, ref_logp: Array | None,
                       correction: Correction, mask: Array, loss_scale: Array, clip: tuple | None) -> tuple:
-        """(loss, arrays of the tokens [M, R, T], gradients of the policy)."""
+        """(loss, arrays by token [M, R, T], gradients of the policy)."""
         loss, segments = self.loss, batch.segment_ids
         scale = token_scale(mask, segments, loss.aggregation, loss.horizon, batch.loss_weights)
         selected = self.select(batch, known_logp, mask & (correction.weights != 0))
@@ -176,11 +177,11 @@ class _TrainStep(NamedTuple):
                               (ALL, ROWS, grads_specs))
         return run(policy, rows, mask.any((1, 2)), loss_scale, clip)
 
-    def update(self, state: TrainState, own: Params, lent: Params, batch: TrainBatch,
+    def update(self, state: TrainState, learner_weights: Params, engine_weights: Params, batch: TrainBatch,
                old_logp: Float[Array, "M R T"], ref_logp: Float[Array, "M R T"] | None = None,
                clip: tuple[Float[Array, ""], Float[Array, ""]] | None = None) -> tuple:
-        """(new state, its policy, metrics). `own` and `lent`: the policy, as `partition` gives it."""
-        policy, in_engine = combine(own, lent), bool(jax.tree.leaves(lent))
+        """(new state, its policy, metrics). The policy comes in two trees, as `partition` returns it."""
+        policy, in_engine = combine(learner_weights, engine_weights), bool(jax.tree.leaves(engine_weights))
         sampled = batch.response_mask
         if batch.loss_weights is not None:
             sampled &= batch.loss_weights != 0
@@ -210,14 +211,16 @@ def make_train_step(
     layout: MeshLayout = ONE, balance_coef: float = 0.0,
 ) -> Callable:
     """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy,
-    metrics). The buffers of state and policy are donated, except weights in an engine's memory. The policy
-    that comes back is that of the new state; it has no codes if the engine holds them.
+    metrics).
 
-    old_logp, ref_logp [M, R, T]: the learner's scores at the weights that sampled, and the reference's under
-    loss.kl_coef. clip: two scalars in place of the objective's clip distances.
+    The buffers of state and policy are donated, except weights in an engine's memory. The returned policy
+    belongs to the new state; it has no codes if the engine holds them.
 
-    An update in which no token can have a gradient (all weights or advantages are 0, and no term of the loss
-    is free of them) is not applied and counts no token.
+    old_logp, ref_logp: [M, R, T] float32, the log-probabilities of the learner at the weights that sampled
+    and, under loss.kl_coef, of the reference. clip: two scalars that replace the objective's clip distances.
+
+    An update in which no token can have a gradient is not applied and counts no token: all weights or
+    advantages are 0, and every term of the loss depends on them.
     """
     step = _TrainStep(logprobs, precision, loss, correction, optimizer, layout, balance_coef)
     compiled = gradient_jit(step.update, donate_argnums=(0, 1))

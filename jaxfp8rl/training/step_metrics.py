@@ -1,5 +1,7 @@
-"""Metrics of a step from those of its updates, which need not have as many tokens as each other: as if it had
-been one batch."""
+"""Combine the metrics of a step's updates into the metrics of the step, as if the step had been one batch.
+
+The updates may differ in their number of tokens, so means are weighted.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,22 @@ LARGEST = {"mismatch/max_logp_diff", "correction/sequence_weight_max_deviation"}
 
 
 class Counts(NamedTuple):
-    """What the metrics of an update are means over: response tokens as sampled, without the rejected, and as
-    its loss counts them; sequences, and those that a token is left of; tokens with a positive and with a
-    negative advantage."""
+    """The numbers of tokens and sequences over which an update's metrics are means."""
 
-    sampled: int
-    kept: int
-    in_loss: int
+    sampled: int  # response tokens
+    kept: int  # response tokens that the correction did not reject
+    in_loss: int  # response tokens in the loss's denominators
     sequences: int
-    left: int
-    positive: int
-    negative: int
+    left: int  # sequences with at least one token that was not rejected
+    positive: int  # response tokens with a positive advantage
+    negative: int  # response tokens with a negative advantage
 
 
 def counts_of(batch: TrainBatch, update: dict[str, float], drops_rejected: bool) -> Counts:
-    """`update`: its metrics; `drops_rejected`: whether what it rejects leaves the loss's denominators."""
+    """The counts of an update of `batch`, given its metrics.
+
+    `drops_rejected`: whether rejected tokens are left out of the loss's denominators.
+    """
     mask = np.asarray(batch.response_mask)
     mask = mask if batch.loss_weights is None else mask & (batch.loss_weights != 0)
     rows = np.arange(mask[..., 0].size).reshape(*mask.shape[:-1], 1) * (mask.shape[-1] + 1)
@@ -51,10 +54,13 @@ def counts_of(batch: TrainBatch, update: dict[str, float], drops_rejected: bool)
 
 
 def of_step(rows: Sequence[dict[str, float]], counts: Sequence[Counts]) -> dict[str, float]:
-    """Sums, extremes and last values as the names above say; of what is one number an update the mean over
-    updates; of all else the mean over the tokens or sequences that it is a mean over, a standard deviation
-    about it, and Kish's sample size of both. (prob_correlation and raw_ess do not follow from their parts:
-    means over tokens.)"""
+    """The metrics of a step from those of its updates (`rows`) and their counts.
+
+    The sets above name the metrics that are summed, taken at their extreme, taken from the last update, or
+    averaged over updates. Any other metric is averaged over the tokens or sequences of all updates. Standard
+    deviations are pooled around that mean, and Kish's effective sample size follows from both.
+    prob_correlation and raw_ess cannot be combined exactly; the step has their means over tokens.
+    """
     found = {key: _joined(key, rows, counts) for key in rows[0]}
     if len(rows) > 1 and "correction/ess" in found:
         mean, std = found["correction/weight_mean"], found["correction/weight_std"]
@@ -71,7 +77,7 @@ def _joined(key: str, rows: Sequence[dict[str, float]], counts: Sequence[Counts]
     if key == "update/bad_in_a_row":
         return max(values)
     weights = [getattr(count, _counted_by(key)) for count in counts]
-    if not any(weights):  # of nothing: what is neutral
+    if not any(weights):  # no update counted a token: each has the neutral value
         return float(np.mean(values))
     held = [(row, weight) for row, weight in zip(rows, weights) if weight]
     if key in LARGEST or key.endswith(("_max", "_min")):
@@ -85,7 +91,7 @@ def _joined(key: str, rows: Sequence[dict[str, float]], counts: Sequence[Counts]
 
 
 def _counted_by(key: str) -> str:
-    """The field of Counts that a metric is a mean over."""
+    """The field of Counts over which a metric is a mean."""
     if key.startswith("correction/sequence_weight_"):
         return "left"
     if key in OF_SEQUENCES or "_sequences" in key:

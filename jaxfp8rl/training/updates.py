@@ -1,4 +1,4 @@
-"""What the learner does with a step's packed batches: score them once, then update by each in turn."""
+"""Score a step's packed batches once, then update the weights from each in turn."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
 def score(ctx: RunContext, policy: Params, batch: TrainBatch) -> tuple[jax.Array, jax.Array | None]:
-    """(old_logp, reference_logp or None), [M, R, T]. old_logp is recomputed by the learner, or the engine's
-    own word where the update needs no scoring pass."""
+    """(old_logp, reference_logp or None), each [M, R, T] float32.
+
+    The learner recomputes old_logp; where the update needs no scoring pass, old_logp is the engine's.
+    """
     recompute = (ctx.kv_scales or ctx.replay or ctx).score
     old = recompute(policy, batch) if ctx.cfg.loss.old_policy == "recomputed" else batch.rollout_logp
     if ctx.reference is None:
         return old, None
-    # in the same attention
+    # with the policy's scales of FP8 attention, so that both compute the same attention
     return old, ctx.score(ctx.reference | scales_in(policy), batch._replace(routes=None))
 
 
@@ -37,12 +39,16 @@ def run_updates(
     packed: list[TrainBatch],
     scored: list[tuple],
 ) -> tuple[TrainState, Params, dict[str, float]]:
-    """Apply the step's updates in turn -> (state, its policy, the step's metrics). `state` and `policy` are
-    donated; `sampled` is what `packed` was made of. Raises NonFiniteStep after too many bad ones in a row."""
+    """Apply the step's updates in turn -> (state, its policy, the step's metrics).
+
+    `state` and `policy` are donated. `packed` holds the samples made from the completions `sampled`, and
+    `scored` the pair (old_logp, reference_logp) of each batch. Raises NonFiniteStep after
+    optim.max_bad_steps updates in a row that were not finite.
+    """
     rows, counts, calibration = [], [], ctx.calibration
     drops_rejected = ctx.cfg.loss.old_policy == "recomputed" and ctx.cfg.correction.resolve(
         ).denominator == "kept"
-    # one has no ratios
+    # a step with one update has no ratios to calibrate by
     shadow = calibration.begin(step, state.params, packed[-1]) if calibration and len(packed) > 1 else None
     for batch, (old, reference) in zip(packed, scored):
         if calibration and shadow is not None and batch is packed[-1]:
@@ -62,29 +68,31 @@ def run_updates(
             if rows[-1]["update/bad_in_a_row"] >= ctx.cfg.optim.max_bad_steps:
                 raise NonFiniteStep(
                     f"{ctx.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied: {where}",
-                    f"look at {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
+                    f"inspect {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
         elif not rows[-1]["tokens/update"]:
             why = cause(sampled, batch, ctx.cfg, rows[-1])
             run.note(f"step {step}: no update: {why.text}", why.detail, why.text)
     if any(r["tokens/update"] for r in rows) and (why := equal_rewards(sampled, ctx.cfg)):
-        # the update was of a penalty alone, or of the groups' levels
+        # only a penalty, or a difference between groups, gave this update a gradient
         run.note(f"step {step}: {why.text}", why.detail, why.text)
     return state, policy, of_step(rows, counts)
 
 
 def is_bad(update: dict[str, float]) -> bool:
-    """Whether it was not finite, with or without anything to learn from, and not for a loss scale that was
-    too large."""
+    """Whether the loss or the gradient of an update was not finite, for another reason than a loss scale that
+    was too large."""
     return not (update["update/overflow"]
                 or (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])))
 
 
 def probe(ctx: RunContext, run: RunDirectory, state: TrainState, policy: Params,
           batch: TrainBatch) -> dict[str, float]:
-    """What FP8 rounds away in weights, activations and the cache, and which layers that shows in: metrics of
-    the step, and the whole report as precision.json. All as the engine has it: a learner without FP8 is asked
-    what that would cost it. `policy` is of `state` and has the scales of FP8 attention, where there are any.
+    """Measure the FP8 rounding error of weights, activations and the KV cache, layer by layer.
+
+    Returns the metrics of the step and writes the whole report to precision.json. The formats are the
+    engine's: for a learner without FP8, the report shows the error that FP8 would have. `policy` belongs to
+    `state`, and its scales of FP8 attention are used where it has them.
     """
     formats = ctx.engine.capabilities().formats
     precision = dataclasses.replace(

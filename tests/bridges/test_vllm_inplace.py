@@ -259,5 +259,5 @@ def test_a_stack_row_passes_for_an_array_anywhere():
 
 def test_a_way_into_vllm_is_refused_for_the_embedded_engine():
     cfg = check(load_config("demo", ["--rollout.publish", "in_place"]))
-    with pytest.raises(ConfigError, match='rollout.publish = "in_place" is a way into vLLM'):
+    with pytest.raises(ConfigError, match='rollout.publish = "in_place" is for vLLM'):
         check_engine_settings(cfg)

@@ -96,7 +96,7 @@ def test_row_13_rows_that_are_left_out_are_said_at_the_start(tmp_path, capsys):
              "task.options": "{held_out_fraction = 0.0}"}
     cfg = load_config("demo", [w for k, v in words.items() for w in (f"--{k}", str(v))])
     assert load_data(cfg, model_config(cfg)).train
-    assert f"left out 1 bad rows of 3; the first: {path}:3: " in capsys.readouterr().out
+    assert f"left out 1 bad rows out of 3; the first: {path}:3: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, contents, says", FILES, ids=[name for name, _, _ in FILES])

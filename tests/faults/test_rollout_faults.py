@@ -62,7 +62,7 @@ SPOILT = {
     "positive": (at(2, 0.5), "log-probability 0.5 above 0 at token 2"),
     "empty": (lambda c: dataclasses.replace(c, token_ids=c.token_ids[:0], logprobs=c.logprobs[:0]),
               "no tokens"),
-    "aborted": (lambda c: dataclasses.replace(c, finish_reason="abort"), "the engine gave it up"),
+    "aborted": (lambda c: dataclasses.replace(c, finish_reason="abort"), "the engine aborted it"),
     "stale": (lambda c: dataclasses.replace(c, version_spans=(VersionSpan(0, 2, 4), VersionSpan(2, 6, 5))),
               "expected 5"),
     "no version": (lambda c: dataclasses.replace(c, version_spans=()), "expected 5"),
@@ -104,7 +104,7 @@ def test_a_group_of_the_wrong_size_is_rejected():
             return [first[:2], *rest]
 
     kept, rejected = scored_groups.generate(published(cls=Short), PROMPTS, REQUESTS, version=5)
-    assert len(kept) == 3 and rejected == ("request 7/0: 2 completions, 3 asked for",)
+    assert len(kept) == 3 and rejected == ("request 7/0: 2 completions instead of 3",)
 
 
 def test_when_nothing_can_be_scored_the_run_says_why_and_stops():
@@ -168,7 +168,7 @@ def test_fp8_rollouts_without_a_correction_are_refused_by_key(recipe):
         load_config("demo", ["--precision.recipe", recipe, "--correction.preset", "none"])
     assert 'set correction.preset = "token_tis"; or, ' in e.value.next_step
     baseline = load_config("demo", ["--precision.recipe", recipe, "--correction.preset", "none", *BASELINE])
-    assert "corrects nothing (correction.allow_uncorrected_fp8): a baseline" in uncorrected_warning(baseline)
+    assert "corrects nothing (correction.allow_uncorrected_fp8)" in uncorrected_warning(baseline)
     assert uncorrected_warning(load_config("demo", ["--precision.recipe", recipe, *BASELINE])) is None
     load_config("demo", ["--precision.recipe", "bf16", "--correction.preset", "none"])
 

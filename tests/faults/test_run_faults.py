@@ -260,18 +260,18 @@ def test_row_35_a_fork_may_differ_in_what_its_state_does_not_hold(straight, tmp_
 
 def test_row_35_what_cannot_be_forked_is_refused(straight, tmp_path):
     for source, changes, error, message in (
-        (f"{straight}@6", {}, ConfigError, "run.steps = 6: the checkpoint is of step 6"),
+        (f"{straight}@6", {}, ConfigError, "run.steps = 6: the checkpoint was taken after step 6"),
         (straight, {"run__dir": straight}, ConfigError, "that is run.dir itself"),
         (f"{straight}@5", {"run__steps": 9}, CheckpointError,
          f"has no checkpoint of step 5\n.*--fork {straight}@4 or --fork"),
-        (tmp_path / "none", {}, ConfigError, "none holds no config.toml: it is no run directory"),
+        (tmp_path / "none", {}, ConfigError, "none is not a run directory: it holds no config.toml"),
         (straight, {"model__config__intermediate_size": 64, "run__steps": 9}, CheckpointError,
          "restored into this.*wanted"),
     ):
         assert not (tmp_path / "new").exists(), "refused before anything is made"
         with pytest.raises(error, match=message):
             loop.train(config(tmp_path / "new", **changes), fork_of=str(source))
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="pass only one of them"):
         loop.train(config(tmp_path / "new"), resume=True, fork_of="x")
 
 

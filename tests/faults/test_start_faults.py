@@ -35,7 +35,7 @@ def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypa
 
     monkeypatch.setattr(loop, "run_updates", blown)
     with pytest.raises(NonFiniteStep,
-                       match=r"after step 3 the parameters are not finite, and are not saved: .*\n.*--resume"):
+                       match=r"after step 3 the parameters are not finite and were not saved: .*\n.*--resume"):
         loop.train(config(tmp_path, run__save_every=1))
     assert store.Checkpoints(tmp_path / "checkpoints", 2).steps() == [1, 2]
     assert all(np.isfinite(x).all() for x in arrays(tmp_path, 2).values())

@@ -84,7 +84,7 @@ def test_a_run_is_not_resumed_on_other_answers(differing, monkeypatch):
     parts = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint=lambda: "t"),
                             contents=kept | {differing: "c"})
     run = SimpleNamespace(phase=print, restore=lambda like: (None, {"tokenizer": "t", "contents": kept}, 3))
-    with pytest.raises(CheckpointError, match=f"taken on other {differing}: answers differ"):
+    with pytest.raises(CheckpointError, match=f"taken on other {differing}: their answers"):
         resume.restore(parts, run)
 
 

@@ -51,7 +51,7 @@ def test_what_does_not_divide_is_named():
         (2, 1,
          True): "train.fsdp = 2 does not divide the 128 rows of model.layers.0.self_attn.k_proj.weight in whole blocks",
         (3, 1, False): "train.fsdp = 3 does not divide the 64 rows of model.embed_tokens.weight",
-        (1, 4, False): "train.tensor = 4 does not divide num_key_value_heads = 2: a device has whole heads",
+        (1, 4, False): "train.tensor = 4 does not divide num_key_value_heads = 2: a device holds whole heads",
         (33, 2,
          False): r"train.fsdp \* train.tensor = 66 does not divide the 64 rows of model.embed_tokens.weight",
     }

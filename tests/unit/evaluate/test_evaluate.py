@@ -217,7 +217,7 @@ def test_a_question_is_the_same_however_it_is_put(tmp_path, capsys):
     assert question(plain) == question(told) != question(other)
     kept = _not_in([Prompt(plain, (1,))], [Prompt(told, (1,)), Prompt(other, (1,))])
     assert [p.problem.id for p in kept] == ["c"]
-    assert "left out 1 held-out problems that training has, too" in capsys.readouterr().out
+    assert "left out 1 held-out problems whose question is also trained on" in capsys.readouterr().out
 
 
 def of_other_weights(patch):

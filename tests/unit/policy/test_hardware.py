@@ -57,7 +57,7 @@ def test_on_a_cpu_products_are_in_float32():
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "message"),
-    [("float32", 64, "takes bfloat16 or float16, precision.compute_dtype is .float32"),
+    [("float32", 64, "needs bfloat16 or float16, but precision.compute_dtype is .float32"),
      ("bfloat16", 96, "heads of 64, 128 and 256.*of 96"),
      ("float16", 128, "needs a Hopper GPU .capability 9.0., this is cpu")],
 )
@@ -98,14 +98,15 @@ SAID = {  # name: (capability, precision, model, what a run says)
         '"xla", log-probabilities by "xla"'),
     "heads of 96, a width of 100": (
         "9.0", Precision.uniform(1, "bfloat16"), dataclasses.replace(MODEL, head_dim=96, hidden_size=100),
-        'learner: attention by "xla" ("pallas" has heads of 64, 128 and 256, the model\'s are of 96), log-probabilities by "xla" '
+        'learner: attention by "xla" ("pallas" supports heads of size 64, 128 and 256, but the model\'s heads have size 96), '
+        'log-probabilities by "xla" '
         '("pallas" takes widths in multiples of 64, not 100)'),
     "what was asked for": (
         "9.0", Precision.uniform(1, "bfloat16", attention="xla"), MODEL,
         'learner: attention by "xla", log-probabilities by "pallas"'),
     "float32": (
         "9.0", Precision.uniform(1, "float32"), MODEL,
-        'learner: attention by "xla" ("pallas" takes bfloat16 or float16, precision.compute_dtype is "float32"), '
+        'learner: attention by "xla" ("pallas" needs bfloat16 or float16, but precision.compute_dtype is "float32"), '
         'log-probabilities by "xla" ("pallas" takes bfloat16 or float16, not float32)'),
     "experts of odd width": (
         "9.0", Precision.uniform(1, "bfloat16", attention="pallas", products="pallas"), MOE,
@@ -142,7 +143,7 @@ def test_a_run_says_what_a_filter_costs(monkeypatch):
 
 def test_a_run_says_where_the_engines_roundings_are_not_mirrored():
     said = computed_by(Precision.uniform(1, "float32", rope_dtype="bfloat16"), MODEL)
-    assert "in float32 where the engine computes in bfloat16" in said and 'precision.compute_dtype = "bfloat16"' in said
+    assert "the learner computes in float32 and does not mirror" in said and 'precision.compute_dtype = "bfloat16"' in said
 
 
 def test_of_several_platforms_the_first_is_named(monkeypatch):

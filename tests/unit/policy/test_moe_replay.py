@@ -153,7 +153,7 @@ BAD = {
     "routed expert 6 of 6": np.where(GOOD == 5, 6, GOOD),
     "routed expert -1": np.where(GOOD == 5, -1, GOOD.astype(int)),
     "same expert twice": np.where(np.arange(6)[:, None, None] == 3, 2, GOOD),
-    "of type float32": GOOD.astype(np.float32),
+    "of dtype float32": GOOD.astype(np.float32),
 }
 
 
@@ -220,10 +220,10 @@ def config(*words: str):
     ("words", "message"),
     [
         (("--moe.replay", "R2", "--loss.old_policy", "rollout", "--correction.preset", "none"),
-         "records in the scoring pass"),
+         "records routes in the scoring pass"),
         (("--monitor.precision_every", "5"), "precision_every"),
         (("--moe.freeze_router", "true", "--optim.weight_decay", "0.1"), "freeze_router"),
-        (("--moe.replay", "R3", "--rollout.kv_scales", "calibrated"), "each make the scoring pass"),
+        (("--moe.replay", "R3", "--rollout.kv_scales", "calibrated"), "cannot share the scoring pass"),
     ],
 )
 def test_what_cannot_work_is_refused(words, message):
@@ -234,7 +234,7 @@ def test_what_cannot_work_is_refused(words, message):
 
 def test_a_dense_model_has_nothing_to_set():
     cfg = load_config("demo", ["--run.dir", "unused", "--moe.replay", "R3"])
-    with pytest.raises(ConfigError, match="moe.replay is set and Qwen3ForCausalLM has no experts"):
+    with pytest.raises(ConfigError, match="moe.replay is set, but Qwen3ForCausalLM has no experts"):
         routing_replay.check_moe(cfg, ModelConfig.from_hf(cfg.model.config))
 
 
@@ -242,5 +242,5 @@ def test_an_engine_that_returns_no_routes_is_refused_at_start():
     formats = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
     engine = Capabilities("vllm", "0.32.0", formats, 64, 64, True, routed_experts=False)
     routing_replay.check_engine(config("--moe.replay", "R2"), engine)
-    with pytest.raises(ConfigError, match="vllm 0.32.0 returns no routes"):
+    with pytest.raises(ConfigError, match="vllm 0.32.0 does not return"):
         routing_replay.check_engine(config("--moe.replay", "R3"), engine)

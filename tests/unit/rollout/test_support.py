@@ -41,7 +41,7 @@ def test_an_engine_that_does_not_say_what_it_left_is_refused_by_name():
     mute, cfg = Capabilities("mine", "7", formats, 64, 64,
                              True), load_config("demo", ["--rollout.top_p", "0.9"])
     with pytest.raises(ConfigError,
-                       match="rollout.top_p, rollout.top_k: engine mine 7 does not report.*\\n.*rollout.top_p = 1"):
+                       match="rollout.top_p, rollout.top_k: mine 7 does not report.*\\n.*rollout.top_p = 1"):
         support.check_engine(cfg, mute)
     support.check_engine(cfg, dataclasses.replace(mute, support=True))
     support.check_engine(load_config("demo"), mute)
@@ -64,7 +64,7 @@ def test_a_token_is_in_its_own_support_once():
         "half of a support": dataclasses.replace(good, support_ids=None),
     }.items():
         assert bad in said.problem()
-    assert support.problem(good, 1) == "a support of 2 tokens where 1 were asked for"
+    assert support.problem(good, 1) == "a support of 2 tokens, but at most 1 were requested"
     assert support.problem(dataclasses.replace(good, support_ids=None, support_sizes=None),
                            2) == "no support of its tokens"
     half = good.first(2, prompt_tokens=3)

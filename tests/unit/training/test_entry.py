@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused():
     for reward, weights, words in (
         (lambda text: 1.0, None, "cannot be called with"), (3, None, "is not a function but int"),
         (exact_match, {"a": 1.0}, "rewards with names"),
-        ({"a": "exact"}, {"b": 1.0}, 'no reward has the name "b"'),
+        ({"a": "exact"}, {"b": 1.0}, 'no reward is named "b"'),
         ("exakt", None, 'did you mean "exact"'),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -116,5 +116,5 @@ def test_a_config_may_be_a_file_a_preset_a_table_or_a_config(tmp_path):
     for config in ("demo", tmp_path / "config.toml", demo.model_dump(), demo):
         assert entry._config(config, [], False) == demo
     assert entry._config(os.fspath(tmp_path), ["--run.steps", "9"], True).run.steps == 9
-    with pytest.raises(ConfigError, match="overrides are for"):
+    with pytest.raises(ConfigError, match="overrides apply only"):
         entry._config(demo, ["--run.steps", "9"], False)

@@ -38,7 +38,7 @@ def why(batch: Rollouts, metrics=(), **options):
     return cause(batch, pack(samples, 8, 2, 4), cfg, dict(metrics))
 
 
-EQUAL = "take problems that are neither too easy nor too hard"
+EQUAL = "use problems that are neither too easy nor too hard"
 CASES = [
     (sampled([0.0, 0.0], [0.0, NAN]), {}, "every reward is 0", "extraction and the scorer"),
     (sampled([0.0, 0.0], finish="length"), {}, "every reward is 0", "raise rollout.max_new_tokens (now 4)"),
@@ -50,7 +50,7 @@ CASES = [
      "every completion was cut at 4 tokens and left out",
      "--loss.mask_cut false"),
     (sampled([NAN, NAN]), {}, "no completion has a score", "docs/tasks.md"),
-    (sampled([1.0, 0.0]), {}, "the correction left out every token that had an advantage",
+    (sampled([1.0, 0.0]), {}, "the correction rejected every token that had an advantage",
      "docs/corrections.md"),
 ]
 
