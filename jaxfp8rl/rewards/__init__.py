@@ -1,1 +1,1 @@
-"""Scores of completions, and the killable process in which untrusted or slow scorers run."""
+"""Scores of completions, and the processes in which untrusted or slow scorers run and can be killed."""

@@ -1,8 +1,8 @@
 """The scoring process: `python -m jaxfp8rl.rewards.child SOCKET_FD TIMEOUT_S TASK_JSON`. Never imports jax or
 torch.
 
-One JSON object a line each way: first `{"ready": true}` or `{"fatal": why}`, then for every problem and text
-the scores by name.
+Both directions carry one JSON object a line. The child first sends `{"ready": true}` or `{"fatal": why}`, and
+then answers each problem and text with its scores by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MEMORY_BYTES = 8 << 30
 
 
 def _load(task_json: str) -> tuple[dict[str, Task], dict]:
-    """The tasks of the rewards that are scored here, by name."""
+    """(the tasks of the rewards that are scored here, by name; the first message to the parent)."""
     try:
         tasks = {name: task for name, task in named(from_json(task_json)).items() if task.in_child}
         for task in tasks.values():
@@ -33,7 +33,7 @@ def _load(task_json: str) -> tuple[dict[str, Task], dict]:
         return tasks, {"ready": True}
     except UserError as e:
         return {}, {"fatal": e.message, "next_step": e.next_step}
-    except Exception as e:  # the parent raises it again, as the user's error
+    except Exception as e:  # the parent raises it as a ConfigError
         return {}, {"fatal": f"the scorer cannot be loaded: {type(e).__name__}: {e}"}
 
 
@@ -49,8 +49,8 @@ def main(fd: int, timeout_s: float, task_json: str) -> None:
     reply(hello)
     for line in stream if tasks else ():
         request = json.loads(line)
-        # The parent's clock comes first. This alarm, whose default is death, ends a scorer whose parent was
-        # killed.
+        # The parent's timeout expires first. This alarm, which by default ends the process, is for a scorer
+        # whose parent was killed.
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 1)
         problem, text = Problem(**request["problem"]), request["text"]
         scores = {name: dataclasses.asdict(judge(task, problem, text)) for name, task in tasks.items()}

@@ -1,8 +1,8 @@
-"""Scores a batch of completions without trusting the scorer: each item has a clock, and what overruns it is
-killed.
+"""Scores a batch of completions without trusting the scorer: each item has a timeout, and a scoring process
+that exceeds it is killed.
 
 Scorers run in fresh Python processes, never in forks of a process that has loaded JAX. A process that
-overruns or dies costs one undefined score; it is replaced and the rest of the batch goes on.
+times out or dies costs one undefined score; it is replaced, and the rest of the batch continues.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["RewardRunner", "Score"]
 
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0  # importing a scorer's libraries on a busy machine takes many seconds
-_PEACE = float("inf")
+_NO_DEADLINE = float("inf")
 MOST_WORKERS = 8
-STDERR_BYTES = 2**20  # of what a scorer wrote, from which its last words are read
+STDERR_BYTES = 2**20  # of a scorer's stderr that are kept, to quote its last line in an error
 
 
 class RewardRunner:
-    """Scores (problem, text) pairs of one task, by each of its rewards; cheap scorers and functions of this
-    process run here, the others in `workers` child processes, 0 standing for one a core but at most 8.
+    """Scores (problem, text) pairs of one task with each of its rewards.
 
-    `timeout_s` is wall clock per item, in seconds. `counts` adds up outcomes (the first word of `Score.why`)
-    over the runner's life. Use it as a context manager, or call `close`.
+    Cheap scorers and functions of this process run here, the others in `workers` child processes; 0 means one
+    a core, at most 8. `timeout_s` is the wall-clock limit per item, in seconds. `counts` counts the outcomes
+    (the first word of `Score.why`) over the runner's life. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, task: Task, timeout_s: float = 5.0, workers: int = 1):
@@ -55,7 +55,7 @@ class RewardRunner:
         tasks, self._weights = named(task), {r.name: r.weight for r in getattr(task, "rewards", ())}
         self._here = {name: t for name, t in tasks.items() if not t.in_child}
         self._there = [name for name in tasks if name not in self._here]
-        self._said_malformed = False
+        self._warned_malformed = False
         for t in self._here.values():
             t.load_scorer()
         workers = workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
@@ -63,8 +63,8 @@ class RewardRunner:
         self._closed = False
 
     def wait_until_ready(self) -> None:
-        """Block until each child has loaded the scorer, so that one that cannot be is known before an engine
-        starts.
+        """Block until each child has loaded the scorer, so that a scorer that cannot be loaded is reported
+        before an engine starts.
 
         Raises ConfigError as `score` does.
         """
@@ -73,9 +73,10 @@ class RewardRunner:
                 self._collect([], [])
 
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[Score]:
-        """One Score an item, in order. Blocks for at most `timeout_s` an item and the start of a replacement.
+        """One Score an item, in order. Each item takes at most `timeout_s`, plus the start of a new process
+        if it fails.
 
-        Raises ConfigError when the scorer cannot be loaded in the child process, RuntimeError after `close`.
+        Raises ConfigError if the scorer cannot be loaded in the child process, RuntimeError after `close`.
         """
         with self._lock:
             if self._closed:
@@ -84,14 +85,14 @@ class RewardRunner:
             for item, by_name in zip(items, found):
                 by_name |= {name: self._score_here(task, *item) for name, task in self._here.items()}
         for name in (*self._here, *self._there):
-            _acquit(items, found, name)
+            _mark_malformed(items, found, name)
         scores = [total(by_name, self._weights) for by_name in found]
         self.counts.update(s.why.partition(":")[0] for s in scores)
         self._report(scores)
         return scores
 
     def close(self) -> None:
-        """Kill the child processes and what they started. Safe to call twice."""
+        """Kill the child processes and the processes that they started. Safe to call twice."""
         with self._lock:
             self._closed = True
             for child in self._children:
@@ -105,8 +106,8 @@ class RewardRunner:
         self.close()
 
     def _score_here(self, task: Task, problem: Problem, text: str) -> Score:
-        """A function that was handed over has a thread, in which nothing can stop it: one that overruns is
-        left behind."""
+        """Score in this process. A function passed to `train` runs in a thread; since a thread cannot be
+        stopped, one that times out is abandoned."""
         if not isinstance(task, FileTask) or task.scorer == "exact":
             return judge(task, problem, text)
         found: list[Score] = []
@@ -121,20 +122,20 @@ class RewardRunner:
         return found[0] if found else Score(None, "timeout" if thread.is_alive() else "crash")
 
     def _report(self, scores: Sequence[Score]) -> None:
-        """What the scorer raised most often; it may hold what the model wrote: quoted, and not at any
-        length."""
+        """Log the scorer's most frequent failure, quoted and shortened, since it may contain text of the
+        model."""
         kinds = ("error", "unreachable")
         if errors := collections.Counter(s.why for s in scores if s.why.startswith(kinds)):
             log.warning(
-                "the scorer failed at %d of %d completions, whose scores are undefined; most often: %.200r",
+                "the scorer failed on %d of %d completions, whose scores are undefined; most often: %.200r",
                 errors.total(), len(scores), errors.most_common(1)[0][0])
         malformed = [s.why for s in scores if s.why.startswith("malformed")]
-        if malformed and not self._said_malformed:
-            self._said_malformed = True
+        if malformed and not self._warned_malformed:
+            self._warned_malformed = True
             log.warning(
-                "the scorer broke on %d of %d completions, which score 0, for it takes the reference answer; the first: "
-                "%.200r; from now on they are only counted", len(malformed), len(scores),
-                malformed[0])
+                "the scorer failed on %d of %d completions, which score 0 because it accepts the reference answer; "
+                "the first: %.200r; later ones are only counted in reward/malformed",
+                len(malformed), len(scores), malformed[0])
 
     def _start(self) -> _Child:
         return _Child(as_json(self._task), self._timeout_s)
@@ -150,7 +151,7 @@ class RewardRunner:
             while todo or any(c.job is not None for c in self._children):
                 self._hand_out(todo, items)
                 self._collect(scores, items)
-        except BaseException:  # a late answer must not be taken for that of the next batch
+        except BaseException:  # a late answer must not be taken for an answer of the next batch
             for child in [c for c in self._children if c.job is not None]:
                 self._replace(child)
             raise
@@ -163,13 +164,13 @@ class RewardRunner:
             try:
                 child.send(todo[0], *items[todo[0]])
                 todo.popleft()
-            except OSError:  # it died while idle, which is no fault of this item
+            except OSError:  # the child died while idle, so this item did not cause it
                 self._replace(child)
 
     def _collect(self, scores: list[dict[str, Score]], items: Sequence[tuple[Problem, str]]) -> None:
-        """Wait for the next answer, death or deadline, and act on all that have come."""
-        patience = max(0.0, min(c.deadline for c in self._children) - time.monotonic())
-        answered = wait([c.sock for c in self._children], None if patience == _PEACE else patience)
+        """Wait for the next answer, exit or deadline of a child, and handle each that has occurred."""
+        seconds = max(0.0, min(c.deadline for c in self._children) - time.monotonic())
+        answered = wait([c.sock for c in self._children], None if seconds == _NO_DEADLINE else seconds)
         for child in list(self._children):
             job, why = child.job, None
             if child.sock in answered:
@@ -183,10 +184,12 @@ class RewardRunner:
             if why is None and time.monotonic() >= child.deadline:
                 why = "timeout"
             if why:
-                self._bury(child, job, why, scores, items)
+                self._fail(child, job, why, scores, items)
 
-    def _bury(self, child: _Child, job: int | None, why: str, scores: list,
+    def _fail(self, child: _Child, job: int | None, why: str, scores: list,
               items: Sequence[tuple[Problem, str]]) -> None:
+        """Replace a child that died or timed out; its item has no score. Raises ConfigError if it never
+        started."""
         if not child.ready:
             raise ConfigError(f"the scoring process did not start ({why}): {child.last_words()}",
                               "run the scorer by hand in a fresh Python")
@@ -196,9 +199,13 @@ class RewardRunner:
         self._replace(child)
 
 
-def _acquit(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Score]], name: str) -> None:
-    """A scorer may break on the reference answer, which need not look like a completion, and not be broken:
-    where it has scored another completion of the same problem, the one on which it broke was no answer."""
+def _mark_malformed(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Score]], name: str) -> None:
+    """Change an "error" to "malformed", with score 0, where the scorer scored another completion of the
+    problem.
+
+    A working scorer may fail on the reference answer, which need not look like a completion, so that `judge`
+    takes the scorer for broken. A score for another completion of the same problem shows that it works.
+    """
     scored = {problem.id for (problem, _), by_name in zip(items, found)
               if by_name[name].why in ("ok", "none")}
     for (problem, _), by_name in zip(items, found):
@@ -208,8 +215,8 @@ def _acquit(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Scor
 
 
 class _Child:
-    """One scoring process. `job`: index of the item it works on. `deadline`: of that item, or of its own
-    start."""
+    """One scoring process. `job`: the index of its current item. `deadline`: the time limit of that item, or
+    of the start of the process, in seconds of time.monotonic()."""
 
     def __init__(self, task_json: str, timeout_s: float):
         self.sock, theirs = socket.socketpair()
@@ -222,24 +229,26 @@ class _Child:
         argv = [sys.executable, "-P", "-m", "jaxfp8rl.rewards.child", str(theirs.fileno()), str(timeout_s),
                 task_json]
         with theirs:
-            # A session of its own, so that one signal reaches whatever the scorer forks.
+            # In its own session, so that one signal reaches every process that the scorer forks.
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=_child_environment())
 
     def send(self, job: int, problem: Problem, text: str) -> None:
-        """Give it an item. Raises OSError when it is dead or does not read."""
-        # what a scorer prints at each call is kept of the last ones
+        """Send an item to the process. Raises OSError if it is dead or does not read."""
+        # a scorer may print at each call, so the file is emptied from time to time
         if os.fstat(self._stderr.fileno()).st_size > STDERR_BYTES:
-            self._stderr.seek(0)  # of both: the place is the file's, which it inherited
+            self._stderr.seek(0)  # also moves the child's position, which it inherited with the file
             self._stderr.truncate()
         line = json.dumps({"problem": dataclasses.asdict(problem), "text": text}) + "\n"
         self.sock.sendall(line.encode())
         self.job, self.deadline = job, time.monotonic() + self._timeout_s
 
     def receive(self) -> dict | None:
-        """A score, or None when the message is not whole yet or only says that the child is ready. Raises
-        EOFError."""
+        """The scores by name, or None if the message is incomplete or only says that the child is ready.
+
+        Raises EOFError if the process has died, ConfigError if it could not load the scorer.
+        """
         try:
             data = self.sock.recv(1 << 16)
         except ConnectionError:
@@ -254,7 +263,7 @@ class _Child:
             raise ConfigError(message["fatal"],
                               message.get("next_step", "run the scorer by hand in a fresh Python"))
         was_ready, self.ready = self.ready, True
-        self.job, self.deadline = None, _PEACE
+        self.job, self.deadline = None, _NO_DEADLINE
         return message if was_ready else None
 
     def last_words(self) -> str:
@@ -263,7 +272,7 @@ class _Child:
         return lines[-1] if lines else "it wrote no error message"
 
     def kill(self) -> None:
-        try:  # before wait(): until it is reaped, its number cannot belong to anyone else
+        try:  # before wait(): until the process is reaped, no other process can get its id
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
@@ -272,16 +281,16 @@ class _Child:
         self._stderr.close()
 
 
-# Rather a name too many. Neither PWD, which is a folder, nor what only begins as such words do, as PATH and
-# TOKENIZERS.
+# It removes a variable too many rather than too few, but neither PWD, which is a folder, nor names that only
+# begin like these words, such as PATH and TOKENIZERS.
 _SECRET = re.compile(
     r"PASSW|PASSPHRASE|SECRET|CREDENTIAL|(TOKEN|KEY|PASS|CRED)S?(?![A-Z])|(_PWD|(?<![A-Z])PAT)(?![A-Z])",
     re.IGNORECASE)
 
 
 def _child_environment() -> dict[str, str]:
-    """This process's modules, no GPU, one thread a library: scorers must not slow the learner. And none of
-    its secrets."""
+    """The environment of a scoring process: this process's modules, without its secrets, without a GPU and
+    with one thread a library, so that scorers do not slow the learner down."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return {**kept, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

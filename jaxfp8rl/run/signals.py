@@ -8,11 +8,11 @@ from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
 
 
 class StopSignals:
-    """While entered, the first SIGINT or SIGTERM asks the loop to stop after the step in progress; the second
+    """While entered, the first SIGINT or SIGTERM makes the loop stop after the step in progress; a second one
     stops at once.
 
-    asked: the exit code by which this process was asked to, or 0. exit_code: the same of the whole group,
-    since `settle`.
+    asked: the exit code for the signal that this process received, or 0. exit_code: that of the whole group,
+    updated by `settle`.
     """
 
     def __init__(self, group: ProcessGroup = ALONE):
@@ -23,13 +23,13 @@ class StopSignals:
         return bool(self.exit_code)
 
     def settle(self) -> None:
-        """Between two steps: what any of several processes was asked they all do."""
+        """Called between two steps: if one process of the group was asked to stop, all of them stop."""
         self.exit_code = self._group.all_reduce_max(self.asked)
 
     def __enter__(self) -> StopSignals:
         try:
             self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: signals are somebody else's
+        except ValueError:  # only the main thread may handle signals
             self._before = {}
         return self
 
@@ -43,4 +43,4 @@ class StopSignals:
         self.asked = 128 + number
         if self._group.count == 1:
             self.settle()
-        print("\nstopping after this step; once more to stop now", flush=True)
+        print("\nstopping after this step; signal again to stop now", flush=True)

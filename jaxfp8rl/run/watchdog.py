@@ -1,4 +1,4 @@
-"""A run that stands still says where, and ends: nobody is left waiting for a GPU that does nothing."""
+"""The watchdog ends a run that hangs and reports where it hung, so that no GPU stays idle unnoticed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ GRACE_SECONDS = 30.0
 
 
 class Watchdog:
-    """While entered, ends the process with EXIT_CODE when one phase of the run takes more than `seconds`; 0:
-    never.
+    """While entered, ends the process with EXIT_CODE if one phase of the run takes longer than `seconds`; 0
+    disables it.
 
-    It names the phase, and writes the stacks of all threads to `path`. Should a thread hold the interpreter,
-    so that this one never comes to run, faulthandler does the same from outside Python after GRACE_SECONDS
-    more, with exit code 1 and without the phase. Children of the run end with it: each of them watches its
-    parent.
+    It names the phase and writes the stacks of all threads to `path`. If a thread holds the interpreter lock,
+    so that the watchdog's thread cannot run, faulthandler does the same from outside Python GRACE_SECONDS
+    later, with exit code 1 and without the phase. Child processes of the run watch their parent and end with
+    it.
     """
 
     def __init__(self, seconds: float, path: str | Path):
@@ -38,7 +38,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def phase(self, name: str) -> None:
-        """Something else begins: the clock starts anew."""
+        """Start the phase `name` and restart the clock."""
         self._phase, self._since = name, time.monotonic()
         if self._seconds and sys.__stderr__:
             faulthandler.dump_traceback_later(self._seconds + GRACE_SECONDS, exit=True, file=sys.__stderr__)
@@ -50,13 +50,13 @@ class Watchdog:
                 self._end(phase, passed)
 
     def _end(self, phase: str, passed: float) -> None:
-        said = f'the phase "{phase}" has not ended within {passed:.0f} s (run.watchdog_s = {self._seconds:g})'
+        message = f'the phase "{phase}" did not end within {passed:.0f} s (run.watchdog_s = {self._seconds:g})'
         print(
-            f"jaxfp8rl: {said}\n  next step: see where it stood in {self._path}; --resume goes on from what is saved, "
-            "with a longer run.watchdog_s if it was slow and did not hang", file=sys.stderr, flush=True)
+            f"jaxfp8rl: {message}\n  next step: see {self._path} for where it hung, and continue from the last "
+            "checkpoint with --resume; if it was only slow, raise run.watchdog_s", file=sys.stderr, flush=True)
         try:
             with self._path.open("w") as file:
-                print(said, file=file, flush=True)
+                print(message, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
         finally:
             os._exit(EXIT_CODE)

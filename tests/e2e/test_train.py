@@ -201,7 +201,7 @@ def test_ctrl_c_saves_leaves_with_130_and_resumes(straight, tmp_path):
     assert "stopping after this step" in output and "Traceback" not in output
     _, _, step = saved(tmp_path)
     assert step == metrics(tmp_path)[-1]["step"] < 10
-    assert f"step {step} is saved, go on with: jaxfp8rl train {tmp_path} --resume" in output
+    assert f"step {step} is saved; continue with: jaxfp8rl train {tmp_path} --resume" in output
     loop.train(config(tmp_path), resume=True)
     resumed, whole = metrics(tmp_path), metrics(straight)
     assert [r["loss"] for r in resumed[1:]] == [r["loss"] for r in whole[1:]]
@@ -250,7 +250,7 @@ def test_resuming_as_another_run_is_refused_and_touches_nothing(copy, change, me
 
 
 def test_a_used_run_directory_and_one_without_a_run_are_refused(straight, tmp_path):
-    with pytest.raises(ConfigError, match="holds a run already\n.*--resume"):
+    with pytest.raises(ConfigError, match="already holds a run\n.*--resume"):
         loop.train(config(straight))
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         loop.train(config(tmp_path), resume=True)

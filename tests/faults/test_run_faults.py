@@ -81,7 +81,7 @@ def test_row_8_what_a_failed_gate_left_is_none_of_the_next_runs(straight, tmp_pa
     assert checkpoints.steps() == [6] and (tmp_path / "reference").is_dir()
     loop.train(config(tmp_path, run__steps=2, run__keep_checkpoints=9))
     assert checkpoints.steps() == [0, 2] and not (tmp_path / "reference").exists()
-    assert "of a start that failed: checkpoint 6" in (tmp_path / "notes.txt").read_text()
+    assert "checkpoint 6 of a start that failed" in (tmp_path / "notes.txt").read_text()
     jax.tree.map(np.testing.assert_array_equal, arrays(tmp_path, 2), arrays(straight, 2))
 
 
@@ -177,7 +177,7 @@ def test_row_30_a_run_goes_on_before_a_damaged_checkpoint_and_says_so(copy, stra
     victim = max((copy / "checkpoints" / "6" / "state" / "d").iterdir(), key=lambda p: p.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-3])
     loop.train(config(copy, run__keep_checkpoints=9), resume=True)
-    assert "checkpoint 6 is damaged, going on from 4: state/d/" in capsys.readouterr().out
+    assert "checkpoint 6 is damaged, continuing from 4: state/d/" in capsys.readouterr().out
     assert_same_run(copy, straight)
 
 

@@ -57,7 +57,7 @@ def test_row_28_a_hang_is_named_by_its_phase_with_all_stacks_and_ends_the_run(tm
     assert done.returncode == code and time.monotonic() - begun < 20
     stacks = done.stderr
     if how == "python":
-        assert 'the phase "reward" has not ended within' in done.stderr and "--resume" in done.stderr
+        assert 'the phase "reward" did not end within' in done.stderr and "--resume" in done.stderr
         stacks = (tmp_path / "stacks.txt").read_text()
         assert 'phase "reward"' in stacks
     assert "in stuck" in stacks and stacks.count("hread 0x") >= 2

@@ -114,7 +114,7 @@ def test_row_31_a_run_does_not_go_on_without_its_record(tmp_path, name):
         (tmp_path / "run" / full).symlink_to("/dev/full")
     cfg = load_config("demo", ["--run.dir", str(tmp_path / "run")])
     with pytest.raises(CheckpointError,
-                       match="what step 3 came to could not be written: No space left on device\n.*--resume"):
+                       match="the metrics of step 3 could not be written: No space left on device\n.*--resume"):
         with RunDirectory(cfg, resume=False) as run:
             run.note("said on the console alone")
             run.log({"step": 3}, samples=[{"step": 3}])

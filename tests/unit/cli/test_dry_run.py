@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "scorer without a function": (module("def scores(p, t): return 1.0"), "--task.scorer myscorer:score",
                                   "scores"),
     "scorer that breaks": (module("1 / 0"), "--task.scorer myscorer:score", "ZeroDivisionError"),
-    "a run is there": (begun, "", "holds a run already"),
+    "a run is there": (begun, "", "already holds a run"),
     "no run to resume": (NOTHING, "--resume", "holds no run to resume"),
     "two ways": (NOTHING, "--resume --fork run", "pass only one of them"),
     "fork of nothing": (NOTHING, "--fork nowhere", "--fork nowhere: nowhere holds no config.toml"),

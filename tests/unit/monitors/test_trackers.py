@@ -203,7 +203,7 @@ def test_a_file_of_evaluations_that_cannot_be_read_is_left_and_said(tmp_path):
     with RunDirectory(config(tmp_path), resume=True) as run:
         run.rewind(1)
     assert (tmp_path / "eval.json").read_text() == "mine"
-    assert "eval.json is left as it is" in (tmp_path / "notes.txt").read_text()
+    assert "eval.json was not changed" in (tmp_path / "notes.txt").read_text()
 
 
 def test_a_run_of_wandb_of_which_steps_were_undone_is_another_from_there(tmp_path, monkeypatch):

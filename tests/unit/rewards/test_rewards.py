@@ -65,7 +65,7 @@ def test_what_a_scorer_raises_most_often_is_said_once_a_batch(task, caplog):
             runner.score([(problem(act), "") for act in acts])
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith(
-        "the scorer failed at 2 of 5 completions, whose scores are undefined; most often: ")
+        "the scorer failed on 2 of 5 completions, whose scores are undefined; most often: ")
     assert "error: KeyError: 'no such thing' (misbehaving.py:" in said
 
 
