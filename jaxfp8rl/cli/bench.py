@@ -1,5 +1,5 @@
-"""`jaxfp8rl bench`: the benchmarks of the repository, by name. What they are for and what they need is read
-from their files."""
+"""`jaxfp8rl bench`: run the benchmarks of the repository by name. Their purposes and requirements are read
+from their docstrings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ COMMIT = "--commit-result"
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """purpose: the first paragraph of its docstring; needs: what the docstring's line "Needs ... ." says, up
-    to the full stop. What comes after a semicolon there it can do without."""
+    """A benchmark of the repository.
+
+    purpose: the first paragraph of its docstring. needs: the docstring's line "Needs ...", up to the full
+    stop; requirements after a semicolon are optional.
+    """
 
     name: str
     purpose: str
@@ -34,7 +37,8 @@ class Benchmark:
         return textwrap.fill(text, 118, subsequent_indent=" " * 18, break_on_hyphens=False)
 
     def missing(self) -> str:
-        """What of it is not here, of a GPU, vLLM and nvcc, without loading any."""
+        """The first of GPU, vLLM and nvcc that the benchmark needs and this machine lacks, or "". Nothing is
+        imported."""
         wanted = self.needs.partition(";")[0]
         if re.search(r"\ba (Hopper )?GPU\b", wanted) and not shutil.which("nvidia-smi"):
             return "NVIDIA GPU"
@@ -44,7 +48,7 @@ class Benchmark:
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """By name. Raises UserError where the package was installed without them."""
+    """The benchmarks by name. Raises UserError if the package was installed without them."""
     if not (FOLDER / "common.py").exists():
         raise UserError(
             f"no benchmarks at {FOLDER}: they are in the repository, not in the installed package",
@@ -53,22 +57,21 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def _read(path: Path) -> Benchmark | None:
-    """None for a file that is no command."""
+    """The benchmark in a file; None for a file without main()."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
         return None
     doc = ast.get_docstring(tree) or ""
     needs = re.search(r"^Needs (.+)\.$", doc, re.MULTILINE)
     return Benchmark(path.stem, " ".join(doc.partition("\n\n")[0].split()),
-                     needs[1] if needs else "what its first lines say")
+                     needs[1] if needs else "the requirements in its docstring")
 
 
 def run_bench(name: str | None, options: Sequence[str]) -> None:
-    """Run the benchmark `name` with its own command line, or without a name print which there are. Its result
-    goes to the working directory; to the repository's, in place of the committed one, where COMMIT is among
-    the options.
+    """Run the benchmark `name` with its own command line, or, without a name, list the benchmarks.
 
-    Raises UserError for an unknown name, and where what it needs is missing.
+    Its result is written to the working directory; with the option COMMIT it replaces the committed result in
+    the repository. Raises UserError for an unknown name and for missing requirements.
     """
     known = benchmarks()
     if name is None:
@@ -78,11 +81,11 @@ def run_bench(name: str | None, options: Sequence[str]) -> None:
     if (missing := known[name].missing()) and not {"-h", "--help"} & set(options):
         fit = ", ".join(b.name for b in known.values() if not b.missing())
         raise UserError(f"benchmark {name} needs {known[name].needs}: there is no {missing} here",
-                        f"those that run here: {fit}")
+                        f"these benchmarks run here: {fit}")
     sys.path.insert(0, str(FOLDER.parent))
     common = importlib.import_module("benchmarks.common")
     if COMMIT not in options:
         vars(common)["RESULTS"] = Path()
-    # its main reads them
+    # the benchmark's main() reads sys.argv
     sys.argv = [f"jaxfp8rl bench {name}", *(option for option in options if option != COMMIT)]
     importlib.import_module(f"benchmarks.{name}").main()

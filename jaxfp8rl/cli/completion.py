@@ -1,5 +1,5 @@
-"""`jaxfp8rl completion SHELL`: a script, by shtab, that has the shell complete commands, options, settings
-and presets."""
+"""`jaxfp8rl completion SHELL`: print a script, made by shtab, for completing commands, options, settings and
+presets in a shell."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one of SHELLS. `parser` is changed: each command that takes a config gets every setting
-    as an option."""
+    """The completion script for one of SHELLS. It modifies `parser`: every setting becomes an option of each
+    command that takes a config."""
     import shtab
 
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))

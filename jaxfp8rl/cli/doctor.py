@@ -1,8 +1,8 @@
-"""`jaxfp8rl doctor`: is this machine fit, one line a check; what fails says its fix.
+"""`jaxfp8rl doctor`: check whether this machine can run jaxfp8rl. One line a check; a failed check gives its
+fix.
 
-"ok" is fine, "-" is absent and needed for some uses alone (the line says which), "FAIL" must be mended. torch
-and vLLM are looked at in a child process, so that a broken install of theirs is a line here and not the end
-of the doctor.
+"ok": works. "-": missing or untested, and only some uses need it, as the line says. "FAIL": must be fixed.
+torch and vLLM are checked in a child process, so that a broken installation of them does not end the doctor.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from packaging.version import Version
 from jaxfp8rl.config.toml import load_config, presets
 from jaxfp8rl.errors import UserError
 
-# shown
+# packages whose versions are shown
 PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers",
             "pydantic")
-LEAST_DRIVER = {12: 525, 13: 580}  # of each CUDA (its release notes, table of drivers)
-UNTESTED_VLLM = Version("0.33")  # from here on; the oldest is said by what jaxfp8rl requires
+LEAST_DRIVER = {12: 525, 13: 580}  # oldest driver for each CUDA version (table of drivers in its release notes)
+UNTESTED_VLLM = Version("0.33")  # untested from here on; the requirements of jaxfp8rl set the oldest version
 PROBE_SECONDS = 180
 GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding. `fix` is what to do when the status is "FAIL", or "-" and the thing is wanted."""
+    """The result of one check. `fix`: the remedy for the status "FAIL", or for "-" if the feature is
+    needed."""
 
     name: str
     status: Literal["ok", "-", "FAIL"]
@@ -48,13 +49,13 @@ class Check:
 
 
 class DoctorFailed(UserError):
-    """Some check failed; each has said its fix."""
+    """At least one check failed; each of them has printed its fix."""
 
     exit_code = 1
 
 
 def run_doctor(as_json: bool = False) -> None:
-    """Print every check as it is made, or all of them as one JSON object. Raises DoctorFailed if any
+    """Print each check once it is done, or all of them as one JSON list. Raises DoctorFailed if a check
     failed."""
     checks = []
     for group in (_python, _gpu, _jax, _cuda, _nvcc, _packages, _bridge, _memory, _disk, _configs):
@@ -70,7 +71,7 @@ def run_doctor(as_json: bool = False) -> None:
 
 
 def _guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """The group's checks; an error while checking is itself a failed check."""
+    """The checks of a group. An exception in a check becomes a failed check."""
     try:
         yield from group()
     except Exception as e:
@@ -84,24 +85,24 @@ def _python() -> Iterator[Check]:
                     f"{platform.python_version()} on {platform.machine()} {platform.system()}")
     else:
         yield Check("python", "FAIL", platform.python_version(),
-                    "install Python 3.12 and make the environment anew")
+                    "install Python 3.12 and create the environment again")
 
 
 def _gpu() -> Iterator[Check]:
-    """The driver's view, before any library's."""
+    """The GPUs as the driver reports them, independent of any library."""
     if not _has_gpu():
-        yield Check("gpu", "-", "no NVIDIA driver here: runs are on the CPU (make demo does)")
+        yield Check("gpu", "-", "no NVIDIA driver here: runs use the CPU (make demo works)")
         return
     done = _nvidia_smi("name,compute_cap,driver_version,memory.total")
     if done.returncode:
         yield Check("gpu", "FAIL", f"nvidia-smi: {(done.stderr or done.stdout).strip()}",
-                    "mend the NVIDIA driver")
+                    "repair the NVIDIA driver")
         return
     for line in done.stdout.strip().splitlines():
         name, capability, driver, memory = line.split(", ")
         detail = f"{name}, compute capability {capability}, driver {driver}, {memory}"
         hopper = capability == "9.0"
-        yield Check("gpu", "ok" if hopper else "-", detail, "" if hopper else "tested on Hopper (9.0) alone")
+        yield Check("gpu", "ok" if hopper else "-", detail, "" if hopper else "only tested on Hopper (9.0)")
 
 
 def _has_gpu() -> bool:
@@ -114,7 +115,7 @@ def _nvidia_smi(fields: str) -> subprocess.CompletedProcess[str]:
 
 
 def _jax() -> Iterator[Check]:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a doctor takes no bed
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the doctor must not take the GPU's memory
     import jax
 
     devices = jax.devices()
@@ -125,8 +126,8 @@ def _jax() -> Iterator[Check]:
 
 
 def _cuda() -> Iterator[Check]:
-    """JAX's plug-in beside its own library and the driver: of other versions it is left out, or fails at the
-    first kernel."""
+    """The versions of JAX's CUDA plug-in, jaxlib and the driver. If they do not match, JAX ignores the
+    plug-in or fails at the first kernel."""
     majors = [major for major in LEAST_DRIVER if _version(f"jax-cuda{major}-plugin")]
     if not majors:
         return
@@ -137,11 +138,11 @@ def _cuda() -> Iterator[Check]:
     major, version, jaxlib = majors[0], _version(f"jax-cuda{majors[0]}-plugin"), _version("jaxlib")
     detail, fix = f"JAX's plug-in for CUDA {major} is {version}", f'pip install "jax[cuda{major}]=={_version("jax")}"'
     if version != jaxlib:
-        yield Check("cuda", "FAIL", f"{detail}, jaxlib {jaxlib}: they must be equal", fix)
+        yield Check("cuda", "FAIL", f"{detail}, jaxlib is {jaxlib}: the versions must be equal", fix)
     elif _has_gpu() and (driver := _driver()) < LEAST_DRIVER[major]:
         older = [f'pip install "jaxfp8rl[cuda{m}]"' for m, least in LEAST_DRIVER.items() if least <= driver]
         fixes = [f"a driver of {LEAST_DRIVER[major]} or newer", *older]
-        yield Check("cuda", "FAIL", f"{detail}, the driver {driver}: too old for CUDA {major}",
+        yield Check("cuda", "FAIL", f"{detail}, and the driver {driver} is too old for CUDA {major}",
                     ", or ".join(fixes))
     else:
         yield Check("cuda", "ok", detail)
@@ -151,34 +152,35 @@ def _nvcc() -> Iterator[Check]:
     from jaxfp8rl.rollout.engines import cuda_compiler
 
     if _has_gpu():
-        found, detail = cuda_compiler(
-            ), 'not found; wanted for rollout.fp8_kernel = "deep_gemm", which some presets have'
+        found = cuda_compiler()
+        detail = 'not found; needed for rollout.fp8_kernel = "deep_gemm", which some presets use'
         yield Check("nvcc", "ok",
                     found) if found else Check("nvcc", "-", detail, 'set CUDA_HOME, or fp8_kernel = "native"')
 
 
 def _driver() -> int:
-    """The driver's branch, 580 of 580.159; 0 where nvidia-smi does not answer, which `_gpu` says."""
+    """The driver's major version, 580 of 580.159; 0 if nvidia-smi fails, which `_gpu` reports."""
     return int(_nvidia_smi("driver_version").stdout.partition(".")[0] or 0)
 
 
 def _packages() -> Iterator[Check]:
-    """What jaxfp8rl asks for; packages of the extras where they are installed."""
-    asked = [Requirement(text) for text in _requires("jaxfp8rl")]
-    always = {r.name for r in asked if not r.marker} or set(PACKAGES)
+    """The requirements of jaxfp8rl, and the packages of its extras that are installed."""
+    required = [Requirement(text) for text in _requires("jaxfp8rl")]
+    always = {r.name for r in required if not r.marker} or set(PACKAGES)
     missing = sorted(p for p in always if not _version(p))
-    old = [r for r in asked if (v := _version(r.name)) and not r.specifier.contains(v, prereleases=True)]
+    old = [r for r in required if (v := _version(r.name)) and not r.specifier.contains(v, prereleases=True)]
     if missing:
         yield Check("packages", "FAIL", f"missing: {', '.join(missing)}",
                     "pip install jaxfp8rl, or make demo in a checkout")
     if old:
-        said = ", ".join(f"{r.name} {_version(r.name)} is not {r.specifier}" for r in old)
-        yield Check("packages", "FAIL", said,
+        wrong = ", ".join(f"{r.name} {_version(r.name)} is not {r.specifier}" for r in old)
+        yield Check("packages", "FAIL", wrong,
                     "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in old))
     if not missing and not old:
         yield Check("packages", "ok", ", ".join(f"{p} {_version(p)}" for p in PACKAGES))
     tasks = [p for p in ("reasoning-gym", "math-verify", "transformers") if not _version(p)]
-    detail, fix = f"missing: {', '.join(tasks)}; wanted for their tasks and scorers", 'pip install "jaxfp8rl[tasks]"'
+    detail = f"missing: {', '.join(tasks)}; needed for their tasks and scorers"
+    fix = 'pip install "jaxfp8rl[tasks]"'
     yield Check("tasks", "-", detail,
                 fix) if tasks else Check("tasks", "ok", "reasoning-gym, math-verify, transformers")
 
@@ -191,7 +193,7 @@ def _version(package: str) -> str | None:
 
 
 def _requires(package: str) -> list[str]:
-    """What it declares that it needs; nothing for one that is not installed, such as a checkout on
+    """The declared requirements of a package; none if it is not installed, such as a checkout on
     PYTHONPATH."""
     try:
         return importlib.metadata.requires(package) or []
@@ -205,50 +207,51 @@ def _bridge() -> Iterator[Check]:
     done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS)
     if done.returncode:
         why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        yield Check("torch", "FAIL", f"breaks when used: {why}",
+        yield Check("torch", "FAIL", f"fails when used: {why}",
                     'pip install --force-reinstall "jaxfp8rl[vllm]"')
         return
     found = json.loads(done.stdout.splitlines()[-1])
     if not found["torch"]:
-        yield Check("torch", "-", "not installed; wanted for vLLM alone", 'pip install "jaxfp8rl[vllm]"')
+        yield Check("torch", "-", "not installed; only vLLM needs it", 'pip install "jaxfp8rl[vllm]"')
         return
     yield _torch(found)
     trips = "; ".join(f"{dtype} {how}" for dtype, how in found["dlpack"].items())
     good = all(how in ("zero copy", "copied") for how in found["dlpack"].values())
-    fix = "" if good else "torch 2.11 or newer, for the same device as JAX"
+    fix = "" if good else "install torch 2.11 or newer, for the same device as JAX"
     yield Check("dlpack", "ok" if good else "FAIL", f"JAX to torch: {trips}", fix)
     yield _vllm(found)
 
 
 def _torch(found: dict) -> Check:
-    """Of a build for the CPU, vLLM samples there; of another CUDA than JAX's, a process has two of them."""
+    """The build of torch. With a CPU build, vLLM samples on the CPU; with another CUDA version than JAX's,
+    one process loads two of them."""
     version, cuda = found["torch"], found.get("torch_cuda")
     if not _has_gpu():
         return Check("torch", "ok", version)
     if not cuda:
-        return Check("torch", "FAIL", f"{version} is a build for CPUs, and there is a GPU",
+        return Check("torch", "FAIL", f"{version} is a build for CPUs, but there is a GPU",
                      'pip install "jaxfp8rl[vllm]"')
     other = [m for m in LEAST_DRIVER if _version(f"jax-cuda{m}-plugin") and m != int(cuda.partition(".")[0])]
     if other:
-        fix = f'pip install "jaxfp8rl[cuda{cuda.partition(".")[0]}]": not tested otherwise'
-        return Check("torch", "-", f"{version} is for CUDA {cuda}, JAX's plug-in for {other[0]}", fix)
+        fix = f'pip install "jaxfp8rl[cuda{cuda.partition(".")[0]}]": other combinations are untested'
+        return Check("torch", "-", f"{version} is for CUDA {cuda}, JAX's plug-in for CUDA {other[0]}", fix)
     return Check("torch", "ok", f"{version}, CUDA {cuda}")
 
 
 def _vllm(found: dict) -> Check:
     if not found["vllm"]:
-        return Check("vllm", "-", 'not installed; wanted for rollout.engine = "vllm"',
+        return Check("vllm", "-", 'not installed; needed for rollout.engine = "vllm"',
                      'pip install "jaxfp8rl[vllm]"')
     wants = [r for r in map(Requirement, _requires("vllm")) if r.name == "torch"
              and (not r.marker or r.marker.evaluate())]
     if any(not r.specifier.contains(found["torch"], prereleases=True) for r in wants):
-        detail = f"{found['vllm']} was built for torch{wants[0].specifier}, {found['torch']} is installed"
+        detail = f"{found['vllm']} was built for torch{wants[0].specifier}, but {found['torch']} is installed"
         return Check("vllm", "FAIL", detail, f'pip install "torch{wants[0].specifier}"')
     if Version(found["vllm"]) >= UNTESTED_VLLM:
-        fix = f'pip install "vllm<{UNTESTED_VLLM}" if anything is odd'
-        return Check("vllm", "-", f"{found['vllm']} is newer than what was tested", fix)
+        fix = f'pip install "vllm<{UNTESTED_VLLM}" if anything fails'
+        return Check("vllm", "-", f"{found['vllm']} is newer than the tested versions", fix)
     if found["vllm_fp8"]:
-        fix = 'a Hopper GPU; rollout.fp8_kernel = "emulated" samples in FP8 without one, slowly (make demo-vllm)'
+        fix = 'use a Hopper GPU, or rollout.fp8_kernel = "emulated", which is slow (make demo-vllm)'
         return Check("vllm", "-", f"{found['vllm']}, BF16 only: {found['vllm_fp8']}", fix)
     return Check("vllm", "ok", f"{found['vllm']}, BF16 and FP8")
 
@@ -271,7 +274,7 @@ def _disk() -> Iterator[Check]:
 def _configs() -> Iterator[Check]:
     shipped = presets()
     if not shipped:
-        yield Check("configs", "FAIL", "no shipped configs found", "install again: the package is not whole")
+        yield Check("configs", "FAIL", "no shipped configs found", "install again: the package is incomplete")
         return
     for name in shipped:
         load_config(name)

@@ -1,9 +1,9 @@
-"""`--dry-run`: the resolved config, a memory plan, and what a run refuses before it asks for a device, in its
-words.
+"""`--dry-run`: print the resolved config and a memory plan, and make every check of a run that needs no
+device.
 
-It calls what a run calls (`resume.check_start`, `run_directory.check_claimable`, `build.preflight`,
-`open_rewards`), so that neither can refuse what the other takes. Nothing is written and no accelerator is
-asked for: a login node will do.
+It calls the same functions as a run (`resume.check_start`, `run_directory.check_claimable`,
+`context.preflight`, `open_rewards`), so that both accept and refuse the same configs with the same messages.
+It writes nothing and uses no accelerator, so that it runs on a login node.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ WARM_START = "memory of the warm start, on one device, without an engine"
 
 
 def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
-    """Of `train`. The plan is printed as soon as config and shape are right; what is refused after it is
-    refused all the same."""
+    """The dry run of `train`. The plan is printed once the config and the model's shape are valid; the checks
+    that follow can still fail."""
     began = time.perf_counter()
     cfg, fresh = check_start(cfg, resume, fork_of), not (resume or fork_of)
     check_environment(cfg.train.processes)
     check_claimable(cfg, resume)
-    model, of = _shape(cfg)
+    model, note = _shape(cfg)
     check_shape(cfg, model)
-    task = make_task(cfg.task)  # it knows its options, and reads no data yet
+    task = make_task(cfg.task)  # checks the task's options; reads no data yet
     print(dump_config(cfg))
     if cfg.sft.steps:
         print(format_plan(warm_start_plan(cfg, model), WARM_START))
-    print(format_plan(memory_plan(cfg, model)) + (needs := format_needs(cfg, model)) + of)
+    print(format_plan(memory_plan(cfg, model)) + (needs := format_needs(cfg, model)) + note)
     if cfg.rollout.engine == "vllm" and not needs:
-        print(
-            "vLLM beside it takes rollout.gpu_memory_utilization of the GPU; with rollout.kv_cache_gib it is in the plan")
+        print("vLLM also takes the share rollout.gpu_memory_utilization of the GPU; "
+              "with rollout.kv_cache_gib the plan includes it")
     if lack := engine_lacks(cfg):
-        print(f"a run would end here: {lack}")
+        print(f"a run would fail here: {lack}")
     if awaited(cfg.model.path):
         checked = _without_model(cfg, task)
     else:
@@ -65,12 +65,12 @@ def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
 
 
 def dry_run_sft(cfg: Config) -> None:
-    """Of `sft`."""
+    """The dry run of `sft`."""
     began = time.perf_counter()
     check_sft(cfg)
-    (model, of), task = _shape(cfg), make_task(cfg.task)
+    (model, note), task = _shape(cfg), make_task(cfg.task)
     print(dump_config(cfg))
-    print(format_plan(warm_start_plan(cfg, model), WARM_START) + of)
+    print(format_plan(warm_start_plan(cfg, model), WARM_START) + note)
     if awaited(cfg.model.path):
         return _done(_without_model(cfg, task), began)
     _, data, _ = prepare_sft(cfg)
@@ -79,25 +79,27 @@ def dry_run_sft(cfg: Config) -> None:
 
 
 def _shape(cfg: Config) -> tuple[ModelConfig, str]:
-    """(that of config.json, ""); where there is none, that which is known of a published model, and what to
-    say of it."""
+    """(the model's shape, a note). Without a config.json, the shape is the built-in one of a published model,
+    and the note says so."""
     path = cfg.model.path
     known = known_shape(path) if path and not (Path(path) / "config.json").exists() else None
-    said = f"\nof the shape that is built in for {Path(path).name}: there is no {path}/config.json" if known else ""
-    return with_options(model_config(cfg, known), cfg), said
+    note = f"\nbuilt-in shape of {Path(path).name}, because there is no {path}/config.json" if known else ""
+    return with_options(model_config(cfg, known), cfg), note
 
 
 def _without_model(cfg: Config, task: Task) -> str:
-    """What is checked where the folder that a shipped config names has not been made yet: said, and no
-    mistake."""
+    """Check the number of problems when the model folder of a shipped config does not exist yet -> the checks
+    made. The missing folder is a note, not an error."""
     path = Path(cfg.model.path)
     print(
-        f"{path} is not there yet, and a run needs it: its weights, its tokenizer and the length of prompts are not checked\n"
+        f"{path} does not exist yet, and a run needs it: "
+        "the weights, the tokenizer and the lengths of prompts were not checked\n"
         f"  next step: {how_to_get(path)}")
     train, held_out = task.problems(), task.held_out()
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(
-            f"{len(train)} problems, a step takes rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
+            f"only {len(train)} problems, but a step takes "
+            f"rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
     return _counts(len(train), len(held_out))
 
 
@@ -110,5 +112,5 @@ def _of_model(cfg: Config, fresh: bool) -> str:
 
 
 def _done(checked: str, began: float) -> None:
-    print(
-        f"checked in {time.perf_counter() - began:.1f} s: {checked}; what only a device or the engine can refuse is left")
+    print(f"checked in {time.perf_counter() - began:.1f} s: {checked}; "
+          "the checks that need a device or the engine remain")

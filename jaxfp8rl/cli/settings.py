@@ -1,5 +1,5 @@
-"""What there is to set: every key of the configuration with its type, limits, default and meaning; a search;
-a difference."""
+"""`jaxfp8rl config`: list the settings with type, limits, default and description, search them, and compare
+configs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WIDTH = 110
 
 
 class Setting(NamedTuple):
-    """One key of a section. `default` is as TOML has it; "" where it is absent, None where it must be
-    given."""
+    """One key of a section. `default` is in TOML syntax, "" if the key is absent by default, and None if it
+    is required."""
 
     section: str
     key: str
@@ -41,14 +41,14 @@ class Setting(NamedTuple):
         return f"{self.section}.{self.key}"
 
     def __str__(self) -> str:
-        given = "required" if self.default is None else f"default {self.default or 'absent'}"
-        return "\n".join([f"  --{self.name}  {self.kind}; {given}",
+        default = "required" if self.default is None else f"default {self.default or 'absent'}"
+        return "\n".join([f"  --{self.name}  {self.kind}; {default}",
                           *textwrap.wrap(self.description, WIDTH, initial_indent=" " * 6,
                                          subsequent_indent=" " * 6)])
 
 
 def settings() -> list[Setting]:
-    """All of them, in the order of the file."""
+    """All settings, in the order of a config file."""
     return [
         Setting(section, key, _kind(field), _default(field), field.description or "",
             _choices(field.annotation))
@@ -57,7 +57,7 @@ def settings() -> list[Setting]:
 
 
 def describe(found: list[Setting]) -> str:
-    """`found` by sections, for the terminal."""
+    """The settings `found`, by section, as text for the terminal."""
     by_section: dict[str, list[str]] = {}
     for s in found:
         by_section.setdefault(s.section,
@@ -66,26 +66,29 @@ def describe(found: list[Setting]) -> str:
 
 
 def find(*words: str) -> list[Setting]:
-    """Settings whose name, choices or description have all `words` in them, as whole words if any has, those
-    first that are called so; and of a name of other frameworks those that stand for it. Raises ConfigError,
-    with the nearest, where none is."""
-    everything, asked = settings(), " ".join(words)
-    words = tuple(plain(word) for word in asked.split())
+    """The settings whose name, choices or description contain all `words`.
+
+    Whole words are preferred to parts of words, and names come before descriptions. For another framework's
+    name of a setting, its counterparts here come first. Raises ConfigError, with the nearest setting, if none
+    matches.
+    """
+    everything, query = settings(), " ".join(words)
+    words = tuple(plain(word) for word in query.split())
     meant = re.findall(r"\w+\.\w+", " ".join(other_names.here("_".join(words))))
     theirs = [s for s in everything if s.name in meant]
-    whole = _speak_of([rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])" for word in words], everything)
+    whole = _matching([rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])" for word in words], everything)
     found = theirs + [s for s in whole
-                      if s not in theirs] or _speak_of(list(map(re.escape, words)), everything)
+                      if s not in theirs] or _matching(list(map(re.escape, words)), everything)
     if not found:
         near = next((hit for word in words for hit in _nearest(word, everything)), "")
-        raise ConfigError(f"no setting speaks of {asked!r}",
-                          f"jaxfp8rl config --find {near}" if near else "jaxfp8rl config: all")
+        raise ConfigError(f"no setting matches {query!r}",
+                          f"jaxfp8rl config --find {near}" if near else "`jaxfp8rl config` lists all settings")
     return found
 
 
-def _speak_of(patterns: list[str], everything: list[Setting]) -> list[Setting]:
-    """Those whose name has all of them, then those whose name and meaning have, with or without
-    underscores."""
+def _matching(patterns: list[str], everything: list[Setting]) -> list[Setting]:
+    """The settings whose name matches all patterns, then those whose name and description together do. An
+    underscore also matches a space."""
     spaced = [re.compile(pattern.replace("_", "[_ ]")) for pattern in patterns]
     have = lambda text: all(pattern.search(text.lower()) for pattern in spaced)
     named = sorted((s for s in everything if have(s.name)), key=lambda s: not spaced[0].fullmatch(s.key))
@@ -97,15 +100,15 @@ def _nearest(word: str, everything: list[Setting]) -> list[str]:
 
 
 def format_differences(a: Config, b: Config) -> str:
-    """A line for each setting in which they differ, for the terminal, its values as TOML has them."""
-    said = lambda value: "absent" if value is None else to_toml(value)
-    lines = [f"{section}.{key}: {said(ours)} -> {said(theirs)}"
+    """One line for each setting in which two configs differ, with both values in TOML syntax."""
+    shown = lambda value: "absent" if value is None else to_toml(value)
+    lines = [f"{section}.{key}: {shown(ours)} -> {shown(theirs)}"
              for (section, key), (ours, theirs) in changes(a, b).items()]
     return "\n".join(lines) or "no setting differs"
 
 
 def format_presets() -> str:
-    """The shipped configs, each with the comment that it begins with."""
+    """The shipped configs, each with its opening comment."""
     heads = {name: itertools.takewhile(lambda line: line.startswith("#"),
                                        file.read_text(encoding="utf-8").splitlines())
              for name, file in sorted(presets().items())}
@@ -114,13 +117,13 @@ def format_presets() -> str:
 
 
 def overview() -> str:
-    """Which keys each section has, for `--help`."""
+    """The keys of each section, for `--help`."""
     keys = {name: ", ".join(s.key for s in settings() if s.section == name) for name in SECTIONS}
     return "\n".join(textwrap.fill(f"  {name:9} {listed}", WIDTH, subsequent_indent=" " * 12) for name, listed in keys.items())
 
 
 def _kind(field: pydantic.fields.FieldInfo) -> str:
-    """Its type and limits in words, or its choices."""
+    """The type and limits of a setting in words, or its choices."""
     limits = [f"{sign} {getattr(m, name):g}" for m in field.metadata for name, sign in SIGNS.items()
               if hasattr(m, name)]
     return ", ".join([_type(field.annotation), *limits])
@@ -144,7 +147,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _present(annotation: Any) -> Any:
-    """The type of what may be absent, X of X | None."""
+    """X of an optional type X | None; any other type itself."""
     is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
     return typing.get_args(annotation)[0] if is_union else annotation
 

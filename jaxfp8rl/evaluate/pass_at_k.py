@@ -1,9 +1,9 @@
-"""`jaxfp8rl eval`: pass@k of a checkpoint on the problems that its task holds out, with confidence intervals.
+"""`jaxfp8rl eval`: pass@k of a checkpoint on the held-out problems of its task, with confidence intervals.
 
-A completion passes when its reward is at least a threshold; one without a score fails. pass@k of a problem is
-the chance that one of k completions passes, estimated without bias from n >= k of them, of which c passed, as
-1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1); of a task it is the mean over its
-problems.
+A completion passes if its reward is at least a threshold; a completion without a score fails. pass@k of a
+problem is the probability that at least one of k completions passes. Its unbiased estimate from n >= k
+completions, of which c passed, is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
+pass@k of a task is the mean over its problems.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ def run_eval(
     greedy: bool = False,
     threshold: float = 1.0, out: str | None = None, overrides: Sequence[str] = (), seed: int | None = None,
 ) -> None:
-    """Print the table of `source`, a run directory or a config, and add it to the list in the JSON file
-    `out`, for a run its eval.json; the answer to the same question is replaced.
+    """Evaluate `source`, a run directory or a config: print the table and add a record to the JSON file
+    `out`.
 
-    samples: completions a problem, by default the largest k. greedy: one each, the likeliest. seed: of
-    sampling alone, by default run.seed. Raises UserErrors before anything is sampled, DataError for problems
-    that the run was trained on among them, GateFailed and BridgeErrors as training does.
+    `out` is by default the run's eval.json. A record of the same evaluation is replaced. samples: completions
+    a problem, by default the largest k. greedy: one greedy completion a problem. seed: for sampling only, by
+    default run.seed. Raises UserErrors before anything is sampled, DataError if the run was trained on a
+    held-out problem, and GateFailed and BridgeErrors as training does.
     """
     n = samples or (1 if greedy else max(ks))
     if max(ks) > n or (greedy and n > 1):
-        what = "of greedy completions there is one" if greedy else f"--samples {n} is less than --k {max(ks)}"
-        raise ConfigError(f"pass@{max(ks)} cannot be estimated: {what}",
-                          "--k 1 with --greedy, else --samples of at least k")
+        why = "--greedy gives one completion" if greedy else f"--samples {n} is less than --k {max(ks)}"
+        raise ConfigError(f"pass@{max(ks)} cannot be estimated: {why}",
+                          "use --k 1 with --greedy, or --samples of at least k")
     path = Path(out) if out else Path(source) / "eval.json" if Path(source).is_dir() else None
     if path:
-        recorded(path)  # what is no list of evaluations is refused before anything is sampled
+        recorded(path)  # refuses a file that is not a list of evaluations before anything is sampled
     trained = load_trained(source, step, overrides)
     with contextlib.closing(build_run(trained.cfg)) as ctx:
         check_held_out(ctx, trained, source)
@@ -71,44 +72,50 @@ def run_eval(
     found["overrides"] = {".".join(override.path): override.value for override in parse_overrides(overrides)}
     how = "greedy" if greedy else f"{n} sampled at temperature {found['temperature']:g}"
     print(f"step {found['step']}: {found['problems']} held-out problems, {how}, by {found['engine']}")
-    print(
-        f"gate: learner and engine {found['gate/mean_gap']:.3g} nats apart on average, {found['gate/max_gap']:.3g} at most")
+    print(f"gate: learner and engine differ by {found['gate/mean_gap']:.3g} nats on average, "
+          f"{found['gate/max_gap']:.3g} at most")
     Console(highlight=False).print(table(found))
     if path:
-        with locked(path):  # read anew: another evaluation may have ended meanwhile
+        with locked(path):  # read again, since another evaluation may have ended in the meantime
             write_evaluations(path, [record for record in recorded(path)
                                      if _question(record) != _question(found)] + [found])
         print(f"wrote {path}")
 
 
 def check_held_out(ctx: RunContext, trained: Trained, source: str) -> None:
-    """Raise DataError where the run was trained on a problem that is held out here; say so where it just
-    never met them."""
+    """Raise DataError if the run was trained on a problem that is held out here.
+
+    Print a note if these are other held-out problems than the run's own.
+    """
     if not trained.loop:
         return
     if "contents" not in trained.loop:
         return print(
-            "an earlier version wrote this checkpoint: it does not say whether these problems were held out")
+            "an earlier version wrote this checkpoint without recording whether these problems were held out")
     if trained.loop["tokenizer"] != ctx.tokenizer.fingerprint():
         raise CheckpointError("model.tokenizer: the run was trained with another vocabulary",
-                              "evaluate it with the same one")
+                              "evaluate it with the same tokenizer")
     if trained.loop["contents"] == ctx.contents:
         return
     unseen_by(Path(source), trained.loop, ctx)
     if len(ctx.questions.held_out):
         print(
-            f"these are not the run's own held-out problems: of {len(ctx.questions.held_out)} it was trained on none")
+            f"these are not the run's own held-out problems, but it was trained on none of the "
+            f"{len(ctx.questions.held_out)}")
 
 
 def sample(
     ctx: RunContext, trained: Trained, n: int, greedy: bool, threshold: float, seed: int
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """(how many of `n` completions passed [P], for each held-out problem; the gate's numbers, their mean
-    reward, how many had no score, and how many groups were unfit). Those without a score, and those of an
-    unfit group, have failed. Raises DataError when none is held out."""
+    """Sample `n` completions of each held-out problem -> (passed, facts).
+
+    passed: the number of completions that passed, [P] int. facts: the gate's metrics, the mean reward, and
+    the numbers of completions without a score and of rejected groups. Completions without a score and those
+    of rejected groups have failed. Raises DataError if no problem is held out.
+    """
     if not ctx.held_out:
-        raise DataError("the task holds no problems out",
-                        "task.held_out_path, or task.options.held_out_fraction")
+        raise DataError("the task holds out no problems",
+                        "set task.held_out_path or task.options.held_out_fraction")
     print(*ctx.stops.notes, sep="\n", end="\n" if ctx.stops.notes else "")
     facts = publish_and_gate(ctx, trained)
     sampling = ctx.greedy if greedy else dataclasses.replace(ctx.sampling, support=0)
@@ -127,12 +134,12 @@ def sample(
 
 
 def publish_and_gate(ctx: RunContext, trained: Trained) -> dict[str, float]:
-    """Publish the checkpoint and pass the gate as a run does -> the gate's numbers."""
+    """Publish the checkpoint and pass the gate, as a run does -> the gate's metrics."""
     trained = dataclasses.replace(trained, params=ctx.layout.place(trained.params))
     if ctx.kv_scales:
         if not trained.loop.get("kv_amax"):
-            raise CheckpointError("rollout.kv_scales: the checkpoint has not calibrated any yet",
-                                  '--rollout.kv_scales one')
+            raise CheckpointError("rollout.kv_scales: the checkpoint was saved before scales were calibrated",
+                                  'use --rollout.kv_scales one')
         ctx.kv_scales.amax = {name: jnp.asarray(x, jnp.float32)
                                 for name, x in trained.loop["kv_amax"].items()}
     policy = loop.with_scales(ctx, ctx.policy(trained.params))
@@ -142,7 +149,7 @@ def publish_and_gate(ctx: RunContext, trained: Trained) -> dict[str, float]:
 
 def summary(ctx: RunContext, trained: Trained, passed: np.ndarray, n: int,
             ks: Sequence[int]) -> dict[str, Any]:
-    """What a record of eval.json says. passed [P]."""
+    """A record of eval.json. passed: [P] int."""
     cfg, engine = trained.cfg, ctx.engine.capabilities()
     return {
         "run": cfg.run.dir, "step": trained.step, "task": cfg.task.kind, "name": cfg.task.name,
@@ -156,8 +163,10 @@ def summary(ctx: RunContext, trained: Trained, passed: np.ndarray, n: int,
 
 
 def pass_at_k(passed: np.ndarray, n: int, k: int) -> np.ndarray:
-    """passed [P] int, of n completions each -> the unbiased estimate of each problem [P], float64, exact but
-    for one rounding."""
+    """passed [P] int, out of n completions each -> the unbiased estimate of each problem [P] float64.
+
+    Integer arithmetic keeps each estimate exact up to one rounding.
+    """
     ways = math.comb(n, k)
     return np.array([1 - math.comb(n - int(c), k) / ways for c in passed])
 
@@ -165,16 +174,16 @@ def pass_at_k(passed: np.ndarray, n: int, k: int) -> np.ndarray:
 def interval(estimates: np.ndarray) -> Interval:
     """The mean of [P] estimates in [0, 1] with its 95% interval over problems.
 
-    Where each is 0 or 1, so with n = k = 1 and when all problems agree: Wilson's (1927) of a share. Else the
-    percentile bootstrap over problems (Efron and Tibshirani 1993, chapter 13).
+    If each estimate is 0 or 1 (as with n = k = 1), it is Wilson's interval for a proportion (1927). Otherwise
+    it is the percentile bootstrap over problems (Efron and Tibshirani 1993, chapter 13).
     """
-    from scipy import stats  # it takes a second to load
+    from scipy import stats  # slow to import
 
     mean, count = float(estimates.mean()), len(estimates)
     if np.isin(estimates, (0.0, 1.0)).all():
         low, high = stats.binomtest(int(estimates.sum()), count).proportion_ci(method="wilson")
         return Interval(mean, float(low), float(high), "wilson")
-    # drawing problems is drawing how many have each value; scipy's bootstrap refuses a single problem
+    # resampling problems is drawing the count of each value; scipy's bootstrap refuses a single problem
     values, counts = np.unique(estimates, return_counts=True)
     drawn = np.random.default_rng(0).multinomial(count, counts / count, size=RESAMPLES)
     low, high = np.quantile(drawn @ values / count, (0.025, 0.975))
@@ -182,35 +191,36 @@ def interval(estimates: np.ndarray) -> Interval:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """For the terminal."""
+    """The results as a table for the terminal."""
     shown = Table("", "estimate", "95% interval", "")
     shown.add_row("mean reward", f"{found['reward_mean']:.3f}", "", "")
     for k, x in found["pass_at_k"].items():
         shown.add_row(f"pass@{k}", f"{x['estimate']:.3f}", f"{x['low']:.3f} to {x['high']:.3f}", x["method"])
-    for key, what in (("undefined", "completions without a score: failed"),
-                      ("groups_rejected", "problems given up: failed")):
+    for key, label in (("undefined", "completions without a score: failed"),
+                       ("groups_rejected", "problems rejected: failed")):
         if found[key]:
-            shown.add_row(what, str(found[key]), "", "")
+            shown.add_row(label, str(found[key]), "", "")
     return shown
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:
-    """The records that the file `path` has, none where there is no file. Raises ConfigError for a place that
-    cannot be written to and DataError for a file that is damaged or another's: all before anything is
-    sampled."""
+    """The records in the file `path`; none if it does not exist.
+
+    Raises ConfigError if it cannot be written, and DataError if it is damaged or not a list of evaluations.
+    """
     if path.is_dir() or not path.parent.is_dir():
         why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigError(f"--out {path}: {why}", "name a file in a folder that is there")
+        raise ConfigError(f"--out {path}: {why}", "name a file in an existing folder")
     try:
         found = read_evaluations(path) if path.exists() else []
     except ValueError as e:
-        raise DataError(f"{path} is no list of evaluations, and is not overwritten: {e}",
-                        "take it away, or name another with --out") from e
+        raise DataError(f"{path} is not a list of evaluations and is not overwritten: {e}",
+                        "remove it, or name another file with --out") from e
     check_writable(path.parent)
     return found
 
 
 def _question(record: dict[str, Any]) -> tuple[Any, ...]:
-    """What was asked; a record that answers the same is an older one."""
-    asked = ("run", "step", "samples", "seed", "greedy", "threshold", "overrides")
-    return *(record.get(key) for key in asked), *record["pass_at_k"]
+    """The arguments of an evaluation. A new record replaces an older one with the same arguments."""
+    keys = ("run", "step", "samples", "seed", "greedy", "threshold", "overrides")
+    return *(record.get(key) for key in keys), *record["pass_at_k"]

@@ -1,2 +1,1 @@
-"""Where a run's numbers go: console, JSONL, TensorBoard, Weights & Biases; and the table and plot at the
-end."""
+"""Outputs of a run's metrics: console, JSONL, TensorBoard, Weights & Biases, and the final table and plot."""

@@ -6,11 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable
 
-PHASE = "phase: "  # begins the note that a Clock adds to what went wrong
+PHASE = "phase: "  # prefix of the note that a Clock adds to an exception
 
 
 class Clock:
-    """Wall-clock seconds of the phases of one step, on the host. `began` is told of each."""
+    """Wall-clock seconds of the phases of one step, on the host. `began` is called with the name of each."""
 
     def __init__(self, began: Callable[[str], None] = lambda phase: None):
         self._start, self._phases, self._began = time.perf_counter(), {}, began
@@ -27,7 +27,7 @@ class Clock:
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def include(self, other: Clock) -> None:
-        """Phases that another thread has gone through."""
+        """Add the phases that another thread has timed."""
         self._phases |= other._phases
 
     def metrics(self) -> dict[str, float]:

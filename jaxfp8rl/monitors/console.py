@@ -1,5 +1,5 @@
-"""The run on the terminal: a line a step, which stays. Where there is a terminal to draw on, a live line
-stands below: how far the run is, the course of the reward, and what is being done."""
+"""The run on the terminal: one permanent line a step. On an interactive terminal, a live line below it shows
+the progress, a sparkline of the reward, and the current phase."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ from jaxfp8rl.health.table import STYLES, level_of
 from jaxfp8rl.monitors.base import Record
 from jaxfp8rl.monitors.sparkline import sparkline
 
-# (metric, label, format): what a reader watches; a record shows those it holds, an evaluation's first, the
-# last if there is room.
+# (metric, label, format) of the metrics to watch. A line shows those that its record holds, as many as fit.
 _SHOWN = (
     ("eval/reward_mean", "held-out", ".3f"),
     ("reward/mean", "reward", ".3f"),
     ("mismatch/token_mult_prob_error", "mismatch", ".4f"),
     ("tokens/rollout_per_s", "tok/s", ",.0f"),
 )
-COLUMNS = 80  # of a line, wherever it goes
-# of compiling
+COLUMNS = 80  # maximal width of a line, in a file too
+# JAX's events at the start and the end of a compilation
 BEGINS, ENDS = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
-TOLD = 0.05  # seconds that a phase has to take to be worth a line
+SHORTEST_SHOWN = 0.05  # in seconds; a shorter phase gets no line
 
 
 def _style(key: str, value: float) -> str:
-    """The colour of a value that has bounds."""
+    """The colour of a metric's value by its healthy range; "" without a range."""
     level = level_of(key, value)
     return "" if level is None else STYLES[level]
 
 
 class ConsoleMonitor:
-    """Shows steps out of `total_steps`. `note` prints a line of text; `phase` says what begins, and names it
-    while it lasts: the first time that each ends its seconds are printed, and how many of them went into
-    compiling."""
+    """Shows steps out of `total_steps`. `note` prints a line of text. `phase` starts a phase, which the live
+    line names; when a phase ends for the first time, its seconds and its compilation time are printed."""
 
     def __init__(self, total_steps: int, console: Console | None = None):
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
         self.doing = Doing()
-        self._begun: dict[str, tuple[int, float]] = {}  # of each bar (step, clock) when it was first seen
+        self._begun: dict[str, tuple[int, float]] = {}  # (step, time.monotonic()) of each bar when it was first shown
         self._rewards: list[float] = []
-        self._told: set[str] = set()
-        self._bars: set[str] = set()  # whose phases have one
+        self._timed: set[str] = set()
+        self._bars: set[str] = set()  # phases with a progress bar
         self._progress = self._live() if self.console.is_terminal else None
         jax.monitoring.register_event_duration_secs_listener(self.doing.compiled)
 
@@ -54,20 +52,20 @@ class ConsoleMonitor:
         self.console.print(text, markup=False, soft_wrap=True)  # a record is one line, however narrow
 
     def phase(self, name: str) -> None:
-        """Something begins, and what was done before has ended. The same again goes on."""
+        """Start the phase `name` and end the one before. The current phase's name again continues it."""
         if name == self.doing.name:
             return
         before, seconds, compiling = self.doing.begin(name)
-        if self._progress is not None and before in self._bars:  # its bar has gone with it
+        if self._progress is not None and before in self._bars:  # back to the bar of steps
             self._progress.update(self._task, description="step", completed=0, total=self.total_steps,
                                   left="")
-        if before and before not in self._told and seconds >= TOLD:
-            self._told.add(before)
-            said = f", {compiling:.1f} s of it compiling" if compiling >= TOLD else ""
-            self.note(f"{before}: {seconds:.1f} s{said}")
+        if before and before not in self._timed and seconds >= SHORTEST_SHOWN:
+            self._timed.add(before)
+            compile_time = f", {compiling:.1f} s of it compiling" if compiling >= SHORTEST_SHOWN else ""
+            self.note(f"{before}: {seconds:.1f} s{compile_time}")
 
     def bar(self, name: str, done: int, total: int) -> None:
-        """How far the phase `name` is, whose parts take about as long each."""
+        """Show the progress of the phase `name`, whose parts take about equally long."""
         first = name not in self._bars
         self._bars.add(name)
         if self._progress is not None:
@@ -113,8 +111,8 @@ class ConsoleMonitor:
         return progress
 
     def _time_left(self, name: str, step: int, total: int) -> str:
-        """hours:minutes:seconds until the last step at the mean pace since the first record; "" before there
-        is a pace."""
+        """The remaining time as hours:minutes:seconds, at the mean pace since the first record; "" at the
+        first record."""
         now = time.monotonic()
         first, since = self._begun.setdefault(name, (step, now))
         if step == first:
@@ -124,8 +122,7 @@ class ConsoleMonitor:
 
 
 class Doing(ProgressColumn):
-    """What is being done, for how long, and whether it is being compiled: JAX says when that begins and
-    ends."""
+    """The current phase, its seconds so far, and whether JAX is compiling, from JAX's monitoring events."""
 
     def __init__(self):
         super().__init__()
@@ -133,14 +130,15 @@ class Doing(ProgressColumn):
             ), False, 0.0
 
     def begin(self, name: str) -> tuple[str, float, float]:
-        """(what ends, its seconds, those of them that went into compiling)."""
+        """Start the phase `name` -> (the phase that ends, its seconds, its seconds of compilation)."""
         now = time.perf_counter()
         ended = self.name, now - self._since, self._seconds
         self.name, self._since, self._seconds = name, now, 0.0
         return ended
 
     def compiled(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """A listener of JAX's: it cannot be taken away, and is deaf when the run has ended."""
+        """A listener of JAX's monitoring. JAX cannot unregister it, so it ignores events once the run has
+        ended."""
         if event in (BEGINS, ENDS) and not self.closed:
             self._compiling = event == BEGINS
             self._seconds += duration_secs

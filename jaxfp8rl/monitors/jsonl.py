@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 _NON_FINITE = {"nan", "inf", "-inf"}
-_LONE = "backslashreplace"  # half of a surrogate pair, which no encoding has, becomes JSON's escape of it
+_LONE = "backslashreplace"  # writes half a surrogate pair, which cannot be encoded, as its JSON escape
 
 
 class JsonlMonitor:
-    """Appends records to `path`, whose folder is made. A record of a sample may hold nested JSON values and
-    text."""
+    """Appends records to `path` and creates its folder. Records of samples may hold text and nested JSON
+    values."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -28,13 +28,12 @@ class JsonlMonitor:
         self._file = self.path.open("a", encoding="utf-8", errors=_LONE)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write one line. numpy and JAX values are taken as their Python values."""
+        """Write one line. Values of numpy and JAX are converted to Python values."""
         self._file.write(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Forget what came after the restored `step`: lines of later steps, and a line cut short by a
-        crash."""
+        """Delete the lines of steps after `step`, and a line cut short by a crash."""
         self._file.close()
         kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] <= step]
         draft = self.path.with_name(self.path.name + ".tmp")
@@ -47,8 +46,8 @@ class JsonlMonitor:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float | int | str]]:
-    """The records of metrics.jsonl, non-finite floats restored; a last line cut short by a crash is left out.
-    Raises ValueError, which names the line, for what is no record of a step."""
+    """The records of metrics.jsonl, with non-finite floats restored. A last line cut short by a crash is left
+    out. Raises ValueError, which names the line, for a line that is not a record of a step."""
     return [_record(n, line) for n, line in enumerate(whole_lines(Path(path)), 1)]
 
 
@@ -58,7 +57,7 @@ def _record(n: int, line: str) -> dict[str, float | int | str]:
     except ValueError as e:
         raise ValueError(f"line {n}: {e}") from e
     if not (isinstance(record, dict) and type(record.get("step")) is int):
-        raise ValueError(f"line {n} is no record of a step: {line[:80].rstrip()}")
+        raise ValueError(f"line {n} is not a record of a step: {line[:80].rstrip()}")
     return {k: _restored(v) for k, v in record.items()}
 
 

@@ -1,4 +1,4 @@
-"""A course in one line of text."""
+"""A series of values as one line of text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Sequence
 
 BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-# what varies by no more than this share of its size is drawn level, so that rounding is no course
+# a series that varies by less than this share of its size is drawn level, so that rounding shows no trend
 FLAT = 1e-3
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Means of at most `width` parts, from the least (the lowest bar) to the largest. A constant is level, in
-    the middle."""
+    """The means of at most `width` parts of `values` as bars, from the smallest to the largest mean. A
+    constant is drawn level, in the middle."""
     parts = min(width, len(values))
     edges = [i * len(values) // parts for i in range(parts + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in zip(edges, edges[1:])]

@@ -19,14 +19,14 @@ FLOOR = 1e-3  # sigma is at least this share of |median|: the last digits of a c
 
 
 class SpikeCounter:
-    """`count`: spikes so far. Rises alone are spikes: a loss that falls fast is no harm."""
+    """`count`: the spikes so far. Only rises count, since a loss that falls fast does no harm."""
 
     def __init__(self, window: int = 100, threshold: float = 6.0, warmup: int = 10):
         self.count, self._threshold, self._warmup = 0, threshold, warmup
         self._last: collections.deque[float] = collections.deque(maxlen=window)
 
     def add(self, value: float) -> bool:
-        """Take the next value; True, and counted, when it is a spike."""
+        """Add the next value -> whether it is a spike, which is then counted."""
         finite = math.isfinite(value)
         spike = not finite or (len(self._last) >= self._warmup and value > self._limit())
         if finite:
@@ -35,7 +35,7 @@ class SpikeCounter:
         return spike
 
     def state(self) -> dict[str, Any]:
-        """JSON-able, of a checkpoint."""
+        """The state for a checkpoint, as JSON types."""
         return {"count": self.count, "last": list(self._last)}
 
     def take_up(self, state: dict[str, Any]) -> None:

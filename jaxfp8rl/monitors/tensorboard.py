@@ -1,8 +1,7 @@
-"""TensorBoard event files, written by tensorboardX: no TensorFlow, though it loads torch where torch is
-installed.
+"""TensorBoard event files, written by tensorboardX. It needs no TensorFlow, but loads torch if installed.
 
-Not by its SummaryWriter: that writes in a thread, which ends at the first error, and then whoever logs waits
-for ever.
+Its SummaryWriter is not used, because it writes in a thread that ends at the first error, after which every
+caller of `log` waits for ever.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from jaxfp8rl.monitors.base import Record
 
 
 class TensorboardMonitor:
-    """Every number of a record becomes a scalar under its key; texts are left to metrics.jsonl."""
+    """Writes every number of a record as a scalar under its key. Text is only in metrics.jsonl."""
 
     def __init__(self, folder: str | Path):
         from tensorboardX.event_file_writer import EventsWriter
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        number = f".{len(list(folder.iterdir()))}"  # of two files of one second, which would be one
+        number = f".{len(list(folder.iterdir()))}"  # keeps two files of the same second apart
         self._writer = EventsWriter(str(folder / "events"), number)
 
     def log(self, record: Record) -> None:
-        """Raises OSError of the disk."""
+        """Write a record. Raises OSError if the disk fails."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -38,8 +37,8 @@ class TensorboardMonitor:
         self._writer.flush()
 
     def rewind(self, step: int, records: Iterable[Record]) -> None:
-        """What is logged from here on comes after `step`: TensorBoard shows nothing of the steps after it
-        that was logged before (a session that starts, as tf.summary and torch write it for `purge_step`)."""
+        """Hide the steps after `step` that were logged before. TensorBoard does so at the start of a session,
+        which tf.summary and torch write for `purge_step`."""
         from tensorboardX.proto.event_pb2 import (  # protobuf makes these classes as it is loaded
             Event,  # pyright: ignore[reportAttributeAccessIssue]
             SessionLog,  # pyright: ignore[reportAttributeAccessIssue]

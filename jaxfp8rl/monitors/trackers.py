@@ -1,5 +1,5 @@
-"""The sinks that run.trackers names. None of them may stop a run: metrics.jsonl has everything that they are
-given."""
+"""The trackers of run.trackers. A failing tracker never stops a run, since metrics.jsonl holds the same
+data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_trackers(cfg: Config) -> None:
-    """Raise UserError where the package of one is missing. Nothing is imported."""
+    """Raise UserError if a tracker's package is missing. Nothing is imported."""
     for name in cfg.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise UserError(f'run.trackers: "{name}" needs the package {PACKAGES[name]}',
@@ -44,7 +44,7 @@ class Rewinding(Monitor, Protocol):
 
 
 class Tracker:
-    """What `make` makes, until its first error, which `note` is told: then it is off for the rest of the
+    """The monitor that `make` builds. At its first error, `note` is called and it is off for the rest of the
     run."""
 
     def __init__(self, name: str, make: Callable[[], Rewinding], note: Callable[[str], None]):
@@ -57,7 +57,7 @@ class Tracker:
             self._try(lambda: monitor.log(record))
 
     def rewind(self, step: int, records: Iterable[Record]) -> None:
-        """Of what was logged only `records` still hold, those up to `step`."""
+        """Undo the steps after `step`; `records` are those up to it."""
         if monitor := self._monitor:
             self._try(lambda: monitor.rewind(step, records))
 

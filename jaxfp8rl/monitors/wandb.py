@@ -1,4 +1,4 @@
-"""Weights & Biases. Project, entity, offline mode and the key are its own environment's: WANDB_PROJECT,
+"""Weights & Biases. Its own environment variables set project, entity, offline mode and key: WANDB_PROJECT,
 WANDB_MODE, ..."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from jaxfp8rl.monitors.base import Record
 
 
 class WandbMonitor:
-    """A run of its own for each run directory, which a resumed run goes on with: its name is kept in
-    `folder`/wandb-id. Where steps were undone it is another run from there on, with the record until then:
-    nothing can be taken out of one."""
+    """One W&B run for each run directory; its id is kept in `folder`/wandb-id, so that a resumed run
+    continues it. W&B cannot delete steps, so a run that goes back to an earlier step starts a new W&B run
+    with the records up to that step."""
 
     def __init__(self, folder: str | Path, config: Mapping[str, Any]):
         self._folder, self._config = Path(folder), dict(config)
@@ -31,7 +31,7 @@ class WandbMonitor:
             project=os.environ.get("WANDB_PROJECT", "jaxfp8rl"),
             name=os.environ.get("WANDB_NAME", self._folder.resolve().name),
             id=kept.read_text(), resume="allow", dir=self._folder, config=self._config,
-            settings=wandb.Settings(console="off", silent=True),  # the console is the run's own
+            settings=wandb.Settings(console="off", silent=True),  # the run has a console of its own
         )
         self._run.define_metric("*", step_metric="step")
 

@@ -1,1 +1,1 @@
-"""Where FP8 loses precision, and where numbers stop being finite: by layer and linear."""
+"""Probes of FP8 rounding errors and of numbers that are not finite, by layer and linear."""

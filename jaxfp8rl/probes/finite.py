@@ -1,5 +1,4 @@
-"""Bad input to FP8, named: tensors and layers that are not finite, and a cache format that the model is not
-made for."""
+"""Find the tensors and layers that are not finite, and name them."""
 
 from __future__ import annotations
 
@@ -40,15 +39,15 @@ class BadTensor(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _count_bad(x: Stored, stacked: int) -> Array:
-    """Non-finite elements: of each of a stack of layers [L, ...] -> [L], of their experts [L, E, ...] -> [L,
-    E], of any other tensor -> a scalar; `stacked`: how many axes that are."""
+    """Count non-finite elements over all but the first `stacked` axes: a stack of layers [L, ...] -> [L], of
+    experts [L, E, ...] -> [L, E], any other tensor -> a scalar."""
     bad = ~jnp.isfinite(decode(x))
     return jnp.sum(bad, range(stacked, bad.ndim))
 
 
 def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
-    """The tensors of a tree with one stack of layers (parameters, gradients) that are not all finite, in HF
-    order."""
+    """The tensors with non-finite elements in a tree with one stack of layers (parameters or gradients), in
+    HF order."""
     axes = {e.path: len(e.index) for e in param_table(model)}
     count = lambda path, x: _count_bad(x, axes[tuple(node.key for node in path)])
     counts = fetch(jax.tree_util.tree_map_with_path(count, params, is_leaf=is_scaled))
@@ -57,14 +56,14 @@ def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
 
 
 def check_finite(params: Params, model: ModelConfig, what: str = "the model's weights") -> None:
-    """Raises ModelError when `what` holds NaN or infinities, naming the first tensors (and so their layers)
-    and how many."""
+    """Raise ModelError if `params` hold NaN or infinities, with the names of the first tensors. `what`: the
+    name of the parameters in the message."""
     bad = bad_tensors(params, model)
     if bad:
         more = f" and {len(bad) - NAMED} more tensors" if len(bad) > NAMED else ""
         raise ModelError(
             f"{what} are not finite: {', '.join(map(str, bad[:NAMED]))}{more}",
-            "FP8 codes cannot stand for them: start from a good copy of the model or an earlier checkpoint",
+            "FP8 cannot represent them: start from a good copy of the model or an earlier checkpoint",
         )
 
 
@@ -73,18 +72,19 @@ def find_nonfinite(
     old_logp: Array | None = None,
     temperature: float = 1.0,
 ) -> str:
-    """One sentence on where an update that was not finite went wrong: the batch, a weight, the layer and
-    product of the forward pass, the log-probabilities, or, all these being finite, the loss or the backward
-    pass.
+    """Describe in one sentence where an update stopped being finite: in the batch, a weight, a layer's
+    product in the forward pass, or the log-probabilities. If all these are finite, it was the loss or the
+    backward pass.
 
-    batch [M, R, T], old_logp [M, R, T] as the update had them.
+    batch [M, R, T] and old_logp [M, R, T] are those of the update.
     """
     fields = {"rollout_logp": batch.rollout_logp, "advantages": batch.advantages, "old_logp": old_logp}
     for name, values in fields.items():
         if values is not None and (bad := np.argwhere(np.asarray(batch.response_mask)
                                                       & ~np.isfinite(values))).size:
             m, r, t = map(int, bad[0])
-            return f"{name} of the batch is not finite at {len(bad)} tokens, first at micro-batch {m}, row {r}, token {t}"
+            return (f"{name} of the batch is not finite at {len(bad)} tokens, "
+                    f"first at micro-batch {m}, row {r}, token {t}")
     if bad := bad_tensors(params, model):
         return f"weights are not finite: {', '.join(map(str, bad[:NAMED]))}"
     weights = unquantized_policy(params, precision)
@@ -93,25 +93,25 @@ def find_nonfinite(
         seen, logp = fetch(_count_bad_activations(weights, micro, model, precision, temperature))
         if where := _first_bad_activation(seen, logp, model.sparse_layers):
             return f"micro-batch {m}, {where}"
-    return "the batch, the weights and the forward pass are finite: it is the loss or the backward pass"
+    return "the batch, the weights and the forward pass are finite; the loss or the backward pass is not"
 
 
 _SEEN = {  # in the order in which a layer computes them
-    "q_proj": "what enters self_attn.q_proj, k_proj and v_proj",
-    "key": "the keys",
-    "value": "the values",
-    "o_proj": "what attention passes to self_attn.o_proj",
-    "gate_proj": "what enters mlp.gate_proj and up_proj",
-    "down_proj": "what enters mlp.down_proj",
-    "output": "what the layer passes on",
+    "q_proj": "the input of self_attn.q_proj, k_proj and v_proj",
+    "key": "the key array",
+    "value": "the value array",
+    "o_proj": "the input of self_attn.o_proj",
+    "gate_proj": "the input of mlp.gate_proj and up_proj",
+    "down_proj": "the input of mlp.down_proj",
+    "output": "the layer's output",
 }
 
 
 @functools.partial(rounding_exact_jit, static_argnums=(2, 3, 4))
 def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
                            temperature: float):
-    """({seen: [L]}, scalar): tokens at which something is not finite, in each layer and in the
-    log-probabilities."""
+    """The number of tokens with a non-finite value: ({array: [L]} for each layer, a scalar for the
+    log-probabilities)."""
 
     def look(name: str, x: Array, live: Array) -> Array:
         return jnp.sum(live & ~jnp.isfinite(x).reshape(*live.shape, -1).all(-1))
@@ -121,8 +121,8 @@ def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfi
     return seen, jnp.sum(micro.response_mask & ~jnp.isfinite(logp))
 
 
-_SEEN_SPARSE = _SEEN | {"gate_proj": "what enters the mixture of experts",
-                        "down_proj": "what the mixture of experts returns"}
+_SEEN_SPARSE = _SEEN | {"gate_proj": "the input of the mixture of experts",
+                        "down_proj": "the output of the mixture of experts"}
 
 
 def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray,
@@ -131,5 +131,5 @@ def _first_bad_activation(seen: dict[str, np.ndarray], logp: np.ndarray,
         for name, words in (_SEEN_SPARSE if sparse[layer] else _SEEN).items():
             if count := int(seen[name][layer]):
                 return f"layer {layer}: {words} is not finite at {count} tokens"
-    return f"all layers are finite, the log-probabilities of {int(logp)} tokens are not" if logp else None
+    return f"all layers are finite, but the log-probabilities of {int(logp)} tokens are not" if logp else None
 

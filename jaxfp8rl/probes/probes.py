@@ -1,23 +1,25 @@
-"""Where FP8 loses what, on one micro-batch of real tokens: rounding errors by layer and linear, the layers
-that cause the mismatch, the sharpness of the logits. Diagnostics beside the training step, which knows
-nothing of them.
+"""Measure FP8's errors on one micro-batch of real tokens: rounding errors by layer and linear, the layers
+that cause the mismatch, and the sharpness of the logits. The training step does not depend on these
+diagnostics.
 
-Rounding errors of each product, of the weight (128x128 blocks) and of the activation that enters it (1x128):
+Rounding errors of each product, for its weight (128x128 blocks) and its input activations (1x128 blocks):
 
-    error       ||x - back(x)|| / ||x||             three mantissa bits: about 0.026, less where a few elements prevail
-    clipped     |code| = 448                        a block's largest element always is, so 1/16384 or 1/128 is the least
+    error       ||x - back(x)|| / ||x||; three mantissa bits give about 0.026, or less if a few elements
+                dominate
+    clipped     |code| = 448; at least 1/16384 or 1/128, since each block's largest element is clipped
     zero        code = 0
-    underflow   x != 0 but code = 0                 values 2^18.8 and more below their block's largest: the block is ill-scaled
+    underflow   x != 0 but code = 0: elements 2^18.8 or more below their block's largest, whose scale fits
+                them poorly
     scale       smallest and largest
 
-Mismatch, as mean |d logp| over response tokens in nats. Any layer can compute in any of several formats
-(`lax.switch` in the scan over layers), chosen at run time, so that one compiled program measures them all:
+Mismatch, as the mean |d logp| over response tokens, in nats. Each layer's format is chosen at run time
+(`lax.switch` in the scan over layers), so that one compiled program measures all of these:
 
-    one-in          these layers alone FP8, against none            what they cause by themselves
-    left without    all FP8 but these layers, against none          what would be left if they were kept in high precision
-    leave-one-out   all FP8 but these layers, against all           how far that would move the policy; large for early layers
-                                                                    always, as all later roundings fall
-                                                                    otherwise then
+    one-in          only these layers FP8, against no FP8: the mismatch that they cause alone
+    left without    all but these layers FP8, against no FP8: the mismatch that would be left if they stayed
+                    in high precision
+    leave-one-out   all but these layers FP8, against all FP8: the distance between these two policies;
+                    always large for early layers, since every later rounding changes with them
 """
 
 from __future__ import annotations
@@ -57,13 +59,13 @@ def precision_report(
     params: Params, batch: TrainBatch, model: ModelConfig, precision: Precision, temperature: float = 1.0,
     max_groups: int = 16
 ) -> PrecisionReport:
-    """Every probe of the policy `params` (float32 masters, layers in one stack, and "kv_scales" where there
-    are any) on the first micro-batch of `batch` [M, R, T].
+    """Run every probe on the policy `params` (float32 masters with one stack of layers, and "kv_scales" if it
+    has them), on the first micro-batch of `batch` [M, R, T].
 
-    `precision` is that of the engine, mirrored: `resolve` with "fp8_unified", also where the learner itself
-    is BF16 and the question is what the engine's rounding costs. Consecutive layers are measured together
-    where there are more than `max_groups`: 2 * max_groups + 5 forward passes at most, in two programs, and a
-    third for the weights; each is compiled once a model and batch shape.
+    `precision` mirrors the engine: `resolve` with "fp8_unified", even if the learner is BF16 and the report
+    is about the engine's rounding. If there are more than `max_groups` layers, consecutive ones are measured
+    together. It takes at most 2 * max_groups + 5 forward passes in two programs, and a third program for the
+    weights; each is compiled once per model and batch shape.
     """
     weights = unquantized_policy(params, precision)
     micro = jax.tree.map(lambda x: x[0], batch)  # packing fills the first row first: it is never empty
@@ -86,14 +88,14 @@ def precision_report(
 
 
 def fp8_table(model: ModelConfig, precision: Precision) -> np.ndarray:
-    """[L, linears] bool: which products of which layers are FP8."""
+    """[L, linears] bool: whether a product is FP8."""
     names = [name.split(".")[-1] for name in linear_shapes(model)]
     return np.array([[n in run.fp8 for n in names] for run in precision.runs
                      for _ in range(run.start, run.stop)])
 
 
 def layer_groups(num_layers: int, max_groups: int) -> tuple[tuple[int, int], ...]:
-    """At most `max_groups` spans [start, stop) of consecutive layers, as equal as can be."""
+    """At most `max_groups` spans [start, stop) of consecutive layers, as equal in size as possible."""
     parts = np.array_split(np.arange(num_layers), min(num_layers, max_groups))
     return tuple((int(p[0]), int(p[-1]) + 1) for p in parts)
 
@@ -103,9 +105,10 @@ def layer_groups(num_layers: int, max_groups: int) -> tuple[tuple[int, int], ...
 
 
 def rounding_stats(x: Array, codes: Array, scale: Array, back: Array, live: Array | None = None) -> Stats:
-    """Scalars (see above) of x [..., K], its codes, scales, and what they read back as.
+    """The statistics above, as scalars, of x [..., K], its codes, its scales, and its dequantised value
+    `back`.
 
-    live [...]: leave out the rows, and the scales that lead with them, where it is False.
+    live [...]: rows where it is False are left out, together with their scales.
     """
     x, code = x.astype(jnp.float32), jnp.abs(codes.astype(jnp.float32))
     rows, blocks = (jnp.ones(a.shape, bool) if live is None else jnp.broadcast_to(live[..., None], a.shape)
@@ -126,7 +129,7 @@ def rounding_stats(x: Array, codes: Array, scale: Array, back: Array, live: Arra
 
 @functools.partial(rounding_exact_jit, static_argnums=1)
 def weight_stats(weights: Params, model: ModelConfig) -> Stats:
-    """[L, linears] float32 of each statistic of every linear's weight, one layer's at a time."""
+    """The statistics of every linear's weight, each [L, linears] float32, computed one layer at a time."""
 
     def one(w: Array) -> Stats:
         quantised = QuantizedWeight.of(w)
@@ -142,14 +145,14 @@ def weight_stats(weights: Params, model: ModelConfig) -> Stats:
 @functools.partial(rounding_exact_jit, static_argnums=(2, 3, 4))
 def _roundings(weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
                temperature: float):
-    """({linear, "key" or "value": statistics [L]}, sharpness) of a forward pass in `precision`."""
+    """({linear name, "key" or "value": statistics [L]}, logit sharpness) of a forward pass in `precision`."""
     hidden, found = forward_with_hooks(weights, micro, model, precision, functools.partial(_look, precision))
     head = head_weight(weights, model)
     return found, logit_sharpness(hidden, head, micro.tokens, micro.response_mask, temperature)
 
 
 def _look(precision: Precision, name: str, x: Array, live: Array) -> Stats | None:
-    """What to remember of an array of a forward pass; see `walk`."""
+    """The statistics of an array in a forward pass: the `look` of `forward_with_hooks`."""
     if name == "output":
         return None
     if name in ("key", "value"):
@@ -163,7 +166,7 @@ def _look(precision: Precision, name: str, x: Array, live: Array) -> Stats | Non
 
 
 def _relative_error(got: Array, want: Array, where: Array) -> Array:
-    """||got - want|| / ||want|| over the elements `where`, 0 for nothing at all."""
+    """||got - want|| / ||want|| over the elements `where`, with 1 in place of a zero norm."""
     got, want = (jnp.where(where, a.astype(jnp.float32), 0.0) for a in (got, want))
     norm = jnp.linalg.norm(want.ravel())
     return jnp.linalg.norm((got - want).ravel()) / jnp.where(norm == 0, 1.0, norm)
@@ -173,8 +176,8 @@ def forward_with_hooks(
     weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision,
     look: Callable[[str, Array, Array], Any]
 ) -> tuple[Array, dict[str, Any]]:
-    """The model's forward on one micro-batch of [R, T] fields with a spectator -> (hidden [R, T, D], what it
-    saw).
+    """The model's forward pass on one micro-batch of [R, T] fields, with a hook -> (hidden [R, T, D], the
+    hook's results).
 
     look(name, x, live [R, T]) is called in every layer with the input of each linear ("q_proj", ..., [R, T,
     K]), "key" and "value" as they enter the cache, over their scales [R, T, K, d], and the layer's "output"
@@ -235,8 +238,7 @@ def mismatch_gaps(
 
 
 def _formats(full: Precision) -> tuple[Precision, ...]:
-    """What a layer can be told to compute in: nothing FP8; all that `full` says; its weights alone; its cache
-    alone."""
+    """The formats of a layer to choose from: no FP8, all FP8 of `full`, FP8 weights only, FP8 cache only."""
     high = tuple(dataclasses.replace(run, fp8=frozenset()) for run in full.runs)
     no_kv = {"kv_fp8": False, "attention_fp8": False}
     return (
@@ -250,7 +252,8 @@ def _formats(full: Precision) -> tuple[Precision, ...]:
 @functools.partial(rounding_exact_jit, static_argnums=(3, 4, 5))
 def _gaps(weights: Params, micro: TrainBatch, choices: Array, model: ModelConfig, formats: tuple,
           temperature: float):
-    """choices [S, L] int32 into `formats`, rows as `mismatch_gaps` lays them out."""
+    """The gaps of `mismatch_gaps`; choices [S, L] int32 indexes `formats`, with rows in the order made
+    there."""
 
     def logprobs(choice: Array) -> Array:
         hidden = mixed_forward(weights, micro, model, formats, choice)
@@ -299,13 +302,13 @@ def mixed_forward(
     return final_norm(x, weights, model, formats[0])
 
 
-# Small things
+# Helpers
 # ------------------------------------------------------------------------------------------------------------
 
 
 def unquantized_policy(params: Params, precision: Precision) -> Params:
-    """The policy before any FP8, in one stack of layers: masters rounded to `weight_dtype`, in
-    `compute_dtype`; scales as they are."""
+    """The policy before quantisation, in one stack of layers: masters rounded to `weight_dtype`, in
+    `compute_dtype`, with the scales of FP8 attention unchanged."""
     plain = dataclasses.replace(precision, runs=without_fp8(precision.runs))
     return as_params(policy_of(without_scales(params), plain)) | scales_in(params)
 

@@ -1,5 +1,5 @@
-"""What the probes found: a bounded number of metrics for the log, tables for a reader, and a JSON file. No
-JAX in here."""
+"""The results of the probes as a bounded number of metrics, as tables, and as a JSON file. It does not import
+JAX."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ Stats = dict[str, np.ndarray]
 
 _WORST = {"error": np.max, "clipped": np.max, "zero": np.max, "underflow": np.max, "scale_min": np.min,
           "scale_max": np.max}
-# gaps by group of layers, and the telling extreme
+# gaps by group of layers, and whether their maximum or minimum is logged
 _BY_SPAN = {"one_in": "max", "left_without": "min", "leave_one_out": "max"}
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport:
-    """Found by `probes.precision_report`, which defines the statistics.
+    """The result of `probes.precision_report`, which defines the statistics.
 
-    linears: names; fp8 [L, linears] bool: which are FP8; the others are shown as what FP8 would do to them.
-    weights, activations: statistic -> [L, linears]. kv: "key_error", "key_clipped", "key_amax", "value_..."
-    -> [L], of keys and values over their scales. spans: the layers [start, stop) that were measured together;
-    gaps: see `probes.mismatch_gaps`, empty without any FP8. sharpness: percent, see losses/sharpness.py.
-    activations_fp8, kv_fp8: whether those are rounded at all.
+    linears: their names. fp8: [L, linears] bool, whether a linear is FP8; the statistics of the others show
+    what FP8 would do to them. weights, activations: statistic -> [L, linears]. kv: "key_error",
+    "key_clipped", "key_amax", "value_..." -> [L], of keys and values divided by their scales. spans: the
+    layers [start, stop) that were measured together. gaps: see `probes.mismatch_gaps`; empty without FP8.
+    sharpness: in percent, see probes/sharpness.py. activations_fp8, kv_fp8: whether activations and cache are
+    rounded at all.
     """
 
     linears: tuple[str, ...]
@@ -43,8 +44,8 @@ class PrecisionReport:
     kv_fp8: bool
 
     def metrics(self) -> dict[str, float]:
-        """Flat `precision/...` numbers, some 30 whatever the depth. A layer or linear is named by its index
-        from 0; the span of layers that matters most by its first. Only what is FP8 is in them."""
+        """About 30 flat `precision/...` metrics, however deep the model. Layers and linears are given by
+        index from 0, and a span of layers by its first layer. Only FP8 linears and caches count."""
         found = {"precision/sharpness": self.sharpness}
         if self.fp8.any():
             found |= self._extremes("weight", self.weights)
@@ -61,8 +62,12 @@ class PrecisionReport:
         return found
 
     def _extremes(self, kind: str, stats: Stats) -> dict[str, float]:
-        """The mean error, the worst of each statistic, and where error and underflow are worst: blocks that
-        an outlier has spoilt show as underflow, not as error, in whose norm the outlier itself prevails."""
+        """The mean error, the worst value of each statistic, and the positions of the worst error and
+        underflow.
+
+        A block with an outlier shows up in the underflow. Its error stays small, since the outlier dominates
+        the norm.
+        """
         found = {"error_mean": float(stats["error"][self.fp8].mean())}
         for name, pick in _WORST.items():
             key = name if name.startswith("scale") else f"{name}_worst"
@@ -74,9 +79,9 @@ class PrecisionReport:
         return {f"precision/{kind}_{name}": value for name, value in found.items()}
 
     def tables(self) -> Group:
-        """For `rich.print`."""
+        """All tables, for `rich.print`."""
         parts = [self._linear_table("Weights, 128x128 blocks", self.weights)]
-        parts.append(self._linear_table("Activations that enter, 1x128 blocks", self.activations))
+        parts.append(self._linear_table("Input activations, 1x128 blocks", self.activations))
         parts.append(self._kv_table())
         if self.gaps:
             parts.append(self._gap_table())
@@ -88,7 +93,7 @@ class PrecisionReport:
             for i, name in enumerate(self.linears):
                 cells = [f"{stats[k][layer, i]:.2g}" for k in _WORST]
                 table.add_row(str(layer), name, *cells, style="" if self.fp8[layer, i] else "dim")
-        table.caption = None if self.fp8.all() else "dim: stays in high precision; what FP8 would do to it"
+        table.caption = None if self.fp8.all() else "dim: stays in high precision; shows the effect of FP8"
         return table
 
     def _kv_table(self) -> Table:
@@ -97,7 +102,7 @@ class PrecisionReport:
         for layer in range(len(self.fp8)):
             table.add_row(str(layer), *(f"{v[layer]:.2g}" for v in self.kv.values()),
                           style="" if self.kv_fp8 else "dim")
-        table.caption = None if self.kv_fp8 else "dim: the cache stays in high precision; what FP8 would do to it"
+        table.caption = None if self.kv_fp8 else "dim: cache in high precision; shows the effect of FP8"
         return table
 
     def _gap_table(self) -> Table:
@@ -110,13 +115,13 @@ class PrecisionReport:
         return table
 
     def save(self, path: str | Path) -> None:
-        """As JSON; NaN and infinity as Python's json writes them."""
+        """Write the report as JSON, with NaN and infinity as Python's json writes them."""
         plain = dataclasses.asdict(self)
         Path(path).write_text(json.dumps(plain, default=lambda x: x.tolist()) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> PrecisionReport:
-        """What `save` wrote."""
+        """Read a report that `save` wrote."""
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         arrays = {k: {n: np.asarray(v, np.float32) for n, v in raw[k].items()}
                   for k in ("weights", "activations", "kv", "gaps")}
@@ -134,5 +139,5 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _comparable(x: np.ndarray) -> np.ndarray:
-    """NaN as infinity: what is not a number is the worst there is."""
+    """The array with infinity in place of NaN, which so counts as the worst value."""
     return np.where(np.isnan(x), np.inf, x)

@@ -6,8 +6,8 @@ al. 2017 (equation 4) applied to the logits z of each sampled token y, with loss
 
     phi = 100 (max L(z + d) - L(z)) / (1 + L(z))        over |d_j| <= epsilon (|z_j| + 1)
 
-L rises with every z_j but z_y, in which it falls: so the maximum is where d_j = epsilon (|z_j| + 1) and
-d_y = -epsilon (|z_y| + 1), exactly.
+L increases in every z_j except z_y, in which it decreases, so the maximum is exactly at
+d_j = epsilon (|z_j| + 1) and d_y = -epsilon (|z_y| + 1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxfp8rl.losses.mismatch import mean_over
 from pallas_kernels.logprob.api import check_temperature
 
 EPSILON = 1e-3  # Keskar et al.'s larger box
-CHUNK_ELEMENTS = 2**25  # logits held at once, in a few forms: 128 MiB each
+CHUNK_ELEMENTS = 2**25  # maximal logits in memory at once; each of a few copies has 128 MiB
 
 
 def logit_sharpness(
@@ -29,11 +29,11 @@ def logit_sharpness(
     epsilon: float = EPSILON,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Array:
-    """Mean phi over the tokens where `mask`, a float32 scalar in percent of 1 + loss.
+    """The mean of phi over the tokens in `mask`, a float32 scalar, in percent of 1 + loss.
 
-    hidden [B, T, D] (after the final norm), head [V, D], tokens and mask [B, T]: position t is judged from
-    hidden t - 1, its logits divided by `temperature`, as in `token_logprobs`; like there, never all logits at
-    once.
+    hidden [B, T, D] (after the final norm), head [V, D], tokens and mask [B, T]. As in `token_logprobs`, the
+    logits of position t come from hidden state t - 1 and are divided by `temperature`, and the logits of all
+    tokens are never in memory at once.
     """
     check_temperature(temperature)
     inputs, targets, live = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1), mask[

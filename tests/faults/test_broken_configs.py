@@ -125,7 +125,7 @@ def test_row_36_the_command_line_says_the_same_and_leaves_with_2(write):
     (["train", "demo", "--model.path", "x"],
      "step: --model.path FOLDER, and where the file has a [model.config] also --model"),
     (["import-gguf", "OUT", "--gguf", "nowhere.gguf"], "--gguf nowhere.gguf: no such file"),
-    (["report", "RUN", "--out", "nowhere/x.html"], "--out nowhere/x.html: no file in a folder that is there"),
+    (["report", "RUN", "--out", "nowhere/x.html"], "--out nowhere/x.html: not a file in an existing folder"),
 ])
 def test_a_slip_on_the_command_line_leaves_with_2_and_the_way_on(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -1,20 +1,22 @@
-"""Axes of plots: ends that make no course of rounding, round ticks, and labels that tell one tick from the
-next."""
+"""Axes of plots: limits that keep rounding noise level, round ticks, and labels that distinguish the
+ticks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-SPAN = 0.05  # of its largest value an axis spans at least
+SPAN = 0.05  # an axis spans at least this share of its largest value
 TINY, HUGE = 1e-300, 1e300
 Bounds = tuple[float | None, float | None]
 
 
 def value_axis(ys: Sequence[float], bounds: Bounds = (None, None)) -> tuple[tuple[float, float], list[float]]:
-    """((low, high), ticks) of a linear axis. It spans SPAN of the largest value at least, so that a constant
-    stays level however its last digits vary; and nothing past `bounds`, the ends that a metric cannot pass,
-    unless a value is."""
+    """((low, high), ticks) of a linear axis.
+
+    It spans at least SPAN of the largest value, so that a constant stays level although its last digits vary.
+    It stays within `bounds`, the limits of the metric, unless a value exceeds them.
+    """
     ys = [min(max(y, -HUGE), HUGE) for y in ys if math.isfinite(y)]
     low, high = min(ys, default=0.0), max(ys, default=1.0)
     least, most = (end if end is None or not ys else f(end, x)
@@ -26,7 +28,7 @@ def value_axis(ys: Sequence[float], bounds: Bounds = (None, None)) -> tuple[tupl
         moved = max(0.0, least - low) if least is not None else 0.0
         moved -= max(0.0, high - most) if most is not None else 0.0
         low, high = low + moved, high + moved
-    low = 0.0 if 0 <= low <= 0.5 * (high - low) else low  # a scale that nearly reaches 0 shows it
+    low = 0.0 if 0 <= low <= 0.5 * (high - low) else low  # an axis that nearly reaches 0 includes it
     found = ticks(low, high)
     return (found[0], found[-1]), found
 
@@ -39,7 +41,7 @@ def log_axis(ys: Sequence[float]) -> tuple[tuple[float, float], list[float]]:
 
 
 def labels(found: Sequence[float]) -> list[str]:
-    """Of ticks, each with the digits that tell it from its neighbours, and none more."""
+    """Labels of ticks, with just enough digits to distinguish each from its neighbours."""
     largest = max(map(abs, found), default=0)
     apart = min((b - a for a, b in zip(found, found[1:])), default=largest)
     scientific = largest >= 1e6 or 0 < largest < 1e-3 or (len(found) > 2 and apart < 1e-4)
@@ -54,7 +56,7 @@ def labels(found: Sequence[float]) -> list[str]:
 
 
 def power(x: float) -> str:
-    """Of a logarithmic axis."""
+    """The label of a tick on a logarithmic axis."""
     return f"{x:,g}" if 1e-4 < x < 1e6 else _scientific(x, 0)
 
 

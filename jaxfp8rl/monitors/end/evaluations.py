@@ -1,4 +1,4 @@
-"""eval.json: every evaluation of a run, as `jaxfp8rl eval` writes it and `jaxfp8rl report` shows it."""
+"""eval.json: the evaluations of a run, which `jaxfp8rl eval` writes and `jaxfp8rl report` shows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """Its records, the newest last. Raises ValueError for what `jaxfp8rl eval` has not written."""
+    """The records of the file, the newest last. Raises ValueError if `jaxfp8rl eval` did not write it."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    found = found if isinstance(found, list) else [found]  # as older versions wrote it
+    found = found if isinstance(found, list) else [found]  # older versions wrote a single record
     for n, record in enumerate(found, 1):
         if not (isinstance(record, dict) and {"step", "problems", "samples"} <= record.keys()
                 and _estimates(record)):
@@ -24,8 +24,11 @@ def read_evaluations(path: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """The file for this process alone, where the disk has locks. Its .lock stays: were it removed, who waits
-    for it would get the removed one's lock, and who comes later that of a new one."""
+    """Lock the file `path` while entered, if the disk has locks.
+
+    The .lock file is never removed: a process waiting for it would get the lock of the removed file, and a
+    later process the lock of a new one.
+    """
     with path.with_name(path.name + ".lock").open("a") as file:
         with contextlib.suppress(OSError):  # some network file systems have none
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -33,7 +36,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_evaluations(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """A key a line; whole or not at all."""
+    """Write the records atomically, one key a line."""
     draft = path.with_name(path.name + ".tmp")
     lines = (",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
              for record in records)
@@ -42,8 +45,8 @@ def write_evaluations(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop the evaluations of later checkpoints: the run goes on from `step` to others. Raises as
-    `read_evaluations`."""
+    """Delete the evaluations of checkpoints after `step`, because the run goes back to `step`. Raises
+    ValueError as `read_evaluations` does."""
     if path.is_file():
         with locked(path):
             records = read_evaluations(path)

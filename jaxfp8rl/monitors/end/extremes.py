@@ -1,4 +1,4 @@
-"""The best and the worst completion that a run kept, to be looked at when it ends."""
+"""The best and the worst completion in samples.jsonl, shown at the end of a run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOM = 220  # characters of a text on the terminal
 
 
 def extremes(path: Path) -> dict[str, dict[str, Any]]:
-    """`best` and `worst` of samples.jsonl by their reward, of equals the latest; `worst` alone where all are
-    equal, and nothing where none has a reward."""
+    """The `best` and `worst` rows of samples.jsonl by reward; of equal rewards the latest. Only `worst` if
+    all rewards are equal, and {} if no row has a reward."""
     found: dict[str, dict[str, Any]] = {}
     for row in map(json.loads, whole_lines(path)) if path.is_file() else ():
         if not is_reward(row.get("reward")):
@@ -34,7 +34,7 @@ def is_reward(value: Any) -> bool:
 
 
 def told(row: Mapping[str, Any], heading: str) -> str:
-    """A completion in lines that a log and a narrow terminal can show."""
+    """A completion as lines of text that fit a log and a narrow terminal."""
     facts = [f"{name:<12}{one_line(row[key])}" for key, name in _NAMES if row.get(key) is not None]
     return "\n  ".join([heading, *facts])
 
@@ -43,14 +43,15 @@ _NAMES = (("prompt", "prompt"), ("completion", "completion"), ("answer", "answer
 
 
 def lines_of(found: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """Of `extremes`."""
+    """The result of `extremes` as lines for the terminal."""
     for name, row in found.items():
-        heading = f"{name if len(found) > 1 else 'last'} completion kept: reward {row['reward']:g} at step {row.get('step', '?')}"
-        yield told(row, heading if len(found) > 1 else heading + "; no other reward was kept")
+        which = name if len(found) > 1 else "last"
+        heading = f"{which} sampled completion: reward {row['reward']:g} at step {row.get('step', '?')}"
+        yield told(row, heading if len(found) > 1 else heading + "; every sampled completion has this reward")
 
 
 def one_line(text: Any, room: int = ROOM) -> str:
-    """With line breaks and what a terminal would obey as escapes; what is too long without its middle."""
+    """Text as one line: line breaks and control characters are escaped, and long text loses its middle."""
     if isinstance(text, list):  # a chat
         text = "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, Mapping) else str(m)
                          for m in text)

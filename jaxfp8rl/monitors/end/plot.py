@@ -1,4 +1,4 @@
-"""The four pictures of a run: reward, mismatch, correction, time."""
+"""The four plots of a run: reward, mismatch, correction, time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#4269d0", "#efb118", "#3ca951", "#d1495b", "#a463f2", "#9aa0a6"
-# of phases
+# the colour of each phase
 COLORS = {"rollout": BLUE, "wait": BLUE, "reward": VIOLET, "score": GREY, "update": ORANGE, "publish": GREEN}
 STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -47,7 +47,7 @@ def _noisy(ax: Axes, points: tuple[list[int], list[float]], color: str, label: s
 
 
 def _scale(ax: Axes, values: list[float], bounds: Bounds) -> None:
-    """An axis on which a constant is level, and no two ticks read alike."""
+    """Scale an axis so that a constant is level and all tick labels differ."""
     ends, found = value_axis(values, bounds)
     ax.set_yticks(found, labels(found))
     room = 0.03 * (ends[1] - ends[0])
@@ -97,7 +97,7 @@ def _time(ax: Axes, records: Records) -> None:
 
 
 def smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average with the start-up bias taken out (Kingma & Ba 2015, section 3)."""
+    """Exponential moving average without its start-up bias (Kingma & Ba 2015, section 3)."""
     out, mean = [], 0.0
     for n, value in enumerate(values, start=1):
         mean = weight * mean + (1 - weight) * value

@@ -1,5 +1,5 @@
-"""What a run came to, read from its directory: tables, completions and verdict on the terminal; `plot.png`,
-`summary.json`."""
+"""The summary of a run, read from its directory: tables, completions and verdict on the terminal, plot.png
+and summary.json."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _MEASURES = (
 
 
 def write_summary(run_dir: str | Path, console: Console | None = None) -> Path:
-    """Print what the run in `run_dir` came to, its verdict last; write plot.png, whose path it returns, and
-    summary.json.
+    """Print the summary of the run in `run_dir`, its verdict last, and write plot.png and summary.json -> the
+    path of the plot.
 
     Raises UserError when the directory holds no metrics.
     """
@@ -76,7 +76,7 @@ def write_json(run_dir: Path, records: Records, found: Verdict, kept: Mapping[st
 
 
 def history(records: Records) -> list[str]:
-    """Of what a reader watches a line, from its first to its last value: it fits 80 columns, and a file."""
+    """One line for each of the main metrics, from its first to its last value, within 80 columns."""
     found = [(name, form, values) for key, name, form in _MEASURES[:3]
              if len(values := series(records, key)[1]) > 1]
     return [f"{name:<18} {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}"
@@ -94,8 +94,8 @@ def reduced(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary_table(records: Records, found: Verdict) -> Table:
-    """First, last, median, smallest and largest of each measure the run logged; coloured where it is not
-    healthy."""
+    """The first, last, median, smallest and largest value of each measure; a metric that is not healthy is
+    coloured."""
     table = Table("", "first", "last", "median", "min", "max", title=f"{records[-1]['step']} steps",
                   title_justify="left")
     for column in table.columns[1:]:
@@ -109,7 +109,7 @@ def summary_table(records: Records, found: Verdict) -> Table:
 
 
 def phase_table(records: Records) -> Table:
-    """Seconds a phase took over the run, and its share of all steps' wall time."""
+    """The seconds of each phase over the run, and its share of the wall time of all steps."""
     total = sum(series(records, "time/step_s")[1])
     seconds = {phase: sum(series(records, f"time/{phase}_s")[1]) for phase in phases_of(records)}
     seconds["other"] = max(0.0, total - sum(seconds.values()))

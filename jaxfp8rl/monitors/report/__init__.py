@@ -1,4 +1,4 @@
-"""`jaxfp8rl report`: a run, or several beside each other, as one static HTML page. Training never imports
+"""`jaxfp8rl report`: one run, or a comparison of several, as one static HTML page. Training never imports
 this."""
 
 from jaxfp8rl.monitors.report.page import write_report

@@ -1,8 +1,8 @@
-"""Plots as inline SVG: no script, nothing fetched. Colours are CSS variables of the page, so that they follow
-its theme.
+"""Plots as inline SVG, without scripts or external files. Colours are CSS variables of the page, so that they
+follow its theme.
 
-A picture that says something by colour says it by dash as well, has a `<title>` and a `<desc>` for who does
-not see it, and the page puts a table of the same numbers beside it.
+Lines differ by dash as well as by colour. Each plot has a `<title>` and a `<desc>` for screen readers, and
+the page puts a table of the same numbers beside it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxfp8rl.monitors.end.axes import Bounds, labels, log_axis, power, step, ti
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 26
-CHARACTER = 6.7  # the width of one, of 12 pixels
-POINTS = 300  # of a line at most: two a bucket, its least and its largest, so that no spike is lost
+CHARACTER = 6.7  # the width of a character at 12 pixels
+POINTS = 300  # maximal points of a line: the smallest and largest of each bucket, so that no spike is lost
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
 
 
 class Line(NamedTuple):
-    """y over x, one name. `low`, `high`: a band around it. `place`: which colour and dash."""
+    """A named line y over x. `low`, `high`: a band around it. `place`: the index of its colour and dash."""
 
     name: str
     x: Sequence[float]
@@ -36,8 +36,8 @@ class Line(NamedTuple):
 def line_chart(
     title: str, lines: Sequence[Line], log: bool = False, unit: str = "", bounds: Bounds = (None, None)
 ) -> Markup:
-    """Lines over the same axes. What is not finite is left out, and under `log` what is not positive. `unit`:
-    of the values; `bounds`: ends that they cannot pass."""
+    """Lines over the same axes, without values that are not finite or, under `log`, not positive. `unit`: the
+    unit of the values; `bounds`: their limits."""
     lines = [_thin(line, log) for line in lines]
     ys = [v for line in lines for v in (*line.y, *line.low, *line.high) if not log or v > 0]
     axes = _Axes([x for line in lines for x in line.x], ys, log, unit, bounds)
@@ -48,8 +48,8 @@ def line_chart(
 
 
 def stacked_chart(title: str, lines: Sequence[Line], unit: str = "") -> Markup:
-    """Areas one on another, in order; all have the same x. A rare total above three times the usual one is
-    cut off at the top."""
+    """Stacked areas, in order; all have the same x. A total far above the usual ones is cut off at the
+    top."""
     lines = [line._replace(x=x, y=y) for line in lines for x, y in [_means(line.x, line.y)]]
     totals = [sum(column) for column in zip(*(line.y for line in lines))]
     usual = sorted(totals)[int(0.9 * (len(totals) - 1))]
@@ -64,7 +64,7 @@ def stacked_chart(title: str, lines: Sequence[Line], unit: str = "") -> Markup:
 
 
 def swatch(place: int, area: bool = False) -> Markup:
-    """The sign of a line, or of an area, for a legend."""
+    """The symbol of a line, or of an area, for a legend."""
     mark = f'<rect class="a{place % 8}" width="26" height="10"/>' if area else _path(
         f"l{place % 8}", "M0 5H26", place)
     return Markup(
@@ -72,7 +72,7 @@ def swatch(place: int, area: bool = False) -> Markup:
 
 
 def number(x: float) -> str:
-    """At most four significant digits, thousands with a comma: 0.9913, 1.2e-07, 12,345."""
+    """A number with at most four significant digits and commas for thousands: 0.9913, 1.2e-07, 12,345."""
     if not math.isfinite(x):
         return str(x)
     if x and (abs(x) < 1e-3 or abs(x) >= 1e9):
@@ -82,7 +82,7 @@ def number(x: float) -> str:
 
 
 class _Axes:
-    """From data to the picture's coordinates."""
+    """Maps data to the coordinates of the picture."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], log: bool, unit: str = "",
                  bounds: Bounds = (None, None)):
@@ -98,7 +98,8 @@ class _Axes:
         return self.left + (value - low) / (high - low) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
-        """What lies beyond an end, as 0 does on a logarithmic scale, is drawn at that end."""
+        """The coordinate of `value`. Values outside the axis, such as 0 on a logarithmic one, are drawn at
+        its end."""
         low, high = self.y_range
         if self.log:
             value = math.log10(value) if value > 0 else low
@@ -109,7 +110,7 @@ class _Axes:
         return f"{self.x(x):.1f} {self.y(y):.1f}"
 
     def frame(self) -> str:
-        """Grid, numbers, the word "step", and the unit of what goes up."""
+        """The grid, the tick labels, the word "step", and the unit of the y axis."""
         parts = []
         for t, label in zip(self.y_ticks, self.y_labels):
             y = self.y(t)
@@ -126,7 +127,7 @@ class _Axes:
         return "".join(parts)
 
     def _step_ticks(self) -> list[float]:
-        """Whole steps, as many as have room beside each other."""
+        """Ticks at whole steps, as many as fit beside each other."""
         low, high = self.x_range
         for wanted in (6, 4, 3, 2):
             found = [t for t in ticks(low, high, wanted) if low <= t <= high and t == round(t)]
@@ -136,7 +137,7 @@ class _Axes:
 
 
 def _svg(title: str, description: str, parts: Sequence[str]) -> Markup:
-    """The words are the picture's own children, which needs no ids that could clash."""
+    """The picture with title and description as children, which needs no ids that could clash."""
     return Markup(
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
         f"<title>{escape(title)}</title><desc>{escape(description)}</desc><g aria-hidden=\"true\">{''.join(parts)}</g></svg>"
@@ -144,7 +145,7 @@ def _svg(title: str, description: str, parts: Sequence[str]) -> Markup:
 
 
 def _told(line: Line) -> str:
-    """The line in words."""
+    """A description of the line in words."""
     if not line.y:
         return f"{line.name}: no values."
     name = f"{line.name}: " if line.name else ""
@@ -179,7 +180,7 @@ def _area(x: Sequence[float], low: Sequence[float], high: Sequence[float], axes:
 
 
 def _thin(line: Line, log: bool) -> Line:
-    """At most POINTS points: of each bucket of steps the least and the largest, in their order."""
+    """The line with at most POINTS points: the smallest and largest of each bucket of steps, in order."""
     kept = [i for i, y in enumerate(line.y) if math.isfinite(y) and (not log or y > 0)]
     if len(kept) > POINTS:
         size = math.ceil(2 * len(kept) / POINTS)
@@ -192,6 +193,7 @@ def _thin(line: Line, log: bool) -> Line:
 
 
 def _means(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """(x, y) by buckets of equal size, at most POINTS of them: a stack must add up at every place."""
+    """(x, y) as means over at most POINTS buckets of equal size, so that a stack still adds up at every
+    point."""
     size = math.ceil(len(x) / POINTS)
     return list(x[::size]), [sum(y[i : i + size]) / len(y[i : i + size]) for i in range(0, len(y), size)]

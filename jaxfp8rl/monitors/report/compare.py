@@ -1,5 +1,5 @@
-"""Runs beside each other: which differ in what, and whether a difference is more than the luck of the
-seed."""
+"""Compare runs: the settings in which they differ, and whether their results differ by more than seed
+noise."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import numpy as np
 from jaxfp8rl.monitors.report.runs import Run
 
 _OF_THE_RUN = ("run.dir", "run.seed")  # may differ within a variant
-EXACT_PAIRS = 16  # 65,536 ways to flip the signs; of more pairs as many ways are drawn
+EXACT_PAIRS = 16  # up to here all 65,536 sign patterns are counted; for more pairs as many are drawn
 
 
 class Variant(NamedTuple):
-    """Runs of one config, one a seed. `name` tells what of the config the other variants have otherwise."""
+    """Runs of one config with different seeds. `name` shows the settings that differ from other variants."""
 
     name: str
     runs: tuple[Run, ...]
 
 
 class Paired(NamedTuple):
-    """Two variants over the seeds that both have: the measure's mean in each, mean and range of the
-    differences, p."""
+    """Two variants compared over their common seeds: the measure's mean in each, the mean and range of the
+    differences, and p."""
 
     measure: str
     first: str
@@ -36,23 +36,23 @@ class Paired(NamedTuple):
     difference: float
     least: float
     largest: float
-    p: float | None  # None of a single pair, which can show nothing
+    p: float | None  # None for a single pair, which cannot be significant
 
     @property
     def smallest_p(self) -> float:
-        """What p would be if every seed agreed."""
+        """The value of p if all differences had the same sign."""
         return 2.0 ** (1 - len(self.seeds))
 
 
 def variants(runs: Sequence[Run]) -> list[Variant]:
-    """Runs with the same config but for seed and directory, in the order given."""
+    """Group runs whose configs differ only in seed and directory, in the given order."""
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
         key = tuple(sorted((k, repr(v)) for k, v in run.config.items() if k not in _OF_THE_RUN))
         groups.setdefault(key, []).append(run)
     differing = [k for k in config_differences(runs) if k not in _OF_THE_RUN]
     names = [_name(group[0], differing) if len(groups) > 1 else "" for group in groups.values()]
-    if len(set(names)) < len(names):  # they differ in what only one of them has
+    if len(set(names)) < len(names):  # the settings shown do not tell them apart
         names = [group[0].name for group in groups.values()]
     return [Variant(name, tuple(group)) for name, group in zip(names, groups.values())]
 
@@ -63,15 +63,15 @@ def _name(run: Run, keys: Sequence[str]) -> str:
 
 
 def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Setting -> its value in each run (None: not there), of the settings that are not the same in all."""
+    """The settings that differ between the runs -> their value in each run, None if missing."""
     keys = sorted({k for run in runs for k in run.config})
     found = {k: [run.config.get(k) for run in runs] for k in keys}
     return {k: values for k, values in found.items() if any(v != values[0] for v in values)}
 
 
 def final(run: Run, key: str, until: float = math.inf) -> float | None:
-    """The last value of an evaluation up to the step `until`; of what is logged each step the mean over the
-    last quarter, which one step's luck cannot move far."""
+    """The final value of a metric up to the step `until`: the last evaluation, or, for a metric that is
+    logged each step, the mean over the last quarter of the steps, which single steps hardly change."""
     values = [value for step, value in zip(*run.series(key)) if step <= until]
     if not values:
         return None
@@ -79,8 +79,8 @@ def final(run: Run, key: str, until: float = math.inf) -> float | None:
 
 
 def paired_tests(groups: Sequence[Variant], measures: Sequence[tuple[str, str]]) -> list[Paired]:
-    """Every pair of variants, by each (metric, name) that both have for a common seed, up to the last step
-    that all have come to, which is said where they have not come equally far."""
+    """Test every pair of variants by each (metric, name) that both have for a common seed. Runs are compared
+    up to the last step that all of them reached; the measure's name says so if they differ."""
     return [
         test
         for key, name in measures
@@ -101,7 +101,7 @@ def _paired(name: str, key: str, first: Variant, second: Variant) -> Paired | No
     if not seeds:
         return None
     name += f", up to step {min(ends)}" if len(ends) > 1 else ""
-    # of one seed given twice the mean
+    # the mean over runs with the same seed
     a, b = ({s: statistics.fmean(values[s]) for s in seeds} for values in (a, b))
     differences = [b[s] - a[s] for s in seeds]
     means = statistics.fmean(a[s] for s in seeds), statistics.fmean(b[s] for s in seeds)
@@ -121,13 +121,14 @@ def _by_seed(variant: Variant, key: str, until: float) -> dict[Any, list[float]]
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Two-sided p of paired `differences` by Fisher's sign-flip test (The Design of Experiments, 1935,
+    """The two-sided p of paired `differences`, by Fisher's sign-flip test (The Design of Experiments, 1935,
     section 21).
 
-    If the two variants were one, each difference could as well have had the other sign: p is the share of all
-    2^n sign patterns whose sum is at least as far from 0 as the one seen. Exact up to EXACT_PAIRS pairs and
-    free of assumptions about the distribution; with n pairs it cannot be below 2^(1-n), so that 5% needs six
-    seeds. Of more pairs 2^EXACT_PAIRS patterns are drawn with a fixed seed, the one seen among them.
+    If the variants did not differ, each difference could equally well have the other sign. p is the share of
+    the 2^n sign patterns whose sum is at least as far from 0 as the observed sum. It is exact up to
+    EXACT_PAIRS pairs and makes no assumption about the distribution. With n pairs it is at least 2^(1-n), so
+    that p < 5% needs six seeds. For more pairs, 2^EXACT_PAIRS patterns are drawn with a fixed seed, including
+    the observed one.
     """
     d = np.asarray(differences, np.float64)
     if d.size <= EXACT_PAIRS:

@@ -1,4 +1,4 @@
-"""Kept completions, a token at a time: how far the learner's probability of it lies from the engine's."""
+"""Sampled completions, token by token: the ratio of the learner's probability to the engine's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 from jaxfp8rl.monitors.jsonl import whole_lines
 from jaxfp8rl.monitors.report.charts import number
 
-SHOWN = 12  # completions of a run
-TOKENS = 6000  # of all runs' completions together: what makes a page large
-# The learner's probability over the engine's, beyond which a token is coloured; of the inverse likewise.
+SHOWN = 12  # completions of each run on the page
+TOKENS = 6000  # maximal tokens on the page, over all runs, since tokens make it large
+# A token is coloured if the ratio of the learner's to the engine's probability, or its inverse, exceeds
+# these.
 STEPS = (1.01, 1.1, 1.5)
 _BLANK = dict.fromkeys(("step", "id", "prompt", "completion", "answer", "reward", "tokens", "finish_reason"),
                        "")
 
 
 class Token(NamedTuple):
-    """`level`: 0, or +-1 to +-3 as the ratio passes STEPS; `out`: left out by the correction; `about`: the
-    numbers in words, for a token that is one or the other."""
+    """`level`: 0, or +-1 to +-3 as the ratio exceeds STEPS; `out`: whether the correction rejected it;
+    `about`: a tooltip with the numbers, if the token is coloured or rejected."""
 
     text: str
     level: int
@@ -30,14 +31,14 @@ class Token(NamedTuple):
 
     @property
     def style(self) -> str:
-        """Its class in style.css."""
+        """The class of the token in style.css."""
         colour = f"{'p' if self.level > 0 else 'm'}{abs(self.level)}" if self.level else ""
         return f"{colour} out" if self.out else colour
 
 
 class Completion(NamedTuple):
-    """One row of samples.jsonl. `tokens`: none where the run did not keep log-probabilities; `cut`: tokens
-    not shown."""
+    """One row of samples.jsonl. `tokens`: empty if the run did not keep log-probabilities; `cut`: the number
+    of tokens not shown."""
 
     row: dict[str, Any]
     tokens: Sequence[Token]
@@ -47,9 +48,11 @@ class Completion(NamedTuple):
 
 
 def pick(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(some rows of samples.jsonl, how many there are): rows spread evenly over the run, and the one whose
-    worst token is the worst of all. The file is read twice, a row at a time: a long run's does not fit into
-    memory."""
+    """(selected rows of samples.jsonl, the number of all rows). The selection is spread evenly over the run
+    and includes the row with the worst token.
+
+    The file is read twice, row by row, because that of a long run does not fit into memory.
+    """
     worst, count = (-1.0, 0), 0
     for row in _rows(path):
         worst = max(worst, (max((abs(d) for d in _log_ratios(row) if d == d), default=0.0), count))
@@ -64,7 +67,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def prepared(rows: Sequence[dict[str, Any]], tokens: int = TOKENS) -> list[Completion]:
-    """`rows` as they are shown, each up to its share of `tokens`."""
+    """The completions to show, each cut to its share of `tokens`."""
     return [_completion(row, tokens // len(rows)) for row in rows]
 
 
@@ -78,12 +81,12 @@ def _completion(row: dict[str, Any], room: int) -> Completion:
 
 
 def as_text(prompt: Any) -> str:
-    """Text, or a chat's messages one under another."""
+    """A prompt as text: a chat becomes one line a message."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 
 def _log_ratios(row: dict[str, Any]) -> list[float]:
-    """old_logp - rollout_logp of each token; none where the row does not have both."""
+    """old_logp - rollout_logp of each token; empty if the row lacks one of them."""
     return [float(old) - float(mu) for old, mu in zip(row.get("old_logp", ()), row.get("rollout_logp", ()))]
 
 

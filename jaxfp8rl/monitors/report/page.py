@@ -1,4 +1,5 @@
-"""The page: what is shown, in which order, and in which words. Its looks are template.html and style.css."""
+"""The content of the report page: its sections, charts, tables and texts. template.html and style.css lay it
+out."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ EVENTS = 50
 
 
 class Chart(NamedTuple):
-    """A figure: picture, legend of (sign, name), words, and the numbers as a table."""
+    """A figure: picture, legend of (symbol, name), note, and the numbers as a table."""
 
     title: str
     note: str
@@ -39,17 +40,17 @@ class Chart(NamedTuple):
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write the page of one run, or of several compared; returns its path.
+    """Write the page of one run, or a comparison of several runs -> its path.
 
-    Without `out` it is RUN/report.html, or of several runs comparison.html beside the first. Raises UserError
-    for a folder without metrics, and for a place where no file can be.
+    Without `out` it is RUN/report.html, or comparison.html beside the first of several runs. Raises UserError
+    for a run without metrics, and for a path that cannot be written.
     """
     runs = load_runs(paths)
     first = Path(paths[0])
     path = Path(out) if out else first / "report.html" if len(runs) == 1 else first.parent / "comparison.html"
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--out {path}: no file in a folder that is there",
-                        "make the folder, or name another file")
+        raise UserError(f"--out {path}: not a file in an existing folder",
+                        "create the folder, or name another file")
     path.write_text(render(runs), encoding="utf-8")
     if not out:
         for folder, run in zip(map(Path, paths), runs):
@@ -58,7 +59,7 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The whole page. Everything a run wrote is escaped: a completion may hold markup."""
+    """The whole page as HTML. All text from a run is escaped, since a completion may contain markup."""
     groups = compare.variants(runs)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)
@@ -104,15 +105,15 @@ def _evaluations(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _asked(record: Mapping[str, Any]) -> str:
-    """Of what, and how it was sampled."""
-    said = [f"{record['problems']} problems, {record['samples']} completions each"]
-    said += ["greedy"] * record.get("greedy", False)
-    said += [f"passed from {threshold:g}"] if (threshold := record.get("threshold", 1)) != 1 else []
-    return ", ".join([*said, *(f"{key} = {value}" for key, value in record.get("overrides", {}).items())])
+    """The problems and the sampling of an evaluation, in words."""
+    parts = [f"{record['problems']} problems, {record['samples']} completions each"]
+    parts += ["greedy"] * record.get("greedy", False)
+    parts += [f"passed from {threshold:g}"] if (threshold := record.get("threshold", 1)) != 1 else []
+    return ", ".join([*parts, *(f"{key} = {value}" for key, value in record.get("overrides", {}).items())])
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """The few numbers that come first, each by what it is."""
+    """The main numbers of a run, shown at the top of the page."""
     facts = {"verdict": run.verdict.word, "steps": number(run.records[-1]["step"])}
     for metric, what in ((HELD_OUT, "held-out reward"), (REWARD, "training reward")):
         if values := run.series(metric.key)[1]:
@@ -144,16 +145,15 @@ def _section(section: Section, groups: Sequence[compare.Variant]) -> dict[str, A
 
 
 def in_rows(charts: Sequence[Chart], most: int = 3) -> list[Sequence[Chart]]:
-    """Rows of at most `most` charts, as equal as they can be: 4 are 2 and 2, so that no row is left half
-    empty."""
+    """Rows of at most `most` charts, as equal as possible: 4 charts become 2 and 2."""
     count = math.ceil(len(charts) / most)
     ends = [round(i * len(charts) / count) for i in range(count + 1)] if count else []
     return [charts[a:b] for a, b in zip(ends, ends[1:])]
 
 
 def _line(metric: Metric, group: compare.Variant, place: int) -> Line | None:
-    """A variant's mean over its seeds in a band from the least to the largest; of one run its own interval
-    where one is known."""
+    """The mean over a variant's seeds, with a band from the smallest to the largest. A single run has the
+    confidence band of the metric, if it has one."""
     found = [dict(zip(*run.series(metric.key))) for run in group.runs]
     steps = sorted({s for f in found for s in f})
     if not steps:
@@ -168,7 +168,7 @@ def _line(metric: Metric, group: compare.Variant, place: int) -> Line | None:
 
 def _interval(metric: Metric, run: Run, steps: Sequence[int],
               y: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """(low, high) of metric.band; empty where the run does not tell what it takes."""
+    """(low, high) of metric.band; empty if the run lacks the numbers for it."""
     by_step = {int(r["step"]): r for r in run.records}
     completions_a_step = run.config.get("rollout.prompts_per_step",
                                         0) * run.config.get("rollout.samples_per_prompt", 0)
@@ -184,15 +184,15 @@ def _interval(metric: Metric, run: Run, steps: Sequence[int],
 
 
 def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval of Wilson (1927) for a share of n. Of a mean of numbers within [0, 1] it is too wide
-    rather than too narrow: nothing there varies more than zeros and ones."""
+    """Wilson's (1927) interval for a share of n. For a mean of values within [0, 1] it is conservative, since
+    no such values vary more than zeros and ones."""
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return middle - half, middle + half
 
 
 def _chart(metric: Metric, lines: Sequence[Line], seeded: set[str]) -> Chart:
-    """`seeded`: the names of lines that are of several seeds."""
+    """The chart of a metric. `seeded`: the names of the lines with several seeds."""
     bands = [metric.band] * any(line.low for line in lines
                                 if line.name not in seeded) + ["the range of the seeds"] * bool(seeded)
     note = f"{metric.words} Band: {'; of several runs '.join(bands)}." if bands else metric.words
@@ -204,7 +204,7 @@ def _chart(metric: Metric, lines: Sequence[Line], seeded: set[str]) -> Chart:
 
 
 def _phases(run: Run, named: bool) -> Chart:
-    """Seconds of each phase, one on another, up to the whole step. `named`: it is one run of several."""
+    """The seconds of each phase, stacked up to the whole step. `named`: the title names the run."""
     title = "Seconds a step by phase" + (f", {run.name}" if named else "")
     steps, whole = run.series("time/step_s")
     found = {p: dict(zip(*run.series(f"time/{p}_s"))) for p in phases_of(run.records)}
@@ -214,7 +214,8 @@ def _phases(run: Run, named: bool) -> Chart:
              for i, (p, f) in enumerate(found.items())]
     note = f"Together {number(sum(whole))} s in {len(steps)} steps. "
     if max(whole) > 3 * statistics.median(whole):
-        note += f"The longest, step {steps[whole.index(max(whole))]} with {number(max(whole))} s, is cut off at the top."
+        longest = steps[whole.index(max(whole))]
+        note += f"The longest, step {longest} with {number(max(whole))} s, is cut off at the top."
     legend = [(swatch(line.place, area=True), f"{line.name} {sum(line.y) / max(sum(whole), 1e-9):.0%}")
               for line in lines]
     head, rows = _table([line.name for line in lines], [dict(zip(line.x, line.y)) for line in lines])
@@ -222,7 +223,7 @@ def _phases(run: Run, named: bool) -> Chart:
 
 
 def _table(names: Sequence[str], columns: Sequence[dict[float, float]]) -> tuple[list[str], list[list[str]]]:
-    """At most TABLE_ROWS steps, evenly over the run, the first and the last among them."""
+    """A table of at most TABLE_ROWS steps, spread evenly from the first to the last."""
     steps = sorted({s for c in columns for s in c})
     last, count = len(steps) - 1, min(TABLE_ROWS, len(steps))
     picked = [steps[round(i * last / max(count - 1, 1))] for i in range(count)]
@@ -230,7 +231,7 @@ def _table(names: Sequence[str], columns: Sequence[dict[float, float]]) -> tuple
 
 
 def _everything(run: Run) -> list[list[str]]:
-    """First, last, median, least and largest of every metric the run logged."""
+    """The first, last, median, smallest and largest value of every metric of the run."""
     keys = sorted({k for r in run.records for k, v in r.items() if isinstance(v, int | float)} - {"step"})
     reduce: Sequence[Callable] = (lambda v: v[0], lambda v: v[-1], statistics.median, min, max)
     return [[k, *(number(f(v)) for f in reduce)] for k in keys if (v := run.series(k)[1])]

@@ -1,4 +1,4 @@
-"""A run directory, read whole: metrics, config, kept completions, notes. Nothing of the learner is
+"""Read a run directory: metrics, config, sampled completions, notes. Nothing of the learner is
 imported."""
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from jaxfp8rl.monitors.series import series
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`records`: metrics.jsonl; `samples`: some rows of samples.jsonl, of `sampled`; `config`: dotted key ->
-    value; `notes`: lines of notes.txt; `evaluations`: the records of eval.json, of `jaxfp8rl eval`, oldest
-    first; `extremes`: the best and the worst completion that were kept; `starts`: those in run.json."""
+    """The content of a run directory.
+
+    `records`: metrics.jsonl. `samples`: selected rows of samples.jsonl, which has `sampled` rows. `config`:
+    dotted key -> value. `notes`: the lines of notes.txt. `evaluations`: the records of eval.json, oldest
+    first. `extremes`: the best and the worst sampled completion. `starts`: the entries of run.json.
+    """
 
     name: str
     records: Sequence[dict[str, Any]]
@@ -38,7 +41,7 @@ class Run:
     starts: Sequence[Mapping[str, Any]]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of a metric, where it was logged and is finite."""
+        """(steps, values) of a metric, for the steps at which it was logged and is finite."""
         return series(self.records, key)
 
     @functools.cached_property
@@ -47,8 +50,8 @@ class Run:
 
     @property
     def about(self) -> dict[str, str]:
-        """Model, task, recipe, engine, hardware, commit, command: as the last start was made, or as far as
-        the config tells."""
+        """Model, task, recipe, engine, hardware, commit and command of the last start; without run.json,
+        those that the config holds."""
         keys = {"model": "model.path", "task": "task.kind", "recipe": "precision.recipe",
                 "engine": "rollout.engine"}
         made = {name: self.config.get(key)
@@ -66,7 +69,7 @@ class Run:
 
 
 def load_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Raises UserError for a folder that holds no metrics, and for one given twice."""
+    """Read the run directories. Raises UserError if one holds no metrics or is given twice."""
     folders = [Path(p) for p in paths]
     names = [p.name or str(p.resolve().name) for p in folders]
     if len(set(names)) < len(names):  # runs/a/demo and runs/b/demo
@@ -80,7 +83,7 @@ def _load(path: Path, name: str) -> Run:
     records = _read(read_metrics, path / "metrics.jsonl", [])
     if not records:
         raise UserError(f"{path / 'metrics.jsonl'}: no metrics to report",
-                        "give the directory of a run that took a step")
+                        "give the directory of a run that finished a step")
     samples, sampled = _read(pick, path / "samples.jsonl", ([], 0))
     config = _read(lambda p: tomllib.loads(p.read_text(encoding="utf-8")), path / "config.toml", {})
     notes = _read(lambda p: p.read_text(encoding="utf-8").splitlines(), path / "notes.txt", [])
@@ -91,13 +94,14 @@ def _load(path: Path, name: str) -> Run:
 
 
 def _read(read, path: Path, missing):
-    """What a run has not written yet is `missing`; what cannot be read is an error with its place."""
+    """The content of a file, or `missing` if the run has not written it. Raises UserError, with the path, if
+    the file is damaged."""
     if not path.is_file():
         return missing
     try:
         return read(path)
     except (ValueError, KeyError, AttributeError) as e:
-        raise UserError(f"{path}: {e}", "take the damaged line out, or copy the file from a backup") from e
+        raise UserError(f"{path}: {e}", "remove the damaged line, or restore the file from a backup") from e
 
 
 def _flat(table: Mapping[str, Any], prefix: str = ""):
@@ -109,21 +113,20 @@ def _flat(table: Mapping[str, Any], prefix: str = ""):
 
 
 def events(run: Run) -> list[tuple[int, str]]:
-    """(step, what happened) of every step that was not as it should be; each kind's words tell what was done
-    about it."""
+    """(step, description) of every irregular event of the run, and how the run handled it."""
     return [(int(r["step"]), text(r[key])) for r in run.records for key, wrong, text in _WRONG if key in r
             and wrong(r[key])]
 
 
 _WRONG = (
     ("update/applied", lambda x: x < 1,
-     lambda _: "an update was not applied; the note of that step says why"),
+     lambda _: "an update was not applied; the note of that step gives the reason"),
     ("engine/healthy", lambda x: x < 1, lambda _: "the engine reported that it is not healthy"),
     ("rollout/groups_rejected", lambda x: x > 0,
      lambda x: f"{x:.0f} groups of completions could not be learned from"),
     ("reward/undefined", lambda x: x > 0,
-     lambda x: f"{x:.0f} completions have no score: the scorer failed or overran"),
+     lambda x: f"{x:.0f} completions have no score: the scorer failed or timed out"),
     ("eval/undefined", lambda x: x > 0,
-     lambda x: f"{x:.0f} held-out problems have no score, and count as failed"),
+     lambda x: f"{x:.0f} held-out problems have no score and count as failed"),
     ("loss", lambda x: not math.isfinite(x), lambda x: f"the loss was {x}"),
 )

@@ -1,4 +1,4 @@
-"""What the page plots, in order, and what it says of each: what it is, and what is healthy."""
+"""The charts of the page, in order, with a note on each metric and its healthy range."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from jaxfp8rl.health.table import ranges
 
 
 class Metric(NamedTuple):
-    """A key of metrics.jsonl with a chart of its own. `band`: what the band around a single run's line is, if
-    there is one. `unit`: what stands beside its axis; `bounds`: what no value passes."""
+    """A key of metrics.jsonl with its own chart. `band`: the meaning of the band around a single run's line,
+    "" for no band. `unit`: the label of the y axis. `bounds`: the limits of its values."""
 
     key: str
     title: str
@@ -21,7 +21,7 @@ class Metric(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The note, and the healthy range where there is one."""
+        """The note, and the healthy range if the metric has one."""
         return " ".join([self.note, *([f"Healthy: {found}."] if (found := ranges(self.key)) else [])])
 
 
@@ -30,7 +30,7 @@ def _share(key: str, title: str, note: str, of: str) -> Metric:
 
 
 class Section(NamedTuple):
-    """`anchor`: its id in the page."""
+    """A section of the page; `anchor`: its id."""
 
     anchor: str
     title: str
@@ -44,51 +44,51 @@ HELD_OUT = Metric(
 )
 REWARD = Metric(
     "reward/mean", "Training reward", "Mean over a step's completions.", unit="reward",
-    band="95% of that mean, completions taken as independent",
+    band="95% of that mean, assuming independent completions",
 )
 SECTIONS = (
     Section("reward", "Reward", (
         HELD_OUT,
         REWARD,
-        _share("reward/groups_solved_in_part", "Groups that teach",
+        _share("reward/groups_solved_in_part", "Informative groups",
                "Prompts whose completions differ in reward.", "groups"),
     )),
     Section("mismatch", "Mismatch of learner and engine", (
-        Metric("mismatch/k1", "KL, k1", "Estimates KL(engine, learner), nats a token.", unit="nats"),
-        Metric("mismatch/k3", "KL, k3", "The estimate that cannot be negative, nats a token.", log=True,
+        Metric("mismatch/k1", "KL, k1", "Estimate of KL(engine, learner), nats a token.", unit="nats"),
+        Metric("mismatch/k3", "KL, k3", "Non-negative estimate of the same KL, nats a token.", log=True,
                unit="nats"),
         Metric("mismatch/max_logp_diff", "Worst token", "Largest difference of log-probabilities.", log=True,
                unit="nats"),
-        Metric("mismatch/token_mult_prob_error", "Mean factor", "Mean of exp |difference|. 1 is none.",
+        Metric("mismatch/token_mult_prob_error", "Mean factor", "Mean of exp |difference|; 1 is no mismatch.",
                unit="factor",
                bounds=(1, None)),
     )),
     Section("correction", "Correction", (
         _share("correction/ess", "Effective sample size", "As a share of the tokens.", "tokens"),
-        _share("correction/truncated_fraction", "Truncated tokens", "Share whose weight met the cap.",
+        _share("correction/truncated_fraction", "Truncated tokens", "Share whose weight reached the cap.",
                "tokens"),
         _share("correction/rejected_fraction", "Rejected tokens", "Share left out of the loss.", "tokens"),
     )),
     Section("policy", "Policy and update", (
         Metric("entropy", "Entropy", "Nats a token.", unit="nats"),
         Metric("response/length_mean", "Length", "Tokens a completion, mean.", unit="tokens"),
-        _share("response/cut_fraction", "Cut", "Share of completions that met the length limit.",
+        _share("response/cut_fraction", "Cut", "Share of completions that reached the length limit.",
                "completions"),
         Metric("grad_norm", "Gradient norm", "Before clipping.", log=True, unit="norm"),
         _share("clip/fraction", "Clipped tokens",
-               "Share whose ratio to the old policy met the objective's clip.", "tokens"),
-        Metric("loss", "Loss", "Its level says little in policy gradients; jumps do.", unit="loss"),
+               "Share whose ratio to the old policy was clipped.", "tokens"),
+        Metric("loss", "Loss", "Its level means little under policy gradients; jumps matter.", unit="loss"),
     )),
     Section("time", "Time and memory", (
-        Metric("tokens/rollout_per_s", "Speed of the rollout", "Sampled tokens over its seconds.",
+        Metric("tokens/rollout_per_s", "Rollout speed", "Sampled tokens a second of rollout.",
                unit="tokens a second"),
-        Metric("tokens/update_per_s", "Speed of the update", "Learned tokens over its seconds.",
+        Metric("tokens/update_per_s", "Update speed", "Learned tokens a second of update.",
                unit="tokens a second"),
-        Metric("memory/peak_gib", "Peak memory", "The GPU allocator's; the process's where there is no GPU.",
+        Metric("memory/peak_gib", "Peak memory", "Of the GPU's allocator; without a GPU, of the process.",
                unit="GiB"),
     )),
 )
-# What variants are tested by: (metric, in which words).
+# (metric, name) of the measures by which variants are compared.
 MEASURES = (
     (HELD_OUT.key, "held-out reward, last"),
     (REWARD.key, "training reward, last quarter"),

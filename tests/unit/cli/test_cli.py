@@ -106,13 +106,13 @@ def test_a_finished_run_has_nothing_to_resume(what, goes_on, config, trained, tm
     words = {"longer": ["--run.steps", "9"], "other": ["--run.seed", "9"]}.get(what, [])
     assert main.main(["train", str(run), "--resume", *words]) == (2 if goes_on is None else 0)
     assert len(trained) == bool(goes_on)
-    assert ("nothing to do: step 3 of 3; --run.steps N goes further" in capsys.readouterr().out) == (
+    assert ("nothing to do: step 3 of 3 is done; raise --run.steps" in capsys.readouterr().out) == (
         goes_on is False)
 
 
 @pytest.mark.parametrize("code, way_on", [
-    (errno.EACCES, "choose a place"), (errno.EROFS, "choose a place"), (errno.ENOSPC, "make room"),
-    (errno.EDQUOT, "make room"),
+    (errno.EACCES, "choose a path"), (errno.EROFS, "choose a path"), (errno.ENOSPC, "free disk space"),
+    (errno.EDQUOT, "free disk space"),
 ])
 def test_a_disk_that_takes_nothing_is_no_bug(code, way_on, config, monkeypatch, capsys):
     def train(cfg, resume, fork_of):

@@ -52,7 +52,7 @@ def test_dlpack_is_tried_on_this_machine(here):
     [
         (finish('{"torch": null, "vllm": null, "dlpack": {}, "vllm_fp8": null}'), "-", "not installed"),
         (finish(stderr="Traceback\nImportError: libcudart.so", returncode=1), "FAIL",
-         "breaks when used: ImportError: libcud"),
+         "fails when used: ImportError: libcud"),
         (finish(returncode=-11), "FAIL", "exit status -11"),
     ],
 )
@@ -117,7 +117,7 @@ def machine(monkeypatch):
     [
         ("_cuda", {}, None, "", ""),
         ("_cuda", {"jax_cuda13_plugin": "0.11.2"}, "ok", "plug-in for CUDA 13 is 0.11.2", ""),
-        ("_cuda", {"jax_cuda13_plugin": "0.11.0"}, "FAIL", "0.11.0, jaxlib 0.11.2: they must be equal",
+        ("_cuda", {"jax_cuda13_plugin": "0.11.0"}, "FAIL", "0.11.0, jaxlib is 0.11.2: the versions must be equal",
          '"jax[cuda13]==0.11.2"'),
         ("_cuda", {"jax_cuda13_plugin": "0.11.2", "driver": "550.54"}, "FAIL", "the driver 550: too old",
          '"jaxfp8rl[cuda12]"'),
@@ -125,21 +125,21 @@ def machine(monkeypatch):
          "a driver of 525 or newer"),
         ("_cuda", {"jax_cuda12_plugin": "0.11.2", "jax_cuda13_plugin": "0.11.2"}, "FAIL",
          "for CUDA 12 and 13", "uninstall"),
-        ("_nvcc", {"nvcc": None}, "-", 'wanted for rollout.fp8_kernel = "deep_gemm"', "CUDA_HOME"),
+        ("_nvcc", {"nvcc": None}, "-", 'needed for rollout.fp8_kernel = "deep_gemm"', "CUDA_HOME"),
         ("_nvcc", {"nvcc": "/usr/bin/nvcc"}, "ok", "/usr/bin/nvcc", ""),
         ("_packages", {"jax": "0.10.1"}, "FAIL", "jax 0.10.1 is not >=0.11.2", 'pip install "jax>=0.11.2"'),
         ("_packages", {"vllm": "0.20.0"}, "FAIL", "vllm 0.20.0 is not >=0.25.1",
          'pip install "vllm>=0.25.1"'),
         ("_packages", {"optax": None, "flax": "0.9"}, "FAIL", "missing: optax", "pip install jaxfp8rl"),
         ("_torch", {}, "ok", "2.11.0+cu130, CUDA 13.0", ""),
-        ("_torch", {"torch_cuda": None}, "FAIL", "is a build for CPUs, and there is a GPU",
+        ("_torch", {"torch_cuda": None}, "FAIL", "is a build for CPUs, but there is a GPU",
          '"jaxfp8rl[vllm]"'),
         ("_torch", {"jax_cuda12_plugin": "0.11.2"}, "-", "for CUDA 13.0, JAX's plug-in for 12",
          '"jaxfp8rl[cuda13]"'),
         ("_vllm", {}, "ok", "0.25.1, BF16 and FP8", ""),
         ("_vllm", {"requires": {"vllm": ["torch==2.10.0"]}}, "FAIL", "built for torch==2.10.0",
          'pip install "torch==2.10.0"'),
-        ("_vllm", {"vllm": "0.40.1"}, "-", "0.40.1 is newer than what was tested", '"vllm<0.33"'),
+        ("_vllm", {"vllm": "0.40.1"}, "-", "0.40.1 is newer than the tested versions", '"vllm<0.33"'),
     ],
 )
 def test_broken_versions_are_found(group, found, status, says, fix, machine):

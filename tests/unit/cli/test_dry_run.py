@@ -297,7 +297,7 @@ def test_a_preset_plans_before_its_model_is_there(preset, get, parameters, tmp_p
     assert main(["train", preset, "--dry-run", *quick]) == 0
     out = capsys.readouterr().out
     assert f"master weights, {'float32' if preset.startswith('sm') else 'bfloat16'}, {parameters} parameters" in out
-    assert "is not there yet, and a run needs it" in out and get in out and "of the shape that is built in" in out
+    assert "does not exist yet, and a run needs it" in out and get in out and "built-in shape" in out
     name = Path(get.split("models/")[1].split("`")[0]).name
     assert main(["train", preset, "--dry-run", *quick, "--model.path", f"elsewhere/{name}"]) == 2
     printed = capsys.readouterr()

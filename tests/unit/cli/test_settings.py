@@ -79,9 +79,9 @@ def test_a_difference_has_both_values(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["--find", "lrr"], "no setting speaks of 'lrr'\n  next step: jaxfp8rl config --find lr"),
-        (["--optim.lr", "1"], "--optim.lr: there is no CONFIG to change"),
-        (["demo", "--find", "lr"], "demo: --presets, --find and --diff take no CONFIG besides"),
+        (["--find", "lrr"], "no setting matches 'lrr'\n  next step: jaxfp8rl config --find lr"),
+        (["--optim.lr", "1"], "--optim.lr: there is no CONFIG to override"),
+        (["demo", "--find", "lr"], "demo: --presets, --find and --diff take no CONFIG"),
         (["--diff", "demo", "nowhere"], "nowhere: no such file"),
     ],
 )

@@ -99,7 +99,7 @@ def test_find_goes_by_whole_words_and_by_their_names():
     assert {s.name for s in find("kl", "coef")} == {"loss.kl_coef", "loss.cov_kl_coef"}
     assert {s.name for s in find("rises", "lr")} == {"optim.warmup_steps"}
     with pytest.raises(ConfigError,
-                       match=r"no setting speaks of 'num_generatons'(.|\n)*--find num_generations"):
+                       match=r"no setting matches 'num_generatons'(.|\n)*--find num_generations"):
         find("num_generatons")
 
 

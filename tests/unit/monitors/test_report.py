@@ -188,14 +188,14 @@ def test_the_worst_token_of_the_run_is_shown(tmp_path):
 
 NO_ESTIMATE = '{"step": 1, "problems": 1, "samples": 1, "pass_at_k": {"1": 2}}'
 BROKEN = [  # (file, what is put there, what is said of the place)
-    ("run.json", "{}", ": it is no list"),
+    ("run.json", "{}", ": it is not a list"),
     ("eval.json", "{", ""), ("eval.json", "[1]", ": record 1 is not"),
     ("eval.json", '{"a": 1}', ": record 1 is not"),
     ("eval.json", NO_ESTIMATE, ": record 1 is not"), ("samples.jsonl", "no\n", ""),
     ("config.toml", "a = = 1\n", ""),
     ("metrics.jsonl", '{"step": 1\n', ": line 1: "),
-    ("metrics.jsonl", '{"step": 0}\n{"step": "x"}\n', ": line 2 is no record"),
-    ("metrics.jsonl", '{"step": 0}\n[1]\n', ": line 2 is no record"),
+    ("metrics.jsonl", '{"step": 0}\n{"step": "x"}\n', ": line 2 is not a record"),
+    ("metrics.jsonl", '{"step": 0}\n[1]\n', ": line 2 is not a record"),
 ]
 
 

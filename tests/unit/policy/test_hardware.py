@@ -58,7 +58,7 @@ def test_on_a_cpu_products_are_in_float32():
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "message"),
     [("float32", 64, "needs bfloat16 or float16, but precision.compute_dtype is .float32"),
-     ("bfloat16", 96, "heads of 64, 128 and 256.*of 96"),
+     ("bfloat16", 96, "heads of size 64, 128 and 256.*size 96"),
      ("float16", 128, "needs a Hopper GPU .capability 9.0., this is cpu")],
 )
 def test_attention_by_kernels_says_what_it_needs_and_auto_leaves_it(dtype, head_dim, message):

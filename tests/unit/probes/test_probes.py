@@ -322,7 +322,7 @@ def test_the_layer_whose_activations_overflow_is_named():
         huge = changed(huge, "layers", "mlp", name, "weight", lambda w: w.at[1].multiply(1e22))
     live = int((batch().segment_ids[0] > 0).sum())
     found = find_nonfinite(huge, batch(), MODEL, Precision.uniform(3))
-    assert found == f"micro-batch 0, layer 1: what enters mlp.down_proj is not finite at {live} tokens"
+    assert found == f"micro-batch 0, layer 1: the input of mlp.down_proj is not finite at {live} tokens"
 
 
 def test_a_vllm_that_nobody_has_tested_is_said():
