@@ -8,10 +8,10 @@
     request = bridges.GenRequest("a", (1, 2, 3), bridges.SamplingParams(max_tokens=8), n=4)
     [completions] = engine.generate([request])
 
-Tokens and log-probabilities come out, named tensors go in. A learner of any kind implements `WeightSource`,
-or describes its parameters to `TreeSource`; an engine of any kind implements `RolloutEngine`, and
-`check_engine` holds it to the contract. A name is loaded when it is first asked for: `import bridges` needs
-nothing, the contracts, `TreeSource` and `check_engine` need numpy alone.
+Named tensors go into an engine; tokens and log-probabilities come out. A learner of any kind implements
+`WeightSource`, or describes its parameters to `TreeSource`. An engine of any kind implements `RolloutEngine`,
+and `check_engine` tests it against the contract. A name is loaded at its first use: `import bridges` needs no
+package, and the contracts, `TreeSource` and `check_engine` need only numpy.
 """
 
 import importlib
@@ -54,7 +54,7 @@ __all__ = [
     "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace", "VllmReload", "WeightSource",
     "WeightTransport", "check_engine",
 ]
-# name -> its module, and its name there; every other name of __all__ is the contracts'
+# name -> its module and its name there; every other name of __all__ is in bridges.api
 _HOMES = {
     "ArraySource": "bridges.sources.array_source:ArraySource",
     "ConformanceFailed": "bridges.conformance:ConformanceFailed",

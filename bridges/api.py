@@ -1,12 +1,12 @@
 """The contracts between a learner and a rollout engine. numpy and the standard library only.
 
-Tokens in, tokens out: no text and no model object crosses the seam. Weights cross it in checkpoint (Hugging
-Face) layout: `[out, in]`, an FP8 weight as E4M3 `NAME.weight` with float32 `NAME.weight_scale_inv`, one scale
-a 128x128 block.
+Engines take tokens and return tokens: no text and no model object crosses the seam. Weights cross it in
+checkpoint (Hugging Face) layout: `[out, in]`, an FP8 weight as E4M3 `NAME.weight` with float32
+`NAME.weight_scale_inv`, one scale a 128x128 block.
 
 A learner implements `WeightSource`; an engine implements `RolloutEngine`; `WeightTransport` joins the two.
-Either side can be swapped without the other noticing: `bridges.conformance` is the test suite that holds them
-to this page.
+Either side can be replaced without changing the other. `bridges.conformance` is the test suite for these
+contracts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class EngineDirty(BridgeError):
 
 
 class EngineUnhealthy(BridgeError):
-    """The engine returned something impossible (a NaN log-probability, say): its weights or kernels are not
-    to be trusted."""
+    """The engine returned an impossible result, such as a NaN log-probability: its weights or kernels cannot
+    be trusted."""
 
 
 class PublishFailed(BridgeError):
@@ -58,7 +58,8 @@ class ManifestMismatch(PublishFailed):
 
 @dataclasses.dataclass(frozen=True)
 class EngineFormats:
-    """What an engine computes in. `fp8_unified` mirrors it, so that learner and engine agree by construction.
+    """The number formats of an engine. `fp8_unified` mirrors them, so that learner and engine agree by
+    construction.
 
     weights: "bfloat16" | "float16" | "float32" | "fp8_e4m3_128x128".
     activations: the format in which activations enter a quantised product: a float type or "fp8_e4m3_1x128".
@@ -98,7 +99,7 @@ class EngineFormats:
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What an engine is and can do. Read once by the learner at start-up."""
+    """An engine's properties and abilities. The learner reads them once, at start-up."""
 
     engine: str
     engine_version: str
@@ -136,10 +137,10 @@ class ParamMeta:
 
 @dataclasses.dataclass(frozen=True)
 class PublishReceipt:
-    """Proof of a publish: what crossed and which caches were dropped.
+    """Proof of a publish: the number of tensors and bytes, their digests, and the caches that were dropped.
 
-    digest: of the manifest that crossed. content: of every tensor's bytes, read back from the engine and
-    found equal to the source's; "" from a transport that cannot read the engine.
+    digest: of the manifest. content: a digest of every tensor's bytes, read back from the engine and found
+    equal to the source's; "" from a transport that cannot read the engine.
     """
 
     version: int
@@ -190,8 +191,8 @@ class WeightSource(Protocol):
     """Named buffers, in the manifest's order. A buffer is a StackRow, or anything else with `__dlpack__` on
     the engine's device.
 
-    A source may make its buffers as they are asked for. It may drop those made by JAX once the next layer has
-    been asked for; all others must stay unchanged until the publish is over.
+    A source may make its buffers when they are requested. It may drop buffers made by JAX once the next layer
+    is requested; all others must stay unchanged until the publish is over.
     """
 
     def manifest(self) -> tuple[ParamMeta, ...]: ...
@@ -217,9 +218,9 @@ class Rows(NamedTuple):
 class StackSource(WeightSource, Protocol):
     """A WeightSource of a learner that scans over its layers: a tensor of many layers is one array to it.
 
-    `stacks` gives every tensor of the manifest once, in any order. A part that is not held is made when it is
-    asked for. It has up to `nbytes` bytes, and at least one layer; source and reader drop it before the next
-    one is asked for.
+    `stacks` yields every tensor of the manifest once, in any order. A part that is not held is made when it
+    is requested. It has up to `nbytes` bytes, and at least one layer; source and reader drop it before the
+    next part is requested.
     """
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]: ...
@@ -227,9 +228,10 @@ class StackSource(WeightSource, Protocol):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """A sampler of tokens. `generate` returns len(requests) lists of n completions each, in the order asked.
+    """A sampler of tokens. `generate` returns len(requests) lists of n completions each, in the order of the
+    requests.
 
-    Raises EngineDirty when generate is called before the first publish has succeeded or after one has failed.
+    `generate` raises EngineDirty before the first publish has succeeded, and after a publish has failed.
     """
 
     def capabilities(self) -> Capabilities: ...
@@ -255,9 +257,9 @@ class RolloutEngine(Protocol):
 class WeightTransport(Protocol):
     """Carries a WeightSource into an engine. Resetting the prefix cache is part of `publish`.
 
-    `publish` checks the manifest first (ManifestMismatch before a byte moves); a failure later leaves the
-    engine dirty (PublishFailed). `verify` raises PublishFailed when the engine no longer holds what the
-    receipt says; BridgeError when it is asleep and would have to be read.
+    `publish` checks the manifest first and raises ManifestMismatch before a byte moves. A later failure
+    raises PublishFailed and leaves the engine dirty. `verify` raises PublishFailed if the engine no longer
+    holds the weights of the receipt, and BridgeError if the engine is asleep and would have to be read.
     """
 
     def open(self, engine: RolloutEngine) -> None: ...
@@ -272,8 +274,8 @@ class WeightTransport(Protocol):
 class LentWeights(NamedTuple):
     """FP8 weights of L layers in the engine's memory, as JAX arrays.
 
-    The weights are rows [start, stop) of `codes` [L, R, K], which are E4M3 given as uint8, because every
-    torch exports that. `scale` [L, (stop - start)/128, K/128] float32 is a copy.
+    The weights are rows [start, stop) of `codes` [L, R, K]. The codes are E4M3 but have dtype uint8, which
+    every version of torch can export. `scale` [L, (stop - start)/128, K/128] float32 is a copy.
     """
 
     codes: Any

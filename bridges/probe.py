@@ -1,10 +1,7 @@
-"""What torch and vLLM are here and what the DLPack bridge carries, as one JSON object: `python -m
-bridges.probe`.
+"""`python -m bridges.probe`: report torch, vLLM and DLPack on this machine as one JSON object.
 
-`--demo-flags` prints the options that let an FP8 configuration run on vLLM here, for `make demo-vllm`.
-
-`jaxfp8rl doctor` runs it in a process of its own, because a broken CUDA install can take a whole process
-down.
+`--demo-flags` prints the options with which an FP8 configuration runs on vLLM here, for `make demo-vllm`.
+`jaxfp8rl doctor` runs this module in a child process, because a broken CUDA installation can crash a process.
 """
 
 from __future__ import annotations
@@ -28,7 +25,8 @@ def version(*names: str) -> str | None:
 
 
 def dlpack_round_trips() -> dict[str, str]:
-    """dtype -> "zero copy" or what is wrong, for a JAX array seen by torch on JAX's default device."""
+    """dtype -> "zero copy", "copied" or an error, for a JAX array that torch reads on JAX's default
+    device."""
     import jax.numpy as jnp
     import torch
 
@@ -43,14 +41,14 @@ def dlpack_round_trips() -> dict[str, str]:
                                          name) and view.float().tolist() == array.astype(jnp.float32).tolist()
             shared = view.data_ptr() == array.unsafe_buffer_pointer()
             out[name] = ("zero copy" if shared else "copied") if same else "wrong values"
-        except Exception as e:  # whatever it is, it is the finding
+        except Exception as e:  # any error is a result to report
             out[name] = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
     return out
 
 
 def vllm_fp8() -> str | None:
-    """What this machine lacks for vLLM's own blockwise FP8 linears, None when nothing. vLLM, slow to import,
-    is not asked."""
+    """The hardware that vLLM's own blockwise FP8 linears need and this machine lacks, or None. vLLM is not
+    imported, because that is slow."""
     import torch
 
     if torch.cuda.is_available():
@@ -62,11 +60,11 @@ def vllm_fp8() -> str | None:
 
 
 def vllm_demo_flags() -> list[str]:
-    """What `jaxfp8rl train` needs on this machine to run an FP8 configuration on vLLM: nothing where vLLM's
-    kernels run.
+    """The options of `jaxfp8rl train` to run an FP8 configuration on vLLM here: none if vLLM's kernels run.
 
-    With AMX the cache is BF16: of an FP8 one AMX takes what is below 2^-6 for 0, sums on their way as well,
-    in an order of its own that no learner mirrors."""
+    With AMX the cache is BF16. AMX flushes values of an FP8 cache below 2^-6 to 0, and intermediate sums too,
+    in an order that the learner does not mirror.
+    """
     import torch
 
     if torch.cuda.is_available():
@@ -79,8 +77,8 @@ def vllm_demo_flags() -> list[str]:
 
 
 def probe() -> dict:
-    """{"torch", "vllm": version or None, "torch_cuda": the CUDA that torch was built for, "dlpack": dtype ->
-    finding, "vllm_fp8": what is lacking or None}."""
+    """{"torch", "vllm": version or None, "torch_cuda": the CUDA version of torch's build, "dlpack": dtype ->
+    result, "vllm_fp8": the missing hardware or None}."""
     found = {"torch": version("torch"), "vllm": version(*VLLM), "torch_cuda": None, "dlpack": {},
              "vllm_fp8": None}
     if found["torch"]:

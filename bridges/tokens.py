@@ -1,7 +1,4 @@
-"""What crosses the seam as tokens: what the learner asks for, and what the engine returns.
-
-`bridges.api` exports all of it.
-"""
+"""Requests of the learner and completions of the engine, as token ids. `bridges.api` exports all names."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class GenRequest:
-    """Ask for `n` completions of one prompt. Written by the learner, read by the engine.
+    """A request for `n` completions of one prompt. The learner writes it, the engine reads it.
 
     `seed`, of 32 bits, makes the n completions reproducible on one engine with one software stack. None draws
     from the engine's own stream.
@@ -86,15 +83,15 @@ class Completion:
     """One sampled continuation. Written by the engine, read by the learner.
 
     token_ids [T] int32, the stop token included. logprobs [T] float32: the log-probability of each token
-    under the distribution from which it was really drawn, after temperature and filters. routed_experts
-    [P + T - 1, L, k] unsigned, for MoE models alone: the experts of every token that was computed with. The
-    prompt's [P] tokens come first, the last sampled token is left out. L counts all layers; rows of dense
+    under the distribution from which it was drawn, after temperature and filters. routed_experts [P + T - 1,
+    L, k] unsigned, only for MoE models: the experts of every token that was an input of the model. The
+    prompt's [P] tokens come first; the last sampled token is left out. L counts all layers; rows of dense
     layers may hold anything.
 
     The support of a token is the set of tokens that it was drawn from, itself included. Its log-probability
-    is normalised over them. support_sizes [T] int32: how many there are, or 0 where they are more than was
-    asked for. support_ids [sum of support_sizes] int32: the tokens themselves, one support after the other,
-    each in any order. Both are None where none were asked for (SamplingParams.reported).
+    is normalised over the support. support_sizes [T] int32: the size of each support, or 0 if it is larger
+    than requested. support_ids [sum of support_sizes] int32: the tokens of all supports, one support after
+    the other, each in any order. Both are None if no supports were requested (SamplingParams.reported).
     """
 
     request_id: str
@@ -108,8 +105,8 @@ class Completion:
     support_sizes: np.ndarray | None = None
 
     def problem(self) -> str | None:
-        """What makes this completion unfit to learn from, or None. The learner rejects the whole group on a
-        problem."""
+        """Why this completion is unfit to learn from, or None. The learner rejects its whole group if it
+        is."""
         if self.logprobs is None or len(self.logprobs) != len(self.token_ids):
             have = "none" if self.logprobs is None else str(len(self.logprobs))
             return f"{len(self.token_ids)} tokens but {have} log-probabilities"
@@ -126,7 +123,7 @@ class Completion:
     def _problem_of_support(self) -> str | None:
         ids, sizes = self.support_ids, self.support_sizes
         if ids is None or sizes is None:
-            return None if ids is sizes else "half of a support"
+            return None if ids is sizes else "support_ids without support_sizes, or the reverse"
         if len(sizes) != len(self.token_ids) or (sizes < 0).any() or sizes.sum() != len(ids):
             return (f"{len(self.token_ids)} tokens with {len(sizes)} supports of {sizes.sum()} tokens in all, "
                     f"{len(ids)} ids")
@@ -134,7 +131,7 @@ class Completion:
         found = np.bincount(owner, self.token_ids[owner] == ids, len(sizes))
         if (wrong := (sizes > 0) & (found != 1)).any():
             at = int(np.argmax(wrong))
-            return f"token {at} is {int(found[at])} times in its own support"
+            return f"token {at} occurs {int(found[at])} times in its own support"
         return None
 
     def first(self, n: int, prompt_tokens: int) -> Completion:
@@ -151,7 +148,7 @@ class Completion:
 
 
 def supports(left: np.ndarray, support: int) -> tuple[np.ndarray, np.ndarray]:
-    """Completion.support_ids and support_sizes of the tokens that were left for each draw.
+    """Completion.support_ids and support_sizes, from the tokens that the filters left for each draw.
 
     left [T, up to support + 1]: token ids, -1 for none.
     """

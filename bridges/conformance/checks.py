@@ -28,7 +28,7 @@ from bridges.api import (
 from bridges.conformance import broken_sources
 from bridges.proof import manifest
 
-HOT = 2.0  # the hottest that vLLM takes: at it short samples differ
+HOT = 2.0  # vLLM's highest temperature, at which short samples differ
 
 
 @dataclasses.dataclass
@@ -89,8 +89,8 @@ def verify_refuses_an_old_receipt(e: EngineUnderTest) -> None:
 
 
 def content_follows_the_bytes(e: EngineUnderTest) -> None:
-    """Where a transport reads the engine back, equal weights have equal content in the receipt, and others
-    another."""
+    """If a transport reads the engine back, equal weights have equal `content` in the receipt, and different
+    weights different `content`."""
     first, other, again = (e.publish(seed) for seed in (0, 1, 0))
     if first.content:
         assert first.content == again.content != other.content, (first, other, again)
@@ -146,8 +146,8 @@ def samples_differ(e: EngineUnderTest) -> None:
 
 
 def seeds_reproduce(e: EngineUnderTest) -> None:
-    """Where seeds are claimed, a seed gives the same tokens and log-probabilities again, and another seed
-    others."""
+    """If the engine supports seeds, a seed reproduces tokens and log-probabilities, and another seed changes
+    them."""
     if not e.engine.capabilities().seeds:
         return
     e.publish(0)
@@ -158,8 +158,8 @@ def seeds_reproduce(e: EngineUnderTest) -> None:
 
 
 def greedy_is_the_mode(e: EngineUnderTest) -> None:
-    """Temperature 0 repeats itself and takes what top_k 1 takes at temperature 1, up to a tie of the largest
-    logits."""
+    """Temperature 0 repeats itself and samples the same tokens as top_k 1 at temperature 1, up to a tie of
+    the largest logits."""
     e.publish(0)
     e.sample(temperature=0.0)
     a, b, one = e.sample(temperature=0.0), e.sample(temperature=0.0), e.sample(top_k=1)
@@ -169,11 +169,11 @@ def greedy_is_the_mode(e: EngineUnderTest) -> None:
 
 
 def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
-    """They follow temperature and filters: 0 at top_k 1, a sum of 1 at top_k 2, half the gap at temperature
-    2. The support that is told, where one is, has the tokens that are drawn.
+    """Log-probabilities include temperature and filters: 0 at top_k 1, probabilities with the sum 1 at top_k
+    2, half the gap at temperature 2. A reported support contains the tokens that are drawn.
 
-    A filter may keep more than k tokens whose logits tie, as bfloat16 logits do: top_k 1 then gives -log of
-    their number.
+    A filter may keep more than k tokens if their logits tie, as bfloat16 logits often do. top_k 1 then gives
+    -log of their number.
     """
     e.publish(0)
     kept = np.exp(-e.sample(top_k=1)[0].logprobs)
@@ -184,8 +184,8 @@ def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
         drawn = e.sample(64, max_tokens=1, top_k=2, temperature=temperature, support=8)
         first = {int(c.token_ids[0]): float(c.logprobs[0]) for c in drawn}
         if e.engine.capabilities().support:
-            told = {frozenset(np.asarray(c.support_ids).tolist()) for c in drawn}
-            assert told == {frozenset(first)}, f"64 draws among {told} gave {sorted(first)}"
+            reported = {frozenset(np.asarray(c.support_ids).tolist()) for c in drawn}
+            assert reported == {frozenset(first)}, f"64 draws from the support {reported} gave {sorted(first)}"
         assert 2 <= len(first) < 5, f"64 draws among the two likeliest tokens gave {first}"
         assert abs(sum(np.exp(p) for p in first.values())
                    - 1) < 1e-3, f"top_k 2: the probabilities do not sum to 1: {first}"
@@ -199,8 +199,8 @@ def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
 
 
 def supports_are_told_up_to_a_size(e: EngineUnderTest) -> None:
-    """Where they are claimed: of supports of one token at most those that are larger are not told; a token
-    that was alone is certain. Without filters there is none."""
+    """If the engine reports supports, a support larger than requested is not reported, a token alone in its
+    support has log-probability 0, and draws without filters have no support."""
     if not e.engine.capabilities().support:
         return
     e.publish(0)
@@ -227,8 +227,8 @@ def weights_decide(e: EngineUnderTest) -> None:
 
 
 def manifest_is_checked_first(e: EngineUnderTest) -> None:
-    """Missing, extra, renamed, reshaped or recast tensors are refused before a byte moves; the engine goes on
-    as it was."""
+    """Missing, extra, renamed, reshaped or recast tensors are refused before a byte moves, and the engine is
+    unchanged."""
     receipt = e.publish(0)
     before = _settled(e)
     for name, edit in broken_sources.MISMATCHES.items():
@@ -241,8 +241,8 @@ def manifest_is_checked_first(e: EngineUnderTest) -> None:
 
 
 def a_broken_publish_leaves_it_dirty(e: EngineUnderTest) -> None:
-    """A source that raises, ends early or contradicts its manifest: PublishFailed, dirty, and a full publish
-    heals all."""
+    """A source that raises, ends early or contradicts its manifest gives PublishFailed and a dirty engine,
+    which a full publish repairs."""
     e.publish(0)
     before = _settled(e)
     for spoil in broken_sources.SPOILED:

@@ -1,10 +1,10 @@
-"""The embedded engine: batched generation in JAX on a model given as four functions.
+"""The embedded engine: batched generation in JAX, for a model given as a few functions.
 
-It is the default engine, the one that runs everywhere, and the oracle of the others: its log-probabilities
-come from the same functions as the learner's. A generate call is one jitted program a shape: prefill of
-right-padded prompts, then a `while_loop` of single-token steps until every row has stopped. Rows, prompt
-lengths and completion lengths are rounded up to buckets, so the steady state never compiles. Continuous
-batching and paging are left to vLLM.
+It is the default engine and runs everywhere. It is also the reference for the others, since its
+log-probabilities come from the same functions as the learner's. A generate call runs one jitted program per
+shape: a prefill of right-padded prompts, then a `while_loop` of single-token steps until every row has
+stopped. Rows, prompt lengths and completion lengths are rounded up to buckets, so that a long run stops
+compiling. It has neither continuous batching nor paging; use vLLM for those.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ ROW_BUCKET, TOKEN_BUCKET = 8, 16
 
 @dataclasses.dataclass(frozen=True)
 class EngineModel:
-    """What the engine needs of a model. B rows, T tokens, S cache slots, D width, V vocabulary.
+    """The model's functions that the engine calls. B rows, T tokens, S cache slots, D width, V vocabulary.
 
-    routes(cache) -> [B, S, L, k]: of a model with mixtures of experts those of each slot. manifest: the
-    tensors it loads. assemble(name -> array) -> params. init_cache(B, S) -> cache. step(params, tokens [B,
-    T], positions [B, T], cache) -> (hidden [B, T, D], cache): writes each token at the cache slot of its
-    position and attends to the slots up to it. logits(params, hidden [B, D]) -> [B, V] float32.
+    manifest: the tensors to load. assemble: (name -> array) -> params. init_cache: (B, S) -> cache. step:
+    (params, tokens [B, T], positions [B, T], cache) -> (hidden [B, T, D], cache). It writes each token at
+        the cache slot of its position and attends to the slots up to it.
+    logits: (params, hidden [B, D]) -> [B, V] float32.
+    routes: cache -> [B, S, L, k], the experts of each slot, for a model with mixtures of experts.
     """
 
     manifest: tuple[ParamMeta, ...]
@@ -66,7 +67,7 @@ class JaxEngine:
         self._run = jax.jit(
             functools.partial(_generate, model),
             static_argnames=("max_new", "top_k", "nucleus", "greedy", "support"),
-            # keep the roundings that the learner keeps, and multiply as it does: by cuBLAS
+            # round and multiply (with cuBLAS) as the learner does
             compiler_options={"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
         )
 
@@ -77,8 +78,8 @@ class JaxEngine:
                             support=True)
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        """n completions for each request, in the order asked. Raises EngineDirty, or ValueError for a request
-        that does not fit. At temperature 0 the log-probabilities are those of temperature 1."""
+        """n completions for each request, in order. Raises EngineDirty, or ValueError for a request that does
+        not fit. At temperature 0, the log-probabilities are those at temperature 1."""
         self.state.require_clean()
         for r in requests:
             self._check(r)
@@ -114,7 +115,7 @@ class JaxEngine:
         self.state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:
-        """Nothing to restore: memory is taken by the publish that must follow."""
+        """Nothing to restore: the publish that must follow allocates the memory."""
 
     def health(self) -> Health:
         return Health(not self._problem, self._problem)
@@ -155,7 +156,7 @@ class JaxEngine:
         )
         out, logp, count = np.asarray(out), np.asarray(logp), np.asarray(count)
         for row, (i, j) in enumerate(rows):
-            forwarded = len(prompts[row]) + count[row] - 1  # the last token's experts choose nothing
+            forwarded = len(prompts[row]) + count[row] - 1  # the last token was not an input of the model
             routed = None if routes is None else np.asarray(routes[row, :forwarded])
             among = (None, None) if support is None else supports(
                 np.asarray(support[row, : count[row]]), s.reported)
@@ -171,8 +172,8 @@ class JaxEngine:
 
 
 def _bucket(n: int, smallest: int) -> int:
-    """The next of smallest * 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding, and few shapes ever
-    compile."""
+    """`n` rounded up to one of smallest * 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding, and few
+    shapes are compiled."""
     size = smallest
     while size < n:
         if size * 3 // 2 >= n and size > smallest:
@@ -205,9 +206,12 @@ def _generate(
     temperature: Array,
     top_p: Array, limit: Array, *, max_new: int, top_k: int, nucleus: bool, greedy: bool, support: int,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """prompts [B, P] right-padded, lengths [B] (0: an unused row) -> tokens [B, max_new], logp [B, max_new],
-    count [B]; of the tokens that were left for each draw one more than `support`, if that is asked for, [B,
-    max_new, support + 1], -1 where they are fewer; and the routes of all slots where the model has any."""
+    """prompts [B, P] right-padded, lengths [B] (0: an unused row) -> (tokens [B, max_new], logp [B, max_new],
+    count [B], left, routes).
+
+    left: the tokens that the filters left for each draw, [B, max_new, support + 1], -1 where there are fewer;
+    None if `support` is 0. routes: the experts of all cache slots; None for a model without experts.
+    """
     rows, width = prompts.shape
     keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
     positions = jnp.broadcast_to(jnp.arange(width), prompts.shape)
@@ -242,8 +246,8 @@ def _generate(
 
 
 def _left(logits: Array, support: int) -> Array | None:
-    """The likeliest support + 1 tokens of filtered logits [B, V], -1 for those that were filtered out; None
-    if `support` is 0."""
+    """The likeliest support + 1 tokens of filtered logits [B, V], with -1 for tokens that were filtered out;
+    None if `support` is 0."""
     if not support:
         return None
     values, ids = jax.lax.top_k(logits, min(support + 1, logits.shape[-1]))

@@ -1,8 +1,8 @@
 """A small real engine and transport in numpy, with faults on request, for tests of code that uses an engine.
 
-The model is a bigram: logits [V] of the next token = lm_head [V, D] @ embed_tokens [V, D][last token]. So
-weights matter, log-probabilities are true, and there is a prefix cache (logits by last token) that a faulty
-publish can forget to reset.
+The model is a bigram: logits [V] of the next token = lm_head [V, D] @ embed_tokens [V, D][last token]. The
+weights therefore matter, the log-probabilities are real, and there is a prefix cache (logits by last token)
+that a faulty publish can forget to reset.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclasses.dataclass
 class Faults:
-    """What goes wrong, until it is set back. The defaults are a healthy engine.
+    """Faults of the engine, until they are reset. The defaults are a healthy engine.
 
     logprobs: every completion returns none, one too few, or a NaN in the middle.
-    die_at_tensor: a publish breaks off before that tensor.
-    drop_tensor: that tensor is lost on the way. Only a transport with proof notices.
+    die_at_tensor: a publish fails before the tensor with this index.
+    drop_tensor: the tensor with this name is not stored. Only a transport with proof notices.
     stale_version: a publish loads the weights, but the engine reports the version before.
     stale_cache: a publish does not reset the prefix cache.
-    seconds: by how much generate takes longer.
-    exit_status: generate ends the whole process with it.
+    seconds: the extra seconds that generate takes.
+    exit_status: generate ends the whole process with this exit status.
     """
 
     logprobs: Literal["", "missing", "short", "nan"] = ""
@@ -164,7 +164,7 @@ class FakeEngine:
         return ("prefix",)
 
     def content(self) -> str:
-        """SHA-256 of the weights that it holds."""
+        """SHA-256 of the engine's weights."""
         return hashlib.sha256(b"".join(self._weights[m.name].tobytes() for m in self._manifest)).hexdigest()
 
     def close(self) -> None:
@@ -172,9 +172,9 @@ class FakeEngine:
 
 
 class FakeTransport:
-    """WeightTransport into a `FakeEngine`, obeying the engine's faults.
+    """WeightTransport into a `FakeEngine`, subject to the engine's faults.
 
-    proof: after a publish it compares what the engine holds with what was sent.
+    proof: after a publish, compare the engine's weights with those that were sent.
     """
 
     def __init__(self, proof: bool = False):

@@ -42,8 +42,8 @@ class VllmEngine:
     hf_config: the contents of config.json. The architecture must be one that vLLM knows.
     weights: "bfloat16", "float16", "float32", or "fp8_e4m3_128x128" with `dtype` (default bfloat16) for all
         the rest.
-    high_precision_modules: HF names of linears that stay unquantised, "model.layers.0.self_attn.q_proj" say.
-        vLLM fuses q, k, v and gate, up: name all of such a group or none.
+    high_precision_modules: HF names of linears that stay unquantised, such as
+        "model.layers.0.self_attn.q_proj". vLLM fuses q, k, v and gate, up: name all or none of a group.
     sleep: "off" (sleep() does nothing), "keep_weights" (weights go to host memory, the KV cache is dropped)
         or "drop_weights" (both are dropped: publish after wake()). The latter two need CUDA.
     kv_scales: whether a publish brings the scales of FP8 attention. Otherwise they are 1.
@@ -55,12 +55,12 @@ class VllmEngine:
     attention: "auto" takes vLLM's choice. On Hopper that is FlashAttention 3, which over an FP8 cache rounds
         queries and probabilities to FP8, too. "triton" takes vLLM's Triton kernels, which read an FP8 cache
         beside queries in `dtype`. Needs CUDA.
-    scratch: the folder in which the engine makes its own folder. That is left behind when the process is
-        killed.
+    scratch: the folder in which the engine creates its temporary folder, which remains if the process is
+    killed.
 
-    At temperature 0 the log-probabilities are those of temperature 1: the greedy distribution has none worth
-    learning. Raises BridgeError for what this machine or this vLLM cannot do, before any memory is taken
-    where it can tell by then.
+    At temperature 0 the log-probabilities are those at temperature 1, since those of the greedy distribution
+    are all 0. Raises BridgeError for options that this machine or this vLLM does not support, if possible
+    before any memory is taken.
     """
 
     _open = False  # closing any engine takes down process-wide state of vLLM, so one at a time
@@ -90,7 +90,7 @@ class VllmEngine:
         _check_formats(weights, dtype, kv_cache, kv_scales)
         if VllmEngine._open:
             raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time",
-                              "close() that one")
+                              "close() the open engine first")
         environment.prepare(fp8_kernel)
         environment.check_hardware(weights, kv_cache, fp8_kernel, attention)
         if routed_experts:
@@ -120,7 +120,7 @@ class VllmEngine:
             raise
 
     def _read_model(self, kv_cache: str, kv_scales: bool) -> None:
-        """Note which tensors the model wants of a publish."""
+        """Record the tensors that a publish must bring."""
         self.kv_scale_places = self.on_model(vllm_kv_scales.scale_places) if kv_scales else ()
         if kv_cache != "auto":
             self.on_model(vllm_kv_scales.reset)
@@ -186,7 +186,8 @@ class VllmEngine:
                 f"not {r.sampling.temperature}")
 
     def _likeliest(self, s: SamplingParams) -> int:
-        """How many of the likeliest tokens tell the support of a draw. The filters set all others to -inf."""
+        """The number of likeliest tokens to request, from which the support of a draw follows. The filters
+        set all others to -inf."""
         return min(s.reported + 1, self._capabilities.vocab_size) if s.reported else 0
 
     def _completion(self, r: GenRequest, index: int, out: Any) -> Completion:
@@ -210,7 +211,8 @@ class VllmEngine:
     resume = pause
 
     def sleep(self) -> None:
-        """Free memory as the `sleep` option says. Unless that is "off", refuse to generate until `wake`."""
+        """Free memory according to the `sleep` option. Unless it is "off", refuse to generate until
+        `wake`."""
         if self._sleep_level is None:
             return
         if self._cache_asleep:  # vLLM does not go to sleep from half awake
@@ -221,9 +223,10 @@ class VllmEngine:
             self._state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:
-        """Take memory back in the order in which it is needed.
+        """Allocate memory again, in the order in which it is needed.
 
-        Where the weights were dropped, take back theirs alone: the KV cache's follows when a publish commits.
+        If the weights were dropped, only their memory is allocated; that of the KV cache follows when a
+        publish commits.
         """
         if self._asleep:
             dropped = self._sleep_level == SLEEP_LEVEL["drop_weights"]
@@ -237,8 +240,8 @@ class VllmEngine:
         except RuntimeError as e:  # CUDA's, out of memory
             raise EngineUnhealthy(
                 f"vLLM could not take back the memory of its {' and '.join(tags)}: {e}",
-                "leave it more: a smaller cache (rollout.kv_cache_gib), fewer rows at once "
-                "(train.rows_per_microbatch), or train.remat = 'layer'; then resume",
+                "leave it more memory by a smaller cache (rollout.kv_cache_gib), fewer rows at once "
+                "(train.rows_per_microbatch) or train.remat = 'layer', then resume",
             ) from e
 
     def health(self) -> Health:
@@ -268,7 +271,8 @@ class VllmEngine:
         self._state.begin(version)
 
     def require_awake(self) -> None:
-        """Raise BridgeError where the engine's tensors are not there to be read or written."""
+        """Raise BridgeError if the engine is closed or asleep, so that its tensors cannot be read or
+        written."""
         _ = self.llm  # raises once the engine is closed
         if self._asleep:
             raise BridgeError("the engine is asleep", "call wake() first")
@@ -278,11 +282,10 @@ class VllmEngine:
         self._state.drop(why)
 
     def load(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
-        """Load torch tensors under HF names in place. Leaves the engine dirty: the caller commits when all
-        went well.
+        """Load torch tensors under HF names in place. The engine stays dirty until the caller commits.
 
-        An exception out of vLLM leaves its layerwise reload half open. The next load would build on that, so
-        that the engine then refuses every load.
+        An exception inside vLLM leaves its layerwise reload half open. The next load would continue it, so
+        the engine then refuses every load.
         """
         self.begin(version)
         self._broken = True
@@ -292,8 +295,8 @@ class VllmEngine:
         self._broken = False
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
-        """Drop what was computed from older weights and declare `version` current. Returns the caches
-        dropped."""
+        """Drop the caches of older weights and declare `version` current. Returns the names of the dropped
+        caches."""
         if self._cache_asleep:
             self._wake("kv_cache")
             self._cache_asleep = False
@@ -328,7 +331,7 @@ def _check_formats(weights: str, dtype: str, kv_cache: str, kv_scales: bool) -> 
 
 
 def _seeds(r: GenRequest) -> list[int | None]:
-    """One seed a completion, distinct within the request and unrelated to those of neighbouring seeds."""
+    """One seed a completion, distinct within the request and independent of those of similar seeds."""
     if r.seed is None:
         return [None] * r.n
     return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
@@ -346,9 +349,9 @@ def sampling_params(s: SamplingParams, seed: int | None, likeliest: int = 0) -> 
 
 
 def _untied(tensors: Iterable[tuple[str, Any]], tied: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:
-    """Give a tied tensor once under each of its names.
+    """Yield a tied tensor once under each of its names.
 
-    A kernel may hold lm_head in a packed form of its own, which must be renewed, too.
+    A kernel may hold a packed copy of lm_head, which must be renewed, too.
     """
     for name, tensor in tensors:
         yield name, tensor

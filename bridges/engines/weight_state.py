@@ -1,4 +1,4 @@
-"""What an engine knows of its own weights: a version, or dirty. Shared by the engines of this package."""
+"""The state of an engine's weights: a version, or dirty. The engines of this package share it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from bridges.api import EngineDirty, VersionSpan
 
 @dataclasses.dataclass
 class WeightState:
-    """Starts dirty. `begin` and `drop` make it dirty, `commit` clean: only a whole publish lies between begin
-    and commit.
+    """The state starts dirty. `begin` and `drop` make it dirty; `commit`, after a whole publish, makes it
+    clean.
 
-    version and digest are those of the last commit, None and "" while dirty.
+    version and digest are those of the last commit, or None and "" while dirty.
     """
 
     version: int | None = None
@@ -29,13 +29,14 @@ class WeightState:
         self.version, self.digest, self.dirty = version, digest, None
 
     def require_clean(self) -> None:
-        """Raise EngineDirty unless the weights are those of one whole publish."""
+        """Raise EngineDirty unless the weights come from one whole publish."""
         if self.dirty:
             raise EngineDirty(f"the engine has no usable weights: {self.dirty}",
                               "publish a full set of weights first")
 
     def span(self, tokens: int) -> tuple[VersionSpan, ...]:
-        """`tokens` tokens, all sampled at the current version. Raises EngineDirty where there is none."""
+        """The span of `tokens` tokens, all sampled at the current version. Raises EngineDirty if there is
+        none."""
         if self.version is None:
             raise EngineDirty(f"the engine has no usable weights: {self.dirty}",
                               "publish a full set of weights first")

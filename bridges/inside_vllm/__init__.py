@@ -1,1 +1,1 @@
-"""Everything that knows vLLM's internals: layouts, parameters, formats, environment."""
+"""All code that depends on vLLM's internals: layouts, parameters, formats, environment."""

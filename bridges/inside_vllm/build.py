@@ -1,4 +1,4 @@
-"""How `vllm.LLM` is built: the config that it reads, its arguments, and its kernels."""
+"""Build `vllm.LLM`: the config that it reads, its arguments, and its kernels."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def llm_arguments(
     max_num_seqs: int, gpu_memory_utilization: float, enforce_eager: bool, seed: int, vocab_size: int,
     can_sleep: bool, routed_experts: bool, attention: str,
 ) -> dict[str, Any]:
-    """The keyword arguments of `vllm.LLM`: the engine's options under vLLM's names, and what the bridge needs.
+    """The keyword arguments of `vllm.LLM`: the engine's options under vLLM's names, and the bridge's
+    requirements.
 
-    An option is left out where vLLM's own default is wanted.
+    An option is left out to keep vLLM's default.
     """
     arguments = dict(
         model=folder, load_format=stacks.load_format(), dtype=dtype, skip_tokenizer_init=True,
@@ -50,14 +51,14 @@ def llm_arguments(
         arguments["attention_backend"] = "TRITON_ATTN"
     if page := environment.page(kv_cache):
         arguments["block_size"] = page
-    # with a fixed size it does not matter how much memory other processes leave
+    # a fixed size does not depend on the memory that other processes use
     if (size := environment.cache_bytes(kv_cache_bytes)) is not None:
         arguments["kv_cache_memory_bytes"] = size
     return arguments
 
 
 def build_llm(arguments: dict[str, Any], emulate: bool) -> Any:
-    """A `vllm.LLM`; with `emulate` its FP8 linears take the emulated kernel."""
+    """Build a `vllm.LLM`; with `emulate`, its FP8 linears use the emulated kernel."""
     from vllm import LLM
 
     if not emulate:

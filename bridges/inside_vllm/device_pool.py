@@ -1,10 +1,10 @@
 """JAX's memory on a GPU that it shares with an engine.
 
-JAX's usual allocator takes regions from the driver, larger than what is asked for, and never gives one back:
-after an update an engine has no room to wake, however little JAX still holds. With `cuda_async` JAX allocates
-from the driver's own pool of the device: `hold` has the pool keep what is freed, so that a step's programs
-and the parts of a publish find it there, and `give_back` returns to the driver all that no array needs. Both
-do nothing where JAX allocates otherwise.
+JAX's default allocator takes large regions from the driver and never returns them. After an update an engine
+then has no memory to wake, however little JAX still uses. With `cuda_async`, JAX allocates from the driver's
+own memory pool of the device. `hold` makes the pool keep freed memory for the programs of a step and the
+parts of a publish, and `give_back` returns all unused memory to the driver. Both do nothing under another
+allocator.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ EVERYTHING = 2**64 - 1
 
 
 def share() -> None:
-    """Choose the allocator, where the environment does not say otherwise. Before JAX makes its first array,
-    or it is too late."""
+    """Choose the allocator, unless the environment already does. Call it before JAX creates its first
+    array."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def hold() -> None:
-    """Keep freed memory in the pools, for JAX alone, until `give_back`. Raises RuntimeError from the
-    driver."""
+    """Keep freed memory in the pools, where only JAX can use it, until `give_back`. Raises RuntimeError if
+    the driver fails."""
     for pool in _pools():
         kept = ctypes.c_uint64(EVERYTHING)
         _check(_driver().cuMemPoolSetAttribute(pool, RELEASE_THRESHOLD, ctypes.byref(kept)))
 
 
 def give_back() -> None:
-    """Return to the driver what JAX's arrays do not need. Raises RuntimeError from the driver."""
+    """Return the memory that no JAX array uses to the driver. Raises RuntimeError if the driver fails."""
     for pool in _pools():
         _check(_driver().cuMemPoolTrimTo(pool, ctypes.c_size_t(0)))
 
 
 def total() -> int | None:
-    """Bytes of memory of the first GPU that JAX has; None where it has none."""
+    """The memory of JAX's first GPU, in bytes; None without a GPU."""
     import jax
 
     device = jax.local_devices()[0]
@@ -56,20 +56,20 @@ def total() -> int | None:
 
 
 def _pools() -> list[ctypes.c_void_p]:
-    """Of the GPUs that JAX has in this process; none where it does not allocate from them."""
+    """The memory pools of JAX's GPUs in this process; none under another allocator."""
     if os.environ.get(ALLOCATOR) != "cuda_async":
         return []
     try:
         import jax
         import jax.numpy as jnp
-    except ImportError:  # a learner in PyTorch: there is no memory of JAX's
+    except ImportError:  # the learner uses PyTorch, and there is no JAX memory
         return []
 
     found = []
     for device in jax.local_devices():
         if device.platform != "gpu":
             continue
-        # behind all programs: what they free is free
+        # wait for all earlier programs, so that the memory that they free is in the pool
         jnp.negative(jax.device_put(0, device)).block_until_ready()
         handle, pool = ctypes.c_int(), ctypes.c_void_p()
         _check(_driver().cuDeviceGet(ctypes.byref(handle), device.local_hardware_id))

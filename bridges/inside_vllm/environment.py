@@ -1,4 +1,4 @@
-"""What vLLM is told by its environment before it is imported, and what of a machine it needs."""
+"""Environment variables that vLLM reads when it is imported, and checks of the hardware that it needs."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from bridges.api import BridgeError
 from bridges.inside_vllm import device_pool
 
 FP8 = "fp8_e4m3_128x128"
-# Set before vLLM is imported, where the environment does not say otherwise.
+# Set before vLLM is imported, unless the environment already sets them.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must see this process's JAX buffers
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the log-probabilities of the filtered distribution
-    "VLLM_USE_DEEP_GEMM_E8M0": "0",  # it multiplies by the published float32 scales, not by powers of two
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return log-probabilities of the filtered distribution
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",  # use the published float32 scales, not powers of two
     "VLLM_MOE_USE_DEEP_GEMM": "0",
-    # of all shapes that there may be: a kernel is compiled, and kept, when first needed
+    # no warm-up over all possible shapes: a kernel is compiled, and cached, at its first use
     "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin JAX's threads as well
 }
 
 
 def prepare(fp8_kernel: str = "native") -> None:
-    """Raises BridgeError where the environment, or what is installed, stands against what is asked for."""
+    """Set the environment for vLLM. Raises BridgeError if the environment contradicts the options, or if nvcc
+    is missing for DeepGEMM."""
     device_pool.share()
     if fp8_kernel == "deep_gemm" and not cuda_compiler():
-        raise BridgeError('fp8_kernel="deep_gemm" compiles with nvcc: none is found',
+        raise BridgeError('fp8_kernel="deep_gemm" compiles with nvcc, which was not found',
                           'set CUDA_HOME, or use fp8_kernel="native"')
     wanted = str(int(fp8_kernel == "deep_gemm"))
     if (found := os.environ.setdefault("VLLM_USE_DEEP_GEMM", wanted)) != wanted:
         raise BridgeError(
-            f"fp8_kernel={fp8_kernel!r} beside VLLM_USE_DEEP_GEMM={found}, which vLLM reads once a process",
-            "unset it, or use a process for each")
+            f"fp8_kernel={fp8_kernel!r} contradicts VLLM_USE_DEEP_GEMM={found}, which vLLM reads once a process",
+            "unset it, or use one process for each kernel")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
@@ -45,8 +46,8 @@ def prepare(fp8_kernel: str = "native") -> None:
 
 
 def cpu_lacks(weights: str, kv_cache: str) -> str | None:
-    """What this CPU lacks for vLLM's own FP8 kernels, by vLLM's own checks; None on a GPU or when nothing is
-    missing."""
+    """The hardware that vLLM's own FP8 kernels need and this CPU lacks, by vLLM's own checks; None if nothing
+    is missing, or on a GPU."""
     import torch
     from vllm.platforms import current_platform
 
@@ -61,7 +62,7 @@ def cpu_lacks(weights: str, kv_cache: str) -> str | None:
 
 
 def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str) -> None:
-    """Raises BridgeError for formats that this machine cannot compute in."""
+    """Raise BridgeError for formats and kernels that this machine does not support."""
     from vllm.platforms import current_platform
 
     if fp8_kernel == "emulated" and not (weights == FP8 and current_platform.is_cpu()):
@@ -69,16 +70,16 @@ def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str)
     if attention == "triton" and current_platform.is_cpu():
         raise BridgeError('attention="triton" needs a GPU', 'use attention="auto"')
     if fp8_kernel == "deep_gemm" and weights != FP8:
-        raise BridgeError(f'fp8_kernel="deep_gemm" is for FP8 weights, these are {weights}',
+        raise BridgeError(f'fp8_kernel="deep_gemm" is for FP8 weights, but these are {weights}',
                           'use fp8_kernel="native"')
     if lack := cpu_lacks(weights if fp8_kernel == "native" else "", kv_cache):
-        raise BridgeError(lack, '--rollout.fp8_kernel emulated (fp8_kernel="emulated") for FP8 weights, '
+        raise BridgeError(lack, 'use --rollout.fp8_kernel emulated (fp8_kernel="emulated") for FP8 weights, '
                                 "--rollout.kv_cache auto for the cache, or a GPU")
 
 
 def cache_bytes(wanted: int | None) -> int | None:
-    """Of the KV cache; None has vLLM measure what a GPU has left. Of a CPU's memory it would take half, hence
-    1 GiB, unless the environment says otherwise."""
+    """The size of the KV cache in bytes. None makes vLLM measure the free memory of the GPU. On a CPU vLLM
+    would take half of the memory, so the default there is 1 GiB, unless the environment sets a size."""
     from vllm.platforms import current_platform
 
     if wanted is None and current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
@@ -87,17 +88,19 @@ def cache_bytes(wanted: int | None) -> int | None:
 
 
 def page(kv_cache: str) -> int | None:
-    """Tokens of a page of the cache, where vLLM's own choice is not the best: FlashAttention 3 reads pages of
-    64 in FP8 at 2.94 TB/s, of vLLM's 16 at 2.74, of 256 no faster; in BF16 it reads those of 16 as fast as
-    memory gives them (benchmarks/results/decode_pages.json). The prompt that completions share is shared in
-    whole pages."""
+    """The number of tokens in a page of the cache; None for vLLM's own choice.
+
+    FlashAttention 3 reads an FP8 cache at 2.94 TB/s from pages of 64 tokens, at 2.74 from vLLM's default of
+    16, and no faster from pages of 256. In BF16, pages of 16 already reach the memory's bandwidth
+    (benchmarks/results/decode_pages.json). Completions share their prompt in whole pages.
+    """
     from vllm.platforms import current_platform
 
     return 64 if kv_cache == "fp8_e4m3" and current_platform.is_cuda() else None
 
 
 def cuda_compiler() -> str | None:
-    """nvcc, where DeepGEMM looks for it."""
+    """The path of nvcc, searched in the places where DeepGEMM searches; None if it is missing."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc") or shutil.which(
         "/usr/local/cuda/bin/nvcc")

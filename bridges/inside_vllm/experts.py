@@ -1,4 +1,4 @@
-"""Mixtures of experts inside vLLM: what its own reload leaves undone, and whether it reports routes."""
+"""Mixtures of experts inside vLLM: repack experts after a reload, and check that routes are reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bridges.api import BridgeError
 
 
 def repack(model: Any) -> None:
-    """Lay the experts of vLLM's CPU build out again, after vLLM's own reload.
+    """Pack the experts of vLLM's CPU build again, after vLLM's own reload.
 
     vLLM 0.32 packs unquantised experts for its CPU kernels only when they are first loaded. A reload silently
     copies checkpoint layout into the packed tensors.
@@ -25,8 +25,9 @@ def repack(model: Any) -> None:
 
 
 def check_routes() -> None:
-    """Raises BridgeError where vLLM does not say which experts a token was routed to."""
+    """Raise BridgeError if vLLM does not report the experts to which a token was routed."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        raise BridgeError("vLLM's CPU build does not return routed experts", 'moe.replay = "R2", or a GPU')
+        raise BridgeError("vLLM's CPU build does not return routed experts",
+                          'set moe.replay = "R2", or use a GPU')

@@ -1,4 +1,4 @@
-"""What a vLLM engine computes in, read off the model and the compilation that it chose."""
+"""The number formats of a vLLM engine, read off its model and its compilation settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bridges.api import BridgeError, EngineFormats
 from bridges.inside_vllm import fp8_emulation
 from bridges.inside_vllm.environment import FP8
 
-# What each of vLLM's block-scaled kernels does with activations: None = they stay in the compute type
+# The activation format of each of vLLM's block-scaled kernels; None: activations stay in the compute type
 # (W8A16).
 ACTIVATIONS = {
-    # bit for bit CUTLASS's results, for its float32 scales
+    # equal bit for bit to CUTLASS, since it uses the same float32 scales
     "DeepGemmFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
     "CutlassFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
     "TritonFp8BlockScaledMMKernel": "fp8_e4m3_1x128",
@@ -24,10 +24,10 @@ ACTIVATIONS = {
     "CPUFp8BlockScaledMMKernel": None,
 }
 
-# of vLLM's CUDA kernels, and of its torch form and the kernels fused with what comes before
+# amax floors: of vLLM's CUDA kernels; of its torch implementation and of quantisers fused into other kernels
 FLOORS = 1e-10, 2.0**-9
-# By the instructions that vLLM's attention on a CPU is written for: the type of what multiplies values, None
-# for that of queries.
+# The type of the probabilities that multiply the values, by the instruction set of vLLM's CPU attention;
+# None: the type of the queries.
 PROBABILITIES = {"amx": None} | dict.fromkeys(("vec", "vec16", "neon", "rvv", "vsx", "vxe"), "float32")
 
 
@@ -62,12 +62,12 @@ def activations(model: Any, dtype: str) -> str:
         raise BridgeError("no linear of this model is quantised",
                           "use weights='bfloat16', or exclude fewer modules")
     if os.environ["VLLM_USE_DEEP_GEMM"] == "1" and "DeepGemmFp8BlockScaledMMKernel" not in names:
-        raise BridgeError(f"asked for DeepGEMM, vLLM takes {','.join(sorted(names))}",
+        raise BridgeError(f"DeepGEMM was requested, but vLLM uses {','.join(sorted(names))}",
                           'use fp8_kernel="native"')
     if unknown := ",".join(sorted(names - ACTIVATIONS.keys())):
         raise BridgeError(
             f"vLLM chose the FP8 kernel {unknown}, whose activation format is not known here",
-            f"set VLLM_DISABLED_KERNELS={unknown} so that it takes another "
+            f"set VLLM_DISABLED_KERNELS={unknown} so that it uses another "
             f"(known: {', '.join(ACTIVATIONS)})",
         )
     found = {ACTIVATIONS[name] or dtype for name in names}
@@ -78,7 +78,7 @@ def activations(model: Any, dtype: str) -> str:
 
 
 def block_kernels(model: Any) -> set[str]:
-    """Class names of the FP8 linear kernels in use, and of those of experts what vLLM calls their backend:
+    """The class names of the FP8 linear kernels in use, and vLLM's names for the backends of experts, such as
     "TRITON experts"."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     linears = {type(m.fp8_linear).__name__ for m in methods if hasattr(m, "fp8_linear")}
@@ -86,8 +86,8 @@ def block_kernels(model: Any) -> set[str]:
 
 
 def fusion(compilation: Any) -> tuple[bool, bool]:
-    """Whether Inductor fuses what it compiles, and whether vLLM's passes put the FP8 quantiser inside RMSNorm
-    and SiLU."""
+    """(whether Inductor fuses the model's operations, whether vLLM's passes fuse the FP8 quantiser into
+    RMSNorm and SiLU)."""
     from vllm.config import CompilationMode
 
     passes = compilation.pass_config
@@ -95,8 +95,9 @@ def fusion(compilation: Any) -> tuple[bool, bool]:
         return compilation.mode != CompilationMode.NONE and compilation.backend in ("", "inductor"), False
     if passes.fuse_norm_quant != passes.fuse_act_quant:
         raise BridgeError(
-            f"vLLM fuses quantisation with norms ({passes.fuse_norm_quant}) or activations ({passes.fuse_act_quant}) alone",
-            "switch both passes on or both off: the learner mirrors one or the other",
+            f"vLLM fuses quantisation only with norms ({passes.fuse_norm_quant}) or only with activations "
+            f"({passes.fuse_act_quant})",
+            "switch both passes on or both off: the learner can mirror both or neither",
         )
     return True, bool(passes.fuse_norm_quant)
 
@@ -108,8 +109,10 @@ def attends_in_fp8(model: Any) -> bool:
 
 
 def norms_see_unrounded_sums(model: Any) -> bool:
-    """Whether norms, not compiled, see the sum with the residual before it is rounded: asked of one, with
-    numbers whose sum is rounded, and again with the rounded sum."""
+    """Whether norms that are not compiled see the residual sum before it is rounded.
+
+    This is tested on one norm: its output for two random inputs is compared with that for their rounded sum.
+    """
     import torch
 
     norm = next((m for m in model.modules() if type(m).__name__ == "RMSNorm"), None)
@@ -122,19 +125,19 @@ def norms_see_unrounded_sums(model: Any) -> bool:
 
 
 def probabilities(model: Any) -> str | None:
-    """The float type in which exp(score - max) enters the product with the values, where it is not that of
-    the queries."""
+    """The float type in which exp(score - max) enters the product with the values; None: the type of the
+    queries."""
     isas = {module.isa for module in model.modules() if hasattr(module, "isa")}
     if unknown := ", ".join(sorted(isas - PROBABILITIES.keys())):
         raise BridgeError(
-            f"vLLM's attention on this CPU is written for {unknown}, of which it is not known what it rounds",
-            f"run on a GPU, or on a CPU of which that is known ({', '.join(PROBABILITIES)})",
+            f"vLLM's attention on this CPU uses {unknown}, whose rounding is not known here",
+            f"use a GPU, or a CPU with one of {', '.join(PROBABILITIES)}",
         )
     return PROBABILITIES[isas.pop()] if isas else None
 
 
 def amax_floor(model: Any) -> float:
-    """The least amax by which activations are quantised: a row of zeros is given to the quantiser."""
+    """The smallest amax with which activations are quantised, found by quantising a row of zeros."""
     import torch
 
     quantizers = (getattr(getattr(m, "quant_method", None), "fp8_linear", None) for m in model.modules())

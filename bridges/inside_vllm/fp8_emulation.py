@@ -1,9 +1,9 @@
 """Blockwise FP8 linears for vLLM on a CPU without AMX, where vLLM itself has no kernel for them.
 
-The arithmetic is that of the Hopper kernels, W8A8: activations are quantised 1x128 by vLLM's own quantiser,
-products are taken in float32 of the dequantised operands. It is slow and meant for tests and small
-demonstrations: an FP8 recipe then runs end to end, in the real engine, on any machine. Nothing selects it
-silently: `VllmEngine(fp8_kernel="emulated")` does.
+The arithmetic is that of the Hopper kernels, W8A8: vLLM's own quantiser quantises activations in 1x128
+blocks, and the dequantised operands are multiplied in float32. It is slow and meant for tests and small
+demonstrations, so that an FP8 recipe runs end to end in the real engine on any machine. It is used only if it
+is requested: `VllmEngine(fp8_kernel="emulated")`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NAME = "EmulatedFp8BlockScaledMMKernel"
 
 @functools.cache
 def kernel_class() -> type:
-    """The kernel as vLLM's registry wants it. A function, because its base class lives in vLLM."""
+    """The kernel class for vLLM's registry. It is defined inside a function because its base class is
+    vLLM's."""
     import torch
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
         Fp8BlockScaledMMLinearKernel,
@@ -31,7 +32,7 @@ def kernel_class() -> type:
     class EmulatedFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-            return (True, None) if current_platform.is_cpu() else (False, "is for CPUs alone")
+            return (True, None) if current_platform.is_cpu() else (False, "is only for CPUs")
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             """A [T, K] and B [N, K] e4m3, As [T, K/128] and Bs [N/128, K/128] float32 -> [T, N] in the output

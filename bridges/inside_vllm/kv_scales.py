@@ -1,8 +1,8 @@
 """The scales of FP8 attention in a vLLM model: one number a layer for queries, keys and values.
 
-Kernels read them from tensors on the device, `_k_scale` and so on, where a CUDA graph sees what is written
-later; on a CPU from copies on the host, `_k_scale_float`. Both are held to the same number. What bakes them
-into a graph is refused by name.
+GPU kernels read them from tensors on the device such as `_k_scale`, so that a CUDA graph sees new values; CPU
+kernels read copies on the host such as `_k_scale_float`. Both copies are kept equal. Attention backends that
+may compile the scales into a graph are refused by name.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from bridges.api import BridgeError, ParamMeta, PublishFailed
 from bridges.inside_vllm.params import Place
 
 NAMES = ("q", "k", "v")
-# of which it is known where they read scales, and when
+# attention implementations that are known to read new scales
 READERS = {"FlashAttentionImpl", "CPUAttentionBackendImpl"}
 
 
 def scale_places(model: Any) -> tuple[Place, ...]:
-    """Where each scale is; on the wire it has the name under which vLLM's own loader takes it.
+    """The Place of each scale. On the wire it has the name that vLLM's own loader uses.
 
-    Raises BridgeError for an attention that is not known to read new scales.
+    Raises BridgeError for an attention implementation that is not known to read new scales.
     """
     found = tuple(_places(model))
     for p in found:
         if (kind := type(p.module.impl).__name__) not in READERS:
             raise BridgeError(
-                f"{p.path} is computed by {kind}, of which it is not known where it reads its scales",
-                f"have vLLM choose another backend of attention (known: {', '.join(sorted(READERS))})",
+                f"{p.path} is computed by {kind}, and it is not known here where that reads its scales",
+                f"make vLLM choose another attention backend (known: {', '.join(sorted(READERS))})",
             )
     return found
 
@@ -44,12 +44,12 @@ def _places(model: Any) -> Iterator[Place]:
 
 
 def loader_takes(places: Sequence[Place]) -> bool:
-    """Whether vLLM's own loader has a place for scales: it has where weights are FP8."""
+    """Whether vLLM's own loader accepts scales, as it does if weights are FP8."""
     return all(getattr(p.module, "quant_method", None) is not None for p in places)
 
 
 def on_device(places: Sequence[Place]) -> dict[str, float]:
-    """Name on the wire -> the number that the device holds, in one transfer."""
+    """Name on the wire -> the scale on the device, read in one transfer."""
     import torch
 
     if not places:
@@ -59,7 +59,7 @@ def on_device(places: Sequence[Place]) -> dict[str, float]:
 
 
 def reset(model: Any) -> None:
-    """Scale 1 everywhere: vLLM's random weights, which an engine starts with, may have left others."""
+    """Set all scales to 1. vLLM's random initial weights may have set other values."""
     places = tuple(_places(model))
     for p in places:
         getattr(p.module, p.leaf).fill_(1.0)
@@ -67,7 +67,7 @@ def reset(model: Any) -> None:
 
 
 def copy_to_host(places: Sequence[Place]) -> None:
-    """Have the host's copies follow what the device holds."""
+    """Set the host's copies to the scales on the device."""
     for p, value in zip(places, on_device(places).values()):
         setattr(p.module, f"{p.leaf}_float", value)
         if (copy := getattr(p.module, f"{p.leaf}_cpu", None)) is not None:
@@ -75,8 +75,8 @@ def copy_to_host(places: Sequence[Place]) -> None:
 
 
 def check_host(places: Sequence[Place]) -> None:
-    """Raise PublishFailed where a copy on the host is not what the device holds."""
+    """Raise PublishFailed if a host copy differs from the scale on the device."""
     for p, value in zip(places, on_device(places).values()):
         if (copy := getattr(p.module, f"{p.leaf}_float")) != value:
-            raise PublishFailed(f"{p.meta.name} is {value} on the device, its copy on the host {copy}",
+            raise PublishFailed(f"{p.meta.name} is {value} on the device, but its copy on the host is {copy}",
                                 "publish again")

@@ -1,9 +1,9 @@
-"""Where the live tensors of a vLLM model are the checkpoint's, byte for byte, so that they may be written in
+"""Find the live tensors of a vLLM model that equal the checkpoint's byte for byte and can be written in
 place.
 
-vLLM may repack, transpose, pad or consume what it loads. Nothing is assumed: each tensor must be held by a
-method and a kernel named here, with the checkpoint's type, shape and strides, and every row of every
-parameter must belong to some tensor.
+vLLM may repack, transpose, pad or consume the weights that it loads. Nothing is assumed: each tensor must
+belong to a method and a kernel listed here and have the checkpoint's dtype, shape and strides, and every row
+of every parameter must belong to a tensor of the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ KERNELS = {
     "DeepGemmFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel",
     fp8_emulation.NAME,
 }
-# with what says the kernel
+# methods of experts, with the attribute that names the kernel
 EXPERT_METHODS = {"Fp8MoEMethod": "fp8_backend", "UnquantizedFusedMoEMethod": "unquantized_backend"}
 EXPERT_KERNELS = {"TRITON"}  # vLLM's choice on Hopper; others swap gate and up, or shuffle rows
-DERIVING = {"MLAAttention"}  # keep tensors computed from weights, which only vLLM's own loading renews
+DERIVING = {"MLAAttention"}  # modules that keep tensors computed from weights, which only vLLM's loader renews
 WAY_OUT = 'publish by vLLM\'s own reload: transport VllmReload, rollout.publish = "reload"'
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveRows:
-    """A published tensor in the engine: `tensor` is parameter[start:stop], or the parameter itself where that
-    is one number. Of stacked experts `parameter` is one expert's. `address`: where vLLM's whole parameter is.
+    """A published tensor in the engine: `tensor` is parameter[start:stop], or the parameter itself if it is a
+    single number. For stacked experts, `parameter` is that of one expert. `address`: that of vLLM's whole
+    parameter.
     """
 
     meta: ParamMeta
@@ -51,13 +52,13 @@ class LiveRows:
         return self.parameter[self.start : self.stop] if self.parameter.dim() else self.parameter
 
     def moved(self) -> bool:
-        """Whether the model has another tensor there by now."""
+        """Whether the model has replaced the parameter since."""
         return getattr(self.place.module, self.place.leaf).data_ptr() != self.address
 
 
 def live_rows(model: Any, block: tuple[int, int]) -> tuple[LiveRows, ...]:
-    """Every checkpoint tensor in the order of the model. Raises BridgeError, naming the tensor, for a layout
-    not known."""
+    """Every checkpoint tensor, in the order of the model. Raises BridgeError, which names the tensor, for an
+    unknown layout."""
     found = []
     for place in places(model, block):
         if problem := _problem(place):
@@ -68,7 +69,7 @@ def live_rows(model: Any, block: tuple[int, int]) -> tuple[LiveRows, ...]:
 
 
 def scalars(places: Sequence[Place]) -> tuple[LiveRows, ...]:
-    """Tensors of one number each, as the scales of attention are."""
+    """Tensors of a single number, such as the scales of FP8 attention."""
     return tuple(map(_live, places))
 
 
@@ -80,8 +81,8 @@ def _live(place: Place) -> LiveRows:
 
 
 def packed_copies(model: Any) -> list[Any]:
-    """Embeddings and lm_heads beside whose weight vLLM's CPU build keeps a packed copy: their quant_method
-    must process the weights again after they were written."""
+    """Embeddings and lm_heads of which vLLM's CPU build also keeps a packed copy. Their quant_method must
+    process the weights again after they are written."""
     packed = (module for module in model.modules() if hasattr(module, "cpu_linear"))
     return [module for module in packed if type(module.quant_method).__name__ == "UnquantizedEmbeddingMethod"]
 
@@ -92,19 +93,19 @@ def _problem(p: Place) -> str | None:
     if p.expert is not None:
         return _problem_of_experts(method) or _difference(getattr(p.module, p.leaf, None), p)
     if type(method).__name__ not in METHODS:
-        return f"how {type(method).__name__} keeps it is not known here"
+        return f"the layout of {type(method).__name__} is not known here"
     if type(method).__name__ == "Fp8LinearMethod" and kernel not in KERNELS:
-        return f"how {kernel} keeps it is not known here (known: {', '.join(sorted(KERNELS))})"
+        return f"the layout of {kernel} is not known here (known: {', '.join(sorted(KERNELS))})"
     return _difference(getattr(p.module, p.leaf, None), p)
 
 
 def _problem_of_experts(method: Any) -> str | None:
     name = type(method).__name__
     if name not in EXPERT_METHODS:
-        return f"how {name} keeps it is not known here"
+        return f"the layout of {name} is not known here"
     kernel = getattr(getattr(method, EXPERT_METHODS[name], None), "name", None)
     if kernel not in EXPERT_KERNELS:
-        return f"it is one of a stack of experts, and how {kernel} keeps those is not known here (known: TRITON)"
+        return f"it belongs to a stack of experts, and {kernel}'s layout of these is not known here (known: TRITON)"
     return None
 
 
@@ -114,25 +115,26 @@ def _difference(live: Any, p: Place) -> str | None:
     have = (str(live.dtype).removeprefix("torch."), tuple(live.shape), live.is_contiguous())
     want = (p.meta.dtype, p.shape, True)
     if have != want:
-        return f"vLLM holds {p.path}.{p.leaf} as (dtype, shape, row-major) {have}, its checkpoint layout is {want}"
+        return (f"vLLM holds {p.path}.{p.leaf} as (dtype, shape, row-major) {have}, "
+                f"but its checkpoint layout is {want}")
     return None
 
 
 def _check_complete(model: Any, rows: list[LiveRows]) -> None:
-    """No element of a parameter may be left that no tensor of the checkpoint fills, but for the padding of a
-    vocabulary."""
+    """Raise BridgeError unless the checkpoint's tensors fill every row of every parameter, except for the
+    padding of the vocabulary."""
     filled = collections.Counter()
     for r in rows:
         filled[r.address] += r.stop - r.start
         if padding := r.parameter.shape[0] - getattr(r.place.module, "org_vocab_size", r.parameter.shape[0]):
             filled[r.address] += padding
     for name, parameter in model.named_parameters():
-        # of stacked experts, those of all
+        # stacked experts count the rows of all experts
         count = math.prod(parameter.shape[: 2 if parameter.dim() == 3 else 1])
         if parameter.dim() and filled[parameter.data_ptr()] != count:
             raise BridgeError(
-                f"{name} cannot be written in place: {filled[parameter.data_ptr()]} of its {count} "
-                "rows are a checkpoint's", WAY_OUT)
+                f"{name} cannot be written in place: only {filled[parameter.data_ptr()]} of its {count} "
+                "rows are in a checkpoint", WAY_OUT)
     if deriving := sorted({type(m).__name__ for m in model.modules()} & DERIVING):
         raise BridgeError(
             f"the model cannot be written in place: {deriving[0]} computes other tensors from its weights",

@@ -1,8 +1,8 @@
-"""What vLLM expects to be loaded, read off its own model: names, shapes and dtypes in checkpoint (HF) layout.
+"""The tensors that vLLM expects in a checkpoint, read off its model: names, shapes and dtypes in HF layout.
 
 Kernels may repack or consume parameters once they are loaded (oneDNN on a CPU leaves shape [0], AMX tiles are
-packed), so the live parameters do not tell. vLLM records each layer's checkpoint layout for its layerwise
-reload, and that is read here.
+packed), so the live parameters do not show that layout. It is read from the record that vLLM keeps of each
+layer's checkpoint layout for its layerwise reload.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
 class Place(NamedTuple):
-    """Where vLLM keeps a checkpoint tensor: rows [start, start + meta.shape[0]) of `module.leaf`, a parameter
-    that had `shape` when it was loaded; `path` is the module's. Of stacked experts it is rows of one
-    `expert`."""
+    """The location of a checkpoint tensor in vLLM: rows [start, start + meta.shape[0]) of `module.leaf`, a
+    parameter that had `shape` when it was loaded. `path` is the module's name. For stacked experts the rows
+    belong to one `expert`."""
 
     meta: ParamMeta
     path: str
@@ -31,10 +31,10 @@ class Place(NamedTuple):
 
 
 def places(model: Any, block: tuple[int, int]) -> tuple[Place, ...]:
-    """One Place a checkpoint tensor: fused projections and stacked experts are split, a tied lm_head is
-    absent, the padding of the vocabulary is off. `block` is the FP8 block.
+    """One Place for each checkpoint tensor. Fused projections and stacked experts are split, a tied lm_head
+    is left out, and so is the padding of the vocabulary. `block` is the FP8 block.
 
-    Raises BridgeError where the parts of a fused FP8 projection do not end at a block's edge.
+    Raises BridgeError if the parts of a fused FP8 projection do not end at the edge of a block.
     """
     repeats = {name for names in tied_names(model).values() for name in names}
     found = (place for path, module in model.named_modules()
@@ -43,13 +43,13 @@ def places(model: Any, block: tuple[int, int]) -> tuple[Place, ...]:
 
 
 def expected_manifest(model: Any, block: tuple[int, int]) -> tuple[ParamMeta, ...]:
-    """What a publish must bring: the metas of `places`."""
+    """The tensors that a publish must bring: the metas of `places`."""
     return tuple(place.meta for place in places(model, block))
 
 
 def tied_names(model: Any) -> dict[str, list[str]]:
-    """First name of each parameter that has several -> its other names: embed_tokens -> [lm_head] when they
-    are tied."""
+    """The first name of each parameter with several names -> its other names; embed_tokens -> [lm_head] if
+    they are tied."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -79,8 +79,8 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
 
 
 def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:
-    """(leaf name, tensor of checkpoint shape and dtype). Biases are not in vLLM's record: theirs is the live
-    parameter."""
+    """(leaf name, tensor of checkpoint shape and dtype). Biases are not in vLLM's record, so the live
+    parameter is used for them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     recorded, _ = get_layerwise_info(module).restore_metadata
@@ -93,8 +93,8 @@ Parts = list[tuple[str, tuple[int, ...]]]
 
 
 def _experts(path: str, leaf: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-    """w13 [E, 2F, D] and w2 [E, D, F], or their block scales, as one tensor an expert and projection: its
-    name and shape, its first row in the expert, the expert."""
+    """Split w13 [E, 2F, D] or w2 [E, D, F], or its block scales, into one tensor for each expert and
+    projection: (its name, its shape, its first row in the expert, the expert)."""
     kind, _, leaf = leaf.partition("_")
     experts, rows, *columns = shape
     names = EXPERTS[kind]

@@ -1,9 +1,9 @@
-"""vLLM's tensors held as a learner that scans over layers wants them: one tensor [L, ...] for a linear or a
-norm of all layers.
+"""Stack vLLM's parameters over layers, as a learner that scans over its layers has them: one tensor [L, ...]
+for each linear or norm.
 
-vLLM allocates each layer's parameters by themselves. A model loader of its own, chosen by load format, has
-those of consecutive layers be rows of one tensor, before anything is compiled or a CUDA graph captured;
-nothing else about them changes. A publish is then a few large copies, and the learner can read an engine's
+vLLM allocates each layer's parameters separately. A model loader registered here, chosen by its load format,
+turns those of consecutive layers into rows of one tensor, before the model is compiled or captured in a CUDA
+graph; nothing else changes. A publish is then a few large copies, and the learner can use the engine's
 weights as its own.
 """
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def load_format() -> str:
-    """Name of a load format like "dummy" whose layers are stacked, registered with vLLM when first asked
-    for."""
+    """The name of a load format like "dummy" with stacked layers. The first call registers it with vLLM."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -40,12 +39,12 @@ def load_format() -> str:
 
 
 def _alike(model: torch.nn.Module) -> Iterator[list[torch.nn.Parameter]]:
-    """Experts, matrices and vectors of the same name, type and shape in consecutive layers; not what a kernel
-    has consumed or turned."""
+    """Lists of experts, matrices and vectors with the same name, dtype and shape in consecutive layers.
+    Parameters that a kernel has consumed or transposed are left out."""
     named = [(name, p) for name, p in model.named_parameters() if layer_of(name) >= 0]
     found = [(name, p) for name, p in named if p.numel() and 1 <= p.dim() <= 3 and p.is_contiguous()]
     found.sort(key=lambda x: (linear_of(x[0]), layer_of(x[0])))
-    # layers that follow one another are as far from their place in the list
+    # consecutive layers have the same difference between layer and list index
     for _, run in itertools.groupby(
         enumerate(found),
         lambda x: (linear_of(x[1][0]), x[1][1].dtype, x[1][1].shape, layer_of(x[1][0]) - x[0])
@@ -62,7 +61,7 @@ def layer_of(name: str) -> int:
 
 @functools.cache
 def expert_of(name: str) -> int:
-    """ "model.layers.3.mlp.experts.5.up_proj.weight" -> 5; -1 where there is none."""
+    """ "model.layers.3.mlp.experts.5.up_proj.weight" -> 5; -1 without an expert."""
     found = re.search(r"\.experts\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
@@ -82,14 +81,14 @@ def _stack(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def stacks_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
-    """`rows` by runs, as long as can be, of a tensor in consecutive layers, or of all experts of consecutive
-    layers, whose parameters follow one another in memory."""
+    """Group `rows` into the longest runs of one tensor in consecutive layers, or of all experts of
+    consecutive layers, whose parameters are contiguous in memory."""
     return runs_of(sorted(rows, key=lambda r: (linear_of(r.meta.name), layer_of(r.meta.name),
                                                expert_of(r.meta.name))))
 
 
 def runs_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
-    """The same of rows in the order that they have."""
+    """Group rows into such runs without sorting them."""
     found: list[list[LiveRows]] = []
     for r in rows:
         if found and _follows(r, found[-1][-1]):
@@ -101,7 +100,7 @@ def runs_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
 
 def _follows(r: LiveRows, before: LiveRows) -> bool:
     p, q = r.parameter, before.parameter
-    whole = r.stop - r.start == len(p) if p.dim() == 1 else p.dim() > 1  # a part of a vector stands alone
+    whole = r.stop - r.start == len(p) if p.dim() == 1 else p.dim() > 1  # a part of a vector is a run of its own
     same = (linear_of(r.meta.name), r.start, p.shape) == (linear_of(before.meta.name), before.start, q.shape)
     together = p.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and p.data_ptr(
         ) == q.data_ptr() + q.nbytes
@@ -111,6 +110,6 @@ def _follows(r: LiveRows, before: LiveRows) -> bool:
 
 
 def stack_of(rows: Sequence[LiveRows]) -> torch.Tensor:
-    """The tensor [n, ...] of which the parameters of `rows`, one of `stacks_of`, are the rows."""
+    """The tensor [n, ...] whose rows are the parameters of `rows`, one of the runs of `stacks_of`."""
     first = rows[0].parameter
     return first.as_strided((len(rows), *first.shape), (first.numel(), *first.stride()))

@@ -1,1 +1,1 @@
-"""How a weight sync is proven: manifests of its tensors, and digests of their bytes."""
+"""Proof of a weight sync: manifests of its tensors, and digests of their bytes."""

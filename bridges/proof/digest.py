@@ -1,14 +1,13 @@
-"""A digest of a tensor's bytes that tells where each stands, computed where the tensor is, at the speed of
-one reading.
+"""A digest of a tensor's bytes and their positions, computed on the tensor's device in a single read of it.
 
 A tensor [R, C] is read as little-endian 32-bit words w[r, c], rows padded with zero bytes to whole words.
 With a key k(p) of the position p = r * words a row + c, and rot(x) exchanging the halves of a word,
 
     digest = ( sum of w * (k | 1),  sum of rot(w) * (rot(k) | 1) )    modulo 2^32, as two uint32
 
-An odd factor is invertible modulo 2^32, so that no change of a single word can go unseen; of two unlike
-tensors the digests agree by chance once in about 2^64. It finds accidents; it is no protection against
-somebody who wants to forge it.
+An odd factor is invertible modulo 2^32, so every change of a single word changes the digest. The digests of
+two different tensors agree by chance with a probability of about 2^-64. The digest detects accidents; it does
+not protect against forgery.
 """
 
 from __future__ import annotations
@@ -28,22 +27,25 @@ if TYPE_CHECKING:
     import torch
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-# the word of float32 infinity: those of positive finite numbers lie below, of negative ones above
+# the word of float32 infinity: words of positive finite numbers are smaller, of negative numbers larger
 INFINITY = 0x7F800000
-SMALL = 2**15  # words that one block of threads adds up as fast as many would
+SMALL = 2**15  # words that one block of threads sums as fast as many blocks would
 Cut = tuple[int, int, bool]
 
 
 @jax.jit
 def stack_digests(*stacks: Array) -> Array:
-    """[L, ...] of a 1, 2 or 4-byte type, or of experts [L, E, N, K], -> the digests of its L, or L * E,
-    tensors, [n, 2] uint32; of several stacks one after the other."""
+    """The digests [n, 2] uint32 of the tensors in `stacks`, one stack after the other.
+
+    A stack is [L, ...], or [L, E, N, K] for experts, of a type with 1, 2 or 4 bytes, and holds L, or L * E,
+    tensors.
+    """
     return jnp.concatenate([_digest(_as_matrices(by_rows(stack))) for stack in stacks])
 
 
 def by_rows(stack: Any) -> Any:
-    """A stack of layers as it is, of layers and experts [L, E, N, K] with one axis for both. (Outside a
-    program JAX copies.)"""
+    """A stack with one axis for all its tensors: experts [L, E, N, K] become [L * E, N, K], other stacks stay
+    the same. (Outside a program JAX copies.)"""
     return stack.reshape(-1, *stack.shape[2:]) if stack.ndim == 4 else stack
 
 
@@ -55,9 +57,12 @@ def tensor_digests(arrays: Sequence[Array]) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def checked_row_digests(arrays: Sequence[Array], cuts: tuple[tuple[Cut, ...], ...]) -> Array:
-    """Of arrays [L, R, C] the L digests of array[:, start:stop] for each (start, stop, is a scale) of the
-    array's entry in `cuts`, and how many of their words are unsound: [n, 3] uint32. A scale's word is sound
-    as a positive, finite float32 number, any other word always."""
+    """Digests of rows of arrays [L, R, C], and the number of unsound words in them: [n, 3] uint32.
+
+    For each (start, stop, is a scale) in the array's entry of `cuts`, there are L digests, of array[:,
+    start:stop]. A word of a scale is unsound unless it is a positive, finite float32 number; other words are
+    always sound.
+    """
     parts = [(array[:, a:b], is_scale) for array, rows in zip(arrays, cuts, strict=True)
              for a, b, is_scale in rows]
     tables = [_digest(_as_matrices(part), is_scale) for part, is_scale in parts]
@@ -66,16 +71,16 @@ def checked_row_digests(arrays: Sequence[Array], cuts: tuple[tuple[Cut, ...], ..
 
 @jax.jit
 def joined(tables: Sequence[Array]) -> Array:
-    """Tables [n, k] one after the other, for a single transfer to the host."""
+    """Concatenate tables [n, k], for a single transfer to the host."""
     return jnp.concatenate(tables)
 
 
 def torch_words(tensor: torch.Tensor) -> Array:
-    """A contiguous torch tensor [..., C] as JAX sees it without a copy: as int32 words, as bytes where rows
-    are not whole words.
+    """A contiguous torch tensor [..., C] as a JAX array without a copy: int32 words, or bytes if rows are not
+    whole words.
 
-    Its digest is that of the tensor itself. JAX takes arrays for constants: whoever writes the tensor
-    afterwards must not let a computation on this array be in flight.
+    Its digest equals the tensor's. JAX treats arrays as constants, so the tensor must not be written while a
+    computation on this array is running.
     """
     import torch
 
@@ -85,14 +90,14 @@ def torch_words(tensor: torch.Tensor) -> Array:
 
 
 def _as_matrices(stack: Array) -> Array:
-    """[L, ..., C] -> [L, R, C]; one number a tensor, and vectors, are a row."""
+    """[L, ..., C] -> [L, R, C]; a vector or a single number becomes one row."""
     lead, *shape = stack.shape
     return stack.reshape(lead, math.prod(shape[:-1]), shape[-1] if shape else 1)
 
 
 def _words(x: Array) -> Array:
-    """[L, R, C] of any type -> [L, R, words] uint32, by strided reads: a bitcast to wider numbers is a pass
-    of its own in XLA."""
+    """[L, R, C] of any type -> [L, R, words] uint32, by strided reads, since XLA makes a bitcast to wider
+    numbers in a separate pass."""
     size = x.dtype.itemsize
     x, ratio = jax.lax.bitcast_convert_type(x, UNSIGNED[size]), 4 // size
     if missing := -x.shape[-1] % ratio:
@@ -102,8 +107,8 @@ def _words(x: Array) -> Array:
 
 
 def _digest(x: Array, is_scale: bool = False) -> Array:
-    """[L, R, C] -> [L, 2], or [L, 3] where `is_scale` with the number of unsound words. One reduction, so
-    that the tensor is read once, in one kernel where it is small."""
+    """[L, R, C] -> digests [L, 2], or, if `is_scale`, [L, 3] with the number of unsound words. A single
+    reduction reads the tensor once, in one kernel if it is small."""
     w = _words(x)
     rows, columns = (jax.lax.broadcasted_iota(jnp.uint32, w.shape, axis) for axis in (1, 2))
     k = _key(rows * np.uint32(w.shape[2]) + columns)

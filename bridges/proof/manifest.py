@@ -1,4 +1,5 @@
-"""Manifests: the ordered list of tensors that crosses the seam, its digest, and a readable difference."""
+"""Manifests: the ordered list of published tensors, its digest, and readable differences between two
+lists."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ def digest(metas: Iterable[ParamMeta]) -> str:
 
 
 def nbytes(metas: Iterable[ParamMeta]) -> int:
-    """Bytes on the wire."""
+    """The total number of bytes of the tensors."""
     return sum(math.prod(m.shape) * _ITEMSIZE[m.dtype] for m in metas)
 
 
 def differences(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> list[str]:
-    """One line a difference, `have` (the source) against `want` (the engine); empty when they match in any
-    order."""
+    """The differences between `have` (the source) and `want` (the engine), one line each; the order of
+    tensors does not count."""
     a, b = {m.name: m for m in have}, {m.name: m for m in want}
     lines = [f"{n}: in the engine, missing from the source" for n in b if n not in a]
     lines += [f"{n}: in the source, unknown to the engine" for n in a if n not in b]
@@ -48,15 +49,14 @@ def check(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> None:
     if lines:
         more = f"\n  ... and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise ManifestMismatch(
-            f"the weights on offer are not those the engine expects ({len(lines)} differences):\n  "
+            f"the source's weights do not match those the engine expects ({len(lines)} differences):\n  "
             + "\n  ".join(lines[:10]) + more,
             "build both sides from the same config.json and the same precision recipe",
         )
 
 
 def check_tensor(meta: ParamMeta, name: str, dtype: str, shape: Sequence[int]) -> None:
-    """Raise ValueError unless a tensor that a source yields is the one its manifest promises at that
-    place."""
+    """Raise ValueError unless a tensor that a source yields matches the entry of its manifest."""
     have, want = (name, dtype, tuple(shape)), (meta.name, meta.dtype, tuple(meta.shape))
     if have != want:
-        raise ValueError(f"the source yields {have} where its manifest says {want}")
+        raise ValueError(f"the source yields {have}, but its manifest says {want}")

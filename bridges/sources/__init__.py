@@ -1,1 +1,1 @@
-"""Where weights come from: arrays, DLPack views, GGUF files."""
+"""Sources of weights: arrays, parameter trees, DLPack views, GGUF files."""

@@ -14,8 +14,8 @@ from bridges.api import ParamMeta
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource:
-    """`arrays` by HF name, given out in the order of `metas`. KeyError, while it is read, for a name without
-    an array."""
+    """A WeightSource that yields `arrays`, by HF name, in the order of `metas`. Reading raises KeyError for a
+    name without an array."""
 
     metas: tuple[ParamMeta, ...]
     arrays: Mapping[str, Any]
@@ -31,12 +31,12 @@ def random_source(
     metas: tuple[ParamMeta, ...], seed: int, scale: float = 0.1,
     convert: Callable[[np.ndarray], Any] = np.asarray
 ) -> ArraySource:
-    """Normal weights of standard deviation `scale`, vectors (norms) of 1; pass `convert=jnp.asarray` for JAX
-    arrays.
+    """A source of random weights: normal with standard deviation `scale`, and vectors (norms) of 1. Pass
+    `convert=jnp.asarray` for JAX arrays.
 
-    An FP8 weight gets codes of standard deviation 64 and block scales around scale / 64, each block its own
-    within a factor of 4: a scale that lands on the wrong block then shows. Those of attention are powers of
-    two from 1/8 to 8.
+    An FP8 weight gets codes with standard deviation 64 and block scales around scale / 64. The scales of
+    blocks differ by up to a factor of 4, so that a scale on the wrong block shows. Scales of FP8 attention
+    are powers of two from 1/8 to 8.
     """
     rng = np.random.default_rng(seed)
     return ArraySource(metas, {m.name: convert(_random(m, rng, scale)) for m in metas})

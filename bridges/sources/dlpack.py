@@ -1,13 +1,13 @@
 """A JAX array as a torch tensor over the same memory, on the CPU and on CUDA.
 
-Lifetime. The view holds a reference on the JAX buffer, so dropping the array is safe; *donating* it is not
-part of the contract: JAX 0.11 keeps the donated buffer alive and silently allocates another, which doubles
-the memory of a step. So drop every view (`del`) before the next donating step.
+Lifetime: the view holds a reference to the JAX buffer, so the array may be dropped. Donating it does not
+work: JAX 0.11 keeps the donated buffer alive and silently allocates another, which doubles the memory of a
+step. Drop every view (`del`) before the next step that donates.
 
-Writes. JAX arrays are immutable and XLA assumes so: never write through a view.
+Writes: JAX arrays are immutable, and XLA relies on that. Never write through a view.
 
-Order. The array is ready before it is exported, so the view may be read on any torch stream. The other
-direction is the reader's: synchronise torch before the array is dropped or donated.
+Order: the array is ready before it is exported, so that any torch stream may read the view. The reader must
+synchronise torch before the array is dropped or donated.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @functools.cache
 def torch_takes_fp8() -> bool:
-    """Whether this torch accepts float8_e4m3fn through DLPack (2.11 and 2.13 do, from JAX 0.11). Asked
-    once."""
+    """Whether this torch accepts float8_e4m3fn through DLPack (2.11 and 2.13 do, from JAX 0.11). The result
+    is cached."""
     import jax.numpy as jnp
     import torch
 
@@ -36,11 +36,11 @@ def torch_takes_fp8() -> bool:
 
 
 def torch_view(array: Any) -> torch.Tensor:
-    """View of `array` (any shape, any float type) as a torch tensor: zero copy, read-only by convention.
+    """A zero-copy view of `array` (any shape, any float type) as a torch tensor, read-only by convention.
 
-    Where torch cannot take FP8 through DLPack the codes travel as uint8, which costs one copy in JAX, and are
-    reinterpreted: same bytes, same shape. A StackRow is a view into its stack. Any other object with
-    `__dlpack__` is taken as it is. Raises TypeError for an object without.
+    If torch does not accept FP8 through DLPack, the codes are passed as uint8, which costs one copy in JAX,
+    and reinterpreted. A StackRow becomes a view into its stack. Any other object with `__dlpack__` is passed
+    to torch directly. Raises TypeError for an object without it.
     """
     import torch
 
@@ -52,7 +52,7 @@ def torch_view(array: Any) -> torch.Tensor:
         array.block_until_ready()
         if not torch_takes_fp8() and array.dtype.name in ("float8_e4m3fn", "float8_e5m2"):
             return torch.from_dlpack(_codes(array)).view(getattr(torch, array.dtype.name))
-        # it is ready: no stream need wait, and asking which one costs more
+        # the array is ready, so no stream has to wait, and looking up the stream would cost time
         return torch.from_dlpack(array.__dlpack__())
     return torch.from_dlpack(array)
 

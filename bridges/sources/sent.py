@@ -1,5 +1,8 @@
-"""What a source gives in a publish, in parts: torch views of it, and the digests that prove it. Of the
-process that has the source, whether the engine is there (`vllm_inplace`) or behind a link (`linked`)."""
+"""The parts of a source during a publish: torch views of them, and their digests.
+
+It runs in the process of the source; the engine is in the same process (`vllm_inplace`) or behind a link
+(`linked`).
+"""
 
 from __future__ import annotations
 
@@ -21,29 +24,28 @@ from bridges.sources.dlpack import torch_view
 if TYPE_CHECKING:
     import torch
 
-PART = 512 * 2**20  # bytes of what a source makes on the way; one part is there at a time
+PART = 512 * 2**20  # maximal bytes of a part that a source makes during the publish; one exists at a time
 
 
 class Sent:
-    """What the source gave in one publish: torch views of it, and digests, which nothing waits for until they
-    are asked for.
+    """The tensors of one publish: torch views, and digests, which are computed asynchronously.
 
-    A stack is exported once, its rows are digested in one program; one that is not held is let go with its
+    A stack is exported once and one program digests its rows. A stack that is not held is dropped with its
     part.
 
-    place: HF name -> row of the table of digests. places: the same of all names of a stack; kept from publish
-    to publish, for of experts there are tens of thousands.
+    place: HF name -> row in the table of digests. places: the rows for all names of a stack, cached between
+    publishes because experts have tens of thousands of names.
     """
 
     def __init__(self, place: dict[str, int], places: dict[tuple[str, ...], np.ndarray] | None = None):
         self._place, self._places = place, {} if places is None else places
-        self._held: dict[int, tuple[jax.Array, torch.Tensor]] = {}  # by id: a stack that is held, its view
-        self._table_of: dict[int, int] = {}  # by id of one that is held
-        self._tables: list[jax.Array] = []  # of digests, of several tensors each
-        self._rows: list[tuple[np.ndarray, int, int]] = []  # places, their table, the first's row there
+        self._held: dict[int, tuple[jax.Array, torch.Tensor]] = {}  # id -> (a held stack, its view)
+        self._table_of: dict[int, int] = {}  # id of a held stack -> its table
+        self._tables: list[jax.Array] = []  # digests, of several tensors each
+        self._rows: list[tuple[np.ndarray, int, int]] = []  # (places, their table, the first row in it)
 
     def views(self, part: list[Rows]) -> list[torch.Tensor]:
-        """[len(names), ...] of each. Waits until the part is there."""
+        """The views [len(names), ...] of a part. Waits until the part has been computed."""
         made: dict[int, tuple[jax.Array, torch.Tensor]] = {}
         return [self._view(rows, self._held if rows.held else made) for rows in part]
 
@@ -55,13 +57,13 @@ class Sent:
         return seen[key][1][rows.first : rows.first + len(rows.names)]
 
     def digest(self, part: list[Rows]) -> None:
-        """Set the digests of a part going. It need not be there yet."""
+        """Start computing the digests of a part, which itself may still be in computation."""
         if alone := [rows for rows in part if rows.first is None]:
             self._add(alone, self._table(tensor_digests([_digestible(rows.stack) for rows in alone])),
                       range(len(alone)))
         stacked = [(rows, rows.first) for rows in part if rows.first is not None]
         made = {id(rows.stack): rows.stack for rows, _ in stacked if not rows.held}
-        starts: dict[int, tuple[int, int]] = {}  # by id of one that is made: its table, its first row there
+        starts: dict[int, tuple[int, int]] = {}  # id of a stack that is not held -> (its table, its first row)
         if made:
             table = self._table(stack_digests(*made.values()))
             before = itertools.accumulate(map(_count, made.values()), initial=0)
@@ -104,27 +106,27 @@ def _digestible(tensor: Any) -> jax.Array:
 
 
 def _count(stack: jax.Array) -> int:
-    """Of its tensors: layers, or layers and experts."""
+    """The number of tensors in a stack: of layers, or of layers and experts."""
     return math.prod(stack.shape[: max(stack.ndim - 2, 1)])
 
 
 def parts(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
-    """The source in parts, each made when it is asked for."""
+    """The source in parts, each made when it is requested."""
     return source.stacks(PART) if isinstance(source, StackSource) else layers(source, metas)
 
 
 def layers(source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[list[Rows]]:
-    """The source in the order of its manifest, in lists of a layer. A list ends when the first tensor of the
-    next one shows: asking for that has set the next layer going."""
+    """The source in the order of its manifest, in one list a layer. A list ends at the first tensor of the
+    next layer, whose computation has started by then."""
     rows = (_alone(meta, name, buffer) for meta, (name, buffer) in zip(metas, source, strict=True))
     return (_bounded(list(group)) for _, group in itertools.groupby(rows, key=lambda r: layer_of(r.names[0])))
 
 
 def _bounded(part: list[Rows]) -> list[Rows]:
-    """A stack all of whose rows are in this layer, the layer's experts say, may have been made for it: it is
-    not held."""
-    given = collections.Counter(id(rows.stack) for rows in part if rows.held)
-    whole = {id(rows.stack) for rows in part if rows.held and given[id(rows.stack)] == _count(rows.stack)}
+    """Mark a stack as not held if all its rows are in this layer, such as the layer's experts, since the
+    source may have made it for this layer."""
+    counts = collections.Counter(id(rows.stack) for rows in part if rows.held)
+    whole = {id(rows.stack) for rows in part if rows.held and counts[id(rows.stack)] == _count(rows.stack)}
     return [rows._replace(held=False) if id(rows.stack) in whole else rows for rows in part]
 
 

@@ -1,4 +1,5 @@
-"""Publishing into the embedded engine, over the same wire as into any other: names, layout, manifest."""
+"""Publish weights into the embedded engine, with the same names, layout and manifest as into any other
+engine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class JaxInprocess:
         self._engine = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        """Raises ManifestMismatch before a byte moves; PublishFailed later, which leaves the engine dirty."""
+        """Copy the weights of `source` into the engine. Raises ManifestMismatch before a byte moves, and
+        PublishFailed later, which leaves the engine dirty."""
         engine, start, metas = self._engine, time.perf_counter(), source.manifest()
         manifest.check(metas, engine.expected_manifest())
         engine.state.begin(version)
@@ -52,7 +54,7 @@ class JaxInprocess:
                               time.perf_counter() - start, caches)
 
     def verify(self, receipt: PublishReceipt) -> None:
-        """Raises PublishFailed when the engine is dirty or holds another publish than the receipt's."""
+        """Raise PublishFailed if the engine is dirty or holds another publish than the receipt's."""
         state = self._engine.state
         if (state.version, state.digest) != (receipt.version, receipt.digest):
             raise PublishFailed(
@@ -69,7 +71,7 @@ def _row(stack: jax.Array, index: tuple) -> jax.Array:
 
 
 def _checked(meta: ParamMeta, name: str, buffer: Any) -> jax.Array:
-    """A copy: the learner may donate its own."""
+    """A copy of a checked buffer, since the learner may donate its own."""
     if not isinstance(buffer, (jax.Array, np.ndarray, np.generic, StackRow)):
         buffer = jax.dlpack.from_dlpack(buffer)
     manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)

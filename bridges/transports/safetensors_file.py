@@ -1,12 +1,11 @@
-"""Weights as a folder of safetensors: the slowest way from a learner to an engine, and the one that any tool
-can check.
+"""Publish weights as a folder of safetensors: the slowest transport, but any tool can check its files.
 
-    FOLDER/model-00001-of-00002.safetensors ...    Hugging Face shards: a checkpoint but for its config.json
-    FOLDER/model.safetensors.index.json            which tensor is in which shard
-    FOLDER/publish.json                            version, manifest, its digest, and the SHA-256 of each tensor's bytes
+    FOLDER/model-00001-of-00002.safetensors ...    Hugging Face shards: a checkpoint without its config.json
+    FOLDER/model.safetensors.index.json            the shard of each tensor
+    FOLDER/publish.json                            version, manifest, its digest, and each tensor's SHA-256
 
-The folder appears whole or not at all: it is written under another name, synced to the disk, and renamed. No
-pickle anywhere.
+The folder appears atomically: it is written under another name, synced to the disk, and renamed. No file is a
+pickle.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ SAFETENSORS_DTYPES = {
     "float8_e5m2": "F8_E5M2",
     "uint8": "U8", "int8": "I8",
 }
-SHARD_BYTES = 4 * 2**30  # of which the writer holds one in memory
+SHARD_BYTES = 4 * 2**30  # the writer holds one shard in memory
 
 
 def write_folder(source: WeightSource, folder: str | Path, version: int, *,
                  shard_bytes: int = SHARD_BYTES) -> str:
-    """Write every tensor of `source` to `folder`, which must not exist; its parent must. Returns the
+    """Write every tensor of `source` to `folder`, which must not exist, in an existing parent folder -> the
     manifest's digest.
 
-    Raises BridgeError where the folder exists, the disk is too small or a dtype has no place in a safetensors
-    file; ValueError where the source contradicts its manifest; whatever the source raises. Then no folder is
-    left.
+    Raises BridgeError if the folder exists, the disk is too small or safetensors does not support a dtype,
+    ValueError if the source contradicts its manifest, and any error of the source. No folder is left after an
+    error.
     """
     folder, metas = Path(folder), source.manifest()
     _check_room(folder, metas)
@@ -67,16 +66,15 @@ def write_folder(source: WeightSource, folder: str | Path, version: int, *,
 
 
 class FileSource:
-    """WeightSource over a folder that `write_folder` wrote. Tensors are read one at a time, as they are asked
-    for.
+    """WeightSource over a folder that `write_folder` wrote. Tensors are read one at a time, when requested.
 
-    `convert` makes an engine's buffer of each array (numpy, FP8 and bfloat16 by ml_dtypes); np.asarray, the
-    default, suits engines that read numpy. `version` and `digest` are the folder's.
+    `convert` turns each array (numpy, with FP8 and bfloat16 of ml_dtypes) into a buffer for the engine; the
+    default np.asarray is for engines that read numpy. `version` and `digest` are those of the folder.
 
-    Opening it checks everything but the tensors' bytes: raises BridgeError for a missing or damaged file, a
-    digest that is not its manifest's, and, all listed, for tensors that are missing, too many, or of another
-    dtype or shape than the manifest says. Reading raises BridgeError for a tensor whose bytes are not those
-    that were written.
+    Opening it checks everything but the tensors' bytes. It raises BridgeError for a missing or damaged file,
+    for a wrong digest of the manifest, and, with a list of them, for tensors that are missing, unexpected, or
+    of another dtype or shape than in the manifest. Reading raises BridgeError for a tensor whose bytes have
+    changed.
     """
 
     def __init__(self, folder: str | Path, convert: Callable[[np.ndarray], Any] = np.asarray):
@@ -87,7 +85,7 @@ class FileSource:
             self._hashes = {row["name"]: row.pop("sha256") for row in content["tensors"]}
             self._metas = wire.unpack_manifest(content["tensors"])
         if manifest.digest(self._metas) != self.digest:
-            raise BridgeError(f"{self._folder / MANIFEST}: its digest is not that of the tensors it lists",
+            raise BridgeError(f"{self._folder / MANIFEST}: its digest does not match the tensors it lists",
                               "write it again")
         with _readable(self._folder / INDEX):
             self._files = json.loads((self._folder / INDEX).read_text())["weight_map"]
@@ -100,7 +98,7 @@ class FileSource:
         return ((m.name, self._convert(self._read(m))) for m in self._metas)
 
     def _find(self) -> dict[str, tuple[Path, int]]:
-        """HF name -> its shard, and where in it the tensor begins."""
+        """HF name -> (its shard, the tensor's offset in it in bytes)."""
         found, places = {}, {}
         for file in sorted(set(self._files.values())):
             if Path(file).name != file:
@@ -112,7 +110,7 @@ class FileSource:
                        for name, entry in header.items()}
         want = {m.name: (SAFETENSORS_DTYPES.get(m.dtype), tuple(m.shape)) for m in self._metas}
         if lines := _differences(found, want):
-            raise BridgeError(f"{self._folder} is not what its manifest says:\n  " + "\n  ".join(lines),
+            raise BridgeError(f"{self._folder} does not match its manifest:\n  " + "\n  ".join(lines),
                               "write it again")
         return places
 
@@ -121,22 +119,22 @@ class FileSource:
         with _readable(path):
             data = np.fromfile(path, np.uint8, math.prod(m.shape) * dtype.itemsize, offset=offset)
         if _sha256(data) != self._hashes[m.name]:
-            raise BridgeError(f"{path}: the bytes of {m.name} are not those that were written",
+            raise BridgeError(f"{path}: the bytes of {m.name} have changed since they were written",
                               "write it again")
         return data.view(dtype).reshape(m.shape)
 
 
 def _check_room(folder: Path, metas: Sequence[ParamMeta]) -> None:
     if unknown := sorted({m.dtype for m in metas} - SAFETENSORS_DTYPES.keys()):
-        raise BridgeError(f"safetensors files are written here without {unknown[0]}",
+        raise BridgeError(f"safetensors files cannot hold the dtype {unknown[0]}",
                           f"use {', '.join(SAFETENSORS_DTYPES)}")
     if folder.exists():
         raise BridgeError(f"{folder} exists", "choose another folder or remove it first")
     need, free = manifest.nbytes(metas), shutil.disk_usage(folder.parent).free
     if need > free:
         raise BridgeError(
-            f"{folder.parent} has {free / 2**30:.2f} GiB left, the weights are {need / 2**30:.2f} GiB",
-            "make room, or use another disk")
+            f"{folder.parent} has {free / 2**30:.2f} GiB left, but the weights take {need / 2**30:.2f} GiB",
+            "free disk space, or use another disk")
 
 
 def _write_shards(
@@ -154,10 +152,10 @@ def _write_shards(
             manifest.check_tensor(meta, name, tensors[name].dtype.name, tensors[name].shape)
         hashes |= {name: _sha256(x) for name, x in tensors.items()}
         files |= dict.fromkeys(names, file)
-        # transformers refuses a file that does not say so
+        # transformers refuses a file without this metadata
         save_file(tensors, folder / file, metadata={"format": "pt"})
         _sync(folder / file)
-    for _ in stream:  # strict=True counts only when it is asked for one more
+    for _ in stream:  # zip's strict=True only raises when another item is requested
         pass
     return hashes, files
 
@@ -178,7 +176,7 @@ def _plan(metas: Sequence[ParamMeta], shard_bytes: int) -> list[list[str]]:
 def host_array(buffer: Any) -> np.ndarray:
     """A buffer of numpy, JAX, torch, or a StackRow as a row-major numpy array on the host, FP8 and bfloat16
     by ml_dtypes."""
-    torch = sys.modules.get("torch")  # who hands over a torch tensor has imported it
+    torch = sys.modules.get("torch")  # a caller with a torch tensor has imported torch
     if torch is None or not isinstance(buffer, torch.Tensor):
         return np.asarray(buffer, order="C")
     codes = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -186,11 +184,11 @@ def host_array(buffer: Any) -> np.ndarray:
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a safetensors file begins, and its entries by name: {"dtype", "shape",
-    "data_offsets"}.
+    """(offset of the data of a safetensors file in bytes, its entries by name: {"dtype", "shape",
+    "data_offsets"}).
 
-    safetensors' own numpy reader has no FP8 (0.8), so the header is read here, after the library has found
-    the file sound.
+    safetensors' own numpy reader does not support FP8 (0.8), so the header is read here, after the library
+    has checked the file.
     """
     from safetensors import safe_open
 
@@ -204,10 +202,10 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _differences(found: dict[str, tuple], want: dict[str, tuple]) -> list[str]:
-    def say(name: str) -> str:
+    def line(name: str) -> str:
         return f"{name}: {found.get(name, 'missing')} in the files, {want.get(name, 'missing')} in the manifest"
 
-    return [say(name) for name in sorted(found.keys() | want.keys()) if found.get(name) != want.get(name)]
+    return [line(name) for name in sorted(found.keys() | want.keys()) if found.get(name) != want.get(name)]
 
 
 @contextlib.contextmanager
@@ -217,7 +215,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as e:
-        raise BridgeError(f"{path} cannot be read, it is missing, damaged or cut short: {e!r}",
+        raise BridgeError(f"{path} cannot be read; it is missing, damaged or cut short: {e!r}",
                           "write it again") from e
 
 
@@ -237,8 +235,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what was written: a rename may otherwise outlive the bytes it names when the power
-    goes."""
+    """Flush a file or folder to the disk. Otherwise a rename may survive a power failure that loses the
+    bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

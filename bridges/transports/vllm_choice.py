@@ -1,5 +1,4 @@
-"""The ways into a vLLM engine of this process: in place, by vLLM's own reload, or whichever of them the
-engine allows."""
+"""Choose the transport into a vLLM engine of this process: in place, or by vLLM's own reload."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ def check_way(how: str) -> None:
 
 
 def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
-    """An open transport. "auto" says which it took and why: in place, with every publish proved, where the
-    engine allows it.
+    """Open a transport on `engine`. "auto" takes "in_place", which verifies every publish, if the engine
+    allows it, else "reload", and prints its choice with the reason.
 
-    Raises BridgeError where the engine does not allow the way that was asked for.
+    Raises BridgeError if the engine does not allow the requested transport.
     """
     check_way(how)
     if how == "reload":
-        from bridges.transports.vllm_reload import VllmReload as Transport  # does without JAX
+        from bridges.transports.vllm_reload import VllmReload as Transport  # does not need JAX
     else:
         from bridges.transports.vllm_inplace import VllmInplace as Transport
     transport = Transport()

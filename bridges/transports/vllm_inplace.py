@@ -1,21 +1,21 @@
-"""Weights from JAX into a vLLM engine of the same process, written into the tensors that its CUDA graphs
-read.
+"""Publish weights from JAX into a vLLM engine of the same process, in place: into the tensors that its CUDA
+graphs read.
 
-    JAX's stream    make a part, then its digest as it is sent
-    torch's stream  copy it to its rows of the engine's tensors, while its digest is made
-    last            JAX reads the engine's own tensors without a copy: their digests must equal those that
-                    were sent
+    JAX's stream    make a part, then compute its digest
+    torch's stream  copy the part to its rows of the engine's tensors, while its digest is computed
+    at the end      JAX reads the engine's tensors without a copy; their digests must equal the source's
 
-Nothing is staged. A source that makes its tensors on the way has one part in memory at a time; tensors that
-it holds are read in place. The engine is dirty from the first byte until the digests have been compared.
+There are no staging buffers. A source that makes its tensors during the publish has one part in memory at a
+time; tensors that it holds are read in place. The engine is dirty from the first byte until the digests have
+been compared.
 
-A part is a tensor of many layers where both sides hold those as rows of one array (`StackSource`, and
-`bridges.inside_vllm.stacks` in the engine). From any other source it is a layer. Each part costs the host up
-to a millisecond, in which the device moves hundreds of megabytes. So a part is as large as memory allows, and
-the next is not made at the same time.
+If both sides hold a tensor of many layers as rows of one array (`StackSource`, and
+`bridges.inside_vllm.stacks` in the engine), a part is such an array; otherwise it is a layer. Each part costs
+the host up to a millisecond, in which the device moves hundreds of megabytes. A part is therefore as large as
+memory allows, and the next part is not made at the same time.
 
-A learner in another process sends the same tensors over a link. They are written as they arrive, and proved
-by digests that the learner made.
+A learner in another process sends the same tensors over a link. They are written as they arrive, and verified
+by the learner's digests.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from bridges.sources.sent import Sent, parts
 if TYPE_CHECKING:
     import torch
 
-# when tensors that are not stacks are read back: each call costs host time, each layer compile time
+# layers read back by one program if tensors are not stacked: a call costs host time, a layer compile time
 LAYERS_A_PROGRAM = 4
 
 
 class VllmInplace:
-    """WeightTransport into a `VllmEngine` whose kernels keep the checkpoint's layout. It only reads the source's
-    buffers.
+    """WeightTransport into a `VllmEngine` whose kernels keep the checkpoint's layout. It only reads the
+    source's buffers.
 
-    It takes back what it has lent of the engine's memory when the next publish begins: it deletes the arrays,
-    and JAX raises if one is used afterwards. To JAX they are constants that it does not own, so that donating
-    one cannot write to the engine.
+    When the next publish begins, it deletes the arrays that it has lent, and JAX raises an error if one is
+    used afterwards. JAX does not own their memory and treats them as constants, so donating one cannot write
+    to the engine.
 
     `targets`: HF name -> the engine's rows for it, a torch tensor.
     """
@@ -75,10 +75,8 @@ class VllmInplace:
         self.targets: dict[str, torch.Tensor] = {}
 
     def open(self, engine: RolloutEngine) -> None:
-        """Find every tensor of the engine.
-
-        Raises BridgeError with the name of the first one whose layout in the engine is not known here.
-        """
+        """Find every tensor of the engine. Raises BridgeError, which names the first tensor with an unknown
+        layout."""
         if not isinstance(engine, VllmEngine):
             raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}",
                               "choose its own transport")
@@ -92,20 +90,21 @@ class VllmInplace:
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
         self._places.clear(), self._spans.clear()
-        self._by_name = np.argsort(list(self.targets))  # content is of bytes alone, wherever they lie
+        # `content` depends only on names and bytes, not on the order in the engine
+        self._by_name = np.argsort(list(self.targets))
         self._names = hashlib.sha256("\n".join(sorted(self.targets)).encode())
         self._accepted: tuple[ParamMeta, ...] = ()
         self._engine, self._published = engine, None
 
     @property
     def links(self) -> tuple[str, ...]:
-        """The links that reach the engine's tensors where they are."""
+        """The links that can write to the device of the engine's tensors."""
         return GPU_LINKS if next(iter(self.targets.values())).is_cuda else HOST_LINKS
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        """Write every tensor of `source`, prove it, drop the prefix cache, declare `version` current.
+        """Write every tensor of `source`, verify it, drop the prefix cache, and declare `version` current.
 
-        Raises ManifestMismatch before a byte moves, which leaves the engine as it was, and PublishFailed
+        Raises ManifestMismatch before a byte moves, which leaves the engine unchanged, and PublishFailed
         later, which leaves it dirty until the next full publish.
         """
         engine, metas, start = self._opened(), source.manifest(), time.perf_counter()
@@ -118,7 +117,7 @@ class VllmInplace:
             for module in self._packed:
                 module.quant_method.process_weights_after_loading(module)
             reading = self._read()
-            sent = digests()  # while the device reads, the host orders and hashes what was sent
+            sent = digests()  # while the device reads, the host orders and hashes the source's digests
             content = self._content(sent)
             copy_to_host(engine.kv_scale_places)
             self._compare(self._digests_of(reading), sent, f"version {version} did not arrive")
@@ -134,8 +133,8 @@ class VllmInplace:
     def verify(self, receipt: PublishReceipt) -> None:
         """Read the engine's tensors again.
 
-        Raises PublishFailed when they are of another publish than the receipt's, or have changed since, which
-        leaves the engine dirty. Raises BridgeError when the engine is asleep.
+        Raises PublishFailed if they belong to another publish than the receipt, or have changed since, which
+        leaves the engine dirty. Raises BridgeError if the engine is asleep.
         """
         engine = self._opened()
         published = self._published
@@ -155,18 +154,18 @@ class VllmInplace:
             raise
 
     def lend(self, names: Sequence[str]) -> LentWeights:
-        """The FP8 weights `names`, the same linear in consecutive layers, in the engine's memory. They are lent
+        """The FP8 weights `names`, one linear in consecutive layers, in the engine's memory. They are lent
         until the next publish.
 
-        Raises BridgeError where nothing is published, or where the engine does not hold them in one piece.
+        Raises BridgeError before the first publish, and if the engine does not hold them in one piece.
         """
         engine = self._opened()
         engine.require_awake()
         if engine.weight_version() is None:
-            raise BridgeError("the engine holds no weights that could be lent", "publish first")
+            raise BridgeError("the engine holds no weights to lend", "publish first")
         rows = [self._rows[self._place[name]] for name in names]
         if len(stacks_of(rows)) > 1:
-            raise BridgeError(f"{names[0]} and those of the layers after it do not lie one after the other",
+            raise BridgeError(f"{names[0]} and its counterparts in later layers are not contiguous in memory",
                               "lend tensors of consecutive layers")
         codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax.dlpack.from_dlpack)
         self._lent.append(codes)
@@ -186,15 +185,14 @@ class VllmInplace:
         self._rows, self._whole, self._packed, self._readers = [], [], (), []
 
     def read_digests(self) -> np.ndarray:
-        """Digests of the engine's tensors as they are on the device, in the order of `targets`: [n, 2]
-        uint32.
+        """Digests of the engine's tensors on the device, in the order of `targets`: [n, 2] uint32.
 
         Raises PublishFailed for a scale that is not positive and finite.
         """
         return self._digests_of(self._read())
 
     def _read(self) -> jax.Array:
-        """Start the reading, once torch has finished its own work."""
+        """Start reading the engine's tensors, after torch's pending work."""
         return joined([read() for read in self._readers])
 
     def _digests_of(self, reading: jax.Array) -> np.ndarray:
@@ -202,12 +200,12 @@ class VllmInplace:
         if (unsound := np.flatnonzero(found[:, 2])).size:
             name = list(self.targets)[unsound[0]]
             raise PublishFailed(f"{name} holds a scale that is not positive and finite",
-                                "look at the learner's weights")
+                                "check the learner's weights")
         return found[:, :2]
 
     def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
-        """Copy part by part -> a function that gives the digests of what was sent, [n, 2] uint32 in the order of
-        `targets`."""
+        """Copy the source part by part -> a function that returns the source's digests, [n, 2] uint32 in the
+        order of `targets`."""
         if isinstance(source, LinkedWeights):
             return self._receive(source, metas)
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
@@ -222,8 +220,8 @@ class VllmInplace:
         sent.join()
         return sent.digests
 
-    # Loops over a part are in functions of their own: else their variables would keep the part in memory until
-    # the next one is there.
+    # Loops over a part are in separate functions: otherwise their variables would keep the part in memory
+    # until the next one is there.
     def _check_part(self, part: list[Rows]) -> None:
         for rows in part:
             if unknown := [name for name in rows.names if name not in self._place]:
@@ -248,14 +246,14 @@ class VllmInplace:
         if names not in self._spans:
             self._spans[names] = [_span(rows)
                                   for rows in runs_of([self._rows[self._place[name]] for name in names])]
-        if len(view) != len(names):  # torch would broadcast one row to all
+        if len(view) != len(names):  # torch would broadcast a single row
             raise ValueError(f"{len(view)} rows for {len(names)} tensors, first {names[0]}")
         at = 0
         for target in self._spans[names]:
             rows, at = view[at : at + len(target)], at + len(target)
             if (rows.dtype, rows.shape) != (target.dtype, target.shape):
                 meta = self._rows[self._place[names[0]]].meta
-                # its error says more than torch's
+                # raises a clearer error than torch does
                 manifest.check_tensor(meta, names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])
             _copy_rows(target, rows)
 
@@ -284,7 +282,7 @@ class VllmInplace:
     def _check_addresses(self) -> None:
         if moved := [r.meta.name for r in self._whole if r.moved()]:
             raise BridgeError(
-                f"{moved[0]} has moved since the transport was opened: CUDA graphs read where it was",
+                f"{moved[0]} has moved since the transport was opened, but CUDA graphs read its old address",
                 "open the transport on a new engine")
 
     def _opened(self) -> VllmEngine:
@@ -309,7 +307,7 @@ class _Reader:
             self._cuts.append(((*cut, first.meta.role != "weight"),))
 
     def __call__(self) -> jax.Array:
-        """[len(rows), 3] as `checked_row_digests`."""
+        """The result of `checked_row_digests` for all rows: [len(rows), 3] uint32."""
         return checked_row_digests(self._words, tuple(self._cuts))
 
 
@@ -320,8 +318,8 @@ def _span(rows: Sequence[LiveRows]) -> torch.Tensor:
 
 
 def _copy_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy without gaps by one call to the copy engine. A kernel copies parts of a fused stack, in the widest
-    elements."""
+    """Copy rows. The copy engine copies contiguous rows in one call; for parts of a fused stack, a kernel
+    copies the widest possible elements."""
     if not target.is_contiguous():
         target, rows = (_widest(x) for x in (target, rows))
     target.copy_(rows)
@@ -351,13 +349,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _zero_copy(tensor: torch.Tensor, name: str, view: Callable[[torch.Tensor], jax.Array]) -> jax.Array:
     seen = view(tensor)
     if seen.unsafe_buffer_pointer() != tensor.data_ptr():
-        raise BridgeError(f"JAX takes {name} only by copy, so that it could not see what the engine holds",
+        raise BridgeError(f"JAX can only copy {name}, so it could not verify the engine's own memory",
                           "publish by vLLM's own reload: transport VllmReload")
     return seen
 
 
 def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
-    """[L, ...]: a new tensor that lives as long as JAX's array."""
+    """The tensors stacked to [L, ...], as a new JAX array."""
     import torch
 
     stack = torch.stack(list(tensors))
@@ -366,8 +364,9 @@ def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
 
 
 class _CopyStream:
-    """A stream of torch's own, of higher priority than JAX's. Copies do not queue behind the layer that is being
-    made, and can be waited for alone. It is entered when the device is idle. On a CPU it does nothing."""
+    """A separate torch stream with a higher priority than JAX's. Copies do not queue behind the part that is
+    being made, and can be waited for separately. It is entered when the device is idle. On a CPU it does
+    nothing."""
 
     def __init__(self, target: torch.Tensor):
         import torch

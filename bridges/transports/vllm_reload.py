@@ -1,4 +1,5 @@
-"""Weights from JAX into a vLLM engine of the same process: vLLM's own layerwise reload reads DLPack views."""
+"""Publish weights from JAX into a vLLM engine of the same process by vLLM's own layerwise reload, which reads
+DLPack views."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class VllmReload:
-    """WeightTransport into a `VllmEngine`: one copy on the device, none on the host. It only reads the source's
-    buffers."""
+    """WeightTransport into a `VllmEngine`: one copy on the device, none on the host. It only reads the
+    source's buffers."""
 
     def __init__(self):
         self._engine: VllmEngine | None = None
@@ -63,13 +64,13 @@ class VllmReload:
             raise
         except Exception as e:
             next_step = getattr(e, "next_step", "") or "publish again in full"
-            raise PublishFailed(f"version {version} arrived and is not in use: {str(e).partition('\n')[0]}",
+            raise PublishFailed(f"version {version} arrived but is not in use: {str(e).partition('\n')[0]}",
                                 next_step) from e
         return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest,
                               time.perf_counter() - start, caches)
 
     def verify(self, receipt: PublishReceipt) -> None:
-        """Raises PublishFailed when the engine is dirty or holds another publish than the receipt's."""
+        """Raise PublishFailed if the engine is dirty or holds another publish than the receipt's."""
         engine = self._opened()
         have, want = (engine.weight_version(), engine.weight_digest()), (receipt.version, receipt.digest)
         if have != want:
@@ -85,11 +86,12 @@ class VllmReload:
         self._engine = None
 
     def _check_scales(self, engine: VllmEngine) -> None:
-        """Read the scales back: vLLM's loader skips those that it has no place for, with a warning alone."""
+        """Read the scales back, because vLLM's loader skips scales that it has no place for, with only a
+        warning."""
         check_host(engine.kv_scale_places)
         for name, have in on_device(engine.kv_scale_places).items():
             if have != self._scales[name]:
-                raise PublishFailed(f"{name} is {have} in the engine, {self._scales[name]} was sent",
+                raise PublishFailed(f"{name} is {have} in the engine, but {self._scales[name]} was sent",
                                     "publish again in full")
 
     def _opened(self) -> VllmEngine:
@@ -99,18 +101,17 @@ class VllmReload:
 
 
 class _Stream:
-    """The source as (HF name, torch view), each held to its manifest entry.
+    """The source as pairs (HF name, torch view), each checked against its manifest entry.
 
-    It ends early instead of raising: an exception that passes through vLLM leaves its reload half open, and
-    the next publish would mix with this one. It holds every view until it is dropped itself: vLLM copies
-    asynchronously and drops a view at once, so that the memory of a tensor that was made on the fly could be
-    reused under the copy.
+    On an error it ends early instead of raising: an exception that passes through vLLM leaves its reload half
+    open, and the next publish would mix with this one. It keeps every view alive: vLLM copies asynchronously
+    and drops a view at once, so the memory of a tensor made on the fly could be reused during the copy.
     """
 
     def __init__(self, source: WeightSource, metas: tuple[ParamMeta, ...]):
         self.sent, self.error, self.scales = 0, None, {}
         self._source, self._metas, self._views = source, metas, []
-        # whether a tensor's scales are sound: read at the end, so as not to wait for each
+        # whether a tensor's scales are positive and finite; read at the end, to avoid a wait for each
         self._sound: dict[str, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,16 +121,16 @@ class _Stream:
                 if meta.role != "weight":
                     self._sound[name] = ((view > 0) & view.isfinite()).all()
                 if meta.role == "kv_scale":
-                    self._insist([name])  # vLLM asserts it without naming the tensor
+                    self._require_sound([name])  # vLLM asserts the same without naming the tensor
                     self.scales[name] = view.item()
                 self._views.append(view)
                 yield name, view
                 self.sent += 1
-            self._insist(self._sound)
+            self._require_sound(self._sound)
         except Exception as e:  # whatever the source raised: publish raises it again as PublishFailed
             self.error = e
 
-    def _insist(self, names: Iterable[str]) -> None:
+    def _require_sound(self, names: Iterable[str]) -> None:
         for name in (name for name in names if not self._sound[name]):
             raise ValueError(f"{name} holds a scale that is not positive and finite")
 

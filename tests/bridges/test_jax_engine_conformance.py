@@ -57,5 +57,5 @@ def test_buffers_of_other_libraries_are_taken():
     params = engine._params
     assert params["w"].dtype == jnp.bfloat16 and params["w"].astype(jnp.float32).ravel().tolist() == list(
         range(32))
-    with pytest.raises(PublishFailed, match="where its manifest says"):
+    with pytest.raises(PublishFailed, match="but its manifest says"):
         transport.publish(ArraySource(metas, {"w": weight.float(), "s": np.float32(2)}), 2)

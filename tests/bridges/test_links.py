@@ -88,7 +88,7 @@ def test_what_leaves_from_a_gpu_is_what_leaves_from_the_host():
     for name, a, b in zip(plain.arrays, host.read(plain), gpu.read(on_device), strict=True):
         assert a.tobytes() == b.numpy().tobytes(), name
     assert host.digests().tolist() == gpu.digests().tolist()
-    with pytest.raises(ValueError, match="where its manifest says"):
+    with pytest.raises(ValueError, match="but its manifest says"):
         list(_SentFromGpu(metas).read(ArraySource(metas, on_device.arrays | {"a": jnp.zeros((7, 12))})))
 
 

@@ -131,7 +131,7 @@ def test_what_cannot_be_lent_is_refused_by_name(lending):
     names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 3)]
     loop.publish(ctx, {**state.params, "layers": (state.params["layers"],)}, 9)
     with pytest.raises(BridgeError,
-                       match="model.layers.1.self_attn.o_proj.weight and those .* one after the other"):
+                       match="model.layers.1.self_attn.o_proj.weight and its counterparts .* not contiguous"):
         ctx.transport.lend(names)
     ctx.engine.drop("for a test")
     with pytest.raises(BridgeError, match="publish first"):

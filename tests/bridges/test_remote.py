@@ -165,8 +165,8 @@ def edit(**change):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (cut, "cut short"), (flip, f"the bytes of {HEAD} are not those"),
-        (edit(digest="0" * 64), "its digest is not that of"),
+        (cut, "cut short"), (flip, f"the bytes of {HEAD} have changed"),
+        (edit(digest="0" * 64), "its digest does not match"),
         (edit(version=1), r"holds \(version, digest\) \(1, "),
     ],
     ids=["a shard cut short", "a byte changed", "another digest", "another version"],

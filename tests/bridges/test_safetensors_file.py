@@ -129,10 +129,10 @@ DAMAGE = {
     "a manifest cut short": (lambda f: (f / MANIFEST).write_text('{"version": 7'),
                              f"{MANIFEST} cannot be read"),
     "another digest": (lambda f: change(f / MANIFEST, lambda c: c.update(digest="0" * 64)),
-                       "its digest is not that of"),
+                       "its digest does not match"),
     "an edited manifest": (
         lambda f: change(f / MANIFEST, lambda c: c["tensors"][0].update(shape=[24, 50])),
-        "its digest is not that of",
+        "its digest does not match",
     ),
     "an index that leads outside": (
         lambda f: change(f / INDEX, lambda c: c["weight_map"].update({METAS[0].name: "../v7/x"})),
@@ -173,7 +173,7 @@ def test_a_flipped_bit_is_found_when_the_tensor_is_read(folder, at):
     data = bytearray(shard(folder).read_bytes())
     data[at] ^= 1
     shard(folder).write_bytes(data)
-    with pytest.raises(BridgeError, match="are not those that were written"):
+    with pytest.raises(BridgeError, match="have changed since they were written"):
         list(FileSource(folder))
 
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_written_is_said_before_a_byte_is(tmp_path):
     for name, meta, message in (
         ("here", METAS[0], "here exists"),
         ("w", odd, "without complex64"),
-        ("w", huge, "GiB left, the weights are 4194304.00 GiB"),
+        ("w", huge, "GiB left, but the weights take 4194304.00 GiB"),
     ):
         with pytest.raises(BridgeError, match=message):
             write_folder(Broken(raises_midway, (meta,)), tmp_path / name, 1)

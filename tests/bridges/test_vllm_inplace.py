@@ -98,7 +98,7 @@ def test_a_layout_not_known_is_refused_by_name(found, spoil, says):
 
 
 def test_a_kernel_not_known_is_refused_by_name(found):
-    with pytest.raises(BridgeError, match="how MarlinKernel keeps it is not known here .known: Cutlass"):
+    with pytest.raises(BridgeError, match="the layout of MarlinKernel is not known here .known: Cutlass"):
         found(*fused("MarlinKernel"))
 
 

@@ -256,7 +256,7 @@ def test_a_closed_transport_holds_nothing_of_the_engine(engine):
 
 def test_experts_of_a_kernel_that_shuffles_them_are_refused_by_name(found):
     with pytest.raises(BridgeError,
-                       match="how FLASHINFER_CUTLASS keeps those is not known here .known: TRITON"):
+                       match="FLASHINFER_CUTLASS.s layout of these is not known here .known: TRITON"):
         found(*experts("FLASHINFER_CUTLASS"))
     model, places = experts()
     with pytest.raises(BridgeError,
@@ -299,7 +299,7 @@ def test_a_type_that_the_manifest_does_not_say_is_named(engine, dtype):
     transport.open(engine)
     arrays = dict(OfExperts()) | {metas[3].name: jnp.zeros(metas[3].shape, dtype)}
     with pytest.raises(PublishFailed,
-                       match=f"{metas[3].name}', '{dtype}', .*where its manifest says .*'float32'"):
+                       match=f"{metas[3].name}', '{dtype}', .*but its manifest says .*'float32'"):
         transport.publish(ArraySource(metas, arrays), 1)
     assert engine.weight_version() is None
 

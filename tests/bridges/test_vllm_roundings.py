@@ -216,7 +216,7 @@ def test_attention_names_its_instructions(isa, found):
     layer.isa = isa
     assert formats.probabilities(layer) == found
     layer.isa = "amx_fp8"
-    with pytest.raises(BridgeError, match="amx_fp8, of which it is not known what it rounds"):
+    with pytest.raises(BridgeError, match="amx_fp8, whose rounding is not known here"):
         formats.probabilities(layer)
 
 

@@ -209,7 +209,7 @@ def test_a_refused_manifest_of_an_engine_started_anew_is_a_failed_publish():
         s.engine.publish(other, 2)
     assert s.version() == 1 and s.engine.restarts == 0
     s.fail = EngineUnhealthy("no answer")
-    with pytest.raises(PublishFailed, match="started anew and holds no weights: the weights on offer") as e:
+    with pytest.raises(PublishFailed, match="started anew and holds no weights: the source's weights") as e:
         s.engine.publish(other, 2)
     assert "build both sides from the same config" in e.value.next_step and s.engine.weight_version() is None
     s.engine.publish(s.source(0), 3)

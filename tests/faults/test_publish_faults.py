@@ -224,7 +224,7 @@ def test_row_19_an_engine_that_cannot_reset_its_cache_stays_dirty():
 def test_a_reload_that_the_engine_breaks_off_at_its_end_is_a_failed_publish():
     engine, transport = reloading(METAS, reset_prefix_cache=lambda: False)
     with pytest.raises(PublishFailed,
-                       match="version 1 arrived and is not in use: vLLM refused to reset") as e:
+                       match="version 1 arrived but is not in use: vLLM refused to reset") as e:
         transport.publish(random_source(METAS, 0, convert=jnp.asarray), 1)
     assert isinstance(e.value.__cause__, EngineUnhealthy) and engine.weight_version() is None
 

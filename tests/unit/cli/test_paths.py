@@ -77,5 +77,5 @@ def test_the_command_line_knows_home(home, capsys):
                   ["eval", "~/runs/a", "--out", "~/not/there.json"]):
         assert main.main(words) == 2
         assert str(home) in (said := capsys.readouterr().err) and "~" not in said, said
-    with pytest.raises(ConfigError, match=f"{home}/runs/b holds no config.toml"):
+    with pytest.raises(ConfigError, match=f"{home}/runs/b is not a run directory"):
         check_forkable(load_config("demo"), "~/runs/b@3")

@@ -61,7 +61,7 @@ def test_a_token_is_in_its_own_support_once():
         "token 1 is 2 times": completion([5, 6], [5, 6, 6], [1, 2]),
         "2 tokens with 1 supports": completion([5, 6], [5], [1]),
         "of 3 tokens in all, 2 ids": completion([5, 6], [5, 6], [2, 1]),
-        "half of a support": dataclasses.replace(good, support_ids=None),
+        "support_ids without support_sizes, or the reverse": dataclasses.replace(good, support_ids=None),
     }.items():
         assert bad in said.problem()
     assert support.problem(good, 1) == "a support of 2 tokens, but at most 1 were requested"
