@@ -133,7 +133,7 @@ def _check_complete(model: Any, rows: list[LiveRows]) -> None:
         count = math.prod(parameter.shape[: 2 if parameter.dim() == 3 else 1])
         if parameter.dim() and filled[parameter.data_ptr()] != count:
             raise BridgeError(
-                f"{name} cannot be written in place: only {filled[parameter.data_ptr()]} of its {count} "
+                f"{name} cannot be written in place: {filled[parameter.data_ptr()]} of its {count} "
                 "rows are in a checkpoint", WAY_OUT)
     if deriving := sorted({type(m).__name__ for m in model.modules()} & DERIVING):
         raise BridgeError(

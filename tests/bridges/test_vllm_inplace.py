@@ -84,7 +84,7 @@ def another_method(module, places):
     [
         (other_dtype, r"\('float8_e5m2', \(12, 32\), True\)"), (transposed, r"\(12, 32\), False\)"),
         (padded, r"\(16, 32\), True\)"), (consumed, "has no weight any more"),
-        (another_method, "how SimpleNamespace keeps it"),
+        (another_method, "the layout of SimpleNamespace"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
