@@ -201,7 +201,7 @@ class FakeTransport:
                                 "repair the source and publish again") from e
         if self._proof and (lost := [n for n, value in sent.items()
                                      if not np.array_equal(engine.weight(n), value)]):
-            raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from what was sent",
+            raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from the tensor sent",
                                 "publish again")
         digest, content = manifest.digest(metas), engine.content() if self._proof else ""
         caches, seconds = engine.commit(version, digest), time.perf_counter() - start

@@ -85,14 +85,14 @@ class Sent:
             self._rows.append((self._places[rows.names], table, first))
 
     def join(self) -> None:
-        """All parts were given: set going what `digests` waits for."""
+        """Concatenate the digests of all parts on the device, once the last part was digested."""
         self._joined = joined(self._tables) if self._tables else None
 
     def digests(self) -> np.ndarray:
         """[n, 2] uint32, in the order of places. Raises ValueError for a tensor that the source did not
         give."""
         starts = list(itertools.accumulate(map(len, self._tables), initial=0))
-        at = np.full(len(self._place), -1)  # in what was joined
+        at = np.full(len(self._place), -1)  # rows in the joined table
         for places, table, first in self._rows:
             at[places] = np.arange(len(places)) + (starts[table] + first)
         if (missing := np.flatnonzero(at < 0)).size:

@@ -262,7 +262,7 @@ class VllmInplace:
             wrong = np.unique(words // 2)
             first = list(self.targets)[wrong[0]]
             raise PublishFailed(
-                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from what was sent, "
+                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from those that were sent, "
                 f"first {first}",
                 "publish again in full; if it happens again, something else writes to the engine's memory",
             )

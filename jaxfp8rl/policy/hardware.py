@@ -109,8 +109,8 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
             f'of the engine, which computes in {engine_dtype} (precision.compute_dtype = "{engine_dtype}")')
 
 
-def _by(what: str, chosen: str, why: str) -> str:
-    return f'{what} by "{chosen}"' + (f' ("pallas" {why})' if why and chosen != "pallas" else "")
+def _by(operation: str, chosen: str, why: str) -> str:
+    return f'{operation} by "{chosen}"' + (f' ("pallas" {why})' if why and chosen != "pallas" else "")
 
 
 def _experts(precision: Precision, model: ModelConfig) -> str:
@@ -120,8 +120,8 @@ def _experts(precision: Precision, model: ModelConfig) -> str:
     widths = model.hidden_size, model.mixture.moe_intermediate_size
     why = high.why_reference(jnp.dtype(precision.compute_dtype), *widths) if in_high else ""
     why = why or ("" if kernels else f'is for precision.products = "pallas", not "{precision.products}"')
-    what = "experts in high precision" if precision.any_fp8 and kernels and why else "experts"
-    return _by(what, "xla, 128 rows at a time" if why or _no_hopper() else "pallas", why)
+    operation = "experts in high precision" if precision.any_fp8 and kernels and why else "experts"
+    return _by(operation, "xla, 128 rows at a time" if why or _no_hopper() else "pallas", why)
 
 
 def _capability() -> str:

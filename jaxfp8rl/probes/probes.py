@@ -179,10 +179,10 @@ def forward_with_hooks(
     """The model's forward pass on one micro-batch of [R, T] fields, with a hook -> (hidden [R, T, D], the
     hook's results).
 
-    look(name, x, live [R, T]) is called in every layer with the input of each linear ("q_proj", ..., [R, T,
-    K]), "key" and "value" as they enter the cache, over their scales [R, T, K, d], and the layer's "output"
-    [R, T, D]; what it returns is stacked: [L, ...]. Of a mixture of experts "gate_proj" and "up_proj" are its
-    input, "down_proj" its output.
+    look(name, x, live [R, T]) is called in every layer with three kinds of arrays: the input of each linear
+    ("q_proj", ..., [R, T, K]), "key" and "value" as they enter the cache, divided by their scales
+    [R, T, K, d], and the layer's "output" [R, T, D]. Its results are stacked over layers, [L, ...]. For a
+    mixture of experts, "gate_proj" and "up_proj" are its input, and "down_proj" is its output.
     """
     rope = nn.rope_tables(micro.positions, model, precision.rope_dtype)
     live, attention = micro.segment_ids > 0, packed_attention(micro.segment_ids, precision)
@@ -225,11 +225,15 @@ def mismatch_gaps(
     weights: Params, micro: TrainBatch, model: ModelConfig, precision: Precision, spans: tuple,
     temperature: float = 1.0
 ) -> dict[str, Array]:
-    """Mean |d logp| in nats: "one_in", "left_without" and "leave_one_out" [len(spans)] (see above), and
-    scalars against no FP8 at all: "all", "weights" (FP8 weights alone), "kv" (FP8 keys, values and attention
-    alone; 0 without)."""
+    """The mean |d logp| in nats, for each of several mixtures of formats.
+
+    "one_in", "left_without" and "leave_one_out" are [len(spans)], see above. "all", "weights" and "kv" are
+    scalars against no FP8: with all FP8, with only FP8 weights, and with only FP8 keys, values and attention
+    (0 if the precision has none).
+    """
     plain, full, only_weights, only_kv = range(4)
-    rows = [[full], [plain], [only_weights], [only_kv]]  # of one choice for all layers, then of two
+    # first the rows with one format for all layers, then those with two formats
+    rows = [[full], [plain], [only_weights], [only_kv]]
     rows = [row * model.num_hidden_layers for row in rows]
     inside = [[start <= i < stop for i in range(model.num_hidden_layers)] for start, stop in spans]
     rows += [[plain if x else full for x in span]

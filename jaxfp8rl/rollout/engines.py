@@ -72,7 +72,7 @@ def engine_lacks(cfg: Config) -> UserError | None:
     if cfg.rollout.engine == "jax" or cfg.rollout.server_url or importlib.util.find_spec("vllm"):
         return None
     return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
-                     'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` says what else is missing')
+                     'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` lists anything else that is missing')
 
 
 def build_engine(cfg: Config, model: ModelConfig,

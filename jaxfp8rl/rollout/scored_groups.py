@@ -16,7 +16,7 @@ from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
-from jaxfp8rl.monitors.end.extremes import told
+from jaxfp8rl.monitors.end.extremes import completion_lines
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import support
 from jaxfp8rl.verifiers.scorers import THINK_TAGS, thinks_on
@@ -180,7 +180,7 @@ def score(
     if all(s.value is None for s in scores):
         why, times = collections.Counter(s.why for s in scores).most_common(1)[0]
         problem, first = flat[0]
-        example = told({"prompt": problem.prompt, "completion": first, "answer": problem.answer},
+        example = completion_lines({"prompt": problem.prompt, "completion": first, "answer": problem.answer},
                        "  for example:")
         raise DataError(f"none of {len(scores)} completions could be scored; {times} times: {why}\n{example}",
                         "score one by hand (docs/tasks.md); continue a run with --resume")

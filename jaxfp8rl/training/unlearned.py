@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.losses.advantages import informative_groups
-from jaxfp8rl.monitors.end.extremes import told
+from jaxfp8rl.monitors.end.extremes import completion_lines
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts
 from jaxfp8rl.types import TrainBatch
 
@@ -97,4 +97,4 @@ def _rejected(sampled: Rollouts, metrics: Mapping[str, float]) -> Cause:
 def _example(group: Group) -> str:
     problem = group.prompt.problem
     row = {"prompt": problem.prompt, "completion": group.texts[0], "answer": problem.answer}
-    return told(row, f"  for example, with reward {group.rewards[0]:g}:").replace("\n", "\n  ")
+    return completion_lines(row, f"  for example, with reward {group.rewards[0]:g}:").replace("\n", "\n  ")

@@ -170,7 +170,7 @@ def test_a_flipped_bit_is_found_where_the_transport_reads_the_engine(under_test)
     under_test.transport.verify(receipt)
     under_test.transport.targets[name].view(torch.uint8)[3, 5] ^= 1
     with pytest.raises(PublishFailed,
-                       match=f"1 of .* tensors of the engine differ from what was sent, first {name}"):
+                       match=f"1 of .* tensors of the engine differ from those that were sent, first {name}"):
         under_test.transport.verify(receipt)
     with pytest.raises(EngineDirty, match="no longer those that were published"):
         under_test.sample()

@@ -217,7 +217,7 @@ def test_another_process_publishes_over_a_link(engine, tmp_path):
 
     ends[0].pieces = flipped
     with pytest.raises(PublishFailed,
-                       match=f"1 of {len(metas)} tensors of the engine differ from what was sent, first"):
+                       match=f"1 of {len(metas)} tensors of the engine differ from those that were sent, first"):
         publish(2)
     assert engine.weight_version() is None
 

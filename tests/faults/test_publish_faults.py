@@ -173,7 +173,7 @@ def test_row_17_every_difference_is_listed_before_a_byte_moves(under_test):
 def test_row_18_a_tensor_lost_in_silence_is_found_by_the_proof(under_test, tensor):
     under_test.publish(0)
     under_test.real.faults.drop_tensor = tensor
-    with pytest.raises(PublishFailed, match=f"version 2 did not arrive: {tensor} differs from what was sent"):
+    with pytest.raises(PublishFailed, match=f"version 2 did not arrive: {tensor} differs from the tensor sent"):
         under_test.publish(1)
     under_test.real.faults.drop_tensor = None
     assert_dirty_until_published(under_test)

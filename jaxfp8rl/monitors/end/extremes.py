@@ -33,7 +33,7 @@ def is_reward(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def told(row: Mapping[str, Any], heading: str) -> str:
+def completion_lines(row: Mapping[str, Any], heading: str) -> str:
     """A completion as lines of text that fit a log and a narrow terminal."""
     facts = [f"{name:<12}{one_line(row[key])}" for key, name in _NAMES if row.get(key) is not None]
     return "\n  ".join([heading, *facts])
@@ -47,7 +47,9 @@ def lines_of(found: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     for name, row in found.items():
         which = name if len(found) > 1 else "last"
         heading = f"{which} sampled completion: reward {row['reward']:g} at step {row.get('step', '?')}"
-        yield told(row, heading if len(found) > 1 else heading + "; every sampled completion has this reward")
+        if len(found) == 1:
+            heading += "; every sampled completion has this reward"
+        yield completion_lines(row, heading)
 
 
 def one_line(text: Any, room: int = ROOM) -> str:

@@ -115,14 +115,14 @@ def _asked(record: Mapping[str, Any]) -> str:
 def _facts(run: Run) -> dict[str, str]:
     """The main numbers of a run, shown at the top of the page."""
     facts = {"verdict": run.verdict.word, "steps": number(run.records[-1]["step"])}
-    for metric, what in ((HELD_OUT, "held-out reward"), (REWARD, "training reward")):
+    for metric, label in ((HELD_OUT, "held-out reward"), (REWARD, "training reward")):
         if values := run.series(metric.key)[1]:
-            facts[what] = f"{values[0]:.3f} \N{RIGHTWARDS ARROW} {values[-1]:.3f}"
+            facts[label] = f"{values[0]:.3f} \N{RIGHTWARDS ARROW} {values[-1]:.3f}"
     medians = ("mismatch/k3", "mismatch k3"), ("correction/ess",
                                                "effective sample size"), ("time/step_s", "seconds a step")
-    for key, what in medians:
+    for key, label in medians:
         if values := run.series(key)[1]:
-            facts[f"{what}, median"] = number(statistics.median(values))
+            facts[f"{label}, median"] = number(statistics.median(values))
     if values := run.series("memory/peak_gib")[1]:
         facts["peak memory, GiB"] = number(max(values))
     if values := run.series("time/step_s")[1]:
@@ -132,7 +132,7 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _section(section: Section, groups: Sequence[compare.Variant]) -> dict[str, Any]:
-    """id, title, charts; and what needs none because it never changed."""
+    """The id, title and charts of a section, and the metrics without a chart because they never change."""
     charts, constant = [], []
     for metric in section.metrics:
         lines = [line for i, group in enumerate(groups) if (line := _line(metric, group, i))]
