@@ -265,7 +265,7 @@ def test_keeps_the_contracts(under_test):
 
 
 def test_one_engine_at_a_time(under_test):
-    with pytest.raises(BridgeError, match="close\\(\\) that one"):
+    with pytest.raises(BridgeError, match="close\\(\\) the open engine"):
         VllmEngine(CONFIG, **SHORT)
     under_test.publish(0)
     assert under_test.sample()[0].problem() is None, "the refusal disturbed the engine that is open"

@@ -33,7 +33,7 @@ def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
     with pytest.raises(BridgeError, match='attention="triton" needs a GPU'):
         VllmEngine(CONFIG, attention="triton", **SHORT)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(BridgeError, match="compiles with nvcc: none is found"):
+    with pytest.raises(BridgeError, match="compiles with nvcc, which was not found"):
         VllmEngine(CONFIG, weights=FP8, fp8_kernel="deep_gemm", **SHORT)
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     with pytest.raises(BridgeError, match="'native' beside VLLM_USE_DEEP_GEMM=1"):

@@ -328,7 +328,7 @@ def test_what_has_no_score_and_what_the_engine_gave_up_is_said(run, tmp_path, mo
 
     def gives_one_up(*words, **options):
         kept, _ = generate(*words, **options)
-        return kept[1:], ("request 0: the engine gave it up",)
+        return kept[1:], ("request 0: the engine aborted it",)
 
     def without_three(*words):
         groups = score(*words)
