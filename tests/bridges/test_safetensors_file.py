@@ -121,7 +121,7 @@ def cut(folder):
 
 DAMAGE = {
     "a shard cut short": (cut,
-                    r"00002-of-00002.safetensors cannot be read, it is missing, damaged or cut short"),
+                    r"00002-of-00002.safetensors cannot be read; it is missing, damaged or cut short"),
     "a shard missing": (lambda f: shard(f).unlink(), "00002-of-00002.safetensors cannot be read"),
     "a shard of noise": (lambda f: shard(f).write_bytes(b"\xff" * 999), "cannot be read"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} cannot be read"),
@@ -216,7 +216,7 @@ def test_what_cannot_be_written_is_said_before_a_byte_is(tmp_path):
     odd, huge = dataclasses.replace(METAS[0], dtype="complex64"), ParamMeta("w", "float32", (2**25, 2**25))
     for name, meta, message in (
         ("here", METAS[0], "here exists"),
-        ("w", odd, "without complex64"),
+        ("w", odd, "cannot hold the dtype complex64"),
         ("w", huge, "GiB left, but the weights take 4194304.00 GiB"),
     ):
         with pytest.raises(BridgeError, match=message):

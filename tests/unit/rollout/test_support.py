@@ -33,7 +33,7 @@ def test_a_support_has_a_bound_and_room_for_ties(settings, vocabulary, bound, wi
     r = rollout(**settings)
     assert (support.bound(r, vocabulary), support.width(r, vocabulary)) == (bound, width)
     said = support.note(r, vocabulary)
-    assert (said is None) == (bound == 0) and ("128 likeliest at most" in (said or "")) == (bound == 128)
+    assert (said is None) == (bound == 0) and ("at most the 128 likeliest" in (said or "")) == (bound == 128)
 
 
 def test_an_engine_that_does_not_say_what_it_left_is_refused_by_name():
@@ -57,8 +57,8 @@ def test_a_token_is_in_its_own_support_once():
     good = completion([5, 6, 7], [4, 5, 7], [2, 0, 1])
     assert good.problem() is None and support.problem(good, 2) is None
     for bad, said in {
-        "token 0 is 0 times": completion([5, 6], [4, 6], [1, 1]),
-        "token 1 is 2 times": completion([5, 6], [5, 6, 6], [1, 2]),
+        "token 0 occurs 0 times": completion([5, 6], [4, 6], [1, 1]),
+        "token 1 occurs 2 times": completion([5, 6], [5, 6, 6], [1, 2]),
         "2 tokens with 1 supports": completion([5, 6], [5], [1]),
         "of 3 tokens in all, 2 ids": completion([5, 6], [5, 6], [2, 1]),
         "support_ids without support_sizes, or the reverse": dataclasses.replace(good, support_ids=None),
