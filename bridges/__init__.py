@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ArraySource", "BridgeError", "Capabilities", "Completion", "ConformanceFailed", "EmbeddedEngine",
     "EmbeddedTransport", "EngineDirty", "EngineFormats", "EngineUnhealthy", "GenRequest",
-    "Health", "ManifestMismatch", "ParamMeta", "PublishFailed", "PublishReceipt", "RolloutEngine", "SamplingParams",
-    "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace", "VllmReload", "WeightSource",
+    "Health", "ManifestMismatch", "ParamMeta", "PublishFailed", "PublishReceipt", "RolloutEngine",
+    "SamplingParams", "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace", "VllmReload", "WeightSource",
     "WeightTransport", "check_engine",
 ]
 # name -> its module and its name there; every other name of __all__ is in bridges.api

@@ -125,8 +125,8 @@ class Completion:
         if ids is None or sizes is None:
             return None if ids is sizes else "support_ids without support_sizes, or the reverse"
         if len(sizes) != len(self.token_ids) or (sizes < 0).any() or sizes.sum() != len(ids):
-            return (f"{len(self.token_ids)} tokens with {len(sizes)} supports of {sizes.sum()} tokens in all, "
-                    f"{len(ids)} ids")
+            return (f"{len(self.token_ids)} tokens with {len(sizes)} supports "
+                    f"of {sizes.sum()} tokens in all, {len(ids)} ids")
         owner = np.repeat(np.arange(len(sizes)), sizes)
         found = np.bincount(owner, self.token_ids[owner] == ids, len(sizes))
         if (wrong := (sizes > 0) & (found != 1)).any():

@@ -185,7 +185,8 @@ def logprobs_are_of_the_distribution_sampled(e: EngineUnderTest) -> None:
         first = {int(c.token_ids[0]): float(c.logprobs[0]) for c in drawn}
         if e.engine.capabilities().support:
             reported = {frozenset(np.asarray(c.support_ids).tolist()) for c in drawn}
-            assert reported == {frozenset(first)}, f"64 draws from the support {reported} gave {sorted(first)}"
+            problem = f"64 draws from the support {reported} gave {sorted(first)}"
+            assert reported == {frozenset(first)}, problem
         assert 2 <= len(first) < 5, f"64 draws among the two likeliest tokens gave {first}"
         assert abs(sum(np.exp(p) for p in first.values())
                    - 1) < 1e-3, f"top_k 2: the probabilities do not sum to 1: {first}"

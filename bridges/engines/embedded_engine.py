@@ -131,7 +131,8 @@ class JaxEngine:
         longest = len(r.prompt_token_ids) + r.sampling.max_tokens
         if longest > self._max_len:
             raise ValueError(
-                f"request {r.request_id!r}: prompt + max_tokens = {longest} exceeds max_model_len {self._max_len}")
+                f"request {r.request_id!r}: prompt + max_tokens = {longest} "
+                f"exceeds max_model_len {self._max_len}")
         if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < self._model.vocab_size:
             raise ValueError(
                 f"request {r.request_id!r}: a token lies outside the vocabulary of {self._model.vocab_size}")
@@ -166,7 +167,8 @@ class JaxEngine:
     def _completion(self, r: GenRequest, index: int, tokens: np.ndarray, logp: np.ndarray,
                     *more) -> Completion:
         if not np.isfinite(logp).all():
-            self._problem = f"request {r.request_id!r}: non-finite log-probability: the weights or a kernel are broken"
+            self._problem = (f"request {r.request_id!r}: non-finite log-probability: "
+                             "the weights or a kernel are broken")
         reason = "stop" if tokens[-1] in r.sampling.stop_token_ids else "length"
         return Completion(r.request_id, index, tokens, logp, reason, self.state.span(len(tokens)), *more)
 

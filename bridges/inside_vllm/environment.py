@@ -34,13 +34,15 @@ def prepare(fp8_kernel: str = "native") -> None:
     wanted = str(int(fp8_kernel == "deep_gemm"))
     if (found := os.environ.setdefault("VLLM_USE_DEEP_GEMM", wanted)) != wanted:
         raise BridgeError(
-            f"fp8_kernel={fp8_kernel!r} contradicts VLLM_USE_DEEP_GEMM={found}, which vLLM reads once a process",
+            f"fp8_kernel={fp8_kernel!r} contradicts VLLM_USE_DEEP_GEMM={found}, "
+            "which vLLM reads once a process",
             "unset it, or use one process for each kernel")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
         raise BridgeError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING is on: the engine would run in another process, out of reach of DLPack",
+            "VLLM_ENABLE_V1_MULTIPROCESSING is on: the engine would run in another process, "
+            "out of reach of DLPack",
             "unset it or set it to 0",
         )
 

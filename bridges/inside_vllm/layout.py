@@ -29,7 +29,8 @@ KERNELS = {
 # methods of experts, with the attribute that names the kernel
 EXPERT_METHODS = {"Fp8MoEMethod": "fp8_backend", "UnquantizedFusedMoEMethod": "unquantized_backend"}
 EXPERT_KERNELS = {"TRITON"}  # vLLM's choice on Hopper; others swap gate and up, or shuffle rows
-DERIVING = {"MLAAttention"}  # modules that keep tensors computed from weights, which only vLLM's loader renews
+# modules that keep tensors computed from weights, which only vLLM's own loader renews
+DERIVING = {"MLAAttention"}
 WAY_OUT = 'publish by vLLM\'s own reload: transport VllmReload, rollout.publish = "reload"'
 
 
@@ -105,7 +106,8 @@ def _problem_of_experts(method: Any) -> str | None:
         return f"the layout of {name} is not known here"
     kernel = getattr(getattr(method, EXPERT_METHODS[name], None), "name", None)
     if kernel not in EXPERT_KERNELS:
-        return f"it belongs to a stack of experts, and {kernel}'s layout of these is not known here (known: TRITON)"
+        return (f"it belongs to a stack of experts, and {kernel}'s layout of these is not known here "
+                "(known: TRITON)")
     return None
 
 

@@ -110,7 +110,8 @@ def _fused(
     if leaf == "weight_scale_inv":
         if any(size % block[0] for size in sizes[:-1]):
             raise BridgeError(
-                f"{path}: its parts have {sizes} rows, not multiples of {block[0]}, so their FP8 blocks do not line up",
+                f"{path}: its parts have {sizes} rows, not multiples of {block[0]}, "
+                "so their FP8 blocks do not line up",
                 f"name {', '.join(names)} in high_precision_modules",
             )
         sizes = [-(-size // block[0]) for size in sizes]

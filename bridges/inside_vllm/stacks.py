@@ -100,7 +100,8 @@ def runs_of(rows: Sequence[LiveRows]) -> list[list[LiveRows]]:
 
 def _follows(r: LiveRows, before: LiveRows) -> bool:
     p, q = r.parameter, before.parameter
-    whole = r.stop - r.start == len(p) if p.dim() == 1 else p.dim() > 1  # a part of a vector is a run of its own
+    # a part of a vector is a run of its own
+    whole = r.stop - r.start == len(p) if p.dim() == 1 else p.dim() > 1
     same = (linear_of(r.meta.name), r.start, p.shape) == (linear_of(before.meta.name), before.start, q.shape)
     together = p.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and p.data_ptr(
         ) == q.data_ptr() + q.nbytes

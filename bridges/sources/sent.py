@@ -63,7 +63,7 @@ class Sent:
                       range(len(alone)))
         stacked = [(rows, rows.first) for rows in part if rows.first is not None]
         made = {id(rows.stack): rows.stack for rows, _ in stacked if not rows.held}
-        starts: dict[int, tuple[int, int]] = {}  # id of a stack that is not held -> (its table, its first row)
+        starts: dict[int, tuple[int, int]] = {}  # id of a stack that is not held -> (table, first row)
         if made:
             table = self._table(stack_digests(*made.values()))
             before = itertools.accumulate(map(_count, made.values()), initial=0)

@@ -203,7 +203,8 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
 
 def _differences(found: dict[str, tuple], want: dict[str, tuple]) -> list[str]:
     def line(name: str) -> str:
-        return f"{name}: {found.get(name, 'missing')} in the files, {want.get(name, 'missing')} in the manifest"
+        have, expected = found.get(name, "missing"), want.get(name, "missing")
+        return f"{name}: {have} in the files, {expected} in the manifest"
 
     return [line(name) for name in sorted(found.keys() | want.keys()) if found.get(name) != want.get(name)]
 

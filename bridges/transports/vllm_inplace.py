@@ -165,12 +165,13 @@ class VllmInplace:
             raise BridgeError("the engine holds no weights to lend", "publish first")
         rows = [self._rows[self._place[name]] for name in names]
         if len(stacks_of(rows)) > 1:
-            raise BridgeError(f"{names[0]} and its counterparts in later layers are not contiguous in memory",
-                              "lend tensors of consecutive layers")
+            raise BridgeError(
+                f"{names[0]} and its counterparts in later layers are not contiguous in memory",
+                "lend tensors of consecutive layers")
         codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax.dlpack.from_dlpack)
         self._lent.append(codes)
-        return LentWeights(codes, _copied([self.targets[f"{name}_scale_inv"] for name in names]), rows[0].start,
-                    rows[0].stop)
+        scales = _copied([self.targets[f"{name}_scale_inv"] for name in names])
+        return LentWeights(codes, scales, rows[0].start, rows[0].stop)
 
     def _take_back(self) -> None:
         for array in self._lent:
@@ -262,8 +263,8 @@ class VllmInplace:
             wrong = np.unique(words // 2)
             first = list(self.targets)[wrong[0]]
             raise PublishFailed(
-                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine differ from those that were sent, "
-                f"first {first}",
+                f"{problem}: {len(wrong)} of {len(have)} tensors of the engine "
+                f"differ from those that were sent, first {first}",
                 "publish again in full; if it happens again, something else writes to the engine's memory",
             )
 
@@ -275,7 +276,7 @@ class VllmInplace:
         return content.hexdigest()
 
     def _check_manifest(self, metas: tuple[ParamMeta, ...]) -> None:
-        if metas is not self._accepted and metas != self._accepted:  # tens of thousands where there are experts
+        if metas is not self._accepted and metas != self._accepted:  # experts have tens of thousands
             manifest.check(metas, self._opened().expected_manifest())
             self._accepted, self._digest, self._nbytes = metas, manifest.digest(metas), manifest.nbytes(metas)
 

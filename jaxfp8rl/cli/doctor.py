@@ -27,7 +27,7 @@ from jaxfp8rl.errors import UserError
 # packages whose versions are shown
 PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers",
             "pydantic")
-LEAST_DRIVER = {12: 525, 13: 580}  # oldest driver for each CUDA version (table of drivers in its release notes)
+LEAST_DRIVER = {12: 525, 13: 580}  # oldest driver for each CUDA version, from its release notes
 UNTESTED_VLLM = Version("0.33")  # untested from here on; the requirements of jaxfp8rl set the oldest version
 PROBE_SECONDS = 180
 GIB = 2**30
@@ -115,7 +115,7 @@ def _nvidia_smi(fields: str) -> subprocess.CompletedProcess[str]:
 
 
 def _jax() -> Iterator[Check]:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the doctor must not take the GPU's memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave the GPU's memory free
     import jax
 
     devices = jax.devices()
@@ -136,7 +136,8 @@ def _cuda() -> Iterator[Check]:
                     "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt")
         return
     major, version, jaxlib = majors[0], _version(f"jax-cuda{majors[0]}-plugin"), _version("jaxlib")
-    detail, fix = f"JAX's plug-in for CUDA {major} is {version}", f'pip install "jax[cuda{major}]=={_version("jax")}"'
+    detail = f"JAX's plug-in for CUDA {major} is {version}"
+    fix = f'pip install "jax[cuda{major}]=={_version("jax")}"'
     if version != jaxlib:
         yield Check("cuda", "FAIL", f"{detail}, jaxlib is {jaxlib}: the versions must be equal", fix)
     elif _has_gpu() and (driver := _driver()) < LEAST_DRIVER[major]:

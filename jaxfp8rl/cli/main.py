@@ -205,7 +205,7 @@ def _run_options(command: Callable) -> None:
 def _other_options(command: Callable) -> None:
     """The commands about this machine, benchmarks, reports and files."""
     doctor = command("doctor", _doctor,
-                     "check Python, JAX, GPU, torch, vLLM, DLPack and memory, and give the fixes", config=False)
+                     "check Python, JAX, GPU, torch, vLLM, DLPack and memory, with fixes", config=False)
     doctor.add_argument("--json", action="store_true", help="one JSON object, to paste into an issue")
     shell = command("completion", _completion, "print a shell completion script",
                     config=False)
@@ -239,7 +239,7 @@ def _config_options(commands: argparse._SubParsersAction) -> None:
     only_one = config.add_mutually_exclusive_group()
     only_one.add_argument("--find", nargs="+", metavar="WORD",
                           help="list the settings whose name or description contains all words")
-    only_one.add_argument("--presets", action="store_true", help="list the shipped configs with their purposes")
+    only_one.add_argument("--presets", action="store_true", help="list the shipped configs")
     only_one.add_argument("--diff", nargs=2, metavar=("A", "B"),
                           help="list the settings in which two configs, or runs, differ")
 

@@ -82,7 +82,7 @@ def find(*words: str) -> list[Setting]:
     if not found:
         near = next((hit for word in words for hit in _nearest(word, everything)), "")
         raise ConfigError(f"no setting matches {query!r}",
-                          f"jaxfp8rl config --find {near}" if near else "`jaxfp8rl config` lists all settings")
+                          f"jaxfp8rl config --find {near}" if near else "`jaxfp8rl config` lists them all")
     return found
 
 
@@ -119,7 +119,8 @@ def format_presets() -> str:
 def overview() -> str:
     """The keys of each section, for `--help`."""
     keys = {name: ", ".join(s.key for s in settings() if s.section == name) for name in SECTIONS}
-    return "\n".join(textwrap.fill(f"  {name:9} {listed}", WIDTH, subsequent_indent=" " * 12) for name, listed in keys.items())
+    return "\n".join(textwrap.fill(f"  {name:9} {listed}", WIDTH, subsequent_indent=" " * 12)
+                     for name, listed in keys.items())
 
 
 def _kind(field: pydantic.fields.FieldInfo) -> str:

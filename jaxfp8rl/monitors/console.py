@@ -41,7 +41,7 @@ class ConsoleMonitor:
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
         self.doing = Doing()
-        self._begun: dict[str, tuple[int, float]] = {}  # (step, time.monotonic()) of each bar when it was first shown
+        self._begun: dict[str, tuple[int, float]] = {}  # bar -> (step, clock) when first shown
         self._rewards: list[float] = []
         self._timed: set[str] = set()
         self._bars: set[str] = set()  # phases with a progress bar
@@ -77,7 +77,8 @@ class ConsoleMonitor:
         step = int(record["step"])
         left = self._time_left("step", step, self.total_steps)
         held = [(key, label, form) for key, label, form in _SHOWN if isinstance(record.get(key), int | float)]
-        facts = [Text(f"{label} {record[key]:{form}}", _style(key, float(record[key]))) for key, label, form in held]
+        facts = [Text(f"{label} {record[key]:{form}}", _style(key, float(record[key])))
+                 for key, label, form in held]
         head, tail = [Text(f"step {step}/{self.total_steps}")], [Text(f"left {left}")] if left else []
         while (line := Text("  ").join([*head, *facts, *tail])).cell_len > COLUMNS and len(facts) > 1:
             facts.pop()

@@ -133,8 +133,8 @@ class RewardRunner:
         if malformed and not self._warned_malformed:
             self._warned_malformed = True
             log.warning(
-                "the scorer failed on %d of %d completions, which score 0 because it accepts the reference answer; "
-                "the first: %.200r; later ones are only counted in reward/malformed",
+                "the scorer failed on %d of %d completions, which score 0 because it accepts "
+                "the reference answer; the first: %.200r; later ones are only counted in reward/malformed",
                 len(malformed), len(scores), malformed[0])
 
     def _start(self) -> _Child:
@@ -199,7 +199,8 @@ class RewardRunner:
         self._replace(child)
 
 
-def _mark_malformed(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Score]], name: str) -> None:
+def _mark_malformed(items: Sequence[tuple[Problem, str]], found: Sequence[dict[str, Score]],
+                    name: str) -> None:
     """Change an "error" to "malformed", with score 0, where the scorer scored another completion of the
     problem.
 

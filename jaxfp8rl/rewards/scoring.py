@@ -65,7 +65,8 @@ def total(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
         return scores[""]
     parts = {name: score.value for name, score in scores.items()}
     known = {name: value for name, value in parts.items() if value is not None}
-    first = {score.why.partition(":")[0]: f"{score.why} ({name})" for name, score in reversed([*scores.items()])}
+    first = {score.why.partition(":")[0]: f"{score.why} ({name})"
+             for name, score in reversed([*scores.items()])}
     if failed := next((first[kind] for kind in ("timeout", "crash", "error", "unreachable") if kind in first),
                       None):
         return Score(None, failed, parts)

@@ -72,7 +72,8 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
         print("no problem is held out: there will be no evaluation (docs/tasks.md)")
     if cfg.sft.steps and (lost := len(train) - len(demonstrable(train, task.name))):
         print(
-            f"the warm start leaves out {lost} of {len(train)} problems, which have no reference answer to imitate")
+            f"the warm start leaves out {lost} of {len(train)} problems, "
+            "which have no reference answer to imitate")
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(
             f"only {len(train)} usable problems, but a step takes "

@@ -77,7 +77,8 @@ def _token_id(tokenizer: Tokenizer, token: int | str) -> int:
                           f"set rollout.stop = [{token!r}]")
     if not 0 <= found < tokenizer.vocab_size:
         raise ConfigError(
-            f"rollout.stop_token_ids: there is no token {found}; ids run from 0 to {tokenizer.vocab_size - 1}",
+            f"rollout.stop_token_ids: there is no token {found}; "
+            f"ids run from 0 to {tokenizer.vocab_size - 1}",
             'give an id, or the text of the token: ["<|im_end|>"]')
     return found
 
@@ -85,20 +86,21 @@ def _token_id(tokenizer: Tokenizer, token: int | str) -> int:
 def _turn_end(tokenizer: Tokenizer) -> tuple[int | None, str]:
     """(the token that ends an assistant's turn in the chat template, or None; a note about it, or "")."""
     eos = ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in tokenizer.eos_token_ids)
-    otherwise = (f"completions stop only at {eos}, unless rollout.stop_token_ids or rollout.stop names the text "
-                 "with which the model ends a turn")
+    otherwise = (f"completions stop only at {eos}, unless rollout.stop_token_ids or rollout.stop "
+                 "names the text with which the model ends a turn")
     try:
         behind = [_behind_reply(tokenizer, messages) for messages in ([ASKED, REPLY], [ASKED, REPLY, NEXT])]
     except DataError as e:
-        return None, f"the chat template does not show how an assistant's turn ends ({e.message}): {otherwise}"
+        return None, f"the chat template shows no end of an assistant's turn ({e.message}): {otherwise}"
     token = next(filter(None, (_first_token(tokenizer, text) for text in behind)), None)
     if token is None:
         ending = behind[0] or behind[1]
-        return None, f"the chat template ends a turn with {ending!r}, which is not a single token: {otherwise}"
+        problem = f"the chat template ends a turn with {ending!r}, which is not a single token"
+        return None, f"{problem}: {otherwise}"
     end = tokenizer.added_tokens()[token]
     note = (
-        f"the chat template ends a turn with {token!r} ({end}), which is not among the tokenizer's eos ({eos}): "
-        "completions stop there, too")
+        f"the chat template ends a turn with {token!r} ({end}), which is not among the tokenizer's "
+        f"eos ({eos}): completions stop there, too")
     return end, "" if end in tokenizer.eos_token_ids else note
 
 

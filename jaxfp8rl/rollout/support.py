@@ -60,8 +60,8 @@ def check_engine(cfg: Config, capabilities: Capabilities) -> None:
     """Raise ConfigError if the run filters and the engine does not report supports."""
     if is_filtered(cfg.rollout) and not capabilities.support:
         raise ConfigError(
-            f"rollout.top_p, rollout.top_k: {capabilities.engine} {capabilities.engine_version} does not report "
-            "the support of each token, over which the learner has to normalise",
+            f"rollout.top_p, rollout.top_k: {capabilities.engine} {capabilities.engine_version} "
+            "does not report the support of each token, over which the learner has to normalise",
             "set rollout.top_p = 1 and rollout.top_k = 0",
         )
 

@@ -50,10 +50,12 @@ class Watchdog:
                 self._end(phase, passed)
 
     def _end(self, phase: str, passed: float) -> None:
-        message = f'the phase "{phase}" did not end within {passed:.0f} s (run.watchdog_s = {self._seconds:g})'
+        limit = f"run.watchdog_s = {self._seconds:g}"
+        message = f'the phase "{phase}" did not end within {passed:.0f} s ({limit})'
         print(
-            f"jaxfp8rl: {message}\n  next step: see {self._path} for where it hung, and continue from the last "
-            "checkpoint with --resume; if it was only slow, raise run.watchdog_s", file=sys.stderr, flush=True)
+            f"jaxfp8rl: {message}\n  next step: see {self._path} for where it hung, and continue "
+            "from the last checkpoint with --resume; if it was only slow, raise run.watchdog_s",
+            file=sys.stderr, flush=True)
         try:
             with self._path.open("w") as file:
                 print(message, file=file, flush=True)

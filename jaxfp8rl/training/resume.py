@@ -163,7 +163,8 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
         run.note(note)
     if ctx.cfg.loss.kl_coef:
         if (reference := name / "reference").is_dir():
-            ctx.group.run_and_sync(functools.partial(shutil.copytree, reference, run.path / "reference"), alone=True)
+            copy = functools.partial(shutil.copytree, reference, run.path / "reference")
+            ctx.group.run_and_sync(copy, alone=True)
         else:
             params = jax.tree.map(decode, state.params, is_leaf=is_scaled)
             run.save_reference(ctx.model, params, ctx.cfg.precision.weight_dtype)

@@ -102,7 +102,8 @@ class _TrainStep(NamedTuple):
         """Whether a scoring pass has computed pi_old before the update."""
         return self.loss.old_policy == "recomputed"
 
-    def correct(self, logp: Float[Array, "*M R T"], batch: TrainBatch, mask: Bool[Array, "*M R T"]) -> Correction:
+    def correct(self, logp: Float[Array, "*M R T"], batch: TrainBatch,
+                mask: Bool[Array, "*M R T"]) -> Correction:
         """The rollout correction of `logp` against the engine's log-probabilities."""
         return rollout_correction(logp, batch.rollout_logp, mask, self.correction, batch.segment_ids)
 
@@ -126,8 +127,9 @@ class _TrainStep(NamedTuple):
             surrogate = jnp.where(aux["opsm/fraction"], 0.0, surrogate)
         total = importance * surrogate
         if loss.kl_coef:
-            weights: Any = dict(sampled_logp=sampled, weight_cap=loss.kl_weight_cap) if loss.unbiased_kl else {}
-            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, **weights))
+            unbiased: Any = {"sampled_logp": sampled, "weight_cap": loss.kl_weight_cap}
+            unbiased = unbiased if loss.unbiased_kl else {}
+            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, **unbiased))
             aux["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)

@@ -66,8 +66,9 @@ def run_updates(
                                    ctx.cfg.rollout.temperature)
             run.note(f"step {step}: an update was not finite and was not applied: {where}")
             if rows[-1]["update/bad_in_a_row"] >= ctx.cfg.optim.max_bad_steps:
+                bad = ctx.cfg.optim.max_bad_steps
                 raise NonFiniteStep(
-                    f"{ctx.cfg.optim.max_bad_steps} updates in a row were not finite; none was applied: {where}",
+                    f"{bad} updates in a row were not finite; none was applied: {where}",
                     f"inspect {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
         elif not rows[-1]["tokens/update"]:

@@ -140,7 +140,8 @@ def _svg(title: str, description: str, parts: Sequence[str]) -> Markup:
     """The picture with title and description as children, which needs no ids that could clash."""
     return Markup(
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title><desc>{escape(description)}</desc><g aria-hidden=\"true\">{''.join(parts)}</g></svg>"
+        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
+        f"<g aria-hidden=\"true\">{''.join(parts)}</g></svg>"
     )
 
 
@@ -150,8 +151,8 @@ def _told(line: Line) -> str:
         return f"{line.name}: no values."
     name = f"{line.name}: " if line.name else ""
     return (
-        f"{name}{number(line.y[0])} at step {number(line.x[0])}, {number(line.y[-1])} at step {number(line.x[-1])},"
-        f" between {number(min(line.y))} and {number(max(line.y))}."
+        f"{name}{number(line.y[0])} at step {number(line.x[0])}, "
+        f"{number(line.y[-1])} at step {number(line.x[-1])}, between {number(min(line.y))} and {number(max(line.y))}."
     )
 
 
