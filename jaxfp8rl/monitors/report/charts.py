@@ -152,7 +152,8 @@ def _told(line: Line) -> str:
     name = f"{line.name}: " if line.name else ""
     return (
         f"{name}{number(line.y[0])} at step {number(line.x[0])}, "
-        f"{number(line.y[-1])} at step {number(line.x[-1])}, between {number(min(line.y))} and {number(max(line.y))}."
+        f"{number(line.y[-1])} at step {number(line.x[-1])}, "
+        f"between {number(min(line.y))} and {number(max(line.y))}."
     )
 
 
