@@ -59,7 +59,7 @@ def test_on_a_cpu_products_are_in_float32():
     ("dtype", "head_dim", "message"),
     [("float32", 64, "needs bfloat16 or float16, but precision.compute_dtype is .float32"),
      ("bfloat16", 96, "heads of size 64, 128 and 256.*size 96"),
-     ("float16", 128, "needs a Hopper GPU .capability 9.0., this is cpu")],
+     ("float16", 128, "needs a Hopper GPU .capability 9.0.; this is cpu")],
 )
 def test_attention_by_kernels_says_what_it_needs_and_auto_leaves_it(dtype, head_dim, message):
     model = dataclasses.replace(MODEL, head_dim=head_dim)
@@ -94,7 +94,7 @@ SAID = {  # name: (capability, precision, model, what a run says)
         'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas"'),
     "no Hopper GPU": (
         "8.9", Precision(FP8_RUNS, products="tensor_core"), MODEL,
-        'learner ("pallas" needs a Hopper GPU (capability 9.0), this is a GPU): FP8 products by "tensor_core", attention by '
+        'learner ("pallas" needs a Hopper GPU (capability 9.0); this is a GPU): FP8 products by "tensor_core", attention by '
         '"xla", log-probabilities by "xla"'),
     "heads of 96, a width of 100": (
         "9.0", Precision.uniform(1, "bfloat16"), dataclasses.replace(MODEL, head_dim=96, hidden_size=100),
