@@ -1,2 +1,2 @@
-"""Problems, their order, and the tokens they become. Importing this package loads neither jax nor a tokenizer
+"""Problems, their order, and their tokens. Importing this package loads neither jax nor a tokenizer
 library."""

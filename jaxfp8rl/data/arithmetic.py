@@ -21,12 +21,13 @@ from jaxfp8rl.verifiers import scorers
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticTask:
-    """`a+b=` with plain decimal answers: `operands` numbers from 0 to `max_operand`, one operation a problem.
+    """`a+b=` with plain decimal answers: `operands` numbers from 0 to `max_operand`, one operation per
+    problem.
 
-    `size` problems are drawn (all, when fewer exist) and split by a hash of the unordered operands: a
-    held-out set of operands occurs in training neither in another order nor under another operation.
+    `size` problems are drawn (all of them if fewer exist) and split by a hash of the unordered operands. A
+    held-out set of operands therefore never occurs in training, in another order or under another operation.
     `demonstration_error` is the share of demonstrations whose answer is one too large, drawn anew each time:
-    a sloppy teacher, whom the warm start imitates and whom reinforcement learning has to surpass.
+    the warm start imitates an imperfect teacher, which reinforcement learning has to surpass.
     """
 
     kind: ClassVar[str] = "arithmetic"
@@ -68,8 +69,7 @@ class ArithmeticTask:
         return str(int(problem.answer) + int(rng.random() < self.demonstration_error))
 
     def score(self, problem: Problem, text: str) -> float:
-        """1.0 for exactly the answer, no blank around it: what stands before the stop token is the answer or
-        is wrong."""
+        """1.0 if the text is exactly the answer, without white space around it; otherwise 0.0."""
         return float(text == problem.answer)
 
     def rewarding(self, reward: Reward) -> Task:

@@ -1,4 +1,4 @@
-"""The order of problems, seeded, resumable and the same on every machine; and their tokens, checked once at
+"""The order of problems (seeded, resumable and the same on every machine) and their tokens, checked once at
 start-up."""
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def fingerprint(items: Sequence[Any]) -> str:
-    """SHA-256 over ids and prompts, in order. An item is a Problem, or the (Problem, tokens) of `prepare`."""
+    """SHA-256 over ids and prompts, in order. An item is a Problem, or a (Problem, tokens) pair from
+    `prepare`."""
     digest = hashlib.sha256()
     for item in items:
         problem: Problem = item[0] if isinstance(item, tuple) else item
@@ -29,7 +30,7 @@ def fingerprint(items: Sequence[Any]) -> str:
 
 
 def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool = True) -> str:
-    """SHA-256 over everything that a run learns from: the `fingerprint`, the prompts as tokens and, if
+    """SHA-256 over everything that a run learns from: the `fingerprint`, the tokens of the prompts and, if
     `answers`, the answers."""
     digest = hashlib.sha256(fingerprint(prompts).encode())
     for problem, tokens in prompts:
@@ -39,8 +40,8 @@ def contents(prompts: Sequence[tuple[Problem, tuple[int, ...]]], answers: bool =
 
 
 def demonstrable[Item: tuple](items: Sequence[Item], name: str) -> list[Item]:
-    """The items whose problem has a reference answer for a warm start to imitate. Raises ConfigError if none
-    has."""
+    """The items whose problem has a reference answer that a warm start can imitate. Raises ConfigError if
+    there is none."""
     found = [item for item in items if item[0].answer.strip()]
     if items and not found:
         raise ConfigError(
@@ -50,10 +51,10 @@ def demonstrable[Item: tuple](items: Sequence[Item], name: str) -> list[Item]:
 
 
 class PromptStream[Item]:
-    """An endless order over items: each epoch is a permutation fixed by (seed, epoch); a batch may span two
-    epochs.
+    """An endless order over items: each epoch is a permutation fixed by (seed, epoch), and a batch may span
+    two epochs.
 
-    Raises DataError when there is nothing to draw from.
+    Raises DataError if there are no items.
     """
 
     def __init__(self, items: Sequence[Item], seed: int):
@@ -75,15 +76,14 @@ class PromptStream[Item]:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """JSON-able place in the stream."""
+        """The position in the stream, in a form that JSON can represent."""
         return {"seed": self._seed, "epoch": self._epoch, "position": self._position,
                 "items": len(self._items),
                 "fingerprint": self._fingerprint}
 
     @classmethod
     def from_state(cls, items: Sequence[Item], state: dict[str, Any]) -> PromptStream[Item]:
-        """Continue where `state` was taken. Raises CheckpointError when the state is damaged or of other
-        data."""
+        """Continue from `state`. Raises CheckpointError if the state is damaged or belongs to other data."""
         try:
             stream = cls(items, int(state["seed"]))
             epoch, position, have = int(state["epoch"]), int(state["position"]), state["fingerprint"]
@@ -92,8 +92,8 @@ class PromptStream[Item]:
                                   "resume from an older one") from e
         if have != stream._fingerprint:
             raise CheckpointError(
-                f"the checkpoint was taken on other problems ({state.get('items')} with fingerprint {str(have)[:12]}; "
-                f"now {len(items)} with {stream._fingerprint[:12]})",
+                f"the checkpoint was taken on other problems ({state.get('items')} with fingerprint "
+                f"{str(have)[:12]}; now {len(items)} with {stream._fingerprint[:12]})",
                 "restore task.options and the task's files, or start a new run from the weights (--fork)")
         if epoch < 0 or not 0 <= position <= len(items):
             raise CheckpointError(
@@ -109,8 +109,9 @@ class PromptStream[Item]:
 
 @dataclasses.dataclass(frozen=True)
 class PrepareReport:
-    """How many problems `prepare` kept, and left out as empty, too long, or refused by template or tokenizer.
-    `longest`: tokens of the longest prompt kept. `first`: why the first was left out, in words."""
+    """How many problems `prepare` kept, and how many it skipped because their prompts were empty, too long,
+    or refused by the template or the tokenizer. `longest`: tokens of the longest prompt kept. `first`: why
+    the first problem was skipped."""
 
     kept: int
     empty: int
@@ -121,8 +122,8 @@ class PrepareReport:
 
 
 def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids [T] of a prompt; chat messages go through the tokenizer's template. May be empty. Raises
-    DataError for a prompt that the template or the vocabulary refuses."""
+    """Token ids [T] of a prompt; chat messages go through the tokenizer's template. The result may be empty.
+    Raises DataError if the template or the vocabulary refuses the prompt."""
     if isinstance(problem.prompt, str):
         return tuple(tokenizer.encode(problem.prompt))
     return tuple(tokenizer.apply_chat(problem.prompt))
@@ -130,10 +131,10 @@ def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def prepare(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_tokens: int,
             skip: bool = False) -> tuple[list[tuple[Problem, tuple[int, ...]]], PrepareReport]:
-    """Encode every prompt, once, at start-up. With `skip`, prompts that are empty, too long or refused are
-    left out and counted.
+    """Encode every prompt once, at start-up. With `skip`, prompts that are empty, too long or refused are
+    skipped and counted.
 
-    Raises DataError naming the first five such prompts when `skip` is off, and when none is left.
+    Raises DataError, naming the first five such prompts, if `skip` is off or if no prompt is left.
     """
     kept, bad, counts = [], [], {"empty": 0, "too_long": 0, "refused": 0}
     for problem in problems:
@@ -155,6 +156,6 @@ def prepare(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_tokens
         raise DataError(f"{len(bad)} of {len(problems)} prompts cannot be used:\n  " + "\n  ".join(bad[:5])
                         + more,
                         "".join(way for kind, way in ways.items() if counts[kind])
-                        + "or set task.skip_bad_rows = true to leave them out and count them")
+                        + "or set task.skip_bad_rows = true to skip and count them")
     longest = max((len(tokens) for _, tokens in kept), default=0)
     return kept, PrepareReport(len(kept), **counts, longest=longest, first=bad[0] if bad else "")

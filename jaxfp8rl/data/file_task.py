@@ -1,4 +1,4 @@
-"""The task "file": your rows."""
+"""The task "file": problems from the user's own files."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from jaxfp8rl.verifiers import numbers, scorers
 
 @dataclasses.dataclass(frozen=True)
 class FileReport:
-    """Rows read, and those left out (with `skip_bad_rows`), training and held-out files together; what else
-    was done to them."""
+    """The number of rows read, the rows skipped (with `skip_bad_rows`), and notes on other changes. Training
+    and held-out files count together."""
 
     rows: int
     bad: tuple[BadRow, ...]
@@ -44,13 +44,13 @@ class FileReport:
 @dataclasses.dataclass(frozen=True)
 class FileTask(ReferenceDemonstrations):
     """Rows of files (JSON, JSON Lines, CSV, Parquet): a prompt (a string or a list of {role, content}) and an
-    answer (a string, a number or a list of accepted ones).
+    answer (a string, a number or a list of accepted answers).
 
-    Held-out rows come from `held_out_path`, or else are the share `held_out_fraction` of `path` chosen by a
-    hash of the prompt, which keeps equal prompts together: a row's place does not depend on the others, so
-    that a file may grow. They come in the order of a hash of the prompt alone: the first of them, which a run
-    evaluates on, depend neither on the file's order (by subject, say) nor, for a `held_out_path`, on the run.
-    `scorer`: "exact", "math_verify" or "package.module:function".
+    Held-out rows come from `held_out_path`. Without one they are the share `held_out_fraction` of `path`,
+    chosen by a hash of the prompt. Equal prompts therefore stay together, and a row's split does not depend
+    on the other rows, so a file may grow. Held-out rows are ordered by a hash of the prompt alone. The first
+    rows, which a run evaluates on, therefore do not depend on the file's order (by subject, for example) nor,
+    with a `held_out_path`, on the run. `scorer`: "exact", "math_verify" or "package.module:function".
     """
 
     kind: ClassVar[str] = "file"
@@ -97,7 +97,7 @@ class FileTask(ReferenceDemonstrations):
         return self._split[1]
 
     def score(self, problem: Problem, text: str) -> float | None:
-        """Of several accepted answers, each is as good; a scorer of one's own is given all of them, in
+        """The best score over the accepted answers. A user's scorer is called once, with all of them in
         `problem.answers`."""
         if self.scorer not in scorers.SCORERS or not problem.alternatives:
             return self._score_one(problem, text)
@@ -106,7 +106,7 @@ class FileTask(ReferenceDemonstrations):
             try:
                 scores.append(self._score_one(dataclasses.replace(problem, answer=answer, alternatives=()),
                                               text))
-            except ValueError as e:  # "two", beside "2", is no mathematical expression
+            except ValueError as e:  # one of several answers may not be an expression: "two" next to "2"
                 failed = e
         if failed and not scores:
             raise failed
@@ -117,15 +117,15 @@ class FileTask(ReferenceDemonstrations):
         if answer is None:
             return 0.0
         if self.extract == "last_number" and (number := numbers.whole_number(problem.answer)):
-            # written as what is extracted: 1000 for 1,000
+            # in the notation of the extracted number: 1000 for 1,000
             problem = dataclasses.replace(problem, answer=number)
-        # cut out of its tag, an answer has no delimiters left
+        # an answer from inside a tag has no math delimiters
         if self.scorer == "math_verify" and self.extract == "tag":
             return self._scorer(problem, scorers.as_latex(answer)) or self._scorer(problem, answer)
         return self._scorer(problem, answer)
 
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
-        """The reference as it stands in the file; where that would score nothing, the answer in it alone."""
+        """The reference as it stands in the file. If the reference itself would score 0, only the answer."""
         whole = super().demonstrate(problem, rng)
         return whole if self.scorer != "exact" or self.score(problem, whole) else problem.answer
 
@@ -155,15 +155,16 @@ class FileTask(ReferenceDemonstrations):
         if not rows:
             raise DataError(f"{self.path}: no usable row is left to train on ({total} read, {len(bad)} bad)",
                             "check prompt_field, answer_field and held_out_fraction of task.options")
-        # no seed in it: runs of other seeds are compared on the same
+        # The order does not depend on the seed, so that runs with different seeds evaluate the same problems.
         held_out.sort(key=lambda r: unit_hash(r.prompt))
         roots = [os.path.commonpath([os.path.dirname(file) for file in r.files]) for r in (read[0], read[-1])]
         train, test = ([self._problem(root, r) for r in part] for root, part in zip(roots, (rows, held_out)))
         return train, test, FileReport(total, tuple(bad), tuple(note for r in read for note in r.notes()))
 
     def _divide(self, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-        """(rows to train on, rows held out): those of the lowest hashes. A few rows may all lie above the
-        share: then it is the lowest one's prompt, for as long as there are others."""
+        """(rows to train on, held-out rows). Held-out rows are those with the lowest hashes. In a small file
+        every hash may exceed the share; then the prompt with the lowest hash is held out, provided there are
+        others."""
         places = [unit_hash(self.seed, r.prompt) for r in rows]
         share = self.held_out_fraction
         if share and places and min(places) >= share and len(set(places)) > 1:
@@ -172,12 +173,12 @@ class FileTask(ReferenceDemonstrations):
                 [r for r, place in zip(rows, places) if place < share])
 
     def _read(self, path: str) -> Rows:
-        """`read_rows`; an answer that no completion can match is unusable too."""
+        """`read_rows`, with a row also unusable if no completion can match its answer."""
         fields = Fields(self.prompt_field, self.answer_field, self.answer_extract, self.replies,
                         self.meta_fields)
         found = read_rows(path, fields, self.repeats == "keep")
         if self.extract == "last_number" and self.scorer == "exact" and not self.rewards:
-            why = 'is no number, which extract = "last_number" gives: write the number alone'
+            why = 'is not a number, but extract = "last_number" gives numbers: write the number alone'
             scores = [any(self.score(self._problem("", r), answer) for answer in r.answers)
                       for r in found.rows]
             lost = [BadRow(r.file, r.line, self.answer_field, why) for r, right in zip(found.rows, scores)
@@ -193,7 +194,7 @@ class FileTask(ReferenceDemonstrations):
 
 
 def _without(rows: list[Row], held_out: list[Row], field: str) -> tuple[list[Row], list[BadRow]]:
-    """Training rows whose prompt is not held out, and the others as bad rows."""
+    """(training rows whose prompt is not held out, the other training rows as bad rows)."""
     held = {json.dumps(r.prompt) for r in held_out}
     shared = [json.dumps(r.prompt) in held for r in rows]
     bad = [BadRow(r.file, r.line, field, "this prompt is also held out") for r, twice in zip(rows, shared)

@@ -1,4 +1,4 @@
-"""Files of rows: which ones a path means, and their rows as they stand there, one after another."""
+"""Finds the data files that a path names, and reads their rows one by one, unchecked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxfp8rl.errors import DataError, nearest
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 KINDS = ".jsonl, .json, .csv, .tsv (each also with .gz, .bz2 or .xz) and .parquet"
-# they describe a set, and hold no rows
+# these describe a data set and contain no rows
 OF_HUB = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",
           "validation": "validation",
@@ -31,7 +31,7 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
 
 @dataclasses.dataclass(frozen=True)
 class BadRow:
-    """One unusable row: where, which field ("" when the row as a whole), and why."""
+    """One unusable row: its position, the field ("" for the row as a whole), and the reason."""
 
     file: str
     line: int
@@ -44,7 +44,7 @@ class BadRow:
 
 
 class Written(float):
-    """A number of JSON that knows how it was written: an answer of 2.50 is not 2.5."""
+    """A JSON number that keeps its spelling: an answer of 2.50 is not rewritten as 2.5."""
 
     text: str
 
@@ -55,10 +55,9 @@ class Written(float):
 
 
 def data_files(path: str) -> list[str]:
-    """The files of rows that a file, a folder or a glob means, in the order of their names.
+    """The data files that a file, a folder or a glob names, sorted by name.
 
-    Raises DataError if there are none, or if they are not of one kind, one split and, for a folder, one
-    place.
+    Raises DataError if there are none, or if they differ in format, in split or, for a folder, in subfolder.
     """
     whole = os.path.expanduser(path)
     if os.path.isdir(whole):
@@ -82,10 +81,11 @@ def data_files(path: str) -> list[str]:
 
 
 def raw_rows(path: str, columns: Collection[str] | None = None) -> Iterator[tuple[int, Any]]:
-    """(line, value) of every row, the value a BadRow where it is malformed. Lines count from 1; where a file
-    has no lines of rows (Parquet, a list in JSON), rows do. `columns`: of a Parquet file, read these alone.
+    """(line, value) of every row; the value is a BadRow if the row is malformed. Lines count from 1. In a
+    file without lines of rows (Parquet, a JSON list) the number is that of the row. `columns`: the columns to
+    read from a Parquet file.
 
-    Raises DataError when the file as a whole cannot be read.
+    Raises DataError if the file as a whole cannot be read.
     """
     line, reader = 0, READERS[_kind_of(path)]
     try:
@@ -114,7 +114,8 @@ def _neighbour(path: str) -> str:
 
 
 def _check_alike(path: str, root: str, files: Sequence[str]) -> None:
-    """Raise DataError if the files seem to be more than one set: nobody should guess which to train on."""
+    """Raise DataError if the files seem to belong to several data sets: nobody should have to guess which to
+    train on."""
 
     def split(name: str) -> str:
         words = re.split("[^a-z]+", os.path.relpath(name, root).lower())
@@ -166,8 +167,8 @@ def _lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
 
 
 def _json(path: str) -> Iterator[tuple[int, Any]]:
-    """A list of rows, an object whose "data" (or whose only value) is one, or JSON Lines under this name, as
-    often."""
+    """A list of rows; an object whose "data" (or whose only value) is such a list; or JSON Lines, which often
+    have the extension .json."""
     with _open(path) as f:
         raw = f.read()
     try:
@@ -175,7 +176,7 @@ def _json(path: str) -> Iterator[tuple[int, Any]]:
     except (ValueError, RecursionError) as e:
         if getattr(e, "msg", "") != "Extra data":
             raise DataError(f"{path}: malformed JSON: {e}",
-                            "mend it, or write one row a line as .jsonl") from e
+                            "repair it, or write one row per line as .jsonl") from e
         yield from _lines(path, io.BytesIO(raw))
         return
     if isinstance(value, dict):
@@ -185,15 +186,15 @@ def _json(path: str) -> Iterator[tuple[int, Any]]:
 
 
 def _csv(path: str, delimiter: str = ",") -> Iterator[tuple[int, Any]]:
-    """Every value is text, as it stands. A byte that is no UTF-8 becomes a lone surrogate, which no row may
-    have."""
+    """Every value is text, unchanged. A byte that is not UTF-8 becomes a lone surrogate, which `check_text`
+    refuses."""
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(_open(path), "utf-8-sig", "surrogateescape", newline="") as f:
         reader = csv.reader(f, delimiter=delimiter, strict=True)
         header = next(reader, [])
         if twice := {name for name in header if header.count(name) > 1}:
             raise DataError(f"{path}: the header names {sorted(twice)} twice",
-                            "give each column a name of its own")
+                            "give each column a unique name")
         while True:
             line = reader.line_num + 1
             try:
@@ -220,7 +221,7 @@ def _parquet(path: str, columns: Collection[str] | None) -> Iterator[tuple[int, 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
-            # rows of reasoning traces are of 100 kB each
+            # in batches, because rows of reasoning traces can have 100 kB each
             for batch in file.iter_batches(1024, columns=names):
                 for value in batch.to_pylist():
                     yield (line := line + 1), value

@@ -1,4 +1,4 @@
-"""The prompt of a row: text, or chat messages in any of the usual forms, up to the turn that the model
+"""The prompt of a row: text, or chat messages in any of the common forms, up to the turn that the model
 answers."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ ANSWERERS = {"assistant", "gpt", "model", "bot", "chatgpt"}
 
 
 def as_prompt(value: Any) -> tuple[Prompt, bool]:
-    """The prompt in a field, and whether turns that answer it were cut off.
+    """(the prompt in a field, whether replies to it were cut off).
 
-    Messages are {role, content} or ShareGPT's {from, value}, as a list or as JSON. Raises ValueError, saying
-    what is wrong.
+    Messages are {role, content} or ShareGPT's {from, value}, as a list or as JSON text. Raises ValueError
+    with the reason if the field is not a usable prompt.
     """
     if isinstance(value, str):
         messages = _messages_in(value)
@@ -24,26 +24,28 @@ def as_prompt(value: Any) -> tuple[Prompt, bool]:
             return _not_empty(value), False
         value = messages
     if not isinstance(value, list):
-        raise ValueError(f"must be a string or a list of {{role, content}}, this is {kind(value)}")
+        raise ValueError(f"must be a string or a list of {{role, content}}, but is {kind(value)}")
     messages = [_message(i, m) for i, m in enumerate(value)]
     asked = messages[: _end_of_question(messages)]
     if messages and not asked:
-        raise ValueError("the assistant's turn alone, nothing to answer")
+        raise ValueError("contains only the assistant's turn, which leaves nothing to answer")
     _not_empty("".join(m["content"] for m in asked))
     return tuple(asked), len(asked) < len(messages)
 
 
 def check_text(text: str) -> str:
-    """The text. Raises ValueError for a lone surrogate, half a character: no tokenizer reads it."""
+    """The text. Raises ValueError if it contains a lone surrogate (half a character), which no tokenizer can
+    read."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
         raise ValueError(
-            f"half a character, U+{ord(text[e.start]):04X}, at position {e.start}: this is no text") from e
+            f"contains half a character, U+{ord(text[e.start]):04X}, at position {e.start}") from e
     return text
 
 
 def kind(value: Any) -> str:
+    """The JSON type of a value, with its article: "a string"."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string",
              list: "a list"}
     one = next((names[t] for t in type(value).__mro__ if t in names), type(value).__name__)
@@ -57,7 +59,7 @@ def _not_empty(text: str) -> str:
 
 
 def _messages_in(text: str) -> list | None:
-    """The messages in a text that is their JSON, as in many Parquet files; None for any other text."""
+    """The messages if a text is their JSON, as in many Parquet files; None for any other text."""
     if not text.startswith("[") or not ('"role"' in text or '"from"' in text):
         return None
     try:
@@ -70,9 +72,10 @@ def _messages_in(text: str) -> list | None:
 
 
 def _message(i: int, message: Any) -> dict[str, Any]:
-    """{role, content} and all else that is not null: a template may read a name, or a call of a tool."""
+    """{role, content} and all other values that are not null, because a template may read a name or a tool
+    call."""
     if not isinstance(message, dict):
-        raise ValueError(f"message {i} must be {{role, content}}, this is {kind(message)}")
+        raise ValueError(f"message {i} must be {{role, content}}, but is {kind(message)}")
     if "role" not in message and "from" in message:
         message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message.get("value"),
                    **{k: v for k, v in message.items() if k not in ("from", "value")}}
@@ -84,14 +87,14 @@ def _message(i: int, message: Any) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not (isinstance(role, str) and isinstance(content, str)):
         raise ValueError(
-            f"message {i} must be {{role, content}} with two strings, the content has {kind(content)}")
+            f"message {i} must be {{role, content}} with two strings, but its content is {kind(content)}")
     rest = {k: v for k, v in message.items() if v is not None and k not in ("role", "content")}
     return {"role": role, "content": check_text(content), **rest}
 
 
 def _end_of_question(messages: Sequence[dict[str, Any]]) -> int:
-    """The number of messages before the assistant's answer to the last user turn. A call of a tool with its
-    result is part of the question."""
+    """The number of messages before the assistant's answer to the last user turn. A tool call with its result
+    belongs to the question."""
     end = max((i for i, m in enumerate(messages) if m["role"].lower() == "user"), default=-1) + 1
     while end < len(messages):
         message = messages[end]

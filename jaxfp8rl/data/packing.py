@@ -1,9 +1,9 @@
-"""Packing of sequences of different lengths into rows of one length, so that the jitted step always sees one
-shape.
+"""Packing of sequences of different lengths into rows of one length, so that the jitted step always sees the
+same shapes.
 
-First-fit decreasing (Johnson 1973): longest first, each into the first row that still has room. The worst
-case of the configuration fixes the number of micro-batches, not the batch at hand: a step that was compiled
-once never compiles again, and empty micro-batches are skipped on the device (jaxfp8rl.microbatch).
+The method is first-fit decreasing (Johnson 1973): the longest sequence first, each into the first row with
+enough room. The configuration's worst case, not the batch at hand, fixes the number of micro-batches. The
+step therefore compiles only once, and empty micro-batches are skipped on the device (jaxfp8rl.microbatch).
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from jaxfp8rl.types import TrainBatch
 
 
 class Sample(NamedTuple):
-    """A prompt with its completion. `logprobs` [len(completion)] float32 are the engine's; `advantage` is one
-    number. `routes` [tokens but the last, ...] unsigned: the experts of each (TrainBatch). `weights`
-    [len(completion)] float32: factors of the tokens' losses; None: all are 1. `support`: the engine's ids and
-    sizes (Completion)."""
+    """A prompt with its completion.
+
+    logprobs [len(completion)] float32: the engine's. advantage: one number for the completion. routes [tokens
+    - 1, ...] unsigned: the experts of each token but the last (TrainBatch). weights [len(completion)]
+    float32: factors of the tokens' losses; None means 1. support: the engine's support ids and sizes
+    (Completion).
+    """
 
     prompt: Sequence[int]
     completion: Sequence[int] | np.ndarray
@@ -34,26 +37,26 @@ class Sample(NamedTuple):
 
 
 def padded_support(ids: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
-    """support_ids and support_sizes [T] of a completion -> [T, width] int32, -1 behind the last of each."""
+    """A completion's support_ids and support_sizes [T] as rows [T, width] int32, padded with -1."""
     rows = np.full((len(sizes), width), -1, np.int32)
     rows[np.arange(width) < np.asarray(sizes)[:, None]] = ids
     return rows
 
 
 def microbatches_needed(samples: int, longest: int, row_tokens: int, rows: int) -> int:
-    """Micro-batches of `rows` rows that hold any `samples` sequences of at most `longest` tokens, however
-    they fall.
+    """The number of micro-batches of `rows` rows that can hold any `samples` sequences of at most `longest`
+    tokens, however they are packed.
 
-    With one sequence of the longest kind always fitting, at least floor(row_tokens / longest) share a row.
+    At least floor(row_tokens / longest) sequences fit into a row.
     """
     return math.ceil(math.ceil(samples / (row_tokens // longest)) / rows)
 
 
 def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Indices of the sequences in each row, first-fit decreasing; ties keep their order, so the result is
-    deterministic.
+    """The indices of the sequences in each row, by first-fit decreasing. Ties keep their order, so the result
+    is deterministic.
 
-    Raises ValueError when a sequence is longer than a row.
+    Raises ValueError if a sequence is longer than a row.
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -77,9 +80,9 @@ def pack(
 ) -> TrainBatch:
     """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
 
-    like: routes of no tokens, for a batch that has routes even without a sample. support: width of the
-    supports, if all samples have one; then a token whose support is not known does not count as response.
-    Raises ValueError if the samples do not fit.
+    like: routes of zero tokens, for a batch that has routes even if it has no sample. support: the width of
+    the supports, used if all samples have one; a token without a known support then does not count as
+    response. Raises ValueError if the samples do not fit.
     """
     rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
     shape = (microbatches * rows_per_microbatch, row_tokens)
@@ -122,8 +125,8 @@ def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | 
 
 
 def unpack(values: np.ndarray, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The part of each sample's completion, [tokens, ...], of [M, R, T, ...] `values` aligned with the batch
-    that `samples` were packed to."""
+    """The completion's part [tokens, ...] of each sample in `values` [M, R, T, ...], which are aligned with
+    the batch that `samples` were packed into."""
     rows = values.reshape(-1, *values.shape[2:])
     found: dict[int, np.ndarray] = {}
     for r, members in enumerate(assign_rows([len(s.prompt) + len(s.completion) for s in samples],

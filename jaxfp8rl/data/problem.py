@@ -10,12 +10,12 @@ from jaxfp8rl.data.messages import Prompt
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A prompt (plain text, or chat messages of `role` and `content`) and its reference answer. `meta` is
-    JSON-able.
+    """A prompt (plain text, or chat messages with `role` and `content`) and its reference answer.
 
-    `alternatives`: other answers that are as right. `reference`: the text that the answer was found in (a
-    worked solution, say), where it is more than the answer. `question`: two problems that have it in common
-    are one to a split, however they are put; by default what stands in the prompt (jaxfp8rl.data.seen).
+    meta: values that JSON can represent. alternatives: other accepted answers. reference: the text that
+    contains the answer, such as a worked solution, if it is more than the answer. question: the identity of
+    the problem for splits; problems with equal questions are never split between training and held-out sets.
+    The default is the text of the prompt (jaxfp8rl.data.seen).
     """
 
     id: str

@@ -33,13 +33,13 @@ from jaxfp8rl.verifiers import reasoning_gym_faults, scorers
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningGymTask(ReferenceDemonstrations):
-    """Any generator of the package reasoning-gym, scored by that generator. `options` are the generator's
-    own.
+    """Any generator of the package reasoning-gym, scored by that generator. `options` are passed to the
+    generator.
 
-    Training takes items [0, size) and held-out the `held_out_size` items after them: most generators draw
-    item i from `Random(seed + i)`, so that a neighbouring seed would repeat training items. Held-out items
-    whose question occurs in training are dropped. A few generators depend on Python's hash seed: to resume
-    one of those, fix PYTHONHASHSEED.
+    Training uses items [0, size), and the held-out set the `held_out_size` items after them: most generators
+    draw item i from `Random(seed + i)`, so a neighbouring seed would repeat training items. Held-out items
+    whose question occurs in training are dropped. A few generators depend on Python's hash seed; to resume
+    such a run, fix PYTHONHASHSEED.
     """
 
     kind: ClassVar[str] = "reasoning_gym"
@@ -72,12 +72,16 @@ class ReasoningGymTask(ReferenceDemonstrations):
         return self._split[1]
 
     def score(self, problem: Problem, text: str) -> float:
-        """The generator's score in [0, 1] of the extracted answer, 0.0 when there is none. Some give partial
-        credit. What breaks the scorer, which takes the reference answer, is no answer either; raises where it
-        does not take that."""
+        """The generator's score in [0, 1] of the extracted answer; 0.0 if there is none. Some generators give
+        partial credit.
+
+        An answer that makes the scorer raise scores 0.0, provided that the scorer accepts the reference
+        answer. If it raises on that as well, so does this function.
+        """
         answer = scorers.extract(text, self.extract, self.think_tags)
         entry = ast.literal_eval(problem.meta["entry"])
-        if not answer:  # which the generator may ask for, but one that names no answer does not
+        # An empty answer scores only if the generator's answer is empty too; a missing one never scores.
+        if not answer:
             return float(answer is not None and answer == entry["answer"])
         try:
             return reasoning_gym_faults.score(self._dataset, answer, entry)
@@ -127,7 +131,7 @@ class ReasoningGymTask(ReferenceDemonstrations):
         if self.held_out_size and not held_out:
             raise ConfigError(
                 f'generator "{self.name}" repeats itself: every held-out question also occurs in training',
-                "make task.options.size smaller, or the options of the generator wider")
+                "lower task.options.size, or widen the options of the generator")
         return train, held_out
 
     def _problem(self, index: int) -> Problem:
@@ -156,7 +160,8 @@ def _reasoning_gym_options(name: str) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """numpy scalars and fractions as Python's numbers, inside dicts, lists, tuples and sets."""
+    """The value with numpy scalars and fractions as Python numbers, also inside dicts, lists, tuples and
+    sets."""
     if isinstance(value, dict):
         return {_plain(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set):

@@ -1,5 +1,5 @@
-"""Rows of files, checked one by one. A row is a prompt, accepted answers and the other columns; or an error
-with its line and field."""
+"""Rows of files, checked one by one. A row becomes a prompt, accepted answers and the other columns, or an
+error with its line and field."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*?)\s*\Z")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One usable row. `line` counts from 1; in a file without lines it is the row. `reference`: the text from
-    which the answer was extracted."""
+    """One usable row. `line` counts from 1; in a file without lines it is the number of the row. `reference`:
+    the text from which the answer was extracted."""
 
     file: str
     line: int
@@ -40,9 +40,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The names of the fields of a row. A name with dots leads into an object, unless a column has that name.
-    `answer` "": there is none. `meta`: the columns that a scorer gets; by default all but prompt and
-    answer."""
+    """The names of a row's fields. A name with dots is a path into an object, unless a column has exactly
+    that name. `answer`: "" if there is none. `meta`: the columns that a scorer gets; by default all but
+    prompt and answer."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -51,15 +51,15 @@ class Fields:
     meta: tuple[str, ...] = ()
 
     def columns(self) -> set[str] | None:
-        """The columns to read; None: all."""
+        """The columns to read; None means all."""
         named = [name for name in (self.prompt, self.answer, *self.meta) if name]
         return {part for name in named for part in (name, name.split(".")[0])} if self.meta else None
 
 
 @dataclasses.dataclass
 class Rows:
-    """The rows that were read, usable and unusable, in the order of files and lines; and counts of what was
-    dropped or cut."""
+    """The rows that were read, usable and unusable, in the order of files and lines, with counts of dropped
+    and changed rows."""
 
     files: list[str]
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -73,7 +73,7 @@ class Rows:
         return len(self.rows) + len(self.bad) + self.repeats
 
     def notes(self) -> list[str]:
-        """What was done that a user did not ask for, or could not see, in words."""
+        """Sentences about changes to the data that the user did not ask for or could not see."""
         found = []
         if len(self.files) > 1:
             more = f" and {len(self.files) - 5} more" if len(self.files) > 5 else ""
@@ -82,19 +82,19 @@ class Rows:
         if self.repeats:
             found.append(
                 f"dropped {self.repeats:,} of {self.total:,} rows that repeat a prompt and its answer "
-                'of before (task.options.repeats = "keep" keeps them)')
+                'of an earlier row (task.options.repeats = "keep" keeps them)')
         if self.replies:
             found.append(f"cut the assistant's reply off {self.replies:,} of {len(self.rows):,} prompts")
         for column, n in self.left_out.items():
-            found.append(f'column "{column}": left out of problem.meta in {n:,} rows, JSON cannot have it')
+            found.append(f'column "{column}": left out of problem.meta in {n:,} rows: not JSON-serialisable')
         return found
 
 
 def read_rows(path: str, fields: Fields = Fields(), keep_repeats: bool = False) -> Rows:
     """Read the rows of a file, a folder or a glob. A row that repeats both prompt and answers of an earlier
-    one is only counted.
+    row is only counted.
 
-    Raises DataError if a file as a whole cannot be read, or if the path means no set of rows.
+    Raises DataError if a file as a whole cannot be read, or if the path does not name one set of rows.
     """
     found, seen, named = Rows(data_files(path)), set(), set()
     for file, line, value in _every_row(found.files, fields):
@@ -103,7 +103,7 @@ def read_rows(path: str, fields: Fields = Fields(), keep_repeats: bool = False) 
                 found.bad.append(value)
                 continue
             if not isinstance(value, dict):
-                raise Unusable("", f"a row must be an object, this is {kind(value)}")
+                raise Unusable("", f"a row must be an object, but is {kind(value)}")
             prompt, replied = _prompt(value, fields)
             answers, reference = _answers(value, fields)
         except Unusable as e:
@@ -119,8 +119,8 @@ def read_rows(path: str, fields: Fields = Fields(), keep_repeats: bool = False) 
         named.update(meta)
         found.rows.append(Row(file, line, prompt, answers, reference, meta))
     if found.rows and (lost := [name for name in fields.meta if name not in named]):
-        raise DataError(f"{path}: no row has {', '.join(lost)}, of task.options.meta_fields",
-                        "leave it out, or correct it")
+        raise DataError(f"{path}: no row has {', '.join(lost)}, which task.options.meta_fields names",
+                        "remove or correct the name")
     return found
 
 
@@ -130,8 +130,8 @@ def refuse(bad: Sequence[BadRow], total: int) -> None:
         more = f"\n  ... and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise DataError(
             f"{len(bad)} of {total} rows cannot be used:\n  " + "\n  ".join(map(str, bad[:5])) + more,
-            "mend the rows, name other fields with task.options.prompt_field and answer_field, or set task.skip_bad_rows = true "
-            "to leave such rows out and have them counted",
+            "fix the rows, name other fields with task.options.prompt_field and answer_field, or set "
+            "task.skip_bad_rows = true to skip and count such rows",
         )
 
 
@@ -150,8 +150,8 @@ _MISSING = object()
 
 
 def _get(value: Any, name: str) -> Any:
-    """The value under a name: the column of this name, or a path into objects, or into text that is their
-    JSON."""
+    """The value under a name: the column with exactly this name, or the end of a path into objects or into
+    their JSON text."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)
@@ -175,7 +175,7 @@ def _field(row: dict[str, Any], name: str) -> Any:
 
 
 def _prompt(row: dict[str, Any], fields: Fields) -> tuple[Prompt, bool]:
-    """The prompt, and whether it ended with a reply."""
+    """(the prompt, whether a reply after it was cut off)."""
     try:
         prompt, replied = as_prompt(_field(row, fields.prompt))
         if replied and fields.replies == "refuse":
@@ -187,7 +187,7 @@ def _prompt(row: dict[str, Any], fields: Fields) -> tuple[Prompt, bool]:
 
 
 def _answers(row: dict[str, Any], fields: Fields) -> tuple[tuple[str, ...], str]:
-    """Accepted answers, and the text from which the first was extracted ("" if that is the answer itself)."""
+    """(accepted answers, the text from which the first was extracted or "" if that is the answer itself)."""
     if not fields.answer:
         return ("",), ""
     value = _field(row, fields.answer)
@@ -202,7 +202,7 @@ def _answers(row: dict[str, Any], fields: Fields) -> tuple[tuple[str, ...], str]
 
 
 def _text(value: Any) -> str:
-    """An answer as text; a number as it is written in the file. Raises ValueError for anything else."""
+    """An answer as text; a number as it is spelled in the file. Raises ValueError for anything else."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("empty")
@@ -211,10 +211,10 @@ def _text(value: Any) -> str:
         return f"{value:f}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         inside = f", {', '.join(value)}: name one of these with a dot" if isinstance(value, dict) else ""
-        raise ValueError(f"must be a string, a number or a list of these, this is {_called(value)}{inside}")
+        raise ValueError(f"must be a string, a number or a list of these, but is {_called(value)}{inside}")
     if isinstance(value, Written):
         return value.text
-    # 2.0: an integer beside a null
+    # readers turn a column of integers with a null into floats: 2.0 is 2
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
 
 
@@ -223,9 +223,13 @@ def _called(value: Any) -> str:
 
 
 def extract_reference(text: str, how: AnswerExtract) -> str:
-    """The answer in a reference. hash: after the last `####`, as in GSM8K, a number without thousands
-    separators. boxed: in the last \\boxed{}. auto: as hash if the last line has one, else all of it. Raises
-    ValueError if there is none."""
+    """The answer in a reference text. Raises ValueError if there is none.
+
+    - hash: the text after the last `####`, as in GSM8K; a number loses its thousands separators
+    - boxed: the contents of the last \\boxed{}
+    - auto: as hash if the last line has `####`, otherwise the whole text
+    - all, tag, last_line, last_number: as `scorers.extract`
+    """
     if how in ("auto", "hash") and (found := _HASH.search(text)):
         return numbers.whole_number(found[1].removeprefix("$")) or found[1]
     if how in ("auto", "all"):
@@ -249,7 +253,8 @@ def boxed(text: str) -> str | None:
 
 
 def _meta(row: dict[str, Any], fields: Fields, left_out: collections.Counter[str]) -> dict[str, Any]:
-    """The other columns as JSON. Values that JSON cannot represent are left out and counted by column."""
+    """The other columns as JSON values. Values that JSON cannot represent are left out and counted by
+    column."""
     names = fields.meta or [name for name in row if name not in (fields.prompt, fields.answer)]
     meta = {}
     for name in names:
@@ -264,8 +269,8 @@ def _meta(row: dict[str, Any], fields: Fields, left_out: collections.Counter[str
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON: dates in ISO's form, bytes decoded as UTF-8. Raises TypeError or ValueError for a
-    value without such a form (an image)."""
+    """A value as JSON: dates in ISO format, bytes decoded as UTF-8. Raises TypeError or ValueError for a
+    value without such a form, such as an image."""
     match value:
         case None | str() | int():
             return value

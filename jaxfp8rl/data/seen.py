@@ -2,8 +2,8 @@
 weights that comes from one.
 
 Other runs may start from these weights (`--fork`, a shared warm start, an export) and hold out other
-problems. A problem that the weights were trained on may not be held out, whatever put it there: a seed, a
-share, a file, another size.
+problems. A problem that the weights were trained on must not be held out, whatever changed the split: a seed,
+a share, a file or a size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def digests_of(problems: Sequence[Problem]) -> np.ndarray:
 
 
 def question(problem: Problem) -> str:
-    """The question of a problem, without system prompt, chat template and, if the task says so,
+    """The text of a problem's question, without system prompt, chat template and, if the task separates it,
     instruction."""
     if problem.question:
         return problem.question
@@ -51,15 +51,15 @@ def _digest(text: str) -> int:
 
 
 def read_seen(folder: str | Path) -> np.ndarray | None:
-    """Digests of what the weights in `folder` were trained on; None if nothing says so. Raises DataError for
-    a damaged file."""
+    """Digests of the problems that the weights in `folder` were trained on; None if there is no such record.
+    Raises DataError for a damaged file."""
     path = Path(folder) / FILE
     if not path.is_file():
         return None
     try:
         return np.load(path, allow_pickle=False).astype(np.uint64, casting="safe")
     except (ValueError, TypeError, EOFError) as e:
-        raise DataError(f"{path} is damaged: {e}", "copy it again from where these weights come from") from e
+        raise DataError(f"{path} is damaged: {e}", "copy it again from the source of these weights") from e
 
 
 def write_seen(folder: str | Path, seen: np.ndarray) -> None:
@@ -67,9 +67,9 @@ def write_seen(folder: str | Path, seen: np.ndarray) -> None:
 
 
 def check_unseen(held_out: np.ndarray, seen: np.ndarray, by: str) -> None:
-    """Raise DataError if the weights, trained `by` a run, were trained on held-out problems."""
+    """Raise DataError if the weights that run `by` trained have seen held-out problems."""
     if known := np.isin(held_out, seen).sum():
         raise DataError(
             f"task: {known} of {len(held_out)} held-out problems are among those that {by} was trained on",
-            "leave task.seed, task.options and the files as they were there, or hold out problems of another task",
+            "keep that run's task.seed, task.options and files, or hold out problems of another task",
         )

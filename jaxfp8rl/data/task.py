@@ -1,4 +1,4 @@
-"""The protocol of a task, and what the kinds of tasks share."""
+"""The protocol of a task, and code that the kinds of tasks share."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jaxfp8rl.verifiers import scorers
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-ThinkTags = tuple[str, ...]  # the pair around thoughts, or nothing
-GENERATOR = "generator"  # of several rewards, the one that the task itself gives
-NAME = r"[a-z][a-z0-9_]*"  # of a reward
+ThinkTags = tuple[str, ...]  # the pair of tags around thoughts, or nothing
+GENERATOR = "generator"  # the name of the task's own reward among several
+NAME = r"[a-z][a-z0-9_]*"  # the form of a reward's name
 ANSWER_TAG_INSTRUCTION = "Give the final answer between <answer> and </answer>."
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """One of several rewards of a task: its `scorer` scores what `extract` finds. `extract` "": the task's
-    own."""
+    """One of several rewards of a task: `scorer` scores the answer that `extract` finds. `extract` "": the
+    task's own."""
 
     name: str
     scorer: str
@@ -38,7 +38,7 @@ class Reward:
 
 
 class Task(Protocol):
-    """What the loop needs: a frozen dataclass with these methods."""
+    """The interface that the loop uses: a frozen dataclass with these methods."""
 
     kind: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -56,7 +56,7 @@ class Task(Protocol):
         ...
 
     def held_out(self) -> Sequence[Problem]:
-        """Problems that are never trained on; empty when the options ask for none."""
+        """Problems that are never trained on; empty if the options ask for none."""
         ...
 
     def rewarding(self, reward: Reward) -> Task:
@@ -64,8 +64,8 @@ class Task(Protocol):
         ...
 
     def score(self, problem: Problem, text: str) -> float | None:
-        """Score of a completion's text (special tokens removed); None: undefined. May raise: undefined as
-        well."""
+        """The score of a completion's text, without special tokens. None means undefined, and so does an
+        exception."""
 
     def demonstrate(self, problem: Problem, rng: np.random.Generator) -> str:
         """An answer for the supervised warm start to imitate; the reference answer unless the task says
@@ -73,11 +73,11 @@ class Task(Protocol):
         ...
 
     def load_scorer(self) -> None:
-        """Import what `score` needs, so that no item's clock pays for it."""
+        """Import the packages that `score` needs, so that the time does not count towards an item's limit."""
 
 
 class ReferenceDemonstrations:
-    """Demonstrates the reference as it stands, in a tag if `extract` looks there."""
+    """Demonstrates the reference as it stands, with the answer in a tag if `extract` is "tag"."""
 
     extract: scorers.Extract
 
@@ -90,7 +90,7 @@ class ReferenceDemonstrations:
 
 def check_chat(chat: bool, system_prompt: str) -> None:
     if system_prompt and not chat:
-        raise ConfigError("task.system_prompt: only a prompt rendered with the chat template has one",
+        raise ConfigError("task.system_prompt: only chat templates have a system prompt",
                           "set task.chat = true")
 
 
@@ -104,19 +104,19 @@ def with_system_prompt(prompt: Prompt, chat: bool, system_prompt: str) -> Prompt
 
 
 def unit_hash(*parts: Any) -> float:
-    """A number in [0, 1) fixed by the parts, on every machine."""
+    """A number in [0, 1) determined by the parts, the same on every machine."""
     return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:6]) / 2**48
 
 
 def check_rewards(rewards: Sequence[Any], built_in: Sequence[str]) -> None:
-    """Raise ConfigError for rewards (`Reward`, or the config's) of one name, of a weight that is no number,
-    or of no scorer."""
+    """Raise ConfigError for rewards (`Reward`, or the config's) with a repeated or malformed name, a weight
+    that is not finite, or an unknown scorer."""
     for reward in rewards:
         if [r.name for r in rewards].count(reward.name) > 1 or not re.fullmatch(NAME, reward.name):
             raise ConfigError(
-                f'task.rewards: name "{reward.name}": each has a name of its own, of a-z, 0-9 and _',
+                f'task.rewards: name "{reward.name}": each reward needs a unique name of a-z, 0-9 and _',
                 "rename it")
         if not math.isfinite(reward.weight):
-            raise ConfigError(f'task.rewards: weight {reward.weight} of "{reward.name}" is no number',
-                              "weight = 1.0, say")
+            raise ConfigError(f'task.rewards: weight {reward.weight} of "{reward.name}" is not finite',
+                              "for example weight = 1.0")
         scorers.check_scorer_name(reward.scorer, built_in, "task.rewards")

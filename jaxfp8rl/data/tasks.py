@@ -1,8 +1,9 @@
-"""Tasks: where problems come from and how an answer is scored.
+"""Tasks: the source of problems and the scoring of answers.
 
-A task is a frozen dataclass whose fields are its options, so that `as_json()` can rebuild it in the scoring
-process. Three kinds: "arithmetic" (built in), "reasoning_gym" (any generator of that package) and "file"
-(your rows). `make_task` checks the options of a task; problems are made or read on first use.
+A task is a frozen dataclass whose fields are its options, so that `from_json` can rebuild it in the scoring
+process from `as_json`. There are three kinds: "arithmetic" (built in), "reasoning_gym" (any generator of that
+package) and "file" (the user's rows). `make_task` checks the options of a task; problems are made or read on
+first use.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from jaxfp8rl.errors import ConfigError, nearest
 
 
 def named(task: Task) -> dict[str, Task]:
-    """A task for each named reward, which differs only in the scorer; or the task itself under "", if it has
-    none."""
+    """A task for each named reward, with that reward's scorer; a task without named rewards stands under
+    ""."""
     return {r.name: task.rewarding(r) for r in getattr(task, "rewards", ())} or {"": task}
 
 
 TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
-OF_SECTION = (  # keys of [task] itself, not of its options
+OF_SECTION = (  # keys of the section [task] itself, not of task.options
     "name", "path", "held_out_path", "seed", "system_prompt", "chat", "think_tags", "scorer", "scorer_folder",
     "rewards",
     "skip_bad_rows",
 )
-TOML = "as TOML"  # marks in JSON what only TOML can write
+TOML = "as TOML"  # marks a value in JSON that only TOML can represent
 
 
 def make_task(task: Any, **options: Any) -> Task:
     """Build a task from its kind ("arithmetic", "reasoning_gym", "file") and options, or from a
     configuration's `[task]`.
 
-    What the section sets comes before `options`. Options that reasoning_gym does not know go to the
+    Settings of the section take precedence over `options`. Options that reasoning_gym does not know go to the
     generator. Raises ConfigError for an unknown kind, generator or option, an option given twice, and a value
     of the wrong type or out of range.
     """
@@ -66,8 +67,8 @@ def make_task(task: Any, **options: Any) -> Task:
 
 
 def as_json(task: Task) -> str:
-    """The task as text, from which `from_json` makes it again in another process. Dates and times, which JSON
-    does not have, are marked."""
+    """The task as text, from which `from_json` rebuilds it in another process. Dates and times, which JSON
+    lacks, are marked."""
     return json.dumps({"task": task.kind, **dataclasses.asdict(task)},
                       default=lambda date: {TOML: date.isoformat()})
 
@@ -78,11 +79,10 @@ def from_json(text: str) -> Task:
 
 
 def _section_options(section: Any) -> dict[str, Any]:
-    """The fields of `jaxfp8rl.config.sampling.Task` that are set and concern a task, and its `options`, side
-    by side."""
+    """The set fields of `jaxfp8rl.config.sampling.Task` that concern a task, merged with its `options`."""
     given = {f: getattr(section, f) for f in OF_SECTION
              if getattr(section, f) != type(section).model_fields[f].default}
-    if section.kind != "file":  # it has no rows, but prompts, which `prepare` skips
+    if section.kind != "file":  # other tasks have no rows; `prepare` skips their prompts
         given.pop("skip_bad_rows", None)
     if "rewards" in given:
         given["rewards"] = [reward.model_dump() for reward in given["rewards"]]
@@ -92,7 +92,7 @@ def _section_options(section: Any) -> dict[str, Any]:
 
 
 def _full(key: str) -> str:
-    """The key in a config."""
+    """The full name of a key in a config."""
     return f"task.{key}" if key in OF_SECTION else f"task.options.{key}"
 
 

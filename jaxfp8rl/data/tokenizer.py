@@ -1,6 +1,8 @@
-"""Text to token ids and back: a `tokenizer.json` from a Hugging Face folder, or one token a character.
+"""Text to token ids and back, with the `tokenizer.json` of a Hugging Face folder or with one token per
+character.
 
-Reads the files that transformers writes, through the `tokenizers` package; transformers itself is not needed.
+It reads the files that transformers writes, through the `tokenizers` package; transformers itself is not
+needed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:  # the documentation's environment reads the schema, and so th
     import numpy as np
 
 CHARS_PREFIX = "chars:"
-DATE = "2024-07-26"  # what Llama's templates print unless they are told the day
+DATE = "2024-07-26"  # the date that Llama's templates print by default
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OURS = {"messages", "add_generation_prompt"}  # variables of a template that a run sets itself
 
@@ -36,7 +38,7 @@ class Tokenizer:
                  pad_token_id: int,
                  chat_templates: Mapping[str, str] | None = None, date: str = DATE,
                  template_kwargs: Mapping[str, Any] | None = None):
-        # a folder may carry the settings of its last use; both would change prompts silently
+        # A folder may contain truncation and padding from its last use; both would change prompts silently.
         backend.no_truncation()
         backend.no_padding()
         self._backend, self._config, self._date = backend, dict(config), date
@@ -48,9 +50,9 @@ class Tokenizer:
             self._check_kwargs()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids [T]. `add_special_tokens` adds the tokens with which the tokenizer starts a text (a BOS).
+        """Token ids [T]. `add_special_tokens` adds the special tokens that start a text (a BOS).
 
-        Raises DataError when the text has characters outside a vocabulary that has no unknown token.
+        Raises DataError if the text has characters outside a vocabulary that has no unknown token.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -63,24 +65,23 @@ class Tokenizer:
                             "use a tokenizer whose vocabulary covers the task's text") from e
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """Text of ids [T]. An id without a token (a model's vocabulary may be padded) shows as U+FFFD, never
-        as nothing."""
+        """The text of ids [T]. An id without a token (a model's vocabulary may be padded) becomes U+FFFD
+        instead of vanishing."""
         runs = itertools.groupby(map(int, ids), lambda i: self._backend.id_to_token(i) is not None)
         return "".join(self._backend.decode(list(run), skip_special_tokens=skip_special_tokens) if known
                        else "\ufffd" * len(list(run)) for known, run in runs)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Messages (`role`, `content`) as the text the model was trained on.
+        """Messages (`role`, `content`) in the text format that the model was trained on.
 
-        Raises ModelError when the folder has no chat template, DataError when the template refuses the
-        messages.
+        Raises ModelError if the folder has no chat template, DataError if the template refuses the messages.
         """
         template = self._compiled
         told = {"tools": None, "documents": None, **self._special, **self._kwargs}
         try:
             return template.render(messages=[dict(m) for m in messages],
                                    add_generation_prompt=add_generation_prompt, **told)
-        except Exception as e:  # a template may do anything with what it is given: None + "text", 1 / 0
+        except Exception as e:  # a template can raise any error: None + "text", 1 / 0
             raise DataError(f"the chat template refused the messages: {e}",
                             "change the roles or the system prompt") from e
 
@@ -97,7 +98,8 @@ class Tokenizer:
 
     @property
     def _template(self) -> str:
-        """Of several templates transformers takes "tool_use" where there are tools, else "default"."""
+        """The template to use. Of several, transformers takes "tool_use" if there are tools, otherwise
+        "default"."""
         name = "tool_use" if self._kwargs.get(
             "tools") is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -111,8 +113,8 @@ class Tokenizer:
         return {k: _token_text(self._config[k]) for k in _SPECIAL if self._config.get(k)}
 
     def _check_kwargs(self) -> None:
-        """Raise ConfigError for a variable that the template never reads: it would have no effect,
-        silently."""
+        """Raise ConfigError for a variable that the template never reads, because it would silently have no
+        effect."""
         import jinja2.meta
 
         environment = self._compiled.environment
@@ -123,7 +125,8 @@ class Tokenizer:
             key = f"task.chat_template_kwargs.{name}"
             if name in _OURS:
                 raise ConfigError(f"{key}: set by the run itself", "leave it out")
-            day = "; the day that strftime_now tells is task.date" if "date" in name and "strftime_now" in self._template else ""
+            dated = "date" in name and "strftime_now" in self._template
+            day = "; task.date sets the date of strftime_now" if dated else ""
             hint = nearest(name, known) if known else " (it reads none)"
             raise ConfigError(f"{key}: this tokenizer's chat template reads no such variable{hint}{day}",
                               "leave it out: it would change no prompt")
@@ -143,21 +146,21 @@ class Tokenizer:
         return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items()}
 
     def token_id(self, text: str) -> int | None:
-        """The id of the one token that `text` is, or None."""
+        """The id if `text` is a single token, otherwise None."""
         found = self._backend.token_to_id(text)
         if found is None and len(ids := self._backend.encode(text, add_special_tokens=False).ids) == 1:
             found = ids[0] if self.decode(ids, skip_special_tokens=False) == text else None
         return found
 
     def tokens_with(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """Ids of all tokens whose own text contains one of `strings`."""
+        """The ids of all tokens whose text contains one of `strings`."""
         ids = sorted(self._backend.get_vocab(with_added_tokens=True).values()) if strings else ()
         texts = self._backend.decode_batch([[i] for i in ids], skip_special_tokens=False) if strings else ()
         return tuple(i for i, text in zip(ids, texts) if any(string in text for string in strings))
 
     def with_stops(self, turn_end: int | None, token_ids: Sequence[int]) -> Tokenizer:
-        """The same tokenizer with more tokens that end a completion: the one that ends a turn, which comes
-        first, and `token_ids`."""
+        """The same tokenizer with more tokens that end a completion: first the token that ends a turn, then
+        `token_ids`."""
         other, ends = copy.copy(self), () if turn_end is None else (turn_end,)
         other.eos_token_ids = tuple(dict.fromkeys([*ends, *self.eos_token_ids, *token_ids]))
         special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
@@ -165,19 +168,19 @@ class Tokenizer:
         return other
 
     def completion_text(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of a completion [T]. Special tokens stay in it, save the one that ended it: a sampled <pad>
-        must not vanish from "1<pad>9". A stop token that is an ordinary word stays, too."""
+        """The text of a completion [T]. Only the special token that ended it is removed: a sampled <pad> must
+        not vanish from "1<pad>9". A stop token that is an ordinary word stays as well."""
         ids = [int(i) for i in ids]
         silent = ids and ids[-1] in self.eos_token_ids and ids[-1] not in self._spoken
         return self.decode(ids[:-1] if silent else ids, skip_special_tokens=False)
 
     def fingerprint(self) -> str:
-        """SHA-256 over the vocabulary and the special ids. Stops that a config adds are no part of it."""
+        """SHA-256 over the vocabulary and the special ids. Stop tokens from a config are not included."""
         vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
         return hashlib.sha256(json.dumps([vocab, self._own_eos, self.pad_token_id]).encode()).hexdigest()
 
     def save(self, folder: str) -> None:
-        """Write a folder that `load_tokenizer`, transformers and vLLM read."""
+        """Write a folder that `load_tokenizer`, transformers and vLLM can read."""
         os.makedirs(folder, exist_ok=True)
         self._backend.save(os.path.join(folder, "tokenizer.json"))
         config = {k: v for k, v in self._config.items() if k != "chat_template"}
@@ -191,11 +194,13 @@ class Tokenizer:
 
 def load_tokenizer(spec: str, date: str = DATE,
                    template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
-    """A tokenizer from an HF folder, or `chars:0123456789+=`: one token for each character, `<pad>` 0 and
-    `<eos>` 1. `date`: the day, YYYY-MM-DD, that a chat template is told when it asks for today.
-    `template_kwargs`: other variables that it reads.
+    """A tokenizer from a Hugging Face folder, or from `chars:0123456789+=`: one token for each character,
+    with `<pad>` 0 and `<eos>` 1.
 
-    Raises ModelError when the folder lacks a file, a file is damaged, or no end-of-sequence token is known;
+    date: the date (YYYY-MM-DD) that a chat template prints as today. template_kwargs: other variables of the
+    template.
+
+    Raises ModelError if the folder lacks a file, a file is damaged, or no end-of-sequence token is known;
     ConfigError for a variable that the template never reads.
     """
     if not spec.startswith(CHARS_PREFIX):
@@ -207,7 +212,7 @@ def load_tokenizer(spec: str, date: str = DATE,
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ModelError when the tokenizer can produce an id that the model has no embedding for."""
+    """Raise ModelError if the tokenizer can produce an id for which the model has no embedding."""
     if tokenizer.vocab_size > vocab_size:
         raise ModelError(
             f"the tokenizer's largest id is {tokenizer.vocab_size - 1}, the model's vocabulary has "
@@ -251,11 +256,11 @@ def _from_folder(folder: str, date: str, template_kwargs: Mapping[str, Any] | No
 
 
 def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's own, generation_config.json (chat models list several), else
-    config.json.
+    """The ids that end a completion: the tokenizer's own, then those of generation_config.json (chat models
+    list several), or else of config.json.
 
-    The tokenizer's own ends a turn. The list need not begin with it: Llama 3.1's begins with what ends a
-    text.
+    The tokenizer's own id ends a turn and comes first. The list itself may begin with the id that ends a
+    text, as Llama 3.1's does.
     """
     ids = _as_list(backend.token_to_id(_token_text(config["eos_token"]))) if config.get("eos_token") else []
     ids += _as_list(_read_json(folder, "generation_config.json").get("eos_token_id"))
@@ -268,7 +273,7 @@ def _eos_token_ids(folder: str, config: Mapping[str, Any], backend: Any) -> tupl
 
 
 def _chat_templates(folder: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates by name. Files come before tokenizer_config.json, as in transformers."""
+    """The templates by name. Files take precedence over tokenizer_config.json, as in transformers."""
     files = {"default": os.path.join(folder, "chat_template.jinja")}
     others = os.path.join(folder, "additional_chat_templates")
     names = sorted(os.listdir(others)) if os.path.isdir(others) else []
@@ -283,8 +288,8 @@ def _chat_templates(folder: str, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _jinja_environment(date: str):
-    """The dialect of chat templates: sandboxed, blocks trimmed, loop controls, `{% generation %}`, two helper
-    functions."""
+    """The Jinja dialect of chat templates: sandboxed, with trimmed blocks, loop controls, `{% generation %}`
+    and two helper functions."""
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
@@ -329,7 +334,7 @@ def _read_text(path: str) -> str:
 
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:
-    """The file's object; {} when there is no such file."""
+    """The object in the file; {} if there is no such file."""
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return {}

@@ -154,16 +154,16 @@ def write_jsonl(path, rows):
 GOOD = [{"prompt": f"q{i}", "answer": str(i)} for i in range(200)]
 MESSAGES = [{"role": "user", "content": "hi"}]
 BAD = [
-    ('{"prompt": "x", ', "malformed JSON"), ("", "blank line"), ("[1]", "must be an object, this is a list"),
+    ('{"prompt": "x", ', "malformed JSON"), ("", "blank line"), ("[1]", "must be an object, but is a list"),
     ({"promt": "x", "answer": "1"}, 'field "prompt": missing (did you mean "promt"?)'),
     ({"prompt": "x"}, 'field "answer": missing'),
     ({"prompt": "x", "answer": True},
-     'field "answer": must be a string, a number or a list of these, this is a boolean'),
+     'field "answer": must be a string, a number or a list of these, but is a boolean'),
     ({"prompt": [*MESSAGES, {"role": "assistant", "content": "It is 2."}], "answer": "1"},
      "ends with the assistant's reply"),
-    ({"prompt": "caf\ud800", "answer": "1"}, 'field "prompt": half a character, U+D800'),
+    ({"prompt": "caf\ud800", "answer": "1"}, 'field "prompt": contains half a character, U+D800'),
     ({"prompt": "x", "answer": " "}, 'field "answer": empty'),
-    ({"prompt": None, "answer": "1"}, "this is null"),
+    ({"prompt": None, "answer": "1"}, "but is null"),
     ({"prompt": " ", "answer": "1"}, 'field "prompt": empty'),
     ({"prompt": [], "answer": "1"}, 'field "prompt": empty'),
     ({"prompt": [*MESSAGES, {"role": "user"}], "answer": "1"}, "message 1 must be {role, content}"),
@@ -213,7 +213,7 @@ def test_an_answer_that_no_last_number_can_match_is_a_bad_row(tmp_path, answer):
             {"prompt": "z", "answer": "18."}]
     bad, good = write_jsonl(tmp_path / "bad.jsonl", rows), write_jsonl(tmp_path / "good.jsonl", GOOD)
     says = re.escape(
-        f'{bad}:1: field "answer": is no number, which extract = "last_number" gives: write the number alone')
+        f'{bad}:1: field "answer": is not a number, but extract = "last_number" gives numbers: write the number alone')
     for options in ({"path": bad, "held_out_fraction": 0.0}, {"path": good, "held_out_path": bad}):
         with pytest.raises(DataError, match=says):
             make_task("file", extract="last_number", **options).problems()
@@ -286,7 +286,7 @@ def test_parquet_messages_and_field_names(tmp_path):
     path = str(tmp_path / "d.parquet")
     table = pyarrow.table({"messages": [MESSAGES, MESSAGES], "gold": ["1", None]})
     pyarrow.parquet.write_table(table, path)
-    with pytest.raises(DataError, match='d.parquet:2: field "gold": must be .*, this is null'):
+    with pytest.raises(DataError, match='d.parquet:2: field "gold": must be .*, but is null'):
         make_task("file", path=path, prompt_field="messages", answer_field="gold").problems()
     task = make_task("file", path=path, prompt_field="messages", answer_field="gold", skip_bad_rows=True,
                      held_out_fraction=0.0, chat=True, system_prompt="S")

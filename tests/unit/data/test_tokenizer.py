@@ -230,7 +230,7 @@ def test_tools_take_the_template_for_tools_as_in_transformers(folder, tmp_path, 
 
 @pytest.mark.parametrize(("variables", "words"), [
     ({"enable_thinkin": False}, 'chat template reads no such variable (did you mean "enable_thinking"?)'),
-    ({"date_string": "today"}, "the day that strftime_now tells is task.date"),
+    ({"date_string": "today"}, "task.date sets the date of strftime_now"),
     ({"reasoning_effort": "low"}, "(known: enable_thinking, tools)"),
     ({"add_generation_prompt": False}, "set by the run itself"), ({"messages": []}, "set by the run itself"),
     ({"tools": "get_weather"}, "tools: must be a list of tables"),

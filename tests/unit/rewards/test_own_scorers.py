@@ -135,7 +135,7 @@ def test_a_part_that_fails_leaves_the_whole_undefined():
     ('[[task.rewards]]\nname = "a"\nscorer = "exact"\nwieght = 2.0', 'unknown key .did you mean "weight"'),
     ('scorer = "exact"\n[[task.rewards]]\nname = "a"\nscorer = "exact"', "one of the two"),
     ('[[task.rewards]]\nname = "a"\nscorer = "exact"\n[[task.rewards]]\nname = "a"\nscorer = "exact"',
-     "a name of its own"),
+     "needs a unique name"),
     ('scorer_folder = "x"', "no scorer of your own"), ('think_tags = ["<a>"]', "what opens a block"),
 ])
 def test_rewards_that_cannot_be_are_refused(tmp_path, toml, words):
