@@ -12,9 +12,9 @@ correction and the objectives.
         scale = losses.token_scale(correction.mask, segment_ids, "token_mean")
         return (scale * correction.weights * each).sum()
 
-Arrays are [..., T]: rows of packed sequences. `mask` bool marks the tokens that were sampled. `segment_ids`
-int numbers the sequences of a row, in runs (a row that is one sequence: all ones). Configs are hashable and
-static under `jax.jit`. A name is loaded when it is first used: the advantages need numpy alone.
+Arrays are [..., T]: rows of packed sequences. `mask` bool marks the sampled tokens. `segment_ids` int numbers
+the sequences of a row, in contiguous runs (a row with one sequence: all ones). Configs are hashable and
+static under `jax.jit`. Names are imported on first use: the advantages need only numpy.
 """
 
 import importlib
@@ -58,7 +58,7 @@ _NAMES = {  # module -> the public names that it holds
     "presets": ("PRESETS", "get_preset"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
-# the function has the name of its module, and the package cannot use one name for both
+# The function is named like its module, and the package cannot use one name for both.
 _NAME_THERE = {"group_advantages": "advantages"}
 
 

@@ -1,8 +1,8 @@
-"""Advantages from rewards, on the host: the completions of one prompt, or of the whole batch, are each
-other's baseline.
+"""Advantages from rewards, on the host. The baseline of a completion comes from the other completions of its
+prompt, or of the whole batch.
 
-A reward of NaN is undefined: its completion gets advantage 0 and stays out of every statistic. A completion
-that is alone in its group has nobody to be compared with: advantage 0 (verl keeps its raw reward).
+A reward of NaN is undefined: its completion gets advantage 0 and is excluded from every statistic. The only
+completion of a group has no baseline and gets advantage 0 (verl keeps its raw reward).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ STD_FLOOR = 1e-6  # rewards spread no wider than this are equal; also the epsilo
 def advantages(
     groups: Sequence[Real[np.ndarray, " _"]], kind: str = "grpo", k: int | None = None
 ) -> list[Float32[np.ndarray, " _"]]:
-    """Rewards [n_g] of each group, one group a prompt, sizes may differ -> advantages float32 of the same
+    """Rewards [n_g] of each group (one group per prompt, of any sizes) -> advantages float32 of the same
     shapes.
 
-    Give the whole batch at once: the reinforce_pp kinds are normalised over it. With a group's mean, standard
+    Pass the whole batch at once: the reinforce_pp kinds are normalised over it. With a group's mean, standard
     deviation and size n over its defined rewards r:
 
     - grpo: (r - mean) / std, population std (DeepSeekMath, arXiv 2402.03300, section 4.1)
@@ -40,9 +40,9 @@ def advantages(
     - pass_at_k: for the chance that one of k completions is right; rewards 0 or 1 (Pass@k Training, arXiv
       2508.10751)
 
-    A group whose rewards are all equal gets exactly 0 from all but reinforce_pp. Raises ConfigError for an
-    unknown kind, a missing, needless or too large k; DataError for an infinite reward, and for one that is
-    neither 0 nor 1 with pass_at_k.
+    A group whose rewards are all equal gets exactly 0 from all kinds but reinforce_pp. Raises ConfigError for
+    an unknown kind and for a k that is missing, too large or not needed; DataError for an infinite reward,
+    and with pass_at_k for a reward that is neither 0 nor 1.
     """
     check_advantage(kind, k)
     if k is not None and groups and k > (largest := max(map(len, groups))):
@@ -64,13 +64,13 @@ def advantages(
 
 
 def check_advantage(kind: str, k: int | None = None, n: int | None = None) -> None:
-    """Raises ConfigError unless `advantages` takes this kind and k, and learns by it from n completions a
-    prompt where n is known: all n are one set, which is compared with no other."""
+    """Raise ConfigError unless `advantages` accepts this kind and k. With n completions per prompt (None if
+    unknown), k must be below n: all n form a single set, which cannot be compared with another."""
     if kind not in ADVANTAGES:
         raise ConfigError(f'advantage "{kind}" is unknown{nearest(kind, ADVANTAGES)}')
     if kind != "pass_at_k":
         if k is not None:
-            raise ConfigError(f'k = {k} means nothing to the advantage "{kind}"',
+            raise ConfigError(f'k = {k} has no effect on the advantage "{kind}"',
                               'leave it out, or choose "pass_at_k"')
     elif k is None or k < 1 or (n is not None and k >= max(n, 2)):
         of = "one less than the completions a prompt" if n is None else f"{max(n - 1, 1)}, below the {n} completions a prompt"
@@ -78,8 +78,8 @@ def check_advantage(kind: str, k: int | None = None, n: int | None = None) -> No
 
 
 def informative_groups(groups: Sequence[Real[np.ndarray, " _"]]) -> Bool[np.ndarray, " G"]:
-    """bool [G]: which groups have defined rewards that differ. The others carry no gradient, and DAPO's
-    dynamic sampling (arXiv 2503.14476, section 3.2) replaces them."""
+    """bool [G]: the groups whose defined rewards differ. The others give no gradient, and DAPO's dynamic
+    sampling (arXiv 2503.14476, section 3.2) replaces them."""
     rewards = [np.asarray(g, np.float64) for g in groups]
     return np.array([_informative(r[~np.isnan(r)]) for r in rewards], bool)
 
@@ -87,11 +87,11 @@ def informative_groups(groups: Sequence[Real[np.ndarray, " _"]]) -> Bool[np.ndar
 def overlong_penalty(
     lengths: Real[np.ndarray, "*B"], max_length: int, buffer: int, factor: float = 1.0
 ) -> Float64[np.ndarray, "*B"]:
-    """Completion lengths [...] in tokens -> what to add to their rewards, float64 in [-factor, 0].
+    """Completion lengths [...] in tokens -> the penalties to add to their rewards, float64 in [-factor, 0].
 
-    DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_length - buffer, falling in a line
-    to -factor at max_length, -factor beyond. Raises ConfigError unless 0 < buffer <= max_length and factor >=
-    0.
+    DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_length - buffer, then linear to
+    -factor at max_length, and -factor beyond. Raises ConfigError unless 0 < buffer <= max_length and factor
+    >= 0.
     """
     if not 0 < buffer <= max_length or not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(
@@ -126,17 +126,18 @@ def _leave_one_out(r: np.ndarray) -> np.ndarray:
 
 
 def _pass_at_k(r: np.ndarray, k: int) -> np.ndarray:
-    """The mean GRPO advantage of all sets of k completions a completion is in, a set's reward being its best
-    one.
+    """The mean GRPO advantage over all sets of k completions that contain a completion, where a set's reward
+    is its best one.
 
-    Of n completions w are wrong. A set succeeds with p = 1 - C(w, k)/C(n, k); its reward has mean p, std
-    sqrt(p (1 - p)). A right one is only in sets that succeed: (1 - p)/std. A wrong one is in a failing set
-    with q = C(w-1, k-1)/C(n-1, k-1): (1 - p - q)/std. The sum over the group is 0; k = 1 gives grpo. With
-    fewer than k defined rewards there is no set, with k of them one, compared with no other: 0.
+    Of n completions w are wrong. A set succeeds with p = 1 - C(w, k)/C(n, k); its reward has mean p and std
+    sqrt(p (1 - p)). A right completion is only in sets that succeed: (1 - p)/std. A wrong one is in a failing
+    set with q = C(w-1, k-1)/C(n-1, k-1): (1 - p - q)/std. The sum over the group is 0, and k = 1 gives grpo.
+    With fewer than k defined rewards there is no set, and with exactly k there is only one, which cannot be
+    compared: 0.
     """
     if not np.isin(r, (0, 1)).all():
         raise DataError(
-            f"pass_at_k counts right and wrong answers, and got the rewards {r.tolist()}",
+            f"pass_at_k needs rewards of 0 and 1, got {r.tolist()}",
             'score with 0 and 1 (no penalties or partial credit), or choose another advantage, such as "grpo"',
         )
     n, wrong = len(r), int((r == 0).sum())
@@ -163,12 +164,11 @@ def _reinforce_pp(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _reinforce_pp_baseline(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """The batch's mean of r - mean is 0, so there is nothing more to subtract, and equal rewards stay exactly
-    0."""
+    """The batch's mean of r - mean is 0, so nothing more is subtracted, and equal rewards stay exactly 0."""
     return _over_batch_std([_centred(r) if _informative(r) else np.zeros_like(r) for r in groups])
 
 
-# of the defined rewards of a group in which they differ
+# Functions of a group's defined rewards, which differ.
 _OVER_GROUP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "grpo": lambda r: _centred(r) / r.std(),
     "grpo_sample_std": lambda r: _centred(r) / (r.std(ddof=1) + STD_FLOOR),

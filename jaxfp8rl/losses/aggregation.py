@@ -1,7 +1,7 @@
-"""From a loss a token to one number: five aggregations, each written as a weight a token.
+"""The reduction of a loss per token to one number: five aggregations, each written as a weight per token.
 
-The weights carry the denominators of the whole batch, so the sum of `scale * loss` over any split of the
-batch into micro-batches, rows or devices is the same number.
+The weights include the denominators of the whole batch. The sum of `scale * loss` is therefore the same for
+any split of the batch into micro-batches, rows or devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def token_scale(
     """mask bool [..., T] of the *whole* batch, segment_ids int [..., T] -> scale float32 [..., T], 0 off the
     mask.
 
-    With N live tokens, S sequences that have a live token, n_i live tokens in sequence i, a live token weighs
+    With N live tokens, S sequences with a live token, and n_i live tokens in sequence i, a live token weighs
 
     - token_mean: 1/N (DAPO, arXiv 2503.14476, section 3.3)
     - token_sum: 1
@@ -35,12 +35,12 @@ def token_scale(
       (Dr. GRPO, arXiv 2503.20783, section 3)
     - seq_mean_token_mean: 1/(S n_i) (GRPO, arXiv 2402.03300, eq. 3)
 
-    weights float32 [..., T]: factors of the tokens' losses, 0 only where mask is False. They leave N, S and
-    n_i as they are, as in prime-rl, whose denominator counts the tokens of a weight other than 0.
+    weights float32 [..., T]: factors of the tokens' losses, 0 only where mask is False. They do not change N,
+    S and n_i, as in prime-rl, whose denominator counts the tokens with a nonzero weight.
 
-    These are verl's five modes; where verl divides by the rows it was given, fully masked ones included, S
-    here counts only sequences with a live token. An all-False mask gives zeros. Raises ConfigError for an
-    unknown kind, a horizon that is missing or not positive, or a horizon for a kind that has none.
+    These are verl's five modes. verl divides by all rows, fully masked ones included; S here counts only
+    sequences with a live token. An all-False mask gives zeros. Raises ConfigError for an unknown kind, a
+    horizon that is missing or not positive, or a horizon for a kind that has none.
     """
     check_aggregation(kind, horizon)
     scale = _unweighted(mask, segment_ids, kind, horizon)
@@ -62,7 +62,7 @@ def _unweighted(mask: Array, segment_ids: Array, kind: str, horizon: float | Non
 
 
 def check_aggregation(kind: str, horizon: float | None) -> None:
-    """Raises ConfigError unless `token_scale` takes these two together."""
+    """Raise ConfigError unless `token_scale` accepts this kind with this horizon."""
     if kind not in AGGREGATIONS:
         raise ConfigError(f'aggregation "{kind}" is unknown{nearest(kind, AGGREGATIONS)}')
     if kind != "seq_mean_token_sum_norm":

@@ -1,10 +1,10 @@
-"""Calibrated clipping (arXiv 2609.22870): PPO bounds for noisy FP8 ratios that act as the nominal ones act on
-BF16 ratios.
+"""Calibrated clipping (arXiv 2609.22870): PPO bounds for noisy FP8 ratios that have the same effect as the
+nominal bounds on BF16 ratios.
 
 FP8 noise in both log-probabilities widens the ratios. Tokens with a negative advantage then fall below 1 -
-clip_low by noise alone and lose their gradient, so that what should be punished is not. Every N steps a
-shadow forward pass in BF16 gives the ratios as they would be without the noise, and the bounds are moved
-until the FP8 ratios meet them as often.
+clip_low from noise alone and lose their gradient, so that bad samples are not penalised. Every N steps a
+shadow forward pass in BF16 gives the ratios without the noise, and the bounds are moved until they clip the
+FP8 ratios as often.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-BISECTIONS = 40  # each halves the bracket: enough to meet float32's own resolution
+BISECTIONS = 40  # each halves the bracket: enough for float32's resolution
 
 
 def calibrated_bounds(
@@ -26,18 +26,19 @@ def calibrated_bounds(
     clip a ratio.
 
     The paper's lower bound is L = F_fp8^-1(F_bf16(1 - clip_low)), F the distributions over tokens with A < 0;
-    its upper bound H makes the ratio of positive to negative contributions that of BF16. Our reading where it
-    is silent:
+    its upper bound H makes the ratio of positive to negative contributions that of BF16. Our interpretation
+    of the rest:
 
     - L: a quantile of n numbers is an interval between two of them; L is its point nearest to 1 - clip_low,
       so that exactly as many FP8 tokens are below L as BF16 tokens are below 1 - clip_low, and nothing moves
       without need. L <= 1.
-    - a token's contribution is what it adds to the clipped surrogate: A min(r, H) where A > 0, |A| max(r, L)
-      where A < 0. The positive side grows with H, so bisection finds it. If the target lies above what H =
-      max r gives, H = max r (no positive token is cut); if below what H = 1 gives, H = 1.
+    - a token's contribution is its term in the clipped surrogate: A min(r, H) where A > 0, |A| max(r, L)
+      where A < 0. The positive side grows with H, so bisection finds it. If the target exceeds the value at
+      H = max r, H = max r (no positive token is cut); if it is below the value at H = 1, H = 1.
 
     Equal ratios give back the nominal bounds. With no token of one sign, the bounds that need it stay
-    nominal. What is off the mask changes nothing; a NaN on it makes both NaN. Jittable, no gradient.
+    nominal. Values off the mask have no effect; a NaN on the mask makes both bounds NaN. Jittable, no
+    gradient.
     """
     ratio, shadow_ratio, advantages = jax.lax.stop_gradient((ratio, shadow_ratio, advantages))
     ratio, shadow = (jnp.where(mask, jnp.asarray(r, jnp.float32), 1.0) for r in (ratio, shadow_ratio))
@@ -52,7 +53,7 @@ def calibrated_bounds(
 
 
 def _lower_bound(ratio: Array, shadow: Array, negative: Array, nominal: Array) -> Array:
-    """The point nearest to `nominal` with as many negative-advantage ratios below it as the shadow has below
+    """The point nearest to `nominal` with as many negative-advantage ratios below it as shadow ratios below
     `nominal`."""
     below = jnp.sum(negative & (shadow < nominal))
     ordered = jnp.sort(jnp.where(negative, ratio, jnp.inf).ravel())

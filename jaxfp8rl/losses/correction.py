@@ -11,11 +11,11 @@ corrections combine three operations on the log-ratio D_t = old_logp - rollout_l
     action      truncate   min(w, upper)                         TIS: biased beyond the cap, bounded variance
                 mask       w if lower <= w <= upper else 0       IcePop, MIS: the token has no gradient
                 clip       lower if w < lower, upper if w > upper  CIS
-    rejections  a token or a whole sequence is left out when a statistic of its ratios leaves its bounds
+    rejections  a token or a whole sequence is dropped if a statistic of its ratios is out of bounds
 
 The loss is then  sum_t scale_t sg(w_t) L_t,  with the scales of `jaxfp8rl.losses.aggregation` over the
-returned mask. `jaxfp8rl.losses.presets` has the corrections of other frameworks by their names, and
-docs/corrections.md says which to choose.
+returned mask. `jaxfp8rl.losses.presets` has the corrections of other frameworks under their names, and
+docs/corrections.md explains which to choose.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def rollout_correction(
 def _required(segment_ids: Array | None) -> Array:
     if segment_ids is None:
         raise ValueError(
-            "a correction at the level of sequences needs segment_ids [..., T]; rows of one sequence: all ones")
+            "a sequence-level correction needs segment_ids [..., T]; for rows of one sequence, all ones")
     return segment_ids
 
 
 def mixing_share(diff: Array, weights: Array, mask: Array, mix: AdaptiveMix) -> Array:
-    """a of AdaptiveMix, a scalar in [0, 1]. diff: D_t [..., T]; weights [..., T]."""
+    """The share a of AdaptiveMix, a scalar in [0, 1]. diff: D_t [..., T]; weights [..., T]."""
     _, mean, std = relative_spread(weights, mask)
     cv = std / jnp.maximum(mean, 1e-8)
     want = jax.nn.sigmoid((mean_over(mask, jnp.abs(diff)) - mix.onset) / mix.slope)
@@ -209,7 +209,7 @@ def _statistic(diff: Array, r: Rejection) -> tuple[Array, float, float]:
 
 
 def _per_sequence(x: Array, mask: Array, segment_ids: Array, aggregation: Aggregation) -> Array:
-    """Each token gets its sequence's sum, mean, max or min of x over the live tokens; 0 for a sequence
+    """For each token, its sequence's sum, mean, max or min of x over the live tokens; 0 for a sequence
     without any."""
     if aggregation in ("max", "min"):
         neutral = -INF if aggregation == "max" else INF

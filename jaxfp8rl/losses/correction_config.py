@@ -1,5 +1,4 @@
-"""What a correction may be: its config, and the rules that a config keeps. `jaxfp8rl.losses.correction` has
-the algebra."""
+"""The configuration of a correction, and its validation. `jaxfp8rl.losses.correction` has the algebra."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ class AdaptiveMix(NamedTuple):
 
 
 class CorrectionConfig(NamedTuple):
-    """One correction. Hashable: a new config compiles anew, new data never does.
+    """One correction. It is hashable: a new config triggers a compilation, new data never does.
 
     weight, action, lower, upper: see `jaxfp8rl.losses.correction`. A NaN weight stays NaN; NeMo RL makes it 0.
     overflow: "cap" clamps the log-ratio to +-20 before exp (verl). "zero" does not, and a weight past
@@ -87,7 +86,7 @@ class CorrectionConfig(NamedTuple):
 
     @property
     def corrects(self) -> bool:
-        """Whether it does anything at all."""
+        """Whether the correction has any effect."""
         return self.weight != "none" or bool(self.rejections) or self.m2_limit is not None
 
     @property
@@ -132,7 +131,7 @@ def _check_rejection(r: Rejection) -> None:
     _check_bounds(f"rejection {r.name()}", r.lower, r.upper, positive=r.statistic != "k1")
     least = {"k1": -INF, "mult_error": 1.0}.get(r.statistic, 0.0)
     if r.upper < least:
-        raise ValueError(f"rejection {r.name()}: upper = {r.upper} rejects all, the statistic never is below "
+        raise ValueError(f"rejection {r.name()}: upper = {r.upper} rejects all, the statistic is never below "
                          f"{least:g}")
     if r.lower <= least and r.upper == INF:
         raise ValueError(f"rejection {r.name()} has no bounds and rejects nothing: set upper, or lower above "
@@ -158,4 +157,4 @@ def _check_bounds(what: str, lower: float, upper: float, positive: bool) -> None
         raise ValueError(f"{what}: bounds [{lower}, {upper}] are reversed; write [{upper}, {lower}]")
     if positive and (upper <= 0 or (lower < 0 and lower != -INF)):
         raise ValueError(
-            f"{what}: bounds [{lower}, {upper}] must be positive: the statistic never is below 0")
+            f"{what}: bounds [{lower}, {upper}] must be positive: the statistic is never below 0")

@@ -1,9 +1,11 @@
-"""Which tokens move the entropy most: the choice of Clip-Cov and KL-Cov (arXiv 2505.22617, section 4.2).
+"""The tokens that affect the entropy most: the selection of Clip-Cov and KL-Cov (arXiv 2505.22617, section
+4.2).
 
 A token's covariance is (A - mean A) (logp - mean logp), both means over the live tokens of the whole batch
-(its eq. 10): large where a likely token is rewarded or an unlikely one punished. Frameworks choose within a
-micro-batch and by the policy now, so that the choice changes with the split. Here it is made once, before a
-batch is split, by pi_old: in the first update of a step the two policies are one.
+(eq. 10 there). It is large if a likely token is rewarded or an unlikely one penalised. Other frameworks
+select within a micro-batch and by the current policy, so the selection changes with the split. Here the
+selection is made once, before a batch is split, by pi_old, which equals the current policy in the first
+update of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ FROM_BITS = 0x9E3779B1  # 2^32 over the golden ratio: Knuth's multiplicative has
 def covariances(
     old_logp: Float[Array, "*B T"], advantages: Float[Array, "*B T"], mask: Bool[Array, "*B T"]
 ) -> Float[Array, "*B T"]:
-    """float32 [..., T], 0 off the mask. All arguments [..., T], of the whole batch."""
+    """float32 [..., T], 0 off the mask. All arguments are [..., T], of the whole batch."""
     of = [jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0) for x in (advantages, old_logp)]
     centred = [x - mean_over(mask, x) for x in of]
     return jnp.where(mask, jax.lax.stop_gradient(centred[0] * centred[1]), 0.0)
@@ -34,14 +36,14 @@ def select_tokens(
     old_logp: Float[Array, "*B T"], advantages: Float[Array, "*B T"], mask: Bool[Array, "*B T"],
     places: Int[Array, "*B T"], config: ObjectiveConfig
 ) -> Bool[Array, "*B T"]:
-    """The tokens that the objective treats apart, bool [..., T]. All arrays [..., T], of the *whole* batch:
-    mask bool, the tokens that count; places int, a number of a token's own (its id and position say), the
-    same however the batch is packed.
+    """The tokens that the objective treats separately, bool [..., T]. All arrays are [..., T], of the *whole*
+    batch. mask bool: the tokens that count. places int: a number for each token (of its id and position, for
+    example) that does not depend on the packing.
 
-    With N live tokens, n = max(1, floor(cov_fraction N)). "kl_cov" selects the n of largest covariance, and
-    those that equal the last of them. "clip_cov" draws n of those with cov_low < covariance < cov_high, all
-    where there are fewer. verl draws by torch's generator. Here the order is a hash of log-probability and
-    place, which packing, sharding and resuming leave as it is. A NaN is not selected.
+    With N live tokens, n = max(1, floor(cov_fraction N)). "kl_cov" selects the n tokens of largest
+    covariance, with ties for the last place. "clip_cov" draws n tokens with cov_low < covariance < cov_high,
+    or all of them if there are fewer. verl draws with torch's generator. Here the order is a hash of
+    log-probability and place, which does not depend on packing, sharding or resuming. A NaN is not selected.
     """
     p, cov = objective_parameters(config), covariances(old_logp, advantages, mask)
     count = jnp.maximum(jnp.floor(p["cov_fraction"] * jnp.sum(mask)).astype(jnp.int32), 1)
@@ -52,8 +54,8 @@ def select_tokens(
 
 
 def _largest(keys: Array, among: Array, count: Array) -> Array:
-    """The `count` largest of the uint32 keys [..., T] where `among`, ties with the last of them included. By
-    bisection over the bits: a sort would need all tokens on one device."""
+    """The `count` largest of the uint32 keys [..., T] where `among`, with ties for the last place. It bisects
+    over the bits: a sort would need all tokens on one device."""
     reaches = lambda bound: jnp.sum(among & (keys >= bound)) >= count
 
     def halve(i: Array, bound: Array) -> Array:
@@ -64,7 +66,7 @@ def _largest(keys: Array, among: Array, count: Array) -> Array:
 
 
 def _ordered(x: Array) -> Array:
-    """uint32 in the order of the float32."""
+    """The float32 numbers as uint32 in the same order."""
     bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # -0 as 0
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 

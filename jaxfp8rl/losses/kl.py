@@ -1,4 +1,4 @@
-"""The penalty that keeps the policy near a reference: estimates of a KL divergence from sampled tokens.
+"""The penalty that keeps the policy close to a reference: estimates of a KL divergence from sampled tokens.
 
     kl = kl_penalty(logp, ref_logp, mask, "k3+")
 """
@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
 
-KL_CAP = 10.0  # of the k3 estimate, as in verl and NeMo RL; NeMo RL caps k1 and k2 as well
-KL_WEIGHT_CAP = 2.0  # of pi / mu on a token's KL, the bound that token TIS has on its weights
+KL_CAP = 10.0  # the cap of the k3 estimate, as in verl and NeMo RL; NeMo RL caps k1 and k2 as well
+KL_WEIGHT_CAP = 2.0  # the cap of pi / mu on a token's KL, the bound of token TIS
 
 
 def _k3(d: Array) -> Array:

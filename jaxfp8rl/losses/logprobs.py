@@ -1,4 +1,4 @@
-"""Token log-probabilities and entropy from hidden states, in float32, without ever holding all logits [B, T,
+"""Token log-probabilities and entropy from hidden states, in float32, without materialising all logits [B, T,
 V]."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.logprob import api, reference
 from pallas_kernels.plgpu_compat import Backend
 
-TOP_K_ROWS = 256  # whose logits are there at a time
+TOP_K_ROWS = 256  # rows whose logits are in memory at a time
 
 
 def token_logprobs(
@@ -21,21 +21,21 @@ def token_logprobs(
     mask: Bool[Array, "B T"] | None = None, axis_name: str | None = None, backend: Backend = "auto",
     support: Int[Array, "B T K"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of each token given those before it, and the entropy of the distribution it was drawn
-    from.
+    """The log-probability of each token given those before it, and the entropy of the distribution it was
+    drawn from.
 
     hidden [B, T, D] (after the final norm), head [V, D], tokens [B, T] -> logp [B, T], entropy [B, T],
     float32. Position t is computed from hidden t - 1; position 0 has no predecessor and is 0. Logits are
-    divided by `temperature`, as the engine does before it samples, after the rounding to `logits_dtype` that
-    the engine's head leaves them with (which the gradient passes by): a bfloat16 logit of 20 is off by up to
-    0.06.
+    first rounded to `logits_dtype`, as the engine's head rounds them; the gradient ignores the rounding. (A
+    bfloat16 logit of 20 is off by up to 0.06.) They are then divided by `temperature`, as the engine does
+    before it samples.
 
-    support [B, T, K] int: the tokens that each was drawn among, -1 for none; both numbers are then of the
-    distribution over these alone. None: over the whole vocabulary.
+    support [B, T, K] int: the candidate tokens that each token was drawn from, padded with -1. Both results
+    are then those of the distribution over the candidates. None: the whole vocabulary.
 
-    mask [B, T] bool: the tokens to compute; others are 0 and cost little. `axis_name`: head is this device's
-    part of the vocabulary, in a `shard_map` over that axis. How, `memory` (bytes) and `backend`:
-    `pallas_kernels.logprob.api`, and docs/logprob.md.
+    mask [B, T] bool: the tokens to compute; the others are 0 and cost little. axis_name: head is this
+    device's part of the vocabulary, in a `shard_map` over that axis. For `memory` (bytes) and `backend` see
+    `pallas_kernels.logprob.api` and docs/logprob.md.
     """
     b, t, d = hidden.shape
     logp, entropy = api.linear_logprob(
@@ -53,10 +53,9 @@ def token_top_k(
     hidden: Float[Array, "B T D"], head: Float[Array, "V D"], mask: Bool[Array, "B T"], k: int,
     temperature: float = 1.0, logits_dtype: str = "float32", axis_name: str | None = None,
 ) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
-    """The k likeliest tokens in place of each, the likeliest first, with their log-probabilities: ids [B, T,
-    k] int32 and logp [B, T, k] float32, of positions in `mask` [B, T] bool; 0 elsewhere, which costs little.
-    Arguments else as of `token_logprobs`; not for gradients.
-    """
+    """The k likeliest tokens at each position, the likeliest first, with their log-probabilities: ids [B, T,
+    k] int32 and logp [B, T, k] float32 at the positions in `mask` [B, T] bool; 0 elsewhere, which costs
+    little. The other arguments are those of `token_logprobs`. There is no gradient."""
     api.check_temperature(temperature)
     b, t, d = hidden.shape
     blocks = -(-b * t // TOP_K_ROWS)
@@ -68,7 +67,7 @@ def token_top_k(
     def of_block(x: Array) -> tuple[Array, Array]:
         z = round_to(logits_of(x, head), logits_dtype) / temperature
         total, (z, ids) = jax.nn.logsumexp(z, -1, keepdims=True), jax.lax.top_k(z, k)
-        if axis_name:  # the best of every device's best
+        if axis_name:  # the k best among the k best of every device
             ids += jax.lax.axis_index(axis_name) * head.shape[0]
             total, z, ids = (jax.lax.all_gather(a, axis_name, axis=-1, tiled=True) for a in (total, z, ids))
             (z, at), total = jax.lax.top_k(z, k), jax.nn.logsumexp(total, -1, keepdims=True)

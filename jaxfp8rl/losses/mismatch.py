@@ -1,7 +1,6 @@
-"""How far the engine and the learner disagree about the tokens that were sampled: diagnostics, never part of
-a gradient.
+"""The disagreement of engine and learner about the sampled tokens: diagnostics, never part of a gradient.
 
-D_t = old_logp - rollout_logp, rho = exp(D). Means are over live tokens, or over sequences where said.
+D_t = old_logp - rollout_logp, rho = exp(D). Means are over live tokens, or over sequences where stated.
 Log-ratios are clamped to +-20 before exp, so that one broken token reads as 5e8 and not as infinity.
 """
 
@@ -18,21 +17,21 @@ LOG_RATIO_BOUND = 20.0
 
 
 def mean_over(mask: Array, x: Array | float, neutral: float = 0.0) -> Array:
-    """Mean of x where mask; `neutral` when mask is empty. A scalar, float32."""
+    """The mean of x where mask; `neutral` if mask is empty. A scalar, float32."""
     count = jnp.sum(mask)
     total = jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))
     return jnp.where(count == 0, neutral, total / jnp.maximum(count, 1))
 
 
 def spread(x: Array, mask: Array, neutral: float = 0.0) -> tuple[Array, Array]:
-    """(mean, population standard deviation) of x where mask; (neutral, 0) when mask is empty."""
+    """(mean, population standard deviation) of x where mask; (neutral, 0) if mask is empty."""
     mean = mean_over(mask, x, neutral)
     return mean, jnp.sqrt(mean_over(mask, (x - mean) ** 2))
 
 
 def relative_spread(x: Array, mask: Array, neutral: float = 0.0) -> tuple[Array, Array, Array]:
-    """(unit, mean / unit, standard deviation / unit) of x [..., T] >= 0 where mask, scalars: no square
-    overflows in units of about the largest x, 1 where nothing is above 0."""
+    """(unit, mean / unit, standard deviation / unit) of x [..., T] >= 0 where mask, scalars. unit is about
+    the largest x (1 if that is 0), so that no square overflows."""
     peak = jnp.max(jnp.where(mask, x, 0.0), initial=0.0)
     # XLA multiplies by 1 / unit, which must not underflow
     unit = jnp.where(peak > 0, jnp.clip(peak, 1e-30, 1e30), 1.0)
@@ -40,8 +39,8 @@ def relative_spread(x: Array, mask: Array, neutral: float = 0.0) -> tuple[Array,
 
 
 def kish(mean: Array, std: Array) -> Array:
-    """Effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965), from mean and standard deviation
-    in any unit."""
+    """The effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965), from mean and standard
+    deviation in any unit."""
     return mean**2 / jnp.maximum(mean**2 + std**2, 1e-30)
 
 
@@ -96,7 +95,7 @@ def mismatch_metrics(
 def _sequence_metrics(diff, mult, old, rollout, mask, segment_ids) -> dict[str, Array]:
     stacked = jnp.stack([jnp.where(mask, x, 0.0) for x in (jnp.ones_like(diff), diff, mult, old, rollout)])
     count, total, mult_total, old_total, rollout_total = segment_total(stacked, segment_ids)
-    # totals stand at every token: one of each sequence speaks for it
+    # every token holds its sequence's totals; use one token per sequence
     sequences = segment_ends(segment_ids) & (count > 0)
     count = jnp.maximum(count, 1)
     log_ppl_diff = -total / count
@@ -122,11 +121,11 @@ def advantage_skew(
     old_logp: Float[Array, "*B T"], rollout_logp: Float[Array, "*B T"], advantages: Float[Array, "*B T"],
     mask: Bool[Array, "*B T"]
 ) -> dict[str, Float[Array, ""]]:
-    """What the mismatch does to the two signs of advantage: mean of (rho - 1) A over live tokens with A > 0
-    and with A < 0.
+    """The effect of the mismatch on each sign of advantage: the mean of (rho - 1) A over live tokens with A >
+    0 and over those with A < 0.
 
-    The damage that VeXact (arXiv 2605.14220) found is this one-sided skew, which KL estimates do not show;
-    both are 0 when the policies agree.
+    VeXact (arXiv 2605.14220) traced damage to this one-sided skew, which KL estimates do not show. Both are 0
+    if the policies agree.
     """
     diff = jnp.where(mask, old_logp.astype(jnp.float32) - rollout_logp.astype(jnp.float32), 0.0)
     excess = jnp.expm1(jnp.clip(jax.lax.stop_gradient(diff), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)) * advantages

@@ -1,4 +1,4 @@
-"""Policy-gradient objectives: a loss a token from (logp, old_logp, advantages).
+"""Policy-gradient objectives: a loss per token from (logp, old_logp, advantages).
 
     loss, cut = policy_loss(logp, old_logp, advantages, mask, segment_ids, ObjectiveConfig("gspo"))
 
@@ -30,7 +30,7 @@ from jaxfp8rl.losses.mismatch import LOG_RATIO_BOUND
 from jaxfp8rl.losses.segments import sequence_mean
 from jaxfp8rl.other_names import value_here
 
-SEQUENCE_LOG_RATIO_CAP = 10.0  # of a mean over a sequence, as verl's GSPO
+SEQUENCE_LOG_RATIO_CAP = 10.0  # the cap of a sequence's mean log-ratio, as in verl's GSPO
 Cut = dict[str, Array]
 
 
@@ -225,7 +225,7 @@ OBJECTIVES: dict[str, Callable[..., tuple[Array, Cut]]] = {
     for f in (ppo_clip, gspo, gspo_token, cispo, sapo, gmpo, dppo_tv, dppo_kl, reinforce, prime_rl, clip_cov,
               kl_cov)
 }
-SELECTING = ("clip_cov", "kl_cov")  # through `selected` a token's loss depends on the whole batch
+SELECTING = ("clip_cov", "kl_cov")  # objectives that need `selected`, which depends on the whole batch
 
 
 # The interface
@@ -306,7 +306,7 @@ def objective_parameters(config: ObjectiveConfig) -> dict[str, Any]:
     for name, value in given.items():
         if name not in known:
             raise ConfigError(
-                f'{name} = {value} means nothing to the objective "{config.kind}"',
+                f'{name} = {value} has no effect on the objective "{config.kind}"',
                 f"leave it out; its parameters: {', '.join(known)}",
             )
         _check(config.kind, name, value, known[name])
@@ -334,7 +334,8 @@ def off_policy(
 
 def _clipped(ratio: Array, advantages: Array, clip_low: float, clip_high: float,
              dual_clip: float | None = None) -> tuple[Array, Cut]:
-    """PPO's clip, written as a choice: with a minimum, a ratio on its bound would lose half its gradient."""
+    """PPO's clip, written as a selection: with a minimum, a ratio on its bound would lose half its
+    gradient."""
     gain, loss = advantages > 0, advantages < 0
     dual = jnp.inf if dual_clip is None else dual_clip
     high = (gain & (ratio > 1 + clip_high)) | (loss & (ratio > dual))
@@ -352,30 +353,30 @@ def _trust_region(x: Tokens, too_high: Array, too_low: Array, ratio_cap: float) 
 _LEAST = {"dual_clip": 1.0, "ratio_cap": 1.0}  # all others: 0
 _ABOVE = ("dual_clip", "tau_positive", "tau_negative", "cov_fraction")  # must exceed their least value
 _MEANING = {
-    "clip_low": "how far the measure may fall below no change, not the bound itself",
-    "clip_high": "how far the measure may rise above no change, not the bound itself",
-    "dual_clip": "the largest ratio that counts where the advantage is negative",
+    "clip_low": "the distance of the lower bound from no change, not the bound itself",
+    "clip_high": "the distance of the upper bound from no change, not the bound itself",
+    "dual_clip": "the largest ratio that counts if the advantage is negative",
     "ratio_cap": "the largest weight",
-    "tau_positive": "the gate's temperature where the advantage is positive",
-    "tau_negative": "the gate's temperature elsewhere",
+    "tau_positive": "the gate's temperature if the advantage is positive",
+    "tau_negative": "the gate's temperature otherwise",
     "penalty": "the factor of the squared log-ratio",
-    "cov_fraction": "the share of the live tokens that is selected",
-    "cov_low": "the least covariance of a selected token",
-    "cov_high": "its largest covariance",
+    "cov_fraction": "the share of live tokens that are selected",
+    "cov_low": "the smallest covariance of a selected token",
+    "cov_high": "the largest covariance of a selected token",
     "cov_kl_coef": "the factor of a selected token's |log-ratio|",
 }
 
 
 def _check(kind: str, name: str, value: float, default: float | None) -> None:
-    """Ratios and probabilities are not negative, so that their lower distance is at most 1. So is any change of
-    a probability."""
+    """Raise ConfigError for an impossible value. Ratios, probabilities and their changes have a lower
+    distance of at most 1, since none is negative."""
     probability = kind in ("dppo_tv", "prime_rl") and name in ("clip_low", "clip_high")
     ratio = kind in ("ppo_clip", "gspo", "gspo_token", "cispo") and name == "clip_low"
     least, most = _LEAST.get(name, 0.0), 1.0 if probability or ratio or name == "cov_fraction" else math.inf
     if not math.isfinite(value) or not least <= value <= most or (name in _ABOVE and value == least):
         allowed = f"{'above' if name in _ABOVE else 'at least'} {least:g}" + (
             f" and at most {most:g}" if most == 1 else "")
-        usual = "left out, it is off" if default is None else f"the default is {default:g}"
+        usual = "by default it is off" if default is None else f"the default is {default:g}"
         raise ConfigError(
             f'{name} = {value} is impossible for the objective "{kind}"',
             f"{name} is {_MEANING[name]}: a finite number {allowed}; {usual}",

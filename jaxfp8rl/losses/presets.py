@@ -1,16 +1,15 @@
 """Corrections under the names that other frameworks and papers use, with their arithmetic, quirks included.
 
-Read in the sources of verl (1dda039b), NeMo RL (7ea279ab), slime (624b824a), AReaL (4aef98d8), SkyRL
-(a9564572), prime-rl (559b4477). The same word means different things: "TIS" is capped by verl and zeroed on
-overflow by NeMo RL; a "sequence" weight is a product for verl and a geometric mean for AReaL; four different
-things are called "MIS". docs/correction_presets.md has the table. What could not be expressed is said where
-it would stand.
+They follow the sources of verl (1dda039b), NeMo RL (7ea279ab), slime (624b824a), AReaL (4aef98d8), SkyRL
+(a9564572) and prime-rl (559b4477). The same word means different things: "TIS" is capped by verl and zeroed
+on overflow by NeMo RL; a "sequence" weight is a product for verl and a geometric mean for AReaL; four
+different methods are called "MIS". docs/correction_presets.md has the table. Comments below name the parts
+that could not be expressed.
 
 Quirks kept:
 - verl compares k1 = -D with the logarithms of its bounds, so they bound mu/pi_old: `inverse=True`. Its own
   presets are nearly symmetric, which hides it.
-- verl's bypass presets and everyone else but verl's decoupled mode keep rejected tokens in the denominator:
-  "all".
+- All presets but those of verl's decoupled mode keep rejected tokens in the denominator: "all".
 - AReaL's k1 and k3 are those of the inverse ratio to verl's.
 - slime's shipped MIS truncates, rejects the same tokens that it truncated, vetoes, and normalises over all of
   them.
@@ -50,20 +49,20 @@ AREAL = CorrectionConfig(action="mask", upper=5.0, denominator="all")
 
 
 def _slime(level: Weight, statistic_of: Aggregation, **fields) -> CorrectionConfig:
-    """slime's MIS at the level of sequences: bounds [0.5, 2] on the sequence's ratio; sums are clamped after
-    the sum."""
+    """slime's MIS for whole sequences: bounds [0.5, 2] on the sequence's ratio; sums are clamped after the
+    summation."""
     bounds = Rejection("sequence", "ratio", statistic_of, 0.5, 2.0, clamp=False)
     return SLIME_MIS._replace(weight=level, rejections=(bounds, SLIME_VETO), **fields)
 
 
 def _areal_kl(level: Level, statistic: Statistic, aggregation: Aggregation = "mean") -> CorrectionConfig:
-    """AReaL's rejection by a KL estimate: raw token weights, tokens or sequences past 5 left out."""
+    """AReaL's rejection by a KL estimate: raw token weights; tokens or sequences beyond 5 are dropped."""
     r = Rejection(level, statistic, aggregation, upper=5.0, inverse=statistic == "k3", clamp=False)
     return CorrectionConfig(upper=math.inf, overflow="zero", rejections=(r,), denominator="all")
 
 
 PRESETS: dict[str, CorrectionConfig] = {
-    # the plain names, by which docs/corrections.md recommends
+    # the plain names, which docs/corrections.md uses in its recommendations
     "none": NONE,
     "token_tis": CorrectionConfig(),
     "sequence_tis": CorrectionConfig(weight="sequence"),
@@ -71,8 +70,8 @@ PRESETS: dict[str, CorrectionConfig] = {
     # one-sided, raw weight ("When Speed Kills Stability")
     "sequence_mis": CorrectionConfig(weight="sequence", action="mask"),
     "geometric_mask": NONE._replace(rejections=(SKYRL_GEO,)),
-    # truncation at 2 with sequences past 0.001 left out: the best mix of VeXact's ablation (arXiv
-    # 2605.14220), which does not name the statistic; K3 is our reading
+    # truncation at 2 without sequences beyond 0.001: the best combination in VeXact's ablation (arXiv
+    # 2605.14220), which does not name the statistic; k3 is our interpretation
     "vexact": CorrectionConfig(rejections=(Rejection("sequence", "k3", "mean", upper=0.001),)),
     "ais": CorrectionConfig(adaptive=AdaptiveMix()),
     # verl, three policies
@@ -110,7 +109,7 @@ PRESETS: dict[str, CorrectionConfig] = {
     "nemo/seq_logprob_error": NEMO._replace(  # grpo.seq_logprob_error_threshold beside the plain weight
         rejections=(Rejection("sequence", "mult_error", "mean", upper=2.0, clamp=False),), denominator="kept"
     ),
-    # slime. Geometric weights with normalisation raise there; here they come without.
+    # slime. Geometric weights with normalisation raise an error there; here they have no normalisation.
     "slime/tis": CorrectionConfig(denominator="all"),
     # its flags' defaults leave the lower bound at 0
     "slime/icepop": CorrectionConfig(action="mask", denominator="all"),
@@ -131,10 +130,10 @@ PRESETS: dict[str, CorrectionConfig] = {
     "areal/sequence_k1": _areal_kl("sequence", "k1"),
     "areal/sequence_k2": _areal_kl("sequence", "k2"),
     "areal/sequence_k3": _areal_kl("sequence", "k3"),
-    # tokens it masks by ratio stay counted, M2's do not
+    # tokens masked by ratio stay in the denominator, those dropped by M2 do not
     "areal/m2po": AREAL._replace(m2_limit=0.04, denominator="kept"),
-    # SkyRL. "recommended" is the first step of its guide and the third, "guide" all of them: each over the
-    # survivors of the last.
+    # SkyRL. "recommended" combines the first and third step of its guide; "guide" has all of them, each
+    # applied to the survivors of the previous one.
     "skyrl/token_tis": CorrectionConfig(denominator="all"),
     "skyrl/seq_tis": CorrectionConfig(weight="sequence", upper=5.0, denominator="all"),
     "skyrl/geo_mask": NONE._replace(rejections=(SKYRL_GEO,), denominator="all"),
@@ -150,7 +149,7 @@ PRESETS: dict[str, CorrectionConfig] = {
 
 
 def get_preset(name: str) -> CorrectionConfig:
-    """The correction called `name`. Raises ConfigError with the nearest names."""
+    """The correction with this name. Raises ConfigError, which suggests the nearest names."""
     if name not in PRESETS:
         ours = value_here("correction.preset", name, PRESETS)
         hint = f": here it is {ours}" if ours else nearest(name, PRESETS)

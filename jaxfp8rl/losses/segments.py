@@ -1,8 +1,8 @@
-"""Totals over the sequences of packed rows, without knowing how many there are.
+"""Totals over the sequences of packed rows, whose number is not static.
 
-A sequence is a run of equal `segment_ids` within a row. Its total is found by a segmented scan and handed to
-each of its tokens: static shapes, no table of sequences, and always summed in the same order (a scatter would
-use atomics on a GPU).
+A sequence is a run of equal `segment_ids` within a row. A segmented scan computes its total, which every
+token of the sequence receives. Shapes are static, there is no table of sequences, and the order of summation
+is fixed (a scatter would use atomics on a GPU).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from jax import Array
 
 
 def segment_total(x: Array, segment_ids: Array, op: Callable[[Array, Array], Array] = jnp.add) -> Array:
-    """Every token gets the total of its segment: x [..., T], segment_ids [..., T] int -> [..., T] of x's
-    dtype.
+    """The total of each token's segment: x [..., T], segment_ids [..., T] int -> [..., T] of x's dtype.
 
     op: an associative function, jnp.add, jnp.maximum or jnp.minimum. x may have leading axes that segment_ids
     lacks.
@@ -33,14 +32,13 @@ def segment_ends(segment_ids: Array) -> Array:
 
 
 def first_live(mask: Array, segment_ids: Array) -> Array:
-    """True at the first live token of each segment that has one: one token to stand for each sequence. Both
-    [..., T]."""
+    """True at the first live token of each segment that has one: one token per sequence. Both [..., T]."""
     return mask & (_running(mask.astype(jnp.int32), segment_ids, jnp.add) == 1)
 
 
 def sequence_mean(x: Array, mask: Array, segment_ids: Array) -> Array:
-    """Mean of x over the live tokens of each sequence, handed to all its tokens; [..., T] float32, 0 for a
-    masked one."""
+    """The mean of x over the live tokens of each token's sequence; [..., T] float32, 0 for a sequence without
+    live tokens."""
     count = segment_total(mask.astype(jnp.int32), segment_ids)
     return _segment_sum(jnp.where(mask, x, 0.0), segment_ids) / jnp.maximum(count, 1)
 
@@ -50,8 +48,8 @@ def _segment_sum(x: Array, segment_ids: Array) -> Array:
     return segment_total(x, segment_ids)
 
 
-# A sum over segments is its own transpose. Autodiff would turn the gather in it into a scatter, in no fixed
-# order on a GPU.
+# A sum over segments is its own transpose. Autodiff would turn the gather in it into a scatter, whose order
+# is not fixed on a GPU.
 _segment_sum.defvjp(
     lambda x, segment_ids: (segment_total(x, segment_ids), segment_ids),
     lambda ids, g: (segment_total(g, ids), None)
@@ -64,12 +62,12 @@ def _starts(segment_ids: Array) -> Array:
 
 
 def _running(x: Array, segment_ids: Array, op: Callable) -> Array:
-    """The inclusive scan that begins anew at each segment, by doubling (Hillis and Steele 1986): ceil(log2 T)
-    rounds, each of which joins to a token's total that of as many tokens before it. `reached`: the segment's
-    start is in the total, no more may join; it holds of the first tokens of a row before a shift could wrap
-    around to them.
+    """The inclusive scan that restarts at each segment, by doubling (Hillis and Steele 1986): ceil(log2 T)
+    rounds, each of which joins a token's total with that of as many tokens before it. `reached`: the total
+    includes the segment's start, so nothing more may be joined. It is set for the first tokens of a row
+    before a shift could wrap around to them.
 
-    A loop and not lax.associative_scan, whose unrolled tree takes seconds to compile.
+    It is a loop and not lax.associative_scan, whose unrolled tree takes seconds to compile.
     """
     t = x.shape[-1]
 

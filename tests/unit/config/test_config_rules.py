@@ -83,7 +83,7 @@ CORRECTIONS = {
         'no effect at level "token"',
     ),
     "foreign parameter": ("[loss]\ntau_positive = 1.0",
-                          'loss.objective: tau_positive = 1.0 means nothing to the objective "ppo'),
+                          'loss.objective: tau_positive = 1.0 has no effect on the objective "ppo'),
     "nothing to calibrate": ("[loss]\ncalibrate_clip_every = 5", "has no FP8 forward to compare with"),
 }
 
