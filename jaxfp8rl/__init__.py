@@ -1,6 +1,6 @@
-"""FP8 reinforcement learning for language models in JAX, on Hopper GPUs. Loads neither torch nor vllm.
+"""FP8 reinforcement learning for language models in JAX, on Hopper GPUs. It imports neither torch nor vllm.
 
-`train` and `load_config` are all that a program needs; they are loaded when they are first asked for.
+A program needs only `train` and `load_config`; both are imported on first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`python -m jaxfp8rl ...` does what the command `jaxfp8rl ...` does."""
+"""`python -m jaxfp8rl ...` is the command `jaxfp8rl ...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Errors that a user meets. Each says what was wrong and where, and ends with the next step."""
+"""Errors shown to the user. Each says what was wrong and where, and ends with the next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Base: wrong input, not a bug. The command line prints it without a stack trace and leaves with
+    """Base class: wrong input, not a bug. The command line prints it without a stack trace and exits with
     `exit_code`."""
 
     exit_code = 2
@@ -57,15 +57,15 @@ class NonFiniteStep(UserError):
 
 
 class OutOfMemory(UserError):
-    """The device's memory ran out in a run whose plan fitted."""
+    """The device ran out of memory in a run whose plan fitted."""
 
     exit_code = 6
 
 
 def check_writable(path: str | Path, key: str = "") -> None:
-    """Raise UserError, which names the setting `key`, unless files can be put into the folder `path` or,
-    where it is not there yet, the nearest one above: to be asked before what takes long. It writes a few
-    bytes, which vanish: permissions do not tell of a full disk."""
+    """Raise UserError, naming the setting `key`, unless files can be written to the folder `path` or, if it
+    does not exist yet, to its nearest existing parent. Call it before long work. It writes a few bytes to a
+    temporary file, because permissions do not reveal a full disk."""
     whole = Path(path).absolute()
     place = next(p for p in (whole, *whole.parents) if p.exists())
     try:
@@ -74,14 +74,14 @@ def check_writable(path: str | Path, key: str = "") -> None:
             file.flush()
     except OSError as e:
         where = f"{key}: {path}" if key else path
-        raise UserError(f"{where}: nothing can be written to {place}: {e.strerror}",
+        raise UserError(f"{where}: cannot write to {place}: {e.strerror}",
                         "choose another place, or make room") from e
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """' (did you mean "x"?)' for the closest known word, or the list of known ones when none is close."""
+    """' (did you mean "x"?)' for the closest known word, or the list of known words if none is close."""
     known = sorted(known)
-    parts = [name for name in known if word in re.split("[_/.]", name)]  # tis of token_tis
+    parts = [name for name in known if word in re.split("[_/.]", name)]  # "tis" is a part of "token_tis"
     parts.sort(key=lambda name: (name.count("/"), len(name)))
     hit = difflib.get_close_matches(word, known, 1,
                                     0.8) or parts or difflib.get_close_matches(word, known, 1, 0.6)

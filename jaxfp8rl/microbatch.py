@@ -1,9 +1,9 @@
-"""Functions of a batch, and their gradients, a micro-batch at a time.
+"""Functions of a batch, and their gradients, computed one micro-batch at a time.
 
-Gradients of micro-batches are summed in float32, those of layers where autodiff makes them: a layer's is
-added to its place in the sums before the next layer's is made, so that no more than a layer of a
-micro-batch's own is ever held. The sums ride along with the activations, unread (`accumulate_grad`), and come
-back down the layers in the backward pass, as what autodiff takes for their cotangent.
+The gradients of micro-batches are summed in float32. A layer's gradient is added to its sum as soon as
+autodiff computes it, before the next layer's is computed, so at most one layer's gradient of a micro-batch
+exists at a time. For this the sums travel with the activations, unread (`accumulate_grad`), and come back
+down the layers in the backward pass, where autodiff takes them for a cotangent.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from jaxfp8rl.types import Params, TrainBatch
 
 
 def map_live(f: Callable, batch: TrainBatch, live: Array | None = None) -> Any:
-    """`f` of each micro-batch of `batch` [M, R, T], stacked; zeros for those without a response, or not
-    `live` [M] if these are given: they are skipped."""
+    """`f` of each micro-batch of `batch` [M, R, T], stacked. Micro-batches without a response, or not `live`
+    [M] if given, are skipped and give zeros."""
     live = batch.response_mask.any((1, 2)) if live is None else live
     nothing = zeros(jax.eval_shape(f, jax.tree.map(lambda x: x[0], batch)))
     return jax.lax.map(lambda micro: jax.lax.cond(micro[1], f, lambda _: nothing, micro[0]), (batch, live))
 
 
 def zeros(like: Any) -> Any:
-    """A tree of zeros of these shapes and dtypes."""
+    """A tree of zeros with the shapes and dtypes of `like`."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
 
 
 def accumulate(
     loss_fn: Callable, outer: Params, sums: Params, batch: tuple, live: Array, loss_scale: Array
 ) -> tuple[Array, dict[str, Array], Params]:
-    """(sum of the losses, what was seen by micro-batch, sum of the gradients in float32, times `loss_scale`)
-    of `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
+    """(sum of the losses, `seen` of each micro-batch, sum of the gradients in float32 times `loss_scale`) of
+    `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
 
-    outer: the weights outside the layers. sums: zeros of the shapes of all gradients, float32, under "layers"
-    those that the loss hands to `accumulate_grad`, which is how it is differentiated by the layers' weights.
+    outer: the weights outside the layers. sums: float32 zeros with the shapes of all gradients. Those under
+    "layers" are the ones that the loss passes to `accumulate_grad`, which is how it is differentiated by the
+    layers' weights.
 
     The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive
-    float16. Micro-batches that are not `live` [M] are skipped, not computed and thrown away; they have seen
-    zeros.
+    float16. Micro-batches that are not `live` [M] are skipped, not computed and discarded; their `seen` is
+    zero.
     """
 
     def scaled(outer: Params, layers: Params, micro: tuple) -> tuple:
@@ -66,13 +67,13 @@ def accumulate(
 
 @jax.custom_vjp
 def accumulate_grad(weights: Params, sums: Params, i: Array) -> tuple[Params, Params]:
-    """(weights [...] of layer i, sums [L, ...]), as they are. Backwards the gradient of the weights is added
-    to the i-th of what comes back for the sums, and goes nowhere else."""
+    """(weights [...] of layer i, sums [L, ...]), unchanged. The backward pass adds the gradient of the
+    weights to entry i of the cotangent of the sums, and nowhere else."""
     return weights, sums
 
 
 def _tap_bwd(i: Array, cotangents: tuple[Params, Params]) -> tuple[None, Params, None]:
-    # [1, ...] at a time, else XLA copies a layer out before it adds
+    # as [1, ...], because XLA otherwise copies a layer out before it adds
     def add(grad: Array, into: Array) -> Array:
         row = jax.lax.dynamic_slice_in_dim(into, i, 1) + grad.astype(into.dtype)[None]
         return jax.lax.dynamic_update_slice_in_dim(into, row, i, 0)
@@ -85,7 +86,7 @@ accumulate_grad.defvjp(lambda weights, sums, i: ((weights, sums), i), _tap_bwd)
 
 @jax.custom_vjp
 def start_backward(x: Array, sums: Params) -> Array:
-    """x. Backwards the sums themselves begin their way down here."""
+    """x. In the backward pass, the sums themselves start their way down the layers here."""
     return x
 
 

@@ -1,15 +1,15 @@
-"""Names of verl, NeMo RL, TRL and transformers, SkyRL, slime, OpenRLHF, prime-rl and AReaL, and where each
-stands here: for hints, `jaxfp8rl config --find` and the index of docs/coming_from.md. Read in their sources;
-older names of theirs stay. The standard library alone: a misspelt key is answered at once.
-"""
+"""Names in verl, NeMo RL, TRL and transformers, SkyRL, slime, OpenRLHF, prime-rl and AReaL, with their
+equivalents here. They are used for hints, `jaxfp8rl config --find` and the index of docs/coming_from.md. They
+come from the sources of these frameworks and include older names. This module imports only the standard
+library, so that a misspelt key is answered at once."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-# What is set here: their keys, each by its last part, or by its last two where the last alone would be
-# another's.
+# Our setting: the keys of other frameworks for it. A key is given by its last part, or by its last two parts
+# if the last alone is ambiguous.
 KEYS = {
     "run.dir": "output_dir default_local_dir checkpoint_dir ckpt_path save_path",
     "run.steps": "max_steps total_training_steps num_rollout max_num_steps num_train_epochs total_epochs num_epochs num_episodes"
@@ -130,9 +130,9 @@ _HERE = {theirs: ours for ours, names in KEYS.items() for theirs in names.split(
 
 _FP8 = 'precision.recipe = "fp8_unified" (engine and learner) or "fp8_rollout" (the engine alone)'
 _NO_CRITIC = "nothing: there are no critics"
-_NOT_HERE = "nothing: it is not here"
+_NOT_HERE = "nothing: not implemented here"
 _DR_GRPO = 'loss.objective = "ppo_clip" with loss.advantage = "dr_grpo" and loss.aggregation = "seq_mean_token_sum_norm"'
-VALUES = {  # our key -> their value -> what says it here
+VALUES = {  # our key -> their value -> the equivalent here
     "loss.objective": {
         "grpo": 'loss.objective = "ppo_clip" with loss.advantage = "grpo"',
         "vanilla": 'loss.objective = "ppo_clip"', "ppo": 'loss.objective = "ppo_clip"',
@@ -163,7 +163,7 @@ VALUES = {  # our key -> their value -> what says it here
         "reinforce_baseline": 'loss.advantage = "reinforce_pp_baseline"',
         "reinforce_plus_plus_baseline": 'loss.advantage = "reinforce_pp_baseline"',
         "reinforce++_baseline": 'loss.advantage = "reinforce_pp_baseline"',
-        "grpo_passk": 'loss.advantage = "pass_at_k", of another paper',
+        "grpo_passk": 'loss.advantage = "pass_at_k", from another paper',
         "gae": _NO_CRITIC, "ppo": _NO_CRITIC, "none": 'loss.advantage = "dr_grpo"',
         "drgrpo": 'loss.advantage = "dr_grpo"',
         "true": 'loss.advantage = "grpo_sample_std"', "false": 'loss.advantage = "dr_grpo"',
@@ -190,7 +190,7 @@ VALUES = {  # our key -> their value -> what says it here
     },
     "loss.kl": {
         "kl": 'loss.kl = "k1"', "mse": 'loss.kl = "k2"', "low_var_kl": 'loss.kl = "k3"',
-        "full": "nothing: it is estimated",
+        "full": "nothing: the KL is estimated",
     },
     "loss.old_policy": {
         "bypass": 'loss.old_policy = "rollout"', "decoupled": 'loss.old_policy = "recomputed"',
@@ -236,7 +236,7 @@ VALUES = {  # our key -> their value -> what says it here
     "moe.replay": {"rollout": 'moe.replay = "R3"', "true": 'moe.replay = "R3"',
                    "false": 'moe.replay = "none"'},
 }
-SPELLINGS = (  # of one format
+SPELLINGS = (  # spellings of the same format
     {"bfloat16", "bf16"}, {"float16", "fp16", "half"}, {"float32", "fp32", "single"},
     {"float8", "fp8", "fp8_e4m3", "e4m3"},
     {"none", "off", "false", "null"},
@@ -244,20 +244,21 @@ SPELLINGS = (  # of one format
 
 
 def plain(name: str) -> str:
-    """As names are written here: learningRate, learning-rate and --learning_rate are learning_rate."""
+    """The name in the spelling used here: learningRate, learning-rate and --learning_rate become
+    learning_rate."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("-")).lower().replace("-", "_")
 
 
 def key_here(name: str) -> str:
-    """What is set here for a key of theirs, given as it is typed or with its sections; "" where the table has
+    """The setting here for another framework's key, given alone or with its sections; "" if the table has
     none."""
     parts = plain(name).split(".")
     return _HERE.get(".".join(parts[-2:])) or _HERE.get(parts[-1], "")
 
 
 def value_here(key: str, value: object, choices: Iterable[str] = ()) -> str:
-    """What says here a value of theirs for our `key`, or one of its `choices` spelt otherwise, or without the
-    framework before its slash; "" where nothing does."""
+    """The equivalent here of another framework's value for our `key`. It may also be a different spelling of
+    one of our `choices`, or a choice without the framework's name before the slash; "" if there is none."""
     word = plain(str(value))
     same = [c for c in choices if word in (plain(c), c.rpartition("/")[2])]
     same += [c for c in choices for spelt in SPELLINGS if word in spelt and c in spelt]
@@ -265,13 +266,13 @@ def value_here(key: str, value: object, choices: Iterable[str] = ()) -> str:
 
 
 def here(word: str) -> list[str]:
-    """All that the table has for a word: a key or a value of theirs."""
+    """Every entry for a word that is a key or a value of another framework."""
     found = [key_here(word), *(value_here(key, word) for key in VALUES)]
     return [text for text in found if text]
 
 
 def names() -> list[str]:
-    """Their keys, without sections."""
+    """The keys of other frameworks, without sections."""
     return [name.rpartition(".")[2] for name in _HERE]
 
 

@@ -1,8 +1,8 @@
-"""What each parameter is, in one table: whether FP8 may take it, whether it decays, how it is split.
+"""The role of each parameter, in one table: whether FP8 may quantise it, whether it decays, how it is split.
 
 Precision (jaxfp8rl.publish, jaxfp8rl.policy), weight decay (jaxfp8rl.optim) and sharding
-(jaxfp8rl.distributed) all ask here, by the name of the module that a weight belongs to. Names are Hugging
-Face's. A model with a module of another name adds a row.
+(jaxfp8rl.distributed) all look up the name of the module that a weight belongs to. Names are Hugging Face's.
+A model with a new module name adds a row.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Kind = Literal["linear", "norm", "embedding", "head", "router"]  # only "linear"
 
 
 class Role(NamedTuple):
-    """tensor: which axis of a weight [N, K] lies along the mesh axis "tensor" (Shoeybi et al. 2019, section
-    3): its rows N, its columns K, or neither. fsdp: whether its rows lie along "fsdp". decays: whether weight
-    decay applies."""
+    """tensor: the axis of a weight [N, K] that is split along the mesh axis "tensor" (Shoeybi et al. 2019,
+    section 3): its rows N, its columns K, or neither. fsdp: whether its rows are split along "fsdp". decays:
+    whether weight decay applies."""
 
     kind: Kind
     tensor: Literal["rows", "columns", "neither"]
@@ -25,10 +25,10 @@ class Role(NamedTuple):
     decays: bool = True
 
 
-COLUMN_PARALLEL = Role("linear", "rows")  # Megatron's names speak of the transposed weight [K, N]
-ROW_PARALLEL = Role("linear", "columns")  # multiplies the parts that a column-parallel linear leaves
+COLUMN_PARALLEL = Role("linear", "rows")  # Megatron's names refer to the transposed weight [K, N]
+ROW_PARALLEL = Role("linear", "columns")  # takes the partial results of a column-parallel linear
 NORM = Role("norm", "neither", fsdp=False, decays=False)
-ROUTER = Role("router", "neither")  # all devices along "tensor" have it, for all of them choose
+ROUTER = Role("router", "neither")  # every device along "tensor" has it, because every device routes
 
 ROLES: dict[str, Role] = {
     "embed_tokens": Role("embedding", "rows"),
@@ -41,7 +41,7 @@ ROLES: dict[str, Role] = {
 
 
 def role_of(path: tuple[Any, ...]) -> Role:
-    """The role of a leaf by its key path in a tree of parameters, moments, gradients or a policy. A module
-    that the table does not name is a column-parallel linear."""
+    """The role of a leaf, from its key path in a tree of parameters, moments, gradients or a policy. A module
+    that is not in the table is a column-parallel linear."""
     names = (key.key for key in reversed(path) if isinstance(key, DictKey))
     return next((ROLES[name] for name in names if name in ROLES), COLUMN_PARALLEL)

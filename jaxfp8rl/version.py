@@ -1,3 +1,3 @@
-"""The version of the package, for programs that must not import more of it."""
+"""The version of the package, for programs that must not import the rest of it."""
 
 __version__ = "0.1.0"

@@ -32,15 +32,15 @@ def keep_base_model(cfg: Config, run: Path) -> None:
 
 
 def with_base_model(cfg: Config, run: str | Path) -> Config:
-    """`cfg` with the run's own copies in place of folders that it was begun with and that are gone. Prints
-    which."""
+    """`cfg` with the run's own copies in place of original folders that no longer exist. Prints each
+    replacement."""
     own, gone = Path(run) / "config.toml", {}
     begun = load_config(str(own)) if own.is_file() else cfg
     for key, folder in _folders(cfg).items():
         copy = Path(run) / FOLDER / key
         if not (folder / NEEDED[key]).is_file() and (copy / NEEDED[key]).is_file() and folder == _folders(
                 begun).get(key):
-            print(f"model.{key}: {folder} is gone; {copy} has its copies of what is needed, which are taken")
+            print(f"model.{key}: {folder} is gone; using the copies in {copy}")
             gone[key] = str(copy)
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=gone)}) if gone else cfg
 

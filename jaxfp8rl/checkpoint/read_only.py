@@ -1,5 +1,4 @@
-"""What a run has learned: its config and the masters of one of its checkpoints. Reading them does not disturb
-a run that goes on.
+"""Reading of a run's config and the masters of one of its checkpoints, without disturbing a run in progress.
 
 A config stands for a run that has not begun: the weights that it starts from, at step 0.
 """
@@ -44,7 +43,7 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
     """The newest checkpoint of the run directory `source`, or that of `step`; or the starting weights of a
     config.
 
-    Raises ConfigError for what is neither, CheckpointError for a step that the run has not kept.
+    Raises ConfigError for a `source` that is neither, CheckpointError for a step that the run has not kept.
     """
     folder = Path(source)
     is_run = folder.is_dir()

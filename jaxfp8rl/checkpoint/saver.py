@@ -1,5 +1,4 @@
-"""Saves of a running loop: begun between two steps, written while the run goes on, tried again if they
-fail."""
+"""Saves of a running loop: started between two steps, written while the run goes on, retried if they fail."""
 
 from __future__ import annotations
 
@@ -14,15 +13,17 @@ from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
 from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.types import TrainState
 
-PEERS_S = 60.0  # for which a run that crashed waits for the parts of the other processes
+PEERS_S = 60.0  # seconds that a run that crashed waits for the parts of the other processes
 
 
 class Saver:
-    """Begins the saves of a run and takes up what they came to. Of several processes all call its methods.
+    """Starts the saves of a run and handles their results. If there are several processes, all call its
+    methods.
 
-    A save that fails (a full disk) is noted and tried again after the next step; the older checkpoints are
-    still there. It becomes a CheckpointError when none has succeeded for `patience` seconds, or when it is
-    the last one. `phase` is told before the loop waits, `note` of each failure."""
+    A save that fails (a full disk, for example) is noted and retried after the next step; the older
+    checkpoints are still there. It becomes a CheckpointError if none has succeeded for `patience` seconds, or
+    if it is the last one. `phase` is called before the loop waits, `note` for each failure.
+    """
 
     def __init__(
         self, checkpoints: Checkpoints, patience: float, group: ProcessGroup = ALONE,
@@ -47,7 +48,8 @@ class Saver:
             self._take_up(last)
 
     def check(self) -> None:
-        """Take up what the save in flight came to, if it has ended. The loop calls this after each step."""
+        """Handle the result of the save in flight, if it has finished. The loop calls this after each
+        step."""
         if self._checkpoints.finished():
             self._take_up()
 
@@ -57,13 +59,13 @@ class Saver:
         return self.unsaved_since is not None and self._checkpoints.in_flight is None
 
     def metrics(self) -> dict[str, float]:
-        """Seconds since the last call: `time/save_s`, for which saves held up the loop, and
-        `time/save_write_s`, for which the last one that ended was written beside it. Empty without a save."""
+        """Seconds since the last call. `time/save_s`: how long saves held up the loop. `time/save_write_s`:
+        how long the last finished save was written in the background. Empty if there was no save."""
         times, self._times = self._times, {}
         return times
 
     def close(self) -> None:
-        """Let the save in flight end, however the run does. The other processes may be gone."""
+        """Wait for the save in flight, however the run ends. The other processes may be gone."""
         if (write := self._checkpoints.in_flight) is None:
             return
         self._phase("save")
@@ -84,7 +86,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
-        """Time what holds up the loop."""
+        """Time a section that holds up the loop."""
         self._phase("save")
         start = time.perf_counter()
         try:
@@ -94,7 +96,7 @@ class Saver:
             self._times["time/save_s"] = before + time.perf_counter() - start
 
     def _failed(self, step: int, error: Exception, last: bool) -> None:
-        """Note the failure. Raises CheckpointError when the run can do no more about it."""
+        """Note the failure. Raises CheckpointError if retrying is not possible."""
         since = self.unsaved_since = self.unsaved_since or time.monotonic()
         passed = self._group.broadcast(lambda: time.monotonic() - since)
         if last or passed > self._patience:

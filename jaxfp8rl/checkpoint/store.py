@@ -32,12 +32,12 @@ from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.types import TrainState
 
 DIGESTS, DRAFT = "digests.json", ".draft-"
-FORMAT = 2  # of what a checkpoint holds: changed with it
-NAMED = 4  # arrays that a message lists
+FORMAT = 2  # version of a checkpoint's contents; increase it when they change
+NAMED = 4  # the number of arrays that a message lists
 
 
 class Write(NamedTuple):
-    """A save that a thread writes. `seconds` are those that the thread took."""
+    """A save that a thread writes. `seconds`: the thread's time."""
 
     step: int
     seconds: concurrent.futures.Future[float]
@@ -51,7 +51,7 @@ class Checkpoints:
         self._folder, self._keep, self._group = Path(folder).absolute(), keep, group
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.in_flight: Write | None = None
-        self.damaged: dict[int, str] = {}  # what `restore` passed over, and why
+        self.damaged: dict[int, str] = {}  # steps that `restore` skipped -> the damage
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, oldest first."""
@@ -173,7 +173,7 @@ class Checkpoints:
         if (wrote := saved["loop"].get("format")) != FORMAT:
             raise CheckpointError(
                 f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
-                "go on with the version that wrote it, or begin another run from what it exports")
+                "continue with the version that wrote it, or start another run from its export")
         return jax.tree.map(_typed, saved["state"]), saved["loop"]
 
     def loop_state(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """AdamW with global-norm clipping, on masters and moments of any format.
 
 Masters and moments are kept in the formats that `optim` names (jaxfp8rl.optim.low_bit). They are read,
-updated and written where they lie, in one elementwise pass after one that looks ahead. Besides them and the
-gradients an update needs next to nothing (docs/notebook_optimizer.md). Moments in host memory come and go a
-layer of one parameter at a time.
+updated and written in place, in one elementwise pass after a first pass for norms and bounds. Besides them
+and the gradients an update needs almost no memory (docs/notebook_optimizer.md). Moments in host memory are transferred
+one layer of one parameter at a time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.roles import role_of
 from jaxfp8rl.types import Params
 
-# How numbers are rounded that are too small for the digits of their format: masters, first and second
-# moments. Moments so that a step gets smaller: a first moment that is rounded up, or a second one that is
-# rounded to 0, makes a step of a thousand learning rates.
+# The rounding of numbers that are too small for the digits of their format: masters, first and second
+# moments. Moments are rounded so that the step gets smaller: a first moment rounded up, or a second one
+# rounded to 0, would make a step of a thousand learning rates.
 FAINT = ("stochastic", "down", "up")
-MARGIN = 1 + 2.0**-20  # of a bound on numbers that are computed again, and may then round another way
+MARGIN = 1 + 2.0**-20  # factor of a bound on numbers that are recomputed and may then round differently
 
 
 class Optimizer(NamedTuple):
@@ -126,8 +126,8 @@ class _AdamW(NamedTuple):
 
     def _look_ahead(self, scale: Array, grads: Params, state: optax.ScaleByAdamState, params: Params
                     ) -> tuple[list[Array], list[_Bounds | None], tuple]:
-        """Of each leaf the sums of squares of its blocks, and the bounds of its first moment where that is
-        float8 on the device; and the arguments, to be read after this."""
+        """The sums of squares of each leaf's blocks, and the bounds of its first moment if that is float8 on
+        the device; and the arguments, to be read after this."""
         ahead = self.formats.first == "float8" and not self.formats.offload
         look = lambda g, mu: (jnp.sum(blocks(g * g), -1), self._bounds(scale * g, mu) if ahead else None)
         seen = jax.tree.map(look, grads, state.mu)

@@ -1,4 +1,4 @@
-"""The guard: an update that is not finite is not applied."""
+"""The guard: updates that are not finite are skipped."""
 
 from __future__ import annotations
 

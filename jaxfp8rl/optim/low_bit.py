@@ -2,7 +2,7 @@
 2310.18313, section 2.2): in a narrower float type, and if its range is narrow too, with a scale for each
 block of 128 along the last axis.
 
-    "float32"   as it is                                    4 bytes an element
+    "float32"   unchanged                                   4 bytes an element
     "bfloat16"  float32's range: no scale                   2
     "float16"   8 times bfloat16's digits, with scales      2 + 4/128
     "float8"    E4M3, with scales                           1 + 4/128
@@ -130,9 +130,10 @@ def round_stochastically(x: Array, dtype: jnp.dtype, bits: Array, faint: Faint =
 
 
 def random_bits(salt: Array, first: Array | int, shape: Sequence[int]) -> tuple[Array, Array, Array]:
-    """Three uint32 for each element: a hash of `salt` [2] uint32 and the element's place, its index along the
-    first of several axes counted from `first`. It is as good as rounding needs, a tenth of jax.random's
-    instructions, so that XLA may fuse it anywhere, and the same however the array is sharded or cut."""
+    """Three uint32 for each element: a hash of `salt` [2] uint32 and the element's index along the first of
+    several axes, counted from `first`. The quality suffices for rounding, at a tenth of jax.random's
+    instructions, so that XLA may fuse it anywhere. The bits do not depend on how the array is sharded or
+    split."""
     *lead, width = shape
     index = lambda axis: jax.lax.broadcasted_iota(jnp.uint32, (*lead, 1), axis)
     row = sum((index(a) * np.uint32(math.prod(lead[a + 1 :])) for a in range(len(lead))), jnp.uint32(0))

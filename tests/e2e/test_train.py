@@ -299,7 +299,7 @@ def test_a_run_whose_model_folder_is_gone_goes_on_is_evaluated_and_exported(tmp_
     folder.rename(moved)
     resumed = ["train", str(run), "--resume", "--run.steps"]
     assert main([*resumed, "2"]) == 0
-    assert f"model.path: {folder} is gone; {run}/base_model/path has its copies" in capsys.readouterr().out
+    assert f"model.path: {folder} is gone; using the copies in {run}/base_model/path" in capsys.readouterr().out
     assert main([*resumed, "3", "--model.path", str(moved)]) == 0 and metrics(run)[-1]["step"] == 3
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert load_tokenizer(str(tmp_path / "out")).fingerprint() == load_tokenizer(str(moved)).fingerprint()

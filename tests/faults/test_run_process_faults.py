@@ -107,6 +107,6 @@ def test_row_29_a_refused_resumption_makes_no_folder(tmp_path):
     assert not Path(cfg.run.dir).exists()
     Path(cfg.run.dir).write_text("a file")
     with pytest.raises(UserError,
-                       match="run.dir: .*none: nothing can be written to .*: Not a directory"), claimed(
+                       match="run.dir: .*none: cannot write to .*: Not a directory"), claimed(
                            cfg, False):
         pass

@@ -153,7 +153,7 @@ def test_a_place_is_tried_before_what_takes_long(full, config, tmp_path, monkeyp
                   ["export", "run", "out"], ["eval", "run"], ["eval", "demo", "--out", "found.json"]):
         assert main.main(words) == 2, words
         said = capsys.readouterr().err
-        assert f"nothing can be written to {tmp_path}" in said and os.strerror(
+        assert f"cannot write to {tmp_path}" in said and os.strerror(
             errno.ENOSPC) in said and "make room" in said
 
 

@@ -138,7 +138,7 @@ def test_a_run_says_what_a_filter_costs(monkeypatch):
     monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu("9.0"))
     said = computed_by(Precision.uniform(1, "bfloat16", attention="pallas", rope_dtype="bfloat16"), MODEL,
                        support=True)
-    assert said == 'learner: attention by "pallas", log-probabilities by "xla" ("pallas" does not know of a support)'
+    assert said == 'learner: attention by "pallas", log-probabilities by "xla" ("pallas" does not implement a support)'
 
 
 def test_a_run_says_where_the_engines_roundings_are_not_mirrored():
