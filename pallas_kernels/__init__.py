@@ -1,30 +1,30 @@
-"""Kernels for Hopper GPUs in Pallas, each beside a plain-jnp reference that is always right. Imports nothing
-of ours: a library for any program in JAX, which needs jax and numpy alone.
+"""Pallas kernels for Hopper GPUs, each with a plain-jnp reference. A library for any JAX program: it needs
+only jax and numpy.
 
     import jax, jax.numpy as jnp
     from pallas_kernels import fp8_linear
 
     x, w = jnp.ones((256, 512), jnp.bfloat16), jnp.ones((1024, 512), jnp.bfloat16)  # [T, K] and [N, K]
     y = fp8_linear(x, w)                                                            # x w^T, an FP8 product
-    dw = jax.grad(lambda w: fp8_linear(x, w).astype(jnp.float32).mean())(w)         # two more of them
+    dw = jax.grad(lambda w: fp8_linear(x, w).astype(jnp.float32).mean())(w)         # two more FP8 products
 
-What has a kernel takes `backend`: "auto" is the kernel on a Hopper GPU and the reference elsewhere, "pallas"
-the kernel or an error, "reference" plain jnp. Wrong shapes and dtypes are a ValueError when the program is
-traced, with what was found and the rule.
+Functions with a kernel take `backend`: "auto" is the kernel on a Hopper GPU and the reference elsewhere,
+"pallas" the kernel or an error, "reference" plain jnp. Wrong shapes and dtypes raise a ValueError when the
+program is traced; it names the operands and the rule.
 
     fp8_dot_general, fp8_linear       jax.lax.dot_general and a linear layer in FP8, forward and backward
     quantize_rows, quantize_blocks    numbers to codes with scales; quantize_tokens, for wgrad
-    dequantize_rows, dequantize_blocks                                             and back
+    dequantize_rows, dequantize_blocks                             codes with scales to numbers
     blockwise_matmul, wgrad           products of codes; no derivative
-    grouped_matmul                    the same for the rows of experts, which plan_groups lays out, pad_rows
-                                      brings there and unpad_rows back
+    grouped_matmul                    the same for the rows of experts: plan_groups computes their layout,
+                                      pad_rows and unpad_rows convert to it and back
     packed_attention                  causal attention over packed sequences, with its derivative
-    paged_decode_attention            one query a sequence over a paged cache
-    linear_logprobs                   log-probability and entropy of a softmax over a vocabulary, whose logits
-                                      never exist
+    paged_decode_attention            attention of one query per sequence over a paged cache
+    linear_logprobs                   log-probability and entropy of a softmax over a vocabulary, without
+                                      materialising the logits
 
-A name is loaded when it is first asked for. `pallas_kernels.testing`, which needs chex and hypothesis too,
-has what tests of such functions are written with.
+A name is imported on first use. `pallas_kernels.testing`, which also needs chex and hypothesis, has inputs,
+strategies and assertions for tests of such functions.
 """
 
 import importlib
@@ -47,7 +47,7 @@ __all__ = [
     "grouped_matmul", "linear_logprobs", "packed_attention", "pad_rows", "paged_decode_attention",
     "plan_groups", "quantize_blocks", "quantize_rows", "quantize_tokens", "unpad_rows", "wgrad",
 ]
-_HOMES = {  # of each name its module, and its name there if that is another
+_HOMES = {  # name -> its module, with ":NAME" if it is named differently there
     "blockwise_matmul": "blockwise_matmul.api",
     "dequantize_blocks": "quantize.reference",
     "dequantize_rows": "quantize.reference",
@@ -68,10 +68,12 @@ _HOMES = {  # of each name its module, and its name there if that is another
 
 
 class _Package(ModuleType):
-    """Two functions are named as the folders are that they live in. The name is the function's, whoever loads
-    the folder first: Python would bind it to a folder when that is loaded. So of these two folders `from
-    pallas_kernels.grouped_matmul import api` finds a module, and `import pallas_kernels.grouped_matmul.api as
-    api` does not."""
+    """The package, in which two function names win over the folders of the same name.
+
+    Python would bind such a name to the folder as soon as the folder is imported. Here the name always means
+    the function. For these two folders `from pallas_kernels.grouped_matmul import api` therefore works, and
+    `import pallas_kernels.grouped_matmul.api as api` does not.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

@@ -1,8 +1,8 @@
-"""Functions without a derivative say so where one is asked for.
+"""Functions without a derivative raise an error if one is computed.
 
-A code is a step function of the number that it stands for. JAX would differentiate it all the same: the
-cotangent of a code is itself cast to FP8, in which a gradient below 2^-10 is 0 and one above 464 is NaN, and
-nothing says so. And a kernel in Pallas has no derivative at all.
+A code is a step function of the number that it represents. JAX would differentiate it silently: the cotangent
+of a code is itself cast to FP8, in which a gradient below 2^-10 is 0 and one above 464 is NaN. And a Pallas
+kernel has no derivative at all.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ F = TypeVar("F", bound=Callable)
 
 
 def forward_only(instead: str) -> Callable[[F], F]:
-    """Of a function of arrays: whoever computes its derivative, of any kind and order, gets a TypeError that
-    ends in `instead`, the way to one. What is not computed is no error: another argument's, that of an
-    auxiliary result, or of one that goes through `stop_gradient` afterwards (but for a `jax.jvp` outside
-    `jit`, which computes all)."""
+    """Decorator of a function of arrays: computing any derivative of it raises a TypeError that ends in
+    `instead`, the recommended alternative.
+
+    Derivatives that are not needed raise nothing: those of another argument, of an auxiliary result, or of a
+    result that passes through `stop_gradient` afterwards (except in a `jax.jvp` outside `jit`, which computes
+    all of them).
+    """
 
     def decorate(f: F) -> F:
         message = f"{f.__module__}.{f.__name__} has no derivative: {instead}"
@@ -51,7 +54,7 @@ def _may_have_tangent(x: Any) -> bool:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _results(message: str, results: Any, inputs: list[Array]) -> Any:
-    """The results, whose tangents, where any of the inputs has one, are not to be computed."""
+    """The results. Their tangents must not be computed if any input has one."""
     return results
 
 
@@ -70,7 +73,7 @@ def _refuse(*_: Any, message: str) -> NoReturn:
     raise TypeError(message)
 
 
-_no_derivative = Primitive("no_derivative")  # a linear function that is only ever traced
+_no_derivative = Primitive("no_derivative")  # a linear function that is traced but never executed
 _no_derivative.def_abstract_eval(lambda t, message: t)
 _no_derivative.def_impl(_refuse)
 ad.deflinear2(_no_derivative, lambda ct, t, message: _refuse(message=message))

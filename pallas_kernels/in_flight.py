@@ -12,15 +12,16 @@ F32 = jnp.float32
 
 
 def multiply(simulated: bool, body, *of: tuple[Array | None, Array | Ref, Ref]):
-    """Issue acc + a b for every (acc, a, b), one after the other, with a in registers or shared memory and b
-    in the latter.
+    """Issue acc + a b for every (acc, a, b), one after the other; a is in registers or shared memory, b in
+    shared memory, and an acc of None is 0.
 
-    acc None is 0. -> body(take), whose every take() waits for the next result while those behind it are still
-    computed.
+    Calls body(take) and returns its result. Each take() waits for the next product while those behind it are
+    still computed.
     """
-    if simulated:  # the simulator has no accumulator that begins with a value, and no operand in registers
+    if simulated:  # the simulator supports neither an initial accumulator nor operands in registers
         made = iter([(0.0 if acc is None else acc) + dot(a[...], b[...]) for acc, a, b in of])
-        # loads stand where tensor cores read, and unlike theirs want a fence before a copy writes there
+        # Loads replace the reads of the tensor cores. Unlike those, they need a fence before a copy overwrites
+        # the memory.
         plgpu.commit_smem()
         return body(lambda: plgpu.layout_cast(next(made), WGMMA))
 
@@ -28,8 +29,8 @@ def multiply(simulated: bool, body, *of: tuple[Array | None, Array | Ref, Ref]):
         for ref, (acc, _, _) in zip(refs, of):
             if acc is not None:
                 ref[...] = acc
-        # What is in registers has to be there before the first is issued, or ptxas makes them wait for each
-        # other (C7513).
+        # Operands in registers must be ready before the first product is issued, or ptxas serialises the
+        # products (C7513).
         lefts = [lax.optimization_barrier(a) if isinstance(a, Array) else a for _, a, _ in of]
         for ref, a, (_, _, b) in zip(refs, lefts, of):
             plgpu.wgmma(ref, a, b)
@@ -45,5 +46,5 @@ def multiply(simulated: bool, body, *of: tuple[Array | None, Array | Ref, Ref]):
 
 
 def dot(a: Array, b: Array) -> Array:
-    """The float32 product that the simulator computes in place of a tensor-core product."""
+    """The float32 product that the simulator computes instead of a tensor-core product."""
     return jnp.dot(a.astype(F32), b.astype(F32), precision=lax.Precision.HIGHEST)

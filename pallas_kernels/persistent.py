@@ -1,8 +1,8 @@
-"""The parts that persistent kernels share: a warp that copies, consumers that compute, and the walk over tiles
-that both make.
+"""Parts that persistent kernels share: a warp that copies, consumers that compute, and the walk over tiles
+that both follow.
 
-A `plan` here has `grid`, the number of tiles (or pairs of them) along M and N; `k_blocks`, the stages that a
-tile takes; `blocks`, the number of blocks of threads; and `tiles`, with `cluster`, `band`, `band_axis` and
+A `plan` here has `grid`, the number of tiles (or pairs of tiles) along M and N; `k_blocks`, the stages per
+tile; `blocks`, the number of blocks of threads; and `tiles`, with `cluster`, `band`, `band_axis` and
 `stages`.
 """
 
@@ -22,8 +22,8 @@ from pallas_kernels.plgpu_compat import Ref, plgpu
 def specialise(
     consumers: int, registers: tuple[int, int], produce: Callable[[], None], consume: Callable[[Array], None]
 ) -> None:
-    """The first warp of the last warpgroup runs `produce`; the other warpgroups run `consume` with their number.
-    `registers`: how many a thread of a consumer has, and one of the producer."""
+    """Run `produce` in the first warp of the last warpgroup, and `consume` with their number in the other
+    warpgroups. `registers`: registers per thread of a consumer and of the producer."""
     wg = lax.axis_index("wg")
 
     @pl.when(wg == consumers)
@@ -64,8 +64,8 @@ def for_each_tile(plan, body: Callable[..., Any], state: Any = None) -> Any:
 
 
 def drain(plan, empty: Ref) -> None:
-    """Stay until every stage is free again: a block that left could still be written to by its partner in the
-    cluster."""
+    """Wait until every stage is free again: the partner in the cluster may still write to a block that has
+    exited."""
     mine = (math.prod(plan.grid) - lax.axis_index("block") + plan.blocks - 1) // plan.blocks * plan.k_blocks
     left = lax.min(mine, jnp.asarray(plan.tiles.stages, mine.dtype))
     pl.loop(0, left)(lambda i: plgpu.barrier_wait(empty.at[slot_of(mine - left + i, plan.tiles.stages)]))

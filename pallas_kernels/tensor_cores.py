@@ -1,13 +1,13 @@
-"""Tensor-core products that leave nothing to be done between the end of one and the start of the next.
+"""Tensor-core products with nothing left to compute between the end of one and the start of the next.
 
-Pallas's own `wgmma` computes where its operands lie right before the first instruction, some 30 clocks in
-which the tensor cores have nothing to do; here that is a value, found ahead and carried through a loop. And
-its accumulators begin as zeros, new values each, so that the compiler of machine code may start a product in
-registers of its own while the last one is still being read, and a kernel that needs nearly all registers
-spills. Here the old product's registers are operands of the first instruction, which is told to ignore what
-they hold.
+Pallas's own `wgmma` computes the addresses of its operands right before the first instruction, which leaves
+the tensor cores idle for some 30 clocks. Here the addresses are a value that is computed in advance and
+carried through a loop. Pallas's accumulators also begin as zeros, new values each time. The compiler may then
+start a product in new registers while the last one is still being read, and a kernel that needs nearly all
+registers spills. Here the registers of the previous product are operands of the first instruction, which
+ignores their contents.
 
-Made of parts of JAX that are not public, as they are in 0.11.
+It uses private parts of JAX, as they are in 0.11.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.plgpu_compat import WGMMA, plgpu, swizzled
 
-# the package has a function of that name
+# imported by name, because the package has a function of the same name
 library = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 
-ROWS, DEPTH, BLOCK = 64, 32, 128  # of one instruction; the contraction here
-UNIT = 16  # bytes that a descriptor counts by
+ROWS, DEPTH, BLOCK = 64, 32, 128  # rows and depth of one instruction; the contraction of a product
+UNIT = 16  # the unit of a descriptor's addresses, in bytes
 TYPES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
 SCALAR = plgpu.Layout.WG_SPLAT
 
 
 class Descriptor(NamedTuple):
-    """A matrix of FP8 codes in shared memory, rows of 128, as tensor cores are told of it: two words of 32
-    bits (PTX ISA, "matrix descriptor format")."""
+    """The matrix descriptor of FP8 codes in shared memory, rows of 128: two words of 32 bits (PTX ISA,
+    "matrix descriptor format")."""
 
-    low: Array  # int32; its lowest bits say where it begins
-    high: Array  # how it lies
+    low: Array  # int32; its lowest bits are the start address
+    high: Array  # the layout
 
     def moved(self, rows: Array | int) -> Descriptor:
-        """Of what lies so many rows further on."""
+        """The descriptor of the matrix that begins this many rows further on."""
         return self._replace(low=self.low + rows * (BLOCK // UNIT))
 
 
 def describe(a, b) -> tuple[Descriptor, Descriptor]:
-    """Of a [64, 128] and b [N, 128], FP8 codes as `swizzled` in shared memory."""
+    """The descriptors of a [64, 128] and b [N, 128], FP8 codes in shared memory as `swizzled`."""
     codes = tuple(plgpu.RefType(swizzled(x.dtype)) for x in (a, b))
     word = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
@@ -61,7 +61,7 @@ def describe(a, b) -> tuple[Descriptor, Descriptor]:
 
 
 def multiply_over(old: Array, a: Descriptor, b: Descriptor, dtypes: tuple[jnp.dtype, jnp.dtype]) -> Array:
-    """Starts a b^T, a [64, 128] and b [N, 128] of FP8 `dtypes`, in the registers of `old` [64, N] float32.
+    """Start a b^T, a [64, 128] and b [N, 128] of FP8 `dtypes`, in the registers of `old` [64, N] float32.
 
     Returns those registers, which may be read only after `plgpu.wgmma_wait(0)`.
     """
@@ -87,7 +87,8 @@ def multiply_over(old: Array, a: Descriptor, b: Descriptor, dtypes: tuple[jnp.dt
 
 
 def wait_for_warps() -> None:
-    """A barrier of the warpgroup's four warps: what each has read from shared memory before it, it has."""
+    """A barrier of the warpgroup's four warps: after it, all earlier reads from shared memory by any of them
+    are complete."""
 
     @plgpu.inline_mgpu()
     def meet(ctx):
@@ -98,7 +99,7 @@ def wait_for_warps() -> None:
 
 
 def _descriptors(a, b, width: int) -> list[Any]:
-    """Of 64 bits each."""
+    """The 64-bit descriptors of a and b."""
     b = utils.memref_transpose(b, (1, 0, 3, 2))
     create = functools.partial(mma_utils.create_descriptor, swizzle=128)
     (of_a, a_strides), *_ = create(a, large_tile=(ROWS, BLOCK), group_size=(ROWS, BLOCK),
@@ -112,7 +113,7 @@ def _descriptors(a, b, width: int) -> list[Any]:
 
 
 def _halves(value: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Low and high 32 bits of 64."""
+    """The low and high 32 bits of a 64-bit value."""
     i32, i64 = map(ir.IntegerType.get_signless, (32, 64))
     cut = lambda x: llvm.trunc(i32, x, llvm.IntegerOverflowFlags.none)
     return cut(value), cut(llvm.lshr(value, llvm.ConstantOp(i64, ir.IntegerAttr.get(i64, 32)).result))
@@ -123,8 +124,8 @@ def _splat(value: ir.Value) -> fragmented_array.FragmentedArray:
 
 
 def _instruct(values: list, words: list[ir.Value], shape: str, step: int) -> list:
-    """The instruction for 32 of the contraction; its sums in `values`, which are added to or ignored, are
-    tied to the same registers. `words`: two of either descriptor."""
+    """Issue the instruction for 32 of the contraction. Its sums in `values`, which are added to or ignored,
+    are tied to the same registers. `words`: the two words of either descriptor."""
     count, of = len(values), values[0].type
     sums = ",".join(f"${i}" for i in range(count))
     low_a, high_a, low_b, high_b = (f"${2 * count + i}" for i in range(4))

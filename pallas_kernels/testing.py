@@ -1,5 +1,4 @@
-"""What property tests of numerics are written with, in the style of chex: inputs, strategies, assertions,
-laws.
+"""Tools for property tests of numerics, in the style of chex: inputs, strategies, assertions and laws.
 
     from hypothesis import given
     from pallas_kernels import dequantize_rows, quantize_rows, testing
@@ -9,7 +8,7 @@ laws.
         x = testing.tile_distinct(shape, seed=seed, block=(1, 128))
         testing.assert_blockwise_close(dequantize_rows(*quantize_rows(x)), x, rtol=2**-4, block=(1, 128))
 
-Needs chex, hypothesis and numpy; nothing else of pallas_kernels imports it.
+Needs chex, hypothesis and numpy; no other module of pallas_kernels imports it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = [
     "CORRECTION_LAWS", "assert_blockwise_close", "assert_same_bits", "check_correction_laws",
     "log_probabilities", "magnitudes", "seeds", "segment_ids", "shapes", "tile_distinct",
 ]
-# Under, at and over what kernels cut into, and few: each is compiled.
+# Sizes below, at and above tile borders. They are few, because each is compiled.
 SIDES = (1, 3, 7, 64, 100, 127, 128, 129, 200, 256, 300)
 LENGTHS = (0, 1, 2, 3, 5, 8, 9)
 MAGNITUDES = (0.0, 1e-45, 1e-38, 1e-30, 1e-10, 2.0**-9, 0.1, 1.0, 448.0, 464.0, 57344.0, 1e30, 3.4e38)
@@ -43,11 +42,12 @@ GARBAGE = (np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0)
 def tile_distinct(
     shape: Sequence[int], dtype: DTypeLike = np.float32, seed: int = 0, block: tuple[int, int] = (128, 128)
 ) -> np.ndarray:
-    """Normal numbers [..., M, N], each block of the last two axes at a magnitude unlike its neighbours'.
+    """Normal numbers [..., M, N], with a magnitude for each block of the last two axes that differs from its
+    neighbours'.
 
-    A scale that is read from the wrong block is then an error of a factor of 8 (4 in float16, whose range is
-    smaller), which no tolerance hides. Magnitudes are 8^-6 to 8^6 (4^-6 to 4^6); leading axes have other
-    ones. Raises ValueError under two axes.
+    A scale read from the wrong block then makes an error of a factor of 8 (4 in float16, whose range is
+    smaller), which no tolerance hides. Magnitudes are 8^-6 to 8^6 (4^-6 to 4^6), and differ along leading
+    axes. Raises ValueError for fewer than two axes.
     """
     *lead, m, n = shape if len(shape) > 1 else _two_axes(shape)
     octaves = 2.0 if np.dtype(dtype) == np.float16 else 3.0
@@ -56,25 +56,25 @@ def tile_distinct(
 
 
 def _two_axes(shape: Sequence[int]) -> Sequence[int]:
-    raise ValueError(f"shape {tuple(shape)}: blocks are of the last two axes, so two at least are wanted")
+    raise ValueError(f"shape {tuple(shape)}: blocks span the last two axes, so there must be at least two")
 
 
 # --- strategies ---------------------------------------------------------------------------------------------
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Of a random generator."""
+    """Seeds of a random generator."""
     return st.integers(0, 2**32 - 1)
 
 
 def shapes(dims: int = 2, sides: Sequence[int] = SIDES) -> st.SearchStrategy[tuple[int, ...]]:
-    """`dims` sides each: by default some under, at and over multiples of 64 and 128."""
+    """Shapes of `dims` sides; by default some sides are below, at and above multiples of 64 and 128."""
     return st.tuples(*[st.sampled_from(sides)] * dims)
 
 
 def magnitudes(largest: float = math.inf) -> st.SearchStrategy[float]:
-    """What an FP8 quantiser has to bear: zero, float32's subnormals, the floors of scales, the largest codes,
-    float32's largest; or anything between; not above `largest`."""
+    """Magnitudes that an FP8 quantiser must handle: zero, float32's subnormals, the floors of scales, the
+    largest codes, float32's largest number, or anything between; none above `largest`."""
     edges = [m for m in MAGNITUDES if m <= largest]
     top = float(min(largest, float(np.finfo(np.float32).max)))
     return st.sampled_from(edges) | st.floats(0, np.float32(top).item(), width=32)
@@ -83,8 +83,9 @@ def magnitudes(largest: float = math.inf) -> st.SearchStrategy[float]:
 def segment_ids(
     tokens: int, max_segments: int = 6, lengths: Sequence[int] = LENGTHS, max_front: int = 3
 ) -> st.SearchStrategy[np.ndarray]:
-    """Packed rows [tokens] int32: runs of 1, 2, ... of those lengths (one of length 0 leaves a gap in the
-    numbers), after at most `max_front` tokens of padding, which is 0, and before as much as is left."""
+    """Packed rows [tokens] int32: runs 1, 2, ... of these lengths (a run of length 0 leaves a gap in the
+    numbers), with at most `max_front` tokens of padding (0) before them and padding up to `tokens` after
+    them."""
 
     def packed(runs: list[int], front: int) -> np.ndarray:
         ids = np.repeat(np.arange(len(runs)) + 1, runs)[: tokens - front]
@@ -98,8 +99,8 @@ def segment_ids(
 
 
 def log_probabilities(shape: Sequence[int]) -> st.SearchStrategy[np.ndarray]:
-    """float32 of that shape in nats, none above 0: of everyday tokens, of ones that are nearly certain, of
-    ones whose probability float32 cannot hold (under -104), and exact zeros."""
+    """float32 arrays of `shape` in nats, none above 0: of ordinary tokens, of nearly certain ones, of ones
+    whose probability underflows in float32 (below -104), and exact zeros."""
 
     def drawn(seed: int, scale: float, certain: float) -> np.ndarray:
         rng = np.random.default_rng(seed)
@@ -121,12 +122,13 @@ def assert_blockwise_close(
     block: tuple[int, int] = (128, 128),
     atol: float = 0.0,
 ) -> None:
-    """Every |actual - desired| is at most `rtol` times the largest |desired| of its block, plus `atol`.
+    """Assert that every |actual - desired| is at most `rtol` times the largest |desired| of its block, plus
+    `atol`.
 
-    Blocks are of the last two axes and end where the array does: (128, 128) of weights, (1, 128) along the
-    contraction, (1, N) of rows. A vector counts as one row. A small block counts as much as a large one,
-    which an error relative to the whole hides. NaN belongs to NaN, and an infinity to its like. Raises
-    AssertionError, which names the worst block and the worst number in it.
+    Blocks lie in the last two axes and end where the array does: (128, 128) for weights, (1, 128) along the
+    contraction, (1, N) for rows. A vector counts as one row. A small block counts as much as a large one,
+    which an error relative to the whole array would hide. NaN equals NaN, and an infinity one of the same
+    sign. Raises AssertionError, which names the worst block and the worst number in it.
     """
     got, want = (np.atleast_2d(np.asarray(x).astype(np.float64)) for x in (actual, desired))
     assert got.shape == want.shape, f"shapes differ: actual {got.shape}, desired {want.shape}"
@@ -145,8 +147,8 @@ def _alike(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def _blocks(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """The largest of each block: [..., M, N] without negative numbers -> [..., ceil(M / block), ceil(N /
-    block)]."""
+    """The largest number of each block: [..., M, N] without negative numbers -> [..., ceil(M / block), ceil(N
+    / block)]."""
     (m, n), (rows, columns) = x.shape[-2:], block
     padded = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -m % rows), (0, -n % columns)])
     tiles = padded.reshape(*x.shape[:-2], -(-m // rows), rows, -(-n // columns), columns)
@@ -169,11 +171,12 @@ def _blockwise_message(got, want, error, worst, limit, block: tuple[int, int]) -
 
 
 def assert_same_bits(actual: Any, desired: Any) -> None:
-    """Two arrays, or trees of arrays, are the same to the last bit: the sign of a zero and the payload of a
+    """Assert that two arrays, or trees of arrays, are bitwise equal: the sign of a zero and the payload of a
     NaN count.
 
-    Any dtype, FP8 and bfloat16 too. Raises AssertionError with the first index that differs, both numbers
-    there and their bits, and how many differ; first of all if structures, shapes or dtypes do.
+    Any dtype works, FP8 and bfloat16 included. Raises AssertionError with the first index that differs, both
+    numbers there with their bits, and the number of differences; or with the structures, shapes or dtypes if
+    those differ.
     """
     chex.assert_trees_all_equal_structs(actual, desired)
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(actual)[0], jax.tree.leaves(desired)):
@@ -182,7 +185,7 @@ def assert_same_bits(actual: Any, desired: Any) -> None:
 
 def _assert_same_bits(name: str, a: np.ndarray, b: np.ndarray) -> None:
     found = f"{name + ': ' if name else ''}{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
-    assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{found} are not of one dtype and shape"
+    assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{found} differ in dtype or shape"
     x, y = (np.frombuffer(np.ascontiguousarray(v).tobytes(), np.uint8).reshape(v.size, -1) for v in (a, b))
     differ = np.flatnonzero((x != y).any(1)) if a.size else np.zeros(0, int)
     if differ.size:
@@ -200,8 +203,8 @@ Correct = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[ArrayLike, ArrayL
 
 
 class Batch(NamedTuple):
-    """old_logp, rollout_logp [B, T] float32 and mask [B, T] bool, a sequence a row, garbage under the
-    mask."""
+    """old_logp, rollout_logp [B, T] float32 and mask [B, T] bool, one sequence per row, with garbage under
+    the mask."""
 
     old: np.ndarray
     rollout: np.ndarray
@@ -209,7 +212,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, seed: int, sequences: int, tokens: int, mismatch: float) -> Batch:
-        """Every sequence has a live token, and a masked one if it has room."""
+        """A random batch in which every sequence has a live token, and a masked one if there is room."""
         rng, shape = np.random.default_rng(seed), (sequences, tokens)
         mask = rng.random(shape) < 0.7
         mask[:, 0], mask[:, 1:2] = True, False
@@ -222,14 +225,14 @@ class Batch(NamedTuple):
 
 
 def _run(correct: Correct, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    with np.errstate(all="ignore"):  # of what stands under the mask
+    with np.errstate(all="ignore"):  # values under the mask may warn
         weights, keep = (np.asarray(x) for x in correct(*batch))
     chex.assert_shape([weights, keep], batch.mask.shape)
     return weights.astype(np.float64), keep.astype(bool)
 
 
 def _same(batch: Batch, got: tuple, want: tuple, rtol: float) -> None:
-    """Where a token is live."""
+    """Assert that two results agree on live tokens."""
     np.testing.assert_array_equal(got[1][batch.mask], want[1][batch.mask], "the kept tokens differ")
     chex.assert_trees_all_close(got[0][batch.mask], want[0][batch.mask], rtol=rtol, atol=1e-6)
 
@@ -249,7 +252,7 @@ def _masked_tokens(correct: Correct, batch: Batch, rtol: float) -> None:
 
 def _bounded(correct: Correct, batch: Batch, rtol: float) -> None:
     old, rollout = (np.where(batch.mask, x, 0) for x in batch[:2])
-    for scale in (1, 400):  # of the mismatch: ratios up to float32's overflow, and down to 0
+    for scale in (1, 400):  # scales of the mismatch: ratios up to float32's overflow, and down to 0
         apart = scale * (old - rollout)
         old, rollout = (np.where(batch.mask, np.minimum(x, 0), np.nan) for x in (apart, -apart))
         weights, keep = _run(correct, Batch(old, rollout, batch.mask))
@@ -273,9 +276,9 @@ def _padded(correct: Correct, batch: Batch, rtol: float) -> None:
 
 CORRECTION_LAWS: dict[str, Callable[[Correct, Batch, float], None]] = {
     "equal policies give weight 1 and keep every token": _equal_policies,
-    "what stands under the mask never matters": _masked_tokens,
+    "values under the mask have no effect": _masked_tokens,
     "weights of kept tokens are finite and not negative": _bounded,
-    "another order of sequences is another order of weights": _permuted,
+    "permuting the sequences permutes the weights": _permuted,
     "padding changes nothing": _padded,
 }
 
@@ -284,19 +287,18 @@ def check_correction_laws(
     correct: Correct, *, laws: Collection[str] = tuple(CORRECTION_LAWS), seeds: Collection[int] = range(3),
     sequences: int = 4, tokens: int = 8, mismatch: float = 0.5, rtol: float = 1e-4,
 ) -> None:
-    """A correction of the mismatch between the learner's policy and the sampler's obeys every law of
-    `CORRECTION_LAWS`.
+    """Assert that a correction of the mismatch between the learner's policy and the sampler's obeys `laws`,
+    names from `CORRECTION_LAWS`.
 
-    correct(old_logp, rollout_logp, mask) -> (weights, keep): log-probabilities in nats [B, T] float32, a
-    sequence a row, and a bool mask; under it stand NaN, infinities and large numbers. Results are [B, T];
-    only where mask is True do they count.
-    `laws`: those to check, by their names. `mismatch`: the spread of old_logp - rollout_logp, in nats; `rtol`
-    between weights that have to agree. Raises AssertionError with the law that is broken, the seed, and how;
-    ValueError for a name of no law.
+    correct(old_logp, rollout_logp, mask) -> (weights, keep): log-probabilities in nats [B, T] float32, one
+    sequence per row, and a bool mask; values under the mask are NaN, infinities and large numbers. Results
+    are [B, T] and count only where mask is True. `mismatch`: the spread of old_logp - rollout_logp, in nats.
+    `rtol`: the tolerance between weights that must agree. Raises AssertionError with the broken law, the seed
+    and the difference; ValueError for an unknown law.
     """
     unknown = set(laws) - CORRECTION_LAWS.keys()
     if unknown:
-        raise ValueError(f"no such law: {', '.join(sorted(unknown))}; there are {', '.join(CORRECTION_LAWS)}")
+        raise ValueError(f"no such law: {', '.join(sorted(unknown))}; known: {', '.join(CORRECTION_LAWS)}")
     for seed in seeds:
         batch = Batch.of(seed, sequences, tokens, mismatch)
         for law in laws:

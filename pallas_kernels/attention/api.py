@@ -1,12 +1,13 @@
-"""Causal attention over packed sequences, by the Hopper kernels or by reference.py: one visible choice.
+"""Causal attention over packed sequences, by the Hopper kernels or by reference.py: one explicit choice.
 
-A row holds several sequences one after the other; `segment_ids` says which token is of which. A query sees
-its own segment up to itself, or the last `window` keys of that. Query head h reads KV head h // (H / K), and
-none is repeated. Scores, sums and the logarithm of the sum are float32; exponentials enter the product with
-the values in the values' type, as in FlashAttention (Dao et al., 2022, algorithm 1).
+A row holds several sequences one after the other, and `segment_ids` assigns each token to its sequence. A
+query sees its own segment up to itself, or the last `window` keys of that. Query head h reads KV head h // (H
+/ K), and no head is repeated in memory. Scores, sums and the logarithm of the sum are float32; exponentials
+enter the product with the values in the values' dtype, as in FlashAttention (Dao et al., 2022, algorithm 1).
 
-`backend` as in `pallas_kernels.quantize.api`. The kernels skip blocks outside a segment or window, forward
-and backward, add in a fixed order, and make nothing of the size [T, T]; the reference makes exactly that.
+`backend` is that of `pallas_kernels.quantize.api`. The kernels skip blocks outside a segment or window,
+forward and backward, add in a fixed order, and materialise nothing of size [T, T]; the reference materialises
+exactly that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 
 
 class Tiles(NamedTuple):
-    """How each kernel is cut up; None: as tuned for the size of heads."""
+    """The tiles of each kernel; None means those tuned for the head size."""
 
     forward: queries.Tiles | None = None
     dq: queries.Tiles | None = None
@@ -42,7 +43,7 @@ TILES = Tiles()
 
 
 class How(NamedTuple):
-    """What is static in a call of the kernels."""
+    """The static arguments of a kernel call."""
 
     scale: float
     fp8: bool = False
@@ -55,24 +56,31 @@ def attention(
     scale: float | None = None, fp8: bool = False, backend: Backend = "auto", tiles: Tiles = TILES,
     interpret=None,
 ) -> Array:
-    """q [T, H, d], k and v [T, K, d], segment ids [T] int32 -> o [T, H, d] in q's dtype; or all with rows [B,
-    T, ...] in front.
+    """q [T, H, d], k and v [T, K, d], segment ids [T] int32 -> o [T, H, d] in q's dtype; or all of them with
+    rows [B, T, ...] in front.
 
-    `segments`: the ids, or `tables_of` them, the same for all layers with one window. A segment is a run of
-    equal ids above 0 in one row; 0 is padding, of which o and gradients are 0, whatever q, k and v hold
-    there. `window`: a query sees at most so many keys, the last of which is its own (transformers'
-    `sliding_window`; vLLM's window_size = (window - 1, 0)); None for no such limit. Tables have theirs. What
-    is not finite reaches queries that see it, all of whose result is NaN, and no others; and backwards
-    likewise. `scale` of the scores: d ** -0.5 if None. The kernels take bfloat16 or float16, one type for
-    all, and d of 64, 128 or 256; the reference any. `tiles`: other than the tuned ones. `interpret`: run the
-    kernels on a CPU, for tests. `fp8`: exponentials, times 2^8, are rounded to E4M3 before they are
-    multiplied with values, and not in their sum, as FlashAttention 3 does in FP8. q, k and v are to be
-    numbers of E4M3 times powers of two, in their wider type: products are then as of the codes. The backward
-    takes the rounding for none.
+    segments: the ids, or `tables_of` them, which are the same for all layers with one window. A segment is a
+    run of equal ids above 0 in one row. 0 is padding: its o and gradients are 0, whatever q, k and v hold
+    there.
 
-    Raises ValueError, with what was found and the rule, for anything else; ids that are known when the
-    program is traced are checked too: none below 0, and none that comes back after another. Ids that are not
-    known begin a new segment there.
+    window: a query sees at most this many keys, the last of which is its own (transformers' `sliding_window`;
+    vLLM's window_size = (window - 1, 0)). None means no limit. Tables already have a window.
+
+    scale: the factor of the scores; d ** -0.5 if None.
+
+    fp8: exponentials, times 2^8, are rounded to E4M3 before they are multiplied with the values, but not in
+    their sum, as in FlashAttention 3 with FP8. q, k and v must then be E4M3 numbers times powers of two, in
+    their wider dtype, so that products equal those of the codes. The backward pass ignores the rounding.
+
+    tiles: replaces the tuned ones. interpret: runs the kernels on a CPU, for tests.
+
+    A value that is not finite makes the whole result of every query that sees it NaN, and affects no other
+    query; the same holds for gradients. The kernels take bfloat16 or float16, one dtype for all operands, and
+    d of 64, 128 or 256; the reference takes any.
+
+    Raises ValueError, with the operands found and the rule, for anything else. Ids known at trace time are
+    checked too: none may be negative, and none may return after another. With unknown ids, a returning id
+    begins a new segment.
 
     Source: FlashAttention (Dao et al., 2022), algorithm 1.
     """
@@ -87,7 +95,7 @@ def attention_and_lse(
     scale: float | None = None, fp8: bool = False, backend: Backend = "auto", tiles: Tiles = TILES,
     interpret=None,
 ) -> tuple[Array, Array]:
-    """`attention`, and the logarithm of each query's sum of exponentials: [H, T] float32, or [B, H, T]; +inf
+    """`attention`, and the logarithm of each query's sum of exponentials, [H, T] or [B, H, T] float32; +inf
     for padding."""
     tables = segments if isinstance(segments, Tables) else None
     ids = segments.segment_ids if isinstance(segments, Tables) else segments
@@ -95,7 +103,7 @@ def attention_and_lse(
     if tables is None:
         tables = tables_of(ids, window)
     elif window is not None:
-        raise ValueError(f"window = {window}, and tables, which have a window: give it to `tables_of`")
+        raise ValueError(f"window = {window}, but tables already have a window: pass it to `tables_of`")
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}: scores are multiplied by a finite number above 0")
@@ -111,17 +119,18 @@ def attention_and_lse(
 
 
 def _by_kernel(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[Array, Array]:
-    """All rows in one, padded to whole chunks of tokens: a row that begins is a segment that begins."""
+    """Run the kernels on all rows joined into one, padded to whole chunks of tokens: each row begins a new
+    segment."""
     tokens = math.prod(q.shape[:-2])
     flat = (_padded(x.reshape(tokens, *x.shape[-2:]), len(tables.first)) for x in (q, k, v))
-    # partial(custom_vjp) hides the type of what it returns
+    # partial(custom_vjp) hides the type of its result
     o, lse = _attend(how, *flat, tables)  # pyright: ignore[reportGeneralTypeIssues]
     lse = lse[:, :tokens].reshape(-1, *q.shape[:-2])
     return o[:tokens].reshape(q.shape), lse if q.ndim == 3 else lse.swapaxes(0, 1)
 
 
 def not_finite(x: Array) -> Array:
-    """[N]: tokens of x [N, K, d]."""
+    """bool [N]: the tokens of x [N, K, d] with a value that is not finite."""
     return ~jnp.isfinite(x).all((1, 2))
 
 
@@ -131,26 +140,27 @@ def _padded(x: Array, tokens: int) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[Array, Array]:
-    """Of N tokens in a row -> o [N, H, d], lse [H, N]."""
+    """N tokens in one row -> o [N, H, d], lse [H, N]."""
     return forward(how, q, k, v, tables)[0]
 
 
 def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
-    """(o [N, H, d], lse [H, N]), and what `backward` needs. The kernel multiplies what a query does not see
-    by 0, so that keys and values have to be finite: of a query that sees one that is not, all is NaN."""
+    """(o [N, H, d], lse [H, N]) and the residuals for `backward`. The kernel multiplies masked values by 0,
+    so keys and values must be finite. A query that sees a value that is not finite is marked, and its result
+    is NaN."""
     bad = sees(not_finite(k) | not_finite(v), tables.first)
     k, v, marked = finite(k), finite(v), tables._replace(first=jnp.where(bad, queries.BAD, tables.first))
     o, lse = sm90_forward.forward(
         q, k, v, marked, scale=how.scale, fp8=how.fp8, tiles=how.tiles.forward, interpret=how.interpret
     )
-    o, lse = (checkpoint_name(x, "attention") for x in (o, lse))  # for a jax.checkpoint that keeps them
+    o, lse = (checkpoint_name(x, "attention") for x in (o, lse))  # lets jax.checkpoint policies keep them
     return (o, lse * (1 / LOG2E)), (q, k, v, tables, o, lse)
 
 
 def backward(how: How, saved: tuple, cotangents: tuple[Array, Array]):
-    """dq, dk, dv, and nothing for the tables. dS = P (dP - delta + dlse): what comes in for lse is part of
-    delta; at padding, where lse is a constant, nothing does. What is summed over is finite here, too: of a
-    key that a query sees whose P or dS is not, the gradients are NaN."""
+    """dq, dk and dv, and None for the tables. dS = P (dP - delta + dlse), so the cotangent of lse is
+    subtracted from delta, except at padding, where lse is constant. The summed values are finite here as
+    well. A key whose sum should include a P or dS that is not finite gets NaN gradients."""
     q, k, v, tables, o, lse = saved
     do, dlse = cotangents
     padding, how_both = jnp.isinf(lse), dict(scale=how.scale, interpret=how.interpret)

@@ -1,11 +1,12 @@
-"""Products over keys that a query sees, and over queries that see a key: what is not seen is not multiplied.
+"""Products over the keys that a query sees, and over the queries that see a key, in which masked values never
+enter.
 
-A probability is 0 there, but 0 times NaN is NaN, and 0 times infinity too: one such value of a packed row
-would be in every other sequence of it. So what is summed over is finite, and a sum over something that is
-not, and is seen, is NaN as a whole. Derivatives are such products again.
+A masked probability is 0, but 0 times NaN or infinity is NaN, so one such value in a packed row would reach
+every other sequence of it. Sums therefore run over finite values only. A sum is NaN as a whole if it should
+include a value that is not finite. The derivatives are products of the same kind.
 
-Letters: B rows, T queries, S keys, K heads of keys, G queries a head of keys, d. mask [B, T, S]: which keys a
-query sees.
+Letters: B rows, T queries, S keys, K KV heads, G query heads per KV head, d. mask [B, T, S] bool: the keys
+that each query sees.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from jax import Array
 
 
 def scores(q: Array, k: Array, mask: Array, **product) -> Array:
-    """q [B, T, K, G, d], k [B, S, K, d] -> q k^T [B, K, G, T, S], 0 where a key is not seen. `product`: how
-    `jnp.einsum` does it."""
+    """q [B, T, K, G, d], k [B, S, K, d] -> q k^T [B, K, G, T, S], 0 for masked keys. `product`: options of
+    `jnp.einsum`."""
     return _scores(tuple(product.items()), q, k, mask)
 
 
 def weighted_sum(p: Array, v: Array, mask: Array, **product) -> Array:
-    """p [B, K, G, T, S], v [B, S, K, d] -> p v [B, K, G, T, d], of the keys that are seen."""
+    """p [B, K, G, T, S], v [B, S, K, d] -> p v [B, K, G, T, d], summed over the keys that are seen."""
     return _weighted_sum(tuple(product.items()), p, v, mask)
 
 
@@ -64,7 +65,7 @@ _weighted_sum.defvjp(lambda product, p, v, mask: (_weighted_sum(product, p, v, m
 
 
 def _sum_over_queries(product: tuple, p: Array, x: Array, mask: Array) -> Array:
-    """p [B, K, G, T, S], x [B, T, K, G, d] -> p^T x [B, S, K, d], of the queries that see a key."""
+    """p [B, K, G, T, S], x [B, T, K, G, d] -> p^T x [B, S, K, d], summed over the queries that see a key."""
     p = jnp.where(mask[:, None, None], p, 0)
     made = jnp.einsum("bkgts,btkgd->bskd", p, finite(x), **dict(product))
     bad = jnp.any(mask[:, None] & jnp.einsum("btk->bkt", _not_finite(x).any(-1))[..., None], -2)  # [B, K, S]
@@ -72,6 +73,7 @@ def _sum_over_queries(product: tuple, p: Array, x: Array, mask: Array) -> Array:
 
 
 def finite(x: Array) -> Array:
+    """x with 0 in place of NaN and infinities."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 

@@ -1,11 +1,11 @@
-"""What the kernels share that walk over keys, the forward and dq: 128 queries a block of threads, 64 for each
-of its consumers.
+"""Shared by the kernels that walk over keys, the forward pass and dq: 128 queries per block of threads, 64
+for each of its consumers.
 
-The two consumers have the same 64 queries of two heads of a group, which share every key and are done at the
-same time; or, where a group is odd, 128 queries of one head. A producer warp keeps a ring of blocks of keys
-and values full, from the diagonal back to the start of the first query's segment, and the next queries ready;
-nothing else is read. Blocks are counted from that start and walked from the diagonal as in FlashAttention 3,
-so that a running maximum is over the same keys as there.
+The two consumers have the same 64 queries of two heads of a group, which share every key and finish at the
+same time. If the group has an odd number of heads, they have 128 queries of one head instead. A producer warp
+keeps a ring full with blocks of keys and values, from the diagonal back to the start of the first query's
+segment, and fetches the next queries; nothing else is read. Blocks are counted from that start and walked
+from the diagonal as in FlashAttention 3, so that a running maximum covers the same keys as there.
 """
 
 from __future__ import annotations
@@ -37,60 +37,60 @@ from pallas_kernels.attention.segments import COPIED, WALK, Tables
 from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import ROW, Index, plgpu, swizzled
 
-BAD = 2**30  # for the first key of a query whose result is to be NaN
+BAD = 2**30  # the first key of a query whose result must be NaN
 
 
 class Tiles(NamedTuple):
-    """How such a kernel is cut up."""
+    """The tile sizes of such a kernel."""
 
-    keys: int  # of a step
+    keys: int  # keys per step
     k_stages: int
     v_stages: int
-    heads: int = 2  # of a block of threads, by 64 queries; or 1, by 128
-    buffers: int = 2  # for queries: those that are worked on and those that come next; or for the former alone
+    heads: int = 2  # heads of a block of threads: 2 with 64 queries each, or 1 with 128
+    buffers: int = 2  # for queries: the current ones and, with 2, the next ones
 
     def of(self, group: int) -> Tiles:
-        """For a group of so many heads."""
+        """The tiles for a group of this many query heads."""
         return self if group % self.heads == 0 else self._replace(heads=1)
 
     @property
     def rows(self) -> int:
-        """Queries of a walk."""
+        """The number of queries of a walk."""
         return BLOCK // self.heads
 
 
 class Plan(NamedTuple):
-    """All that is static in the kernel."""
+    """The static parameters of the kernel."""
 
     tiles: Tiles
     walks: int
-    units: int  # of heads that a block of threads has at a time
-    group: int  # query heads of a KV head
+    units: int  # sets of heads that a block of threads processes at a time
+    group: int  # query heads per KV head
     scale: float
     simulated: bool
-    blocks: int  # of threads
+    blocks: int  # blocks of threads
 
     @property
     def deal(self) -> Deal:
         return Deal(self.walks, self.units, self.blocks)
 
     def head(self, work: Work, wg: Array | int) -> Array:
-        """Of a consumer."""
+        """The query head of a consumer."""
         return work.head * 2 + wg if self.tiles.heads == 2 else work.head
 
     def row(self, block: Array, wg: Array | int) -> Array:
-        """A consumer's first query."""
+        """The first query of a consumer."""
         return block * self.tiles.rows + (0 if self.tiles.heads == 2 else wg * ROWS)
 
 
 class Walk(NamedTuple):
-    """A consumer's 64 queries and the keys they see."""
+    """A consumer's 64 queries and the keys that they see."""
 
-    slot: Array  # that the queries are in
-    block: Array  # they are of
-    row: Array  # the first of them
+    slot: Array  # the buffer that holds the queries
+    block: Array  # the block of queries
+    row: Array  # the first query
     head: Array
-    first: Array  # [64]: each query's first key
+    first: Array  # [64]: the first key of each query
     begin: Array
     steps: Array
     clear: Array
@@ -98,8 +98,8 @@ class Walk(NamedTuple):
 
 def kernel(body, tiles: Tiles, tables: Tables, q: Array, k: Array, scale: float, out_type, shared,
            interpret) -> Callable:
-    """The kernel body(Plan, *operands, first, walks, *results, *shared), to be given its operands; `tiles` as
-    of the group."""
+    """The kernel body(Plan, *operands, first, walks, *results, *shared), to be called with its operands.
+    `tiles` must fit the group (`Tiles.of`)."""
     walks, units = tables.of_queries[tiles.rows], q.shape[1] // tiles.heads
     make = functools.partial(Plan, tiles, len(walks), units, q.shape[1] // k.shape[1], scale,
                              interpret is not None)
@@ -108,7 +108,8 @@ def kernel(body, tiles: Tiles, tables: Tables, q: Array, k: Array, scale: float,
 
 
 def shared_memory(tiles: Tiles, d: int, dtype: jnp.dtype, copies: int) -> dict:
-    """For queries, of which `copies` arrive a consumer, the ring, and their barriers."""
+    """The shared memory of a block of threads: buffers for the queries, each filled by `copies` copies, the
+    ring of keys and values, and their barriers."""
     memory = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled(dtype))
     full, empty = plgpu.Barrier, functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
     slots = tiles.buffers * CONSUMERS
@@ -123,8 +124,10 @@ def shared_memory(tiles: Tiles, d: int, dtype: jnp.dtype, copies: int) -> dict:
 
 
 def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, shared) -> None:
-    """Copy queries for the work to come, of pairs of a `matrix` [N, H, d] or a `vector` [H, N] and where it
-    goes, then block after block of keys and values, as room is made for them."""
+    """Copy the queries of the next work, then block after block of keys and values as slots become free.
+
+    matrices, vectors: pairs of a source, [N, H, d] or [H, N], and the buffers that its queries are copied to.
+    """
     tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
 
     def queries(work: Work, wg: int, block: Array) -> None:
@@ -143,7 +146,7 @@ def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, share
         for wg in range(CONSUMERS):
             queries(work, wg, block)
         head, steps = lax.div(plan.head(work, 0), jnp.int32(plan.group)), steps_of(steps, tiles.keys)
-        chunk = lax.div(begin, jnp.int32(COPIED))  # so that what follows is seen to be a multiple
+        chunk = lax.div(begin, jnp.int32(COPIED))  # makes the offset below a visible multiple of COPIED
 
         @pl.loop(0, steps)
         def _(step):
@@ -166,7 +169,7 @@ def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, share
 
 
 def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True) -> Walk:
-    """Wait for a consumer's next queries, if there are `more`; else what is returned means nothing."""
+    """Wait for a consumer's next queries if there are `more`; otherwise the result is meaningless."""
     slot = buffer_of(work.number, plan.tiles.buffers, wg)
     pl.when(more)(lambda: plgpu.barrier_wait(shared.q_full.at[slot]))
     block, begin, steps, clear = (shared.seen[slot, ROWS + i] for i in range(4))
@@ -176,7 +179,7 @@ def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True
 
 
 def masked(x: Array, walk: Walk, step: Index, other: float) -> Array:
-    """`other` for keys of other segments and behind the query, in steps that have any."""
+    """x with `other` for keys of other segments and keys behind the query, in steps that contain any."""
     size = x.shape[1]
     key = walk.begin + (walk.steps - 1 - step) * size
     own = keep(key < walk.clear, x, lambda: since(walk.first - key), other)

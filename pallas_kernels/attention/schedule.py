@@ -1,5 +1,5 @@
-"""What the kernels of attention share: walks dealt out to blocks of threads, a warp that copies, and products
-in flight."""
+"""Shared by the attention kernels: the distribution of walks over blocks of threads, the launch, and
+masks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import ROW, WGMMA, multiprocessors, plgpu, spread
 
 F32 = jnp.float32
-ROWS = 64  # of one tensor-core instruction: queries or keys of a consumer
+ROWS = 64  # rows of one tensor-core instruction: the queries or keys of a consumer
 CONSUMERS = 2  # warpgroups that compute
-BLOCK = CONSUMERS * ROWS  # of queries or keys, that a block of threads has at a time
-REGISTERS = 240, 24  # a thread of a consumer, of the producer's
-COLUMNS = 8  # of scores that are masked at a time
+BLOCK = CONSUMERS * ROWS  # queries or keys that a block of threads processes at a time
+REGISTERS = 240, 24  # registers per thread of a consumer, and of the producer
+COLUMNS = 8  # columns of scores that are masked at a time
 LOG2E = math.log2(math.e)
-Seen = Callable[[int], Array]  # of the first of COLUMNS columns: bool [64, COLUMNS]
+Seen = Callable[[int], Array]  # maps the first of COLUMNS columns to a mask [64, COLUMNS] bool
 
 
 class Work(NamedTuple):
-    """The next of a block of threads: a walk and a head, its number here, and how many steps came before."""
+    """One unit of work of a block of threads: a walk and a head, its number in the block, and the number of
+    steps before it."""
 
     walk: Array
     head: Array
@@ -36,8 +37,8 @@ class Work(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """How work is shared out: walks come longest first, all heads of one before the next, dealt there and
-    back over blocks of threads, so that all get nearly as many steps."""
+    """The distribution of work. Walks come longest first, and all heads of a walk before the next walk. They
+    are dealt to the blocks of threads in alternating order, so that all blocks get nearly as many steps."""
 
     walks: int
     heads: int
@@ -48,7 +49,7 @@ class Deal(NamedTuple):
         return Work(lax.div(place, heads), lax.rem(place, heads), number, before)
 
     def own_count(self) -> Array:
-        """How much work this block of threads has."""
+        """The number of work units of this block of threads."""
         total = self.walks * self.heads
         rounds = pl.cdiv(total, self.blocks)
         return rounds - (self._place(jnp.int32(rounds - 1)) >= total).astype(jnp.int32)
@@ -58,15 +59,16 @@ class Deal(NamedTuple):
         return number * self.blocks + jnp.where(lax.rem(number, jnp.int32(2)) == 0, me, self.blocks - 1 - me)
 
     def for_each(self, body: Callable[[Work], Array]) -> tuple[Array, Array]:
-        """body(work) -> its steps, for all work of this block of threads -> how many there were, of work and
-        of steps."""
+        """Run body(work), which returns its number of steps, for all work of this block of threads. Returns
+        (number of work units, number of steps)."""
         count = self.own_count()
         return count, lax.fori_loop(0, count, lambda i, before: before + body(self.work(i, before)),
                                     jnp.int32(0))
 
 
 def launch(body, plan: Callable, out_type, scratch, works: int, interpret) -> Callable:
-    """The persistent kernel body(plan(blocks=...), *operands, *results, *scratch)."""
+    """The persistent kernel body(plan(blocks=...), *operands, *results, *scratch), with `works` units of
+    work."""
     blocks = min(2 if interpret else multiprocessors(), works)
     return plgpu.kernel(
         functools.partial(body, plan(blocks=blocks)), out_type=out_type, scratch_types=scratch,
@@ -77,32 +79,34 @@ def launch(body, plan: Callable, out_type, scratch, works: int, interpret) -> Ca
 
 
 def steps_of(walk: Array, size: int) -> Array:
-    """Of a walk in steps of STEP, in steps of `size`."""
+    """The number of steps of `size` in a walk that is counted in steps of STEP."""
     return lax.div(walk + (size // STEP - 1), jnp.int32(size // STEP))
 
 
 def buffer_of(number: Array, buffers: int, wg: Array | int) -> Array:
-    """Of a consumer, for its work of that number."""
+    """The buffer of consumer `wg` for its work unit `number`."""
     return slot_of(number, buffers) * CONSUMERS + wg
 
 
 def give_back(empty, slot: Array) -> None:
-    """A buffer, when the results that were put there have left."""
+    """Give a buffer back once the results in it have been copied out."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(empty.at[slot])
 
 
 def nothing(d: int) -> Array:
+    """An accumulator [64, d] of zeros."""
     return plgpu.layout_cast(jnp.zeros((ROWS, d), F32), WGMMA)
 
 
 def rows() -> Array:
-    """Of a consumer: [64]."""
+    """The row numbers of a consumer: [64]."""
     return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
 
 
 def keep(some: Array, x: Array, seen: Callable[[], Seen], other: float) -> Array:
-    """`other` where seen() is false, which is asked only if `some` says that it is anywhere."""
+    """x with `other` where seen() is False. The mask is computed only if `some` says that it is False
+    anywhere."""
 
     def mask() -> Array:
         where, columns = seen(), range(0, x.shape[1], COLUMNS)
@@ -112,27 +116,26 @@ def keep(some: Array, x: Array, seen: Callable[[], Seen], other: float) -> Array
 
 
 def since(first: Array) -> Seen:
-    """Of each row, columns from `first` [64] on."""
+    """In each row, the columns from `first` [64] on."""
     ahead = _from_column(first)
     return lambda at: ahead <= at
 
 
 def up_to(last: Array) -> Seen:
-    """Of each row, columns up to `last` [64]."""
+    """In each row, the columns up to `last` [64]."""
     ahead = _from_column(last)
     return lambda at: ahead >= at
 
 
 def _from_column(vector: Array) -> Array:
-    """How far [64] is from the first COLUMNS columns: [64, COLUMNS]. What that is compared with is then known
-    to the compiler; an index made of every element instead took more instructions, and registers that there
-    were not."""
+    """`vector` [64] minus the numbers of the first COLUMNS columns: [64, COLUMNS]. It is then compared with a
+    constant. An index for every element took more instructions, and more registers than there are."""
     shape = ROWS, COLUMNS
     return spread(vector, shape, 0) - plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
 
 
 def drain(used: Array, slots: int, *empty) -> None:
-    """Wait for what has been given back last: no barrier may be left with a phase that nobody waited for."""
+    """Wait for the slots given back last: no barrier may be left with a phase that nobody has waited for."""
 
     @pl.loop(lax.max(used - slots, 0), used)
     def _(i):

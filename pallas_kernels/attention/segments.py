@@ -1,10 +1,11 @@
 """Packed rows as ranges of keys: a query sees the keys from the start of its segment, or of its window, up to
 itself.
 
-So one number a token says all: `first`, the first key that it sees. The mask is first[t] <= s <= t, and no
-key needs an id: all tokens between the start of t's segment and t are of that segment. Kernels walk blocks of
-keys (or, for the gradients of keys, blocks of queries). The tables here say where a walk begins and ends, and
-which of its blocks need a mask. Blocks outside a window are in no walk.
+One number per token therefore describes the mask: `first`, the first key that the token sees. The mask is
+first[t] <= s <= t, and keys need no ids, because all tokens between the start of t's segment and t belong to
+that segment. Kernels walk over blocks of keys (for the gradients of keys, over blocks of queries). The tables
+here say where each walk begins and ends, and which of its blocks need a mask. Blocks outside a window belong
+to no walk.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-CHUNK = 128  # what N is a multiple of
-STEP = 64  # keys or queries that walks are counted in
-COPIED = 8  # rows that the copy engine moves together: where a walk may begin
-# numbers in a row of a table of walks: 128 bytes, as the copy engine's addresses in shared memory are
+CHUNK = 128  # N is a multiple of it
+STEP = 64  # the unit, in keys or queries, of a walk's length
+COPIED = 8  # rows that the copy engine moves together: a walk begins at a multiple of it
+# Numbers in a row of a table of walks: 128 bytes, the alignment of the copy engine in shared memory.
 WALK = 32
 
 
 class Tables(NamedTuple):
-    """What attention asks of the ids: the same for all layers with the same window."""
+    """Segment ids in the form that attention uses, the same for all layers with the same window."""
 
     segment_ids: Array  # [T] or [B, T]
     first: Array  # int32 [N]: the first key that each token sees; N for padding
@@ -33,14 +34,14 @@ class Tables(NamedTuple):
 
 
 def tables_of(segment_ids: Array, window: int | Array | None = None) -> Tables:
-    """segment_ids [T] or [B, T] int32 -> Tables of all tokens in a row, N of them with padding up to a
-    multiple of CHUNK.
+    """segment_ids [T] or [B, T] int32 -> Tables of all tokens in one row, N with padding to a multiple of
+    CHUNK.
 
-    `window`: a token sees at most so many keys, the last of which is its own; None for no such limit. An
-    int32 scalar of a traced program will do: layers in one loop may have windows of their own.
+    window: a token sees at most this many keys, the last of which is its own; None means no limit. It may be
+    a traced int32 scalar, so that layers in one loop can have different windows.
 
-    Raises ValueError for ids of another shape or type, or, where they are known as the program is traced,
-    below 0 or coming back; and for a window below 1.
+    Raises ValueError for ids of another shape or dtype, for ids known at trace time that are negative or that
+    return after another id, and for a window below 1.
     """
     check_ids(segment_ids)
     check_window(window)
@@ -50,10 +51,10 @@ def tables_of(segment_ids: Array, window: int | Array | None = None) -> Tables:
 
 
 def first_and_last(segment_ids: Array, window: int | Array | None = None) -> tuple[Array, Array]:
-    """segment_ids [B, T] -> int32 [N] each: the first key that each token sees, and the token after the last
-    that sees it.
+    """segment_ids [B, T] -> (first, last), int32 [N] each: the first key that each token sees, and the token
+    after the last one that sees it.
 
-    A segment is a run of equal ids above 0 in one row. Padding, which no token is in: N and 0.
+    A segment is a run of equal ids above 0 in one row. Padding gets (N, 0), so no range contains it.
     """
     rows, length = segment_ids.shape
     ids = jnp.pad(segment_ids.reshape(-1), (0, -(rows * length) % CHUNK))
@@ -69,20 +70,20 @@ def first_and_last(segment_ids: Array, window: int | Array | None = None) -> tup
 
 
 def sees(bad: Array, first: Array) -> Array:
-    """bad, first [N] -> bool [N]: tokens that see a bad one: themselves, or one before them."""
+    """bad, first [N] -> bool [N]: whether each token sees a bad token, itself included."""
     return running_max(jnp.where(bad, jnp.arange(1, len(bad) + 1), 0)) > first
 
 
 def seen_by(bad: Array, first: Array) -> Array:
-    """Tokens that a bad one sees: itself, or one behind them."""
+    """bad, first [N] -> bool [N]: whether each token is seen by a bad token, itself included."""
     n, at = len(bad), jnp.arange(len(bad))
     following = n - running_max(jnp.where(bad, n - at, 0)[::-1])[::-1]  # n where there is none
     return first.at[following].get(mode="fill", fill_value=n) <= at
 
 
 def running_max(x: Array) -> Array:
-    """The largest so far, of x [N] >= 0: in chunks, then over the chunks. Two passes, where a scan would be
-    many kernels."""
+    """The running maximum of x [N] >= 0, first within chunks and then over chunks: two passes, while a scan
+    would be many kernels."""
     chunks = x.reshape(-1, CHUNK)
     inside = jnp.where(jnp.tri(CHUNK, dtype=bool), chunks[:, None], 0).max(-1)
     before = jnp.where(jnp.tri(len(chunks), k=-1, dtype=bool), inside[:, -1], 0).max(-1)
@@ -90,12 +91,12 @@ def running_max(x: Array) -> Array:
 
 
 def key_walks(first: Array, rows: int) -> Array:
-    """For blocks of `rows` queries, longest walk first: int32 [blocks, WALK], (block, begin, steps, clear)
-    and zeros.
+    """The walks of blocks of `rows` queries, longest first: int32 [blocks, WALK] with (block, begin, steps,
+    clear) and zeros.
 
-    The block sees keys from `begin` on, in `steps` of STEP; before `clear` there are keys that some of its
-    queries do not see because of their segments or windows. A walk has a step at least, of which a block of padding sees
-    nothing.
+    A block sees keys from `begin` on, in `steps` of STEP. Before `clear` there are keys that some of its
+    queries do not see because of their segments or windows. A walk has at least one step; a block of padding
+    sees nothing in it.
     """
     at, first = (x.reshape(-1, rows) for x in (jnp.arange(len(first), dtype=jnp.int32), first))
     real = first <= at
@@ -105,11 +106,11 @@ def key_walks(first: Array, rows: int) -> Array:
 
 
 def query_walks(last: Array, keys: int) -> Array:
-    """For blocks of `keys` keys, longest walk first: int32 [blocks, WALK], (block, begin, steps, clear) and
-    zeros.
+    """The walks of blocks of `keys` keys, longest first: int32 [blocks, WALK] with (block, begin, steps,
+    clear) and zeros.
 
-    The block is seen by queries from `begin` on, in `steps` of STEP; from `clear` on there are queries that
-    do not see some of its keys because of their segments or windows. A block of padding has no step.
+    A block is seen by queries from `begin` on, in `steps` of STEP. From `clear` on there are queries that do
+    not see some of its keys because of their segments or windows. A block of padding has no steps.
     """
     last = last.reshape(-1, keys)
     begin = jnp.arange(len(last), dtype=jnp.int32) * keys
@@ -123,7 +124,7 @@ def _longest_first(begin: Array, end: Array, clear: Array) -> Array:
 
 
 def check_window(window: int | Array | None) -> None:
-    """Raises ValueError, with the rule."""
+    """Raise ValueError, with the rule, for an invalid window."""
     if isinstance(window, Array):
         if window.shape or window.dtype != jnp.int32:
             raise ValueError(f"window {window.dtype}{list(window.shape)}: an int, an int32 scalar, or None")
@@ -132,7 +133,7 @@ def check_window(window: int | Array | None) -> None:
 
 
 def check_ids(ids: Array) -> None:
-    """Raises ValueError, with the rule."""
+    """Raise ValueError, with the rule, for invalid segment ids."""
     if ids.ndim not in (1, 2) or ids.dtype != jnp.int32:
         raise ValueError(f"segment_ids {ids.dtype}{list(ids.shape)}: int32 [T], or rows [B, T]")
     if not isinstance(ids, Tracer):

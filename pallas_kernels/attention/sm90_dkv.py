@@ -58,39 +58,40 @@ no_derivative = forward_only(
 
 
 class Tiles(NamedTuple):
-    """How it is cut up."""
+    """The tile sizes."""
 
-    queries: int = 64  # of a step
+    queries: int = 64  # queries per step
     q_stages: int = 3
     do_stages: int = 2
-    keys: int = BLOCK  # of a block of threads: 64 for each consumer; or the same 64, and half of d for each
+    keys: int = BLOCK  # keys per block of threads: 64 per consumer, or the same 64 and half of d per consumer
     buffers: int = 2  # for keys and values: those that are worked on and those that come next; or the former
 
     @property
     def halves(self) -> bool:
-        """Whether both consumers have the same keys, and each half of the columns of their gradients: of d =
-        256 those of 64 keys are as many registers as there are. Scores are then made twice."""
+        """Whether both consumers have the same keys and each computes half of the columns of their gradients.
+        With d = 256, the full gradients of 64 keys would take all registers. Scores are then computed
+        twice."""
         return self.keys == ROWS
 
 
-TILES = {  # by the size of heads
+TILES = {  # by head size
     64: Tiles(), 128: Tiles(), 256: Tiles(q_stages=2, do_stages=2, keys=ROWS, buffers=1),
 }
 
 
 class Plan(NamedTuple):
-    """All that is static in the kernel."""
+    """The static parameters of the kernel."""
 
     tiles: Tiles
     walks: int
-    heads: int  # of keys
-    group: int  # query heads of each
+    heads: int  # KV heads
+    group: int  # query heads per KV head
     scale: float
     simulated: bool
-    blocks: int  # of threads
+    blocks: int  # blocks of threads
 
     def slot(self, number: Array, wg: Array | int) -> Array:
-        """Of a consumer's keys and values, for the work of that number."""
+        """The buffer of a consumer's keys and values for work unit `number`."""
         buffers = self.tiles.buffers
         return slot_of(number, buffers) if self.tiles.halves else buffer_of(number, buffers, wg)
 
@@ -109,8 +110,8 @@ class Shared(NamedTuple):
     do_full: Ref
     q_empty: Ref
     do_empty: Ref
-    turn: Ref  # of each consumer
-    both: Ref  # consumers have read the last of keys and values
+    turn: Ref  # one barrier per consumer, for their turns
+    both: Ref  # both consumers have read the last keys and values
 
 
 @no_derivative
@@ -119,7 +120,8 @@ def gradients(
     q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, tables: Tables, *, scale: float,
     tiles: Tiles | None, interpret=None,
 ) -> tuple[Array, Array]:
-    """dk and dv [N, K, d] from q and do [N, H, d], the forward's lse, in base 2, and delta [H, N] float32."""
+    """dk and dv [N, K, d] from q and do [N, H, d], the forward pass's lse in base 2, and delta [H, N]
+    float32."""
     tiles = tiles or TILES[q.shape[-1]]
     walks, heads = tables.of_keys[tiles.keys], k.shape[1]
     make = functools.partial(Plan, tiles, len(walks), heads, q.shape[1] // heads, scale,
@@ -168,8 +170,7 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dk, dv, *shared) 
 
 
 def _produce(plan: Plan, each, operands, shared: Shared) -> None:
-    """Copy keys and values for the work to come, then block after block of queries, as room is made for
-    them."""
+    """Copy the keys and values of the next work, then block after block of queries as slots become free."""
     q, k, v, do, lse, delta, walks = operands
     tiles, copy = plan.tiles, plgpu.copy_gmem_to_smem
 
@@ -223,7 +224,7 @@ def _consume(plan: Plan, wg: Array, work: Work, first, dk, dv, shared: Shared) -
     dk_sum, dv_sum = lax.cond(blocks > 0, me.walk, lambda: (nothing(me.width), nothing(me.width)))
     if tiles.buffers > 1:
         pl.when((blocks == 0) & (work.number > 0))(me.give_back_last)
-    me.together()  # what is stored goes where the other consumer may still read
+    me.together()  # the store overwrites a buffer that the other consumer may still read
     shared.k[slot, :, me.columns] = (dk_sum * plan.scale).astype(dk.dtype)
     shared.v[slot, :, me.columns] = dv_sum.astype(dv.dtype)
     plgpu.commit_smem()
@@ -242,8 +243,8 @@ class Consumer(NamedTuple):
     plan: Plan
     wg: Array
     work: Work
-    keys: Array  # their slot
-    key: Array  # the first of them
+    keys: Array  # the slot of the keys
+    key: Array  # the first key
     begin: Array
     clear: Array
     blocks: Array
@@ -261,13 +262,13 @@ class Consumer(NamedTuple):
         return pl.ds(self.wg * self.width if self.plan.tiles.halves else 0, self.width)
 
     def together(self) -> None:
-        """Wait for the other consumer, if it has the same keys."""
+        """Wait for the other consumer if it has the same keys."""
         if self.plan.tiles.halves:
             plgpu.barrier_arrive(self.shared.both)
             plgpu.barrier_wait(self.shared.both)
 
     def give_back_last(self) -> None:
-        """Give back the buffer of the work before."""
+        """Give back the buffer of the previous work."""
         give_back(self.shared.kv_empty, self.plan.slot(self.work.number - 1, self.wg))
 
     def q_slot(self, step: Index) -> Array:
@@ -277,7 +278,7 @@ class Consumer(NamedTuple):
         return slot_of(self.work.before + step, self.plan.tiles.do_stages)
 
     def walk(self) -> tuple[Array, Array]:
-        """dk, which is still to be scaled, and dv. There is at least one step."""
+        """dk, not yet scaled, and dv. There is at least one step."""
         d, last = self.width, self.blocks * self.plan.group - 1
         plgpu.barrier_wait(self.shared.q_full.at[self.q_slot(0)])
         p = self.multiply(lambda take: self.probabilities(take(), 0), self.scores(0))
@@ -290,7 +291,8 @@ class Consumer(NamedTuple):
         return dk, dv
 
     def step(self, step: Index, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """What a step adds to dk and dv, and beside these products the next step's probabilities."""
+        """Add a step's contributions to dk and dv, and compute the next step's probabilities beside these
+        products."""
         p, dk, dv = carry
         p, ds = self.differences(step, p)
         plgpu.barrier_wait(self.shared.q_full.at[self.q_slot(step + 1)])
@@ -306,8 +308,8 @@ class Consumer(NamedTuple):
         return p, dk, dv
 
     def multiply(self, body, *of):
-        """Products, issued in turn with the other consumer: while one computes, the tensor cores have the
-        other's to do."""
+        """Products issued in turn with the other consumer: while one computes, the tensor cores run the
+        other's products."""
         turn = self.shared.turn
         plgpu.barrier_wait(turn.at[self.wg])
 
@@ -318,16 +320,16 @@ class Consumer(NamedTuple):
         return multiply(self.plan.simulated, issued, *of)
 
     def my(self, ring) -> Ref:
-        """The keys or values. Their addresses are made anew in every step: kept, they take registers that are
-        needed."""
+        """The keys or values. Their addresses are computed anew in every step: kept, they would take
+        registers that are needed."""
         return ring.at[lax.optimization_barrier(self.keys)]
 
     def scores(self, step: Index) -> tuple:
-        """The operands of the product that makes the scores of a step, [keys, queries]."""
+        """The operands of the product for a step's scores, [keys, queries]."""
         return None, self.my(self.shared.k), self.shared.q.at[self.q_slot(step)].transpose((1, 0))
 
     def sums(self, step: Index, p: Array, ds: Array, dk: Array, dv: Array) -> tuple[tuple, tuple]:
-        """The operands of the products that add to dv and dk."""
+        """The operands of the products that are added to dv and dk."""
         do, q = self.shared.do.at[self.do_slot(step)], self.shared.q.at[self.q_slot(step)]
         return (dv, p, do.at[:, self.columns]), (dk, ds, q.at[:, self.columns])
 
@@ -336,7 +338,7 @@ class Consumer(NamedTuple):
         plgpu.barrier_arrive(self.shared.do_empty.at[self.do_slot(step)])
 
     def differences(self, step: Index, p: Array) -> tuple[Array, Array]:
-        """P and dS as they enter products."""
+        """P and dS in the dtype of their products."""
         slot, shared = self.do_slot(step), self.shared
         pl.when(step == 0)(lambda: plgpu.barrier_wait(shared.do_full.at[slot]))
         turned = shared.do.at[slot].transpose((1, 0))
@@ -348,8 +350,8 @@ class Consumer(NamedTuple):
         return spread(plgpu.load(vector, layout=COLUMN, optimized=False), (ROWS, self.plan.tiles.queries), 1)
 
     def probabilities(self, scores: Array, step: Index) -> Array:
-        """[keys, queries]; 0 for queries of other segments and before the key, in blocks that have any.
-        Masked as in dq."""
+        """[keys, queries]; 0 for queries of other segments and queries before the key, in blocks that contain
+        any. Masked as in dq."""
         size, slot = scores.shape[1], self.q_slot(step)
         row = self.begin + lax.rem(jnp.int32(step), self.blocks) * size
 

@@ -39,7 +39,7 @@ from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, WGMMA, Index, Ref, plgpu, spread, swizzled
 
-TILES = {  # by the size of heads
+TILES = {  # by head size
     64: Tiles(keys=64, k_stages=3, v_stages=2),
     128: Tiles(keys=64, k_stages=3, v_stages=2),
     256: Tiles(keys=64, k_stages=2, v_stages=1, buffers=1),
@@ -52,7 +52,7 @@ class Shared(NamedTuple):
     q: Ref  # and dq on its way out
     do: Ref
     vectors: Ref  # lse, and delta
-    seen: Ref  # of each query its first key, then the walk
+    seen: Ref  # the first key of each query, then the walk
     k: Ref
     v: Ref
     q_full: Ref
@@ -105,7 +105,8 @@ def _consume(plan: Plan, wg: Array, work: Work, dq, shared: Shared) -> Array:
     """Store the gradient of this warpgroup's 64 queries. Returns the number of steps."""
     walk = queries.arrived(plan, wg, work, shared)
     lse, delta = (plgpu.load(shared.vectors.at[i, walk.slot], layout=ROW, optimized=False) for i in (0, 1))
-    # held where registers are left: products by 64 keys ask for all that shared memory can give
+    # Queries are held in registers if enough are free: products of 64 keys already use the full bandwidth of
+    # shared memory.
     q = shared.q.at[walk.slot]
     q = q if q.shape[-1] == 256 else plgpu.load(q, layout=WGMMA)
     total = Consumer(plan, wg, work, walk, q, lse, delta, shared).sum()
@@ -138,18 +139,18 @@ class Consumer(NamedTuple):
 
     @property
     def ahead(self) -> bool:
-        """Whether a step's scores are made beside the product of the step before with its keys. A third block
-        of keys is then on its way, for which heads of 256 leave no room."""
+        """Whether a step's scores are computed beside the previous step's product with its keys. A third
+        block of keys is then in flight, for which there is no room with heads of 256."""
         return self.plan.tiles.k_stages > 2
 
     def give_back_last(self) -> None:
-        """The buffer of the work before, unless it was given back at once."""
+        """Give back the buffer of the previous work, unless it was given back at once."""
         if self.plan.tiles.buffers > 1:
             before = buffer_of(self.work.number - 1, self.plan.tiles.buffers, self.wg)
             pl.when(self.work.number > 0)(lambda: give_back(self.shared.q_empty, before))
 
     def sum_in_turn(self) -> Array:
-        """`sum`, one step after the other: the other consumer's products are what hides the exponentials."""
+        """`sum`, one step after the other: the other consumer's products hide the exponentials."""
 
         def step(step: Index, total: Array) -> Array:
             one = functools.partial(multiply, self.plan.simulated, lambda take: take())
@@ -180,7 +181,7 @@ class Consumer(NamedTuple):
         return total
 
     def step(self, step: Index, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """dS of this step, and beside it the product of that of the step before with its keys."""
+        """dS of this step and, beside it, the product of the previous step's dS with its keys."""
         ds, total = carry
         before = self.k_slot(step - 1)
         ds, total = self.differences(step, (total, ds, self.shared.k.at[before]))
@@ -194,18 +195,18 @@ class Consumer(NamedTuple):
         pl.when(step < self.walk.steps)(lambda: plgpu.barrier_wait(self.shared.v_full.at[self.v_slot(step)]))
 
     def differences(self, step: Index, *more) -> tuple[Array, ...]:
-        """dS [queries, keys] of a step; and another product, computed beside it."""
+        """dS [queries, keys] of a step, and another product that is computed beside it."""
         shared, v_slot = self.shared, self.v_slot(step)
 
         def body(take):
             p = lax.optimization_barrier(self.probabilities(take(), step))
-            # what is above such a wait stays above, and the next product's wait below
+            # a barrier to reordering: code above this wait stays above it, and the next wait below
             self.k_arrived(step + 1)
             dp = take()
             plgpu.barrier_arrive(shared.v_empty.at[v_slot])
             ds = lax.optimization_barrier(p * (dp - spread(self.delta, dp.shape, 0)))
             self.v_arrived(step + 1)
-            # in the other product's registers from here on
+            # occupies the other product's registers from here on
             ds, *rest = lax.optimization_barrier((ds, *(take() for _ in more)))
             return ds.astype(shared.q.dtype), *rest
 
@@ -214,7 +215,7 @@ class Consumer(NamedTuple):
                         *more)
 
     def probabilities(self, scores: Array, step: Index) -> Array:
-        """[queries, keys]; 0 for keys that are not seen, by a mask over what is done: behind it, ptxas would
-        put off the rest."""
+        """[queries, keys]; 0 for keys that are not seen. The exponentials come before the mask: with the mask
+        first, ptxas would postpone them."""
         p = jnp.exp2(scores * (self.plan.scale * LOG2E) - spread(self.lse, scores.shape, 0))
         return queries.masked(p, self.walk, step, 0.0)

@@ -44,21 +44,21 @@ from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import ROW, Index, Ref, plgpu, spread
 
-TILES = {  # by the size of heads
+TILES = {  # by head size
     64: Tiles(keys=128, k_stages=2, v_stages=2),
     128: Tiles(keys=128, k_stages=2, v_stages=2),
     256: Tiles(keys=64, k_stages=2, v_stages=2, buffers=1),
 }
-# log2 of what exponentials are multiplied by before they are rounded to E4M3, as in FlashAttention 3
+# log2 of the factor of exponentials before they are rounded to E4M3, as in FlashAttention 3
 E4M3_SHIFT = 8
-LOWEST = -1e30  # the maximum of no scores: finite, so that -inf minus it is no NaN
+LOWEST = -1e30  # the maximum of an empty set of scores: finite, so that -inf minus it is not NaN
 no_derivative = forward_only(
     "pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
 
 
 class Shared(NamedTuple):
     q: Ref  # and o on its way out
-    seen: Ref  # of each query its first key, then the walk
+    seen: Ref  # the first key of each query, then the walk
     k: Ref
     v: Ref
     q_full: Ref
@@ -77,8 +77,8 @@ def forward(
 ) -> tuple[Array, Array]:
     """q [N, H, d], k and v [N, K, d] -> o [N, H, d], and log2 of the sums of exponentials, [H, N] float32.
 
-    N is a multiple of 128, d a key of TILES; k and v are finite. Padding gets o = 0 and +inf, a query whose
-    `first` is BAD NaN. `fp8`: exponentials enter their product as E4M3.
+    N is a multiple of 128, d a key of TILES; k and v are finite. Padding gets o = 0 and +inf; a query whose
+    `first` is BAD gets NaN. `fp8`: exponentials enter their product as E4M3.
     """
     n, heads, d = q.shape
     tiles = (tiles or TILES[d]).of(heads // k.shape[1])
@@ -114,16 +114,16 @@ class Softmax(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A walk whose first step is under way."""
+    """A walk whose first step is in progress."""
 
     work: Work
     walk: Walk
-    p: Array  # exponentials of that step, which no product has used yet
+    p: Array  # exponentials of that step, not yet used in a product
     softmax: Softmax
 
 
 def _consume(plan: Plan, fp8: bool, wg: Array, o, lse, shared: Shared) -> Array:
-    """Do all work of this warpgroup, 64 queries at a time. Returns how much there was."""
+    """Do all work of this warpgroup, 64 queries at a time. Returns the number of work units."""
     deal, count = plan.deal, plan.deal.own_count()
 
     def consumer(number: Array, before: Array) -> Consumer:
@@ -144,8 +144,8 @@ def _consume(plan: Plan, fp8: bool, wg: Array, o, lse, shared: Shared) -> Array:
 
 
 def _consume_alone(plan: Plan, fp8: bool, wg: Array, work: Work, o, lse, shared: Shared) -> Array:
-    """Do one work, from the first step to the store. Returns the number of steps. Nothing hides behind the
-    scores of the next queries: they have no buffer yet."""
+    """Do one work unit, from the first step to the store. Returns the number of steps. Nothing overlaps with
+    the scores of the next queries, which have no buffer yet."""
     me = Consumer(plan, fp8, wg, work, queries.arrived(plan, wg, work, shared), shared)
     p, state = lax.fori_loop(1, me.walk.steps, me.step, me.begin())
     last = me.walk.steps - 1
@@ -176,11 +176,11 @@ class Consumer(NamedTuple):
         pl.when(step < self.walk.steps)(lambda: plgpu.barrier_wait(self.shared.k_full.at[self.k_slot(step)]))
 
     def scores(self, step: Index):
-        """The operands of the product that makes the scores of a step."""
+        """The operands of the product for a step's scores."""
         return None, self.shared.q.at[self.walk.slot], self.shared.k.at[self.k_slot(step)].transpose((1, 0))
 
     def values(self, step: Index, p: Array, o: Array):
-        """The operands of the product that adds to o, once the values of a step have arrived."""
+        """The operands of the product that is added to o, once the values of a step have arrived."""
         slot = self.v_slot(step)
         plgpu.barrier_wait(self.shared.v_full.at[slot])
         return o, p, self.shared.v.at[slot]
@@ -194,8 +194,8 @@ class Consumer(NamedTuple):
 
     def end(self, p: Array, state: Softmax, following: Consumer, more: Array, o,
             lse) -> tuple[Array, Softmax]:
-        """Add the values of the last step and store the result, while the tensor cores compute the scores of the
-        next work's first step. Returns its exponentials and their state."""
+        """Add the values of the last step and store the result, while the tensor cores compute the scores of
+        the next work's first step. Returns the exponentials of that step and their state."""
         shared, last = self.shared, self.v_slot(self.walk.steps - 1)
         pl.when(more)(lambda: following.keys_arrived(0))
 
@@ -229,33 +229,32 @@ class Consumer(NamedTuple):
                            spread(other, shape, 0))
         self.shared.q[walk.slot] = result.astype(self.shared.q.dtype)
         plgpu.commit_smem()
-        mine = pl.ds(self.plan.row(walk.block, self.wg), ROWS)  # seen to be whole blocks, as walk.row is not
+        mine = pl.ds(self.plan.row(walk.block, self.wg), ROWS)  # visibly a multiple of ROWS, unlike walk.row
         plgpu.copy_smem_to_gmem(self.shared.q.at[walk.slot], o.at[mine, walk.head])
         shift = E4M3_SHIFT if self.fp8 else 0
         lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(state.total) * LOG2E,
                                          other + jnp.inf)
 
     def step(self, step: Index, carry: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
-        """The scores of this step; beside its exponentials, the product of those of the step before with
-        their values."""
+        """The scores of this step and, beside its exponentials, the product of the previous step's
+        exponentials with their values."""
         (p, state), shared = carry, self.shared
 
         def body(take):
             scores = take()
             plgpu.barrier_arrive(shared.k_empty.at[self.k_slot(step)])
             p_next, alpha, maximum, total = lax.optimization_barrier(self.softmax(scores, step, state))
-            # what is above such a wait stays above, and the following product's wait below
+            # a barrier to reordering: code above this wait stays above it, and the following wait below
             self.keys_arrived(step + 1)
             o = take()
-            p_next, o = lax.optimization_barrier((p_next, o))  # p's registers are the product's until here
+            p_next, o = lax.optimization_barrier((p_next, o))  # until here the product uses p's registers
             plgpu.barrier_arrive(shared.v_empty.at[self.v_slot(step - 1)])
             return p_next.astype(p.dtype), Softmax(o * spread(alpha, o.shape, 0), maximum, total)
 
         return multiply(self.plan.simulated, body, self.scores(step), self.values(step - 1, p, state.o))
 
     def softmax(self, scores: Array, step: Index, state: Softmax) -> tuple[Array, Array, Array, Array]:
-        """The block's exponentials, what earlier sums are to be multiplied by, the maxima and the sums of
-        exponentials."""
+        """The block's exponentials, the factor of earlier sums, the maxima, and the sums of exponentials."""
         scores, scale = queries.masked(scores, self.walk, step, -jnp.inf), self.plan.scale
         maximum = jnp.maximum(state.maximum, scores.max(axis=1) * scale)
         alpha = jnp.exp2(state.maximum - maximum)

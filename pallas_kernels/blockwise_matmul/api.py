@@ -1,12 +1,12 @@
-"""The scaled FP8 products, by the Hopper kernel or by reference.py: one visible choice.
+"""The scaled FP8 products, by the Hopper kernel or by reference.py: one explicit choice.
 
-`backend` is that of `pallas_kernels.quantize.api`. The kernel sums each 128 products in the tensor cores, which
-keep about 14 bits (`reference.short_dot`), so that it differs from the reference by some 1e-4 before the
-result is rounded.
+`backend` is that of `pallas_kernels.quantize.api`. The kernel sums each 128 products in the tensor cores,
+which keep about 14 bits (`reference.short_dot`). It therefore differs from the reference by about 1e-4 before
+the result is rounded.
 
-The kernel takes a contraction that is a multiple of 128, an M that is a multiple of 8 or below 8, and an N that
-is two or more times 64 (32 for a float32 result). Other sizes are padded, which costs a copy. The widths of
-language models and packed rows of tokens need none.
+The kernel supports a contraction that is a multiple of 128, an M that is a multiple of 8 or below 8, and an N
+that is a multiple of 64, at least 128 (of 32 and 64 for a float32 result). Other sizes are padded, which
+costs a copy. The widths of language models and packed rows of tokens need no padding.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _check(a: tuple, b: tuple, out_dtype: jnp.dtype) -> None:
 def _check_operand(name: str, codes: Array, scale: Array, blocks: bool) -> None:
     if codes.ndim != 2 or codes.dtype not in (E4M3, E5M2):
         found = f"{name}_codes is {codes.dtype}{list(codes.shape)}"
-        raise ValueError(f"{found}: float8_e4m3fn or float8_e5m2 of two axes is wanted")
+        raise ValueError(f"{found}: expected float8_e4m3fn or float8_e5m2 of two axes")
     if not codes.size:
         raise ValueError(f"{name}_codes {list(codes.shape)} is empty: there is nothing to multiply")
     rows, width = codes.shape

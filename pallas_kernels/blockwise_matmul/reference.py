@@ -1,7 +1,8 @@
-"""The scaled FP8 products of a linear layer in plain jnp: the oracle of the GEMM kernels.
+"""The scaled FP8 products of a linear layer in plain jnp: the reference for the GEMM kernels.
 
-Along the contraction, every 128 products of codes are summed by themselves; that partial is multiplied by the
-two scales of its blocks and added to a float32 sum, the promotion of DeepSeek-V3 (2024) section 3.3.2:
+Along the contraction, each group of 128 products of codes is summed separately. The partial sum is multiplied
+by the two scales of its blocks and added to a float32 sum, the promotion of DeepSeek-V3 (2024), section
+3.3.2:
 
     y[t, n] = sum_g  sx[t, g] * sw[n / 128, g] * sum_{k in group g} x_codes[t, k] * w_codes[n, k]
 
@@ -11,7 +12,7 @@ two scales of its blocks and added to a float32 sum, the promotion of DeepSeek-V
 | dgrad | blockwise_matmul(*quantize_rows(dy), w_codes.T, w_scale.T)  | dy 1x128 along N, the same weight's bytes  |
 | wgrad | wgrad(*quantize_tokens(dy), *quantize_tokens(x))            | both 1x128 along T                         |
 
-Widths that are no multiple of 128 are padded with zeros. A block of zeros adds exactly nothing.
+Widths that are not a multiple of 128 are padded with zeros. A block of zeros adds exactly nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from jax import Array
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import pad_to_blocks, read_codes
 
-FRACTION_BITS = 13  # that Hopper's FP8 accumulator keeps below its leading bit: 14 bits with it
-PRODUCTS_A_STEP = 32  # that one tensor-core step adds at once
+FRACTION_BITS = 13  # bits that Hopper's FP8 accumulator keeps below the leading bit: 14 bits in all
+PRODUCTS_A_STEP = 32  # products that one tensor-core step adds at once
 
 
 def blockwise_matmul(
@@ -69,8 +70,7 @@ def _groups(codes: Array, size: int) -> Array:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """[M, C], [N, C] -> [M, N] in float32. The barriers keep XLA from running the GPU's FP8 product in its
-    place."""
+    """[M, C], [N, C] -> [M, N] in float32. The barriers keep XLA from substituting the GPU's FP8 product."""
     a, b = (jax.lax.optimization_barrier(read_codes(c)) for c in (a, b))
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
 
@@ -99,8 +99,8 @@ def _short_step(total: Array, a: Array, b: Array) -> Array:
 
 
 def _cut(x: Array, largest: Array) -> Array:
-    """x with nothing below the FRACTION_BITS-th bit after the leading one of `largest` >= |x|, cut towards
-    zero."""
+    """x without the bits below the FRACTION_BITS-th after the leading bit of `largest` >= |x|, truncated
+    towards zero."""
     _, exponent = jnp.frexp(largest)  # largest < 2^exponent
     shift = FRACTION_BITS + 1 - exponent
     return jnp.ldexp(jnp.trunc(jnp.ldexp(x, shift)), -shift)

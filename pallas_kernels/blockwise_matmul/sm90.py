@@ -87,7 +87,7 @@ Scales = tuple[Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that is static in one kernel."""
+    """The static parameters of one kernel."""
 
     tiles: Tiles
     m: int
@@ -104,9 +104,9 @@ class Plan:
 
     @property
     def box(self) -> int:
-        """Rows of a that are copied for a tile: all rows of the tile, or, if a has fewer, those of a, in whole
-        boxes of 8 for each block of threads. Whatever lies in the place of the others makes rows of the sum
-        that are not stored."""
+        """The rows of a that are copied for a tile: all rows of the tile or, if a has fewer, those of a, in
+        whole boxes of 8 for each block of threads. The memory of the other rows is not initialised; it only
+        affects rows of the sum that are not stored."""
         boxes = 8 * (1 + bool(self.tiles.cluster))
         return min(self.tiles.m, boxes * pl.cdiv(self.m, boxes))
 
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def slab(self) -> int:
-        """Columns promoted together: those that are sure to share a scale of b, or few enough for their scales
+        """Columns promoted together: those that certainly share a scale of b, or few enough for their scales
         to fit in registers."""
         return math.gcd(self.tiles.width, BLOCK if self.b_blocks else SLAB)
 
@@ -127,12 +127,12 @@ class Plan:
 
     @property
     def store_width(self) -> int:
-        """Columns stored at once: 128 bytes, which is a swizzled row, or all of a slab if it has fewer."""
+        """Columns stored at once: 128 bytes, which is a swizzled row, or the whole slab if it has fewer."""
         return math.gcd(self.slab, 128 // self.out_dtype.itemsize)
 
 
 class Shared(NamedTuple):
-    """Shared memory: a ring of stages, and results on their way out."""
+    """Shared memory: a ring of stages, and buffers for results that are being stored."""
 
     a: Ref
     b: Ref
@@ -144,8 +144,8 @@ class Shared(NamedTuple):
 
 
 def reads_scalars(m: int, b_blocks: bool) -> bool:
-    """Whether a's scales are read one by one, as those of b's 128x128 blocks are: a single row has one scale in
-    each stage, and a copy moves four at least."""
+    """Whether a's scales are read one by one, as those of b's 128x128 blocks are: a single row has one scale
+    per stage, and a copy moves at least four."""
     return m == 1 and b_blocks
 
 
@@ -281,8 +281,8 @@ class Consumer(NamedTuple):
         return tuple(promoted)
 
     def promote_and_release(self, sums: Sums, partial: Array, scales: Scales, i: Index) -> Sums:
-        """`promote` the last product of stage i, and give the stage back: before, unless promotion reads b's
-        scales from it."""
+        """`promote` the last product of stage i, and release the stage, before the promotion unless it reads
+        b's scales from the stage."""
         if self.plan.b_blocks:
             self.release(i)
         promoted = self.promote(sums, partial, scales, i)
@@ -301,19 +301,19 @@ class ScaleReader(NamedTuple):
     column: Array  # of this consumer in the tile
 
     def in_memory(self, ki: Index) -> tuple[Array, ...]:
-        """The scales of stage ki that are not in shared memory: the one row's if a has but one, then those
+        """The scales of stage ki that are not in shared memory: the row's if a has a single row, then those
         of b's blocks, one for each slab."""
         if not self.plan.b_blocks:
             return ()
         found = [self.a_scale[ki, 0]] if self.plan.one_row else []
-        last = self.b_scale.shape[0] - 1  # a consumer that lies beyond N multiplies zeros, by any scale
+        last = self.b_scale.shape[0] - 1  # a consumer beyond N multiplies zeros, so its scale does not matter
         for s in range(0, self.plan.tiles.width, self.plan.slab):
             block = lax.div(self.tile_column * self.plan.tiles.n + self.column + s, BLOCK)
             found.append(self.b_scale[lax.min(block, last), ki])
         return tuple(found)
 
     def __call__(self, part: Consumer, ki: Index, in_memory: tuple[Array, ...] | None = None) -> Scales:
-        """The scales of stage ki. `in_memory`: what that function returned if it was called before."""
+        """The scales of stage ki. `in_memory`: the result of that function, if it has been called before."""
         if self.plan.one_row:
             of_row, *of_blocks = self.in_memory(ki) if in_memory is None else in_memory
             by_row = plgpu.layout_cast(jnp.full(ROWS, of_row), ROW)
@@ -367,10 +367,12 @@ def _consume(plan: Plan, wg: Array, a_scale: Ref, b_scale: Ref, out: Ref, shared
 
 
 def _nothing_yet(plan: Plan) -> Finished:
-    """What is stored behind the first tile: a tile below the result, of which the copy engine writes nothing.
+    """The tile that is "stored" behind the first one: a tile below the result, of which the copy engine
+    writes nothing.
 
-    Every block of threads has its own, or the simulator would see a race. With a condition instead, the
-    compiler would promote the product behind which results leave after the start of the next, and spill.
+    Each block of threads has its own tile, or the simulator would report a race. With a condition instead,
+    the compiler would move the promotion of the product that hides the store behind the start of the next
+    product, and spill registers.
     """
     sums = zeros(plan), zeros(plan)
     mi = plan.grid[0] + lax.axis_index("block")
@@ -386,28 +388,29 @@ def _registers(shape: tuple[int, int]) -> Array:
 
 
 class Ahead(NamedTuple):
-    """What is known of a stage before its first product begins."""
+    """The state that is prepared for a stage before its first product begins."""
 
     operands: tuple  # descriptors of a and b, those of the first part; nothing in the simulator
     scales: Scales  # of the first part, where they are read ahead
 
 
 class State(NamedTuple):
-    """What a consumer carries from one stage to the next."""
+    """The values that a consumer carries from one stage to the next."""
 
     sums: Any  # of one part, or of both
     registers: Any  # of the last product, over which the next is written; nothing in the simulator
-    ahead: Any  # of the next stage; behind the last one, whatever the caller computes there
+    ahead: Any  # of the next stage; after the last one, the result of the caller's `at_end`
 
 
 def sum_one_part(
     part: Consumer, blocks: Index, read_scales: Callable[..., Scales],
     at_end: Callable[[], Any] = lambda: (),
 ) -> tuple[Sums, Any]:
-    """The sums of a tile's only part over so many blocks, and what `at_end`, run behind the last product,
-    returns. `blocks` may be an array if `unroll` is 1.
+    """The sums of a tile's only part over this many blocks, and the result of `at_end`, which runs while the
+    last product is computed. `blocks` may be an array if `unroll` is 1.
 
-    The scales of a stage are read behind its product, but in a cluster behind the product before (`all_have`).
+    The scales of a stage are read during its product, but in a cluster during the previous product
+    (`all_have`).
     """
     ahead_of_product = bool(part.plan.tiles.cluster)
     find, registers = _first_product(part)
@@ -435,10 +438,11 @@ def sum_two_parts(
     upper: Consumer, lower: Consumer, blocks: int, read_scales: Callable[..., Scales],
     store_last: Callable[[int], None],
 ) -> tuple[Sums, Sums]:
-    """The sums of a tile's two parts. `store_last`, of a part's number, is run behind the first product of
-    that part, where it stores the tile before.
+    """The sums of a tile's two parts. `store_last(number)` runs during the first product of part `number`,
+    where it stores the previous tile.
 
-    The scales of the upper part are read a stage ahead, those of the lower behind the upper's product.
+    The scales of the upper part are read a stage ahead, those of the lower part during the upper part's
+    product.
     """
     find, registers = _first_product(upper)
 
@@ -484,12 +488,12 @@ def _for_all_but_the_last(
 
 
 def all_have(read_scales: Callable[..., Scales], part: Consumer, *which) -> Scales:
-    """Scales of a stage; in a cluster, once all four warps have read theirs.
+    """The scales of a stage; in a cluster, after all four warps have read theirs.
 
-    There one warp releases a stage for all four, and a copy may then write over it; nothing else orders the
-    other warps' reads before that. So they wait for each other behind the product before, where nothing waits
-    for them: when a product is done, all warps have started it, and what they had read before that, they
-    have.
+    In a cluster one warp releases a stage for all four, and a copy may then overwrite it; nothing else orders
+    the other warps' reads before that. So the warps wait for each other during the previous product, where
+    the wait costs nothing. When that product is done, all warps have started it, and the reads that they
+    issued before it are complete.
     """
     scales = read_scales(part, *which)
     if part.plan.tiles.cluster and not part.plan.simulated:  # there `release` fences the reads
@@ -500,8 +504,8 @@ def all_have(read_scales: Callable[..., Scales], part: Consumer, *which) -> Scal
 
 
 def sum_in_flight(part: Consumer, blocks: int, scales: ScaleReader) -> Sums:
-    """The same as `sum_one_part`, in the same order, with some products at a time, each promoted while the
-    next is computed. The scales in memory of the next ones are read before these are waited for."""
+    """`sum_one_part`, in the same order of additions, with several products in flight, each promoted while
+    the next is computed. The scales in memory of the next products are read before these are waited for."""
 
     def together(first: Index, count: int, sums: Sums, in_memory: tuple) -> Sums:
         numbers = [first + n for n in range(count)]
@@ -533,11 +537,12 @@ def sum_in_flight(part: Consumer, blocks: int, scales: ScaleReader) -> Sums:
 
 
 def _first_product(part: Consumer) -> tuple[Callable[[Index], tuple], Any]:
-    """What finds the operands of a stage's first product, and registers for the first of all."""
+    """(the function that finds the operands of a stage's first product, registers for the very first
+    product)."""
     if part.plan.simulated:
         return lambda i: (), ()
-    # This module is made of parts of JAX that are not public: a program that does not multiply on a GPU does
-    # not need them.
+    # tensor_cores.py uses private parts of JAX; a program that does not multiply on a GPU must not depend on
+    # them.
     from pallas_kernels import tensor_cores
 
     a, b = tensor_cores.describe(*part.of_stage(0))
@@ -549,8 +554,8 @@ def _first_product(part: Consumer) -> tuple[Callable[[Index], tuple], Any]:
 def _product(
     part: Consumer, number: int, i: Index, state: State, behind: Callable[[], Any]
 ) -> tuple[Array, Any, Any]:
-    """The partial sum of part `number` and stage i; the registers that hold it, over which the next product
-    is written; and what `behind` returns, which is run while the tensor cores compute."""
+    """(the partial sum of part `number` and stage i, the registers that hold it and that the next product
+    overwrites, the result of `behind`, which runs while the tensor cores compute)."""
     a, b = part.operands(i)
     if part.plan.simulated:
 
@@ -571,8 +576,9 @@ def _product(
 
 
 def store_sums(plan: Plan, sums: Sums, at: Ref, buffers: Ref) -> None:
-    """Store sums [64, width] to their place in the result, by way of shared memory: a swizzled 128-byte column
-    in a buffer, as many at once as there are buffers. The copies run while the next tile is computed."""
+    """Store sums [64, width] to their place in the result, by way of shared memory: a swizzled 128-byte
+    column per buffer, as many at once as there are buffers. The copies run while the next tile is
+    computed."""
     width = plan.store_width
     for some in itertools.batched(range(0, plan.tiles.width, width), plan.tiles.buffers):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,12 +1,12 @@
 """The blockwise product on a GPU's FP8 tensor cores through XLA: one FP8 product for each 128 of the
 contraction.
 
-Every block of 128 is summed inside the tensor core, whose accumulator keeps some 14 bits, and promoted to a
-float32 sum: what CUTLASS's and DeepGEMM's kernels do, in the same order, so that the result equals the
-engine's to the bit (on Hopper, checked by tests/gpu/test_vllm_quantizers.py), provided that XLA takes
-cuBLASLt's FP8 product and not one of its own that sums otherwise: compile with `xla_gpu_enable_triton_gemm`
-off, as `jaxfp8rl.precision.jit.rounding_exact_jit` does. It costs a pass over the output for every block,
-which a kernel of ours need not.
+Each block of 128 is summed inside the tensor core, whose accumulator keeps about 14 bits, and is then added
+to a float32 sum. CUTLASS's and DeepGEMM's kernels do the same in the same order, so the result equals the
+engine's bit for bit (on Hopper, checked by tests/gpu/test_vllm_quantizers.py). This requires that XLA uses
+cuBLASLt's FP8 product and not its own, which sums differently: compile with `xla_gpu_enable_triton_gemm` off,
+as `jaxfp8rl.precision.jit.rounding_exact_jit` does. It costs a pass over the output for every block, which
+our kernel avoids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import pad_to_blocks
 from pallas_kernels.rounding import fused_multiply_add
 
-ROWS = 16  # cuBLASLt takes FP8 operands in multiples of it; XLA would multiply others in a wider format
+ROWS = 16  # cuBLASLt takes FP8 operands in multiples of it; XLA multiplies others in a wider format
 no_derivative = forward_only(
     "differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 

@@ -1,18 +1,19 @@
-"""Attention of one query a sequence over a paged cache, by the Hopper kernel or by reference.py: one visible
-choice.
+"""Attention of one query per sequence over a paged cache, by the Hopper kernel or by reference.py: one
+explicit choice.
 
 A page holds the keys, or the values, of `page_size` consecutive tokens of one sequence, for all KV heads; a
-row of `block_table` names a sequence's pages in order. Only pages up to a sequence's length are read, and
-what lies behind it counts for nothing, NaN or not. Query head h reads KV head h // (H / K), and none is
-repeated. A cache in E4M3 holds keys and values over scales, one a KV head, which are multiplied into scores
-and results.
+row of `block_table` lists a sequence's pages in order. Only pages up to a sequence's length are read, and
+values behind its end have no effect, not even NaN. Query head h reads KV head h // (H / K), and no head is
+repeated in memory. A cache in E4M3 holds keys and values divided by scales, one per KV head; scores and
+results are multiplied by them.
 
-`backend` as in `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last rounding;
-exponentials enter the product with the values in float16 beside an E4M3 cache, else in the cache's type.
-Pieces of a sequence are computed apart (flash-decoding) and joined in a fixed order: the same operands give
-the same bits on the same kind of GPU. Where a sequence is cut depends on the lengths of all sequences in the
-batch and on the number of multiprocessors, and so do the last bits of its result. What is not finite and is
-seen may reach all heads of its sequence by the kernel, and never another sequence.
+`backend` is that of `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last
+rounding; exponentials enter the product with the values in float16 for an E4M3 cache, otherwise in the
+cache's dtype. Pieces of a sequence are computed separately (flash-decoding) and joined in a fixed order, so
+the same operands give the same bits on the same kind of GPU. The cuts of a sequence depend on the lengths of
+all sequences in the batch and on the number of multiprocessors, and so do the last bits of its result. With
+the kernel, a visible value that is not finite may reach all heads of its sequence, but never another
+sequence.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ def decode_attention(
     """q [B, H, d], k_pages and v_pages [pages, page_size, K, d], block_table [B, max_pages] int32, lengths
     [B] int32 -> o [B, H, d] in q's dtype, 0 where the length is 0.
 
-    k_scale, v_scale [K] float32: what E4M3 keys and values are over; 1 if None. `scale` of the scores: d **
-    -0.5 if None. The kernel takes q in bfloat16 or float16, pages in E4M3 or q's type, d of 64 or 128, pages
-    of 8, 16 or 32 tokens or a multiple of 64, and at most 64 queries a KV head; the reference takes any.
-    Lengths are at most max_pages * page_size, and the table names pages that exist: neither is known when the
-    program is traced, so neither is checked. `tiles`: other than the tuned ones. `interpret`: run the kernel
-    on a CPU, for tests.
+    k_scale, v_scale [K] float32: the scales of E4M3 keys and values; 1 if None. scale: the factor of the
+    scores; d ** -0.5 if None. tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for tests.
 
-    Raises ValueError, with what was found and the rule, for anything else, and TypeError where a derivative
+    The kernel takes q in bfloat16 or float16, pages in E4M3 or q's dtype, d of 64 or 128, pages of 8, 16 or
+    32 tokens or a multiple of 64, and at most 64 queries per KV head; the reference takes any. Lengths must
+    be at most max_pages * page_size, and the table must name existing pages. Neither is known at trace time,
+    so neither is checked.
+
+    Raises ValueError, with the operands found and the rule, for anything else, and TypeError if a derivative
     is computed. Source: PagedAttention (Kwon et al., 2023), in pieces that are joined as in flash-decoding
     (Dao et al., 2023).
     """
@@ -103,7 +105,7 @@ def _by_kernel(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scal
 
 
 def plan_of(q: Array, k_pages: Array, tiles: Tiles, simulated: bool = False) -> Plan:
-    """As many KV heads at once as the kernel has room for, and their queries."""
+    """The plan with as many KV heads at once as the kernel has room for, and their queries."""
     (_, page, K, d), group = k_pages.shape, q.shape[1] // k_pages.shape[2]
     heads = max(n for n in range(1, K + 1) if K % n == 0 and n * group <= ROWS)
     fp8 = k_pages.dtype == E4M3
@@ -111,7 +113,7 @@ def plan_of(q: Array, k_pages: Array, tiles: Tiles, simulated: bool = False) -> 
 
 
 def _by_row(plan: Plan, per_head: Array) -> Array:
-    """[K] -> [passes, ROWS]: of the KV head of each query."""
+    """[K] -> [passes, ROWS]: the value of each query's KV head."""
     of_query = jnp.repeat(per_head.reshape(plan.passes, plan.heads), plan.group, axis=1)
     return jnp.pad(of_query, ((0, 0), (0, ROWS - of_query.shape[1])))
 

@@ -1,9 +1,10 @@
-"""Work dealt out evenly on the device: which worker has which tiles of keys of which sequences.
+"""Even distribution of work on the device: the tiles of keys that each worker gets.
 
-A row is a sequence, or one of several passes over its KV heads. All tiles lie in one line, row after row;
-every worker takes an equal stretch of it, to one tile. What a worker has of a row is a piece. The piece of
-worker w in row r is at place w + r of all results: from a piece to the next either of the two grows by one,
-so that places are all different, and those of a row are neighbours, in order.
+A row is a sequence, or one of several passes over its KV heads. All tiles form one line, row after row; each
+worker takes a contiguous stretch of it, and the stretches differ by at most one tile. The part of a row that
+one worker has is a piece. The piece of worker w in row r has place w + r among all results. From each piece
+to the next exactly one of w and r grows by one, so all places are different, and those of a row are
+consecutive.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.plgpu_compat import Ref
 
-KEYS = 64  # of a tile
+KEYS = 64  # keys per tile
 
 
 class Deal(NamedTuple):
-    """Two tables, one comparison and one sum each: a small XLA kernel."""
+    """The distribution as two tables, each from one comparison and one sum: a small XLA kernel."""
 
-    begins: Array  # [rows + 1]: the first tile of each row, and how many there are
-    first: Array  # [workers + 1]: the row of each worker's first tile; the number of rows behind the last
+    begins: Array  # [rows + 1]: the first tile of each row, then the number of tiles
+    first: Array  # [workers + 1]: the row of each worker's first tile, then the number of rows
 
 
 def deal(lengths: Array, passes: int, workers: int) -> Deal:
-    """Of `lengths` [B] int32."""
+    """The distribution for `lengths` [B] int32."""
     tiles = jnp.repeat(pl.cdiv(lengths, KEYS), passes)
     rows = jnp.arange(len(tiles) + 1)
     begins = jnp.where(rows[:-1] < rows[:, None], tiles, 0).sum(1, dtype=jnp.int32)
@@ -37,14 +38,14 @@ def deal(lengths: Array, passes: int, workers: int) -> Deal:
 
 
 def begin_of(worker: Array, total: Array, workers: int) -> Array:
-    """The first of its tiles."""
+    """The first tile of a worker."""
     each, more = _shares(total, workers)
     return worker * each + lax.min(worker, jnp.broadcast_to(more, worker.shape))
 
 
 def worker_of(tile: Array, total: Array, workers: int) -> Array:
     each, more = _shares(total, workers)
-    long = more * (each + 1)  # tiles of the workers that have one more
+    long = more * (each + 1)  # tiles of the workers with one tile more than the others
     return jnp.where(tile < long, lax.div(tile, each + 1),
                      more + lax.div(tile - long, lax.max(each, jnp.int32(1))))
 
@@ -54,14 +55,14 @@ def _shares(total: Array, workers: int) -> tuple[Array, Array]:
 
 
 def pieces_of(begins: Ref, row: Array, workers: int) -> tuple[Array, Array]:
-    """In a kernel: the place of the first of a row's pieces, and how many there are."""
+    """In a kernel: (the place of a row's first piece, the number of its pieces)."""
     begin, end, total = begins[row], begins[row + 1], begins[begins.shape[0] - 1]
     first = worker_of(begin, total, workers)
     return first + row, jnp.where(begin < end, worker_of(end - 1, total, workers) - first + 1, 0)
 
 
 class Piece(NamedTuple):
-    """Tiles [start, stop) of a row, counted from its first key; `before`: tiles of the worker before."""
+    """Tiles [start, stop) of a row, counted from its first key; `before`: the worker's tiles before these."""
 
     row: Array
     start: Array
@@ -70,7 +71,7 @@ class Piece(NamedTuple):
 
 
 def for_each_piece(begins: Ref, first: Ref, worker: Array, body: Callable[[Piece], None]) -> Array:
-    """In a kernel: body(piece) for every piece of a worker, in order -> the number of its tiles."""
+    """In a kernel: run body(piece) for every piece of a worker, in order. Returns the number of its tiles."""
     rows, workers = begins.shape[0] - 1, first.shape[0] - 1
     begin, end = (begin_of(w, begins[rows], workers) for w in (worker, worker + 1))
 

@@ -1,5 +1,5 @@
-"""Attention of one query a sequence over a paged cache, in plain jnp: what the kernel is held to, and what
-runs elsewhere."""
+"""Attention of one query per sequence over a paged cache, in plain jnp: the reference for the kernel, and the
+implementation elsewhere."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def attention_and_lse(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array,
     v_scale: Array, scale: float
 ) -> tuple[Array, Array]:
-    """As `api.attention_and_lse`; all pages of the table are gathered, and everything is computed in float32
-    or wider."""
+    """As `api.attention_and_lse`. All pages of the table are gathered, and all arithmetic is float32 or
+    wider."""
     B, H, d = q.shape
     _, page, K, _ = k_pages.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)

@@ -35,29 +35,29 @@ from pallas_kernels.in_flight import dot
 from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import ACC, ROW, WGMMA, Ref, multiprocessors, plgpu, spread, swizzled
 
-WORKERS = 2  # of a block of threads
-REGISTERS = 232, 40  # a thread of a worker, of the warps that copy
-MEMORY = 224 * 1024  # bytes of shared memory for all this, of a block of threads
-MOST_SLOTS = 16  # of a ring; a wait keeps track of 32 barriers
+WORKERS = 2  # per block of threads
+REGISTERS = 232, 40  # registers per thread of a worker, and of the warps that copy
+MEMORY = 224 * 1024  # bytes of shared memory of a block of threads
+MOST_SLOTS = 16  # slots of a ring; a wait can track 32 barriers
 
 
 class Tiles(NamedTuple):
-    """How the work is cut up."""
+    """The tile sizes."""
 
     turn: int = 2  # heads whose products are in flight together
-    slots: int | None = None  # of a worker's ring: as many as there is room for, if None
+    slots: int | None = None  # slots of a worker's ring; None: as many as there is room for
 
 
 class Plan(NamedTuple):
-    """All that is static in the kernel."""
+    """The static parameters of the kernel."""
 
     tiles: Tiles
-    passes: int  # over the KV heads
-    heads: int  # KV heads of a pass
-    group: int  # queries of a KV head
+    passes: int  # passes over the KV heads
+    heads: int  # KV heads per pass
+    group: int  # queries per KV head
     d: int
     page: int  # tokens of it
-    parts: int  # E4M3 numbers that a query is the sum of, beside an E4M3 cache
+    parts: int  # E4M3 numbers whose sum is a query, for an E4M3 cache
     fp8: bool
     simulated: bool
 
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What each worker has in shared memory."""
+    """The shared memory of each worker."""
 
     q: Ref
     ring: Ref
@@ -96,11 +96,11 @@ def attend(
     plan: Plan, q: Array, factor: Array, k: Array, v: Array, table: Array, lengths: Array, deal: Deal,
     interpret=None
 ) -> tuple[Array, Array]:
-    """Of each piece, o [pieces, ROWS, d] divided by its sum, and log2 of that sum, [pieces, ROWS]; float32.
+    """(o [pieces, ROWS, d] of each piece divided by its sum, log2 of that sum [pieces, ROWS]), float32.
 
-    q [rows, queries, d], those of a pass and padding to a multiple of 8; `factor` [passes, ROWS] what scores
-    are multiplied by, in units of log 2; k and v [tokens of all pages, KV heads * d]; table [B, pages],
-    lengths [B].
+    q [rows, queries, d]: the queries of a pass, padded to a multiple of 8. factor [passes, ROWS]: the factor
+    of the scores, in units of log 2. k and v [tokens of all pages, KV heads * d]. table [B, pages], lengths
+    [B].
     """
     if not plan.turn <= plan.slots <= MOST_SLOTS:
         raise ValueError(
@@ -133,8 +133,8 @@ def _shared_memory(plan: Plan, cache: jnp.dtype, query: jnp.dtype) -> Shared:
 
 
 def _eight_a_thread(d: int):
-    """Registers of a matrix [KEYS, d]: a warp has whole rows, a thread 8 neighbours, 8 bytes of E4M3 and 16
-    of float16."""
+    """The register layout of a matrix [KEYS, d]: a warp has whole rows, a thread 8 neighbouring elements,
+    which are 8 bytes of E4M3 and 16 of float16."""
     rows = 32 * 8 // d
     tiling = plgpu.Tiling(((4 * rows, d), (rows, d), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -160,14 +160,14 @@ def _attend(plan: Plan, q, factor, k, v, table, lengths, begins, first, o, lse, 
 
 
 def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
-    """Copy a piece's queries, then for tile after tile the keys of every head, and the values, as slots
-    become free."""
+    """Copy a piece's queries, then for each tile the keys and the values of every head, as slots become
+    free."""
     q, k, v, table, lengths = operands
     slots = plan.slots
     pages, height = max(1, KEYS // plan.page), min(KEYS, plan.page)
 
     def tokens(batch: Array, tile: Array) -> list[Array]:
-        """Where the parts of a tile are; behind the last page, that page again."""
+        """The positions of a tile's parts; beyond the last page, that page again."""
         last = lax.div(lengths[batch] - 1, jnp.int32(plan.page))
         at = [tile * KEYS + i * height for i in range(pages)]
         whose = [table[batch, lax.min(lax.div(t, jnp.int32(plan.page)), last)] for t in at]
@@ -205,7 +205,7 @@ def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
 
 def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, lengths, o, lse,
              shared: Shared) -> None:
-    """Attend to a piece, and store."""
+    """Attend to a piece, and store the result."""
     batch, turn = lax.div(piece.row, jnp.int32(plan.passes)), lax.rem(piece.row, jnp.int32(plan.passes))
     length, factors = lengths[batch], plgpu.load(factor.at[turn], layout=ROW, optimized=False)
     plgpu.barrier_wait(shared.q_full.at[wg])
@@ -222,11 +222,12 @@ def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, lengths
 
 
 def _parts(x: Array, count: int) -> tuple[list[Array], Array]:
-    """x [ROWS, d] as a sum of E4M3 numbers times a power of two [ROWS], each with four bits of what those
-    before it left: exact for elements down to 2^-8 of the row's largest in bfloat16, 2^-5 in float16, and to
-    2^-16 of that below. The smallest first, as products are cut off at the size of their sum."""
+    """x [ROWS, d] as a sum of E4M3 numbers times a power of two [ROWS]. Each part has four bits of the
+    remainder of the previous ones. The sum is exact for elements down to 2^-8 of the row's largest in
+    bfloat16 and 2^-5 in float16, and below that to 2^-16 of the largest. The smallest part comes first,
+    because products are truncated at the magnitude of their sum."""
     bits = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1), jnp.int32) & 0x7F800000
-    bits = jnp.maximum(bits, 0x10000000)  # a row of zeros has a power, too
+    bits = jnp.maximum(bits, 0x10000000)  # a row of zeros needs a power too
     power, inverse = (lax.bitcast_convert_type(b, F32) for b in (bits, 0x7F000000 - bits))
     left, found = x * spread(inverse * 64.0, x.shape, 0), []
     for _ in range(count):
@@ -243,12 +244,12 @@ class Consumer(NamedTuple):
     piece: Piece
     length: Array
     factors: Array
-    queries: list[Array]  # parts of them
+    queries: list[Array]  # the parts of the queries
     shared: Shared
 
     def step(self, i: Array, state: Softmax) -> Softmax:
         """One tile."""
-        left = self.length - (self.piece.start + i) * KEYS  # keys from its first on
+        left = self.length - (self.piece.start + i) * KEYS  # keys left from the tile's first on
         used = (self.piece.before + i) * self.plan.slots_of_tile
         scores = self.masked(self.scores(used) * spread(self.factors, (ROWS, KEYS), 0), left)
         maximum = jnp.maximum(state.maximum, scores.max(axis=1))
@@ -259,25 +260,25 @@ class Consumer(NamedTuple):
         return Softmax(self.add_values(o, p, used + self.plan.heads, left), maximum, total)
 
     def scores(self, used: Array) -> Array:
-        """[ROWS, KEYS]: each query by its head's keys."""
+        """[ROWS, KEYS]: each query times its head's keys."""
         keys = lambda head, _: self.arrived(used + head).transpose((1, 0))  # noqa: E731
         return self.sum_over_heads(jnp.zeros((ROWS, KEYS), F32), self.queries, keys, used)
 
     def add_values(self, o: Array, p: Array, used: Array, left: Array) -> Array:
-        """o [ROWS, d] and each query's exponentials by its head's values."""
+        """o [ROWS, d] plus each query's exponentials times its head's values."""
         p = p.astype(jnp.float16 if self.plan.fp8 else self.shared.ring.dtype)
         return self.sum_over_heads(o, [p], lambda head, i: self.values(self.arrived(used + head), i, left),
                                    used)
 
     def sum_over_heads(self, initial: Array, parts: list[Array], right, used: Array) -> Array:
-        """initial + the sum over heads, and over parts, of the head's rows of a part by right(head, its
+        """initial + the sum, over heads and over parts, of the head's rows of a part times right(head, its
         number in the turn)."""
         plan = self.plan
 
         def turn(first: Array, multiply) -> None:
             heads = [first * plan.turn + i for i in range(plan.turn)]
-            # What is in registers has to be there before the first product is issued, or ptxas makes them
-            # wait for each other.
+            # Operands in registers must be ready before the first product is issued, or ptxas serialises the
+            # products.
             lefts = [[self.of_head(head, x) for x in parts] for head in heads]
             for i, head in enumerate(heads):
                 b = right(head, i)
@@ -288,7 +289,7 @@ class Consumer(NamedTuple):
             for head in heads:
                 plgpu.barrier_arrive(self.shared.empty.at[self.slot(used + head)[1]])
 
-        # the simulator has no accumulator that begins with a value, and no operand in registers
+        # the simulator supports neither an initial accumulator nor operands in registers
         if plan.simulated:
 
             def add(i, total):
@@ -316,7 +317,7 @@ class Consumer(NamedTuple):
         return self.shared.ring.at[self.wg, slot]
 
     def of_head(self, head: Array, x: Array) -> Array:
-        """x [ROWS, n], 0 in the rows that are no queries of this head."""
+        """x [ROWS, n] with 0 in the rows that are not queries of this head."""
         layout = plgpu.Layout.WGMMA_8BIT.reduce(1) if x.dtype.itemsize == 1 else ROW
         rows = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout),
                        jnp.int32(self.plan.group))
@@ -326,7 +327,7 @@ class Consumer(NamedTuple):
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int8) & kept, x.dtype)
 
     def masked(self, scores: Array, left: Array) -> Array:
-        """-inf behind the sequence."""
+        """The scores with -inf behind the end of the sequence."""
 
         def mask(scores):
             columns = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
@@ -335,7 +336,8 @@ class Consumer(NamedTuple):
         return lax.cond(left < KEYS, mask, lambda scores: scores, scores)
 
     def values(self, values: Ref, buffer: int, left: Array) -> Ref:
-        """Values in the type of the exponentials, zeros behind the sequence: what is there may be NaN."""
+        """Values in the dtype of the exponentials, with zeros behind the end of the sequence, where the
+        memory may hold NaN."""
         fp8 = self.plan.fp8
         layout = _eight_a_thread(self.plan.d) if fp8 else WGMMA
         if fp8:

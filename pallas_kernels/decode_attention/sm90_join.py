@@ -14,9 +14,9 @@ from pallas_kernels.decode_attention.deal import Deal, pieces_of
 from pallas_kernels.plgpu_compat import ROW, WGMMA, plgpu, spread
 
 F32 = jnp.float32
-ROWS = 64  # of a tensor-core instruction: queries that are computed at once
-LOWEST = -1e30  # the maximum of no scores: finite, so that -inf minus it is no NaN
-HALF = 64  # of d, that a block of threads has
+ROWS = 64  # rows of a tensor-core instruction: queries that are computed at once
+LOWEST = -1e30  # the maximum of an empty set of scores: finite, so that -inf minus it is not NaN
+HALF = 64  # columns of d that a block of threads has
 JOINED = 4  # pieces that it reads at a time
 
 
@@ -35,8 +35,8 @@ def nothing(d: int) -> Softmax:
 
 def join(o: Array, lse: Array, deal: Deal, factor: Array, dtype: jnp.dtype,
          interpret=None) -> tuple[Array, Array]:
-    """Each row's pieces in one: o [rows, ROWS, d] times factor [passes, ROWS] in `dtype`, and log2 of the sum
-    of exponentials [rows, ROWS]; 0 and -inf of none."""
+    """The pieces of each row joined: o [rows, ROWS, d] times factor [passes, ROWS] in `dtype`, and log2 of
+    the sum of exponentials [rows, ROWS]; 0 and -inf for a row without pieces."""
     d, rows = o.shape[-1], len(deal.begins) - 1
     out = jax.ShapeDtypeStruct((rows, ROWS, d), dtype), jax.ShapeDtypeStruct((rows, ROWS), F32)
     return plgpu.kernel(
@@ -52,7 +52,7 @@ def _join(workers: int, o, lse, begins, factor, joined, joined_lse) -> None:
     first, count = pieces_of(begins, row, workers)
 
     def some_more(i: Array, state: Softmax) -> Softmax:
-        """JOINED pieces, all read before the first is needed."""
+        """JOINED pieces, all read before the first is used."""
         numbers = [i * JOINED + j for j in range(JOINED)]
         places = [first + lax.min(number, count - 1) for number in numbers]
         sums = [plgpu.load(lse.at[at], layout=ROW, optimized=False) for at in places]

@@ -1,25 +1,25 @@
-"""`jax.lax.dot_general` whose product and both gradients are FP8 products: activations times a kernel of
-weights.
+"""`jax.lax.dot_general` in FP8: the product and both gradients are FP8 products of activations and a kernel
+of weights.
 
-`lhs` is the activations, `rhs` the kernel. The operands stay in their float type; each call quantises them
+`lhs` is the activations, `rhs` the kernel. The operands keep their float dtype; each call quantises them
 (DeepSeek-V3, 2024, section 3.3): the kernel in blocks of 128x128, everything else in blocks of 1x128 along
 the contraction, all as E4M3.
 
 | product  | contracts over | first operand      | second operand                             |
 |----------|----------------|--------------------|--------------------------------------------|
 | result   | K              | lhs, 1x128 along K | the kernel's codes                         |
-| d lhs    | N              | dy, 1x128 along N  | the very same codes and scales, transposed |
-| d kernel | tokens         | dy, 1x128 along T  | lhs, 1x128 along T, quantised anew         |
+| d lhs    | N              | dy, 1x128 along N  | the same codes and scales, transposed      |
+| d kernel | tokens         | dy, 1x128 along T  | lhs, 1x128 along T, quantised again        |
 
-T stands for the axes of lhs alone, N for those of rhs alone, K for the contracted ones. The gradient is that
-of the product as if neither operand had been rounded (straight-through), at the rounded kernel; it exists to
-first order, by reverse mode.
+T stands for the axes that only lhs has, N for those that only rhs has, K for the contracted ones. The
+gradient is straight-through: that of the unrounded product, evaluated at the rounded kernel. Only first-order
+reverse mode is supported.
 
-`backend` is that of `pallas_kernels.quantize.api`: the three products are the Hopper kernels, or the
-references that these are tested against.
+`backend` is that of `pallas_kernels.quantize.api`: the three products run as Hopper kernels, or as the
+references that the kernels are tested against.
 A NaN or an infinity gives its block a scale that is not finite: the result is NaN wherever that block enters,
-and nowhere else. A block whose largest magnitude is under 1e-10 is quantised as if it were 1e-10: numbers
-under 2e-16 become 0.
+and nowhere else. A block whose largest magnitude is below 1e-10 is quantised as if it were 1e-10: numbers
+below 2e-16 become 0.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from pallas_kernels.quantize import api as quantize
 Axes = Sequence[int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-AS_IT_COMES = (None, lax.Precision.DEFAULT, "default", "fastest", "bfloat16")  # all name the default
+AS_IT_COMES = (None, lax.Precision.DEFAULT, "default", "fastest", "bfloat16")  # all mean the default
 PLAIN = "jax.lax.dot_general"
 once = forward_only("pallas_kernels.fp8_dot_general has a first derivative, by reverse mode, and no other")
 
-# Functions of their own in a program: Mosaic then compiles one kernel for all equal calls.
+# Separate functions in a program, so that Mosaic compiles one kernel for all equal calls.
 quantize_rows = jax.jit(quantize.quantize_rows, static_argnames=("backend", "interpret"))
 quantize_tokens = jax.jit(quantize.quantize_tokens, static_argnames=("backend", "interpret"))
 quantize_both = jax.jit(quantize.quantize_both, static_argnames=("backend", "interpret"))
@@ -58,9 +58,9 @@ wgrad = jax.jit(matmul.wgrad, static_argnames=("out_dtype", "backend", "interpre
 
 
 class How(NamedTuple):
-    """What is static in a product of x [T, K] and the kernel w."""
+    """The static arguments of a product of x [T, K] and the kernel w."""
 
-    turned: bool  # w is [K, N], else [N, K]
+    turned: bool  # w is [K, N] instead of [N, K]
     out_dtype: jnp.dtype
     w_dtype: jnp.dtype
     backend: Backend
@@ -80,26 +80,31 @@ def fp8_dot_general(
     table.
 
     lhs: activations, rhs: the kernel; bfloat16, float16 or float32, of any shape without a zero.
-    dimension_numbers: ((axes contracted in lhs, in rhs), (batch axes of lhs, of rhs)), as
-        `jax.lax.dot_general` has them. Both a kernel [N, K] and a kernel [K, N] are read as they lie. A
-        batch is computed product by product.
-    preferred_element_type: the result's dtype, bfloat16, float16 or float32; by default what
-        `jax.lax.dot_general` gives. Sums are float32 and are rounded once. Gradients have their operands'
-        dtypes.
-    precision: None or `jax.lax.Precision.DEFAULT`: there is no other way to compute it.
-    out_sharding: None. A kernel is not split over devices by itself: call this inside `jax.shard_map` with
-        `check_vma=False`; gradients of what is replicated are summed over devices, as usual.
+
+    dimension_numbers: ((axes contracted in lhs, in rhs), (batch axes of lhs, of rhs)), as in
+    `jax.lax.dot_general`. Kernels [N, K] and [K, N] are both read without a transpose. A batch is computed
+    product by product.
+
+    preferred_element_type: the result's dtype, bfloat16, float16 or float32; by default that of
+    `jax.lax.dot_general`. Sums are float32 and are rounded once. Gradients have their operands' dtypes.
+
+    precision: None or `jax.lax.Precision.DEFAULT`, the only one supported.
+
+    out_sharding: None. A kernel is not split over devices automatically: call this inside `jax.shard_map`
+    with `check_vma=False`; gradients of replicated operands are summed over devices, as usual.
+
     backend: "auto" is the kernels on a Hopper GPU and elsewhere the reference, with a warning; "pallas" is
-        the kernels or an error; "reference" is plain jnp on any device, slowly.
+    the kernels or an error; "reference" is plain jnp on any device, slowly.
+
     interpret: runs the kernels on a CPU, for tests.
 
-    Returns an array [*batch, *axes of lhs alone, *axes of rhs alone]. Raises ValueError, with what was found
-    and what to do, for other dtypes and for an operand without elements, and what `jax.lax.dot_general`
-    raises for axes that do not fit. Source: DeepSeek-V3 (2024), section 3.3.
+    Returns an array [*batch, *axes of lhs alone, *axes of rhs alone]. Raises ValueError, with the operands
+    found and the remedy, for other dtypes and for an operand without elements, and the errors of
+    `jax.lax.dot_general` for axes that do not fit. Source: DeepSeek-V3 (2024), section 3.3.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     _check("lhs", lhs), _check("rhs", rhs), _check_options(precision, preferred_element_type, out_sharding)
-    like = jax.eval_shape(_plain(dimension_numbers, preferred_element_type), lhs, rhs)  # checks the axes, too
+    like = jax.eval_shape(_plain(dimension_numbers, preferred_element_type), lhs, rhs)  # also checks the axes
     _say_once_where_no_kernel_is(backend)
     x, w, turned = _as_matrices(lhs, rhs, dimension_numbers)
     product = functools.partial(_product, How(turned, like.dtype, rhs.dtype, backend, interpret))
@@ -111,14 +116,14 @@ def fp8_linear(
     x: ArrayLike, w: ArrayLike, *, preferred_element_type: DTypeLike | None = None, backend: Backend = "auto",
     interpret: Any = None,
 ) -> Array:
-    """x [..., K] times w [N, K] transposed -> [..., N], in FP8 with a derivative in FP8: `fp8_dot_general` of
-    a linear layer.
+    """x [..., K] times w [N, K] transposed -> [..., N]: `fp8_dot_general` of a linear layer, differentiable
+    in FP8.
 
-    dtypes, options, what it raises and the source are those of `fp8_dot_general`.
+    Dtypes, options, errors and source are those of `fp8_dot_general`.
     """
     if jnp.ndim(x) < 1 or jnp.ndim(w) != 2:
         raise ValueError(
-            f"x {list(jnp.shape(x))}, w {list(jnp.shape(w))}: x [..., K] and w [N, K] are wanted"
+            f"x {list(jnp.shape(x))}, w {list(jnp.shape(w))}: expected x [..., K] and w [N, K]"
         )
     axes = ((jnp.ndim(x) - 1,), (1,)), ((), ())
     return fp8_dot_general(
@@ -131,10 +136,10 @@ def _plain(axes: DimensionNumbers, dtype: DTypeLike | None) -> Callable[[Array, 
 
 
 def _as_matrices(lhs: Array, rhs: Array, axes: DimensionNumbers) -> tuple[Array, Array, bool]:
-    """lhs as [T, K], rhs as [N, K], or as [K, N] where K comes first in it; with an axis for the batch in
-    front if there is one."""
+    """lhs as [T, K], and rhs as [N, K], or as [K, N] if K comes first in it; with a leading axis for the
+    batch if there is one."""
     (contracted, of_rhs), (batch, batch_of_rhs) = axes
-    pairs = sorted(zip(of_rhs, contracted))  # in the kernel's order, which then is only read
+    pairs = sorted(zip(of_rhs, contracted))  # in the kernel's order, so that the kernel needs no transpose
     of_rhs, contracted = [r for r, _ in pairs], [l for _, l in pairs]
     tokens = _others(lhs, batch, contracted)
     columns = _others(rhs, batch_of_rhs, of_rhs)
@@ -148,13 +153,15 @@ def _others(x: Array, *named: Axes) -> list[int]:
 
 
 def _folded(x: Array, *groups: Axes) -> Array:
-    """x with each group of axes as one; without the first where that group, the batch's, is empty."""
+    """x with each group of axes folded into one; without the first axis if that group, the batch's, is
+    empty."""
     sizes = [math.prod(x.shape[axis] for axis in axes) for axes in groups]
     return x.transpose([axis for axes in groups for axis in axes]).reshape(sizes if groups[0] else sizes[1:])
 
 
 def _in_turn(rule: Callable) -> Callable:
-    """A function of (how, arrays) that `vmap` runs for one after another: the kernels have no batch axis."""
+    """A function of (how, arrays) that `vmap` runs one element after another: the kernels have no batch
+    axis."""
 
     @functools.wraps(rule)
     def run(how: How, *arrays: Any) -> Any:
@@ -179,7 +186,7 @@ def only_forward(how: How, x: Array, w: Array) -> Array:
 @once
 @_in_turn
 def forward(how: How, x: Array, w: Array) -> tuple[Array, tuple]:
-    """The product, and what `backward` needs: x, and the kernel's codes [K, N] with their scales."""
+    """The product, and the residuals for `backward`: x, and the kernel's codes [K, N] with their scales."""
     codes, scale, transposed = quantize_blocks(_readable(w), transposed=True, **how.by)
     pairs = (codes, scale), (transposed, scale.T)
     for_result, for_dgrad = reversed(pairs) if how.turned else pairs
@@ -194,7 +201,7 @@ def _result(how: How, x: Array, w: tuple[Array, Array]) -> Array:
 @once
 @_in_turn
 def backward(how: How, saved: tuple, dy: Array) -> tuple[Array, Array]:
-    """dx [T, K], and dw as w lies."""
+    """dx [T, K], and dw in the layout of w."""
     x, w = saved
     by_rows, dy_by_tokens = quantize_both(_readable(dy), **how.by)
     x_by_tokens = quantize_tokens(_readable(x), **how.by)
@@ -206,14 +213,14 @@ _product.defvjp(forward, backward)
 
 
 def _readable(x: Array) -> Array:
-    """x in a dtype that the quantisers read. bfloat16 has not the precision of float16, so float16 becomes
+    """x in a dtype that the quantisers accept. bfloat16 has less precision than float16, so float16 becomes
     float32."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def _rounded(product: Callable, operands: tuple, dtype: jnp.dtype, how: How) -> Array:
-    """The product of two pairs of codes and scales in `dtype`, by way of float32 where the kernels do not
-    write it."""
+    """The product of two pairs of codes and scales in `dtype`, through float32 if the kernels do not write
+    that dtype."""
     (a, b), written = operands, jnp.float32 if dtype == jnp.float16 else dtype
     return product(*a, *b, out_dtype=jnp.dtype(written), **how.by).astype(dtype)
 
@@ -243,7 +250,7 @@ def _check_options(precision: Any, dtype: DTypeLike | None, out_sharding: Any) -
 
 def _say_once_where_no_kernel_is(backend: Backend) -> None:
     platform = device().platform
-    if backend == "auto" and not use_kernel(backend) and platform != "gpu":  # of another GPU use_kernel warns
+    if backend == "auto" and not use_kernel(backend) and platform != "gpu":  # on another GPU use_kernel warns
         _warn_once(platform)
 
 

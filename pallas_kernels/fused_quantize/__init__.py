@@ -1,1 +1,2 @@
-"""RMSNorm, SwiGLU and its backward that leave FP8 codes: quantisation where the activation is produced."""
+"""RMSNorm, SwiGLU and its backward pass with FP8 codes as output: quantisation fused into the producer of an
+activation."""

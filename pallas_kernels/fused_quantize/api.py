@@ -1,12 +1,12 @@
-"""RMSNorm, SwiGLU and its backward that leave FP8 codes, by the Hopper kernels or by reference.py: one
-visible choice.
+"""RMSNorm, SwiGLU and its backward pass with FP8 codes as output, by the Hopper kernels or by reference.py:
+one explicit choice.
 
-`backend` as in `quantize.api`. Codes and scales are the reference's where the activation is, to the last bit:
-always for SwiGLU; but for some 1e-6 of the norms, as their sum of squares may be taken in another order, and
-of its backward, where a compiler fuses other products with sums.
+`backend` is that of `quantize.api`. Codes and scales equal the reference's bit for bit if the activations do.
+Those of SwiGLU always do. About 1e-6 of the norms differ, because their sum of squares may be added in
+another order, and so may SwiGLU's gradients, where a compiler fuses other products with sums.
 
-Widths are whole blocks of 128, as in every FP8 product that an engine fuses; tokens are padded to what the
-kernels take.
+Widths are multiples of 128, as in every FP8 product that an engine fuses; tokens are padded to the multiples
+that the kernels need.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ def rms_norm_quantize(
     keep: bool = False,
     backend: Backend = "auto", interpret=None,
 ) -> tuple[Quantized, Array | None]:
-    """The norm of x [T, D] (bfloat16 or float32) plus `residual` [T, D] bfloat16, times weight [D], as codes
-    by rows.
+    """The RMS norm of x [T, D] (bfloat16 or float32) plus `residual` [T, D] bfloat16, times weight [D], as
+    codes by rows.
 
-    tokens: by tokens as well, for wgrad; keep: in bfloat16 as well. The second result is the sum in bfloat16,
-    what travels on as the next x; None without a residual. The statistics of the rows take a pass of their
-    own over x.
+    tokens: also as codes by tokens, for wgrad. keep: also in bfloat16. The second result is the sum in
+    bfloat16, the next residual stream; None without a residual. The rows' statistics take a separate pass
+    over x.
     """
     _check("x", x, (BF16, F32), 1)
     if weight.shape != x.shape[1:]:
         raise ValueError(
-            f"weight {weight.shape} of x {x.shape}: one number for each of the {x.shape[1]} columns is wanted")
+            f"weight {weight.shape} of x {x.shape}: expected one number for each of the {x.shape[1]} columns")
     if residual is not None and (residual.shape != x.shape or residual.dtype != BF16):
-        raise ValueError(f"residual {residual.shape} {residual.dtype}: {x.shape} bfloat16 is wanted, as x is")
+        raise ValueError(f"residual {residual.shape} {residual.dtype}: expected {x.shape} bfloat16, the shape of x")
     if not use_kernel(backend):
         return reference.rms_norm_quantize(x, weight, eps, residual, tokens=tokens, keep=keep)
     t, inverse = x.shape[0], reference.inverse_rms(reference.residual_sum(x, residual), eps)[:, 0]
     x, residual = _padded(x, tokens), None if residual is None else _padded(residual, tokens)
-    # 0 of a padded row: with eps = 0 its own were infinite, and 0 times that NaN
+    # 0 for padded rows: with eps = 0 their inverse would be infinite, and 0 times infinity NaN
     inverse = jnp.pad(inverse, (0, len(x) - t))
     rows, by_tokens, kept = sm90.rms_norm(
         x, inverse, reference.round_bf16(weight), residual, FUSED, PLAIN if tokens else None, keep, interpret
@@ -67,11 +67,11 @@ def swiglu_quantize(
     gate_up: Array, *, rows: bool = True, tokens: bool = False, keep: bool = False, square: bool = False,
     backend: Backend = "auto", interpret=None,
 ) -> Quantized:
-    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows, by tokens or both; `keep` as
-    above, `square` as of `quantize_tokens`."""
+    """silu(gate) * up of gate_up [T, 2F] bfloat16, as codes [T, F] by rows, by tokens or both. `keep` as in
+    `rms_norm_quantize`, `square` as in `quantize_tokens`."""
     _check("gate_up", gate_up, (BF16,), 2)
     if not (rows or tokens):
-        raise ValueError("swiglu_quantize of neither rows nor tokens: one of them is wanted")
+        raise ValueError("swiglu_quantize with neither rows nor tokens: ask for one of them")
     if not use_kernel(backend):
         return reference.swiglu_quantize(gate_up, rows=rows, tokens=tokens, keep=keep, square=square)
     formats = FUSED if rows else None, PLAIN if tokens else None
@@ -93,7 +93,7 @@ def swiglu_grad_quantize(
     _check("gate_up", gate_up, (BF16,), 2)
     _check("d_h", d_h, (BF16, F32), 1)
     if (d_h.shape[0], 2 * d_h.shape[1]) != gate_up.shape:
-        raise ValueError(f"d_h {d_h.shape} of gate_up {gate_up.shape}: half its width is wanted")
+        raise ValueError(f"d_h {d_h.shape} of gate_up {gate_up.shape}: expected half its width")
     if jnp.dtype(dtype) not in (E4M3, E5M2):
         raise ValueError(f"codes of type {jnp.dtype(dtype)}: float8_e4m3fn or float8_e5m2")
     if not use_kernel(backend):
@@ -104,9 +104,9 @@ def swiglu_grad_quantize(
 
 def _check(name: str, x: Array, dtypes: tuple, parts: int) -> None:
     if x.dtype not in dtypes:
-        raise ValueError(f"{name} {x.shape} is {x.dtype}: {' or '.join(map(str, dtypes))} is wanted")
+        raise ValueError(f"{name} {x.shape} is {x.dtype}: expected {' or '.join(map(str, dtypes))}")
     if x.ndim != 2 or not x.size or x.shape[1] % (parts * BLOCK):
-        raise ValueError(f"{name} {x.shape}: [tokens, a multiple of {parts * BLOCK}] is wanted")
+        raise ValueError(f"{name} {x.shape}: expected [tokens, a multiple of {parts * BLOCK}]")
 
 
 def _padded(x: Array, tokens: bool) -> Array:
@@ -114,6 +114,6 @@ def _padded(x: Array, tokens: bool) -> Array:
 
 
 def _cut(t: int, rows, tokens, kept: list[Array]) -> Quantized:
-    """Without the padded tokens, scales shown as [T, K/128]."""
+    """The results without the padded tokens, scales transposed to [T, K/128]."""
     by_rows, by_tokens = rows and (rows[0][:t], rows[1][:, :t].T), tokens and (tokens[0][:, :t], tokens[1].T)
     return Quantized(by_rows, by_tokens, kept[0][:t] if kept else None)

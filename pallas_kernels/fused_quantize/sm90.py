@@ -1,8 +1,8 @@
-"""RMSNorm, SwiGLU and its backward as producers of FP8 codes on Hopper: one pass over their inputs.
+"""RMSNorm, SwiGLU and its backward pass as producers of FP8 codes on Hopper, in one pass over their inputs.
 
-A tile is made in registers from the tiles that it depends on, quantised by rows from there, and put in shared
-memory in bfloat16, in the place of what it was made from, to be quantised along the tokens and copied out.
-The rest is `quantize.sm90`'s.
+A tile is computed in registers from its input tiles and quantised by rows from there. It is then written to
+shared memory in bfloat16, in place of an input, to be quantised along the tokens and copied out. The rest is
+`quantize.sm90`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def rms_norm(
     interpret=None,
 ):
     """x [T, D] bfloat16 or float32, inverse [T] float32 (1 / rms), weight [D] float32, residual [T, D]
-    bfloat16 or None -> (rows, tokens, [norm [T, D] bfloat16 if `keep`, x + residual [T, D] bfloat16 if there
-    is one])."""
+    bfloat16 or None -> (rows, tokens, kept). `kept` has the norm [T, D] bfloat16 if `keep`, and x + residual
+    [T, D] bfloat16 if there is a residual."""
     arrays = (x,) if residual is None else (x, residual)
     t, d = x.shape
     plan = Plan(
@@ -45,7 +45,7 @@ def swiglu(
     gate_up: Array, rows: Format | None, tokens: Format | None = None, keep: bool = False,
     square: bool = False, interpret=None
 ):
-    """gate_up [T, 2F] bfloat16 -> (rows, tokens, [silu(gate) * up [T, F] bfloat16 if `keep`]); `square` as of
+    """gate_up [T, 2F] bfloat16 -> (rows, tokens, [silu(gate) * up [T, F] bfloat16 if `keep`]); `square` as in
     `quantize.sm90`."""
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
     fused = fused_multiply_add(interpret)
@@ -63,7 +63,7 @@ def swiglu_grad(d_h: Array, gate_up: Array, fmt: Format, interpret=None):
     """d_h [T, F] bfloat16 or float32, gate_up [T, 2F] bfloat16 -> (rows, tokens, []) of d_gate_up [T, 2F]."""
     t, f = d_h.shape
     fused = fused_multiply_add(interpret)
-    # of bfloat16 they take 96 KiB, and with one buffer two blocks share a multiprocessor
+    # bfloat16 tiles take 96 KiB; with one buffer, two blocks share a multiprocessor
     reads = (0, 0), (0, f), (1, 0)
     plan = Plan(t, f, fmt, fmt, fused, reads=reads, make=_swiglu_grad, rounded=True, parts=2, buffers=1)
     return quantize_made(plan, (gate_up, d_h), interpret=interpret)

@@ -1,8 +1,8 @@
-"""The grouped FP8 products of a mixture of experts, by the Hopper kernel or by reference.py: one visible
+"""The grouped FP8 products of a mixture of experts, by the Hopper kernel or by reference.py: one explicit
 choice.
 
-Rows are sorted by expert and padded, so that every expert's start at a multiple of 128 (`plan_groups`,
-`pad_rows`): P rows. Rows of padding hold zeros, and zeros come out for them. For one layer of E experts:
+Rows are sorted by expert and padded, so that each expert's rows start at a multiple of 128 (`plan_groups`,
+`pad_rows`): P rows. Rows of padding hold zeros and give zeros. For one layer of E experts:
 
 | pass  | call                                                                      |
 |-------|---------------------------------------------------------------------------|
@@ -10,7 +10,7 @@ Rows are sorted by expert and padded, so that every expert's start at a multiple
 | dgrad | grouped_matmul(*quantize_rows(dy), w_codes_t, w_scale_t, groups)          |
 | wgrad | grouped_wgrad(*quantize_tokens(dy), *quantize_tokens(x), groups)          |
 
-`backend` as in `pallas_kernels.quantize.api`; how results differ from the reference's, as in
+`backend` is that of `pallas_kernels.quantize.api`. Results differ from the reference's as in
 `blockwise_matmul.api`.
 """
 
@@ -39,14 +39,16 @@ def grouped_matmul(
     out_dtype: jnp.dtype = jnp.bfloat16,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
 ) -> Array:
-    """x [P, K] in 1x128 blocks times its expert's w [E, N, K] in 128x128 blocks, transposed -> [P, N] in
+    """x [P, K] in 1x128 blocks times each row's expert w [E, N, K] in 128x128 blocks, transposed -> [P, N] in
     `out_dtype`.
 
-    x_scale [P, K/128], w_scale [E, ceil(N/128), K/128] float32; codes E4M3 or E5M2; K a multiple of 128, N of
-    64 and 128 at least (of 32 and 64 for a float32 result). Rows of no expert are zeros. `tiles`: other than
-    the tuned. `interpret`: run the kernel on a CPU, for tests. Raises ValueError, with the shapes and the
-    rule, for anything else, and TypeError where a derivative is computed. `groups`: of `plan_groups`. Source:
-    as `blockwise_matmul`, of which each expert's rows are a product.
+    x_scale [P, K/128], w_scale [E, ceil(N/128), K/128] float32; codes E4M3 or E5M2; K a multiple of 128, N a
+    multiple of 64 and at least 128 (of 32 and 64 for a float32 result). groups: from `plan_groups`. Rows
+    without an expert give zeros. tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for
+    tests.
+
+    Raises ValueError, with the shapes and the rule, for anything else, and TypeError if a derivative is
+    computed. Source: as `blockwise_matmul`, once for each expert's rows.
     """
     _check_codes("x", x_codes, 2), _check_codes("w", w_codes, 3)
     _check_groups(groups, "x_codes", x_codes, 0), _check_experts(groups, w_codes)
@@ -73,9 +75,9 @@ def grouped_wgrad(
     """dy^T x over each expert's rows: dy_codes [N, P], x_codes [K, P], both in 1x128 blocks along P -> [E, N,
     K] in `out_dtype`.
 
-    dy_scale [N, P/128], x_scale [K, P/128] float32, as `quantize_tokens` gives them; N a multiple of 8, K of
-    32 and 64 at least (of 64 and 128 for a bfloat16 result). An expert without rows gets zeros. Else as
-    `grouped_matmul`.
+    dy_scale [N, P/128], x_scale [K, P/128] float32, as from `quantize_tokens`; N a multiple of 8, K a
+    multiple of 32 and at least 64 (of 64 and 128 for a bfloat16 result). An expert without rows gets zeros.
+    Everything else is as in `grouped_matmul`.
     """
     _check_codes("dy", dy_codes, 2), _check_codes("x", x_codes, 2)
     _check_groups(groups, "dy_codes", dy_codes, 1), _check_groups(groups, "x_codes", x_codes, 1)
@@ -93,14 +95,15 @@ def grouped_wgrad(
 def _check_codes(name: str, codes: Array, ndim: int) -> None:
     found = f"{name}_codes is {codes.dtype}{list(codes.shape)}"
     if codes.ndim != ndim or codes.dtype not in (E4M3, E5M2):
-        raise ValueError(f"{found}: float8_e4m3fn or float8_e5m2 of {ndim} axes is wanted")
+        raise ValueError(f"{found}: expected float8_e4m3fn or float8_e5m2 of {ndim} axes")
     if not codes.size:
         raise ValueError(f"{found}, empty: there is nothing to multiply")
 
 
 def _check_groups(groups: Groups, name: str, codes: Array, axis: int) -> None:
     if codes.shape[axis] != groups.source.shape[0]:
-        want = f"{groups.padded.shape[0]} rows of {groups.sizes.shape[0]} experts are padded to {groups.source.shape[0]}"
+        (rows,), (experts,), (padded,) = (x.shape for x in (groups.padded, groups.sizes, groups.source))
+        want = f"{rows} rows of {experts} experts are padded to {padded}"
         raise ValueError(
             f"{name} {list(codes.shape)} has {codes.shape[axis]} rows along axis {axis}, but {want}: use pad_rows")
 
@@ -114,17 +117,17 @@ def _check_experts(groups: Groups, w_codes: Array) -> None:
 def _check_width(name: str, size: int, multiple: int) -> None:
     if size % multiple:
         raise ValueError(
-            f"{name} = {size}: a multiple of {multiple} is wanted, so pad the weights, once, when they are made")
+            f"{name} = {size}: must be a multiple of {multiple}; pad the weights once, when they are created")
 
 
 def _check_columns(name: str, size: int, out_dtype: jnp.dtype) -> None:
-    """Of a result, which leaves in boxes of 128 bytes. Of a single box Mosaic drops the index: what is beyond
-    would go there."""
+    """Check the columns of a result, which is stored in boxes of 128 bytes. Mosaic drops the index of a
+    single box, so values beyond it would be written there."""
     box = 128 // jnp.dtype(out_dtype).itemsize
     _check_width(name, size, box)
     if size == box:
         raise ValueError(
-            f"{name} = {size}: {2 * box} at least are wanted, so pad the weights, once, when they are made")
+            f"{name} = {size}: must be at least {2 * box}; pad the weights once, when they are created")
 
 
 def _check_out(out_dtype: jnp.dtype) -> None:

@@ -1,8 +1,8 @@
-"""Where the rows of each expert lie: every group starts at a multiple of 128 rows, so that neither a tile of
-a product nor a 1x128 block along the tokens holds rows of two experts.
+"""The layout of each expert's rows. Every group starts at a multiple of 128 rows, so that neither a tile of a
+product nor a 1x128 block along the tokens contains rows of two experts.
 
-All of it is computed on the device from the group sizes; what must be static, the number of padded rows, is
-their bound over all sizes there can be.
+Everything is computed on the device from the group sizes. The number of padded rows must be static; it is the
+maximum over all possible sizes.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from pallas_kernels.quantize import BLOCK
 
 
 class Groups(NamedTuple):
-    """R sorted rows of E experts in P padded rows, P = `padded_rows(R, E)`; all int32. Made by
+    """The layout of R sorted rows of E experts in P padded rows, P = `padded_rows(R, E)`; all int32. Made by
     `plan_groups`."""
 
-    sizes: Array  # [E] rows that an expert has
-    starts: Array  # [E] its first padded row, a multiple of 128
-    expert: Array  # [P / 128] whose rows a block of 128 padded rows holds; E for none's
-    padded: Array  # [R] where sorted row r lies; P for a row beyond the last group
-    source: Array  # [P] which sorted row lies there; R for padding
+    sizes: Array  # [E] the number of each expert's rows
+    starts: Array  # [E] each expert's first padded row, a multiple of 128
+    expert: Array  # [P / 128] the expert of each block of 128 padded rows; E if there is none
+    padded: Array  # [R] the padded row of each sorted row; P for a row beyond the last group
+    source: Array  # [P] the sorted row of each padded row; R for padding
 
 
 def padded_rows(rows: int, experts: int) -> int:
-    """The most padded rows that `rows` rows of `experts` experts can take: P."""
+    """P, the largest number of padded rows that `rows` rows of `experts` experts can take."""
     return (rows + min(rows, experts) * (BLOCK - 1)) // BLOCK * BLOCK
 
 
 def plan_groups(group_sizes: Array, rows: int) -> Groups:
-    """group_sizes [E] int32, the rows of each expert among `rows` rows sorted by expert -> where they lie,
-    padded.
+    """group_sizes [E] int32, the number of each expert's rows among `rows` rows sorted by expert -> their
+    padded layout.
 
-    Sizes may be zero. Rows beyond their sum belong to no expert; sizes that add up to more than `rows` are
-    cut there, since the device cannot raise. Raises ValueError for other shapes or dtypes. Source: see the
+    Sizes may be zero. Rows beyond their sum belong to no expert. Sizes that add up to more than `rows` are
+    truncated, since the device cannot raise. Raises ValueError for other shapes or dtypes. Source: see the
     module.
     """
     if group_sizes.ndim != 1 or not group_sizes.size or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}: a whole number for each expert is wanted")
+            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}: expected one integer per expert")
     if rows < 1:
         raise ValueError(f"rows = {rows}: there is nothing to group")
     experts = group_sizes.shape[0]
@@ -64,15 +64,15 @@ def plan_groups(group_sizes: Array, rows: int) -> Groups:
 
 
 def pad_rows(x: Array, groups: Groups) -> Array:
-    """Sorted rows x [R, ...] of any dtype -> [P, ...], zeros where there is padding. A gather, as is its
-    inverse. Raises ValueError if x does not have the R rows of `groups`. Source: see the module."""
+    """Sorted rows x [R, ...] of any dtype -> [P, ...] with zeros for padding. Both this and its inverse are
+    gathers. Raises ValueError if x does not have the R rows of `groups`. Source: see the module."""
     x = jnp.asarray(x)
     _check_rows("x", x, groups.padded.shape[0], "sorted")
     return x.at[groups.source].get(mode="fill", fill_value=0)
 
 
 def unpad_rows(y: Array, groups: Groups) -> Array:
-    """Padded rows y [P, ...] of any dtype -> sorted rows [R, ...], zeros for a row of no expert.
+    """Padded rows y [P, ...] of any dtype -> sorted rows [R, ...], with zeros for rows without an expert.
     Raises ValueError if y does not have the P rows of `groups`. Source: see the module."""
     y = jnp.asarray(y)
     _check_rows("y", y, groups.source.shape[0], "padded")
@@ -86,8 +86,8 @@ def _check_rows(name: str, x: Array, rows: int, kind: str) -> None:
 
 def by_block(f: Callable[..., Array], rows: tuple[Array, ...], weights: tuple[Array, ...],
              groups: Groups) -> Array:
-    """f(some of `rows` [P, ...], their expert's of `weights` [E, ...]) block of 128 rows by block -> [P, N];
-    zeros for rows of no expert."""
+    """f(128 of `rows` [P, ...], their expert's `weights` [E, ...]) for each block of 128 rows -> [P, N];
+    zeros for rows without an expert."""
     experts, weights = groups.sizes.size, tuple(map(jnp.asarray, weights))
 
     def one(block: tuple[Array, ...]) -> Array:
@@ -99,5 +99,6 @@ def by_block(f: Callable[..., Array], rows: tuple[Array, ...], weights: tuple[Ar
 
 
 def _group_of(places: Array, ends: Array) -> Array:
-    """The group that each place lies in, given where groups end; their number for a place beyond."""
+    """The group that contains each of `places`, given the `ends` of the groups; the number of groups for a
+    place beyond the last."""
     return jnp.sum(places[:, None] >= ends[None, :], 1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The grouped FP8 products in plain jnp, block of 128 rows by block of 128 rows: the oracle of the
+"""The grouped FP8 products in plain jnp, one block of 128 rows after another: the reference for the
 kernels."""
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pallas_kernels.quantize import BLOCK
 
 def grouped_matmul(x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, groups: Groups) -> Array:
     """Each padded row of x [P, K] times its expert's w [E, N, K], transposed -> [P, N] float32, zeros for
-    rows of no expert.
+    rows without an expert.
 
-    x_scale [P, K/128], w_scale [E, N/128, K/128] float32; `groups` as `plan_groups` makes them. The order of
-    sums is that of `blockwise_matmul.reference`, of which every expert's rows are an instance.
+    x_scale [P, K/128], w_scale [E, N/128, K/128] float32; `groups` from `plan_groups`. Each expert's rows are
+    summed in the order of `blockwise_matmul.reference`.
     """
     return by_block(reference.blockwise_matmul, (x_codes, x_scale), (w_codes, w_scale), groups)
 
 
 def grouped_wgrad(dy_codes: Array, dy_scale: Array, x_codes: Array, x_scale: Array, groups: Groups) -> Array:
     """dy^T x over each expert's rows: dy_codes [N, P], x_codes [K, P], 1x128 along P -> [E, N, K] float32,
-    zeros for no rows.
+    zeros for an expert without rows.
 
     dy_scale [N, P/128], x_scale [K, P/128] float32.
     """

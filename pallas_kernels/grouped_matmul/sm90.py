@@ -1,15 +1,16 @@
-"""The grouped FP8 products on Hopper: the pipeline of `blockwise_matmul.sm90`, whose tiles come from a table
-on the device.
+"""The grouped FP8 products on Hopper: the pipeline of `blockwise_matmul.sm90`, with tiles from a table on the
+device.
 
-A tile of the result belongs to one expert. Producer and consumers read the same table, each tile's entry
-while the tile before is computed; there is no round trip to the host, and other sizes need no compilation.
+A tile of the result belongs to one expert. Producer and consumers read the same table; each tile's entry is
+read while the previous tile is computed. There is no round trip to the host, and other group sizes need no
+recompilation.
 
-- fprop, dgrad: tiles walk down each group's rows, all columns of a row of tiles before the next, so that
-  those in flight share an expert or two. Groups are padded to 128 rows and tiles are 64 rows a consumer: a
-  consumer whose 64 rows begin where the group has no more rows does not compute them, and does not write what
-  is another tile's.
-- wgrad: the contraction is over an expert's blocks of 128 rows, of which there may be none. Experts come in
-  the order of their sizes, largest first, so that all multiprocessors end at nearly the same time.
+- fprop, dgrad: tiles walk down each group's rows, all columns of a row of tiles before the next, so that the
+  tiles in flight share one or two experts. Groups are padded to 128 rows, while consumers have 64 rows each.
+  A consumer whose 64 rows begin beyond the group's rows computes nothing, and does not write rows of another
+  tile.
+- wgrad: the contraction runs over an expert's blocks of 128 rows, of which there may be none. Experts come in
+  descending order of size, so that all multiprocessors finish at nearly the same time.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ from pallas_kernels.persistent import slot_of, specialise
 from pallas_kernels.plgpu_compat import multiprocessors, plgpu
 from pallas_kernels.quantize import BLOCK
 
-Entry = tuple[Array, ...]  # a row's or an expert's numbers in the table, int32
-QUAD = 4  # scales of neighbouring blocks: 16 bytes, the least that the copy engine moves
+Entry = tuple[Array, ...]  # the numbers of a row of tiles or of an expert in the table, int32
+QUAD = 4  # scales of neighbouring blocks: 16 bytes, the minimum of the copy engine
 
 
 class Work(NamedTuple):
-    """One tile of the result, int32 each; rows of a in parts of 64, a consumer's."""
+    """One tile of the result, int32 each. Rows of a are counted in parts of 64, one per consumer."""
 
-    part: Array  # its first rows
-    filled: Array  # where the parts end that have something to sum: those after it are zeros
-    end: Array  # where the parts end that this tile writes
-    column: Array  # of tiles
+    part: Array  # the first part
+    filled: Array  # the end of the parts with rows to sum; later parts are zeros
+    end: Array  # the end of the parts that this tile writes
+    column: Array  # the column of tiles
     expert: Array
-    first: Array  # block of the contraction,
-    blocks: Array  # and how many
+    first: Array  # the first block of the contraction
+    blocks: Array  # the number of blocks of the contraction
 
 
 def grouped_matmul(
     x: Array, x_scale: Array, w: Array, w_scale: Array, groups: Groups, tiles: Tiles, *, out_dtype: jnp.dtype,
     interpret=None
 ) -> Array:
-    """x [P, K] times its expert's w [E, N, K] transposed -> [P, N] in `out_dtype`, bfloat16 or float32; zeros
-    elsewhere.
+    """x [P, K] times each row's expert w [E, N, K] transposed -> [P, N] in `out_dtype`, bfloat16 or float32;
+    zeros elsewhere.
 
     x_scale [K/128, P], w_scale [E, N/128, K/128] float32. K is a multiple of 128, N of 64 (bfloat16) or 32
     (float32).
@@ -97,9 +98,9 @@ def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.d
             f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
     if tiles.flight > 1:
         raise ValueError(
-            f"{tiles}: experts differ in how many products they have, computed here one by one, and flight is 1")
+            f"{tiles}: experts have different numbers of products, computed here one by one, so flight must be 1")
     if tiles.unroll > 1:
-        raise ValueError(f"{tiles}: how many stages a tile has is known on the device alone, so unroll is 1")
+        raise ValueError(f"{tiles}: the number of stages is known only on the device, so unroll must be 1")
     return plan
 
 
@@ -114,21 +115,21 @@ def _call(plan: Plan, shape: tuple[int, ...], operands: tuple[Array, ...], inter
 
 
 def _scratch(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
-    """Scales of b's blocks come through shared memory too: read from memory, each expert's first would be
-    waited for."""
+    """The scratch memory. Scales of b's blocks also come through shared memory: read from global memory, each
+    expert's first scale would stall the consumers."""
     shared, stages = shared_memory(plan, a_dtype, b_dtype), plan.tiles.stages
     if not plan.b_blocks:
         return shared
     full = plgpu.Barrier(num_arrivals=4, num_barriers=stages)
-    # a stage begins at 128 bytes
+    # each stage is aligned to 128 bytes
     return shared._replace(b_scale=plgpu.SMEM((stages, 32 // QUAD, QUAD), F32), full=full)
 
 
 def _row_tiles(groups: Groups, rows: int, down: int) -> tuple[Array, Array]:
-    """[4, bound] int32, of each row of tiles what `Work` calls part, filled, end and expert; and how many
-    there are, [1].
+    """([4, bound] int32 with the fields part, filled, end and expert of `Work` for each row of tiles, the
+    number of rows of tiles [1]).
 
-    The rows after the last group are one more group, all padding.
+    The rows after the last group form one more group, all padding.
     """
     experts, parts = groups.sizes.size, rows // ROWS
     used = jnp.sum(groups.expert < experts, dtype=jnp.int32) * (BLOCK // ROWS)
@@ -153,16 +154,16 @@ def _kernel(plan: Plan, table, count, a, a_scale, b, b_scale, out, *shared) -> N
 
 def _for_each_tile(plan: Plan, table, count,
                    body: Callable[[Work, Array, Callable[[], Entry]], Entry]) -> Array:
-    """body(tile, stages used before, what reads the next entry) -> that entry, for every tile of this block
-    of threads.
+    """Run body(tile, stages used before, read_next) for every tile of this block of threads. read_next()
+    reads the next tile's entry, which body returns.
 
-    Returns the stages used in all.
+    Returns the total number of stages used.
     """
     tile_of, per_entry = (_row_tile, plan.grid[1]) if plan.b_blocks else (_weight_tile, math.prod(plan.grid))
     total, start = count[0] * per_entry, lax.axis_index("block")
 
     def place(i) -> tuple[Array, Array]:
-        """The entry of this block's tile i, and which of the entry's tiles it is."""
+        """The entry of this block's tile i, and the tile's number within the entry."""
         index = lax.min(start + i * plan.blocks, total - 1)
         return lax.div(index, jnp.int32(per_entry)), lax.rem(index, jnp.int32(per_entry))
 
@@ -179,14 +180,14 @@ def _for_each_tile(plan: Plan, table, count,
 
 
 def _row_tile(plan: Plan, entry: Entry, ni: Array) -> Work:
-    """Of fprop and dgrad: the columns of a row of tiles one after the other."""
+    """A tile of fprop and dgrad: the columns of a row of tiles come one after the other."""
     part, filled, end, expert = entry
     blocks = jnp.where(part < filled, jnp.int32(plan.k_blocks), jnp.int32(0))
     return Work(part, filled, end, ni, expert, jnp.int32(0), blocks)
 
 
 def _weight_tile(plan: Plan, entry: Entry, index: Array) -> Work:
-    """Of wgrad: the tiles of an expert's gradient one after the other."""
+    """A tile of wgrad: the tiles of an expert's gradient come one after the other."""
     t, (expert, first, blocks) = plan.tiles, entry
     mi, ni = plgpu.planar_snake(index, plan.grid, t.band_axis, t.band)
     end = jnp.int32(pl.cdiv(plan.m, ROWS))
@@ -222,14 +223,14 @@ def _produce(plan: Plan, for_each_tile, operands, shared: Shared) -> None:
         return following
 
     used = for_each_tile(tile)
-    # stay until every stage is free: no arrival at a barrier is left over
+    # wait until every stage is free, so that no arrival at a barrier is left over
     left = lax.min(used, jnp.int32(t.stages))
     pl.loop(0,
             left)(lambda i: plgpu.barrier_wait(shared.empty.at[slot_of(used - left + i, plan.tiles.stages)]))
 
 
 def _blocks_of(tiles: Tiles) -> int:
-    """The most blocks of 128 columns that a tile has some of."""
+    """The largest number of blocks of 128 columns that a tile overlaps."""
     return pl.cdiv(tiles.n + BLOCK - math.gcd(tiles.n, BLOCK), BLOCK)
 
 
@@ -257,7 +258,7 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
             store_sums(plan, total, at, shared.out.at[wg])
 
         def compute():
-            # behind the last product, where the compiler waits for that entry
+            # after the last product, where the compiler waits for that entry
             total, following = sum_one_part(me, work.blocks, scales, at_end=read_next)
             store(total)
             return following
@@ -274,7 +275,7 @@ def _consume(plan: Plan, for_each_tile, wg: Array, out, shared: Shared) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-FORWARD = {  # what benchmarks/grouped.py --tune compares; names are down x across x width
+FORWARD = {  # compared by benchmarks/grouped.py --tune; names are down x across x width
     "2x1x192": Tiles(2, width=192),
     "2x1x128": Tiles(2, stages=5, buffers=2),
     "3x1x128": Tiles(buffers=2),

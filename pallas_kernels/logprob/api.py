@@ -1,23 +1,24 @@
 """Log-probability and entropy of a softmax over a large vocabulary, z = x w^T / temperature, forward and
 backward.
 
-The logits [M, N] never exist. The forward pass makes them a block of rows at a time; of each row it keeps the
-maximum m, the sum s of exp(z - m), the sum t of exp(z - m) (z - m), and z at the target y:
+The logits [M, N] are never materialised. The forward pass computes them one block of rows at a time. For each
+row it keeps the maximum m, the sum s of exp(z - m), the sum t of exp(z - m) (z - m), and z at the target y:
 
     log p(y) = (z_y - m) - log s        entropy = log s - t / s
 
-The backward pass makes them again, a block of words at a time, as dz, the gradient of z, in the type of x,
-and multiplies that twice. With cotangents g of log p(y) and h of the entropy H, and p = softmax(z):
+The backward pass recomputes the logits one block of words at a time. From them it computes dz, the gradient
+of z, in the dtype of x, and multiplies it twice. With cotangents g of log p(y) and h of the entropy H, and
+p = softmax(z):
 
     dz = g (onehot(y) - p) - h p (log p + H)        dx = dz w        dw = dz^T x
 
-So four products, where a loss that knows g before the logits are dropped needs three;
-docs/notebook_logprob.md says why. Blocks of words suit the backward pass: each has its rows of dw to itself, summed over all rows
-of x in one product.
+This takes four products; a loss that knows g before the logits are dropped needs three, and docs/notebook_logprob.md
+gives the reasons. Blocks of words suit the backward pass: each block owns its rows of dw, summed over all
+rows of x in one product.
 
-A sampler that keeps the likeliest words alone (top-k, top-p) draws from a softmax over these, the `support`
-of its row. All sums are then over it; the logits of other words are made and dropped. The kernel does not
-know of it: the reference computes it.
+A sampler that keeps only the likeliest words (top-k, top-p) draws from a softmax over these, the `support` of
+its row. All sums then run over the support; the logits of other words are computed and dropped. The kernel
+does not implement a support, so the reference computes it.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ from pallas_kernels.logprob import reference, sm90
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 from pallas_kernels.shards import enter, leave
 
-MEMORY = 850_000_000  # bytes of blocks: of logits, their gradient, and the words they belong to
-CAPACITIES = 4  # numbers of rows, up to all, that there are backward programs for
-# rows, for one of them; fewer are not sorted out, and the kernel's forward pass takes so many at a time
+MEMORY = 850_000_000  # bytes of a block of logits, its gradient, and the rows of w that it belongs to
+CAPACITIES = 4  # the number of backward programs, each for a different number of rows
+# The smallest number of rows of such a program. Fewer rows are not compacted, and the kernel's forward pass
+# takes this many at a time.
 FEWEST = 2048
 T = TypeVar("T")
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-GRAIN = 256  # rows of two of the kernel's tiles
-BOX = 64  # rows or columns that its copies move together
+GRAIN = 256  # rows of two tiles of the kernel
+BOX = 64  # rows or columns that the kernel's copies move together
 
 
 class Static(NamedTuple):
-    """What does not change from call to call."""
+    """The arguments that do not change from call to call."""
 
     temperature: float
     logits_dtype: jnp.dtype
     kernel: bool
-    words: int  # of w; to the kernels w has rows of padding behind them
+    words: int  # words of w; for the kernels w has rows of padding after them
     block: int  # rows at a time in the forward pass
     memory: int
     tiles: sm90.Tiles
@@ -59,7 +61,7 @@ class Static(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which rows of x take part: of `order` [M] int32 the first `taken`."""
+    """The rows of x that take part: the first `taken` of `order` [M] int32."""
 
     order: Array
     taken: Array
@@ -74,22 +76,22 @@ def linear_logprob(
     logits_dtype: jnp.dtype = jnp.float32, axis_name: str | None = None, backend: Backend = "auto",
     memory: int = MEMORY, tiles: sm90.Tiles | None = None, interpret=None, support: Array | None = None,
 ) -> tuple[Array, Array]:
-    """x [M, K], w [N, K] of one float type, targets [M] int -> log p(target) [M] and entropy [M] in nats,
+    """x [M, K], w [N, K] of one float dtype, targets [M] int -> log p(target) [M] and entropy [M] in nats,
     float32.
 
     Rows where `live` [M] bool is False are 0, get no gradient, and cost little. Logits are rounded to
-    `logits_dtype` before they are divided by `temperature`; the gradient passes that by. A target that is no
-    word has a log p of nan. `memory`: bytes that blocks of logits may take.
+    `logits_dtype` before they are divided by `temperature`; the gradient ignores the rounding. A target
+    outside the vocabulary gives a log p of NaN. memory: bytes that blocks of logits may take.
 
-    support [M, S] int: words that the softmax of a row is over, and its target in any case; a number of no
-    word (-1) stands for none. Never by the kernel.
+    support [M, S] int: the words of each row's softmax, which always includes its target; -1, or any other id
+    outside the vocabulary, means no word. Always computed by the reference.
 
-    `axis_name`: w is this device's part of the words, in the order of that axis of a `shard_map`; targets
-    count all words; x and the results are the same on all devices. To be differentiated inside, with
-    `check_vma=False` (pallas_kernels.shards).
+    axis_name: w is this device's part of the words, in the order of that axis of a `shard_map`. targets count
+    all words; x and the results are the same on all devices. Derivatives must be taken inside the
+    `shard_map`, with `check_vma=False` (pallas_kernels.shards).
 
-    Raises ValueError, with the shapes and the rule, for anything else. Source: the softmax's own; the
-    formulas are the module's.
+    Raises ValueError, with the shapes and the rule, for anything else. Source: the definition of the softmax;
+    the formulas are in the module's docstring.
     """
     x, w, targets = map(jnp.asarray, (x, w, targets))
     _check(x, w, targets, live, support)
@@ -114,7 +116,7 @@ def linear_logprob(
     if axis_name:
         logp, entropy = _shared(static, x, w, targets, support, rows, axis_name)
     else:
-        # partial(custom_vjp) hides the type of what it returns
+        # partial(custom_vjp) hides the type of its result
         logp, entropy, _ = _logprob(  # pyright: ignore[reportGeneralTypeIssues]
             static, x, w, targets, support, rows)
     all_words = words * (lax.axis_size(axis_name) if axis_name else 1)
@@ -124,7 +126,8 @@ def linear_logprob(
 
 
 def check_temperature(temperature: float) -> None:
-    """Raises ValueError: greedy decoding, a temperature of 0, has no log-probabilities."""
+    """Raise ValueError for an invalid temperature. Greedy decoding, a temperature of 0, has no
+    log-probabilities."""
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature = {temperature}: logits are divided by a finite number above 0")
 
@@ -132,34 +135,36 @@ def check_temperature(temperature: float) -> None:
 def _check(x: Array, w: Array, targets: Array, live: Array | None, support: Array | None) -> None:
     found = f"x is {x.dtype}{list(x.shape)}, w {w.dtype}{list(w.shape)}"
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or not x.size or not w.size:
-        raise ValueError(f"{found}: x [M, K] and w [N, K] are wanted, none of M, N and K 0")
+        raise ValueError(f"{found}: expected x [M, K] and w [N, K], with M, N and K above 0")
     if x.dtype != w.dtype or x.dtype not in DTYPES:
-        raise ValueError(f"{found}: both in one of {', '.join(map(str, DTYPES))} is wanted")
+        raise ValueError(f"{found}: expected one dtype of {', '.join(map(str, DTYPES))}")
     if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(
-            f"targets is {targets.dtype}{list(targets.shape)}: an integer a row of x, [{x.shape[0]}], is wanted")
+            f"targets is {targets.dtype}{list(targets.shape)}: expected an integer per row of x, "
+            f"[{x.shape[0]}]")
     if live is not None and (live.shape != x.shape[:1] or live.dtype != bool):
         raise ValueError(
-            f"live is {live.dtype}{list(live.shape)}: a bool a row of x, [{x.shape[0]}], is wanted")
+            f"live is {live.dtype}{list(live.shape)}: expected a bool per row of x, [{x.shape[0]}]")
     if support is not None and not (
         support.ndim == 2 and support.shape[0] == x.shape[0] and jnp.issubdtype(support.dtype, jnp.integer)
     ):
         raise ValueError(
-            f"support is {support.dtype}{list(support.shape)}: integers, [{x.shape[0]}, S], are wanted")
+            f"support is {support.dtype}{list(support.shape)}: expected integers [{x.shape[0]}, S]")
 
 
 def why_reference(dtype: jnp.dtype, width: int, support: bool = False) -> str:
-    """Why the kernels do not take x [M, width] of that type, with a `support` or without, on any GPU; ""
-    where they do."""
+    """The reason why the kernels do not take x [M, width] of this dtype, with a `support` or without, on any
+    GPU; "" if they do."""
     if support:
-        return "does not know of a support"
+        return "does not implement a support"
     if jnp.dtype(dtype) == jnp.float32:
         return "takes bfloat16 or float16, not float32"
     return f"takes widths in multiples of {BOX}, not {width}" if width % BOX else ""
 
 
 def _use_kernel(x: Array, w: Array, backend: Backend, support: Array | None) -> bool:
-    """What the kernels do not take is the reference's; asked for by name, an error."""
+    """Whether the kernels compute it. Operands that they do not take go to the reference; with backend
+    "pallas" they are an error."""
     why = why_reference(x.dtype, x.shape[1], support is not None)
     if backend == "pallas" and why:
         raise ValueError(
@@ -168,7 +173,7 @@ def _use_kernel(x: Array, w: Array, backend: Backend, support: Array | None) -> 
 
 
 def _padded_words(words: int) -> int:
-    """In whole boxes, of which Mosaic drops the index where there is but one."""
+    """The words padded to whole boxes, at least two, because Mosaic drops the index of a single box."""
     return max(-(-words // BOX), 2) * BOX
 
 
@@ -176,8 +181,8 @@ def _shared(
     static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None,
     axis_name: str
 ) -> tuple[Array, Array]:
-    """Of words on several devices: with q the share of its words, one's log p is its own and log q, its part
-    of the entropy q (its own - log q)."""
+    """The results for words on several devices. With q this device's share of the probability, its log p
+    gains log q, and its part of the entropy is q (its own entropy - log q)."""
     x = enter(x, axis_name)
     first = lax.axis_index(axis_name) * static.words
     targets, support = jax.tree.map(lambda ids: ids - first, (targets, support))
@@ -194,18 +199,18 @@ def _shared(
 def _logprob(
     static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None
 ) -> tuple[Array, Array, Array]:
-    """log p(target), entropy and log sum exp z of the words of w alone; of a target elsewhere, the first
-    means nothing."""
+    """log p(target), entropy and log sum exp z over the words of w alone. For a target on another device the
+    first is meaningless."""
     return _forward(static, x, w, targets, support, rows)[0]
 
 
 def _forward(static: Static, x: Array, w: Array, targets: Array, support: Array | None, rows: Rows | None):
     found = _statistics(static, x, w, targets, support, rows)
     if rows:
-        found = jnp.where(jnp.arange(x.shape[0]) < rows.taken, found, 1.0)  # finite, whatever other rows hold
+        found = jnp.where(jnp.arange(x.shape[0]) < rows.taken, found, 1.0)  # finite for the other rows too
         found = jnp.zeros_like(found).at[:, rows.order].set(found, unique_indices=True)
-    # all four, and nothing else, in every program: without the entropy XLA for GPUs adds `total` up in
-    # another order
+    # The barrier keeps all four in every program: without the entropy, XLA for GPUs sums `total` in another
+    # order.
     highest, total, weighted, at_target = lax.optimization_barrier(found)
     log_total = jnp.log(total)
     entropy, lse = log_total - weighted / total, highest + log_total
@@ -214,8 +219,8 @@ def _forward(static: Static, x: Array, w: Array, targets: Array, support: Array 
 
 def _statistics(static: Static, x: Array, w: Array, targets: Array, support: Array | None,
                 rows: Rows | None) -> Array:
-    """`reference.statistics` of the rows in their order, a block at a time, but for blocks without live
-    ones."""
+    """`reference.statistics` of the rows in their order, a block at a time; blocks without live rows are
+    skipped."""
     block, most = static.block, x.shape[0] // static.block
 
     def one(i: Array, found: Array) -> Array:
@@ -233,7 +238,7 @@ def _statistics(static: Static, x: Array, w: Array, targets: Array, support: Arr
 
 @jax.named_scope("merged_statistics")
 def _merged(parts: Array) -> Array:
-    """Statistics [4, P, M] of P parts of the words -> [4, M] of all."""
+    """Statistics [4, P, M] of P parts of the words -> [4, M] of all words."""
     highest, total, weighted, at_target = parts
     new = jnp.max(highest, 0)
     below = highest - new
@@ -249,8 +254,8 @@ def _backward(static: Static, kept: tuple, cotangents: tuple[Array, Array, Array
     sizes = _capacities(x.shape[0])
     if len(sizes) == 1:
         d_x, d_w = _gradients(static, x.shape[0], x, w, vectors, None)
-    # rows without a cotangent have no part in it: those of no live token, of no advantage, that were clipped
-    # or rejected
+    # Rows without a cotangent take no part: tokens that are not live, have no advantage, or were clipped or
+    # rejected.
     else:
         rows = Rows.of((g != 0) | (h != 0) | (of_lse != 0))
         enough = sum((rows.taken > size).astype(jnp.int32) for size in sizes[:-1])
@@ -264,18 +269,18 @@ _logprob.defvjp(_forward, _backward)
 
 def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple,
                rows: Rows | None) -> tuple[Array, Array]:
-    """(dx [M, K] float32, dw [N, K]) by the first `size` rows in their order, a block of words at a time.
+    """(dx [M, K] float32, dw [N, K]) from the first `size` rows in their order, a block of words at a time.
 
-    Where the last block would reach over the end it begins earlier, with zeros for the words that another
-    block has. Their dw comes out wrong and is written over by that block, since blocks are taken from the
-    last down.
+    A last block that would exceed the end starts earlier, with zeros for the words that another block has.
+    Their dw is wrong at first; that other block overwrites it, because blocks are taken from the last to the
+    first.
     """
     words = w.shape[0]
     a_word = size * (x.dtype.itemsize + 4 * (not static.kernel)) + 2 * x.shape[1] * x.dtype.itemsize
     block = min(_block(words, static.memory // a_word, static.kernel), words)
     blocks = -(-words // block)
     picked, support, targets, *by_row = _rows((x, *vectors), rows, 0, size)
-    if rows:  # of the others, whatever they hold, nothing comes through
+    if rows:  # rows that take no part must not contribute, whatever they hold
         live = jnp.arange(size) < rows.taken
         picked = jnp.where(live[:, None], picked, jnp.zeros((), x.dtype))
         by_row = [jnp.where(live, v, 0.0) for v in by_row]
@@ -302,14 +307,14 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple,
 
 
 def _loop(most: int, turns: Array | int, body: Callable[[Array, T], T], state: T) -> T:
-    """body(i, state) for i < turns <= most; without a loop, which takes long to compile, where it is but
-    one."""
+    """Run body(i, state) for i < turns <= most. A single iteration is not made a loop, which takes long to
+    compile."""
     return body(jnp.int32(0), state) if most == 1 else lax.fori_loop(0, turns, body, state)
 
 
 def _rows(arrays: tuple[Array | None, ...], rows: Rows | None, start: Array | int,
           size: int) -> tuple[Any, ...]:
-    """`size` rows from `start` of each that there is, in their order."""
+    """`size` rows from `start` on of each array that is not None, in their order."""
     if rows is None:
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), arrays)
     at = lax.dynamic_slice_in_dim(rows.order, start, size)
@@ -317,14 +322,14 @@ def _rows(arrays: tuple[Array | None, ...], rows: Rows | None, start: Array | in
 
 
 def _capacities(rows: int) -> list[int]:
-    """Numbers of rows, of which the least that holds all live ones is computed."""
+    """The numbers of rows with a program; the smallest that holds all live rows is used."""
     step = max(FEWEST, -(-rows // (CAPACITIES * GRAIN)) * GRAIN)
     return [*range(step, rows, step), rows]
 
 
 def _block(size: int, most: int, whole: bool) -> int:
-    """The size of equal blocks of at most `most` that cover `size`, with the least beyond it; whole grains
-    where it has any, or where they are a must."""
+    """The size of equal blocks of at most `most` that cover `size` with the least excess. It is a multiple of
+    GRAIN if that fits, or if `whole` requires it."""
     grain = GRAIN if whole or GRAIN <= most < size else 1
     fewest = -(-size // max(grain, most - most % grain))
     sizes = (-(-size // (blocks * grain)) * grain for blocks in range(fewest, 2 * fewest))

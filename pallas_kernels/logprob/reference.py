@@ -1,6 +1,6 @@
-"""What `sm90.py` computes, in jnp: a block of logits is made, read and forgotten. Always right, on anything.
+"""The computation of `sm90.py` in jnp, on any device: a block of logits is computed, read and dropped.
 
-z = x w^T / temperature in float32, x w^T rounded to `logits_dtype` before.
+z = x w^T / temperature in float32, with x w^T first rounded to `logits_dtype`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-NOWHERE = -1e30  # the logit of a word outside the support: exp of it is 0, and no difference of two is NaN
+NOWHERE = -1e30  # the logit of a word outside the support: its exp is 0, and differences are never NaN
 
 
 def logits(x: Array, w: Array) -> Array:
-    """x [..., K], w [N, K] of one type -> x w^T [..., N] float32."""
+    """x [..., K], w [N, K] of one dtype -> x w^T [..., N] float32."""
     return _dot(x, w, (x.ndim - 1,), (1,), jnp.float32)
 
 
@@ -21,8 +21,8 @@ def statistics(
     support: Array | None = None
 ) -> Array:
     """x [M, K], w [N, K], targets [M] int32 -> [4, M] float32: max z, sum exp(z - max), sum exp(z - max) (z -
-    max), and z at the target, 0 where that is none of the N words. support [M, S]: words that all four are
-    of, the target one of them."""
+    max), and z at the target, 0 if that is not one of the N words. support [M, S]: the words that all four
+    run over, the target always included."""
     z = _logits(x, w, temperature, logits_dtype)
     if support is not None:
         z = jnp.where(_members(support, targets, w.shape[0]), z, NOWHERE)
@@ -40,8 +40,9 @@ def d_logits(
     temperature: float,
     logits_dtype: jnp.dtype, support: Array | None = None,
 ) -> Array:
-    """[M, N] in the type of x: p (constant + slope log p), and at_target more at the target; log p = z - lse,
-    all else [M]; 0 at words that are not in their row's `support`, if it has one."""
+    """[M, N] in the dtype of x: p (constant + slope log p), plus at_target at the target, with log p = z -
+    lse; lse, at_target, constant and slope are [M]. Words outside their row's `support`, if there is one, get
+    0."""
     logp = jnp.minimum(_logits(x, w, temperature, logits_dtype) - lse[:, None], 0.0)
     d = jnp.exp(logp) * (constant[:, None] + slope[:, None] * logp)
     if support is not None:
@@ -56,12 +57,13 @@ def d_x(dz: Array, w: Array) -> Array:
 
 
 def d_w(dz: Array, x: Array) -> Array:
-    """dz [M, N], x [M, K] -> dz^T x [N, K], summed in float32, in the type of x."""
+    """dz [M, N], x [M, K] -> dz^T x [N, K], summed in float32, in the dtype of x."""
     return _dot(dz, x, (0,), (0,), x.dtype)
 
 
 def _members(support: Array, targets: Array, words: int) -> Array:
-    """[M, N] bool: the words in each row of support [M, S], and the target; numbers of no word are none."""
+    """[M, N] bool: the words in each row of support [M, S], and the target; ids outside the vocabulary are
+    ignored."""
     ids = jnp.concatenate([support, targets[:, None]], 1)
     ids = jnp.where((ids >= 0) & (ids < words), ids, words)
     rows = jnp.arange(len(ids))[:, None]
@@ -72,11 +74,11 @@ def _logits(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype) -> 
     z = logits(x, w)
     if logits_dtype != jnp.float32:
         to = jnp.finfo(logits_dtype)
-        # not a pair of casts: XLA may drop those as excess precision
+        # instead of a pair of casts, which XLA may drop as excess precision
         z = lax.reduce_precision(z, to.nexp, to.nmant)
     return z / temperature
 
 
 def _dot(a: Array, b: Array, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else a GPU multiplies float32 as TF32
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # a GPU would multiply it as TF32
     return lax.dot_general(a, b, ((a_axes, b_axes), ((), ())), precision=exact, preferred_element_type=dtype)

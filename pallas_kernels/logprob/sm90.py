@@ -1,24 +1,24 @@
-"""Products z = x w^T on Hopper, where N is a vocabulary, with an epilogue that computes what log-probabilities
-need: z itself is not written.
+"""Products z = x w^T on Hopper, where N is a vocabulary, with an epilogue that computes the numbers that
+log-probabilities need: z itself is not written.
 
 One persistent kernel has two epilogues. A block of threads computes tiles of z, 128 tokens by 256 words, one
-after the other. One warp, the *producer*, walks all its tiles and keeps the copy engine ahead of the products,
-across the borders of tiles too. Two warpgroups, the *consumers*, have 64 tokens of the tile each, with its
-float32 sum in registers:
+after the other. One warp, the *producer*, walks all its tiles and keeps the copy engine ahead of the
+products, across the borders of tiles too. Two warpgroups, the *consumers*, have 64 tokens of the tile each,
+with its float32 sum in registers:
 
     tensor cores |  stage i-1  |  stage i                        |  stage i+1  ...
     threads      |             |  wait for i-1 and release it    |
 
 At the end of a tile comes the epilogue:
 
-- `statistics` leaves four numbers a token and tile: the maximum, the sum of exponentials, that of
+- `statistics` stores four numbers per token and tile: the maximum, the sum of exponentials, the sum of
   exponentials times logits, and the target's logit if it is among the words;
-- `d_logits` has each token's statistics over all words, and leaves the gradient of the logits in the type of
-  x.
+- `d_logits` reads each token's statistics over all words, and stores the gradient of the logits in the dtype
+  of x.
 
-M is a multiple of two tiles, since each row's numbers are read as they are; K and N are multiples of 64, the
-copy engine's box, and need be no multiples of a tile: it reads zeros beyond the edge and writes nothing
-there.
+M is a multiple of two tiles, because the numbers of each row are read without padding. K and N are multiples
+of 64, the copy engine's box, but not necessarily of a tile: the copy engine reads zeros beyond the edge and
+writes nothing there.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
 from pallas_kernels.plgpu_compat import ACC, ROW, WGMMA, Ref, multiprocessors, plgpu, spread, swizzled
 
 F32 = jnp.float32
-ROWS = 64  # of one tensor-core instruction, and of a consumer's part of the tile
+ROWS = 64  # rows of one tensor-core instruction, and of a consumer's part of the tile
 CONSUMERS = 2
-DEPTH = 64  # of a stage along the contraction: 128 bytes, the swizzled row
-REGISTERS = 240, 24  # a thread of a consumer, of the producer
+DEPTH = 64  # depth of a stage along the contraction: 128 bytes, the swizzled row
+REGISTERS = 240, 24  # registers per thread of a consumer, and of the producer
 LOG2_E = math.log2(math.e)
 NEVER = -1e30  # the logit of a word beyond the vocabulary: finite, so that 0 times it is 0
 STATISTICS = 4
-BUFFERS = 2  # of a consumer's results on their way to memory
+BUFFERS = 2  # buffers per consumer for results that are being stored
 no_derivative = forward_only(
     "pallas_kernels.logprob.api.linear_logprob has a first derivative, by reverse mode, and no other")
 
 
 class Tiles(NamedTuple):
-    """How the product is cut up."""
+    """The tile sizes of the product."""
 
     n: int = 256
     stages: int = 4
     cluster: Literal["", "m"] = "m"  # two blocks side by side along the tokens share w
     band: int = 8  # tiles are walked in bands of this many,
-    # along tokens (0) or words (1), so that the operands of those in flight stay in L2
+    # along tokens (0) or words (1), so that operands of the tiles in flight stay in L2
     band_axis: Literal[0, 1] = 0
 
     m: int = ROWS * CONSUMERS
@@ -66,7 +66,7 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that is static in one kernel."""
+    """The static parameters of one kernel."""
 
     tiles: Tiles
     m: int
@@ -74,7 +74,7 @@ class Plan:
     k: int
     temperature: float
     logits_dtype: jnp.dtype
-    blocks: int  # of threads, or clusters of two
+    blocks: int  # blocks of threads, or clusters of two
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class Plan:
 
 
 class Shared(NamedTuple):
-    """Shared memory: a ring of stages, and results on their way out."""
+    """Shared memory: a ring of stages, and buffers for results that are being stored."""
 
     x: Ref
     w: Ref
@@ -102,10 +102,10 @@ def statistics(
     interpret=None, *,
     words: int | None = None,
 ) -> Array:
-    """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32, of P parts of tiles.n
-    words each: of z = x w^T / temperature, x w^T rounded to `logits_dtype` before, max z, sum exp(z - max),
-    sum exp(z - max) (z - max), and the sum of z at the target. `words`: of which the first so many rows of w
-    are, and the rest padding; all if None."""
+    """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32 for P parts of tiles.n
+    words each: max z, sum exp(z - max), sum exp(z - max) (z - max), and the sum of z at the target. z = x w^T
+    / temperature, with x w^T first rounded to `logits_dtype`. words: the number of rows of w that are words,
+    the rest being padding; None means all."""
     plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
     plan = dataclasses.replace(plan, n=words or w.shape[0])
     parts = plan.grid[1]
@@ -121,9 +121,9 @@ def d_logits(
     temperature: float,
     logits_dtype: jnp.dtype, tiles: Tiles, interpret=None,
 ) -> Array:
-    """[M, N] in the type of x: p (constant + slope log p) + at_target at the target, with log p = z - lse; z
-    as above; the rest [M] float32. Where the target is not among the words, `targets` is any number out of
-    range."""
+    """[M, N] in the dtype of x: p (constant + slope log p), plus at_target at the target, with log p = z -
+    lse and z as in `statistics`; lse, at_target, constant and slope are [M] float32. If the target is not
+    among the words, `targets` is any number out of range."""
     plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), x.dtype)
     buffer = plgpu.SMEM((CONSUMERS, BUFFERS, ROWS, DEPTH), x.dtype, transforms=swizzled(x.dtype))
@@ -190,8 +190,8 @@ def _produce(plan: Plan, x, w, shared: Shared) -> None:
 
 
 def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
-    """Compute this warpgroup's rows of every tile. The numbers by row that the epilogue needs are read before
-    the product, which hides the reads."""
+    """Compute this warpgroup's rows of every tile. The epilogue's numbers by row are read before the product,
+    which hides the reads."""
     rows = pl.ds(wg * ROWS, ROWS)
 
     def tile(mi, ni, before):
@@ -203,7 +203,7 @@ def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
             def _(ki):
                 plgpu.barrier_wait(shared.full.at[slot(ki)])
                 plgpu.wgmma(z, shared.x.at[slot(ki), rows], shared.w.at[slot(ki)].transpose((1, 0)))
-                plgpu.wgmma_wait(1)  # for the product before
+                plgpu.wgmma_wait(1)  # wait for the previous product
                 pl.when(ki >= 1)(lambda: plgpu.barrier_arrive(shared.empty.at[slot(ki - 1)]))
 
             plgpu.wgmma_wait(0)
@@ -217,7 +217,7 @@ def _consume(plan: Plan, wg: Array, epilogue: Callable, shared: Shared) -> None:
 
 
 class _Epilogue:
-    """Of one tile: `vectors` are read by row when it is made, and it is called with the sums."""
+    """The epilogue of one tile: it reads `vectors` by row when it is created, and is called with the sums."""
 
     def __init__(self, plan: Plan, vectors, out, buffer, row: Array, ni: Array):
         self.plan, self.out, self.buffer, self.row, self.ni = plan, out, buffer, row, ni
@@ -259,7 +259,7 @@ class _Statistics(_Epilogue):
 class _Gradient(_Epilogue):
     def __call__(self, z: Array) -> None:
         lse, at_target, constant, slope = (spread(v, z.shape, 0) for v in self.vectors)
-        logp = lax.min(self.logits(z) - lse, jnp.zeros_like(z))  # of words that are none too, so all finite
+        logp = lax.min(self.logits(z) - lse, jnp.zeros_like(z))  # computed for padding too, so all finite
         d = jnp.exp2(logp * LOG2_E) * (constant + slope * logp)
         d = jnp.where(self.is_target(), d + at_target, d).astype(self.out.dtype)
         at = self.out.at[pl.ds(self.row, ROWS)]

@@ -1,3 +1,3 @@
 """Blockwise E4M3 quantisation."""
 
-BLOCK = 128  # here, not in reference.py, so that reading a config does not load JAX
+BLOCK = 128  # defined here instead of in reference.py, so that reading a config does not import JAX

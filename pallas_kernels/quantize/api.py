@@ -1,16 +1,15 @@
-"""Blockwise FP8 quantisation, by the Hopper kernels or by reference.py: bit-equal results, one visible
+"""Blockwise FP8 quantisation, by the Hopper kernels or by reference.py: bit-equal results, one explicit
 choice.
 
     backend: "auto"       the kernels on a Hopper GPU, the reference elsewhere (on another GPU with a warning)
              "pallas"     the kernels, or an error
              "reference"  plain jnp
 
-Input that the kernels do not take as it is, is padded: they want K a multiple of 128, T a multiple of 8 and,
-for what is transposed, of 128. Other sizes cost a copy. A dtype that no kernel takes is an error, whatever
-the backend.
+The kernels need K to be a multiple of 128 and T a multiple of 8 (of 128 for transposed results). Other sizes
+are padded, which costs a copy. A dtype that no kernel takes is an error with every backend.
 
-Scales come out as the transpose of what the kernels wrote and the products read: inside one `jit` the two
-transposes meet and vanish.
+The kernels write scales in the transposed layout that the products read. The functions here transpose them to
+the public layout; inside one `jit` the two transposes cancel.
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ def quantize_rows(
     """1x128 blocks along the last axis: x [..., K] bfloat16 or float32 -> codes [..., K], scales [...,
     ceil(K/128)] float32.
 
-    dtype: of the codes, float8_e4m3fn or float8_e5m2. A number is about its code times its block's scale,
-    which is the block's largest magnitude over the largest code; `amax_floor` is the least such magnitude.
-    `power_of_two`: scales are rounded up to powers of two. A block with a NaN or an infinity has a scale that
-    is not finite. `interpret`: run the kernel on a CPU, for tests. Raises ValueError for other dtypes and for
-    an array without elements.
+    dtype: the dtype of the codes, float8_e4m3fn or float8_e5m2. A number is approximately its code times its
+    block's scale, which is the block's largest magnitude over the largest code. amax_floor: the minimum of
+    that magnitude. power_of_two: scales are rounded up to powers of two. A block with a NaN or an infinity
+    has a scale that is not finite. interpret: runs the kernel on a CPU, for tests.
 
-    Source: DeepSeek-V3 (2024), section 3.3.2, with the floor and the divisions of vLLM's
-    `per_token_group_fp8_quant`.
+    Raises ValueError for other dtypes and for an array without elements. Source: DeepSeek-V3 (2024), section
+    3.3.2, with the floor and the divisions of vLLM's `per_token_group_fp8_quant`.
     """
     _check(x, dtype)
     if not use_kernel(backend):
@@ -64,11 +62,12 @@ def quantize_tokens(
     backend: Backend = "auto",
     interpret=None,
 ) -> tuple[Array, Array]:
-    """1x128 blocks along the tokens: x [T, K] bfloat16 or float32 -> codes [K, T], scales [K, ceil(T/128)]
-    float32, for wgrad; in 128x128 blocks if `square` (E4M3 alone), scales [ceil(K/128), ceil(T/128)], which
-    `blockwise_matmul` takes for its weight.
+    """1x128 blocks along the tokens, for wgrad: x [T, K] bfloat16 or float32 -> codes [K, T], scales [K,
+    ceil(T/128)] float32. With `square` (E4M3 only) the blocks are 128x128 and the scales [ceil(K/128),
+    ceil(T/128)], which `blockwise_matmul` takes for its weight.
 
-    Else as `quantize_rows`: what it raises, and the source, where these are 128x1 tiles of x."""
+    Errors and everything else are as in `quantize_rows`. In its source these are 128x1 tiles of x.
+    """
     _check(x, dtype, ndim=2)
     if square and jnp.dtype(dtype) != E4M3:
         raise ValueError(f"codes of type {jnp.dtype(dtype)} in 128x128 blocks: float8_e4m3fn")
@@ -87,8 +86,9 @@ def quantize_both(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """`quantize_rows(x)` and `quantize_tokens(x)` of x [T, K], which is read once.
 
-    `beside`: more columns, [T, K_i] each, as if they had been concatenated to x; widths are multiples of 128
-    then, but for the last. Raises ValueError for other shapes and dtypes."""
+    beside: more columns, [T, K_i] each, as if they were concatenated to x; then all widths but the last are
+    multiples of 128. Raises ValueError for other shapes and dtypes.
+    """
     for part in (x, *beside):
         _check(part, dtype, ndim=2)
     if beside:
@@ -103,7 +103,7 @@ def quantize_both(
 def _both(
     x: Array, fmt: sm90.Format, beside: Sequence[Array] = (), *, rows: bool, square: bool = False, interpret
 ) -> tuple[sm90.Quantized, tuple[Array, Array]]:
-    """A padded token is a zero in every group it lies in, which changes none."""
+    """Run the kernel on padded tokens. A padded token is a zero in its groups, which changes none of them."""
     t, k = len(x), sum(part.shape[1] for part in (x, *beside))
     parts = [pad_to(part, BLOCK, BLOCK) for part in (x, *beside)]
     by_rows, (codes, scale) = sm90.quantize(*parts, fmt=fmt, rows=rows, tokens=True, square=square,
@@ -118,17 +118,18 @@ def quantize_blocks(
     power_of_two: bool = False,
     backend: Backend = "auto", interpret=None,
 ) -> tuple[Array, ...]:
-    """128x128 blocks: w [N, K] bfloat16 or float32 -> codes [N, K] e4m3, scales [ceil(N/128), ceil(K/128)]
+    """128x128 blocks: w [N, K] bfloat16 or float32 -> codes [N, K] E4M3, scales [ceil(N/128), ceil(K/128)]
     float32.
 
-    `first`, `rows`: of `rows` rows from 128 * `first` on, int32 [] and not known when traced, in place of
-    all. The kernel reads them where they are; XLA would copy them out for it. `transposed`: a third result,
-    the same codes as [K, N], which dgrad contracts over N; their scales are the transpose. Else as
-    `quantize_rows`, what it raises included. Source: DeepSeek-V3 (2024), section 3.3.2.
+    first, rows: quantise only `rows` rows from 128 * `first` on; `first` is an int32 scalar that need not be
+    known at trace time. The kernel reads these rows in place, whereas XLA would copy them. transposed: adds a
+    third result, the same codes as [K, N], which dgrad contracts over N; their scales are the transpose.
+
+    Errors and everything else are as in `quantize_rows`. Source: DeepSeek-V3 (2024), section 3.3.2.
     """
     _check(w, E4M3, ndim=2)
     if first is not None and rows is None:
-        raise ValueError("first without rows: how many rows are read from there on is wanted, too")
+        raise ValueError("first without rows: give the number of rows to read as well")
     if first is not None and rows is not None and (not use_kernel(backend) or w.shape[1] % BLOCK or rows % BLOCK):
         w, first = lax.dynamic_slice_in_dim(w, first * BLOCK, rows), None  # a copy
     if not use_kernel(backend):
@@ -158,6 +159,6 @@ def _check(x: Array, dtype: jnp.dtype, ndim: int | None = None) -> None:
         raise ValueError(f"codes of type {jnp.dtype(dtype)}: float8_e4m3fn or float8_e5m2")
     if x.ndim < 1 or (ndim and x.ndim != ndim):
         raise ValueError(
-            f"x {x.shape} has {x.ndim} axes where {ndim or 'one or more'} are wanted: map over leading ones")
+            f"x {x.shape} has {x.ndim} axes, expected {ndim or 'one or more'}: map over leading axes")
     if not x.size:
         raise ValueError(f"x {x.shape} is empty: there is nothing to quantise")

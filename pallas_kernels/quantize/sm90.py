@@ -38,11 +38,11 @@ from pallas_kernels.quantize import BLOCK
 
 WAVE = 64  # rows that a warpgroup holds in registers at once
 F32 = jnp.float32
-Quantized = Any  # (codes, scales), or None in a direction that was not asked for
+Quantized = Any  # (codes, scales), or None for a direction that was not requested
 
 
 class Format(NamedTuple):
-    """What a group becomes: the code type, whether scales are powers of two, the least amax."""
+    """The format of a group: the code dtype, whether scales are powers of two, the minimum amax."""
 
     dtype: jnp.dtype
     power_of_two: bool
@@ -57,10 +57,10 @@ def quantize(
     *parts: Array, fmt: Format, rows: bool = True, tokens: bool = False, square: bool = False, interpret=None
 ) -> tuple[Quantized, Quantized]:
     """x [T, K] bfloat16 or float32, in parts [T, K_i] -> for `rows` codes [T, K], scales [K/128, T]; for
-    `tokens` codes [K, T], scales [T/128, K], of which 128 in a row are one if `square`.
+    `tokens` codes [K, T], scales [T/128, K]. With `square`, each 128 scales in a row are equal.
 
-    The copy engine moves boxes of 8 rows by 128 bytes: K_i are multiples of 128 and T of 8, for tokens of
-    128. `api.py` pads.
+    The copy engine moves boxes of 8 rows by 128 bytes: K_i are multiples of 128, and T is a multiple of 8,
+    for tokens of 128. `api.py` pads.
     """
     widths = [part.shape[1] for part in parts]
     by_rows, by_tokens = (fmt if rows else None), (fmt if tokens else None)
@@ -71,13 +71,13 @@ def quantize(
 
 
 class Plan(NamedTuple):
-    """All that is static in one kernel: what is read, what becomes of a tile, what is written.
+    """The static parameters of one kernel: its inputs, the computation of a tile, and its outputs.
 
-    `make(values, vectors)` gets 64 rows of every tile and vector read, as they came, and returns `parts`
-    arrays, which are quantised and lie side by side in the results, then others. None: there is one tile,
-    quantised as it is. What is quantised along the tokens, and what is kept, is rounded to bfloat16 first.
-    `rounded`: what is quantised by rows is, too; a loop can then make 64x64 at a time, in place, in fewer
-    registers and instructions.
+    `make(values, vectors)` gets 64 rows of every tile and vector that is read, unconverted. It returns
+    `parts` arrays, which are quantised and lie side by side in the results, and then others. None: there is
+    one tile, quantised unchanged. Values that are quantised along the tokens, or kept, are rounded to
+    bfloat16 first. With `rounded`, those quantised by rows are as well; a loop can then process 64x64 at a
+    time, in place, with fewer registers and instructions.
     """
 
     t: int
@@ -85,15 +85,15 @@ class Plan(NamedTuple):
     rows: Format | None
     tokens: Format | None
     fused: Callable[[Array, Array, Array], Array]
-    reads: tuple[tuple[int, int], ...] = ((0, 0),)  # of each tile: its array, the first column
-    vectors: tuple[int, ...] = ()  # of each vector: the axis of the tile that it lies along
+    reads: tuple[tuple[int, int], ...] = ((0, 0),)  # the array and the first column of each tile
+    vectors: tuple[int, ...] = ()  # the axis of the tile that each vector lies along
     make: Callable[[list[Array], list[Array]], list[Array]] | None = None
     rounded: bool = False
     parts: int = 1
-    keep: tuple[int, ...] = ()  # which of what is made is written in bfloat16
-    buffers: int = 2  # for waves of codes on their way out
-    square: bool = False  # along the tokens one scale is a whole tile's
-    beside: tuple[int, ...] = ()  # the one tile is of arrays that lie side by side, where each ends
+    keep: tuple[int, ...] = ()  # the results of `make` that are written in bfloat16
+    buffers: int = 2  # buffers for waves of codes that are being stored
+    square: bool = False  # along the tokens, a whole tile shares one scale
+    beside: tuple[int, ...] = ()  # the ends of the arrays that lie side by side and form the one input
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -101,22 +101,22 @@ class Plan(NamedTuple):
 
     @property
     def formats(self) -> dict[str, Format]:
-        """By direction."""
+        """The formats by direction."""
         return {name: fmt for name, fmt in (("rows", self.rows), ("tokens", self.tokens)) if fmt}
 
     @property
     def stored(self) -> list[int]:
-        """Which of what is made goes to shared memory, in the place of the tile of its number if that is
-        bfloat16."""
+        """The results of `make` that go to shared memory, each in place of the tile of the same number if
+        that is bfloat16."""
         return sorted({*range(self.parts if self.make and self.tokens else 0), *self.keep})
 
     @property
     def out_type(self) -> list[jax.ShapeDtypeStruct]:
-        """Codes and scales of each direction, then what is kept."""
+        """Codes and scales of each direction, then the kept results."""
         shapes, found = {"rows": (self.t, self.parts * self.k), "tokens": (self.parts * self.k, self.t)}, []
         for name, fmt in self.formats.items():
             m, n = shapes[name]
-            # A copy of scales is clipped at the end of the array and not of its rows, which therefore are
+            # A copy of scales is clipped at the end of the array, not at the end of a row, so rows are
             # whole tiles.
             scale = pl.cdiv(n, BLOCK), pl.cdiv(m, BLOCK) * BLOCK
             found += [jax.ShapeDtypeStruct((m, n), fmt.dtype), jax.ShapeDtypeStruct(scale, F32)]
@@ -124,7 +124,7 @@ class Plan(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a block of threads holds in shared memory."""
+    """The shared memory of a block of threads."""
 
     tiles: tuple[Ref, ...]
     vectors: tuple[Ref, ...]
@@ -135,8 +135,8 @@ class Shared(NamedTuple):
 
 
 def quantize_made(plan: Plan, arrays: tuple[Array, ...], vectors: tuple[Array, ...] = (), interpret=None):
-    """(rows, tokens, kept) of what `plan.make` makes of `arrays` [T, ...] and `vectors` float32, [T] or [K]:
-    codes and scales, or None, and a list of [T, K] bfloat16."""
+    """(rows, tokens, kept) of the results of `plan.make` for `arrays` [T, ...] and `vectors` float32, [T] or
+    [K]: codes and scales, or None, for each direction, and a list of [T, K] bfloat16."""
     shared = _shared(plan, [arrays[i].dtype for i, _ in plan.reads])
     inputs, outputs = len(arrays) + len(vectors), plan.out_type
 
@@ -166,8 +166,7 @@ def _shared(plan: Plan, dtypes: list[jnp.dtype]) -> Shared:
 
 
 class Work(NamedTuple):
-    """A block's tile, in rows and columns of tiles, where its results go, and the number of waves sent out
-    before."""
+    """A block's tile, in rows and columns of tiles, the outputs, and the number of waves stored before."""
 
     plan: Plan
     shared: Shared
@@ -204,7 +203,7 @@ def _quantize_kernel(plan: Plan, arrays, vectors, outs, shared: Shared) -> None:
 
 
 def _read_beside(plan: Plan, arrays, rows, ki: Array, shared: Shared) -> None:
-    """The tile, from the one of `arrays` that has its columns."""
+    """Read the tile from the one of `arrays` that has its columns."""
     for array, start, end in zip(arrays, (0, *plan.beside), plan.beside):
 
         @pl.when((start <= ki * BLOCK) & (ki * BLOCK < end))
@@ -214,7 +213,8 @@ def _read_beside(plan: Plan, arrays, rows, ki: Array, shared: Shared) -> None:
 
 
 def _by_rows(work: Work) -> dict[int, Ref]:
-    """Make the tile, quantise it by rows; what of it is now in shared memory, and where."""
+    """Compute the tile and quantise it by rows. Returns the results that are now in shared memory, and their
+    places."""
     plan, tiles, spare = work.plan, work.shared.tiles, iter(work.shared.made)
     stored = {i: tiles[i] if tiles[i].dtype == jnp.bfloat16 else next(spare) for i in plan.stored}
     if plan.rounded:
@@ -229,7 +229,7 @@ def _by_rows(work: Work) -> dict[int, Ref]:
                 tile[half] = values[i].astype(jnp.bfloat16)
         for part in range(plan.parts if plan.rows else 0):
             _send(work, "rows", part, start, values[part])
-    plgpu.commit_smem()  # who reads it next reads what other threads stored
+    plgpu.commit_smem()  # other threads read the values next
     return stored
 
 
@@ -245,7 +245,7 @@ def _make_in_place(work: Work, stored: dict[int, Ref]) -> None:
 
 
 def _made(work: Work, rows, columns) -> list[Array]:
-    """A part of the tile: what is quantised by rows, and what else is made."""
+    """A part of the tile: the arrays that are quantised by rows, and the others."""
     plan, shared = work.plan, work.shared
     values = [plgpu.load(tile.at[rows, columns], layout=WGMMA) for tile in shared.tiles]
     if not plan.make:
@@ -257,19 +257,19 @@ def _made(work: Work, rows, columns) -> list[Array]:
 
 
 def _amax(values: Array) -> Array:
-    """The largest of each group of 128: [64]."""
+    """The maximum of each group of 128: [64]."""
     return jnp.max(jnp.abs(values), axis=1).astype(F32)
 
 
 def _of_all(amax: Array) -> Array:
-    """The largest of all, for each: [64]."""
+    """The maximum of all groups, for each group: [64]."""
     return plgpu.layout_cast(jnp.broadcast_to(jnp.max(amax), (WAVE,)), ROW)
 
 
 def _send(work: Work, direction: str, part: int, start: int, values: Array,
           amax: Array | None = None) -> None:
-    """Quantise 64 groups of 128, `values` [64, 128], and send them out; by one scale for all, that of the
-    largest of `amax` [64], if this is given."""
+    """Quantise 64 groups of 128, `values` [64, 128], and store them. If `amax` [64] is given, all groups
+    share one scale, from its maximum."""
     plan, wave, fmt = work.plan, next(work.waves), work.plan.formats[direction]
     codes, scales = (buffer.at[wave % plan.buffers] for buffer in (work.shared.codes, work.shared.scales))
     scale = _scale(_amax(values) if amax is None else _of_all(amax), fmt, plan.fused)
@@ -286,7 +286,8 @@ def _send(work: Work, direction: str, part: int, start: int, values: Array,
 
 
 def _raster(tile: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
-    """Along the rows: what is read, and written by rows, at one time lies together."""
+    """Tiles in order along the rows, so that concurrent reads, and writes by rows, are neighbours in
+    memory."""
     columns = jnp.asarray(grid[1], tile.dtype)
     return lax.div(tile, columns), lax.rem(tile, columns)
 
@@ -298,15 +299,15 @@ def _scale(amax: Array, fmt: Format, fused) -> Array:
 
 
 def _next_power_of_two(x: Array) -> Array:
-    """As the reference's: 2^ceil(log2(x)) by the exponent's bits."""
+    """As in the reference: 2^ceil(log2(x)) from the exponent's bits."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     up = lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, F32)
     return jnp.where(x < jnp.inf, up, x)
 
 
 def _codes(values: Array, scales: Array, fmt: Format, fused) -> Array:
-    """The cast saturates, which clips, and keeps NaN. A group with an infinity: its numbers over infinity are
-    0."""
+    """The codes of `values`. The cast saturates, which clips, and keeps NaN. In a group with an infinity,
+    finite numbers divided by the infinite scale are 0."""
     y = jnp.where(scales == jnp.inf, 0.0, scales)
     r = jnp.where(scales == jnp.inf, 0.0, _reciprocal(scales, fused))
     y, r = (spread(v, values.shape, 0) for v in (y, r))
@@ -314,16 +315,17 @@ def _codes(values: Array, scales: Array, fmt: Format, fused) -> Array:
 
 
 def _divide(x: Array, y: Array, r: Array, fused) -> Array:
-    """x / y rounded to nearest, r being 1 / y rounded to nearest. The signs keep that of a zero."""
+    """x / y rounded to nearest, given r = 1 / y rounded to nearest. The sign of a zero is preserved."""
     q = x * r
     return fused(-fused(q, y, -x), r, q)
 
 
 def _reciprocal(y: Array, fused) -> Array:
-    """1 / y rounded to nearest: one Newton step from the hardware's, which is an ulp off at most.
+    """1 / y rounded to nearest: one Newton step from the hardware's approximation, which is off by at most
+    one ulp.
 
-    A remainder of just 2^-24 means that y ends in ones and that the step would be half an ulp: a tie, which
-    rounds the wrong way.
+    If the remainder is exactly 2^-24, y's significand is all ones and the step would be half an ulp: a tie,
+    which rounds the wrong way.
     """
     r = 1 / y
     e = fused(-y, r, F32(1))
@@ -332,8 +334,8 @@ def _reciprocal(y: Array, fused) -> Array:
 
 
 def fused_multiply_add(interpret):
-    """a * b + c with one rounding: what the GPU's compiler makes of a product and a sum, and what a CPU needs
-    told."""
+    """a * b + c with one rounding. The GPU's compiler fuses a product and a sum by itself; on a CPU it is
+    computed explicitly."""
     return rounding.fused_multiply_add if interpret else lambda a, b, c: a * b + c
 
 
@@ -344,8 +346,8 @@ def quantize_blocks(
     """w [N, K] bfloat16 or float32 -> codes [N, K], scales [N/128, K/128] and, if `transposed`, the same
     codes [K, N].
 
-    K is a multiple of 128 and N of 8, for the transposed codes of 128. `api.py` pads. `first`, `rows`: of
-    rows from 128 * `first` on, in place of all N.
+    K is a multiple of 128, and N is a multiple of 8, for the transposed codes of 128. `api.py` pads. first,
+    rows: quantise only `rows` rows from 128 * `first` on, instead of all N.
     """
     n, k = (w.shape[0] if first is None or rows is None else rows), w.shape[1]
     grid = pl.cdiv(n, BLOCK), pl.cdiv(k, BLOCK)
@@ -368,7 +370,7 @@ def _tile(dtype: jnp.dtype) -> Ref:
 
 def _blocks_kernel(w, first, codes, scale, *refs, fmt: Format, grid: tuple[int, int], transposed: bool,
                    fused) -> None:
-    """One tile by one warpgroup: 64 rows at a time for the largest, then for the codes."""
+    """One tile by one warpgroup: 64 rows at a time for the maximum, then again for the codes."""
     outs, (tile, arrived), tiles = (codes, *refs[:transposed]), refs[transposed : transposed + 2], refs[
         transposed + 2 :]
     ni, ki = _raster(lax.axis_index("tile"), grid)

@@ -143,7 +143,7 @@ def test_what_is_no_window_is_an_error(window):
 
 def test_a_window_beside_tables_is_an_error():
     q, k, v, _ = drawn(4, 2)
-    with pytest.raises(ValueError, match="give it to `tables_of`"):
+    with pytest.raises(ValueError, match="pass it to `tables_of`"):
         api.attention(q, k, v, api.tables_of(jnp.ones(TOKENS, jnp.int32)), window=3)
 
 

@@ -216,5 +216,5 @@ def test_products_in_high_precision_are_of_their_operands_type_and_by_name_the_k
                 f()
     y, dw = traced(256, backend="pallas")
     assert y().shape == (1408, 256)
-    with pytest.raises(ValueError, match="asks a GPU for its size"):
+    with pytest.raises(ValueError, match="needs a GPU when it is traced"):
         dw()

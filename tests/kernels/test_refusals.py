@@ -56,21 +56,21 @@ REFUSED: dict[str, list[tuple[str, Callable[[], list], str]]] = {
         ("empty", lambda: [a(0, 128), a(64, 128), NK], "empty: there is nothing to multiply"),
     ],
     "fp8_linear": [
-        ("rank", lambda: [a(8, 128), a(2, 64, 128)], r"x \[\.\.\., K\] and w \[N, K\] are wanted"),
+        ("rank", lambda: [a(8, 128), a(2, 64, 128)], r"expected x \[\.\.\., K\] and w \[N, K\]"),
         ("dtype", lambda: [a(8, 128, dtype=I32), a(64, 128)], "bfloat16, float16 or float32"),
     ],
     "quantize_rows": [
-        ("rank", lambda: [a()], r"0 axes where one or more are wanted"),
+        ("rank", lambda: [a()], r"0 axes, expected one or more"),
         ("dtype", lambda: [a(8, 128, dtype=I32)], "is int32: bfloat16 or float32 is quantised"),
         ("codes' dtype", lambda: [a(8, 128), BF16], "codes of type bfloat16"),
         ("empty", lambda: [a(0, 128)], "empty: there is nothing to quantise"),
     ],
     "quantize_tokens": [
-        ("rank", lambda: [a(2, 8, 128)], "3 axes where 2 are wanted"),
+        ("rank", lambda: [a(2, 8, 128)], "3 axes, expected 2"),
         ("dtype", lambda: [a(8, 128, dtype=jnp.float16)], "is float16: bfloat16 or float32"),
     ],
     "quantize_blocks": [
-        ("rank", lambda: [a(128)], "1 axes where 2 are wanted"),
+        ("rank", lambda: [a(128)], "1 axes, expected 2"),
         ("dtype", lambda: [a(128, 128, dtype=I32)], "is int32: bfloat16 or float32"),
     ],
     "dequantize_rows": [
@@ -85,19 +85,19 @@ REFUSED: dict[str, list[tuple[str, Callable[[], list], str]]] = {
         ("scale", lambda: [a(128, 256, dtype=E4M3), a(128, 2)], r"scales float32\[1, 2\]"),
     ],
     "blockwise_matmul": [
-        ("rank", lambda: product(x=a(2, 8, 256, dtype=E4M3)), "of two axes is wanted"),
+        ("rank", lambda: product(x=a(2, 8, 256, dtype=E4M3)), "of two axes"),
         ("dtype", lambda: product(x=a(8, 256)), r"x_codes is float32\[8, 256\]"),
         ("scale", lambda: product(w_scale=a(2, 2)), r"128x128 blocks has float32\[1, 2\]"),
         ("contraction", lambda: product(w=a(128, 128, dtype=E4M3), w_scale=a(1, 1)), "must be equal"),
     ],
     "wgrad": [
-        ("rank", lambda: [a(256, dtype=E4M3), a(2), a(8, 256, dtype=E4M3), a(8, 2)], "of two axes is wanted"),
+        ("rank", lambda: [a(256, dtype=E4M3), a(2), a(8, 256, dtype=E4M3), a(8, 2)], "of two axes"),
         ("scale", lambda: [a(8, 256, dtype=E4M3), a(8, 1), a(8, 256, dtype=E4M3), a(8, 2)],
          r"1x128 blocks has float32\[8, 2\]"),
     ],
     "plan_groups": [
-        ("rank", lambda: [a(2, 2, dtype=I32), 4], "a whole number for each expert"),
-        ("dtype", lambda: [a(2), 4], "a whole number for each expert"),
+        ("rank", lambda: [a(2, 2, dtype=I32), 4], "one integer per expert"),
+        ("dtype", lambda: [a(2), 4], "one integer per expert"),
         ("rows", lambda: [a(2, dtype=I32), 0], "there is nothing to group"),
     ],
     "pad_rows": [
@@ -109,7 +109,7 @@ REFUSED: dict[str, list[tuple[str, Callable[[], list], str]]] = {
         ("rows", lambda: [a(200, 8), groups()], "these groups have 384 padded rows"),
     ],
     "grouped_matmul": [
-        ("rank", lambda: grouped(w=a(128, 128, dtype=E4M3)), "of 3 axes is wanted"),
+        ("rank", lambda: grouped(w=a(128, 128, dtype=E4M3)), "of 3 axes"),
         ("dtype", lambda: grouped(x=a(384, 128)), r"x_codes is float32\[384, 128\]"),
         ("rows", lambda: grouped(x=a(200, 128, dtype=E4M3)), "use pad_rows"),
         ("experts", lambda: grouped(w=a(3, 128, 128, dtype=E4M3)), "has 3 experts, groups have 2"),
@@ -130,10 +130,10 @@ REFUSED: dict[str, list[tuple[str, Callable[[], list], str]]] = {
         ("lengths", lambda: decode(lengths=a(2)), "are int32"),
     ],
     "linear_logprobs": [
-        ("rank", lambda: [a(2, 8, 64), a(32, 64), a(8, dtype=I32)], r"x \[M, K\] and w \[N, K\] are wanted"),
-        ("dtypes", lambda: [a(8, 64), a(32, 64, dtype=BF16), a(8, dtype=I32)], "both in one of"),
-        ("targets", lambda: [a(8, 64), a(32, 64), a(8)], r"an integer a row of x, \[8\], is wanted"),
-        ("live", lambda: [a(8, 64), a(32, 64), a(8, dtype=I32), np.ones(7, bool)], r"a bool a row of x"),
+        ("rank", lambda: [a(2, 8, 64), a(32, 64), a(8, dtype=I32)], r"expected x \[M, K\] and w \[N, K\]"),
+        ("dtypes", lambda: [a(8, 64), a(32, 64, dtype=BF16), a(8, dtype=I32)], "expected one dtype of"),
+        ("targets", lambda: [a(8, 64), a(32, 64), a(8)], r"expected an integer per row of x, \[8\]"),
+        ("live", lambda: [a(8, 64), a(32, 64), a(8, dtype=I32), np.ones(7, bool)], r"a bool per row of x"),
     ],
 }
 

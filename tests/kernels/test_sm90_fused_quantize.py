@@ -117,22 +117,22 @@ def test_bad_input_is_an_error_at_trace_time(backend):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     norm = functools.partial(api.rms_norm_quantize, eps=EPS, backend=backend)
-    with pytest.raises(ValueError, match=r"x \(8, 200\): \[tokens, a multiple of 128\] is wanted"):
+    with pytest.raises(ValueError, match=r"x \(8, 200\): expected \[tokens, a multiple of 128\]"):
         jax.eval_shape(norm, struct(8, 200), struct(200))
     with pytest.raises(ValueError,
                        match=r"weight \(8,\) of x \(8, 128\): one number for each of the 128 columns"):
         jax.eval_shape(norm, struct(8, 128), struct(8))
-    with pytest.raises(ValueError, match=r"residual \(8, 128\) float32: \(8, 128\) bfloat16 is wanted"):
+    with pytest.raises(ValueError, match=r"residual \(8, 128\) float32: expected \(8, 128\) bfloat16"):
         jax.eval_shape(norm, struct(8, 128), struct(128), residual=struct(8, 128, dtype=jnp.float32))
-    with pytest.raises(ValueError, match=r"gate_up \(8, 384\): \[tokens, a multiple of 256\] is wanted"):
+    with pytest.raises(ValueError, match=r"gate_up \(8, 384\): expected \[tokens, a multiple of 256\]"):
         jax.eval_shape(functools.partial(api.swiglu_quantize, backend=backend), struct(8, 384))
-    with pytest.raises(ValueError, match=r"gate_up \(8, 256\) is float32: bfloat16 is wanted"):
+    with pytest.raises(ValueError, match=r"gate_up \(8, 256\) is float32: expected bfloat16"):
         jax.eval_shape(functools.partial(api.swiglu_quantize, backend=backend),
                        struct(8, 256, dtype=jnp.float32))
     with pytest.raises(ValueError, match="neither rows nor tokens"):
         jax.eval_shape(functools.partial(api.swiglu_quantize, rows=False, backend=backend), struct(8, 256))
     grad = functools.partial(api.swiglu_grad_quantize, backend=backend)
-    with pytest.raises(ValueError, match=r"d_h \(8, 256\) of gate_up \(8, 256\): half its width is wanted"):
+    with pytest.raises(ValueError, match=r"d_h \(8, 256\) of gate_up \(8, 256\): expected half its width"):
         jax.eval_shape(grad, struct(8, 256), struct(8, 256))
     with pytest.raises(ValueError, match="codes of type int8: float8_e4m3fn or float8_e5m2"):
         jax.eval_shape(functools.partial(grad, dtype=jnp.int8), struct(8, 128), struct(8, 256))

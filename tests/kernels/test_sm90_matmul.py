@@ -238,19 +238,19 @@ def test_tiles_that_do_not_fit_are_errors():
     for tiles, message in {
         Tiles(stages=8): "shared memory",
         Tiles(4): r"4 consumers \(down x across\): 1, 2 or 3",
-        Tiles(3, width=160): "multiple of 32, 128 at most",
-        Tiles(2, width=80): "multiple of 32, 192 at most",
-        Tiles(stages=1): "2 or more",
-        Tiles(2, width=192, buffers=2): "of 64 rows leave in 3 parts, which buffers must divide",
-        Tiles(3, high=2): r"64 rows or twice 64 \(high\), three for 64",
-        Tiles(2, width=192, high=2): "multiple of 32, 128 at most",
-        Tiles(1, 3, 64, flight=4): "of 64 rows each, and of 3 stages or fewer",
-        Tiles(unroll=0): "a turn of the loop reads 1 stage or more",
-        Tiles(2, flight=2, unroll=2): "those in flight alone where some are",
-        Tiles(1, 3, 32, stages=3, flight=4): "of 64 rows each, and of 3 stages or fewer",
-        Tiles(cluster="m"): "pairs of blocks are along N",
+        Tiles(3, width=160): "multiple of 32, at most 128",
+        Tiles(2, width=80): "multiple of 32, at most 192",
+        Tiles(stages=1): "at least 2 stages",
+        Tiles(2, width=192, buffers=2): "of 64 rows are stored in 3 parts, which buffers must divide",
+        Tiles(3, high=2): r"64 or 2 x 64 rows \(high\), three only for 64",
+        Tiles(2, width=192, high=2): "multiple of 32, at most 128",
+        Tiles(1, 3, 64, flight=4): "have 64 rows each and come from at most 3 stages",
+        Tiles(unroll=0): "unroll must be at least 1",
+        Tiles(2, flight=2, unroll=2): "1 if products are in flight",
+        Tiles(1, 3, 32, stages=3, flight=4): "have 64 rows each and come from at most 3 stages",
+        Tiles(cluster="m"): "pairs of blocks lie along N",
     }.items():
         with pytest.raises(ValueError, match=message):
             lower(args, tiles=tiles)
-    with pytest.raises(ValueError, match="these may be reading scales of 1x128"):
+    with pytest.raises(ValueError, match="may still be reading scales of 1x128"):
         lower(shapes(256, 384, 512, True), wgrad=True, tiles=Tiles(cluster="n"))

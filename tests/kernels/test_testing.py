@@ -186,12 +186,12 @@ BROKEN = {  # law: corrections that break it
         lambda o, r, m: (1.1 * token_tis(o, r, m)[0], m),
         lambda o, r, m: (token_tis(o, r, m)[0], m & (np.where(m, o - r, 0) != 0)),
     ],
-    "what stands under the mask never matters": [by_all],
+    "values under the mask have no effect": [by_all],
     "weights of kept tokens are finite and not negative": [
         lambda o, r, m: (np.exp(np.where(m, o - r, 0)), m),  # which overflows
         lambda o, r, m: (1 + np.where(m, o - r, 0), m),
     ],
-    "another order of sequences is another order of weights": [
+    "permuting the sequences permutes the weights": [
         lambda o, r, m: (token_tis(o, r, m)[0] ** (1 + np.arange(len(m))[:, None]), m)
     ],
     "padding changes nothing": [by_width],
@@ -208,7 +208,7 @@ def test_what_is_wrong_breaks_its_law_by_name(law, number):
 
 def test_laws_are_named():
     assert BROKEN.keys() == testing.CORRECTION_LAWS.keys()
-    with pytest.raises(ValueError, match="no such law: gravity; there are equal policies"):
+    with pytest.raises(ValueError, match="no such law: gravity; known: equal policies"):
         testing.check_correction_laws(token_tis, laws=["gravity"])
 
 
