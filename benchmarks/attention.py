@@ -1,14 +1,16 @@
-"""Packed causal attention beside cuDNN and FlashAttention 3, forward and backward, in one process on one GPU.
+"""Packed causal attention against cuDNN and FlashAttention 3, forward and backward, in one process on one
+GPU.
 
     jaxfp8rl bench attention [--tune]
 
-32 query heads and 8 KV heads of 128, or 8 and 4 of 256, bfloat16. TFLOP/s count what is needed: 4 d H
-products a pair of a query and a key it sees, and 2.5 times that backward. The tables made from the segment
-ids, once for all layers of a model, are timed apart, as FlashAttention gets its lengths summed up.
-Yardsticks: cuDNN by `jax.nn.dot_product_attention`, of packed rows over the whole row with a mask (of up to
-MASK elements) and without (causal over the whole row: less work than with a mask, and another result);
-FlashAttention 3 over variable lengths, forward, by vLLM. Lengths of packed rows are log-normal. Every round
-times all, in turning order; medians. --tune times what else there is to choose.
+32 query heads and 8 KV heads of 128, or 8 and 4 of 256, bfloat16. TFLOP/s count the necessary operations: 4 d
+H for each pair of a query and a key that it sees, and 2.5 times that backward. The tables made from the
+segment ids, once for all layers of a model, are timed separately, as FlashAttention gets cumulative lengths.
+The yardsticks are cuDNN through `jax.nn.dot_product_attention` and FlashAttention 3 over variable lengths,
+forward only, through vLLM. cuDNN runs over the whole row, with a mask for packed rows (of up to MASK
+elements) and without (causal over the whole row: less work than with a mask, and a different result). Lengths
+of packed rows are log-normal. Every round times all programs in rotating order; results are medians. --tune
+times the other choices of tiles.
 
 Needs a Hopper GPU; vLLM for FlashAttention 3.
 """
@@ -33,14 +35,14 @@ from benchmarks.grouped import measure
 from pallas_kernels.attention import api, sm90_dq, sm90_forward
 from pallas_kernels.attention.segments import tables_of
 
-LONGEST, SPREAD = 16_384, 1.5  # of a packed segment; the standard deviation of the logarithm of a length
+LONGEST, SPREAD = 16_384, 1.5  # the longest packed segment; the standard deviation of log length
 MASK = 2**29  # elements
 Runs = dict[str, Callable[[int], object]]
 
 
 class Case(NamedTuple):
-    """B rows of T tokens, each packed with segments of these lengths; heads of queries and keys, and their
-    size."""
+    """B rows of T tokens, each packed with segments of these lengths; the numbers of query and KV heads, and
+    their size."""
 
     name: str
     rows: int
@@ -55,7 +57,7 @@ class Case(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the forward."""
+        """Operations of the forward pass."""
         w = self.window or self.tokens
         pairs = (min(n, w) * (min(n, w) + 1) / 2 + max(n - w, 0) * w for n in self.lengths)
         return 4.0 * self.d * self.heads[0] * self.rows * sum(pairs)
@@ -105,7 +107,7 @@ def main() -> None:
 
 
 def passes(case: Case, tune: bool):
-    """(name, operations, runs) of the forward and the backward."""
+    """(name, operations, runs) of the forward and the backward pass."""
     *qkv, do = draw(case)
     forward, backward = ours(case, qkv, do, tune)
     theirs = cudnn(case, qkv, do)
@@ -127,7 +129,7 @@ def draw(case: Case) -> tuple[jax.Array, ...]:
 
 
 def ours(case: Case, qkv: list, do: jax.Array, tune: bool) -> tuple[Runs, Runs]:
-    """The forward, and the tables; the backward from what the forward saved."""
+    """The forward pass and the tables; the backward pass from the forward pass's residuals."""
     of_forward, of_backward = {"ours": api.TILES}, {"ours": api.TILES}
     if tune:
         one_head = lambda kernel: kernel.TILES[case.d]._replace(heads=1)
@@ -147,7 +149,7 @@ def ours(case: Case, qkv: list, do: jax.Array, tune: bool) -> tuple[Runs, Runs]:
 
 
 def compiled(programs: dict[str, tuple]) -> Runs:
-    """By name of a program and its operands, what runs it and returns its first result."""
+    """The compiled programs by name: each runs and returns its first result."""
     with ThreadPoolExecutor() as pool:
         made = pool.map(lambda program: program[0].lower(*program[1]).compile(), programs.values())
         first = lambda f, args: lambda i: jax.tree.leaves(f(*args))[0]  # noqa: E731
@@ -155,8 +157,8 @@ def compiled(programs: dict[str, tuple]) -> Runs:
 
 
 def cudnn(case: Case, qkv: list, do: jax.Array) -> dict[str, tuple]:
-    """(whether it is what is asked for, forward, backward) of attention over the row: causal, and masked if
-    it holds segments."""
+    """(whether it computes the requested result, forward, backward) of attention over the row: causal, and
+    masked if the row has segments."""
     single, name = len(case.lengths) == 1, "cuDNN" if len(case.lengths) == 1 else "cuDNN, causal over the row"
     window = {} if case.window is None else {"local_window_size": (case.window - 1, 0)}
     made = {name: lambda: (single, *_cudnn(qkv, do, is_causal=True, **window))}
@@ -183,7 +185,7 @@ def check(what: str, got: jax.Array, want: jax.Array, limit: float) -> None:
 
 
 def available(makes: dict[str, Callable[[], object]]) -> dict[str, object]:
-    """What can be made, saying what can not, and run."""
+    """The yardsticks that can be made. Prints those that cannot."""
     found = {}
     for name, make in makes.items():
         try:

@@ -1,11 +1,11 @@
-"""How near packed attention comes to the engine's, FlashAttention 3: the share of outputs that are not the
-same bfloat16, beside XLA's attention; and errors to float64.
+"""Bitwise agreement of packed attention with the engine's, FlashAttention 3: the share of outputs that differ
+in bfloat16, against XLA's attention, and errors relative to float64.
 
     jaxfp8rl bench attention_bits
 
-4,096 tokens in segments of some lengths (or of multiples of 8, so that every segment begins at one, too); 8
-query and 2 KV heads, or 2 of each, which blocks of 128 queries take; 4 and 2 for the shortest, as in
-`tests/gpu/test_same_policy.py`. In FP8, q, k and v are numbers of E4M3.
+4,096 tokens in segments of several lengths (or of multiples of 8, so that every segment also begins at one);
+8 query and 2 KV heads, or 2 of each, which take blocks of 128 queries; 4 and 2 for the shortest, as in
+`tests/gpu/test_same_policy.py`. In FP8, q, k and v are E4M3 numbers.
 
 Needs a Hopper GPU, and vLLM for FlashAttention 3.
 """
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     fp8: bool
     shortest: int  # segment
     longest: int
-    multiple: int = 1  # of lengths
+    multiple: int = 1  # lengths are multiples of it
 
     def __str__(self) -> str:
         lengths = f"{self.shortest} to {self.longest} tokens" + f", by {self.multiple}" * (self.multiple > 1)
@@ -88,7 +88,7 @@ def compare(case: Case) -> list[dict]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def draw(case: Case) -> list[jax.Array]:
-    """Queries twice as large as keys, so that some keys count more than others."""
+    """Queries twice as large as keys, so that the keys have different weights."""
     keys, heads = jax.random.split(jax.random.key(0), 3), (case.heads, case.kv_heads, case.kv_heads)
     drawn = [jax.random.normal(key, (TOKENS, h, case.d)) * size
              for key, h, size in zip(keys, heads, (2, 1, 1))]

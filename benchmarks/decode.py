@@ -1,14 +1,14 @@
-"""Paged decode attention beside a copy, FlashAttention 3 and JAX's shipped Triton kernel, in one process on
-one GPU.
+"""Paged decode attention against a copy, FlashAttention 3 and JAX's Triton kernel, in one process on one GPU.
 
     jaxfp8rl bench decode [--tune]
 
-One query a sequence, 32 query heads and 8 KV heads of 128; pages lie in shuffled order. GB/s count the keys
-and values of all lengths, once; the tables made from the lengths on the device are timed with ours.
-Yardsticks: a copy that reads and writes as many bytes in all (torch's; XLA's if torch is missing),
-FlashAttention 3 by vLLM with the same cache (beside an E4M3 cache its queries and exponentials are E4M3 too),
-`jax.experimental.pallas.ops.gpu.paged_attention` in bfloat16. Every round times all, in turning order;
-medians. --tune times ours with all of TUNE, beside the copy, and writes nothing.
+One query per sequence, 32 query heads and 8 KV heads of 128; pages lie in shuffled order. GB/s count the keys
+and values of all lengths once; the tables made from the lengths on the device are included in our time. The
+yardsticks are a copy that reads and writes as many bytes in total (torch's, or XLA's if torch is missing),
+FlashAttention 3 through vLLM with the same cache (with an E4M3 cache its queries and exponentials are E4M3 as
+well), and `jax.experimental.pallas.ops.gpu.paged_attention` in bfloat16. Every round times all programs in
+rotating order; results are medians. --tune times our kernel with every entry of TUNE against the copy, and
+writes nothing.
 
 Needs a Hopper GPU; vLLM for FlashAttention 3.
 """
@@ -33,7 +33,7 @@ from benchmarks.grouped import measure
 from pallas_kernels.decode_attention import api
 
 HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 64
-SPREAD = 1.0  # the standard deviation of the logarithm of a length
+SPREAD = 1.0  # the standard deviation of log length
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 Runs = dict[str, Callable[[int], object]]
 TUNE = {
@@ -43,7 +43,7 @@ TUNE = {
 
 
 class Case(NamedTuple):
-    """Sequences of these lengths, and the type and the page of the cache."""
+    """Sequences of these lengths, and the dtype and page size of the cache."""
 
     name: str
     lengths: tuple[int, ...]
@@ -118,7 +118,8 @@ def time_case(case: Case, tune: bool, rounds: int) -> dict[str, float]:
 
 
 def draw(case: Case) -> Operands:
-    """Tables shuffled, so that neighbours of a sequence are apart."""
+    """Operands with a shuffled block table, so that consecutive pages of a sequence are not neighbours in
+    memory."""
     counts = [-(-n // case.page) for n in case.lengths]
     order, table = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32), []
     for b, count in enumerate(counts):
@@ -141,7 +142,7 @@ def ours(operands: Operands, tune: bool) -> Runs:
 
 
 def copy(count: int) -> Callable[[int], object]:
-    """Of half as many bytes: as many read and written."""
+    """A copy of half as many bytes, so that reads and writes add up to `count`."""
     try:
         import torch
     except ImportError:
@@ -174,7 +175,7 @@ def flash_attention(case: Case, operands: Operands) -> Callable[[int], object]:
 
 
 def fa3_operands(o: Operands) -> tuple[jax.Array, ...]:
-    """E4M3 as bytes, which every version of DLPack knows."""
+    """The operands for torch, with E4M3 as bytes, which every version of DLPack supports."""
     cast = lambda x: jax.lax.bitcast_convert_type(x.astype(E4M3), jnp.uint8)  # noqa: E731
     q, k, v = map(cast, (o.q, o.k, o.v)) if o.k.dtype == E4M3 else (o.q, o.k, o.v)
     return q, k, v, o.table, o.lengths

@@ -1,12 +1,12 @@
-"""Where a step of vLLM's decoder goes: its kernels, by torch's profiler, FP8 weights and cache beside BF16;
-Qwen3 shapes.
+"""The breakdown of a step of vLLM's decoder: its kernels, by torch's profiler, FP8 weights and cache against
+BF16; Qwen3 shapes.
 
     jaxfp8rl bench decode_step [--size 8b] [--prompts 64] [--context 4096] [--attention triton] [--gpus 0 1]
 
-Engines are those of `jaxfp8rl bench rollout`. Every prompt of --context tokens is read once; then all decode,
-and what is counted are the STEPS after the first few. "kernels" is the sum of what the device was busy with
-in as many steps more, under the profiler, and "step" what the host waited in those without it: what is more
-of it is the host's.
+The engines are those of `jaxfp8rl bench rollout`. Every prompt of --context tokens is prefilled once; then
+all sequences decode, and STEPS steps after the first few are measured. "kernels" is the sum of the device's
+busy time over as many further steps under the profiler, "step" the host's time without the profiler; the
+difference is the host's overhead.
 
 Needs a GPU and vLLM.
 """
@@ -27,7 +27,7 @@ from benchmarks.common import arguments, row, write
 from benchmarks.rollout import RATE, measured, read_by_a_step, requests, running, size_of
 
 STEPS = 24
-SHOWN = 25  # kernels
+SHOWN = 25  # the number of kernels that are listed
 
 
 def main() -> None:
@@ -40,11 +40,11 @@ def main() -> None:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict:
-    """ms of a step, of its kernels, of the bytes that bound it; and the longest kernels: name, ms and calls
-    of a step."""
+    """Milliseconds of a step, of its kernels and of the bytes that bound it; and the longest kernels: name,
+    ms and calls per step."""
     with running(name, args, args.prompts, args.context + tokens_of(args)) as r:
         run = decoding(r.engine, args)
-        run()  # compiles what is left to compile
+        run()  # the remaining compilation
         began = time.perf_counter()
         run()
         step = (time.perf_counter() - began) / STEPS
@@ -60,14 +60,14 @@ def measure(name: str, args: argparse.Namespace) -> dict:
 
 
 def tokens_of(args: argparse.Namespace) -> int:
-    """Of a completion, so that none ends: while prompts are read, at least one a step, those before it
-    decode."""
+    """The number of tokens of a completion, large enough that none ends: while prompts are prefilled, at
+    least one per step, earlier sequences already decode."""
     return args.prompts + 4 * STEPS
 
 
 def decoding(engine: Any, args: argparse.Namespace) -> Callable[[], None]:
-    """Read all prompts -> STEPS steps of decoding, each with a token of every one; to be called three times
-    at most."""
+    """Prefill all prompts. Returns a function that runs STEPS decoding steps, each with a token of every
+    sequence; call it at most three times."""
     from bridges.engines.vllm_engine import sampling_params
 
     vllm = engine.llm.llm_engine
@@ -81,13 +81,13 @@ def decoding(engine: Any, args: argparse.Namespace) -> Callable[[], None]:
     def run() -> None:
         for _ in range(STEPS):
             if len(vllm.step()) != args.prompts:
-                sys.exit("a step was not one of all sequences")
+                sys.exit("a step did not decode all sequences")
 
     return run
 
 
 def kernels(run: Callable[[], None]) -> dict[str, list[float]]:
-    """By name: ms on the device and calls."""
+    """Milliseconds on the device and calls, by kernel name."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -100,7 +100,7 @@ def kernels(run: Callable[[], None]) -> dict[str, list[float]]:
 
 
 def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
-    """FP8 beside BF16, and what the host adds to each engine's kernels."""
+    """Rows of FP8 against BF16, and of the host's overhead over each engine's kernels."""
     fp8, bf16 = found["fp8"], found["bf16"]
     rows = [row(case, what, "ms", fp8[f"{what}, ms"], bf16[f"{what}, ms"], "BF16 vLLM, same run", True)
             for what in ("step", "kernels")]

@@ -1,9 +1,9 @@
-"""What `make demo` and `make demo-vllm` did on this machine, one beside the other.
+"""The results of `make demo` and `make demo-vllm` on this machine, side by side.
 
     jaxfp8rl bench demo_cpu [RUN_OF_EMBEDDED RUN_OF_VLLM]...
 
-Reads the metrics.jsonl of pairs of run directories, one of each a seed (runs/make-demo and
-runs/make-demo-vllm unless named), and runs nothing.
+Reads the metrics.jsonl of pairs of run directories, one pair per seed (by default runs/make-demo and
+runs/make-demo-vllm), and runs nothing.
 
 Needs the runs of `make demo` and `make demo-vllm`.
 """
@@ -25,11 +25,11 @@ from jaxfp8rl.monitors.jsonl import read_metrics
 def main() -> None:
     parser = arguments(__doc__, "demo_cpu")
     parser.add_argument("--note", default="",
-                        help="kept beside the rows: what else the machine did meanwhile, say")
+                        help="a note stored with the rows, for example about other load on the machine")
     parser.add_argument("runs", nargs="*", default=["runs/make-demo", "runs/make-demo-vllm"])
     args = parser.parse_args()
     if len(args.runs) % 2:
-        parser.error("runs come in pairs, one of the embedded engine and one of vLLM")
+        parser.error("give pairs of runs, one with the embedded engine and one with vLLM")
     if missing := [run for run in args.runs if not Path(run, "metrics.jsonl").exists()]:
         sys.exit(f"no run in {', '.join(missing)}: `make demo` and `make demo-vllm` first")
     configs = {run: tomllib.loads(Path(run, "config.toml").read_text()) for run in args.runs}

@@ -1,12 +1,12 @@
-"""Whole runs on one GPU with vLLM in-process: the demo in FP8 beside BF16 over several seeds, SmolLM2-135M in
-BF16 and FP8.
+"""Whole runs on one GPU with vLLM in-process: the demo in FP8 against BF16 over several seeds, and
+SmolLM2-135M in BF16 and FP8.
 
     jaxfp8rl bench demo_h200 [--seeds 3] [--smollm2 FOLDER] [--keep DIR]
 
-Each run is `jaxfp8rl train` in a process of its own; what is compared is read from its metrics.jsonl. The
-demo's FP8 runs have FP8 weights and FP8 KV; SmolLM2's have FP8 weights where its shapes allow, without and
-with FP8 KV. CUDA graphs are on. FP8 is not expected to be faster at these sizes: what is shown is that it
-learns the same. A finished run under DIR is read, not repeated.
+Each run is `jaxfp8rl train` in its own process; the comparison reads its metrics.jsonl. The demo's FP8 runs
+have FP8 weights and an FP8 KV cache; SmolLM2's have FP8 weights where its shapes allow them, with and without
+an FP8 KV cache. CUDA graphs are on. FP8 is not expected to be faster at these sizes; the benchmark shows that
+it learns equally well. A finished run under DIR is reused, not repeated.
 
 Needs a GPU and vLLM.
 """
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--smollm2", help="HF folder from `jaxfp8rl import-gguf`")
     parser.add_argument("--keep", type=Path, default=tempfile.mkdtemp(), help="where the run directories go")
     args = parser.parse_args()
-    if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
+    if not shutil.which("nvidia-smi"):  # asking JAX would reserve the GPU memory that the runs need
         sys.exit("benchmarks/demo_h200.py needs an NVIDIA GPU")
     runs = demo_runs(args.seeds) | (smollm2_runs(args.smollm2) if args.smollm2 else {})
     for name, words in runs.items():
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def demo_runs(seeds: int) -> dict[str, list[str]]:
-    """Words of the command for each run, by its name."""
+    """The command line arguments of each run, by its name."""
     return {f"demo/{name}/seed{s}": [*DEMO, *words, "--run.seed", str(s)]
             for s in range(seeds) for name, words in {"fp8": [], "bf16": BF16}.items()}
 
@@ -78,7 +78,7 @@ def folder(keep: Path, name: str) -> Path:
 
 
 def finished(run_dir: Path) -> bool:
-    return (run_dir / "plot.png").exists()  # written last
+    return (run_dir / "plot.png").exists()  # the last file that a run writes
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""fp8_dot_general from bfloat16 weights, [N, K] and [K, N], beside the learner's own linear, which quantises
+"""fp8_dot_general from bfloat16 weights, [N, K] and [K, N], against the learner's own linear, which quantises
 the same weights in the same call, and XLA's bfloat16: a decoder layer's linears, forward and backward.
 
     jaxfp8rl bench dot_general [--tokens 4096 16384]
 
 Each case is one jitted call with every quantisation: q, k, v of one input, o, gate and up of one input, down;
-the pullback of all, with gradients of weights in bfloat16. Rounds turn the order; medians.
+then all their gradients, those of weights in bfloat16. Rounds rotate the order; results are medians.
 
 Needs a GPU.
 """
@@ -36,7 +36,7 @@ LEARNER, HIGH = precision("pallas"), precision("float32", gradients="high")
 
 
 class Case(NamedTuple):
-    """`product(x, w)`, with w as it lies: [N, K], or [K, N] if `turned`."""
+    """`product(x, w)`, with w stored as [N, K], or as [K, N] if `turned`."""
 
     name: str
     product: Callable[[jax.Array, jax.Array], jax.Array]
@@ -90,13 +90,14 @@ def compare(tokens: int, rounds: int) -> list[dict]:
 
 
 def beside(layer: str, what: str, name: str, ms: dict[tuple, float]) -> dict:
-    """A row: `fp8_dot_general` beside the learner's linear, the learner's linear beside XLA's bfloat16."""
+    """A row of `fp8_dot_general` against the learner's linear, and of the learner's linear against XLA's
+    bfloat16."""
     yardstick = LEARNERS if name.startswith("fp8_dot_general") else "bf16"
     return row(f"{layer}, {name}", what, "ms", ms[what, name], ms[what, yardstick], yardstick, True)
 
 
 def bind(what: str, case: Case, drawn: tuple) -> Callable[[int], jax.Array]:
-    """Weights lie as the case wants them before the clock starts."""
+    """The program bound to its operands, with weights in the case's layout before the clock starts."""
     xs, weights, dys = drawn
     args = xs, jax.tree.map(jax.jit(lambda w: w.T), weights) if case.turned else weights, dys
     compiled = rounding_exact_jit(functools.partial(PASSES[what], case)).lower(*args).compile()

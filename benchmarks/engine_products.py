@@ -1,12 +1,12 @@
-"""What vLLM's FP8 products take when it decodes: CUTLASS, DeepGEMM and bfloat16, the linears of Qwen3-8B, 8
-to 128 rows.
+"""The time of vLLM's FP8 products in decoding: CUTLASS, DeepGEMM and bfloat16, for the linears of Qwen3-8B
+with 8 to 128 rows.
 
     jaxfp8rl bench engine_products
 
-Each by itself, a CUDA graph over weights that together do not fit in L2. Scales are float32 of 1x128 and
-128x128 blocks, as published (`VLLM_USE_DEEP_GEMM_E8M0=0`). DeepGEMM beside CUTLASS, in microseconds and in
-outputs of the same bits, and each beside the time in which the weights are read at RATE. `rollout.fp8_kernel`
-chooses between them.
+Each product runs alone, in a CUDA graph over weights that together do not fit into L2. Scales are float32 for
+1x128 and 128x128 blocks, as published (`VLLM_USE_DEEP_GEMM_E8M0=0`). DeepGEMM is compared with CUTLASS, in
+microseconds and in the share of bitwise equal outputs, and each with the time of reading the weights at RATE.
+`rollout.fp8_kernel` chooses between them.
 
 Needs a Hopper GPU, vLLM and nvcc.
 """
@@ -26,8 +26,8 @@ from benchmarks.common import arguments, row, write
 LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}  # [N, K]
 ROWS = (8, 16, 32, 64, 128)
 LAYERS = 36
-RATE = 4.1e12  # bytes a second: a copy's on an H200
-BYTES = 4e8  # of weights that a graph goes through
+RATE = 4.1e12  # bytes per second of a copy on an H200
+BYTES = 4e8  # bytes of weights that a graph reads
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def rows_of(found: dict[tuple[str, int], dict[str, float]]) -> list[dict]:
-    """Every product, and all of a step, DeepGEMM beside the others."""
+    """Rows for each product and for all products of a step, DeepGEMM against the others."""
     rows = []
     for (name, m), f in found.items():
         case, floor = f"Qwen3-8B {name}, {m} rows", 1e6 * LINEARS[name][0] * LINEARS[name][1] / RATE
@@ -60,7 +60,7 @@ def rows_of(found: dict[tuple[str, int], dict[str, float]]) -> list[dict]:
 
 
 def measure(n: int, k: int, m: int) -> dict[str, float]:
-    """Microseconds of a product by each, and the share of outputs that CUTLASS and DeepGEMM have the same."""
+    """Microseconds of each product, and the share of outputs that are equal with CUTLASS and DeepGEMM."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.utils.deep_gemm import fp8_gemm_nt
@@ -83,7 +83,7 @@ def measure(n: int, k: int, m: int) -> dict[str, float]:
 
 
 def time(product: Callable, weights: list, replays: int = 7) -> float:
-    """Microseconds a product: the median of replays of a graph of one for each of `weights`."""
+    """Microseconds per product: the median over replays of a graph with one product for each of `weights`."""
     import torch
 
     for w in weights:

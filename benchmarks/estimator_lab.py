@@ -1,24 +1,24 @@
-"""The estimator laboratory: bias, variance and effective sample size of every correction, where the truth is
-known.
+"""The estimator laboratory: bias, variance and effective sample size of every correction, where the exact
+gradient is known.
 
     jaxfp8rl bench estimator_lab [--plots docs]    # about four minutes, CPU
 
-The world. A policy writes T tokens of an alphabet of V; the logits of the next one depend on the last, theta
-[V, V]. The reward comes at the end: 1 if token 0, the right one, was written more than `threshold` times,
-else 0, so that what is early matters as much as what is late. The engine's policy mu has the logits theta +
-noise [T, V, V]. The gradient wanted is that of the expected reward at theta, which is pi_old.
+The world. A policy writes T tokens of an alphabet of V; the logits of the next token depend on the last one,
+theta [V, V]. The reward comes at the end: 1 if token 0, the right one, was written more than `threshold`
+times, otherwise 0, so that early tokens matter as much as late ones. The engine's policy mu has the logits
+theta + noise [T, V, V]. The target is the gradient of the expected reward at theta, which is pi_old.
 
-What is measured is the code that trains: `rollout_correction`, `token_scale` and `policy_loss`, on samples of
-mu, joined as in the train step (ratio pi/pi_old = 1; the advantage is the reward less its mean under mu, as a
-large group's would be).
+The code under test is the training code: `rollout_correction`, `token_scale` and `policy_loss`, on samples of
+mu, combined as in the train step (ratio pi/pi_old = 1; the advantage is the reward minus its mean under mu,
+like that of a large group).
 
-What is exact. The pair (tokens right so far, last token) is a Markov chain, so the value, its gradient, and
-mean and second moment of every estimator whose weight is a function of the token alone follow by dynamic
-programming at any length, with the weights that `rollout_correction` gives to a table of all tokens. So do
-those of plain sequence importance sampling, whose weight is a product. Corrections that look at a whole
-sequence or batch are simulated; "none", whose mean is known exactly, on the same samples is their control
-variate. For short sequences `enumerated` is exact for all that do not look at a batch. Everything is relative
-to the norm of the true gradient.
+Exact results. The pair (tokens right so far, last token) is a Markov chain. For every estimator whose weight
+is a function of the token alone, dynamic programming therefore gives the value, its gradient, and the
+estimator's mean and second moment at any length, with the weights that `rollout_correction` gives to a table
+of all tokens. The same holds for plain sequence importance sampling, whose weight is a product. Corrections
+that look at a whole sequence or batch are simulated; "none", whose mean is known exactly, is their control
+variate on the same samples. For short sequences `enumerated` is exact for every correction that does not look
+at a batch. All results are relative to the norm of the true gradient.
 
 Needs no GPU.
 """
@@ -54,10 +54,10 @@ from jaxfp8rl.losses.objectives import ObjectiveConfig, policy_loss
 from jaxfp8rl.losses.presets import PRESETS, get_preset
 
 DOCS = Path(__file__).parent.parent / "docs"
-# sequences a batch; tokens simulated; engines averaged over
+# sequences per batch; simulated tokens; engines to average over
 BATCH, TOKENS, DRAWS = 128, 2**22, 3
 LENGTHS, LENGTH = (4, 16, 64, 256, 1024), 256
-# nats: error of a logit; 0.1 is a token_mult_prob_error of 1.05
+# the error of a logit in nats; 0.1 gives a token_mult_prob_error of 1.05
 SIZES, SIZE = (0.025, 0.05, 0.1, 0.2, 0.4), 0.1
 NOISES = ("fresh", "shared", "outliers")
 COMPARED = ("none", "token_tis", "ais", "nemo/gspo", "sequence_tis", "sequence_mis", "geometric_mask")
@@ -66,8 +66,8 @@ MASKS = ("geometric_mask", "verl/decoupled_geo_rs", "vexact", "verl/decoupled_se
 
 
 class Estimate(NamedTuple):
-    """Of an estimator of the gradient: its mean [D]; its variance (trace of the covariance) a sequence; the
-    standard error of the mean, 0 where it is exact; the effective share of the sampled tokens, (sum w)^2 / (N
+    """An estimator of the gradient: its mean [D]; its variance (trace of the covariance) per sequence; the
+    standard error of the mean, 0 if it is exact; the effective share of the sampled tokens, (sum w)^2 / (N
     sum w^2)."""
 
     mean: np.ndarray
@@ -77,7 +77,8 @@ class Estimate(NamedTuple):
 
 
 def exact_estimate(world: World, config: CorrectionConfig) -> Estimate:
-    """Exactly, for a weight that is a function of the token alone, or the plain product over the sequence."""
+    """The exact estimate for a weight that is a function of the token alone, or for the plain product over
+    the sequence."""
     advantage = world.rewards - world.baseline
     log_pi, log_mu = world.log_pi, world.log_mu
     if config == PLAIN_SEQUENCE:  # E_mu[w f] = E_pi[f], and E_mu[w^2 f] is a sum over pi^2 / mu
@@ -97,7 +98,7 @@ def exact_estimate(world: World, config: CorrectionConfig) -> Estimate:
 @functools.partial(jax.jit, static_argnums=2)
 def _table_weights(log_pi, log_mu, config):
     if not token_local(config):
-        raise ValueError(f"the weight of a token depends on others: {config}")
+        raise ValueError(f"a token's weight depends on other tokens: {config}")
     return rollout_correction(log_pi, log_mu, jnp.ones(log_pi.shape, bool), config).weights
 
 
@@ -113,7 +114,7 @@ def token_local(config: CorrectionConfig) -> bool:
 
 
 def batch_gradient(theta, ids, tokens, rollout_logp, advantages, config):
-    """ids, tokens, rollout_logp [B, T], advantages [B] -> (the gradient [V * V] a train step would climb,
+    """ids, tokens, rollout_logp [B, T], advantages [B] -> (the ascent direction [V * V] of a train step, the
     effective share)."""
     last = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)))
     mask = ids > 0
@@ -149,7 +150,7 @@ class Samples(NamedTuple):
 
 
 def describe(world: World, tokens: np.ndarray) -> Samples:
-    """What a learner gets to see of tokens [K, B, T]."""
+    """The learner's view of tokens [K, B, T]."""
     last = np.pad(tokens[..., :-1], ((0, 0), (0, 0), (1, 0)))
     rollout_logp = world.log_mu[np.arange(world.length), last, tokens]
     advantages = world.rewards[(tokens == 0).sum(-1)] - world.baseline
@@ -168,7 +169,8 @@ def sample(world: World, batches: int, size: int, seed: int = 0) -> Samples:
 
 
 def enumerated(world: World, config: CorrectionConfig) -> Estimate:
-    """Exactly, with each of the V^T sequences a batch of its own: no correction that looks at a batch."""
+    """The exact estimate, with each of the V^T sequences as its own batch, for corrections that do not look
+    at a batch."""
     v = len(world.theta)
     tokens = np.stack(np.unravel_index(np.arange(v**world.length), (v,) * world.length), -1)[:, None]
     samples = describe(world, tokens.astype(np.int32))
@@ -179,8 +181,8 @@ def enumerated(world: World, config: CorrectionConfig) -> Estimate:
 
 
 def simulated(samples: Samples, config: CorrectionConfig, control: tuple[np.ndarray, np.ndarray]) -> Estimate:
-    """From K batches. control: the gradients [K, D] of an estimator on the same samples whose mean [D] is
-    known: what its noise explains is taken out of the mean."""
+    """The estimate from K batches. control: the gradients [K, D] of an estimator on the same samples and its
+    known mean [D]; the noise that it explains is removed from the mean."""
     x, share = batch_gradients(*samples, config)
     x, (z, known) = np.asarray(x, float), control
     batches, size = samples.tokens.shape[:2]
@@ -197,7 +199,7 @@ def simulated(samples: Samples, config: CorrectionConfig, control: tuple[np.ndar
 
 
 def measure(names: Sequence[str], length: int, size: float, kind: str = "shared") -> list[dict]:
-    """One record a preset, over DRAWS engines."""
+    """One record per preset, averaged over DRAWS engines."""
     worlds, facts = _engines(length, size, kind)
     found = {name: [] for name in names}
     for seed, world in enumerate(worlds):
@@ -222,7 +224,7 @@ def _engines(length: int, size: float, kind: str) -> tuple[list[World], list[tup
 
 
 def _relative(e: Estimate, truth: np.ndarray) -> tuple:
-    """Squares less what the noise of a simulated mean adds to them."""
+    """Squared errors minus the contribution of a simulated mean's noise."""
     norm, noise = np.linalg.norm(truth), e.error**2
     along = e.mean @ truth / norm
     squared_bias = (e.mean - truth) @ (e.mean - truth) - noise
@@ -232,18 +234,18 @@ def _relative(e: Estimate, truth: np.ndarray) -> tuple:
 
 
 def _summary(estimates: list[Estimate], facts: list[tuple]) -> dict:
-    """Bias and angle by root mean square over engines, the rest by mean."""
+    """Bias and angle as root mean square over engines, everything else as mean."""
     values = np.array([(*_relative(e, truth), mismatch) for e, (truth, mismatch) in zip(estimates, facts)])
     bias, error, variance, angle, share, norm, mismatch = values.mean(0).tolist()
     return {
         "mismatch": mismatch, "bias": math.sqrt(max(bias, 0.0)), "bias_error": math.sqrt(error / len(facts)),
-        "angle_degrees": math.degrees(math.sqrt(angle)) if angle == angle else None,  # None: all was rejected
+        "angle_degrees": math.degrees(math.sqrt(angle)) if angle == angle else None,  # None: all rejected
         "variance": variance, "effective_share": share if share == share else None, "gradient_norm": norm,
     }
 
 
 def kept_share(name: str, length: int, size: float) -> float:
-    """Share of sampled tokens that a preset's rejections keep."""
+    """The share of sampled tokens that a preset's rejections keep."""
     kept = []
     for seed in range(1, DRAWS + 1):
         samples = sample(make_world(length, size, "shared", seed), 1, max(64, 2**18 // length), seed)
@@ -278,13 +280,13 @@ def experiments() -> dict[str, list[dict]]:
 def _every_preset(length: int, size: float) -> list[dict]:
     names = {}
     for name, config in PRESETS.items():
-        names.setdefault(config._replace(overflow="cap"), []).append(name)  # nothing here overflows
+        names.setdefault(config._replace(overflow="cap"), []).append(name)  # no weight overflows here
     records = {r["preset"]: r for r in measure([same[0] for same in names.values()], length, size)}
     return [records[same[0]] | {"preset": name} for same in names.values() for name in same]
 
 
 def _enumerated(length: int, size: float) -> list[dict]:
-    """No sampling: all sequences."""
+    """Results from all sequences, without sampling."""
     worlds, facts = _engines(length, size, "shared")
     names = ("none", "token_tis", "icepop", "nemo/gspo", "sequence_tis", "sequence_mis", "geometric_mask")
     found = {name: [enumerated(w, get_preset(name)) for w in worlds] for name in names}
@@ -293,7 +295,7 @@ def _enumerated(length: int, size: float) -> list[dict]:
 
 
 def rows(found: dict[str, list[dict]]) -> list[dict]:
-    """The comparisons: each preset with doing nothing, and with plain sequence importance sampling."""
+    """The comparisons of each preset with no correction, and with plain sequence importance sampling."""
     out = []
     for n in (LENGTH, LENGTHS[-1]):
         records = {r["preset"]: r for r in found["length"] if r["length"] == n}
@@ -313,7 +315,7 @@ def rows(found: dict[str, list[dict]]) -> list[dict]:
 
 def main() -> None:
     parser = arguments(__doc__, "corrections")
-    parser.add_argument("--plots", default=DOCS, help="folder of the pictures, corrections-*.png")
+    parser.add_argument("--plots", default=DOCS, help="folder for the plots, corrections-*.png")
     args = parser.parse_args()
     found = experiments()
     write(args.out, "corrections", rows(found), args.plot, records=found)

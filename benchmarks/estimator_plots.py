@@ -1,4 +1,4 @@
-"""The pictures of the estimator laboratory, drawn from its result file.
+"""The plots of the estimator laboratory, from its result file.
 
     python benchmarks/estimator_plots.py [benchmarks/results/corrections.json [docs]]
 """
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from jaxfp8rl.monitors.end.plot import BLUE, GREEN, GREY, ORANGE, RED, STYLE, VIOLET, plt
 
-SEQUENCES = 1024  # in a batch, where an error is that of a batch
+SEQUENCES = 1024  # sequences of a batch, for the error of a batch
 TEAL, PALE_BLUE = "#6cc5b0", "#9db2ee"
 LINES = {  # preset: its label, colour, marker
     "none": ("no correction", GREY, "o"),
@@ -44,12 +44,13 @@ MASKS = {
 
 
 def mean_squared_error(record: dict, sequences: float) -> float:
-    """Of the mean over so many sequences, relative to the truth's squared norm."""
+    """The squared error of the mean over this many sequences, relative to the squared norm of the true
+    gradient."""
     return record["bias"] ** 2 + record["variance"] / sequences
 
 
 def plot(results: str | Path, folder: str | Path) -> None:
-    """Draw the records of `results` into folder/corrections-*.png."""
+    """Plot the records of `results` into folder/corrections-*.png."""
     found = json.loads(Path(results).read_text())["records"]
     pictures = {"length": (_bias, _angle, _variance, _share), "mismatch": (_error, _averaging, _kept, _noise)}
     with plt.rc_context(STYLE):
@@ -80,7 +81,7 @@ def _lengths(ax, records: list[dict], title: str, ylabel: str) -> None:
 
 
 def _known(field: str):
-    """nan where a simulation does not tell the bias, or what depends on it, from 0."""
+    """NaN if a simulation cannot distinguish the bias, or a quantity that depends on it, from 0."""
     return lambda r: r[field] if r["bias"] > max(1e-9, 2 * r["bias_error"]) else math.nan
 
 

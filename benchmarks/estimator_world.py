@@ -1,4 +1,5 @@
-"""The world of the estimator laboratory: a policy over four tokens, an engine that errs, and the truth about both."""
+"""The world of the estimator laboratory: a policy over four tokens, an engine with errors, and the exact
+values of both."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class World(NamedTuple):
 
     @property
     def rewards(self) -> np.ndarray:
-        """[T + 1] by the number of right tokens."""
+        """[T + 1]: the reward by the number of right tokens."""
         return (np.arange(self.length + 1) > self.threshold).astype(float)
 
     @property
@@ -41,12 +42,12 @@ class World(NamedTuple):
 
 
 def make_world(length: int, size: float, kind: str = "fresh", seed: int = 0) -> World:
-    """A random policy of moderate entropy, right half of the time, and an engine with logits wrong by `size`
-    nats (std).
+    """A random policy of moderate entropy that is right half of the time, and an engine with logits wrong by
+    `size` nats (std).
 
-    kind: "fresh", every position has its own error; "shared", the error of a last token is the same wherever
-    it occurs, as rounded weights would make it; "outliers", fresh, and one logit in 200 is wrong by 4 nats
-    besides.
+    kind: "fresh": every position has its own error. "shared": the error of a last token is the same wherever
+    it occurs, as rounded weights would make it. "outliers": fresh, and in addition one logit in 200 is wrong
+    by 4 nats.
     """
     rng = np.random.default_rng(seed)
     v = VOCABULARY
@@ -68,15 +69,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def path_moments(kernel: np.ndarray,
                  steps: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sums over all paths x of product_t kernel[t, x_(t-1), x_t] times 1, S(x) and S(x)^2, S = sum_t steps[t,
-    :, x_(t-1), x_t].
+    """Sums over all paths x of product_t kernel[t, x_(t-1), x_t] times 1, S(x) and S(x)^2, with S = sum_t
+    steps[t, :, x_(t-1), x_t].
 
     kernel [T, V, V], steps [T, D, V, V] -> [T + 1, V], [D, T + 1, V], [D, T + 1, V] by (right tokens, last
     token).
     """
     v = kernel.shape[-1]
     steps = np.zeros((len(kernel), 0, v, v)) if steps is None else steps
-    zeroth = np.eye(v)[:1]  # no right token yet, the last token is 0
+    zeroth = np.eye(v)[:1]  # no right token yet, and the last token is 0
     first = second = np.zeros((steps.shape[1], 1, v))
     for k, c in zip(kernel, steps):
         kc = k * c
@@ -86,7 +87,7 @@ def path_moments(kernel: np.ndarray,
 
 
 def _count(x: np.ndarray) -> np.ndarray:
-    """[..., n, V] -> [..., n + 1, V]: whoever just wrote token 0 has one right token more."""
+    """[..., n, V] -> [..., n + 1, V]: paths that just wrote token 0 move to one more right token."""
     out = np.zeros((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1]))
     out[..., 1:, 0], out[..., :-1, 1:] = x[..., 0], x[..., 1:]
     return out
@@ -100,13 +101,13 @@ def score(world: World) -> np.ndarray:
 
 
 def true_gradient(world: World) -> np.ndarray:
-    """[V * V]: of the expected reward under pi_old."""
+    """[V * V]: the gradient of the expected reward under pi_old."""
     steps = np.broadcast_to(score(world), (world.length, *score(world).shape))
     return path_moments(np.exp(world.log_pi), steps)[1].sum(-1) @ world.rewards
 
 
 def mismatch_of(world: World) -> float:
-    """mismatch/token_mult_prob_error in expectation: the mean of exp |log pi_old - log mu| over tokens from
-    mu."""
+    """mismatch/token_mult_prob_error in expectation: the mean of exp |log pi_old - log mu| over tokens drawn
+    from mu."""
     factor = np.exp(np.abs(world.log_pi - world.log_mu))
     return float(path_moments(np.exp(world.log_mu), factor[:, None])[1].sum()) / world.length

@@ -1,14 +1,14 @@
-"""A hundred faults in one run: kills, engine deaths, full disks, damaged checkpoints, NaNs, bad rows; and
-what was lost by them.
+"""A hundred faults in one run (kills, engine deaths, full disks, damaged checkpoints, NaNs, bad rows) and the
+losses that they caused.
 
     jaxfp8rl bench faults [--steps 60] [--seed 0]    # minutes, CPU
 
-Faults of data (a batch with a NaN, log-probabilities that are none, scores that are undefined, rows that are
-broken) cost what docs/faults.md says they cost: an update, a group, a score, a row. They come by the step, so
-that an undisturbed run has the very same. Faults of processes and disks (SIGKILL and SIGTERM anywhere in a
-step, an engine that dies, a save that fails, a bit that flips in the newest checkpoint, lines cut short) come
-on top of them in the disturbed run, which is resumed until it is done. They must cost nothing: both runs are
-compared line by line and bit by bit, and no child may outlive a process that was killed.
+Faults of data (a batch with a NaN, missing log-probabilities, undefined scores, broken rows) cost as much as
+docs/faults.md says: an update, a group, a score, a row. They are scheduled by step, so that an undisturbed
+run has the same ones. Faults of processes and disks (SIGKILL and SIGTERM anywhere in a step, an engine that
+dies, a save that fails, a flipped bit in the newest checkpoint, truncated lines) are added in the disturbed
+run, which is resumed until it finishes. They must cost nothing: both runs are compared line by line and bit
+by bit, and no child may outlive a process that was killed.
 
 Needs no GPU.
 """
@@ -69,7 +69,8 @@ class Fault:
 
 
 def plan(steps: int, seed: int) -> list[Fault]:
-    """Every fault by its step; those of data never three in a row, which would rightly stop the run."""
+    """Every fault by its step. At most two data faults come in a row, because three would rightly stop the
+    run."""
     rng, saved = random.Random(seed), range(SAVE_EVERY, steps + 1, SAVE_EVERY)
     lone = rng.sample(range(2, steps + 1, 2), 24)
     faults = [Fault("NaN in a batch", s)
@@ -85,8 +86,7 @@ def plan(steps: int, seed: int) -> list[Fault]:
 
 
 class Injector:
-    """In the process of a run: makes each fault of the plan happen once, over all processes, and notes it
-    before it does."""
+    """Inside a run's process: triggers each planned fault once, over all processes, and records it first."""
 
     def __init__(self, faults: list[Fault], done: Path, kinds: tuple[str, ...]):
         self._done, self.step = done, 0
@@ -94,7 +94,7 @@ class Injector:
         self._open = [f for f in faults if f.kind in kinds and str(f) not in noted]
 
     def due(self, kind: str, place: str = "", again: bool = False) -> bool:
-        """Whether it is to happen now. `again`: also in a step that is taken again, because it belongs to the
+        """Whether the fault is to happen now. `again`: also in a repeated step, because it belongs to the
         data. A save is written while later steps run."""
         late = kind == "save fails" or place in IN_SAVE
         found = next((f for f in self._open if (f.kind, f.place) == (kind, place)
@@ -107,7 +107,7 @@ class Injector:
 
 
 def inject(injector: Injector) -> None:
-    """Lay the faults into this process, where they would come from."""
+    """Install the faults in this process, at the places where they would occur."""
     one_step, to_samples, generate, seal, make = (
         loop.one_step, scored_groups.to_samples, JaxEngine.generate, store.seal, engines._jax
     )
@@ -158,14 +158,14 @@ def mortal(injector: Injector, place: str, function):
 
 
 def rewarded(self: RewardRunner, items) -> list[Score]:
-    """A number drawn from the text; of one in forty there is none."""
+    """A score derived from the text; one in forty is undefined."""
     drawn = [zlib.crc32(f"{problem.id} {text}".encode()) for problem, text in items]
     return [Score(None, "timeout") if n % 40 == 0 else Score(n % 7 / 6, "ok") for n in drawn]
 
 
 def run(folder: Path, steps: int, seed: int, kinds: tuple[str, ...]) -> int:
-    """`python benchmarks/faults.py run ...`: one process of a run, begun or resumed, with a child that must
-    end with it."""
+    """`python benchmarks/faults.py run ...`: one process of a run, new or resumed, with a child that must end
+    with it."""
     print("child", start("fake").pid, flush=True)
     inject(Injector(plan(steps, seed), folder / "done", kinds))
     used = (folder / "run" / "metrics.jsonl").exists() and (folder / "run" / "metrics.jsonl").stat().st_size
@@ -184,8 +184,8 @@ def write_rows(path: Path) -> None:
 
 
 def until_done(folder: Path, steps: int, seed: int, kinds: tuple[str, ...]) -> dict:
-    """Start processes until one ends by itself; between two, hurt what lies on the disk. What happened,
-    counted."""
+    """Start processes until one finishes by itself; damage the files on disk in between. Returns counts of
+    the events."""
     folder.mkdir(parents=True)
     write_rows(folder / "rows.jsonl")
     rng, counts, exits = random.Random(seed), collections.Counter(), collections.Counter()
@@ -216,7 +216,7 @@ def until_done(folder: Path, steps: int, seed: int, kinds: tuple[str, ...]) -> d
 
 
 def outlives(pid: int, seconds: float = 5.0) -> bool:
-    """Whether a process is still there; one that has ended and that nobody has asked about is not."""
+    """Whether a process still exists; a zombie does not count."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -229,8 +229,7 @@ def outlives(pid: int, seconds: float = 5.0) -> bool:
 
 
 def hurt_disk(directory: Path, rng: random.Random, counts: collections.Counter) -> None:
-    """Now and then a bit flips in the newest of several checkpoints, or the last line of a log is one that
-    was cut short."""
+    """Occasionally flip a bit in the newest of several checkpoints, or truncate the last line of a log."""
     steps = Checkpoints(directory / "checkpoints", 3).steps()
     if len(steps) > 1 and rng.random() < 0.4:
         files = [p for p in sorted((directory / "checkpoints" / str(steps[-1])).rglob("*")) if p.is_file()

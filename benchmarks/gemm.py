@@ -1,16 +1,16 @@
-"""The scaled FP8 products beside XLA's bfloat16, cuBLASLt's FP8 blockwise product and DeepGEMM, in one
+"""The scaled FP8 products against XLA's bfloat16, cuBLASLt's FP8 blockwise product and DeepGEMM, in one
 process on one GPU.
 
     jaxfp8rl bench gemm [--tokens 4096 16384] [--tune]
 
-cuBLASLt is reached through torch's `scaled_mm`, DeepGEMM through vLLM; what is not installed is left out,
-saying so. Every round times all of them, in turning order, by the host's clock around calls that are queued
-together: of JAX's a program of all inputs, of torch's a CUDA graph of them where a product is short, and
-JAX's then takes them in turn for 10 ms; medians over rounds. Inputs and results rotate, or the cache would
-hold them; results are of one type, bfloat16, of wgrad float32. --tune times every one of CANDIDATES,
-FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` in place of the chosen and writes nothing: `choose` is
-made from it. All programs are compiled before the first is timed: ours by threads, DeepGEMM's by processes,
-into its cache on disk.
+cuBLASLt is called through torch's `scaled_mm`, DeepGEMM through vLLM; a yardstick that is not installed is
+skipped with a message. Every round times all of them in rotating order, by the host's clock around calls that
+are queued together. JAX runs one program over all inputs. For short products torch runs a CUDA graph over
+them, and JAX's program repeats them for 10 ms. Results are medians over rounds. Inputs and results rotate, or
+they would stay in the cache; results are bfloat16, those of wgrad float32. --tune times every entry of
+CANDIDATES, FOR_WGRAD or FEW_ROWS of `blockwise_matmul/tiles.py` instead of the chosen tiles and writes
+nothing; `choose` is based on it. All programs are compiled before the first is timed: ours in threads,
+DeepGEMM's in processes, into its cache on disk.
 
 Needs a GPU; torch and vLLM for all its yardsticks.
 """
@@ -40,14 +40,14 @@ from pallas_kernels.quantize import api as quantize
 
 QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 SQUARES = [(8192, 8192, 8192), (8192, 4096, 4096)]
-DECODE = 64  # tokens up to which reading the weights is what takes the time
-SHORT = 2.5e-4  # seconds of a product below which the host's time for a call of its own would be seen
+DECODE = 64  # tokens up to which reading the weights dominates
+SHORT = 2.5e-4  # seconds; for shorter products the host's time per call would be visible
 # seconds of work in a measurement, or a program of short ones: XLA takes 150 us to begin one of eight sets
 QUEUED = 1e-2
 
 
 class Product(NamedTuple):
-    """a [M, K] b [N, K]^T; `wgrad`: both in 1x128 blocks and a float32 result."""
+    """a [M, K] b [N, K]^T. `wgrad`: both in 1x128 blocks, with a float32 result."""
 
     name: str
     m: int
@@ -69,18 +69,18 @@ class Product(NamedTuple):
 
     @property
     def sets(self) -> int:
-        """Of operands and results, used in turn: what one product leaves in the cache is no use to the
-        next."""
+        """The number of sets of operands and results, used in rotation, so that a product cannot reuse
+        another's data in the cache."""
         return 8 if self.short else 2
 
     @property
     def turns(self) -> int:
-        """Through the sets in one program of JAX's."""
+        """The number of passes over the sets in one JAX program."""
         return max(1, round(QUEUED / (self.sets * self.floor))) if self.short else 1
 
     @property
     def floor(self) -> float:
-        """Seconds, about."""
+        """An approximate lower bound in seconds."""
         return max(self.flops / 1.5e15, self.n * self.k / 4.5e12)
 
     def __str__(self) -> str:
@@ -88,7 +88,8 @@ class Product(NamedTuple):
 
 
 def products(tokens: list[int]) -> list[Product]:
-    """dgrad is an fprop of other sizes: y [T, N] = x W^T, dx [T, K] = dy W, dw [N, K] = dy^T x."""
+    """The products to time. dgrad is an fprop of other sizes: y [T, N] = x W^T, dx [T, K] = dy W, dw [N, K] =
+    dy^T x."""
     found = [Product("square", *size, False) for size in SQUARES]
     for t in tokens:
         for name, (n, k) in QWEN3_8B.items():
@@ -102,7 +103,7 @@ def main() -> None:
     parser = arguments(__doc__, "gemm")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--only", nargs="+", default=[],
-                        help="products whose names begin so: square, qkv, o, gate_up, down")
+                        help="only products whose names begin with this: square, qkv, o, gate_up, down")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
@@ -150,9 +151,9 @@ def operands(product: Product, seed: int) -> tuple:
 
 
 def compiling(product: Product, tiles: dict[str, Tiles | None], threads: Executor) -> dict[str, Future]:
-    """By name, our program of a product for every set of operands in turn: a call of its own takes the host
-    longer than a short product the GPU. Scales come in the layout that the quantisers write and the kernel
-    reads: what a model's jit passes on."""
+    """By name, our program of a product over all sets of operands in rotation: a single call takes the host
+    longer than a short product takes the GPU. Scales have the layout that the quantisers write and the kernel
+    reads, as in a model's jit."""
     struct, blocks = jax.ShapeDtypeStruct, product.k // 128
     b_scale = (blocks, product.n) if product.wgrad else (product.n // 128, blocks)
     codes = (struct((rows, product.k), jnp.float8_e4m3fn) for rows in (product.m, product.n))
@@ -181,12 +182,12 @@ def ours(product: Product, made: list, compiled: dict[str, Future]) -> dict[str,
 
 
 def in_turns(f: Callable, turns: int) -> Callable:
-    """The program of f of all sets of operands, one after the other, so many times; the last results."""
+    """A program that runs f over all sets of operands, `turns` times, and returns the last results."""
 
     @jax.jit
     def program(sets):
         once = lambda sets: [f(*operands) for operands in sets]
-        # or XLA would compute each once
+        # otherwise XLA would compute each product only once
         after = lambda results: jax.lax.optimization_barrier((sets, results))[0]
         return jax.lax.fori_loop(1, turns, lambda _, results: once(after(results)), once(sets))
 
@@ -194,7 +195,7 @@ def in_turns(f: Callable, turns: int) -> Callable:
 
 
 def by_call(program: Callable, stored: list, turns: int) -> Callable[[int], object]:
-    """Call number -> the last result, of a program of `in_turns`."""
+    """Call number -> the last result of a program from `in_turns`."""
     last = None
 
     def run(i: int):
@@ -211,16 +212,16 @@ def leave_memory() -> None:
 
 
 def warm(product: Product) -> None:
-    """In a process of its own: DeepGEMM compiles a kernel for a shape, seconds each."""
+    """Run in its own process: DeepGEMM compiles a kernel per shape, which takes seconds."""
     try:
         deep_gemm(product, [torch_operands(operands(product, 0)[1])])(0)
     except (ImportError, RuntimeError, AttributeError, AssertionError):
-        pass  # `yardsticks` says so
+        pass  # `yardsticks` reports it
 
 
 def as_graph(run: Callable[[int], object], count: int) -> Callable[[int], object]:
-    """`count` calls of a library of torch's as one CUDA graph, for the same reason. It keeps `run`, whose
-    arrays it reads."""
+    """`count` calls of a torch library as one CUDA graph, for the same reason. It keeps a reference to `run`,
+    whose arrays it reads."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
@@ -231,7 +232,7 @@ def as_graph(run: Callable[[int], object], count: int) -> Callable[[int], object
 
 
 def copy_bandwidth() -> float:
-    """TB/s read and written by torch's copy of 1 GiB."""
+    """TB/s, reads and writes together, of torch's copy of 1 GiB."""
     try:
         import torch
     except ImportError:
@@ -274,7 +275,7 @@ def torch_operands(codes: tuple) -> tuple:
 
 
 def by_column(scale):
-    """Scales contiguous along the rows of their operand, which both libraries want; theirs to keep, so not
+    """Scales contiguous along the rows of their operand, as both libraries need. The conversion is not
     timed."""
     return scale.t().contiguous().t()
 
@@ -285,7 +286,7 @@ def cublaslt(product: Product, made: list) -> Callable[[int], object]:
 
     plain, kind = SwizzleType.NO_SWIZZLE, ScalingType.BlockWise1x128 if product.wgrad else ScalingType.BlockWise128x128
     dtype = torch.float32 if product.wgrad else torch.bfloat16
-    results = [None] * product.sets  # kept, or all would be put in one place, which stays in the cache
+    results = [None] * product.sets  # kept alive, or all would share one buffer, which stays in cache
 
     def run(i: int, turned: bool):
         a, b, sa, sb = ready[i % product.sets]
@@ -297,7 +298,7 @@ def cublaslt(product: Product, made: list) -> Callable[[int], object]:
         return y
 
     ready = [(a, b, by_column(sa), by_column(sb) if product.wgrad else sb) for a, sa, b, sb in made]
-    try:  # versions of torch differ in which way round they take b's scales
+    try:  # versions of torch differ in the layout of b's scales
         run(0, False)
     except (RuntimeError, ValueError):
         return functools.partial(run, turned=True)
@@ -309,7 +310,7 @@ def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
     import vllm.third_party.deep_gemm as library
 
     if product.wgrad:
-        raise NotImplementedError("its 1x128 by 1x128 product wants other scales")
+        raise NotImplementedError("its 1x128 by 1x128 product needs another layout of scales")
     empty = lambda: torch.empty(product.m, product.n, dtype=torch.bfloat16, device="cuda")
     ready = [(a, by_column(sa), b, sb, empty()) for a, sa, b, sb in made]
 
@@ -322,7 +323,7 @@ def deep_gemm(product: Product, made: list) -> Callable[[int], object]:
 
 
 def measure(runs: dict[str, Callable[[int], object]], product: Product, rounds: int) -> dict[str, float]:
-    """Median seconds a call."""
+    """The median seconds per call."""
     together = product.sets * product.turns
     calls = -(-max(2 * together, round(QUEUED / product.floor)) // together) * together
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -342,7 +343,7 @@ def seconds(run: Callable[[int], object], calls: int) -> float:
 
 
 def wait(result) -> None:
-    """For a result and what was queued before it."""
+    """Wait for a result and for everything queued before it."""
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(result)):
         jax.block_until_ready(result)
     else:

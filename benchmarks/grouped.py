@@ -1,15 +1,15 @@
-"""The grouped FP8 products of a mixture of experts beside JAX's shipped bfloat16 kernels and DeepGEMM, in one
+"""The grouped FP8 products of a mixture of experts against JAX's bfloat16 kernels and DeepGEMM, in one
 process on one GPU.
 
     jaxfp8rl bench grouped [--tune]
 
-128 experts share 131,072 rows by a log-normal law. TFLOP/s count those rows alone: what is computed for
-padding is ours to pay, and so are the tables made from the sizes on the device. Yardsticks: `ragged_dot_mgpu`
-and `transposed_ragged_dot_mgpu` (bfloat16, rows unpadded, the fastest of a few of their own configurations),
-DeepGEMM's contiguous grouped product (padded as ours is), and our dense product of as many operations, which
-a grouped one can hardly pass. Of wgrad, whose result is float32, one in bfloat16, too, as the shipped
-kernel's is. Timed as in benchmarks/gemm.py. --tune times all of `sm90.FORWARD` and `sm90.WEIGHTS` beside that
-last one and writes nothing.
+128 experts share 131,072 rows with log-normal loads. TFLOP/s count only those rows: the work on padding is
+our overhead, and so are the tables made from the sizes on the device. The yardsticks are `ragged_dot_mgpu`
+and `transposed_ragged_dot_mgpu` (bfloat16, unpadded rows, the fastest of a few of their configurations),
+DeepGEMM's contiguous grouped product (padded like ours), and our dense product with as many operations, a
+practical upper bound. wgrad, whose result is float32, is also timed with a bfloat16 result, as JAX's kernel
+has. Timed as in benchmarks/gemm.py. --tune times every entry of `sm90.FORWARD` and `sm90.WEIGHTS` against the
+dense product and writes nothing.
 
 Needs a GPU; vLLM for DeepGEMM.
 """
@@ -37,12 +37,12 @@ from pallas_kernels.grouped_matmul import api, reference, sm90
 from pallas_kernels.quantize import api as quantize
 
 EXPERTS, ROWS = 128, 131_072
-SHAPES = [(1536, 2048), (2048, 1536)]  # (N, K); dgrad of the one is the other
-SPREAD = 1.0  # the standard deviation of the logarithm of an expert's share
+SHAPES = [(1536, 2048), (2048, 1536)]  # (N, K); the dgrad of each is the other
+SPREAD = 1.0  # the standard deviation of the log of an expert's share
 FORWARD_TILES = [(128, 128, 64, 4, 8), (128, 128, 64, 5, 4), (64, 256, 64, 4, 4)]  # of ragged_dot_mgpu
 # of transposed_ragged_dot_mgpu
 WEIGHT_TILES = [(128, 128, 64, 4, 1), (128, 128, 64, 5, 4), (64, 256, 64, 4, 1)]
-CALLS = 8  # queued together; operands are larger than the L2 cache, so one set will do
+CALLS = 8  # queued together; operands exceed the L2 cache, so one set is enough
 DENSE, OURS = "our dense FP8", "ours"
 ROUNDED = f"{OURS}, result in bfloat16"
 Runs = dict[str, Callable[[int], object]]
@@ -103,7 +103,7 @@ def time_case(case: Case, tune: bool, rounds: int) -> dict[str, float]:
 
 
 def measure(runs: Runs, rounds: int) -> dict[str, float]:
-    """Median seconds a call, by name: every round times all of them, in turning order."""
+    """The median seconds per call, by name: every round times all programs in rotating order."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
@@ -128,7 +128,7 @@ def draw(case: Case, seed: int) -> tuple:
 
 @functools.partial(jax.jit, static_argnums=0)
 def quantised(case: Case, groups: api.Groups, x, other) -> tuple:
-    """Codes and scales, scales in the layout that quantisers write and the kernels read."""
+    """Codes and scales, with scales in the layout that quantisers write and the kernels read."""
     x = api.pad_rows(x, groups)
     if not case.wgrad:
         codes, scale = quantize.quantize_rows(x, backend="reference")
@@ -139,8 +139,8 @@ def quantised(case: Case, groups: api.Groups, x, other) -> tuple:
 
 
 def ours(case: Case, groups: api.Groups, codes: tuple, options: dict[str, dict]) -> Runs:
-    """By name, the product compiled with those options: call number -> result. Checked against the reference,
-    every expert by its own norm."""
+    """By name, the product compiled with these options: call number -> result. Checked against the reference,
+    each expert by its own norm."""
 
     def product(f, groups, a, sa, b, sb, **options):
         return f(a, sa.T, b, sb.T if case.wgrad else sb, groups, **options)
@@ -164,8 +164,8 @@ def compiled(lowered: list) -> list[Callable]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def worst_expert(case: Case, groups: api.Groups, got, want) -> jax.Array:
-    """The largest relative l2 error of a gradient, or of a block of 128 rows; 1 where zeros are wanted and
-    something is there."""
+    """The largest relative l2 error of a gradient, or of a block of 128 rows; 1 if a result that should be
+    zero is not."""
     cut = lambda y: y.astype(jnp.float32).reshape((EXPERTS if case.wgrad else groups.expert.size),
                                                   -1)  # noqa: E731
     error, norm = (jnp.linalg.norm(y, axis=1) for y in (cut(got) - cut(want), cut(want)))
@@ -219,7 +219,7 @@ def deep_gemm(case: Case, groups: api.Groups, codes: tuple) -> Callable[[int], o
 
     if case.wgrad:
         raise NotImplementedError(
-            "its product grouped along the contraction wants each group's operand apart")
+            "its product grouped along the contraction needs a separate operand for each group")
     a, sa, b, sb = (torch.from_dlpack(c) for c in codes)
     expert = jnp.where(groups.expert < EXPERTS, groups.expert, -1)
     of_row = torch.from_dlpack(jnp.repeat(expert, 128))
@@ -233,7 +233,7 @@ def deep_gemm(case: Case, groups: api.Groups, codes: tuple) -> Callable[[int], o
 
 
 def dense_product(case: Case, codes: tuple) -> Callable[[int], object]:
-    """As many operations in one product; the padding cut off."""
+    """A single product with as many operations, with the padding cut off."""
     a, sa, b, sb = codes
     if case.wgrad:
         operands = a[:, :ROWS], sa[: ROWS // 128], b[:, :ROWS], sb[: ROWS // 128]

@@ -1,14 +1,14 @@
-"""Whole steps of GRPO, all parameters, learner and vLLM on one GPU: Qwen3 shapes, random weights, completions
-of many tokens.
+"""Whole GRPO steps, all parameters, learner and vLLM on one GPU: Qwen3 shapes, random weights, long
+completions.
 
     jaxfp8rl bench grpo [--size 8b] [--steps 3] [--new-tokens 4096] [--gpus 0 1]
 
-Two runs of `jaxfp8rl train`, each a process of its own: "fp8", recipe fp8_unified with an FP8 cache, and
-"bf16", the yardstick. With --gpus they run at the same time, each on its own; else one after the other. A
-model of random weights ends a completion at one of ENDS tokens of its vocabulary, and is rewarded for ending
-early, so lengths and rewards differ as they do in a run. Phases are medians of the steps after the first,
-which compiles. The peak is that of JAX's allocator, beside the plan that `--dry-run` prints; "device" is what
-the driver says is in use, learner and engine together, looked at twice a second.
+Two runs of `jaxfp8rl train`, each in its own process: "fp8", recipe fp8_unified with an FP8 cache, and
+"bf16", the yardstick. With --gpus they run at the same time, each on its own GPU; otherwise one after the
+other. A model with random weights ends a completion at one of ENDS tokens of its vocabulary and is rewarded
+for ending early, so lengths and rewards vary as in a real run. Phases are medians over the steps after the
+first, which compiles. The peak is that of JAX's allocator, next to the plan that `--dry-run` prints; "device"
+is the memory in use according to the driver, learner and engine together, sampled twice a second.
 
 Needs a GPU and vLLM.
 """
@@ -37,7 +37,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 PROMPTS, SAMPLES, PROMPT = 8, 8, 32
-ENDS = 24  # tokens that end a completion: of 4,096 tokens about half do
+ENDS = 24  # tokens that end a completion: about half of the completions of 4,096 tokens end early
 RECIPES = {"fp8": ("fp8_unified", "fp8"), "bf16": ("bf16", "auto")}
 PHASES = ("step", "rollout", "score", "update", "publish")
 RATES = ("step", "rollout", "score", "update")
@@ -99,13 +99,13 @@ def config_of(recipe: str, args, folder: Path) -> Config:
         "loss": {"overlong_buffer": args.new_tokens, "old_policy": args.old_policy},
         "optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"},
         "train": {"row_tokens": 4 * length, "rows_per_microbatch": 1, "remat": args.remat},
-        # random weights: roundings grow from layer to layer
+        # with random weights, rounding errors grow from layer to layer
         "gate": {"completions": 4, "max_mean_gap": 1.0, "max_gap": 10.0},
     })
 
 
 def tokenizer(folder: Path) -> Path:
-    """One token a character, and ids that mean nothing but the end."""
+    """A tokenizer with one token per character, whose ids mean nothing but the end."""
     folder.mkdir(parents=True)
     chars = load_tokenizer("chars:0123456789+-*=")
     chars.save(str(folder))
@@ -116,7 +116,7 @@ def tokenizer(folder: Path) -> Path:
 
 
 class Run(threading.Thread):
-    """`jaxfp8rl train` in a process of its own, and what the driver says of its GPU meanwhile."""
+    """`jaxfp8rl train` in its own process, and the driver's figures for its GPU meanwhile."""
 
     def __init__(self, name: str, gpu: str, folder: Path, args):
         super().__init__()
@@ -150,18 +150,18 @@ class Run(threading.Thread):
 
 
 def in_use(gpu: str) -> int:
-    """MiB."""
+    """GPU memory in use, in MiB."""
     query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
 
 
 def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
-    """Beside bf16, where it ran and came beyond its first step; else each phase beside the whole step."""
-    # a line of step 0 comes first
+    """Rows against bf16, if that got beyond its first step; otherwise each phase against the whole step."""
+    # the first line is that of step 0
     steps = {name: f["steps"][2:] for name, f in found.items() if f["steps"][2:]}
     median = {name: {p: statistics.median(s[f"time/{p}_s"] for s in seen) for p in PHASES}
               for name, seen in steps.items()}
-    # each run samples its own
+    # each run samples different completions
     tokens = {name: sum(s["tokens/rollout"] for s in seen) for name, seen in steps.items()}
     rate = {name: {p: tokens[name] / sum(s[f"time/{p}_s"] for s in seen) for p in RATES}
             for name, seen in steps.items()}

@@ -1,12 +1,12 @@
-"""What FP8 keys, values and queries cost at scale 1 and over calibrated scales: one policy's
-log-probabilities with and without.
+"""The cost of FP8 keys, values and queries at scale 1 and with calibrated scales: one policy's
+log-probabilities with and without FP8.
 
     jaxfp8rl bench kv_scales [--smollm2 models/smollm2-135m] [--seeds 3]
 
-On a CPU, everything else in float32, so that all of a difference is the rounding of attention. The subjects
-are those of precision_errors.py: a small model with query/key norm after a part of the demo's warm start, and
-SmolLM2, without such norms, on text. The scales are those of another batch than the one that is scored. The
-yardstick of each row is scale 1.
+It runs on a CPU with everything else in float32, so that all differences come from the rounding of attention.
+The subjects are those of precision_errors.py: a small model with query/key norm after a part of the demo's
+warm start, and SmolLM2, which has no such norms, on text. The scales come from another batch than the one
+that is scored. The yardstick of each row is scale 1.
 
 Needs no GPU.
 """
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def gaps(subject: Subject, fields: dict) -> tuple[dict, dict, dict]:
-    """Differences from the policy without any rounding, at scale 1 and calibrated on the batch's first half;
+    """Differences from the unrounded policy, at scale 1 and with scales calibrated on the batch's first half;
     and the amax."""
     layers = subject.model.num_hidden_layers
     plain, rounded = Precision.uniform(layers), Precision.uniform(layers, **fields)

@@ -3,12 +3,12 @@ weights.
 
     jaxfp8rl bench kv_scales_vllm [--samples 512]
 
-The models are random, with and without query/key norm; an eighth of their keys' channels is a thousand times
-as large as the rest and the queries' as much smaller, so that BF16 attention is the same and E4M3 at scale 1
-cuts keys off at 448 and loses queries below 2^-10. Samples of the engine are scored by the learner that
-mirrors it ("mirrored") and by one whose attention is BF16 ("BF16 attention"), which shows what the engine's
-rounding does to the policy. The yardstick is the same engine at scale 1. Each engine has a process of its
-own. Then a training step is timed, and of it the share that calibrating takes.
+The models are random, with and without query/key norm. An eighth of their keys' channels is a thousand times
+as large as the rest, and the queries' are smaller by the same factor. BF16 attention is therefore unchanged,
+while E4M3 at scale 1 clips keys at 448 and loses queries below 2^-10. The engine's samples are scored by the
+learner that mirrors it ("mirrored") and by one whose attention is BF16 ("BF16 attention"), which shows the
+effect of the engine's rounding on the policy. The yardstick is the same engine at scale 1. Each engine has
+its own process. Finally a training step is timed, with the share that calibration takes.
 
 Needs a GPU and vLLM.
 """
@@ -61,9 +61,9 @@ COMMON = [
 ]
 LOUD = 1024.0
 STEPS = 4
-# Qwen3-0.6B's shape but for its words. The reward is for ending early, which random weights do now and then,
-# so that there is something to learn and every update is made, at a rate at which they stay random: two
-# updates of the demo's have learned it.
+# Qwen3-0.6B's shape except for its vocabulary. The reward is for ending early, which random weights do
+# occasionally, so that there is a gradient and every update is applied. The learning rate is so small that
+# the weights stay random: at the demo's rate, two updates learn the task.
 STEP = {
     "model.config.hidden_size": 1024, "model.config.intermediate_size": 3072,
     "model.config.num_hidden_layers": 28,
@@ -123,10 +123,10 @@ def run_all(args) -> None:
 
 
 def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str, float]]]:
-    """What was published, and how -> learner -> gaps."""
+    """(values and publish method) -> learner -> gaps."""
     with contextlib.closing(build_run(load_config("demo", [*COMMON, *NORMS[norm], *CACHES[cache]]))) as ctx:
         plain = dataclasses.replace(ctx.precision, kv_fp8=False, attention_fp8=False)
-        mirrored = ctx.kv_scales.score if ctx.kv_scales else ctx.score  # as a step scores
+        mirrored = ctx.kv_scales.score if ctx.kv_scales else ctx.score  # scores as a step does
         learners = {"mirrored": mirrored,
                     "BF16 attention": make_score(make_logprobs(ctx.model, plain, 1.0, remat="none"))}
         policy = ctx.policy(with_outliers(ctx.model, ctx.initial_params()))
@@ -141,8 +141,8 @@ def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str
 
 
 def with_outliers(model: ModelConfig, params: Params) -> Params:
-    """Wide random weights. Every eighth channel of the keys is louder by LOUD, of the queries softer; both
-    halves of a rotated pair alike, so that their products are as they were."""
+    """Wide random weights. Every eighth channel of the keys is larger by LOUD, and of the queries smaller;
+    both halves of a rotated pair change alike, so that their products are unchanged."""
     params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, params)
     attention = params["layers"]["self_attn"]
     channel = jnp.where(jnp.arange(model.head_dim // 2) % 8 == 0, LOUD, 1.0)
@@ -165,7 +165,7 @@ def published(ctx: RunContext, learners: dict[str, Callable], policy: Params,
 
 
 def gaps(logp: jax.Array, batch) -> dict[str, float]:
-    """Over response tokens, in nats."""
+    """Statistics over response tokens, in nats."""
     d = (np.asarray(logp)
          - np.asarray(batch.rollout_logp))[np.asarray(batch.response_mask)].astype(np.float64)
     apart, k3 = np.abs(d), np.expm1(d) - d
@@ -174,8 +174,8 @@ def gaps(logp: jax.Array, batch) -> dict[str, float]:
 
 
 def timed_step() -> dict[str, float]:
-    """Seconds: a whole step (median), and what calibrating adds: to the scoring pass, and to make the
-    scales."""
+    """Seconds of a whole step (median), and of calibration: the increase of the scoring pass, and the
+    computation of the scales."""
     options = [*COMMON, *CACHES["FP8"], *(w for k, v in STEP.items() for w in (f"--{k}", str(v)))]
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config("demo", [*options, "--run.dir", folder + "/run"])
@@ -186,7 +186,7 @@ def timed_step() -> dict[str, float]:
             loop.publish(ctx, policy, 0)
             for step in range(1, STEPS + 1):
                 state, policy, metrics, _ = loop.one_step(ctx, run, state, policy, step)
-                assert metrics["update/applied"] == 1, "a step without an update is none"
+                assert metrics["update/applied"] == 1, "the timed step applied no update"
                 steps.append(metrics)
             batch = sample(ctx, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt, STEPS)
             plain, seen = (median_seconds(lambda s=s: s(policy, batch))

@@ -3,10 +3,11 @@ XLA, on one GPU.
 
     jaxfp8rl bench layer [--tokens 16384 ...] [--segments 16]
 
-In bfloat16 and in FP8 (fp8_unified, as compiled vLLM fuses); lengths are those of `jaxfp8rl bench attention`.
-Yardsticks: the same layer with cuDNN's attention, causal over the whole row (more work, and another result:
-what there is in JAX without scores of [T, T]), and, while these fit in SCORES bytes, with a mask. The
-backward gives gradients of the input and of all weights. Rounds turn the order; medians.
+In bfloat16 and in FP8 (fp8_unified, fused as in compiled vLLM); lengths are those of `jaxfp8rl bench
+attention`. The yardsticks are the same layer with cuDNN's attention, causal over the whole row (more work,
+and a different result; nothing else in JAX avoids scores of [T, T]), and with a mask while the scores fit
+into SCORES bytes. The backward pass computes gradients of the input and of all weights. Rounds rotate the
+order; results are medians.
 
 Needs a Hopper GPU.
 """
@@ -42,7 +43,7 @@ from jaxfp8rl.precision.recipe import Precision
 
 MODEL = ModelConfig.from_hf(config("8b", 1) | {"vocab_size": 128, "tie_word_embeddings": True})
 RECIPES = "bf16", "fp8_unified"
-SCORES = 8 * 2**30  # bytes, of float32 [H, T, T]
+SCORES = 8 * 2**30  # bytes of float32 scores [H, T, T]
 OURS = "ours"
 
 
@@ -83,7 +84,7 @@ def compare(recipe: str, tokens: int, segments: int, rounds: int) -> list[dict]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def draw(precision: Precision, tokens: int) -> tuple:
-    """The policy, what it is differentiated by, the layer's input and its result's gradient [1, T, D]."""
+    """The policy, its handles for differentiation, the layer's input and its result's gradient [1, T, D]."""
     keys = jax.random.split(jax.random.key(0), 3)
     policy = policy_of(init_params(MODEL, keys[0], jnp.bfloat16), precision)
     x, dy = (jax.random.normal(key, (1, tokens, MODEL.hidden_size), "bfloat16") for key in keys[1:])
@@ -110,7 +111,7 @@ PASSES = {"forward": forward, "forward and backward": both}
 
 
 def positions_of(ids: Array) -> Array:
-    """[B, T], from 0 in every segment."""
+    """[B, T]: positions from 0 in every segment."""
     at = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     begins = jnp.where(jnp.diff(ids, axis=1, prepend=-1) != 0, at, 0)
     return at - jax.lax.cummax(begins, axis=1)

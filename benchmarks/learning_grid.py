@@ -1,15 +1,15 @@
-"""Small models, many runs: how far engine and learner differ by recipe, and what each recipe and correction
-learns.
+"""Many runs of small models: the mismatch of engine and learner by recipe, and the effect of each recipe and
+correction on learning.
 
     jaxfp8rl bench learning_grid [--part mismatch|learning|both|wgrad] [--seeds 3] [--jobs 6]
 
-Every run is `jaxfp8rl train` on the demo in a process of its own, several at once on one GPU; runs of one
-seed begin from the same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps
+Every run is `jaxfp8rl train` on the demo in its own process, several at once on one GPU; runs of one seed
+begin from the same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps
 (`--cpu`: vLLM's CPU build, W8A16, on a machine with AMX). `learning`: the embedded engine, recipe x
 correction; held-out reward at the end, and its mean over the run, with Student's 95% interval over seeds. The
-yardstick is the BF16 recipe of the same seeds. A correction that does nothing is refused for an FP8 recipe,
-so "none" carries a rejection that never rejects. `wgrad`: the embedded engine, fp8_unified by each of
-precision.wgrad_inputs, the yardstick being "1x128".
+yardstick is the BF16 recipe of the same seeds. An FP8 recipe requires a correction, so "none" has a rejection
+that never rejects. `wgrad`: the embedded engine, fp8_unified with each value of precision.wgrad_inputs; the
+yardstick is "1x128".
 
 Needs no GPU; one for its speed, vLLM for --part mismatch.
 """
@@ -48,7 +48,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("mismatch", "learning", "both", "wgrad"), default="both")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=6, help="runs at once")
+    parser.add_argument("--jobs", type=int, default=6, help="number of concurrent runs")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--cpu", action="store_true",
                         help="vLLM's CPU build: results go to mismatch_cpu.json")
@@ -116,7 +116,7 @@ def wgrad(args, common: list[str]) -> None:
 
 
 def compare_learning(args, cases: dict[str, list[str]], result: str, yardstick: str) -> None:
-    """Write what each case learns, mean over seeds, beside the case `yardstick`."""
+    """Write the learning results of each case, averaged over seeds, against the case `yardstick`."""
     part = "learning" if result == "learning_grid" else result
     records = run_all(args, cases, part)
     finals = {n: {s: evals(r)[-1] for s, r in by.items()} for n, by in records.items()}
@@ -138,7 +138,7 @@ def compare_learning(args, cases: dict[str, list[str]], result: str, yardstick: 
 
 
 def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int, list[dict]]]:
-    """Records by case and seed of the runs that finished."""
+    """The records of the finished runs, by case and seed."""
 
     def one(job: tuple[str, int]) -> None:
         name, seed = job
@@ -160,7 +160,7 @@ def run_all(args, cases: dict[str, list[str]], part: str) -> dict[str, dict[int,
 
 def child(words: list[str]) -> None:
     name = words[words.index("--run.dir") + 1]
-    # one program is compiled once for all runs
+    # each program is compiled once for all runs
     cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(name).parent / "compiled")}
     with open(f"{name}.log", "w") as log:
         words = [sys.executable, "-m", "jaxfp8rl", *words]
@@ -192,7 +192,7 @@ def interval(values: list[float]) -> list[float] | None:
 
 
 def problems(args, part: str, records: dict[str, dict[int, list[dict]]]) -> dict[str, str]:
-    """By case and seed, what the log of a run that did not finish says."""
+    """The end of the log of each run that did not finish, by case and seed."""
     missing = {f"{n}, seed {s}": folder(args, part, n, s) for n, by in records.items()
                for s in range(args.seeds) if s not in by}
     return {name: last_error(Path(f"{path}.log")) for name, path in missing.items()}

@@ -1,10 +1,10 @@
 """All linears of a Qwen3-8B layer, and its MLP with SwiGLU, forward and backward with every quantisation, by
-recipe, beside XLA's bfloat16, on one GPU.
+recipe, against XLA's bfloat16, on one GPU.
 
     jaxfp8rl bench linear [--tokens 16384] [--parts linears MLP]
 
-Each case is one jitted call: q, k, v of one input, o, gate and up of one input, down; the pullback of all,
-with gradients of weights in bfloat16 as a micro-batch leaves them. Rounds turn the order; medians.
+Each case is one jitted call: q, k, v of one input, o, gate and up of one input, down; then all their
+gradients, those of weights in bfloat16 as for a micro-batch. Rounds rotate the order; results are medians.
 
 Needs a GPU.
 """
@@ -39,12 +39,12 @@ CALLS = 4
 
 
 class Case(NamedTuple):
-    """`outputs(xs, weights)`, with weights in FP8 or not."""
+    """`outputs(xs, weights)`, with or without FP8 weights."""
 
     name: str
     fp8: bool
     outputs: Callable[[list, list], list]
-    forward: bool = True  # to be timed alone as well: where no other case's is the same
+    forward: bool = True  # whether to time the forward pass alone; not if another case has the same
 
 
 def precision(products: str, **options) -> Precision:
@@ -52,7 +52,7 @@ def precision(products: str, **options) -> Precision:
 
 
 def together(p: Precision) -> Callable:
-    """As a decoder layer has q, k and v: backwards the products of one input are one."""
+    """q, k and v as in a decoder layer: in the backward pass the products of one input are joined."""
     return lambda xs, weights: [y for x, ws in zip(xs, weights) for y in fused_linears(x, ws, p)]
 
 
@@ -61,12 +61,12 @@ def one_by_one(p: Precision, fp8: bool = True, own: Callable = lambda x, w: x) -
 
 
 def unlike(x: jax.Array, w: QuantizedWeight | WeightWithGradSlot) -> jax.Array:
-    """x, which to XLA is another array for every w."""
+    """x as an array that XLA cannot identify with x, for every w."""
     return jax.lax.optimization_barrier((x, jax.tree.leaves(w)[0]))[0]
 
 
 def mlp(p: Precision, fp8: bool = True) -> Callable:
-    """As a decoder layer has it, product by product."""
+    """The MLP as in a decoder layer, product by product."""
 
     def outputs(xs: list, weights: list) -> list:
         (x,), ((gate, up, down),) = xs, weights
@@ -133,7 +133,7 @@ def compare(part: str, tokens: int, rounds: int) -> list[dict]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def draw(part: str, tokens: int) -> tuple[list, list, list]:
-    """Inputs [T, K], for each its weights [N, K], and gradients of outputs [T, N], bfloat16."""
+    """Inputs [T, K], the weights [N, K] of each, and gradients of outputs [T, N], bfloat16."""
     keys = iter(jax.random.split(jax.random.key(0), 32))
     normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
     if part == "linears":
@@ -166,7 +166,8 @@ PASSES = {"forward": forward, "forward and backward": both}
 
 
 def bind(what: str, case: Case, drawn: tuple) -> Callable[[int], jax.Array]:
-    """The weights are quantised before, as they are once an update, not once a micro-batch."""
+    """The program bound to its operands. Weights are quantised beforehand, which happens once per update, not
+    once per micro-batch."""
     xs, weights, dys = drawn
     of = jax.jit(QuantizedWeight.of) if case.fp8 else (lambda w: w)
     args = xs, [[of(w) for w in ws] for ws in weights], dys

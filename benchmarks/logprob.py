@@ -1,13 +1,13 @@
-"""Log-probabilities and entropy over a vocabulary, forward and backward, beside the bare products, on one
+"""Log-probabilities and entropy over a vocabulary, forward and backward, against the bare products, on one
 GPU.
 
     jaxfp8rl bench logprob [--tokens 16384] [--tune]
 
-Each case is one jitted call. "products": z = x w^T, dx = dz w, dw = dz^T x by XLA (cuBLAS), bfloat16, z and
-dz whole in memory, which is what there is to do; four of them where the logits are made twice. "checkpointed
+Each case is one jitted call. "products": z = x w^T, dx = dz w, dw = dz^T x by XLA (cuBLAS), bfloat16, with z
+and dz whole in memory: the unavoidable work; four products if the logits are computed twice. "checkpointed
 chunks": `jax.checkpoint` of `log_softmax` in a `lax.map`, differentiated by JAX. Extra memory is the
-compiler's count of what a call needs beside its arguments and results. Rounds turn the order; medians. --tune
-times kernels by their tiles and writes nothing.
+compiler's figure for a call's temporaries besides arguments and results. Rounds rotate the order; results are
+medians. --tune times kernels by their tiles and writes nothing.
 
 Needs a Hopper GPU.
 """
@@ -33,7 +33,7 @@ from benchmarks.gemm import seconds
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.logprob import api, reference, sm90
 
-TILES = {  # what --tune compares
+TILES = {  # compared by --tune
     "pairs along M": sm90.Tiles(),
     "single": sm90.Tiles(cluster=""),
     "bands of 4": sm90.Tiles(band=4),
@@ -121,8 +121,8 @@ def yardsticks() -> dict[str, Callable]:
 
 
 def products(count: int, x: Array, w: Array, targets: Array, g: Array, h: Array):
-    """The first stands for the logits, and for their gradient; a fourth is the first again, which the
-    compiler must not see."""
+    """The first product computes the logits, and its result also stands for their gradient. A fourth repeats
+    the first, hidden from the compiler."""
     z = product(x, w)
     found = [z, reference.d_x(z, w).astype(x.dtype), reference.d_w(z, x)][:count]
     if count == 4:
@@ -149,13 +149,13 @@ def checkpointed_chunks(x: Array, w: Array, targets: Array) -> tuple[Array, Arra
 
 
 def compiled(lowered: dict) -> dict:
-    """In parallel."""
+    """The compiled programs, compiled in parallel."""
     with ThreadPoolExecutor() as pool:
         return dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
 
 
 def times(runs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
-    """Median seconds a call."""
+    """The median seconds per call."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:

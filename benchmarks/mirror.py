@@ -1,12 +1,12 @@
-"""What each rounding that the learner mirrors is worth: samples of the engine, scored by learners that do one
-of them otherwise.
+"""The value of each rounding that the learner mirrors: samples of the engine, scored by learners that differ
+in one rounding.
 
     jaxfp8rl bench mirror [--samples 4096] [--cpu]
 
-The demo's warm start is published to vLLM and sampled, in a process of its own for each case. The same tokens
-are then scored by the learner as it mirrors the engine (`resolve`), and by learners that do one thing
-otherwise. The yardstick of a row is the full mirror: a ratio of 0.5 says that this change doubles the gap.
-`--cpu`: vLLM's CPU build, not compiled, with the FP8 kernel that `make demo-vllm` takes here; the result is
+The demo's warm start is published to vLLM and sampled, in a separate process for each case. The same tokens
+are then scored by the learner that mirrors the engine (`resolve`), and by learners that differ from it in one
+respect. The yardstick of a row is the full mirror: a ratio of 0.5 means that the change doubles the gap.
+`--cpu`: vLLM's CPU build, not compiled, with the FP8 kernel that `make demo-vllm` uses here; the result is
 mirror_cpu.json.
 
 Needs a GPU and vLLM.
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--options", default="",
                         help="more overrides of the config, as `jaxfp8rl train` takes them")
-    parser.add_argument("--jobs", type=int, help="cases at once; default: all on a GPU, one on a CPU")
+    parser.add_argument("--jobs", type=int, help="number of concurrent cases; default: all on a GPU, one on a CPU")
     parser.add_argument("--child", nargs=3, metavar=("CONFIG", "OPTIONS", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -111,8 +111,8 @@ def measure(config: str, options: str, out: str, samples: int) -> None:
 
 
 def variants(full: Precision) -> dict[str, Precision]:
-    """The learner as it mirrors the engine, and with one thing otherwise; what would change nothing is left
-    out."""
+    """The learner that mirrors the engine, and learners that differ in one respect. Changes without an effect
+    are left out."""
     plain = tuple(dataclasses.replace(run, fp8=frozenset()) for run in full.runs)
     changes = {
         "FP8 products summed in float32": {"products": "float32"},
@@ -130,7 +130,7 @@ def variants(full: Precision) -> dict[str, Precision]:
         "everything but FP8 in float32": {"compute_dtype": "float32"},
     }
     changed = {name: dataclasses.replace(full, **change) for name, change in changes.items()}
-    if not full.any_fp8:  # its fields say nothing then
+    if not full.any_fp8:  # then its fields have no effect
         del changed["FP8 products summed in float32"]
     return {"mirrored": full} | {name: precision for name, precision in changed.items() if precision != full}
 
@@ -148,7 +148,7 @@ def sample(ctx: RunContext, count: int, version: int = 0):
 
 
 def gaps(ctx: RunContext, params, batch, precision: Precision) -> dict[str, float]:
-    """Means over response tokens of |d|, of k3 and of those with |d| < 1e-5, and the largest |d|; d in
+    """Means over response tokens of |d|, of k3 and of the share with |d| > 1e-5, and the largest |d|; d in
     nats."""
     cfg = ctx.cfg
     score = make_score(make_logprobs(ctx.model, precision, cfg.rollout.temperature, cfg.train.remat))

@@ -1,12 +1,12 @@
-"""The mixture of experts of a layer of Qwen3-30B-A3B, forward and backward, FP8 beside BF16, in one process
+"""The mixture of experts of a layer of Qwen3-30B-A3B, forward and backward, FP8 against BF16, in one process
 on one GPU.
 
     jaxfp8rl bench moe [--tokens 16384]
 
-128 experts of 2048 -> 768 -> 2048, 8 a token: router, dispatch, products, SwiGLU and the sum over experts, as
-a step computes them. Routers are random, so experts have unequal loads. BF16's products are JAX's shipped
-grouped kernels. Beside the whole: the router and the dispatch alone, which both have. Rounds turn the order;
-medians.
+128 experts of 2048 -> 768 -> 2048, 8 per token: router, dispatch, products, SwiGLU and the sum over experts,
+as in a training step. Routers are random, so experts have unequal loads. BF16's products are JAX's own
+grouped kernels. The router and the dispatch, which both share, are also timed alone. Rounds rotate the order;
+results are medians.
 
 Needs a Hopper GPU.
 """
@@ -67,7 +67,7 @@ def compare(tokens: int, rounds: int) -> list[dict]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def draw(fp8: bool, tokens: int) -> tuple:
-    """A layer's weights, what they are differentiated by, its input and its result's gradient [1, T, D]."""
+    """A layer's weights, their handles for differentiation, its input and its result's gradient [1, T, D]."""
     keys = iter(jax.random.split(jax.random.key(0), 6))
     random = lambda *shape: 0.02 * jax.random.normal(next(keys), shape, jnp.bfloat16)
     E, D, F = EXPERTS.num_experts, WIDTH, EXPERTS.moe_intermediate_size
@@ -89,7 +89,7 @@ def both(precision: Precision, weights: dict, grad_slots: dict, x: Array, dy: Ar
 
 
 def moves(weights: dict, grad_slots: dict, x: Array, dy: Array) -> Array:
-    """Routing, and tokens to their rows and back, without a product."""
+    """Routing, and the moves of tokens to their rows and back, without a product."""
     logits = jnp.einsum("td,ed->te", x[0].astype(jnp.float32), weights["gate"]["weight"].astype(jnp.float32))
     d = dispatch(jax.lax.top_k(logits, EXPERTS.num_experts_per_tok)[1], EXPERTS.num_experts)
     return jnp.sum(combine_tokens(dispatch_tokens(x[0], d), d), 1)

@@ -1,24 +1,25 @@
-"""Routing replay on a small mixture of experts, from scratch on CPUs: the mismatch that it removes, and what
-is learned.
+"""Routing replay on a small mixture of experts, from scratch on CPUs: the mismatch that it removes, and its
+effect on learning.
 
     jaxfp8rl bench moe_learning [--seeds 3] [--jobs 2] [--keep DIR] [--plot docs/moe-learning.png]
 
-The demo's task with sixteen experts, four of them a token, and the embedded engine. Routers are trained, or
+It uses the demo's task with sixteen experts, four per token, and the embedded engine. Routers are trained, or
 random and fixed (`moe.freeze_router`), which leaves a token's fourth and fifth expert close together. Even so
-an FP8 engine here chooses 1% other experts than the learner, where at scale 10% were seen (arXiv 2510.11370).
-So the engine may be given perturbed routers: off by Gaussian noise, of a size relative to the weights' own
-spread, the same noise in every publish.
+an FP8 engine here chooses only 1% other experts than the learner, while 10% were reported at scale (arXiv
+2510.11370). The engine can therefore get perturbed routers, with Gaussian noise of a size relative to the
+weights' own spread; the noise is the same in every publish.
 
-`mismatch`: policies 20 steps on, each recipe and size of noise: the share of other experts, and the mismatch
-of scoring passes without replay (also that of R2, which replays in the updates alone) and with R3; beside
-them one with the learner's choice and the engine's routers, of which only the choice is left. Yardstick: no
-replay, the same engine unperturbed. `staleness`: the ratio of an update, pi / pi_old, a few updates later:
-with routes of its own, and with those of pi_old (R2). `learning`: fixed random routers. Runs of one seed
-begin from the same warm start; held-out reward, greedy, by an engine with exact routers and by the run's own,
-with Student's 95% interval over seeds. The yardstick is the BF16 recipe of the same seeds. "Neither" carries
-a rejection that never rejects, because no correction at all is refused beside FP8.
+`mismatch`: policies after 20 steps, for each recipe and size of noise. It reports the share of experts that
+differ, and the mismatch of scoring passes without replay (also that of R2, which replays only in the updates)
+and with R3. A further pass combines the learner's choice with the engine's routers, so that only the choice
+matters. The yardstick is the same unperturbed engine without replay. `staleness`: the ratio of an update,
+pi / pi_old, a few updates later, with its own routes and with those of pi_old (R2). `learning`: fixed random
+routers; runs of one seed begin from the same warm start. It reports the greedy held-out reward, by an engine
+with exact routers and by the run's own engine, with Student's 95% interval over seeds. The yardstick is the
+BF16 recipe of the same seeds. "Neither" has a rejection that never rejects, because FP8 without a correction
+is refused.
 
-What the result file has already is not run again.
+Results that are already in the result file are not run again.
 
 Needs no GPU.
 """
@@ -76,7 +77,7 @@ SEEN = (
     "mismatch/token_mult_prob_error",
     "routing/disagreement", "routing/tokens_differing", "correction/ess",
 )
-SCORED, LATER = 20, (1, 4, 16)  # the policy after so many steps, and after so many more
+SCORED, LATER = 20, (1, 4, 16)  # steps before the policy that is scored, and further updates
 
 
 # Runs, each in a process of its own
@@ -85,7 +86,7 @@ SCORED, LATER = 20, (1, 4, 16)  # the policy after so many steps, and after so m
 
 def perturbed(policy: Params, size: float, seed: int) -> Params:
     """The policy with Gaussian noise of `size` times their standard deviation on its routers, in bfloat16 as
-    they cross."""
+    they are published."""
     rng = np.random.default_rng(seed)
 
     def off(weight: jax.Array) -> jax.Array:
@@ -98,7 +99,7 @@ def perturbed(policy: Params, size: float, seed: int) -> Params:
 
 
 def warm_start(folder: Path, seed: int, routers: str) -> None:
-    """folder/sft/: the policy that the runs of a seed begin with; folder/demo.toml: their config."""
+    """Create folder/sft/, the initial policy of the runs of a seed, and folder/demo.toml, their config."""
     words = [word for key, value in MODEL.items() for word in (f"--model.config.{key}", str(value))]
     cfg = load_config("demo", ["--run.dir", str(folder), "--run.seed", str(seed), *words, *ROUTERS[routers]])
     model = routing_replay.with_options(model_config(cfg), cfg)
@@ -111,8 +112,8 @@ def warm_start(folder: Path, seed: int, routers: str) -> None:
 
 
 def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0.0) -> None:
-    """folder/`name`/: a run. It is evaluated with exact routers, and as `eval/own_engine` with those of its
-    engine."""
+    """Create folder/`name`/, a run. It is evaluated with exact routers, and as `eval/own_engine` with its
+    engine's routers."""
     publish, evaluate, exact = loop.publish, loop.evaluate, []
 
     def publish_perturbed(ctx: RunContext, policy: Params, version: int) -> PublishReceipt:
@@ -134,8 +135,8 @@ def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0
 
 
 def compare(folder: Path, seed: int, routers: str) -> None:
-    """folder/compared/: BF16 steps, and the records of `mismatches` and `staleness` on their checkpoints as
-    found.json."""
+    """Create folder/compared/: BF16 steps, with the records of `mismatches` and `staleness` for their
+    checkpoints in found.json."""
     run, steps = folder / "compared", SCORED + max(LATER)
     kept = ["--run.save_every", "1", "--run.keep_checkpoints", str(steps), "--run.steps", str(steps),
             "--run.eval_every", "0"]
@@ -151,20 +152,20 @@ def with_policy(run: Path, words: list[str], step: int) -> tuple[RunContext, Par
 
 
 def sampled(ctx: RunContext, engine: Params, version: int) -> TrainBatch:
-    """A step's batch by an engine with that policy, and its routes."""
+    """A step's batch, sampled by an engine with this policy, and its routes."""
     loop.publish(ctx, engine, version)
     (samples,) = loop.split(generate_batch(ctx, ctx.engine, version, version, Clock()), ctx)
     return loop.pack_samples(ctx, samples)
 
 
 def mismatches(run: Path, words: list[str]) -> list[dict]:
-    """One record a size of noise: means over DRAWS batches, each sampled with its own noise."""
+    """One record per size of noise: means over DRAWS batches, each sampled with its own noise."""
     ctx, policy = with_policy(run, words, SCORED)
     record = routing_replay.make_record(ctx.logprobs, ctx.layout)
     found = []
     for size in SIZES:
         ctx.stream, seen = PromptStream(ctx.train, ctx.cfg.run.seed), []
-        for version in range(1, DRAWS + 1):  # the same prompts and seeds at all sizes
+        for version in range(1, DRAWS + 1):  # the same prompts and seeds for all sizes
             engine = perturbed(policy, size, version)
             batch = sampled(ctx, engine, version)
             none, own = record(policy, batch._replace(routes=None))
@@ -179,7 +180,7 @@ def mismatches(run: Path, words: list[str]) -> list[dict]:
 
 
 def staleness(run: Path) -> list[dict]:
-    """One record a number of updates between pi_old and pi, in BF16 and by unperturbed engines."""
+    """One record per number of updates between pi_old and pi, in BF16 with unperturbed engines."""
     ctx, old_policy = with_policy(run, BF16, SCORED)
     record = routing_replay.make_record(ctx.logprobs, ctx.layout)
     batches = [sampled(ctx, old_policy, version) for version in range(1, DRAWS + 1)]
@@ -200,7 +201,7 @@ def staleness(run: Path) -> list[dict]:
 
 
 def compared(logp, other, batch: TrainBatch) -> dict[str, jax.Array]:
-    """mismatch_metrics of `logp` beside `other`, by their short names."""
+    """mismatch_metrics of `logp` against `other`, under their short names."""
     mask = batch.response_mask
     found = mismatch_metrics(jnp.where(mask, logp - other, 0), logp, other, mask)
     return {name: found[f"mismatch/{name}"] for name in ("k1", "k3", "abs_logp_diff",
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where run directories go")
     args = parser.parse_args()
     keep = (args.keep or Path(tempfile.mkdtemp())).absolute()
-    # one program is compiled once for all runs
+    # each program is compiled once for all runs
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(keep / "compiled"))
     records = json.loads(args.out.read_text())["records"] if args.out.exists() else {}
     wanted = [("random", name) for name in CASES] + [(routers, f"{routers} routers") for routers in ROUTERS]
@@ -257,8 +258,7 @@ def main() -> None:
 
 
 class OneCore:
-    """Calls a function in a process of its own, on one core of `jobs`. What it prints goes to
-    folder/name.log."""
+    """Calls a function in its own process, on one core of `jobs`. Its output goes to folder/name.log."""
 
     def __init__(self, jobs: int):
         self._cores = queue.SimpleQueue()
@@ -275,7 +275,7 @@ class OneCore:
         process.join()
         self._cores.put(core)
         if process.exitcode:
-            raise SystemExit(f"{log} says why it ended")
+            raise SystemExit(f"{log} has the reason")
 
 
 def _on_core(core: int, log: Path, function: Callable, *args) -> None:
@@ -287,7 +287,8 @@ def _on_core(core: int, log: Path, function: Callable, *args) -> None:
 
 
 def curve(records: list[dict]) -> dict[str, list]:
-    """A run at its evaluations; all but the held-out reward as means over the steps since the last one."""
+    """A run at its evaluations; all metrics but the held-out reward are means over the steps since the last
+    evaluation."""
     steps = [r["step"] for r in records if "eval/reward_mean" in r]
     out = {"step": steps,
            "eval/reward_mean": [r["eval/reward_mean"] for r in records if "eval/reward_mean" in r]}

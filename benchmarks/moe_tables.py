@@ -1,4 +1,4 @@
-"""The cases of benchmarks/moe_learning.py, and what its records are made into: rows, tables and a picture."""
+"""The cases of benchmarks/moe_learning.py, and the rows, tables and plot of its records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BF16 = ["--precision.recipe", "bf16", "--rollout.kv_cache", "auto"]
 FP8 = ["--precision.recipe", "fp8_rollout", "--rollout.kv_cache", "auto"]
 R3 = ["--moe.replay", "R3", "--moe.measure_every", "5"]
 TIS, NONE = CORRECTIONS["token_tis"], CORRECTIONS["none"]
-NOISE = 0.3  # of the runs with perturbed routers
+NOISE = 0.3  # the noise of the runs with perturbed routers
 CASES = {  # name: settings, noise
     "BF16": ([*BF16, *TIS], 0.0),
     "FP8, R3, token TIS": ([*FP8, *R3, *TIS], 0.0),
@@ -36,7 +36,7 @@ def means(records: list[dict]) -> dict[str, float]:
 
 
 def rows(records: dict) -> list[dict]:
-    """Means over the seeds that are there, as rows of a result file."""
+    """Means over the available seeds, as rows of a result file."""
     found = []
     for routers in ROUTERS:
         scored = averaged(records, routers, "mismatch")
@@ -62,13 +62,13 @@ def rows(records: dict) -> list[dict]:
 
 
 def averaged(records: dict, routers: str, kind: str) -> list[dict]:
-    """The records of a kind, means over seeds."""
+    """The records of a kind, averaged over seeds."""
     alike = zip(*(found[kind] for found in records.get(f"{routers} routers", {}).values()))
     return [same[0] | means([{k: v for k, v in r.items() if k != "recipe"} for r in same]) for same in alike]
 
 
 def learned(records: dict, name: str) -> dict[str, list[float]]:
-    """A case's held-out reward, of each seed; {} where none is there."""
+    """A case's held-out reward for each seed; {} if there is no record."""
     runs = list(records.get(name, {}).values())
     found = {"held-out reward, end": [run["eval/reward_mean"][-1] for run in runs]}
     found["held-out reward, mean over the run"] = [statistics.mean(run["eval/reward_mean"][1:])
@@ -105,7 +105,7 @@ def tables(records: dict) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and the half width of its 95% interval, where there is more than one value."""
+    """The mean and the half width of its 95% interval, if there is more than one value."""
     bounds = interval(values)
     return f"{statistics.mean(values):.3f}" + (f" ± {(bounds[1] - bounds[0]) / 2:.3f}" if bounds else "")
 
@@ -116,7 +116,8 @@ def markdown(table: list[list[str]]) -> str:
 
 
 def plot(records: dict, path: Path) -> None:
-    """Mismatch by share of other experts; held-out reward and mismatch of the runs."""
+    """Plot the mismatch against the share of differing experts, and the held-out reward and mismatch of the
+    runs."""
     from jaxfp8rl.monitors.end.plot import STYLE, plt
 
     with plt.rc_context(STYLE):
@@ -146,7 +147,7 @@ def _scored(ax, records: dict) -> None:
 
 
 def _runs(ax, records: dict, key: str, title: str) -> None:
-    """Mean and range over seeds; dashed: perturbed."""
+    """Mean and range over seeds; dashed lines are perturbed engines."""
     from jaxfp8rl.monitors.end.plot import BLUE, GREEN, GREY, RED, VIOLET
 
     colors = {"R3, token TIS": GREEN, "R3": VIOLET, "token TIS": BLUE, "neither": RED}

@@ -1,12 +1,13 @@
-"""What rollout.one_copy saves, on one GPU: two updates with the codes in vLLM's memory, and with the
-learner's own beside them.
+"""The memory that rollout.one_copy saves, on one GPU: two updates with the codes only in vLLM's memory, and
+with a second copy in the learner.
 
     jaxfp8rl bench one_copy
 
-Qwen3-0.6B's shape, random weights, the demo's task, each mode in a process of its own. Memory is what JAX's
-allocator has in use after a publish, and its peak. Scores are compared bit for bit: in the process with one
-copy, after the updates, with those of a policy with codes of its own, made of the same weights; and between
-processes, which says as much as two processes with two copies agree in. The yardstick is two copies.
+Qwen3-0.6B's shape, random weights, the demo's task, each mode in its own process. Memory is the memory in use
+of JAX's allocator after a publish, and its peak. Scores are compared bit for bit in two ways. In the process
+with one copy, after the updates, they are compared with those of a policy that has its own codes, made of the
+same weights. Between processes, the comparison is controlled by two processes with two copies each. The
+yardstick is two copies.
 
 Needs a GPU and vLLM.
 """
@@ -52,7 +53,7 @@ OPTIONS = [
     # tests/gpu/test_vllm_inplace.py's
     "--rollout.max_num_seqs", "32", "--precision.products", "float32", "--rollout.enforce_eager", "true",
 ]
-# Two processes that tuned their products apart would sum in different orders.
+# Two processes that tune their products independently would sum in different orders.
 SAME_SUMS = "--xla_gpu_autotune_level=0"
 
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def in_child(one_copy: bool, options: list[str]) -> dict:
-    """`two_updates` in a process of its own."""
+    """`two_updates` in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         out, flags = Path(folder) / "found.json", f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"
         command = [sys.executable, __file__, "--child", json.dumps([one_copy, options]), str(out)]
@@ -87,15 +88,15 @@ def in_child(one_copy: bool, options: list[str]) -> dict:
 
 
 def equal(a: dict, b: dict) -> dict[str, str]:
-    """Of each kind of number, how many arrays of how many."""
+    """For each kind of number, how many of the arrays are equal."""
     return {
         what: f"{sum(x == y for x, y in zip(a['digests'][what], b['digests'][what]))} of {len(b['digests'][what])}"
         for what in a["digests"]}
 
 
 def two_updates(one_copy: bool, options: list[str]) -> dict:
-    """Digests of scores, of the weights on the way and of what the engine then says; whether scores are as by
-    codes of the learner's own; bytes."""
+    """Digests of the scores, of the published weights and of the engine's completions; whether scores equal
+    those from the learner's own codes; bytes."""
     cfg = load_config("demo", [*OPTIONS, "--rollout.one_copy", str(one_copy).lower(), *options])
     with contextlib.closing(build_run(cfg)) as ctx:
         params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, ctx.initial_params())

@@ -1,15 +1,15 @@
-"""What each format of the optimiser's states costs and saves: bytes, temporaries, time, and learning beside
+"""Costs and savings of each format of the optimiser's states: bytes, temporaries, time, and learning, against
 float32.
 
     jaxfp8rl bench optimizer [--steps 300] [--seeds 3]
-    jaxfp8rl bench optimizer --floor        updates alone, beside what the bytes that move take: seconds, on a GPU
+    jaxfp8rl bench optimizer --floor        updates alone, against a copy of their bytes: seconds, on a GPU
 
-Ten minutes on two CPU cores. Learning: the demo's supervised warm start from random weights, the same
-examples and the same start for every format of a seed; a loss is the mean of the last tenth of the steps. It
-adds two numbers: with the demo's three the loss stands on a plateau for a while, and how long differs by as
-much between any two roundings as between seeds. The second moment in FP8 is no setting of `optim`: it is here
-to show why. Small learning rates: weights of sigma 0.02 in updates that all point one way. Time and
-temporaries: updates alone of a stack of layers, beside optax.adamw.
+Ten minutes on two CPU cores. Learning: the demo's supervised warm start from random weights, with the same
+examples and the same start for every format of a seed; a loss is the mean of the last tenth of the steps. The
+task adds two numbers: with the demo's three the loss stays on a plateau for a while, whose length varies as
+much between any two roundings as between seeds. The FP8 second moment is not a setting of `optim`; it is
+included to show the reason. Small learning rates: weights of sigma 0.02 with updates that all point one way.
+Time and temporaries: updates alone of a stack of layers, against optax.adamw.
 
 Needs no GPU.
 """
@@ -60,7 +60,7 @@ KEPT = (
 )
 LEARNING = [(FLOAT32, False), *((f, False) for f in KEPT if f.first == "float8"), (FAILS, False),
             (FAILS, True)]
-LAYER = {"cpu": (512, 1536), "gpu": (4096, 12288)}  # width, hidden width; of Qwen3-8B
+LAYER = {"cpu": (512, 1536), "gpu": (4096, 12288)}  # width, hidden width; on a GPU Qwen3-8B's
 LAYERS, UPDATES = 8, 10
 
 
@@ -92,7 +92,8 @@ def name(formats: Formats) -> str:
 
 
 def memory_rows() -> Iterator[dict]:
-    """Of a linear of Qwen3-8B, 4096 wide; a width that 128 does not divide has a scale more for each row."""
+    """Rows for a linear of Qwen3-8B, 4096 wide. A width that is not a multiple of 128 has one more scale per
+    row."""
     shape = (12288, 4096)
     for formats in (FLOAT32, *KEPT):
         size = sum(nbytes(shape, kept_as) for kept_as in formats[:3]) / (shape[0] * shape[1])
@@ -104,7 +105,7 @@ def memory_rows() -> Iterator[dict]:
 
 
 def drift_rows(updates: int = 1000, lr: float = 1e-6) -> Iterator[dict]:
-    """How much of `updates` times `lr` is gone, the mean of 65,536 weights."""
+    """The share of the distance `updates` times `lr` that weights cover, the mean of 65,536 weights."""
     start = jnp.asarray(0.02 * np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)
     grads = {"w": jnp.ones((256, 256))}
     for master in ("float32", "bfloat16", "float16"):
@@ -129,9 +130,9 @@ def drift_rows(updates: int = 1000, lr: float = 1e-6) -> Iterator[dict]:
 
 
 def step_rows(updates: int = 20) -> Iterator[dict]:
-    """Steps of 65,536 weights where the gradients of a block are of unlike sizes: log-normal with sigma 3,
-    the largest of 128 a thousand times the median. Adam's own largest step is near 1 learning rate. Who keeps
-    up goes half as far as in float32."""
+    """Steps of 65,536 weights whose gradients vary within a block: log-normal with sigma 3, the largest of
+    128 a thousand times the median. Adam's own largest step is about 1 learning rate. A weight that keeps up
+    moves at least half as far as in float32."""
     rng = np.random.default_rng(0)
     size = 1e-3 * np.exp(3 * rng.normal(size=(256, 256)))
     grads = [jnp.asarray(size * rng.normal(size=size.shape), jnp.float32) for _ in range(updates)]
@@ -157,8 +158,8 @@ def adam_steps(adam: optax.GradientTransformation, grads: list[jax.Array]) -> np
 
 
 def kept_adam(formats: Formats, b2: float = 0.95, to_nearest: bool = False) -> optax.GradientTransformation:
-    """optax.scale_by_adam whose moments are written and read with every update, as jaxfp8rl.optim.adamw
-    rounds them or to nearest."""
+    """optax.scale_by_adam whose moments are encoded and decoded at every update, rounded as in
+    jaxfp8rl.optim.adamw or to nearest."""
     adam, read = optax.scale_by_adam(0.9, b2), functools.partial(jax.tree.map, decode, is_leaf=is_scaled)
 
     def write(x: jax.Array, which: int, count: jax.Array) -> Stored:
@@ -183,7 +184,7 @@ def kept_adam(formats: Formats, b2: float = 0.95, to_nearest: bool = False) -> o
 
 
 def update_rows() -> Iterator[dict]:
-    """Beside optax.adamw in float32 under the same guard: its time, and what memory it takes for itself."""
+    """The time and temporary memory of an update, against optax.adamw in float32 under the same guard."""
     stacks, cfg = layer_stacks(), Optim(lr=1e-6, weight_decay=0.01)
     count = sum(np.prod(s) for s in stacks.values())
     yardstick = from_optax(
@@ -200,7 +201,7 @@ def update_rows() -> Iterator[dict]:
 
 
 def floor_rows() -> Iterator[dict]:
-    """Beside the time of a copy of as many bytes: gradients are read, masters and moments read and
+    """The time of an update against a copy of as many bytes: gradients are read, masters and moments read and
     written."""
     stacks, cfg = layer_stacks(), Optim(lr=1e-6, weight_decay=0.01)
     x, double = jnp.ones(2**28), jax.jit(lambda x: 2 * x)
@@ -229,7 +230,7 @@ def _ns(f: Callable) -> int:
 
 
 def timed_update(optimizer: Optimizer, stacks: dict[str, tuple]) -> tuple[float, int]:
-    """(ns, bytes)"""
+    """(ns, bytes) per parameter."""
     draw = lambda scale: {"layers": {k: scale * jax.random.normal(jax.random.key(0), s)
                                      for k, s in stacks.items()}}
     state, grads = init_state(draw(0.02), optimizer), draw(1e-4)
@@ -253,7 +254,7 @@ def timed_update(optimizer: Optimizer, stacks: dict[str, tuple]) -> tuple[float,
 
 
 def learning(steps: int, seeds: int) -> Iterator[tuple[list[dict], dict[str, list[float]]]]:
-    """Rows of one format after another, and their loss by step, the mean over the seeds."""
+    """Rows for each format, and its loss by step, averaged over the seeds."""
     words = ["--task.options.operands", "2", "--sft.steps", str(steps)]
     cfgs = [load_config("demo", [*words, "--run.seed", str(seed)]) for seed in range(seeds)]
     runs = [(starting_params(cfg, model_config(cfg)), list(examples(cfg))) for cfg in cfgs]
@@ -290,7 +291,7 @@ def examples(cfg: Config) -> Iterator[TrainBatch]:
 
 
 def sft_step(cfg: Config, formats: Formats, to_nearest: bool) -> tuple[Callable, Optimizer]:
-    """As jaxfp8rl.training.sft.warm_start makes it, with other formats, or with moments that are rounded to
+    """The step of jaxfp8rl.training.sft.warm_start, with other formats, or with moments rounded to
     nearest."""
     model = model_config(cfg)
     precision = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype,

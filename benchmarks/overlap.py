@@ -1,13 +1,13 @@
-"""What overlaps with the tensor cores: clocks of FP8 products and of the arithmetic that promotes them,
-nothing else in the way.
+"""The overlap with the tensor cores: clocks of FP8 products and of the arithmetic that promotes them, in
+isolation.
 
     jaxfp8rl bench overlap
 
-One, two or three warpgroups on every multiprocessor, each in a loop: a product of 64 x 128 x 128, 256 clocks
-of the tensor cores, and after it a promotion, or a part of one; some of that beside it. Nothing is copied,
-stored or waited for meanwhile. The ratio is the share of the clocks in which the tensor cores compute, at
-best, in a kernel of such consumers. docs/notebook_kernels.md draws conclusions; benchmarks/gemm.py times the
-kernels.
+One, two or three warpgroups on every multiprocessor run a loop. Each iteration has a product of 64 x 128 x
+128, which is 256 clocks of the tensor cores, and a promotion or a part of one, after the product or beside
+it. Nothing is copied, stored or waited for. The ratio is the best possible share of clocks in which the
+tensor cores compute, in a kernel of such consumers. docs/notebook_kernels.md draws the conclusions; benchmarks/gemm.py
+times the kernels.
 
 Needs a Hopper GPU.
 """
@@ -37,22 +37,22 @@ from pallas_kernels.plgpu_compat import COLUMN, ROW, SMS, WGMMA, plgpu, spread, 
 
 F32, FP8 = jnp.float32, jnp.float8_e4m3fn
 ROWS, COLUMNS, SLAB = 64, 128, 32
-PRODUCT = 256  # clocks of 64 x 128 x 128
+PRODUCT = 256  # clocks of a product of 64 x 128 x 128
 TURNS = 256
-THREADS = plgpu.Layout.WG_STRIDED((128,), 1)  # a number a thread
+THREADS = plgpu.Layout.WG_STRIDED((128,), 1)  # one number per thread
 After = Literal["nothing", "multiply-adds", "multiplications and multiply-adds", "reads and multiply-adds",
                 "all of wgrad's"]
 Beside = Literal["nothing", "64 multiply-adds", "128 multiply-adds", "wgrad's reads"]
 
 
 class Case(NamedTuple):
-    """What each warpgroup does, a thread: 64 multiply-adds are what promotes a product of fprop; wgrad's has
-    64 multiplications more, of scales, and 16 reads of two of them from shared memory."""
+    """The work of each warpgroup, per thread: 64 multiply-adds promote a product of fprop; wgrad adds 64
+    multiplications of scales, and 16 reads of two scales from shared memory."""
 
     warpgroups: int
     after: After = "nothing"
     beside: Beside = "nothing"
-    apart: int = 0  # nanoseconds between the beginnings of two of them
+    apart: int = 0  # nanoseconds between the starts of two warpgroups
 
     def __str__(self) -> str:
         begin = f", begun {self.apart} ns apart" if self.apart else ""
@@ -84,9 +84,9 @@ def main() -> None:
 
 
 def lowered(case: Case) -> jax.stages.Lowered:
-    """For CUDA, whatever there is here: a program without arguments, whose first result is of every
-    multiprocessor, warpgroup and thread the clocks of all turns, and those from a product's issue to its end.
-    """
+    """A program lowered for CUDA, on any machine. It has no arguments. Its first result holds, for every
+    multiprocessor, warpgroup and thread, the clocks of all iterations and those from a product's issue to its
+    end."""
     each = SMS, case.warpgroups
     memory = dict(
         a=plgpu.SMEM((case.warpgroups, ROWS, 128), FP8, transforms=swizzled(FP8)),
@@ -112,7 +112,7 @@ def _kernel(case: Case, clocks, kept, *, a, b, row_scales, column_scales) -> Non
     at_a, at_b = tensor_cores.describe(a.at[wg], b)
 
     def promoted(s: int, part: Array, read: list[Array]) -> Array:
-        """What is added of this slab."""
+        """The increment of this slab."""
         if case.after == "multiply-adds":
             return part * of_rows(by_row)
         if case.after == "multiplications and multiply-adds":
@@ -123,7 +123,7 @@ def _kernel(case: Case, clocks, kept, *, a, b, row_scales, column_scales) -> Non
     def turn(_, state):
         old, total, waited = state
         partial = tensor_cores.multiply_over(old, at_a, at_b, (FP8, FP8))
-        issued = _clock()  # ptxas puts nothing that follows between the product's instructions
+        issued = _clock()  # ptxas moves nothing from below between the product's instructions
         for times in range({"64 multiply-adds": 1, "128 multiply-adds": 2}.get(case.beside, 0)):
             total = [t * of_rows(by_row) + (0.25 + times) for t in total]
         read = [find(s) for s in slabs] if case.beside == "wgrad's reads" else []
@@ -145,7 +145,7 @@ def _kernel(case: Case, clocks, kept, *, a, b, row_scales, column_scales) -> Non
 
 
 def _clock() -> Array:
-    """Of the multiprocessor, as each thread reads it."""
+    """The multiprocessor's clock, as each thread reads it."""
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=THREADS))
     def read(ctx):

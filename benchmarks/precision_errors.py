@@ -1,16 +1,16 @@
-"""What each format costs on real data: errors of a layer's products against float64, and of a whole update's
+"""The cost of each format on real data: errors of a layer's products against float64, and of a whole update's
 gradient.
 
     jaxfp8rl bench precision_errors [--smollm2 models/smollm2-135m]
 
-Two minutes on two CPU cores, SmolLM2 left out. The data: a Qwen3-shaped model a little wider than the demo's,
-after a part of the demo's warm start, on its own task with advantages of +1 and -1; every linear of its last
-layer with the activation that enters it and the gradient that comes back. SmolLM2: the same on text, in a
+Two minutes on two CPU cores without SmolLM2. The data come from a Qwen3-shaped model that is a little wider
+than the demo's, after a part of the demo's warm start, on its own task with advantages of +1 and -1: every
+linear of its last layer with its input activation and its output gradient. SmolLM2: the same on text, in a
 middle layer.
 
-Errors are relative, ||got - exact|| / ||exact||. The products run in float32 as on any machine without FP8
-tensor cores, so that all of an error is rounding to the format. The yardstick of each row is BF16 on the same
-data.
+Errors are relative, ||got - exact|| / ||exact||. The products run in float32, as on any machine without FP8
+tensor cores, so that an error consists only of rounding to the format. The yardstick of each row is BF16 on
+the same data.
 
 Needs no GPU.
 """
@@ -61,7 +61,7 @@ from pallas_kernels.quantize import reference as q
 
 ROOT = Path(__file__).parent.parent
 FP8 = {"gradients": "e4m3", "compute_dtype": "float32"}
-VARIANTS = {  # fields of Precision; all linears FP8 but for bf16
+VARIANTS = {  # fields of Precision; all linears are FP8 except in bf16
     "bf16": {"compute_dtype": "bfloat16"},
     "fp8_forward": FP8 | {"gradients": "high"},
     "fp8_unified": FP8,
@@ -72,14 +72,14 @@ VARIANTS = {  # fields of Precision; all linears FP8 but for bf16
 }
 POWERS_OF_TWO = "fp8_unified, scales powers of two"
 YARDSTICK = "bf16 on the same data"
-KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients in opt_state
+KEEP = optax.GradientTransformation(  # changes nothing and leaves the gradients in opt_state
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
 )
 
 
 class Subject(NamedTuple):
-    """A model, its float32 masters, a packed batch [M, R, T] and the layer to look into."""
+    """A model, its float32 masters, a packed batch [M, R, T] and the layer to examine."""
 
     name: str
     model: ModelConfig
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def demo(steps: int = 100, seed: int = 0) -> Subject:
-    """A model twice as wide as the demo's after `steps` of its warm start; the batch is 64 of the task's own
+    """A model twice as wide as the demo's after `steps` of its warm start; the batch has 64 of the task's own
     answers."""
     wider = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     overrides = [w for k, v in wider.items() for w in (f"--model.config.{k}", str(v))]
@@ -124,7 +124,7 @@ def demo(steps: int = 100, seed: int = 0) -> Subject:
 
 
 def smollm2(folder: str) -> Subject:
-    """The first 512 tokens of docs/corrections.md in pieces of 128, of which the second half counts as the
+    """The first 512 tokens of docs/corrections.md in pieces of 128, with the second half of each as the
     response."""
     model, params = load_params(folder)
     text = (ROOT / "docs" / "corrections.md").read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ def sample(prompt, completion, rng: np.random.Generator) -> Sample:
 
 
 def packed(samples: list[Sample], row_tokens: int) -> TrainBatch:
-    """Everything in one micro-batch, as wgrad sees it: its blocks run along the tokens of a micro-batch."""
+    """All samples in one micro-batch, as in wgrad, whose blocks run along the tokens of a micro-batch."""
     longest = max(len(s.prompt) + len(s.completion) for s in samples)
     rows = microbatches_needed(len(samples), longest, row_tokens, 1)
     return pack(samples, row_tokens, rows, 1)
@@ -151,7 +151,8 @@ def packed(samples: list[Sample], row_tokens: int) -> TrainBatch:
 
 
 class Product(NamedTuple):
-    """x [T, K] that enters, weight w [N, K], dy [T, N] that comes back; float32, w of BF16 values."""
+    """The input x [T, K], the weight w [N, K], and the output gradient dy [T, N]; float32, w with BF16
+    values."""
 
     x: jax.Array
     w: jax.Array
@@ -235,7 +236,7 @@ def layer_errors(subject: Subject) -> dict[str, dict[str, dict[str, list[float]]
 
 
 def layer_rows(subject: str, found: dict) -> list[dict]:
-    """Of a layer's linears: mean error of each product; the mean and the worst cosine of their 14
+    """Rows for a layer's linears: the mean error of each product; the mean and the worst cosine of their 14
     gradients."""
     rows = []
     for name, linears in found.items():
@@ -256,8 +257,8 @@ def layer_rows(subject: str, found: dict) -> list[dict]:
 
 
 def gradients(subject: Subject, precision: Precision) -> dict[str, np.ndarray]:
-    """HF name -> gradient, float64, of the train step itself under plain REINFORCE, which has no ratio and no
-    correction."""
+    """HF name -> gradient, float64, from the train step itself under plain REINFORCE, which has no ratio and
+    no correction."""
     logprobs = make_logprobs(subject.model, precision, 1.0,
                              remat="layer" if subject.model.num_hidden_layers > 8 else "none")
     params = jax.tree.map(jnp.copy, subject.params)  # the step donates its state
@@ -271,12 +272,13 @@ def gradients(subject: Subject, precision: Precision) -> dict[str, np.ndarray]:
 
 
 def gradient_rows(subject: Subject) -> Iterator[dict]:
-    """1 - cosine with the float32 gradient: of everything in one vector, and of the worst single linear."""
+    """1 - cosine with the float32 gradient: of all parameters as one vector, and of the worst single
+    linear."""
     layers = subject.model.num_hidden_layers
     exact = gradients(subject, Precision.uniform(layers))
     ways = VARIANTS | {"fp8_unified, FP8 keys and values": FP8 | {"kv_fp8": True}}
     linears = [e.hf_name for e in param_table(subject.model) if e.role.kind == "linear"]
-    base = None  # bf16, which comes first
+    base = None  # that of bf16, which comes first
     for name, fields in ways.items():
         got = gradients(subject, variant(layers, fields))
         whole = cosine(*(np.concatenate([g[n].ravel() for n in exact]) for g in (got, exact)))

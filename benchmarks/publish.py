@@ -1,15 +1,15 @@
-"""What a publish into vLLM costs on one GPU: Qwen3 shapes, random weights made on the device, CUDA graphs on.
+"""The cost of a publish into vLLM on one GPU: Qwen3 shapes, random weights made on the device, CUDA graphs
+on.
 
     jaxfp8rl bench publish [--sizes 8b 4b 1.7b 0.6b] [--publishes 20]
-    jaxfp8rl bench publish --sizes 8b 30b-a3b --reloads 1       # a mixture of experts beside the dense sizes before it
+    jaxfp8rl bench publish --sizes 8b 30b-a3b --reloads 1       # a mixture against the dense sizes before it
 
-Ours is `VllmInplace`: quantise (recipe fp8_rollout alone: under fp8_unified the policy holds the codes),
-write into the engine's tensors, prove that every byte arrived. The yardstick, in the same run, is vLLM's own
-`reload_weights` through `VllmReload`, fed by the same source, which proves nothing. Times are host seconds
-around a whole publish, the device waited for; phases are timed one by one, so that their sum exceeds a
-publish, in which they overlap, and stand beside the time in which as many bytes as they have to read and
-write are read and written by a copy. Extra memory is what the peaks of JAX's and torch's allocators rise to
-above what was in use before the first publish.
+Ours is `VllmInplace`: quantise (only under recipe fp8_rollout; under fp8_unified the policy holds the codes),
+write into the engine's tensors, and prove that every byte arrived. The yardstick, in the same run, is vLLM's
+own `reload_weights` through `VllmReload`, fed by the same source, which proves nothing. Times are host
+seconds around a whole synchronous publish. Phases are timed one by one, so their sum exceeds a publish, in
+which they overlap. Each phase is compared with a copy that reads and writes as many bytes. Extra memory is
+the rise of the peaks of JAX's and torch's allocators above the memory in use before the first publish.
 
 Needs a GPU and vLLM.
 """
@@ -74,7 +74,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/publish.py needs an NVIDIA GPU")
     rows, each = [], {}
-    for size in args.sizes:  # in a process of its own: the peak of JAX's memory is a process's
+    for size in args.sizes:  # each in its own process, because JAX's peak memory is per process
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "found.json"
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", size, str(out)], check=True)
@@ -85,12 +85,12 @@ def main() -> None:
 
 
 def fp8_runs_of(model: ModelConfig) -> tuple[LayerRun, ...]:
-    """Every linear in FP8."""
+    """Layer runs with every linear in FP8."""
     return fp8_runs(linear_shapes(model), model.num_hidden_layers, sparse_layers=model.sparse_layers)
 
 
 def engine(hf: dict) -> VllmEngine:
-    """Small in everything but its weights, so that it starts soon."""
+    """An engine that is small in everything but its weights, so that it starts quickly."""
     model = ModelConfig.from_hf(hf)
     plain = high_precision_modules(model, fp8_runs_of(model))
     limits = dict(max_model_len=256, max_num_seqs=4, kv_cache_bytes=2**28)
@@ -98,7 +98,7 @@ def engine(hf: dict) -> VllmEngine:
 
 
 def bench_size(size: str, args: argparse.Namespace) -> tuple[list[dict], dict]:
-    """Rows, and what they are medians of."""
+    """Rows, and the samples that they are medians of."""
     layers = args.layers if size in MIXTURES else 0
     case, hf = f"Qwen3-{size.upper()}" + (f", {layers} layers" if layers else ""), config(size, layers)
     with contextlib.closing(engine(hf)) as e:
@@ -108,7 +108,8 @@ def bench_size(size: str, args: argparse.Namespace) -> tuple[list[dict], dict]:
 def bench_engine(
     case: str, e: VllmEngine, model: ModelConfig, count: int, reloads: int, rate: float
 ) -> tuple[list[dict], dict]:
-    """One policy is there at a time: that of a mixture takes two fifths of an H200 in BF16."""
+    """The benchmark of one engine. Only one policy exists at a time: a mixture's takes two fifths of an H200
+    in BF16."""
     ours, yardstick = VllmInplace(), VllmReload()
     ours.open(e)
     yardstick.open(e)
@@ -156,7 +157,7 @@ def bench_engine(
 
 
 def beside_dense(mixture: dict, dense: dict) -> list[dict]:
-    """A mixture's rate of publishes in place beside those of the sizes before it."""
+    """A mixture's rate of publishes in place, against those of the sizes before it."""
     rate = lambda found, recipe: found["bytes"] / statistics.median(found[f"publish {recipe}, ms"]) / 1e6
     return [row(f"{case} {recipe}", "rate", "GB/s", rate(found, recipe), rate(other, recipe),
                 f"{name}'s in place, same run")
@@ -165,7 +166,7 @@ def beside_dense(mixture: dict, dense: dict) -> list[dict]:
 
 def time_phases(case: str, ours: VllmInplace, source: LearnerWeights, policy: Params, count: int,
                 rate: float) -> list[dict]:
-    """What a publish consists of, each alone: of a BF16 policy quantising, of one in codes all the rest.
+    """The phases of a publish, each timed alone: quantising for a BF16 policy, all others for one with codes.
     rate: GB/s of a copy."""
     metas, layers = source.manifest(), jax.tree.leaves(policy["layers"])
     size, coded = manifest.nbytes(metas), any(leaf.dtype == jnp.float8_e4m3fn for leaf in layers)
@@ -175,7 +176,7 @@ def time_phases(case: str, ours: VllmInplace, source: LearnerWeights, policy: Pa
         last = jnp.zeros(())
         for part in source.stacks(PART):
             if not part[0].held:
-                last = part[-1].stack  # of what has been quantised its scales
+                last = part[-1].stack  # the scales of the quantised weights
             part.clear()
         last.block_until_ready()
 
@@ -190,7 +191,7 @@ def time_phases(case: str, ours: VllmInplace, source: LearnerWeights, policy: Pa
     def digest_source() -> None:
         jax.block_until_ready([stack_digests(leaf) for leaf in layers])
 
-    parts = {  # and the bytes that it reads and writes, of what it makes scales left out
+    parts = {  # phase -> its runs and the bytes that it reads and writes, without the scales that it makes
         "copy": (copy, 2 * size),
         "digest of the source's layers": (digest_source, sum(leaf.nbytes for leaf in layers)),
         "digest of the engine": (ours.read_digests, size),
@@ -217,8 +218,8 @@ def publish(transport: WeightTransport, source: LearnerWeights) -> tuple[float, 
 
 
 def extra_bytes(f: Callable) -> int:
-    """How far `f` raises the peaks of both allocators above what is in use. JAX's peak cannot be reset: it
-    counts in full."""
+    """The rise of both allocators' peaks above the memory in use while `f` runs. JAX's peak cannot be reset
+    and counts in full."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # JAX may need it
@@ -238,8 +239,8 @@ def check_it_generates(e: VllmEngine) -> None:
 
 
 def random_policy(model: ModelConfig, coded: bool = False) -> Params:
-    """A policy in bfloat16, or `coded`: the same weights as recipe fp8_unified holds them. One stack of
-    layers, made a matrix at a time so that its making leaves no peak behind."""
+    """A policy in bfloat16, or, with `coded`, the same weights as recipe fp8_unified holds them. One stack of
+    layers, made one matrix at a time so that the construction leaves no peak."""
     policy: Params = {"layers": ({},)}
     # the last of each stack
     for i, (path, entry) in enumerate({e.path: e for e in param_table(model)}.items()):
@@ -268,8 +269,8 @@ quantised = jax.jit(QuantizedWeight.of)
 
 
 class RandomWeights:
-    """StackSource of weights like those of `random_policy`, each part made when it is asked for and none
-    kept: for an engine that leaves no room for a policy. A tensor is of the same format in all layers."""
+    """StackSource of weights like those of `random_policy`. Each part is made on demand and not kept, for an
+    engine that leaves no room for a policy. A tensor has the same format in all layers."""
 
     def __init__(self, model: ModelConfig, runs: tuple[LayerRun, ...]):
         self.model, self._runs = model, runs
@@ -278,7 +279,7 @@ class RandomWeights:
         return wire_manifest(self.model, self._runs, "bfloat16")
 
     def __iter__(self) -> Iterator[tuple[str, StackRow | jax.Array]]:
-        """All at once, in the manifest's order."""
+        """All tensors, in the manifest's order."""
         made = (rows for part in self.stacks(PART) for rows in part)
         of = {name: rows.stack if rows.first is None else StackRow(rows.stack, i)
               for rows in made for i, name in enumerate(rows.names)}
@@ -304,7 +305,7 @@ class RandomWeights:
 
 
 def copy_rate() -> float:
-    """GB/s of torch's copy of 4 GiB, read and written."""
+    """GB/s of torch's copy of 4 GiB, reads and writes together."""
     a = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
 

@@ -1,12 +1,12 @@
-"""What a publish to vLLM in another process costs: Qwen3 shapes, random weights made on the device.
+"""The cost of a publish to vLLM in another process: Qwen3 shapes, random weights made on the device.
 
     jaxfp8rl bench publish_remote --links cuda_ipc file [--sizes 8b 0.6b] [--publishes 20]
     jaxfp8rl bench publish_remote --links nccl --engine-gpu 1                               # two GPUs
 
-The source is a policy of recipe fp8_unified, quantised already. Times are host seconds around a whole
-publish, proof included. The yardstick, in the same run, is one copy of a GiB by torch: within the GPU (on its
-way through the slots every byte is copied twice, so that half of that rate is the most there is), between the
-two, or to the disk. Extra memory is what becomes less free on both GPUs, in both processes, from before the
+The source is a policy of recipe fp8_unified that is already quantised. Times are host seconds around a whole
+publish, proof included. The yardstick, in the same run, is one copy of a GiB by torch: within the GPU (every
+byte is copied twice through the transfer buffers, so half of that rate is the maximum), between the two GPUs,
+or to the disk. Extra memory is the decrease of free memory on both GPUs, in both processes, from before the
 link was opened to after the publishes.
 
 Needs a GPU and vLLM; two GPUs for --links nccl.
@@ -47,10 +47,10 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", choices=LINKS, default=["cuda_ipc"])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["8b", "0.6b"])
     parser.add_argument("--publishes", type=int, default=20)
-    parser.add_argument("--engine-gpu", type=int, default=0, help="of the GPUs that are seen here")
+    parser.add_argument("--engine-gpu", type=int, default=0, help="the engine's GPU, among the visible ones")
     parser.add_argument("--eager", action="store_true",
-                        help="an engine without CUDA graphs: it starts sooner")
-    parser.add_argument("--folder", help="where files are left; default: the temporary folder")
+                        help="an engine without CUDA graphs, which starts faster")
+    parser.add_argument("--folder", help="folder for the files; default: the temporary folder")
     args = parser.parse_args()
     if torch.cuda.device_count() <= args.engine_gpu:
         sys.exit(f"benchmarks/publish_remote.py needs {args.engine_gpu + 1} NVIDIA GPUs")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def engine(size: str, gpu: int, eager: bool) -> RemoteEngine:
-    """Small in everything but its weights, so that it starts soon."""
+    """An engine that is small in everything but its weights, so that it starts quickly."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES",
                           ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     return start(
@@ -130,7 +130,7 @@ def free_bytes() -> int:
 
 
 def rate(kind: str, gpu: int, folder: str | None) -> float:
-    """GB/s that one copy of a GiB makes: bytes arriving a second."""
+    """GB/s that arrive with one copy of a GiB."""
     if kind == "file":
         return disk_rate(folder)
     a = torch.empty(2**30, dtype=torch.uint8, device="cuda:0")

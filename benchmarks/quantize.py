@@ -1,11 +1,12 @@
-"""The FP8 quantisers, alone and fused with what makes their input, beside a copy and beside XLA's own fusion
-of the same.
+"""The FP8 quantisers, alone and fused with the producer of their input, against a copy and against XLA's own
+fusion.
 
     jaxfp8rl bench quantize
 
-A kernel is bound by memory: its rate is the bytes it has to read and write, once each, over its time, and the
-yardstick is the rate of a device-to-device copy (torch's where it is installed, else XLA's). A program takes
-the inputs in turn, or the host's time for a call would be seen; rounds turn the order; medians.
+A kernel is bound by memory. Its rate is the bytes that it must read and write, once each, over its time. The
+yardstick is the rate of a device-to-device copy (torch's if installed, otherwise XLA's). A program uses
+several inputs in rotation, because the host's time for a single call would be visible. Rounds rotate the
+order; results are medians.
 
 Needs a GPU; torch for the copy.
 """
@@ -40,8 +41,8 @@ FUSED = sm90.Format(reference.E4M3, False, reference.FUSED_AMAX_FLOOR)
 
 
 class Case(NamedTuple):
-    """`ours` and XLA's, if compared, of bfloat16 arrays of these shapes; `size`: bytes to read and write,
-    scales left out."""
+    """`ours`, and XLA's version if it is compared, of bfloat16 arrays of these shapes; `size`: bytes to read
+    and write without the scales."""
 
     name: str
     shapes: tuple[tuple[int, int], ...]
@@ -51,7 +52,7 @@ class Case(NamedTuple):
 
     @property
     def floor(self) -> float:
-        """Seconds, about."""
+        """An approximate lower bound in seconds."""
         return self.size / 4e12
 
     def __str__(self) -> str:
@@ -59,7 +60,7 @@ class Case(NamedTuple):
 
 
 def naive(x: jax.Array):
-    """What one would write: float32 divisions, and no care for the last place."""
+    """A straightforward version: float32 divisions, without attention to the last bit."""
     groups = x.astype(jnp.float32).reshape(x.shape[0], -1, 128)
     scale = jnp.maximum(jnp.abs(groups).max(-1), reference.AMAX_FLOOR) / reference.E4M3_MAX
     return (groups / scale[..., None]).reshape(x.shape).astype(reference.E4M3), scale
@@ -82,8 +83,8 @@ def quantisers(shape: tuple[int, int]) -> list[Case]:
 
 
 def producers() -> list[Case]:
-    """RMSNorm's bytes do not count the second read of x that its statistics take: they are what one pass
-    would need."""
+    """The fused cases. RMSNorm's bytes do not include the second read of x for its statistics: they are the
+    minimum of a single pass."""
     x, h, joint = (TOKENS, D), (TOKENS, F), (TOKENS, 2 * F)
     n, m, found = TOKENS * D, TOKENS * F, []
     for also, tokens in (("", None), (" and tokens", E4M3)):
@@ -126,7 +127,7 @@ def main() -> None:
 
 
 def compare(cases: list[Case], rounds: int) -> list[dict]:
-    """Of cases on the same arrays."""
+    """Rows for cases on the same arrays."""
     sets = [draw(i, cases[0].shapes) for i in range(SETS)]
     turns = max(1, round(QUEUED / (SETS * cases[0].floor)))
     programs = {("ours", c): c.ours for c in cases} | {("XLA", c): c.xla for c in cases if c.xla}

@@ -1,12 +1,12 @@
-"""How far a network of random weights carries a rounding: log-probabilities after a tiny change of the
-embedding, in FP8 or not.
+"""The growth of a rounding error through a network of random weights: log-probabilities after a tiny change
+of the embedding, with and without FP8.
 
     jaxfp8rl bench random_weights [--layers 36]
 
-Width 512 stands for Qwen3-8B's 4,096: weights of products are drawn larger, so that a layer multiplies by as
-much as there. It matters to a run begun at random weights, as `jaxfp8rl bench grpo`: its learner and engine
-differ by more than a trained model's, though by the same roundings. The yardstick is the same network in
-float32.
+Width 512 represents Qwen3-8B's 4,096: weights of products are drawn larger, so that a layer amplifies as much
+as there. This matters to runs that start from random weights, such as `jaxfp8rl bench grpo`: their learner
+and engine differ by more than a trained model's, although the roundings are the same. The yardstick is the
+same network in float32.
 
 Needs no GPU.
 """
@@ -30,9 +30,9 @@ from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.recipe import Precision, fp8_runs
 
-SMALLER = 8  # times than Qwen3-8B, in width
+SMALLER = 8  # Qwen3-8B's width over this one's
 TOKENS, VOCABULARY = 128, 2048
-CHANGES = (1e-6, 1e-4, 1e-2)  # of the embedding, relative
+CHANGES = (1e-6, 1e-4, 1e-2)  # relative changes of the embedding
 
 
 def main() -> None:
@@ -57,12 +57,12 @@ def main() -> None:
 
 
 def louder(path: tuple, x: jax.Array) -> jax.Array:
-    """Products of inputs SMALLER times as few as Qwen3-8B's."""
+    """Scale up the weights of products, which have SMALLER times fewer inputs than Qwen3-8B's."""
     return x * SMALLER**0.5 if "_proj" in str(path) or "lm_head" in str(path) else x
 
 
 def shifts(model: ModelConfig, params: dict, precision: Precision) -> dict[float, float]:
-    """By the relative change of the embedding, the mean change of a log-probability, in nats."""
+    """The mean change of a log-probability in nats, by the relative change of the embedding."""
     tokens = jax.random.randint(jax.random.key(1), (1, TOKENS), 0, VOCABULARY)
 
     @jax.jit

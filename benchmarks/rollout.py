@@ -1,16 +1,16 @@
-"""Long completions by vLLM, FP8 weights and cache beside BF16: Qwen3 shapes, random weights, CUDA graphs.
+"""Long completions by vLLM, FP8 weights and cache against BF16: Qwen3 shapes, random weights, CUDA graphs.
 
     jaxfp8rl bench rollout [--size 8b] [--prompts 64] [--new-tokens 8192] [--gpus 0 1]
-    jaxfp8rl bench rollout --prompts 32 64 --memory 80          # beside a learner: weights and cache in 80 GB, either engine's
+    jaxfp8rl bench rollout --prompts 32 64 --memory 80          # with a learner: weights and cache in 80 GB
     jaxfp8rl bench rollout --size 30b-a3b --new-tokens 4096     # a mixture of experts
 
-Each engine is a process of its own and gets its weights by a publish, made part by part on the way: none is
-there twice. With --gpus both run at the same time, each on its own; else one after the other. No completion
-ends early, so every step decodes a token of each: a step's floor is the time in which the weights that it
-multiplies by, and the cache of the middle step, are read at RATE. With --memory the cache may be too small
-for all; then vLLM has some wait, or reads them again. Of a mixture's experts those are counted that a step
-would touch if tokens chose evenly; they run on Triton in both engines, --fp8-kernel is of the other products.
-Each prompt has a seed, as in a run.
+Each engine has its own process and gets its weights by a publish that makes them part by part, so no weights
+exist twice. With --gpus both run at the same time, each on its own GPU; otherwise one after the other. No
+completion ends early, so every step decodes a token of each. A step's lower bound is the time of reading its
+weights, and the cache of the middle step, at RATE. With --memory the cache may be too small for all
+sequences; vLLM then queues or preempts some. For a mixture, the experts that count are those a step would use
+if tokens chose uniformly. They run on Triton in both engines; --fp8-kernel concerns the other products. Each
+prompt has a seed, as in a run.
 
 Needs a GPU and vLLM.
 """
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 ENGINES = {"fp8": ("fp8_e4m3_128x128", "fp8_e4m3"), "bf16": ("bfloat16", "auto")}  # weights, cache
 PROMPT = 128  # tokens
-PAGE = 128  # tokens of a page of the cache, at most: vLLM's on a CPU
-RATE = 4.1e12  # bytes a second: a copy's on an H200
+PAGE = 128  # the largest page of the cache in tokens, vLLM's on a CPU
+RATE = 4.1e12  # bytes per second of a copy on an H200
 
 
 def main() -> None:
     parser = arguments(__doc__, "rollout")
     parser.add_argument("--new-tokens", type=int, default=8192)
     parser.add_argument("--prompts", type=int, nargs="+", default=[64],
-                        help="one rollout each, of a completion a prompt")
+                        help="numbers of prompts; each is one rollout with one completion per prompt")
     parser.add_argument("--memory", type=float,
-                        help="GB of weights and cache together; default: what all completions take")
+                        help="GB of weights and cache together; default: enough for all completions")
     args, found = measured(parser, measure, __file__)
     memory = f" in {args.memory:g} GB" if args.memory else ""
     rows = [r for i, prompts in enumerate(args.prompts) for r in rows_of(
@@ -61,22 +61,22 @@ def main() -> None:
 
 def measured(parser: argparse.ArgumentParser, measure: Callable,
              script: str) -> tuple[argparse.Namespace, dict[str, dict]]:
-    """The command line, and what measure(engine, args) found of each of ENGINES in a process of its own:
-    `script` once more, with --child ENGINE OUT, which ends here."""
+    """The command line, and the result of measure(engine, args) for each of ENGINES, each in its own process:
+    `script` run again with --child ENGINE OUT, in which case this function does not return."""
     parser.add_argument("--size", choices=[*SHAPES, *MIXTURES], default="8b")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--fp8-kernel", choices=["deep_gemm", "native"], default="deep_gemm",
                         help="rollout.fp8_kernel")
     parser.add_argument("--attention", choices=["auto", "triton"], default="auto",
                         help="rollout.attention of the FP8 engine")
-    parser.add_argument("--gpus", nargs=2, help="of the two engines, as CUDA_VISIBLE_DEVICES has them")
+    parser.add_argument("--gpus", nargs=2, help="the GPUs of the two engines, as in CUDA_VISIBLE_DEVICES")
     parser.add_argument("--child", nargs=2, metavar=("ENGINE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         engine, out = args.child
         Path(out).write_text(json.dumps(measure(engine, args)))
         sys.exit()
-    if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the engines
+    if not shutil.which("nvidia-smi"):  # asking JAX would reserve the GPU memory that the engines need
         sys.exit(f"benchmarks/{Path(script).name} needs an NVIDIA GPU")
     with tempfile.TemporaryDirectory() as folder:
         outs, children = {name: Path(folder, name) for name in ENGINES}, []
@@ -96,13 +96,13 @@ def size_of(args: argparse.Namespace) -> str:
 
 
 class Running(NamedTuple):
-    """An engine with weights, and what was chosen."""
+    """An engine with weights, and its chosen settings."""
 
     engine: Any
-    token_bytes: int  # of its cache
+    token_bytes: int  # bytes of the cache per token
     chosen: dict[str, str]
     weights: Any
-    fit: int  # sequences whose cache is there at once
+    fit: int  # sequences whose cache fits at once
 
 
 @contextlib.contextmanager
@@ -138,11 +138,11 @@ def running(
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the engine's start, what was chosen, and of each rollout: its seconds, ms of a step, the
-    bytes that bound it."""
+    """Seconds of the engine's start, its chosen settings, and for each rollout its seconds, ms per step, and
+    the bytes that bound a step."""
     began, rollouts = time.perf_counter(), []
     with running(name, args, max(args.prompts), PROMPT + args.new_tokens, args.memory) as r:
-        generate(r.engine, max(args.prompts), 8)  # the first compiles what is left to compile
+        generate(r.engine, max(args.prompts), 8)  # the remaining compilation
         start = time.perf_counter() - began
         for prompts in args.prompts:
             seconds = generate(r.engine, prompts, args.new_tokens)
@@ -160,8 +160,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def publish(engine: Any, source: Any) -> str:
-    """The way that the engine allows, which is printed: "in_place", or "reload", for which all weights are
-    made at once."""
+    """Publish by the method that the engine supports, which is printed: "in_place", or "reload", for which
+    all weights are made at once."""
     from bridges.transports.vllm_choice import open_vllm_transport
 
     with contextlib.closing(open_vllm_transport("auto", engine)) as transport:
@@ -169,8 +169,8 @@ def publish(engine: Any, source: Any) -> str:
 
 
 def read_by_a_step(source: Any, prompts: int) -> float:
-    """Bytes of weights that a step of decoding multiplies by; of the experts as many as an even choice
-    touches, on average."""
+    """Bytes of weights that a decoding step multiplies by; for experts, as many as a uniform choice uses on
+    average."""
     from bridges.proof import manifest
 
     model, metas = source.model, source.manifest()
@@ -181,7 +181,8 @@ def read_by_a_step(source: Any, prompts: int) -> float:
 
 
 def requests(prompts: int, length: int, tokens: int) -> list[GenRequest]:
-    """A completion of `tokens` for each of so many prompts of `length`, no two of which begin alike."""
+    """A request for a completion of `tokens` for each of `prompts` prompts of `length`, all with different
+    beginnings."""
     from bridges.api import GenRequest, SamplingParams
 
     prompt = lambda i: tuple((PROMPT * i + j) % 100_000 for j in range(length))
@@ -199,8 +200,8 @@ def generate(engine: Any, prompts: int, tokens: int) -> float:
 
 
 def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
-    """FP8 beside BF16, and the step of each engine beside its floor, where every completion has a token in
-    every step."""
+    """Rows of FP8 against BF16, and of each engine's step against its lower bound if every step decodes all
+    completions."""
     fp8, bf16 = found["fp8"], found["bf16"]
     rows = [row(case, "rollout", "tokens/s", fp8["tokens/s"], bf16["tokens/s"], "BF16 vLLM, same run")]
     return rows + [row(f"{case}, {name}", "decode step", "ms", f["step, ms"], f["floor, ms"],

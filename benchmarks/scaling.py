@@ -1,12 +1,13 @@
-"""A learner on one, two, ... GPUs of a host: tokens a second of the update, at the same rows of the same
+"""A learner on one, two, ... GPUs of a host: tokens per second of the update, for the same rows of the same
 batch.
 
     jaxfp8rl bench scaling [--sizes 1.7b 8b] [--gpus 1 2] [--rows 4] [--axis fsdp]
 
-`train.fsdp` = N, or `train.data`, lays a batch of R rows over N GPUs as R / N micro-batches of N rows,
-`train.tensor` the heads and widths of R micro-batches of one row, so that every N computes the same losses:
-those of all updates are kept, and compared. Efficiency is tokens a second over N times those of the smallest
-N. What is timed is benchmarks/step.py's; runs on one GPU go side by side, each on its own.
+`train.fsdp` = N, or `train.data`, divides a batch of R rows over N GPUs as R / N micro-batches of N rows;
+`train.tensor` divides the heads and widths of R micro-batches of one row. Every N therefore computes the same
+losses; those of all updates are stored and compared. Efficiency is tokens per second over N times those of
+the smallest N. The timed program is that of benchmarks/step.py. Runs on one GPU execute concurrently, each on
+its own GPU.
 
 Needs a Hopper GPU.
 """
@@ -25,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import SHAPES, arguments, row, write
 
-# as jaxfp8rl.distributed.mesh has them: to import JAX would take the GPUs' memory
+# The axes of jaxfp8rl.distributed.mesh, which is not imported, because JAX would reserve the GPUs' memory.
 AXES = "data", "fsdp", "tensor"
-# of the losses, relative: sums in another order tip roundings, which a random network carries far
+# Relative tolerance of the losses: another order of summation changes roundings, which a random network
+# amplifies.
 TOLERANCE = 0.02
 
 
@@ -36,13 +38,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["1.7b", "8b"])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rows", type=int, default=4,
-                        help="of a batch, of --row-tokens each; every N divides them")
+                        help="rows of a batch, of --row-tokens each; every N must divide them")
     parser.add_argument("--row-tokens", type=int, default=16384)
     parser.add_argument("--recipe", default="fp8_unified")
-    parser.add_argument("--axis", choices=AXES, default="fsdp", help="that the GPUs lie along")
+    parser.add_argument("--axis", choices=AXES, default="fsdp", help="the axis of the GPUs")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
-    if not shutil.which("nvidia-smi"):  # asking JAX would take the GPUs' memory from the runs
+    if not shutil.which("nvidia-smi"):  # asking JAX would reserve the GPU memory that the runs need
         sys.exit("benchmarks/scaling.py needs NVIDIA GPUs")
     found = {(size, n): None for n in args.gpus for size in args.sizes}
     with tempfile.TemporaryDirectory() as folder:
@@ -59,13 +61,13 @@ def main() -> None:
 
 
 def visible(count: int) -> list[str]:
-    """As CUDA_VISIBLE_DEVICES has them."""
+    """The first `count` GPUs, as in CUDA_VISIBLE_DEVICES."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",") if given else [str(i) for i in range(count)]
 
 
 def side_by_side(runs: list[tuple[str, int]], devices: list[str]) -> list[list[tuple[str, int]]]:
-    """Runs on one GPU together, as many as there are devices; the others one after the other."""
+    """Execute runs on one GPU concurrently, as many as there are devices; the others one after the other."""
     alone = [run for run in runs if run[1] == 1]
     together = [alone[i : i + len(devices)] for i in range(0, len(alone), len(devices))]
     return together + [[run] for run in runs if run[1] > 1]
@@ -84,7 +86,7 @@ def start(size: str, n: int, devices: list[str], out: Path, args) -> subprocess.
 
 
 def rows_of(size: str, args, found: dict[int, dict]) -> list[dict]:
-    """Each N beside the smallest, times N."""
+    """Rows of each N against N times the smallest."""
     least = min(found)
     rate = {n: args.rows * args.row_tokens / f["update"] * 1e3 for n, f in found.items()}
     rows = []

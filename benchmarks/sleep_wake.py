@@ -1,11 +1,11 @@
-"""Learner and engine in turn on one GPU: cycles of generate, sleep, wake, publish, and what memory each side
-holds in each.
+"""Learner and engine in turn on one GPU: cycles of generate, sleep, wake, publish, and the memory of each
+side in each state.
 
     jaxfp8rl bench sleep_wake [--size 1.7b] [--cycles 20]
 
-The engine drops weights and cache when it sleeps. It wakes in order: memory of the weights, a publish in
-place, memory of the cache. The yardstick of each number is the same after the second cycle, when everything
-has been compiled: growth shows.
+The engine drops weights and cache when it sleeps. It wakes in stages: memory of the weights, a publish in
+place, memory of the cache. The yardstick of each number is its value after the second cycle, when everything
+has been compiled, so that growth is visible.
 
 Needs a GPU and vLLM.
 """
@@ -60,7 +60,7 @@ def main() -> None:
              for what in first if "ms" in what]
     write(args.out, "sleep_wake", rows, args.plot, cycles=seen)
     if len({c["tokens"] for c in seen}) > 1:
-        sys.exit("the same weights gave other tokens after a cycle")
+        sys.exit("the same weights generated different tokens after a cycle")
 
 
 def cycle(engine: VllmEngine, transport: VllmInplace, source: WeightSource, version: int) -> dict:
@@ -80,7 +80,7 @@ def tokens(engine: VllmEngine) -> str:
 
 
 def memory(when: str) -> dict[str, float]:
-    """GB in use of JAX's and torch's allocators, and of the device as the driver sees it."""
+    """GB in use by JAX's and torch's allocators, and on the device according to the driver."""
     free, total = torch.cuda.mem_get_info()
     in_use = jax.local_devices()[0].memory_stats()["bytes_in_use"]
     numbers = {"JAX": in_use, "torch": torch.cuda.memory_allocated(), "device": total - free}

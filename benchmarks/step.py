@@ -1,16 +1,16 @@
 """The learner's part of a step, scoring and update, by recipe, on one GPU: Qwen3 shapes, random weights,
 packed rows.
 
-    jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8] [--fsdp 2] [--tensor 2] [--data 2]
-    jaxfp8rl bench step --sizes 30b-a3b --layers 10 --optim low     # a mixture of experts, as many layers as fit
+    jaxfp8rl bench step [--sizes 0.6b 1.7b 8b] [--recipes bf16 fp8_unified] [--layers 8] [--fsdp 2]
+    jaxfp8rl bench step --sizes 30b-a3b --layers 10 --optim low     # a mixture, with as many layers as fit
 
 The functions are those of a run: `make_score`, `make_train_step`, on M micro-batches of one row of packed
-sequences, log-normal in length, a tenth of each its prompt. Every recipe has a process of its own, so that
-the peak of its memory is its own; the yardstick is the first recipe named. MFU: the operations that the model
-needs, nothing computed again (`jaxfp8rl.memory.flops`), over BF16's peak, where that is known. --layers:
-fewer than the model has, where it would not fit. --optim: formats of masters and moments. --remat:
-train.remat. --data, --fsdp, --tensor: devices along the axes of the mesh; along the first two each has a row
-of a micro-batch. A large model wants more than JAX's usual share of the memory:
+sequences with log-normal lengths, of which the first tenth is the prompt. Every recipe has its own process
+and therefore its own peak memory; the yardstick is the first recipe named. MFU: the operations that the model
+needs, without recomputation (`jaxfp8rl.memory.flops`), over BF16's peak, if that is known. --layers: fewer
+than the model has, if it would not fit. --optim: formats of masters and moments. --remat: train.remat.
+--data, --fsdp, --tensor: devices along the axes of the mesh; along the first two, each device has a row of a
+micro-batch. A large model needs more than JAX's usual share of the memory:
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
 Needs a Hopper GPU.
@@ -68,11 +68,11 @@ def main() -> None:
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--wgrad-inputs", choices=["1x128", "128x128"], default="1x128",
-                        help="of fp8_unified: %(default)s")
+                        help="of fp8_unified; default: %(default)s")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="float32")
     parser.add_argument("--remat", choices=get_args(Remat), default="mlp")
     parser.add_argument("--trace", type=Path, metavar="FOLDER",
-                        help="one more update of each recipe, by JAX's profiler")
+                        help="trace one more update of each recipe with JAX's profiler")
     parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -103,7 +103,7 @@ def child(size: str, recipe: str) -> dict:
 
 
 def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float]:
-    """ms of scoring and of an update (medians), GB at the peak, MFU of the update, and seconds of
+    """Median ms of scoring and of an update, GB at the peak, MFU of the update, and seconds of
     compilation."""
     model = ModelConfig.from_hf(config(size, args.layers))
     precision = dataclasses.replace(precision_of(model, recipe), wgrad_inputs=args.wgrad_inputs)
@@ -144,7 +144,8 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
 
 
 def precision_of(model: ModelConfig, recipe: str) -> Precision:
-    """As a run's beside compiled vLLM: attention, FP8 products and those of experts by the kernels."""
+    """The precision of a run with compiled vLLM: attention, FP8 products and those of experts by the
+    kernels."""
     plain = Precision(plain_runs(model.sparse_layers), products="pallas", attention="pallas")
     if recipe == "bf16":
         return plain

@@ -1,4 +1,4 @@
-"""Shared by every test: CPU unless told otherwise, no network, few and undeadlined hypothesis examples."""
+"""Settings for every test: CPU by default, no network, few hypothesis examples without deadlines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 
-# before anything imports jax; tests/gpu is run with JAX_PLATFORMS=cuda
+# set before anything imports jax; tests/gpu runs with JAX_PLATFORMS=cuda
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -28,7 +28,7 @@ for name, examples in {"default": 10, "thorough": 60}.items():
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-LONG_FILES = (  # a worker takes a whole file: the long ones come first, so that both workers end together
+LONG_FILES = (  # a worker takes whole files; long ones come first, so that both workers finish together
     "e2e/test_train.py", "training/test_train_step.py", "training/test_old_policies.py",
     "training/test_nothing_to_learn.py", "faults/test_run_faults.py", "e2e/test_train_stops.py",
     "e2e/test_processes.py", "distributed/test_sharding.py",
@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def quick_compile():
-    """For a module whose tests compile many large programs and run each a few times: without the compiler's
-    expensive passes. Its programs round in their own way, so none is shared with modules before or after it.
-    """
+    """For a module whose tests compile many large programs and run each only a few times: skip the compiler's
+    expensive passes. Such programs round differently, so none is shared with modules before or after this
+    one."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -57,7 +57,7 @@ def quick_compile():
 
 @pytest.fixture(scope="module")
 def quick_children(quick_compile):
-    """The processes that a module starts compile as quickly as it does, and round alike."""
+    """The processes that a module starts compile as quickly as the module, and round the same way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         yield
@@ -68,8 +68,8 @@ TOKEN = "a token of the tests, 32 letters"
 
 @pytest.fixture
 def serving():
-    """serving(engine, transport, folder): a context, whose value is the address of a server in a thread of
-    this process."""
+    """serving(engine, transport, folder): a context manager that yields the address of a server in a thread
+    of this process."""
     from bridges.served.engine_server import EngineServer, HttpServer
 
     @contextlib.contextmanager

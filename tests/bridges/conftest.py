@@ -1,5 +1,5 @@
-"""One torch thread: the models are tiny, and two thread pools on two cores wait for each other. Before torch
-is imported."""
+"""Limit torch to one thread before it is imported: the models are tiny, and two thread pools on two cores
+wait for each other."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from remote_servers import own, remote, served  # noqa: E402, F401  fixtures
 
 @pytest.fixture(scope="module")
 def quick_collections():
-    """What other modules keep alive is not searched again at each of the collections of this one."""
+    """Exclude the objects that other modules keep alive from this module's garbage collections."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -20,7 +20,7 @@ def quick_collections():
 
 @pytest.fixture
 def found(monkeypatch):
-    """live_rows of a module, its places given."""
+    """The live_rows of a module at the given positions."""
 
     from bridges.inside_vllm import layout
 

@@ -44,7 +44,7 @@ def remote():
 
 @pytest.fixture
 def own():
-    """A child process of the test's own, to be hurt, with short deadlines."""
+    """A child process owned by the test, which may damage it, with short deadlines."""
     with spawn("fake", faults={"seconds": 0.0}, deadlines=SHORT) as engine:
         yield under(engine)
         with contextlib.suppress(ProcessLookupError):
@@ -53,7 +53,7 @@ def own():
 
 @pytest.fixture
 def served(serving, tmp_path):
-    """(the engine itself, the same over the wire), the server being a thread of this process."""
+    """(the engine itself, the same engine over the wire); the server is a thread of this process."""
     engine, transport = FakeEngine(), FakeTransport()
     transport.open(engine)
     with serving(engine, transport, tmp_path) as url:

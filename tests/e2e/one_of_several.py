@@ -1,4 +1,4 @@
-"""One process of a run of several; something may happen to it in a step, before it does anything:
+"""One process of a run of several. In a step, before it does anything, it may be interrupted:
 
     python one_of_several.py [nothing|SIGTERM|engine] STEP jaxfp8rl-words...     engine: it fails from then on
 """

@@ -1,4 +1,4 @@
-"""A run of a tiny config, its files, and when two runs are the same."""
+"""A run of a tiny config, its files, and the comparison of two runs."""
 
 from pathlib import Path
 
@@ -49,7 +49,8 @@ def saved(directory: Path):
 
 
 def assert_same_run(directory: Path, straight: Path):
-    """Every line of metrics but clocks and memory, every sample, every bit of the final state."""
+    """Compare every line of metrics without clocks and memory, every sample, and every bit of the final
+    state."""
 
     def without_clocks(rows: list[dict]) -> list[dict]:
         return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}

@@ -10,7 +10,7 @@ from jaxfp8rl.run.run_directory import RunDirectory
 
 @pytest.fixture(scope="module")
 def children(quick_children):
-    """Runs, here and in processes of their own, compile quickly and have micro_run's rewards."""
+    """Runs in this process and its children compile quickly and have micro_run's rewards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RewardRunner, "score", micro_run.rewarded)
         yield

@@ -1,10 +1,9 @@
-"""A run of six steps that takes seconds, for tests of what may happen to one; and as a program, one that is
-killed on its way:
+"""A run of six steps that takes seconds, for tests of faults; as a program, a run that kills itself:
 
     python micro_run.py PLACE TIMES jaxfp8rl-words...     SIGKILLs itself at the TIMES-th call of PLACE, "module:Class.function"
 
-A model that has learned nothing is never right, so a completion is worth a number drawn from its text: there
-is something to learn, and it is the same whoever asks.
+An untrained model is never right, so a completion's reward is a number derived from its text. It gives a
+gradient and is reproducible in every process.
 """
 
 from __future__ import annotations
@@ -73,14 +72,14 @@ def arrays(directory: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def lasting(rows: list[dict]) -> list[dict]:
-    """Metrics without clocks, memory and what counts the faults."""
+    """Metrics without clocks, memory and the counts of faults."""
     passing = ("time/", "memory/", "engine/restarts", "tokens/rollout_per_s", "tokens/update_per_s")
     return [{k: v for k, v in r.items() if not k.startswith(passing)} for r in rows]
 
 
 def assert_same_run(directory: Path, straight: Path, step: int = 6) -> None:
-    """Every line of metrics but clocks, memory and what counts the faults; every sample; every bit of the
-    final state."""
+    """Compare every line of metrics without clocks, memory and the counts of faults; every sample; and every
+    bit of the final state."""
     np.testing.assert_equal(lasting(metrics(directory)), lasting(metrics(straight)))
     assert (directory / "samples.jsonl").read_bytes() == (straight / "samples.jsonl").read_bytes()
     have, want = arrays(directory, step), arrays(straight, step)
@@ -110,7 +109,7 @@ if __name__ == "__main__":
     from jaxfp8rl.cli.main import main
 
     RewardRunner.score = rewarded
-    # an engine of this process's own, which must not outlive it
+    # an engine owned by this process, which it must not survive
     print("child", start("fake").pid, flush=True)
     kill_at(sys.argv[1], int(sys.argv[2]))
     sys.exit(main(sys.argv[3:]))

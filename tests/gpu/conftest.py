@@ -1,5 +1,5 @@
-"""Tests that need an NVIDIA GPU: `JAX_PLATFORMS=cuda pytest -m gpu tests/gpu`. Elsewhere they are skipped,
-saying so."""
+"""Tests that need an NVIDIA GPU: `JAX_PLATFORMS=cuda pytest -m gpu tests/gpu`. Elsewhere they are skipped
+with a message."""
 
 from __future__ import annotations
 

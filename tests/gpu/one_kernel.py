@@ -1,10 +1,10 @@
-"""One kernel, once, on small operands, to be watched by compute-sanitizer (`python -P`, so that nothing
-beside it is imported):
+"""Runs one kernel once on small operands under compute-sanitizer (with `python -P`, so that no neighbouring
+file is imported):
 
     compute-sanitizer --tool racecheck --racecheck-report all --kernel-name kns=mosaic python -P
     tests/gpu/one_kernel.py NAME
 
-Without NAME: prints the names. `test_races.py` runs all.
+Without NAME it prints the names. `test_races.py` runs all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 
-# XLA's trials of its own kernels end in the sanitizer's error
+# XLA's autotuning of its own kernels triggers errors of the sanitizer
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 
 import jax
@@ -75,7 +75,8 @@ def of_words(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def race() -> jax.Array:
-    """What racecheck has to find: one warpgroup reads what another writes, and does not wait for it."""
+    """A race that racecheck must find: one warpgroup reads memory that another writes, without waiting for
+    it."""
 
     def kernel(out, shared):
         wg = jax.lax.axis_index("wg")
@@ -96,8 +97,8 @@ def race() -> jax.Array:
 
 
 def freed_early() -> jax.Array:
-    """The same with all that these kernels have, copies that report to barriers: a stage is freed before it
-    is read."""
+    """The same race in the style of these kernels, with copies that signal barriers: a stage is freed before
+    it is read."""
     arrived, release = Consumer.arrived, Consumer.release
     Consumer.arrived = lambda self, i: (arrived(self, i), release(self, i))[0]
     Consumer.release = lambda self, i: None

@@ -1,9 +1,9 @@
-"""The GPU simulator keeps a thread of JAX's CPU client for each simulated thread that waits at a barrier.
-Where the client has fewer, two on a machine of two cores, a simulated kernel can wait for ever: seen once in
-a dozen runs of one. It prints races.
+"""The GPU simulator keeps a thread of JAX's CPU client busy for each simulated thread that waits at a
+barrier. If the client has fewer threads (two on a machine with two cores), a simulated kernel can wait
+forever, which happened once in a dozen runs. The simulator prints races.
 
-With SM90A, where requirements/sm90a.txt is installed (`make sm90a`), kernels that a test lowers for CUDA are
-compiled, too.
+With SM90A, if requirements/sm90a.txt is installed (`make sm90a`), kernels that a test lowers for CUDA are
+also compiled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-os.environ.setdefault("PJRT_NPROC", "16")  # read when the client is made, at the first array
+os.environ.setdefault("PJRT_NPROC", "16")  # read when the client is created, at the first array
 
 import jax
 import pytest
@@ -20,20 +20,20 @@ SM90A = os.environ.get("SM90A")
 # Bytes, at the most: dk and dv (24 to 28 with the head counts of today's models), the logits' products.
 SPILLED = {"test_sm90_attention": 28, "test_sm90_logprob": 144}
 SPILLED_OF_256 = 460  # of heads of 256: dq holds a sum of 128 registers a thread
-found: dict[str, list] = {}  # of each test, its kernels
+found: dict[str, list] = {}  # test -> its kernels
 
 
 @pytest.fixture(autouse=True)
 def no_races(capfd):
-    """None in what a test has simulated."""
+    """Assert that the simulated kernels of a test have no races."""
     yield
     assert "RACE" not in "".join(capfd.readouterr())
 
 
 @pytest.fixture(autouse=bool(SM90A))
 def machine_code(request, monkeypatch):
-    """No kernel spills but those of SPILLED, of none does ptxas make the tensor-core products wait for each
-    other, and in none may a copy overtake a read."""
+    """Assert that no kernel but those of SPILLED spills, that ptxas serialises no tensor-core products, and
+    that no copy may overtake a read."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
     from machine_code import kernels_of, overtaken_reads
 

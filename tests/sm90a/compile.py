@@ -1,9 +1,9 @@
-"""Compile a lowered Mosaic GPU kernel to machine code for sm_90a, where there is no GPU; without JAX:
+"""Compile a lowered Mosaic GPU kernel to machine code for sm_90a, without a GPU and without JAX:
 
     python compile.py SITE DRIVER MODULE
 
-SITE is where requirements/sm90a.txt is installed, DRIVER the library made of driver.c, MODULE a file of
-MLIR's bytecode. What ptxas says of it, and its machine code, go to standard output.
+SITE is the folder where requirements/sm90a.txt is installed, DRIVER the library built from driver.c, MODULE a
+file of MLIR bytecode. The output of ptxas and the machine code go to standard output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(site: str, driver: str, module: str) -> None:
     ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)
     build = ctypes.CDLL(str(Path(site, "jax_plugins/xla_cuda13/xla_cuda_plugin.so"))).MosaicGpuCompile
     build.argtypes, build.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-    build(code, len(code))  # ends in an error: what it has compiled cannot be loaded
+    build(code, len(code))  # ends in an error, because the compiled kernel cannot be loaded
 
 
 if __name__ == "__main__":

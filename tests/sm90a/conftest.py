@@ -1,5 +1,5 @@
-"""Whole programs compiled for an H200 by JAX's CUDA plug-in, where there is no GPU: with SM90A, where
-requirements/sm90a.txt is installed (`make sm90a`); skipped without."""
+"""Whole programs compiled for an H200 by JAX's CUDA plug-in, without a GPU. They need SM90A, the folder where
+requirements/sm90a.txt is installed (`make sm90a`), and are skipped without it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from pallas_kernels.logprob import api as logprob
 
-OPTIONS = {"xla_gpu_autotune_level": 0}  # there is nothing to measure on
+OPTIONS = {"xla_gpu_autotune_level": 0}  # there is no device to tune on
 H200 = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200"
@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def compiled_step():
     """step(size, recipe, tokens, layers, remat) -> {"score", "update": jax.stages.Compiled} of
-    benchmarks/step.py's learner, two micro-batches of a row of so many tokens, moments in few bits."""
-    jax.devices()  # finds the plug-in
+    benchmarks/step.py's learner: two micro-batches of one row of this many tokens, low-bit moments."""
+    jax.devices()  # loads the plug-in
     (device,) = get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
     options = OPTIONS | {"xla_gpu_cuda_data_dir": str(Path(SITE, "nvidia/cu13").resolve())}

@@ -1,8 +1,8 @@
-"""What ptxas makes of the kernels of a program lowered for CUDA, without a GPU: registers, what is spilled,
+"""The output of ptxas for the kernels of a program lowered for CUDA, without a GPU: registers, spills,
 machine code.
 
-JAX's plug-in for CUDA can compile a Mosaic GPU kernel by itself if there is a driver to ask which GPU it is
-for. driver.c is one that says Hopper and does nothing else. compile.py does the rest in a process of its own.
+JAX's CUDA plug-in can compile a Mosaic GPU kernel by itself if a driver tells it the GPU's type. driver.c is
+a driver that reports Hopper and does nothing else. compile.py does the rest in its own process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TARGET = "mosaic_gpu_v2"
 
 
 class Kernel(NamedTuple):
-    """Of a thread: registers, and bytes written to memory for want of them. `warnings`: of ptxas, that it
-    makes tensor-core products wait for each other, say. `sass`: machine code."""
+    """Registers per thread, and bytes of spills per thread. `warnings`: those of ptxas, for example that it
+    serialises tensor-core products. `sass`: the machine code."""
 
     registers: int
     spilled: int
@@ -36,12 +36,12 @@ class Kernel(NamedTuple):
 
 
 def overtaken_reads(sass: str) -> list[str]:
-    """Reads of shared memory that a release of their stage to a pair of blocks follows with no barrier in
-    between.
+    """Reads of shared memory that are followed by a release of their stage to a pair of blocks without a
+    barrier in between.
 
-    One warp releases for all four of its warpgroup (`SYNCS.ARRIVE...RED`); the others' reads (`LDS`) are
-    ordered before that by a barrier of the warps alone (`BAR.SYNC`). Neither the simulator nor racecheck sees
-    a copy overtake them.
+    One warp releases for all four of its warpgroup (`SYNCS.ARRIVE...RED`). Only a barrier of the warps
+    (`BAR.SYNC`) orders the other warps' reads (`LDS`) before that. Neither the simulator nor racecheck
+    detects a copy that overtakes them.
     """
     waiting, overtaken = [], []
     for line in sass.splitlines():
@@ -55,7 +55,7 @@ def overtaken_reads(sass: str) -> list[str]:
 
 
 def kernels_of(lowered, site: Path) -> list[Kernel]:
-    """Those of a `jax.stages.Lowered`. Raises RuntimeError, with what was said, where one does not
+    """The kernels of a `jax.stages.Lowered`. Raises RuntimeError, with the output, if one does not
     compile."""
     modules = []
 

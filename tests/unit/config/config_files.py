@@ -1,4 +1,4 @@
-"""A good config, written to a file and refused."""
+"""A valid config, written to a file, and its refusals."""
 
 from __future__ import annotations
 

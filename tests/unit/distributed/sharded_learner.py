@@ -1,5 +1,5 @@
-"""A learner on eight virtual devices beside itself on one: run as a program, since the devices are made when
-JAX starts."""
+"""A learner on eight virtual devices against the same on one. It runs as a program, because JAX creates the
+devices when it starts."""
 
 import dataclasses
 import itertools
@@ -35,9 +35,9 @@ MODEL = ModelConfig.from_hf(
 )
 T, R, M = 128, 8, 3
 PLAIN = Precision.uniform(1, "float32", weight_dtype="float32")
-# an update is nearly proportional to the gradient, however small
+# makes an update nearly proportional to the gradient, even to a small one
 SMOOTH = Optim(lr=0.1, eps=1.0, clip_norm=100.0)
-CASES = {  # devices along each axis, precision, by how much scores and weights may differ
+CASES = {  # devices along each axis, precision, tolerances of scores and weights
     "high": ({"data": 2, "fsdp": 2, "tensor": 2}, PLAIN, 1e-5, 1e-5),
     "experts": ({"fsdp": 2, "tensor": 4}, dataclasses.replace(PLAIN, runs=plain_runs(MODEL.sparse_layers)),
                 1e-5, 1e-5),
@@ -48,7 +48,8 @@ CASES = {  # devices along each axis, precision, by how much scores and weights 
 
 
 def batch():
-    """Rows of different lengths, in the second micro-batch in the first row alone, in the third nowhere."""
+    """Rows of different lengths. In the second micro-batch only the first row has tokens, in the third
+    none."""
     rng, rows = np.random.default_rng(0), []
     for lengths in [[T // 2, 40], [T - 1], [1 + 9, 30, 50]] * 3:
         draw = lambda n: Sample(rng.integers(0, 64, 4), rng.integers(0, 64, n), rng.normal(-4, 0.3, n),
@@ -86,7 +87,7 @@ def steps(layout, precision):
 
 
 def lowered(layout, precision) -> str:
-    """The scoring program for GPUs, of the kernels."""
+    """The scoring program with the kernels, lowered for GPUs."""
     precision = dataclasses.replace(precision, products="pallas", attention="pallas",
                                     compute_dtype="bfloat16")
     score = make_score(make_logprobs(MODEL, precision, 1.0, "layer", layout), layout)

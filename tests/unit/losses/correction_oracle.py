@@ -44,7 +44,7 @@ def token_tis(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, upper: float = 
 
 
 def sequence_mis(p: np.ndarray, g: np.ndarray, mask: np.ndarray, *, upper: float = 2.0) -> Verdict:
-    """rho_seq * 1[rho_seq <= C], "When Speed Kills Stability": one-sided, the weight raw."""
+    """rho_seq * 1[rho_seq <= C], "When Speed Kills Stability": one-sided, with the raw weight."""
     judge, weights = Judge(), []
     for d in log_ratios(p, g, mask):
         total = aggregate(d, "sum")

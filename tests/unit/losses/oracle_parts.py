@@ -1,6 +1,5 @@
-"""What the oracles of correction_oracle.py are made of: decisions that remember how close they were, sums and
-means over sequences, the metrics. float64 numpy, and nothing of jaxfp8rl.
-"""
+"""The parts of the oracles in correction_oracle.py: decisions that remember how close they were, sums and
+means over sequences, the metrics. float64 numpy, and nothing of jaxfp8rl."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ class Verdict(NamedTuple):
     """weights [B, T]: 0 off the mask and at rejected tokens. counted [B, T] bool: the tokens in the loss's
     denominator.
 
-    margin: the smallest distance between a statistic that was compared and the bound it was compared with,
-    relative to the magnitudes that went into it. A float32 implementation may decide otherwise where it is
-    tiny.
+    margin: the smallest distance between a compared statistic and its bound, relative to the magnitudes
+    involved. A float32 implementation may decide differently if it is tiny.
     """
 
     weights: np.ndarray
@@ -46,7 +44,7 @@ class Judge:
 
 
 def log_ratios(p: np.ndarray, g: np.ndarray, mask: np.ndarray) -> Ratios:
-    """D of each sequence's live tokens; what stands under the mask is never looked at."""
+    """D of each sequence's live tokens; values under the mask are never read."""
     return [p_row[m].astype(np.float64) - g_row[m].astype(np.float64)
             for p_row, g_row, m in zip(p, g, mask, strict=True)]
 
@@ -68,7 +66,7 @@ def log(bound: float) -> float:
 
 
 def scale_of(d: np.ndarray) -> float:
-    """What a float32 sum over d carries as magnitude: its rounding error is a few 1e-7 of this."""
+    """The magnitude of a float32 sum over d: its rounding error is a few 1e-7 of this."""
     return 1.0 + float(np.sum(np.abs(d)))
 
 

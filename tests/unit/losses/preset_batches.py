@@ -1,4 +1,4 @@
-"""xx"""
+"""Random batches of log-probabilities and masks, for the tests that compare presets with the oracles."""
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ from jaxtyping import AbstractArray, jaxtyped
 
 
 class WrongShape(AssertionError):
-    """An argument, a result or a field that is not what its annotation says."""
+    """An argument, a result or a field that does not fit its annotation."""
 
 
 def checked(function: Callable) -> Callable:
-    """`function`, with its arguments and its result held to their annotations. A letter is one size a call."""
+    """`function`, with its arguments and its result checked against their annotations. A letter has one size
+    per call."""
     signature, hints = inspect.signature(function), typing.get_type_hints(function)
 
     @functools.wraps(function)
@@ -44,7 +45,7 @@ def _is_shape(hint: Any) -> bool:
 
 
 def _check(name: str, value: Any, hint: Any) -> None:
-    """Raise WrongShape unless `value` is of `hint`, as far as that speaks of arrays."""
+    """Raise WrongShape unless `value` fits `hint`, as far as `hint` concerns arrays."""
     kind, inner = typing.get_origin(hint), typing.get_args(hint)
     if _is_shape(hint):
         if not isinstance(value, hint):

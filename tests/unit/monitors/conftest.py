@@ -1,4 +1,4 @@
-"""Runs to report on, written once a module, the page of the first and the comparison of all."""
+"""Runs to report on, written once per module, the page of the first and the comparison of all."""
 
 import itertools
 from pathlib import Path

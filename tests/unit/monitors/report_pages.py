@@ -52,7 +52,7 @@ def a_run(path: Path, steps: int = 12, seed: int = 0, lr: float = 1e-3, shift: f
 
 
 class Page(html.parser.HTMLParser):
-    """Balanced tags or AssertionError; what it holds, by kind."""
+    """Parses a page. Raises AssertionError for unbalanced tags; collects the contents by kind."""
 
     def __init__(self, path: Path):
         super().__init__()

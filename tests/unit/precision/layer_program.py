@@ -1,5 +1,5 @@
-"""Two layers of a learner whose FP8 products are the Hopper kernels, forward and backward: for tests of what
-is compiled."""
+"""Two layers of a learner whose FP8 products are the Hopper kernels, forward and backward, for tests of the
+compiled program."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ TURNED = [(512, 256), (256, 256), (768, 256), (256, 384)]  # what comes back goe
 BATCH = 2, 512  # 1024 tokens: no axis of a weight
 PRECISION = Precision((LayerRun(0, 2, LINEARS),), products="pallas", gradients="e4m3", fused=True,
                       fused_quantizer=True)
-# Kernels that run, by loop. An input is quantised once for all who read it, by rows and along the tokens, and
-# down's where it is made. The backward makes its layer's forward again, up to SwiGLU; it quantises gradients
-# of results, SwiGLU's where it makes it.
+# The kernels that run, by loop. An input is quantised once for all its consumers, by rows and along the
+# tokens; down's input is quantised by its producer. The backward pass recomputes its layer's forward pass up
+# to SwiGLU. It quantises the gradients of results; SwiGLU's is quantised by its producer.
 INPUTS, PRODUCTS = 4, len(WEIGHTS)
 KERNELS = (INPUTS + PRODUCTS) + (INPUTS + PRODUCTS - 2) + (INPUTS + 3 * len(TURNED))
 
 
 def gradients(policy, leaves, tokens, positions, segments, precision=PRECISION, remat="layer"):
-    """As a micro-batch's: what differs is the loss."""
+    """The gradients of a micro-batch, with a simpler loss."""
 
     def total(leaves):
         hidden = forward(trainable(policy, leaves), MODEL, tokens, positions, segments, precision, remat)
@@ -45,7 +45,7 @@ def gradients(policy, leaves, tokens, positions, segments, precision=PRECISION, 
 
 
 def shapes() -> tuple:
-    """Of the arguments of `gradients`."""
+    """The shapes of the arguments of `gradients`."""
     policy = jax.eval_shape(lambda: policy_of(init_params(MODEL, jax.random.key(0)), PRECISION))
     leaves = jax.eval_shape(lambda policy: grad_slots(policy, "bfloat16"), policy)
     return policy, leaves, *(jax.ShapeDtypeStruct(BATCH, jnp.int32) for _ in range(3))

@@ -1,4 +1,4 @@
-"""The task whose scorer misbehaves as each problem asks."""
+"""A task whose scorer misbehaves as each problem specifies."""
 
 import pytest
 from reward_cases import SCORER

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxfp8rl.data.problem import Problem
 
-# What the scorer under test does is the problem's answer; the text names a file to write process ids to.
+# The problem's answer selects the behaviour of the scorer under test; the text names a file for process ids.
 SCORER = """
 import os, re, signal, subprocess, sys, time
 

@@ -1,4 +1,4 @@
-"""A tiny learner whose updates keep their gradients exact, for the tests of a step."""
+"""A tiny learner whose updates keep their exact gradients, for the tests of a step."""
 
 import functools
 
@@ -31,7 +31,7 @@ MODEL = ModelConfig.from_hf(
 # compute in float32, weights rounded to bfloat16: the bf16 recipe in float32 mode
 FLOAT32 = Precision.uniform(2)
 LOGPROBS = make_logprobs(MODEL, FLOAT32, 0.7, remat="none")
-KEEP = optax.GradientTransformation(  # moves nothing and leaves the gradients, exact, in opt_state
+KEEP = optax.GradientTransformation(  # changes nothing and leaves the exact gradients in opt_state
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda grads, _, __: (jax.tree.map(jnp.zeros_like, grads), grads)
 )
@@ -41,15 +41,15 @@ train_step = make_train_step(LOGPROBS, FLOAT32, Loss(), CorrectionConfig(), KEEP
 
 @functools.cache
 def params():
-    """Matrices four times the usual, so that the distributions are far from uniform and attention is not an
-    average."""
+    """Weights with four times the usual size, so that the distributions are far from uniform and attention is
+    not an average."""
     drawn = init_params(MODEL, jax.random.key(0))
     return jax.tree.map(lambda p: 4 * p if jnp.std(p) > 0 else p, drawn)
 
 
 def samples_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Sample]:
-    """Completions whose engine log-probabilities are some way off the learner's, so that the correction has
-    work."""
+    """Completions whose engine log-probabilities differ from the learner's, so that the correction has an
+    effect."""
     rng = np.random.default_rng(seed)
     return [
         Sample(rng.integers(1, 32, p), rng.integers(1, 32, c), -rng.uniform(1, 6, c).astype(np.float32),
@@ -72,8 +72,8 @@ def score(params, batch: TrainBatch) -> np.ndarray:
 
 
 def old_logps(params, batch: TrainBatch) -> np.ndarray:
-    """The learner's own, off by some tenths that depend on the token alone: some ratios are clipped, some are
-    not."""
+    """The learner's own log-probabilities plus some tenths that depend only on the token, so that some ratios
+    are clipped and some are not."""
     return np.asarray(score(params, batch)) + 0.3 * np.sin(batch.tokens + 3.0
                                                            * batch.positions).astype(np.float32)
 
@@ -91,8 +91,8 @@ def learn(params, batch: TrainBatch, old_logp: np.ndarray, ref_logp=None, step=t
 
 
 def distance(a, b) -> float:
-    """Of two gradient trees, over the length of the first; 0 when all of a batch is clipped and both are
-    zero."""
+    """The norm of the difference of two gradient trees over that of the first; 0 if all of a batch is clipped
+    and both are zero."""
     flat = [np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(t)]) for t in (a, b)]
     return float(np.linalg.norm(flat[0] - flat[1]) / max(np.linalg.norm(flat[0]), 1e-12))
 
@@ -104,7 +104,7 @@ MIXED = samples_of([(2, 1), (3, 7), (1, 2), (5, 5), (2, 6), (4, 4)], seed=1)
 
 
 def near_policy(samples: list[Sample], layout: tuple[int, int, int]) -> list[Sample]:
-    """The same completions from an engine near the learner: sequences differ by tenths of nats, not by
+    """The same completions from an engine close to the learner: sequences differ by tenths of nats, not by
     tens."""
     batch = laid_out(samples, layout)
     scores, out = np.asarray(score(params(), batch)), []
