@@ -109,7 +109,7 @@ if __name__ == "__main__":
     from jaxfp8rl.cli.main import main
 
     RewardRunner.score = rewarded
-    # an engine owned by this process, which it must not survive
+    # an engine owned by this process, which must not outlive it
     print("child", start("fake").pid, flush=True)
     kill_at(sys.argv[1], int(sys.argv[2]))
     sys.exit(main(sys.argv[3:]))

@@ -139,7 +139,7 @@ def test_trees_are_compared_leaf_by_leaf():
         ),
         (
             {"a": np.zeros(3, np.float32), "b": tree["b"]},
-            r"\['a'\]: float64\[3\] and float32\[3\] are not of one dtype",
+            r"\['a'\]: float64\[3\] and float32\[3\] differ in dtype",
         ),
         ({"a": np.zeros(4), "b": tree["b"]}, r"\['a'\]: float64\[3\] and float64\[4\]"),
         ({"a": np.zeros(3)}, "(?i)tree"),
