@@ -29,7 +29,7 @@ def test_blocks_of_tile_distinct_are_apart_in_every_dtype(dtype):
 
 def test_tile_distinct_of_no_blocks():
     assert testing.tile_distinct((0, 3, 5)).shape == (0, 3, 5)
-    with pytest.raises(ValueError, match="two at least"):
+    with pytest.raises(ValueError, match="at least two"):
         testing.tile_distinct((5,))
 
 
