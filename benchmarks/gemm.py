@@ -109,15 +109,15 @@ def main() -> None:
     args = parser.parse_args()
     candidates = lambda product: FOR_WGRAD if product.wgrad else FEW_ROWS if product.decode else CANDIDATES
     tiles = lambda product: candidates(product) if args.tune else {"ours": None}
-    asked = [p for p in products(args.tokens) if not args.only or p.name.split()[0] in args.only]
+    chosen = [p for p in products(args.tokens) if not args.only or p.name.split()[0] in args.only]
     with ThreadPoolExecutor() as threads, ProcessPoolExecutor(
             4, get_context("spawn"), leave_memory) as processes:
-        warming = [processes.submit(warm, product) for product in asked if not product.wgrad]
-        compiled = {product: compiling(product, tiles(product), threads) for product in asked}
+        warming = [processes.submit(warm, product) for product in chosen if not product.wgrad]
+        compiled = {product: compiling(product, tiles(product), threads) for product in chosen}
         for done in warming:
             done.result()
     rows, bandwidth = [], copy_bandwidth()
-    for product in asked:
+    for product in chosen:
         made = [operands(product, seed) for seed in range(product.sets)]
         runs = ours(product, made, compiled[product]) | yardsticks(product, made)
         times = measure(runs, product, args.rounds)

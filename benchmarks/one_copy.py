@@ -120,8 +120,8 @@ def two_updates(one_copy: bool, options: list[str]) -> dict:
         codes = sum(int(np.prod(e.shape)) for e in param_table(ctx.model) if is_fp8(e, ctx.runs))
         own = make_policy(ctx.precision)(state.params)
         as_own = digest(ctx.score(own, batch)) == digests["scores"][-1]
-        said = ctx.engine.generate(make_requests(ctx.train[:16], ctx.sampling, 4, seed=1, step=3))
-        digests["the engine's"] += [digest(c.logprobs) for completions in said for c in completions]
+        generated = ctx.engine.generate(make_requests(ctx.train[:16], ctx.sampling, 4, seed=1, step=3))
+        digests["the engine's"] += [digest(c.logprobs) for completions in generated for c in completions]
     return {"digests": digests, "as_own": as_own, "in_use": stats["bytes_in_use"],
             "peak": stats["peak_bytes_in_use"],
             "codes": codes}

@@ -191,8 +191,8 @@ def requests(prompts: int, length: int, tokens: int) -> list[GenRequest]:
 
 def generate(engine: Any, prompts: int, tokens: int) -> float:
     """Seconds for a completion of `tokens` of each prompt."""
-    asked, began = requests(prompts, PROMPT, tokens), time.perf_counter()
-    groups = engine.generate(asked)
+    batch, began = requests(prompts, PROMPT, tokens), time.perf_counter()
+    groups = engine.generate(batch)
     seconds = time.perf_counter() - began
     if {len(c.token_ids) for group in groups for c in group} != {tokens}:
         sys.exit("a completion ended early")

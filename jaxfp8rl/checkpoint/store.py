@@ -200,10 +200,10 @@ class Checkpoints:
 
     def none_to_go_on_from(self) -> CheckpointError:
         """The error for a folder without a sound checkpoint. It names the damage found in each."""
-        said = "; ".join(f"{step} is damaged: {why}" for step, why in self.damaged.items())
+        damages = "; ".join(f"{step} is damaged: {why}" for step, why in self.damaged.items())
         return CheckpointError(f"{self._folder}: no complete checkpoint to go on from"
-                               + (f" ({said})" if said else ""),
-                               "begin another run, in another --run.dir")
+                               + (f" ({damages})" if damages else ""),
+                               "start another run, in another --run.dir")
 
     def set_aside(self, after: int, why: str = "damaged") -> list[int]:
         """Rename checkpoints newer than `after`, from which the run goes on, to `WHY-STEP`: the run will soon
@@ -227,10 +227,10 @@ def unlike(folder: Path, like: Any, error: Exception) -> str:
     parts = {name.partition("/")[0] for name in wanted}
     names = [n for n in saved.keys() | wanted.keys() if n.partition("/")[0] in parts
              and saved.get(n) != wanted.get(n)]
-    said = [f"{n} is {saved.get(n, 'not there')}, wanted {wanted.get(n, 'not at all')}"
-            for n in sorted(names)[:NAMED]]
+    found = [f"{n} is {saved.get(n, 'missing')}, expected {wanted.get(n, 'none')}"
+             for n in sorted(names)[:NAMED]]
     more = f"; {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return "; ".join(said) + more or str(error)[:300]
+    return "; ".join(found) + more or str(error)[:300]
 
 
 def _typed(x: jax.Array) -> jax.Array:

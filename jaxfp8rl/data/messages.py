@@ -26,11 +26,11 @@ def as_prompt(value: Any) -> tuple[Prompt, bool]:
     if not isinstance(value, list):
         raise ValueError(f"must be a string or a list of {{role, content}}, but is {kind(value)}")
     messages = [_message(i, m) for i, m in enumerate(value)]
-    asked = messages[: _end_of_question(messages)]
-    if messages and not asked:
+    question = messages[: _end_of_question(messages)]
+    if messages and not question:
         raise ValueError("contains only the assistant's turn, which leaves nothing to answer")
-    _not_empty("".join(m["content"] for m in asked))
-    return tuple(asked), len(asked) < len(messages)
+    _not_empty("".join(m["content"] for m in question))
+    return tuple(question), len(question) < len(messages)
 
 
 def check_text(text: str) -> str:

@@ -77,10 +77,10 @@ class Tokenizer:
         Raises ModelError if the folder has no chat template, DataError if the template refuses the messages.
         """
         template = self._compiled
-        told = {"tools": None, "documents": None, **self._special, **self._kwargs}
+        variables = {"tools": None, "documents": None, **self._special, **self._kwargs}
         try:
             return template.render(messages=[dict(m) for m in messages],
-                                   add_generation_prompt=add_generation_prompt, **told)
+                                   add_generation_prompt=add_generation_prompt, **variables)
         except Exception as e:  # a template can raise any error: None + "text", 1 / 0
             raise DataError(f"the chat template refused the messages: {e}",
                             "change the roles or the system prompt") from e

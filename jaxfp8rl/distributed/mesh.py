@@ -41,7 +41,7 @@ ROWS = P(None, (DATA, FSDP))  # [M, R, T] over R
 
 
 class MeshLayout(NamedTuple):
-    """Where a learner's arrays lie: over the axes of `mesh`, or on one device if that is None."""
+    """The placement of a learner's arrays: over the axes of `mesh`, or on one device if that is None."""
 
     mesh: Mesh | None = None
 
@@ -149,11 +149,11 @@ def make_mesh_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: i
         have = f"{len(here)} device{'s' if len(here) > 1 else ''}"
         if processes > 1:
             raise ConfigError(f"{product}: the {processes} processes have {have}",
-                              f"{len(here)} together, no fewer")
-        raise ConfigError(f"{product}: this process has {have}", f"{len(here)} together, or fewer")
+                              f"their product must be {len(here)}")
+        raise ConfigError(f"{product}: this process has {have}", f"their product may be at most {len(here)}")
     if len(kinds := sorted({device.device_kind for device in here[:count]})) > 1:
-        raise ConfigError(f"devices of several kinds: {', '.join(kinds)}: all compute one program",
-                          "leave out those of a kind")
+        raise ConfigError(f"devices of several kinds: {', '.join(kinds)}: all must run the same program",
+                          "use devices of one kind")
     grid = np.array(here[:count]).reshape(data, fsdp, tensor)
     return ONE if count == 1 else MeshLayout(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3))
 

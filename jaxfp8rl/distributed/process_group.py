@@ -43,7 +43,7 @@ class ProcessGroup:
         self.count, self.number, self.first, self._store = count, number, number == 0, store
         self._name, self._sent, self._deleted, self._rounds, self._lent = f"jaxfp8rl/{next(RUNS)}", 0, 0, 0, [
             ]
-        self._ended: BaseException | None = None  # raised when the first process has ended
+        self._ended: BaseException | None = None  # raised once the first process has ended
 
     @property
     def suffix(self) -> str:
@@ -87,7 +87,7 @@ class ProcessGroup:
         except Exception as e:
             error = e
         if self.all_reduce_max(int(error is not None)):
-            raise error or ProcessFailed("another process has failed, and says why")
+            raise error or ProcessFailed("another process has failed; its output has the reason")
 
     def broadcast_tree(self, f: Callable[[], Any], like: Any) -> Any:
         """The tree of arrays that f() returns in the first process, for all of them. `like` has its
@@ -114,12 +114,12 @@ class ProcessGroup:
 
     def leave(self, error: BaseException) -> None:
         """Tell the others why the first process ends."""
-        asked = isinstance(error, SystemExit | KeyboardInterrupt)
-        code = getattr(error, "code", 130) if asked else 5 if isinstance(error, BridgeError) else getattr(
+        requested = isinstance(error, SystemExit | KeyboardInterrupt)
+        code = getattr(error, "code", 130) if requested else 5 if isinstance(error, BridgeError) else getattr(
             error, "exit_code", 1)
-        said = str(error) if isinstance(error,
-                                        UserError | BridgeError) else f"{type(error).__name__}: {error}"
-        self._send({"ended": said, "code": code, "asked": asked})
+        known = isinstance(error, UserError | BridgeError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        self._send({"ended": reason, "code": code, "asked": requested})
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send a message in parts, then their number. A wait's deadline includes the transfer: a message that
@@ -157,7 +157,7 @@ class ProcessGroup:
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise ProcessFailed(f"another process is gone: {str(e).splitlines()[0]}",
-                                        "see what it said last") from e
+                                        "see the end of its output") from e
 
 
 ALONE = ProcessGroup()
@@ -165,11 +165,11 @@ ALONE = ProcessGroup()
 
 @contextlib.contextmanager
 def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
-    """The group of train.processes processes, one of which is this. When the first ends, all end.
+    """The group of train.processes processes, one of which is this one. When the first ends, all end.
 
-    Call it before anything asks JAX for its devices. Raises ConfigError if nothing says which process this
-    is, if there are more or fewer, or if this one was started with other settings than the first, or in
-    another way (`how`).
+    Call it before anything asks JAX for its devices. Raises ConfigError if the number of this process is
+    unknown, if there are more or fewer processes, or if this one was started with other settings than the
+    first, or in another way (`how`).
     """
     if cfg.train.processes == 1:
         yield ALONE
@@ -178,7 +178,7 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
     try:
         _compare(group, cfg, how)
         yield group
-        # the first may take long to end its engine: wait here, not in JAX's own shutdown
+        # the first process may take long to close its engine: wait here, not in JAX's own shutdown
         group.all_reduce_max(0)
     except BaseException as e:
         if group.first:
@@ -188,20 +188,20 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
 
 
 def check_environment(count: int) -> str | None:
-    """The number of this process, of `count`, as the environment gives it, or None. Raises ConfigError if it
-    is impossible."""
-    number, told = os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_NUM_PROCESSES", str(count))
-    if told != str(count):
-        raise ConfigError(f"train.processes = {count}, JAX_NUM_PROCESSES = {told}", "give both the same")
+    """The number of this process among `count`, from the environment, or None. Raises ConfigError for an
+    impossible number."""
+    number, given = os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_NUM_PROCESSES", str(count))
+    if given != str(count):
+        raise ConfigError(f"train.processes = {count}, JAX_NUM_PROCESSES = {given}", "set both to the same")
     if number is not None and number not in map(str, range(count)):
         raise ConfigError(f"JAX_PROCESS_ID = {number}: train.processes = {count} are 0 to {count - 1}",
-                          "give each one of them")
+                          "give each process one of these numbers")
     return number
 
 
 def _connected(count: int) -> ProcessGroup:
-    """Connect by JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID, or as jax.distributed finds out from a
-    cluster."""
+    """Connect with JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID, or with the cluster settings that
+    jax.distributed detects."""
     from jax._src.distributed import global_state  # no public name leads to the key-value store
 
     number = check_environment(count)
@@ -214,15 +214,15 @@ def _connected(count: int) -> ProcessGroup:
             named["coordinator_bind_address"] = address
         try:
             jax.distributed.initialize(**named, shutdown_timeout_seconds=SHUTDOWN_S)
-        except (ValueError, IndexError) as e:  # the latter of an address without a port
+        except (ValueError, IndexError) as e:  # IndexError for an address without a port
             raise ConfigError(
-                f"train.processes = {count}: nothing says which of them this is: {e}",
+                f"train.processes = {count}: the number of this process is unknown: {e}",
                 "start each with JAX_COORDINATOR_ADDRESS=HOST:PORT of the first and its own JAX_PROCESS_ID, from 0 on, or by "
                 "Slurm, Open MPI or Kubernetes (docs/sharding.md)",
             ) from e
         except jax.errors.JaxRuntimeError as e:
             raise ConfigError(
-                f"train.processes = {count}: not all of them have come: {str(e).splitlines()[0]}",
+                f"train.processes = {count}: some processes have not connected: {str(e).splitlines()[0]}",
                 "start so many, all with the address of the first") from e
     if global_state.num_processes != count:
         raise ConfigError(f"train.processes = {count}, and {global_state.num_processes} were started",
@@ -231,18 +231,19 @@ def _connected(count: int) -> ProcessGroup:
 
 
 def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:
-    """Check that all processes run the same: otherwise they would wait for each other for ever, or
+    """Check that all processes have the same settings: otherwise they would wait for each other forever, or
     diverge."""
     own, way = json.loads(json.dumps([cfg.model_dump(mode="json"), how]))
     theirs, their_way = group.broadcast(lambda: (own, way))
     differ = {(s, k): (theirs[s][k], value) for s in own for k, value in own[s].items()
               if theirs[s][k] != value}
-    said = "; ".join(described(differ)) or "--resume or --fork"
+    differences = "; ".join(described(differ)) or "--resume or --fork"
 
     def refuse() -> None:
         if differ or their_way != way:
-            raise ConfigError(f"process {group.number} was started with other words than the first: {said}",
-                              "start all with the same")
+            raise ConfigError(
+                f"process {group.number} was started with other arguments than the first: {differences}",
+                "start all with the same arguments")
 
     group.run_and_sync(refuse)
 

@@ -149,7 +149,7 @@ def test_what_a_checkpoint_holds_otherwise_is_named(saved):
                           opt_state=(jnp.zeros((4, 16)), {}))
     with pytest.raises(CheckpointError) as e:
         saved.restore(other)
-    said = "opt_state/1/m is [2, 16], wanted not at all; params/v is not there, wanted [3]; params/w is [8, 16], wanted [8, 32]"
+    said = "opt_state/1/m is [2, 16], expected none; params/v is missing, expected [3]; params/w is [8, 16], expected [8, 32]"
     assert said in str(e.value), str(e.value)
     assert len(str(e.value)) < 500
 

@@ -208,11 +208,11 @@ def test_who_was_started_otherwise_or_sees_other_files_is_refused(each, tmp_path
 
     assert compare([cfg] * 3, [(True, "")] * 3) == [None] * 3
     results = compare([cfg, cfg, other], [(True, "")] * 3)
-    assert "process 2 was started with other words than the first: optim.lr: 0.0001 -> 1e-05\n" in str(
+    assert "process 2 was started with other arguments than the first: optim.lr: 0.0001 -> 1e-05\n" in str(
         results[2])
     assert isinstance(results[2], ConfigError) and all(isinstance(r, ProcessFailed) for r in results[:2])
     results = compare([cfg] * 3, [(True, ""), (False, ""), (True, "")])
-    assert "process 1 was started with other words than the first: --resume or --fork" in str(results[1])
+    assert "process 1 was started with other arguments than the first: --resume or --fork" in str(results[1])
 
     digests = [{"problems": "a"}, {"problems": "b"}, {"problems": "a"}]
     results, _ = each(lambda group: check_same(group, digests[group.number]))
@@ -234,8 +234,8 @@ TWO = ["--run.dir", "unused", "--train.data", "2", "--train.processes", "2"]
 @pytest.mark.parametrize(
     "environment, says",
     [
-        ({}, "train.processes = 2: nothing says which of them this is"),
-        ({"JAX_COORDINATOR_ADDRESS": "nowhere", "JAX_PROCESS_ID": "0"}, "nothing says which of them this is"),
+        ({}, "train.processes = 2: the number of this process is unknown"),
+        ({"JAX_COORDINATOR_ADDRESS": "nowhere", "JAX_PROCESS_ID": "0"}, "the number of this process is unknown"),
         ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_PROCESS_ID": "2"},
          "JAX_PROCESS_ID = 2: train.processes = 2 are 0 to 1"),
         ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID = first"),
