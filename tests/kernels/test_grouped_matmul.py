@@ -144,7 +144,7 @@ def bad(name: str):
         "contraction": ((x, xs, struct((4, 384, 640), q.E4M3), ws, groups),
                         r"x \(1408, 512\) and w \(4, 384, 640\) contract"),
         "codes": ((struct(x.shape, jnp.bfloat16), xs, w, ws, groups),
-                  r"x_codes is bfloat16\[1408, 512\]: float8_e4m3fn"),
+                  r"x_codes is bfloat16\[1408, 512\]: expected float8_e4m3fn"),
         "axes": ((x, xs, struct((384, 512), q.E4M3), ws, groups),
                  r"w_codes is float8_e4m3fn\[384, 512\].*3 axes"),
         "row scales": ((x, struct((4, 1408), jnp.float32), w, ws, groups),
@@ -153,9 +153,9 @@ def bad(name: str):
                          r"w_scale is float32\[4, 3, 5\].*\[4, 3, 4\]"),
         "scale type": ((x, struct(xs.shape, jnp.bfloat16), w, ws, groups), r"x_scale is bfloat16\[1408, 4\]"),
         "width": ((x, xs, struct((4, 400, 512), q.E4M3), struct((4, 4, 4), jnp.float32), groups),
-                  "N = 400: a multiple of 64"),
+                  "N = 400: must be a multiple of 64"),
         "one box": ((x, xs, struct((4, 64, 512), q.E4M3), struct((4, 1, 4), jnp.float32), groups),
-                    "N = 64: 128 at least"),
+                    "N = 64: must be at least 128"),
     }[name]
 
 
@@ -176,7 +176,7 @@ def test_bad_gradients_sizes_results_and_tiles_are_errors():
     struct = jax.ShapeDtypeStruct
     for args, message in {
         (struct((1408, 384), q.E4M3), dys, x, xs): r"dy_codes \[1408, 384\] has 384 rows along axis 1",
-        (dy, dys, struct((500, 1408), q.E4M3), xs): "K = 500: a multiple of 32",
+        (dy, dys, struct((500, 1408), q.E4M3), xs): "K = 500: must be a multiple of 32",
         (dy, struct((11, 384), jnp.float32), x, xs): r"dy_scale is float32\[11, 384\].*float32\[384, 11\]",
     }.items():
         with pytest.raises(ValueError, match=message):

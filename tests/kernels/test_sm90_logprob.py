@@ -121,19 +121,19 @@ def test_on_a_cpu_auto_is_the_reference():
 
 BAD = {
     "widths": (lambda x, w, y: (x, struct((640, 128), x.dtype), y),
-         r"x is bfloat16\[512, 256\], w bfloat16\[640, 128\]: x \[M"),
+         r"x is bfloat16\[512, 256\], w bfloat16\[640, 128\]: expected x \[M"),
     "types": (lambda x, w, y: (x, struct(w.shape, jnp.float32), y),
-              r"w float32\[640, 256\]: both in one of bfloat16, float16"),
+              r"w float32\[640, 256\]: expected one dtype of bfloat16, float16"),
     "integers": (lambda x, w, y: (struct(x.shape, jnp.int32), struct(w.shape, jnp.int32), y),
-                 "both in one of bfloat16"),
+                 "expected one dtype of bfloat16"),
     "axes": (lambda x, w, y: (struct((2, 256, 256), x.dtype), w, y),
              r"x is bfloat16\[2, 256, 256\].*x \[M, K\]"),
-    "empty": (lambda x, w, y: (struct((0, 256), x.dtype), w, y), "none of M, N and K 0"),
+    "empty": (lambda x, w, y: (struct((0, 256), x.dtype), w, y), "with M, N and K above 0"),
     "targets": (lambda x, w, y: (x, w, struct((511,), jnp.int32)),
-                r"targets is int32\[511\]: an integer a row of x, \[512\]"),
+                r"targets is int32\[511\]: expected an integer per row of x, \[512\]"),
     "target type": (lambda x, w, y: (x, w, struct((512,), jnp.float32)), r"targets is float32\[512\]"),
     "live": (lambda x, w, y: (x, w, y, struct((512,), jnp.int32)),
-             r"live is int32\[512\]: a bool a row of x, \[512\]"),
+             r"live is int32\[512\]: expected a bool per row of x, \[512\]"),
 }
 
 

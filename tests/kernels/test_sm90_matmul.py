@@ -204,7 +204,7 @@ def bad(name: str):
         "contraction": ((a, a_scale, like(b, (384, 640)), like(b_scale, (3, 5))),
                 r"x \(256, 512\) and w \(384, 640\)"),
         "codes": ((like(a, dtype=jnp.bfloat16), a_scale, b, b_scale),
-                  r"x_codes is bfloat16\[256, 512\]: float8_e4m3fn"),
+                  r"x_codes is bfloat16\[256, 512\]: expected float8_e4m3fn"),
         "axes": ((like(a, (2, 128, 512)), a_scale, b, b_scale),
                  r"x_codes is float8_e4m3fn\[2, 128, 512\].*two axes"),
         "row scales": ((a, like(a_scale, (4, 256)), b, b_scale),
