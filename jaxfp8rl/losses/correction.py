@@ -81,8 +81,8 @@ def rollout_correction(
 
     Laws: equal policies give weight 1 and neutral metrics. Values where mask is False, NaN and Inf included,
     change nothing. A NaN at a live token reaches the weights, and so the finite guard. An empty mask gives
-    weights 0 and neutral metrics. Raises ValueError for a config that does not check, and for one at the level
-    of sequences without segment_ids.
+    weights 0 and neutral metrics. Raises ValueError for an invalid config, and for a sequence-level config
+    without segment_ids.
     """
     config.check()
     diff = old_logp.astype(jnp.float32) - rollout_logp.astype(jnp.float32)
@@ -163,7 +163,8 @@ def _act(raw: Array, mask: Array, config: CorrectionConfig,
 def _rejections(
     diff: Array, mask: Array, config: CorrectionConfig, segment_ids: Array | None
 ) -> tuple[Array, dict[str, Array]]:
-    """(keep [..., T] bool, the share of tokens, and of sequences, that each rejection drops, alone or in turn).
+    """(keep [..., T] bool, the shares of tokens and of sequences that each rejection drops, alone or in
+    turn).
 
     A comparison with NaN is False. So tokens "outside the bounds" are dropped, rather than those "inside"
     kept: a NaN stays, for the finite guard to see.
@@ -277,8 +278,8 @@ def _share_touched(mask: Array, outside: Array, segment_ids: Array) -> Array:
 
 
 def _unclamped_ess(log_weight: Array, mask: Array) -> Array:
-    """Effective sample size of exp(log_weight), divided by the largest weight. After the clamp, weights beyond
-    it would all be equal and hide a collapse."""
+    """Effective sample size of exp(log_weight), divided by the largest weight. After the clamp, weights
+    beyond it would all be equal and hide a collapse."""
     # an infinity stays far from finite numbers, and the difference of two infinities is not NaN
     log_weight = jnp.clip(log_weight, -1e30, 1e30)
     largest = jnp.max(jnp.where(mask, log_weight, -1e30), initial=-1e30)

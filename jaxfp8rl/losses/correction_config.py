@@ -95,13 +95,13 @@ class CorrectionConfig(NamedTuple):
 
     @property
     def needs_batch(self) -> bool:
-        """Whether a token's weight depends on other sequences. Such a correction needs the whole batch at once,
-        not a micro-batch."""
+        """Whether a token's weight depends on other sequences. Such a correction needs the whole batch at
+        once, not a micro-batch."""
         return self.batch_normalize or self.adaptive is not None or self.m2_limit is not None
 
     def check(self) -> CorrectionConfig:
-        """Return self. Raises ValueError for an unknown choice, for bounds that are reversed, negative, missing
-        or not a number, and for settings without effect."""
+        """Return self. Raises ValueError for an unknown choice, for bounds that are reversed, negative,
+        missing or not a number, and for settings without effect."""
         for record in (self, *self.rejections):
             _check_words(record)
         _check_bounds("weight", self.lower, self.upper, positive=True)

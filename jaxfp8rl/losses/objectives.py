@@ -2,10 +2,10 @@
 
     loss, cut = policy_loss(logp, old_logp, advantages, mask, segment_ids, ObjectiveConfig("gspo"))
 
-Notation: c = logp, the learner now. p = old_logp, the learner at the weights that sampled (three policies), or
-the engine's own log-probability (two policies, "bypass"). d = c - p, held to +-20, and r = exp(d). A is the
-advantage. sg( ) is a constant to the gradient. `aggregation.token_scale` has the sums, means and denominators
-over tokens.
+Notation: c = logp, the learner now. p = old_logp, the learner at the weights that sampled (three policies),
+or the engine's own log-probability (two policies, "bypass"). d = c - p, held to +-20, and r = exp(d). A is
+the advantage. sg( ) is a constant to the gradient. `aggregation.token_scale` has the sums, means and
+denominators over tokens.
 
 Each objective is one pure function of `Tokens` and its parameters, whose defaults are in its signature. It
 returns the loss and the tokens that it clipped: "clip/high" (the ratio or probability was above its bound)
@@ -67,8 +67,8 @@ def ppo_clip(x: Tokens, clip_low: float = 0.2, clip_high: float = 0.2,
     advantages.
 
     clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, section 3.1: 0.2, 0.28). dual_clip = c > 1
-    holds the loss of a token with A < 0 to -c A, however large its ratio (arXiv 1912.09729); verl has c = 3 on,
-    NeMo RL off.
+    holds the loss of a token with A < 0 to -c A, however large its ratio (arXiv 1912.09729); verl has c = 3
+    on, NeMo RL off.
     """
     return _clipped(x.ratio, x.advantages, clip_low, clip_high, dual_clip)
 
@@ -101,8 +101,8 @@ def gspo_token(x: Tokens, clip_low: float = 3e-4, clip_high: float = 4e-4) -> tu
 def cispo(x: Tokens, clip_low: float = 1.0, clip_high: float = 5.0) -> tuple[Array, Cut]:
     """L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A c: CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1).
 
-    The weight is clipped, and no token loses its gradient. clip_low = 1 means no lower bound, as in the paper,
-    which gives no number for the upper bound. NeMo RL's recipe has 5, verl's example 0.2.
+    The weight is clipped, and no token loses its gradient. clip_low = 1 means no lower bound, as in the
+    paper, which gives no number for the upper bound. NeMo RL's recipe has 5, verl's example 0.2.
     """
     weight = jax.lax.stop_gradient(jnp.clip(x.ratio, 1 - clip_low, 1 + clip_high))
     cut = {"clip/high": x.ratio > 1 + clip_high, "clip/low": x.ratio < 1 - clip_low}
@@ -145,8 +145,8 @@ def dppo_tv(x: Tokens, clip_low: float = 0.15, clip_high: float = 0.15,
     2602.04879).
 
     A token is outside if e^c - e^p > clip_high with A > 0, or < -clip_low with A < 0. This is the total
-    variation between the two policies, seen as a coin: the sampled token or another. verl's default amounts to
-    a cap of 3; its DPPO example sets 1e4.
+    variation between the two policies reduced to a coin flip: the sampled token or another. verl's default
+    amounts to a cap of 3; its DPPO example sets 1e4.
     """
     moved = jnp.exp(x.logp) - jnp.exp(x.old_logp)
     return _trust_region(x, moved > clip_high, moved < -clip_low, ratio_cap)
@@ -167,8 +167,8 @@ def dppo_kl(x: Tokens, clip_low: float = 0.05, clip_high: float = 0.05,
 
 
 def reinforce(x: Tokens, ratio_cap: float | None = None) -> tuple[Array, Cut]:
-    """L = -A c (Williams 1992). With ratio_cap = C it is -sg(min(r, C)) A c: importance sampling, for a policy
-    that has moved away from p.
+    """L = -A c (Williams 1992). With ratio_cap = C it is -sg(min(r, C)) A c: importance sampling, for a
+    policy that has moved away from p.
 
     "clip/high" marks capped weights, as in "cispo".
     """
@@ -269,8 +269,9 @@ def policy_loss(
     `covariance.select_tokens` chose from the whole batch.
 
     The booleans are "clip/fraction", which marks any clipped token, and the objective's own. Gradients reach
-    `logp` alone. Values off the mask reach neither value nor gradient; a NaN on the mask comes through. Raises
-    ConfigError while it is traced: for an unknown kind, an impossible parameter, or missing `selected`.
+    `logp` alone. Values off the mask reach neither value nor gradient; a NaN on the mask comes through.
+    Raises ConfigError while it is traced: for an unknown kind, an impossible parameter, or missing
+    `selected`.
     """
     parameters = objective_parameters(config)
     if (config.kind in SELECTING) != (selected is not None):

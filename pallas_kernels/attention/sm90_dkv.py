@@ -1,10 +1,10 @@
 """Packed causal attention on Hopper: the gradients of keys and values.
 
 Blocks of threads are persistent. Each takes 128 keys of a KV head at a time, 64 for each of its two
-consumers, and walks the queries that see them. It walks those of all query heads of the group, so that the sum
-over the group never leaves registers. Everything is transposed, P^T [keys, queries]: with P = exp(S - lse) from
-the forward's logarithms, dV = P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta) and dK = dS^T Q, delta =
-rowsum(dO O) (Dao et al., 2022, algorithm 4). Everything is added in a fixed order.
+consumers, and walks the queries that see them. It walks those of all query heads of the group, so that the
+sum over the group never leaves registers. Everything is transposed, P^T [keys, queries]: with P = exp(S -
+lse) from the forward's logarithms, dV = P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta) and dK = dS^T Q,
+delta = rowsum(dO O) (Dao et al., 2022, algorithm 4). Everything is added in a fixed order.
 
 The timeline of a consumer, for step i of a walk over blocks of queries:
 

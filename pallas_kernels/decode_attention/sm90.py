@@ -5,16 +5,16 @@ A worker is a warpgroup and a warp that copies for it; two workers share a multi
 sequences (`deal.py`), which it reads in tiles of 64 keys. For each tile the keys of all its KV heads are
 copied first and then their values, one head in each slot of a ring.
 
-A tensor-core instruction has 64 rows, but a KV head has few queries. So the rows are the queries of all heads,
-which share one softmax:
+A tensor-core instruction has 64 rows, but a KV head has few queries. So the rows are the queries of all
+heads, which share one softmax:
 
 - scores are the sum over the heads of (that head's queries, with 0 in the rows of the others) times that
   head's keys;
 - o is the sum over the heads of (that head's exponentials, with 0 likewise) times that head's values.
 
 The tensor cores do up to eight times the work, and have the time for it: the kernel waits for memory. E4M3
-keys are multiplied as they are, by queries in E4M3 parts whose sum is the 16-bit query (`api.py`). E4M3 values
-become float16, exactly, before their product. Each piece leaves o and the logarithm of its sum;
+keys are multiplied as they are, by queries in E4M3 parts whose sum is the 16-bit query (`api.py`). E4M3
+values become float16, exactly, before their product. Each piece leaves o and the logarithm of its sum;
 `sm90_join.py` adds up those of a sequence in order.
 """
 

@@ -11,8 +11,8 @@ MAX is the largest code: 448 in E4M3, 57344 in E5M2 (Micikevicius et al., "FP8 F
 3.3.2).
 
 The floor, both true divisions and the clip before the cast are those of vLLM's `per_token_group_fp8_quant`:
-codes and scales equal the engine's bit for bit. The clip is only a guard, since amax is the block's own and
-x / scale exceeds MAX by at most a rounding error; without it JAX's cast to float8_e4m3fn gives NaN above 464.
+codes and scales equal the engine's bit for bit. The clip is only a guard, since amax is the block's own and x
+/ scale exceeds MAX by at most a rounding error; without it JAX's cast to float8_e4m3fn gives NaN above 464.
 
 If the width is not a multiple of 128, the last block is shorter. For finite input, scales are positive and
 finite and codes finite; a zero block has the floor's scale. A block with a NaN gets a NaN scale, and one with
