@@ -6,8 +6,8 @@ isolation.
 One, two or three warpgroups on every multiprocessor run a loop. Each iteration has a product of 64 x 128 x
 128, which is 256 clocks of the tensor cores, and a promotion or a part of one, after the product or beside
 it. Nothing is copied, stored or waited for. The ratio is the best possible share of clocks in which the
-tensor cores compute, in a kernel of such consumers. docs/notebook_kernels.md draws the conclusions; benchmarks/gemm.py
-times the kernels.
+tensor cores compute, in a kernel of such consumers. docs/notebook_kernels.md draws the conclusions;
+benchmarks/gemm.py times the kernels.
 
 Needs a Hopper GPU.
 """

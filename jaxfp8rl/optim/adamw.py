@@ -2,8 +2,8 @@
 
 Masters and moments are kept in the formats that `optim` names (jaxfp8rl.optim.low_bit). They are read,
 updated and written in place, in one elementwise pass after a first pass for norms and bounds. Besides them
-and the gradients an update needs almost no memory (docs/notebook_optimizer.md). Moments in host memory are transferred
-one layer of one parameter at a time.
+and the gradients an update needs almost no memory (docs/notebook_optimizer.md). Moments in host memory are
+transferred one layer of one parameter at a time.
 """
 
 from __future__ import annotations

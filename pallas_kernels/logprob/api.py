@@ -7,14 +7,14 @@ row it keeps the maximum m, the sum s of exp(z - m), the sum t of exp(z - m) (z 
     log p(y) = (z_y - m) - log s        entropy = log s - t / s
 
 The backward pass recomputes the logits one block of words at a time. From them it computes dz, the gradient
-of z, in the dtype of x, and multiplies it twice. With cotangents g of log p(y) and h of the entropy H, and
-p = softmax(z):
+of z, in the dtype of x, and multiplies it twice. With cotangents g of log p(y) and h of the entropy H, and p
+= softmax(z):
 
     dz = g (onehot(y) - p) - h p (log p + H)        dx = dz w        dw = dz^T x
 
-This takes four products; a loss that knows g before the logits are dropped needs three, and docs/notebook_logprob.md
-gives the reasons. Blocks of words suit the backward pass: each block owns its rows of dw, summed over all
-rows of x in one product.
+This takes four products; a loss that knows g before the logits are dropped needs three, and
+docs/notebook_logprob.md gives the reasons. Blocks of words suit the backward pass: each block owns its rows
+of dw, summed over all rows of x in one product.
 
 A sampler that keeps only the likeliest words (top-k, top-p) draws from a softmax over these, the `support` of
 its row. All sums then run over the support; the logits of other words are computed and dropped. The kernel
