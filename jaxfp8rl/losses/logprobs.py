@@ -35,7 +35,7 @@ def token_logprobs(
 
     mask [B, T] bool: the tokens to compute; the others are 0 and cost little. axis_name: head is this
     device's part of the vocabulary, in a `shard_map` over that axis. For `memory` (bytes) and `backend` see
-    `pallas_kernels.logprob.api` and docs/notebook_logprob.md.
+    `pallas_kernels.logprob.api` and docs/logprob.md.
     """
     b, t, d = hidden.shape
     logp, entropy = api.linear_logprob(
