@@ -95,7 +95,7 @@ def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.d
     check_tiles(tiles, plan.store_width, pairs=False)
     if tiles.high > 1:
         raise ValueError(
-            f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high is 1")
+            f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high must be 1")
     if tiles.flight > 1:
         raise ValueError(
             f"{tiles}: experts have different numbers of products, computed here one by one, so flight must be 1")

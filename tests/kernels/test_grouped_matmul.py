@@ -191,9 +191,9 @@ def test_bad_gradients_sizes_results_and_tiles_are_errors():
         jax.eval_shape(functools.partial(api.grouped_matmul, out_dtype=jnp.float16), *args)
     for tiles, message in {
         Tiles(cluster="n"): "in dense products",
-        Tiles(2, high=2): "so high is 1",
-        Tiles(2, flight=2): "and flight is 1",
-        Tiles(2, unroll=2): "so unroll is 1",
+        Tiles(2, high=2): "so high must be 1",
+        Tiles(2, flight=2): "so flight must be 1",
+        Tiles(2, unroll=2): "so unroll must be 1",
     }.items():
         with pytest.raises(ValueError, match=message):
             lower(args, False, tiles=tiles)
