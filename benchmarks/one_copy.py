@@ -65,7 +65,7 @@ def main() -> None:
         Path(args.child[1]).write_text(json.dumps(two_updates(*json.loads(args.child[0]))))
         return
     wide = [w for k, v in SHAPE.items() for w in (f"--model.config.{k}", str(v))]
-    with ThreadPoolExecutor() as pool:  # at once: what is measured is each process's own memory, and its bits
+    with ThreadPoolExecutor() as pool:  # concurrently, which affects neither memory nor bits
         one, two, again = pool.map(lambda one_copy: in_child(one_copy, wide), (True, False, False))
     rows = [row("Qwen3-0.6B", f"{what} memory of the learner", "GB", one[key] / 1e9, two[key] / 1e9,
                 "two copies", True)

@@ -89,7 +89,7 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
             saved = ocp.load_checkpointables(str(folder.absolute()), wanted)
     except Exception as e:  # Orbax's are of many kinds
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} was there, and is not any more: the run keeps fewer checkpoints",
+            raise CheckpointError(f"{folder} has been deleted meanwhile: the run keeps fewer checkpoints",
                                   "try again, or set run.keep_checkpoints higher") from e
         raise CheckpointError(
             f"{folder} cannot be read as the run's config.toml says: {unlike(folder, {'params': like}, e)}",

@@ -131,7 +131,7 @@ class Checkpoints:
 
     def _put(self, draft: Path, final: Path) -> None:
         """The draft becomes a checkpoint, and the oldest ones go."""
-        if final.exists():  # without its digests it is no checkpoint
+        if final.exists():  # a folder without digests is not a checkpoint
             final.rename(self._folder / f"{DRAFT}old")
         draft.rename(final)
         _sync(self._folder)
@@ -192,7 +192,7 @@ class Checkpoints:
             if not (problem := damage(self._folder / str(step))):
                 return step
             self.damaged[step] = problem
-        if len(steps) == 1 < len(kept := self.steps()):  # it was asked for, and there are others
+        if len(steps) == 1 < len(kept := self.steps()):  # this step was requested, and there are others
             others = " or ".join(str(s) for s in kept if s != steps[0])
             what = f"{self._folder}: checkpoint {steps[0]} is damaged: {self.damaged[steps[0]]}"
             raise CheckpointError(what, f"take that of step {others}")
@@ -222,7 +222,7 @@ def unlike(folder: Path, like: Any, error: Exception) -> str:
                           for path, x in tree_flatten_with_path(tree)[0]}
     try:
         saved, wanted = named(ocp.checkpointables_metadata(str(folder)).metadata["state"]), named(like)
-    except Exception:  # of a folder that is no checkpoint, say
+    except Exception:  # for example if the folder is not a checkpoint
         saved = wanted = {}
     parts = {name.partition("/")[0] for name in wanted}
     names = [n for n in saved.keys() | wanted.keys() if n.partition("/")[0] in parts

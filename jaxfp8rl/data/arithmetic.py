@@ -26,7 +26,7 @@ class ArithmeticTask:
 
     `size` problems are drawn (all of them if fewer exist) and split by a hash of the unordered operands. A
     held-out set of operands therefore never occurs in training, in another order or under another operation.
-    `demonstration_error` is the share of demonstrations whose answer is one too large, drawn anew each time:
+    `demonstration_error` is the share of demonstrations whose answer is one too large, redrawn each time:
     the warm start imitates an imperfect teacher, which reinforcement learning has to surpass.
     """
 

@@ -1,7 +1,7 @@
 """A learner of several processes, one for each host or GPU (docs/sharding.md): all run the same loop, and the
 first alone talks to the engine, the rewards and the disk.
 
-The first process sends what it learns from them to the others, in order, through the key-value store of
+The first process sends their results to the others, in order, through the key-value store of
 `jax.distributed`. The others hold no device while they wait, and wait as long as it takes: a collective would
 give up, on a CPU after half a minute. Meanwhile they take part when the first asks all devices to gather a
 weight for a publish. A single process sends nothing.

@@ -36,7 +36,7 @@ def advantages(
     - reinforce_pp: (r - m) / sqrt(v + 1e-8), m and v the batch's mean and sample variance (REINFORCE++, arXiv
       2501.03262; here over completions, in verl over tokens, where a long completion counts more)
     - reinforce_pp_baseline: (r - mean) / sqrt(v + 1e-8), v the batch's sample variance of r - mean (same
-      paper; verl subtracts the tokens' mean here, too, which is not 0 where completions differ in length)
+      paper; verl also subtracts the tokens' mean here, which is not 0 if completions differ in length)
     - pass_at_k: for the chance that one of k completions is right; rewards 0 or 1 (Pass@k Training, arXiv
       2508.10751)
 

@@ -51,10 +51,10 @@ def guarded_update(
     keep every byte of params and optimiser state instead, and increment `bad_steps`. (optax.apply_if_finite
     applies the bad update after N in a row: a delay, not a guard.)
 
-    Every byte is also kept if no token is `live`: Adam's momentum alone is no reason to move. Such an update
-    is neither good nor bad, unless it is not finite: both counts in a row stay.
+    Every byte is also kept if no token is `live`: Adam's momentum alone must not move the weights. Such an
+    update is neither good nor bad, unless it is not finite: both counts in a row stay.
 
-    With a loss scale above 1 a finite loss with gradients that overflowed is no bad step: the scale is
+    With a loss scale above 1 a finite loss with gradients that overflowed is not a bad step: the scale is
     halved; it doubles after LOSS_SCALE_PATIENCE good updates in a row (Micikevicius et al. 2018, "Mixed
     Precision Training", section 3.2). At 2 it is halved no more, since 1 means no scale: then gradients that
     overflow are a bad step.

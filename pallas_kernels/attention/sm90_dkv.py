@@ -320,7 +320,7 @@ class Consumer(NamedTuple):
         return multiply(self.plan.simulated, issued, *of)
 
     def my(self, ring) -> Ref:
-        """The keys or values. Their addresses are computed anew in every step: kept, they would take
+        """The keys or values. Their addresses are recomputed in every step: kept, they would take
         registers that are needed."""
         return ring.at[lax.optimization_barrier(self.keys)]
 

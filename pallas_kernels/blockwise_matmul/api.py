@@ -31,13 +31,13 @@ def blockwise_matmul(
     x_codes: Array, x_scale: Array, w_codes: Array, w_scale: Array, *, out_dtype: jnp.dtype = jnp.bfloat16,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
 ) -> Array:
-    """x [T, K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [T, N] in `out_dtype`. fprop
+    """x [T, K] in 1x128 blocks times w [N, K] in 128x128 blocks, transposed -> [T, N] in `out_dtype`: fprop
     and dgrad.
 
-    x_scale [T, ceil(K/128)], w_scale [ceil(N/128), ceil(K/128)] float32; codes E4M3 or E5M2. `tiles`: other
-    than the tuned ones. `interpret`: run the kernel on a CPU, for tests. Raises ValueError, with the shapes
-    and the rule, for anything else, and TypeError where a derivative is computed:
-    `pallas_kernels.fp8_dot_general` has one.
+    x_scale [T, ceil(K/128)], w_scale [ceil(N/128), ceil(K/128)] float32; codes E4M3 or E5M2. tiles: replaces
+    the tuned ones. interpret: runs the kernel on a CPU, for tests. Raises ValueError, with the shapes and the
+    rule, for anything else, and TypeError if a derivative is computed (`pallas_kernels.fp8_dot_general` has
+    one).
 
     Source: DeepSeek-V3 (2024), section 3.3.2: each 128 products are summed in the tensor cores, scaled, and
     added in float32.
@@ -56,8 +56,8 @@ def wgrad(
     """dy^T x over the tokens: dy_codes [N, T], x_codes [K, T], both in 1x128 blocks along T -> [N, K] in
     `out_dtype`.
 
-    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as `quantize_tokens` gives them. Else as
-    `blockwise_matmul`, what it raises and the source included.
+    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as from `quantize_tokens`. Options, errors
+    and source are those of `blockwise_matmul`.
     """
     _check(("dy", dy_codes, dy_scale, False), ("x", x_codes, x_scale, False), out_dtype)
     if not use_kernel(backend):
@@ -66,14 +66,15 @@ def wgrad(
 
 
 def _kernel(a, a_scale, b, b_scale, b_blocks: bool, out_dtype, tiles: Tiles | None, interpret) -> Array:
-    """Pad to what the copy engine takes; scales of rows as [K/128, M]. Zeros add nothing, by any scale."""
+    """Pad the operands to the copy engine's boxes and transpose row scales to [K/128, M]. Padding with zeros
+    adds nothing, whatever the scale."""
     m, n = a.shape[0], b.shape[0]
     columns = 128 // jnp.dtype(out_dtype).itemsize
-    # Mosaic drops an axis of one box from a copy, and with it the check that columns beyond are not written
+    # Mosaic drops an axis of one box from a copy, and with it the bounds check of its columns.
     if n <= columns:
         columns *= 2
     tiles = tiles or choose(m, n, a.shape[1], b_blocks=b_blocks)
-    rows = min(m, 8)  # a copy of fewer than 8 is one box, too
+    rows = min(m, 8)  # a copy of fewer than 8 rows is also one box
     b_scale = b_scale if b_blocks else pad_to(b_scale.T, 1, columns)
     a_scale = a_scale.T if sm90.reads_scalars(m, b_blocks) else pad_to(a_scale.T, 1, 8)
     y = sm90.matmul(
