@@ -36,7 +36,8 @@ import numpy as np
 
 from benchmarks.attention import packed
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
-from jaxfp8rl.config.learning import Correction, Loss, Optim
+from jaxfp8rl.config.correction import Correction
+from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.distributed.mesh import AXES, make_mesh_layout
 from jaxfp8rl.memory.flops import mfu, update_flops

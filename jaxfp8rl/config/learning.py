@@ -1,8 +1,7 @@
-"""The sections that say how a run learns: [loss], [correction], [optim], [sft]. Their rules follow them."""
+"""The sections about learning: [loss], [optim], [sft]. Their rules follow them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,8 +10,6 @@ from pydantic import Field
 from jaxfp8rl.config.rule import Check, Rule, about, excludes, filled, no_effect
 from jaxfp8rl.config.section import FloatType, Section
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.losses.correction_config import AdaptiveMix, CorrectionConfig, Rejection
-from jaxfp8rl.losses.presets import get_preset, two_policy_only
 
 if TYPE_CHECKING:  # it loads jax, which a misspelt key need not wait for
     from jaxfp8rl.losses.objectives import ObjectiveConfig
@@ -32,7 +29,8 @@ class Loss(Section):
         "kl_cov",
     ] = Field(default="ppo_clip", description="see jaxfp8rl/losses/objectives.py")
     clip_low: float | None = Field(
-        default=None, description="lower clip distance; absent, as below: the objective's own default")
+        default=None,
+        description="lower clip distance. Here and below, absent means the objective's own default")
     clip_high: float | None = Field(default=None, description="upper clip distance")
     dual_clip: float | None = Field(
         default=None, description="ppo_clip: largest ratio of a token with a negative advantage")
@@ -40,57 +38,65 @@ class Loss(Section):
                                     description="dppo_tv, dppo_kl, reinforce: cap of the detached ratio")
     tau_positive: float | None = Field(
         default=None, description="sapo: temperature of the gate where the advantage is positive")
-    tau_negative: float | None = Field(default=None, description="sapo: and where it is negative")
+    tau_negative: float | None = Field(
+        default=None, description="sapo: temperature of the gate where the advantage is negative")
     penalty: float | None = Field(default=None, description="prime_rl: weight of the squared log-ratio")
-    cov_fraction: float | None = Field(default=None,
-                                       description="clip_cov, kl_cov: share of the tokens that is selected")
-    cov_low: float | None = Field(default=None, description="clip_cov: least covariance of a selected token")
-    cov_high: float | None = Field(default=None, description="clip_cov: its largest covariance")
-    cov_kl_coef: float | None = Field(default=None, description="kl_cov: weight of a selected token's |log-ratio|")
+    cov_fraction: float | None = Field(
+        default=None, description="clip_cov, kl_cov: share of the tokens that are selected")
+    cov_low: float | None = Field(
+        default=None, description="clip_cov: smallest covariance of a selected token")
+    cov_high: float | None = Field(
+        default=None, description="clip_cov: largest covariance of a selected token")
+    cov_kl_coef: float | None = Field(
+        default=None, description="kl_cov: weight of a selected token's |log-ratio|")
     aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
     ] = Field(default="token_mean", description="see jaxfp8rl/losses/aggregation.py")
-    horizon: int | None = Field(default=None, ge=1, description="seq_mean_token_sum_norm: tokens to divide by")
+    horizon: int | None = Field(
+        default=None, ge=1, description="seq_mean_token_sum_norm: number of tokens to divide by")
     old_policy: Literal["recomputed", "current", "rollout"] = Field(
         default="recomputed",
-        description="pi_old: scored before a step's updates; or, with no scoring pass, what its one update has itself, or the "
-        "engine's word (two policies)",
-    )
-    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the policy that the run began with")
+        description="pi_old. recomputed: scored before a step's updates. Without a scoring pass, current: "
+        "the policy in the step's one update itself; rollout: the engine's log-probabilities (two policies)")
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="weight of the KL to the policy that the run began with")
     kl: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k1_score", "k2_score",
-                "k3_score"] = Field(
+        "k3_score"] = Field(
         default="k3+",
-        description="its estimator; with a + it has the gradient of k2, with _score also the score function's (NeMo RL)"
-    )
+        description="estimator of that KL; with a + it has the gradient of k2, with _score also that of "
+        "the score function (NeMo RL)")
     unbiased_kl: bool = Field(
         default=False,
-        description="weigh a token's KL by pi/mu, as if pi had sampled it (DeepSeek-V3.2); of an estimator with a + or "
-        "_score"
-    )
+        description="weigh a token's KL by pi/mu, as if pi had sampled it (DeepSeek-V3.2); for an "
+        "estimator with a + or _score")
     kl_weight_cap: float = Field(
-        default=2.0, ge=1, description="unbiased_kl: largest such weight, so that no token owns the update")
+        default=2.0, ge=1,
+        description="unbiased_kl: largest such weight, so that no token dominates the update")
     sampled_by: Literal["rollout", "old"] = Field(
         default="rollout",
-        description="the policy that unbiased_kl and opsm_delta measure pi from: the engine's mu, or pi_old (slime)"
+        description="the policy that unbiased_kl and opsm_delta measure pi from: the engine's mu, or pi_old "
+        "(slime)"
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     opsm_delta: float | None = Field(
         default=None, ge=0,
-        description="off-policy sequence masking (DeepSeek-V3.2): where its advantage is negative, a sequence whose "
-        "mean log mu/pi exceeds this, in nats, is not learned from; absent: off"
-    )
+        description="off-policy sequence masking (DeepSeek-V3.2): a sequence with a negative advantage is "
+        "not learned from if its mean log mu/pi exceeds this, nats; absent: off")
     calibrate_clip_every: int = Field(
         default=0, ge=0,
         description="steps between calibrations of the clip bounds by a shadow learner without FP8; 0: never"
     )
     dynamic_sampling_rounds: int = Field(
         default=1, ge=1,
-        description="sample up to so many batches of prompts for groups whose rewards differ (DAPO); 1: take what comes"
-    )
+        description="sample up to this many batches of prompts to find groups whose rewards differ (DAPO); "
+        "1: take the first batch as it is")
     overlong_buffer: int = Field(
-        default=0, ge=0, description="tokens before rollout.max_new_tokens over which the reward falls (DAPO)")
-    overlong_penalty: float = Field(default=1.0, ge=0, description="by how much, at the limit")
-    mask_cut: bool = Field(default=False, description="completions cut at the length limit are not learned from")
+        default=0, ge=0,
+        description="tokens before rollout.max_new_tokens over which the reward falls (DAPO)")
+    overlong_penalty: float = Field(
+        default=1.0, ge=0, description="how far the reward has fallen at the limit")
+    mask_cut: bool = Field(
+        default=False, description="do not learn from completions that the length limit cut off")
 
     @property
     def carries_ratio(self) -> bool:
@@ -105,77 +111,6 @@ class Loss(Section):
         return ObjectiveConfig(self.objective, **named)
 
 
-class RejectionSection(Section):
-    """One rejection; see losses.correction.Rejection."""
-
-    level: Literal["token", "sequence"]
-    statistic: Literal["ratio", "k1", "k2", "k3", "mult_error"]
-    aggregation: Literal["sum", "mean", "max", "min"] = "mean"
-    lower: float = Field(default=-math.inf, allow_inf_nan=True)
-    upper: float = Field(default=math.inf, allow_inf_nan=True)
-    inverse: bool = False
-    clamp: bool = True
-
-
-class AdaptiveSection(Section):
-    """Adaptive mixing; see losses.correction.AdaptiveMix."""
-
-    power: float = 1.0
-    onset: float = 0.02
-    slope: float = 0.01
-    cv_scale: float = 1.0
-
-
-class Correction(Section):
-    """The correction of the mismatch between engine and learner: a preset, and what to change in it."""
-
-    preset: str = Field(
-        default="token_tis", description="a name from jaxfp8rl/losses/presets.py; docs/corrections.md compares them")
-    allow_uncorrected_fp8: bool = Field(
-        default=False,
-        description='the baseline of papers: an engine in FP8 with a preset that corrects nothing ("none") is not refused'
-    )
-    weight: Literal["none", "token", "sequence", "geometric"] | None = Field(
-        default=None, description="importance weight; absent, as below: the preset's"
-    )
-    action: Literal["truncate", "mask",
-                    "clip"] | None = Field(default=None, description="what happens to it outside the bounds")
-    lower: float | None = Field(default=None, description="its lower bound")
-    upper: float | None = Field(default=None, allow_inf_nan=True, description="its upper bound")
-    overflow: Literal["cap", "zero"] | None = Field(
-        default=None, description="log-ratios clamped to +-20, or overflow to weight 0")
-    rejections: tuple[RejectionSection, ...] | None = Field(
-        default=None, strict=False,
-        description='[{level = "sequence", statistic = "ratio", lower = 0.99, upper = 1.01}]'
-    )
-    in_turn: bool | None = Field(
-        default=None, description="rejections one after another, each over what those before it left (SkyRL)")
-    batch_normalize: bool | None = Field(default=None, description="divide by the batch's mean weight")
-    denominator: Literal["kept", "all"] | None = Field(default=None,
-                                                       description="whether rejected tokens still count")
-    m2_limit: float | None = Field(default=None, description="M2PO: limit of the mean squared log-ratio")
-    adaptive: AdaptiveSection | None = Field(
-        default=None, description="{onset = 0.02}: adaptive mixing of weighted and plain gradient")
-
-    def resolve(self) -> CorrectionConfig:
-        """Raises ConfigError for an unknown preset or bounds that cannot be."""
-        own = ("preset", "allow_uncorrected_fp8")
-        given = {name: value for name, value in self if name not in own and value is not None}
-        if self.rejections is not None:
-            given["rejections"] = tuple(Rejection(**r.model_dump()) for r in self.rejections)
-        if self.adaptive is not None:
-            given["adaptive"] = AdaptiveMix(**self.adaptive.model_dump())
-        try:
-            found = get_preset(self.preset)._replace(**given).check()
-            if found.weight == "none" and (idle := given.keys() & {"action", "lower", "upper"}):
-                raise ValueError(f'{", ".join(sorted(idle))}: no effect with weight "none"')
-            return found
-        except ConfigError:
-            raise
-        except ValueError as e:
-            raise ConfigError(f"correction.preset {self.preset!r} with the changes given: {e}") from e
-
-
 class Optim(Section):
     """AdamW with linear warm-up, global-norm clipping, states in few bits, and a guard against non-finite
     updates."""
@@ -183,46 +118,43 @@ class Optim(Section):
     lr: float = Field(default=1e-6, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="updates over which the learning rate rises to lr")
     schedule: Literal["constant", "cosine",
-                      "linear"] = Field(default="constant", description="what follows the warm-up")
+        "linear"] = Field(default="constant", description="learning rate after the warm-up")
     total_steps: int | None = Field(
         default=None, ge=1,
-        description="cosine, linear: updates, with the warm-up, after which the learning rate has fallen to lr * "
-        "min_lr_ratio; absent: those of run.steps as the run is begun, which a resumed run keeps"
-    )
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1,
-                                description="cosine, linear: the share of lr at which the decay ends")
-    b1: float = Field(default=0.9, ge=0, lt=1, description="Adam: what is left of the first moment after an update")
-    b2: float = Field(default=0.95, ge=0, lt=1, description="Adam: and of the second")
+        description="cosine, linear: updates, with the warm-up, after which the learning rate has fallen "
+        "to lr * min_lr_ratio; absent: those of run.steps when the run begins, which a resumed run keeps")
+    min_lr_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="cosine, linear: share of lr at which the decay ends")
+    b1: float = Field(default=0.9, ge=0, lt=1, description="Adam: decay of the first moment per update")
+    b2: float = Field(default=0.95, ge=0, lt=1, description="Adam: decay of the second moment per update")
     eps: float = Field(default=1e-8, gt=0, description="Adam: added to the root of the second moment")
     weight_decay: float = Field(
-        default=0.0, ge=0, description="share of a weight, times lr, that an update takes away; norms are spared")
+        default=0.0, ge=0,
+        description="share of a weight, times lr, that an update subtracts; norms are spared")
     clip_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this global norm")
-    max_bad_steps: int = Field(default=3, ge=1, description="non-finite updates in a row after which the run stops")
+    max_bad_steps: int = Field(
+        default=3, ge=1, description="non-finite updates in a row after which the run stops")
     master: FloatType = Field(
-        default="float32", description="format the parameters are kept in between updates (docs/optimizer.md)")
+        default="float32", description="format of the parameters between updates (docs/optimizer.md)")
     first_moment: Literal["float32", "bfloat16",
                           "float8"] = Field(default="float32", description="format of Adam's first moment")
     second_moment: FloatType = Field(default="float32", description="format of Adam's second moment")
-    offload: bool = Field(default=False, description="moments in pinned host memory, on the device a layer at a time")
+    offload: bool = Field(
+        default=False,
+        description="keep the moments in pinned host memory, and move them to the device a layer at a time")
 
 
 class Sft(Section):
     """The supervised warm start of `jaxfp8rl sft`, also run by `train` before step 1 when steps > 0."""
 
     steps: int = Field(default=0, ge=0, description="updates; 0: no warm start")
-    examples_per_step: int = Field(default=64, ge=1, description="demonstrations an update")
-    lr: float = Field(default=1e-3, gt=0, description="learning rate after the warm-up, from which it falls to 0")
+    examples_per_step: int = Field(default=64, ge=1, description="demonstrations per update")
+    lr: float = Field(
+        default=1e-3, gt=0, description="learning rate after the warm-up, from which it falls to 0")
     warmup_steps: int = Field(default=0, ge=0, description="updates over which the learning rate rises")
 
 
 # Rules
-
-
-def is_uncorrected(cfg: Any) -> bool:
-    """Whether the engine samples in FP8 and nothing weighs its tokens by the probability that they were sampled
-    with."""
-    return (cfg.precision.resolve().engine_fp8 and not cfg.correction.resolve().corrects
-            and not cfg.loss.carries_ratio)
 
 
 def _advantage(cfg: Any) -> None:
@@ -250,7 +182,6 @@ def _selects_tokens(cfg: Any) -> bool:
 
 
 OBJECTIVE = (
-    lambda c: c.correction.resolve(),
     about("loss.advantage", _advantage),
     about("loss.aggregation", _aggregation),
     about("loss.objective", _objective),
@@ -258,57 +189,26 @@ OBJECTIVE = (
          'loss.unbiased_kl with loss.kl = "{loss.kl}": its gradient is not the KL\'s, whatever weight it has',
          'set loss.kl = "{loss.kl}+", the same value with the gradient of k2'),
     Rule(lambda c: c.loss.old_policy == "current" and _selects_tokens(c),
-         'loss.objective "{loss.objective}" needs pi_old before the update, which loss.old_policy = "current" '
-         "does not have", 'set loss.old_policy = "recomputed"'),
+         'loss.objective "{loss.objective}" needs pi_old before the update, which loss.old_policy = '
+         '"current" does not have', 'set loss.old_policy = "recomputed"'),
     Rule(lambda c: c.loss.old_policy == "current" and c.loss.sampled_by == "old",
-         'loss.sampled_by = "old" needs pi_old before the update, which loss.old_policy = "current" does not have',
+         'loss.sampled_by = "old" needs pi_old before the update, which loss.old_policy = "current" does '
+         'not have',
          'set loss.old_policy = "recomputed"'),
 )
 
 # The completions of a prompt are each other's baseline.
 GROUPS = (
     Rule(lambda c: c.rollout.samples_per_prompt == 1 and c.loss.advantage != "reinforce_pp",
-         'rollout.samples_per_prompt = 1: loss.advantage "{loss.advantage}" is 0 in a group of one, and nothing '
-         "is learned", 'sample more, or set loss.advantage = "reinforce_pp"'),
+         'rollout.samples_per_prompt = 1: loss.advantage "{loss.advantage}" is 0 in a group of one, and '
+         "nothing is learned", 'sample more, or set loss.advantage = "reinforce_pp"'),
     Rule(lambda c: c.rollout.samples_per_prompt == 1 and c.loss.dynamic_sampling_rounds > 1,
-         "loss.dynamic_sampling_rounds = {loss.dynamic_sampling_rounds}: of a group of one no rewards differ, so "
-         "every round is sampled and nothing is learned", "set it to 1, or rollout.samples_per_prompt higher"),
+         "loss.dynamic_sampling_rounds = {loss.dynamic_sampling_rounds}: of a group of one no rewards "
+         "differ, so every round is sampled and nothing is learned",
+         "set it to 1, or rollout.samples_per_prompt higher"),
     Rule(lambda c: c.loss.advantage == "pass_at_k" and c.loss.overlong_buffer,
          'loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
          "set it to 0, or choose another advantage"),
-)
-
-# The correction against the recipe, and both against the policies that loss.old_policy keeps apart.
-POLICIES = (
-    Rule(lambda c: is_uncorrected(c) and not c.correction.allow_uncorrected_fp8,
-         'precision.recipe "{precision.recipe}" samples in FP8 and correction.preset = "{correction.preset}" does '
-         "nothing: runs collapse that way",
-         'set correction.preset = "token_tis"; or, for a baseline that may collapse, '
-         "correction.allow_uncorrected_fp8 = true"),
-    Rule(lambda c: c.loss.old_policy != "rollout" and two_policy_only(c.correction.preset),
-         'correction.preset "{correction.preset}" is made for two policies', 'set loss.old_policy = "rollout"'),
-    Rule(lambda c: c.loss.old_policy != "rollout" and c.loss.objective == "prime_rl",
-         'loss.objective "prime_rl" is made for two policies', 'set loss.old_policy = "rollout"'),
-    Rule(lambda c: c.loss.old_policy == "current" and c.train.updates_per_step > 1,
-         'loss.old_policy = "current" with train.updates_per_step = {train.updates_per_step}: an update would be '
-         "measured by itself, not by the policy before the step, and nothing would be clipped",
-         'set loss.old_policy = "recomputed", or train.updates_per_step = 1'),
-)
-
-# Without a scoring pass the correction is computed for one micro-batch at a time, from the policy as it is now.
-UNSCORED = (
-    Rule(lambda c: c.loss.carries_ratio and c.correction.resolve().weight != "none",
-         'loss.old_policy = "rollout" with loss.objective "{loss.objective}": its ratio is already the ratio to '
-         'the engine, and correction.preset "{correction.preset}" would weigh by it again',
-         'set correction.weight = "none", or loss.objective = "reinforce"'),
-    Rule(lambda c: c.loss.old_policy != "recomputed" and c.correction.resolve().needs_batch,
-         'correction.preset "{correction.preset}" looks at the whole batch (normalisation, M2PO or adaptive '
-         'mixing), which loss.old_policy = "{loss.old_policy}" never sees at once',
-         'set loss.old_policy = "recomputed"'),
-    Rule(lambda c: c.loss.old_policy != "recomputed" and c.correction.resolve().rejections
-         and c.correction.resolve().denominator == "kept",
-         'loss.old_policy = "{loss.old_policy}": the denominators are needed before it is known which tokens are '
-         "rejected", 'set correction.denominator = "all"'),
 )
 
 CALIBRATION = excludes(
@@ -320,7 +220,8 @@ CALIBRATION = excludes(
     Rule(lambda c: c.train.updates_per_step == 1,
          "with train.updates_per_step = 1 every ratio is 1", "set it to 0"),
     Rule(lambda c: c.loss.old_policy != "recomputed",
-         'it compares ratios to the recomputed pi_old, not loss.old_policy = "{loss.old_policy}"', "set it to 0"),
+         'it compares ratios to the recomputed pi_old, not loss.old_policy = "{loss.old_policy}"',
+         "set it to 0"),
 )
 
 OVERLONG = (
@@ -350,9 +251,10 @@ SCHEDULES = (
               under='optim.schedule = "constant"', instead='optim.schedule = "cosine"'),
     Rule(lambda c: c.optim.schedule != "constant" and not c.optim.min_lr_ratio
          and (c.optim.total_steps or c.updates) < c.updates,
-         "optim.total_steps = {optim.total_steps} with optim.min_lr_ratio = 0: the learning rate is 0 from then to "
-         "the last update, {config.updates}",
-         "set optim.total_steps = {config.updates}, which changes the rate at once, or optim.min_lr_ratio above 0"),
+         "optim.total_steps = {optim.total_steps} with optim.min_lr_ratio = 0: the learning rate is 0 from "
+         "then to the last update, {config.updates}",
+         "set optim.total_steps = {config.updates}, which changes the rate at once, or optim.min_lr_ratio "
+         "above 0"),
     _warm_up("sft", lambda c: c.sft.steps, "sft.steps = {sft.steps}"),
 )
 
@@ -364,8 +266,8 @@ def _master_has_the_digits(cfg: Any) -> None:
     master, weights = cfg.optim.master, cfg.precision.weight_dtype
     if DIGITS[master] < DIGITS[weights]:
         raise ConfigError(
-            f'optim.master = "{master}" keeps {DIGITS[master]} binary digits of a weight, precision.weight_dtype = '
-            f'"{weights}" publishes {DIGITS[weights]}',
+            f'optim.master = "{master}" keeps {DIGITS[master]} binary digits of a weight, '
+            f'precision.weight_dtype = "{weights}" publishes {DIGITS[weights]}',
             f'set optim.master = "{weights}", or precision.weight_dtype = "{master}"')
 
 

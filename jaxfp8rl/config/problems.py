@@ -1,8 +1,8 @@
 """What is wrong with a config, in words, and where.
 
-tomllib forgets where a key stood. When there is something to say, `key_lines` finds the lines again: it parses
-ever longer prefixes of the file and notes when each key first appears, which is right for multi-line values,
-dotted keys and inline tables alike.
+tomllib forgets where a key stood. When there is something to say, `key_lines` finds the lines again: it
+parses ever longer prefixes of the file and notes when each key first appears, which is right for multi-line
+values, dotted keys and inline tables alike.
 """
 
 from __future__ import annotations

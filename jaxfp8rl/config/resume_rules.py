@@ -1,4 +1,4 @@
-"""Which settings a run may be resumed with that are not those it was begun with."""
+"""Which settings may change when a run is resumed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import CheckpointError
 
-# Where things are, what is watched, how the same numbers are computed; and those that a run in trouble is
-# told to change. The contents of a model's config.json, of a data set and of a tokenizer are compared with
-# the run's own, wherever they lie.
+# Where things are, what is watched and how the same numbers are computed may change, and so may the settings
+# that a run in trouble is advised to change. The contents of a model's config.json, of a data set and of a
+# tokenizer are compared with the run's own, wherever they lie.
 MAY_CHANGE = {
     "run": {"dir", "steps", "eval_every", "eval_problems", "save_every", "keep_checkpoints",
             "save_patience_s", "watchdog_s",
@@ -34,8 +34,8 @@ MAY_CHANGE = {
 
 
 def settled(cfg: Config, resume: bool = False) -> Config:
-    """With the end of a decaying learning rate: run.steps says it where the run is begun, and what goes on
-    longer keeps it."""
+    """The config with the end of a decaying learning rate filled in: from run.steps when the run begins. A
+    run that is resumed for longer keeps that end."""
     if cfg.optim.schedule == "constant" or cfg.optim.total_steps:
         return cfg
     own = Path(cfg.run.dir) / "config.toml"
@@ -56,11 +56,11 @@ def described(found: dict[tuple[str, str], tuple[Any, Any]]) -> list[str]:
 
 
 def check_typed(cfg: Config, overrides: Sequence[str]) -> None:
-    """Raise CheckpointError, with the difference, where `cfg` differs from the run in its run directory in
-    what none of the `overrides` says: a file or a preset that is not what the run was begun with changes
-    nothing unasked."""
+    """Raise CheckpointError, with the difference, if `cfg` differs from the run in its run directory in a
+    setting that is not among the `overrides`: a file or a preset that has changed since the run began changes
+    nothing by itself."""
     own = Path(cfg.run.dir) / "config.toml"
-    if not own.is_file():  # no run: said by `check_run_directory`
+    if not own.is_file():  # no run, which `check_run_directory` refuses
         return
     typed = {o.path[:2] for o in parse_overrides(overrides)} | {("run", "dir")}
     if unasked := {key: values for key, values in changes(load_config(str(own)), cfg).items()
@@ -68,19 +68,21 @@ def check_typed(cfg: Config, overrides: Sequence[str]) -> None:
         listing = "\n  ".join(described(unasked))
         raise CheckpointError(
             f"run.dir: {cfg.run.dir} was begun with other settings:\n  {listing}",
-            f"jaxfp8rl train {cfg.run.dir} --resume goes on with its own; what is to change is typed, --section.key VALUE",
+            f"jaxfp8rl train {cfg.run.dir} --resume goes on with its own; what is to change is typed, "
+            "--section.key VALUE",
         )
 
 
 def check_resumable(cfg: Config) -> None:
-    """Raise CheckpointError, with the difference, where `cfg` is of another run than the one in its run
+    """Raise CheckpointError, with the difference, if `cfg` belongs to another run than the one in its run
     directory."""
     found = changes(load_config(str(Path(cfg.run.dir) / "config.toml")), cfg)
     refused = {(s, k): values for (s, k), values in found.items() if k not in MAY_CHANGE.get(s, ())}
     if refused:
         listing = "\n  ".join(described(refused))
         raise CheckpointError(
-            f"run.dir: {cfg.run.dir} is resumed with the settings it was begun with; these are others:\n  {listing}",
+            f"run.dir: {cfg.run.dir} is resumed with the settings it was begun with; these are others:\n"
+            f"  {listing}",
             f"jaxfp8rl train {cfg.run.dir} --resume goes on with its own; or begin another run from it: "
             f"--fork {cfg.run.dir} --run.dir NEW",
         )

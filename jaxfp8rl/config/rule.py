@@ -1,8 +1,8 @@
 """Rules: settings that a config may not have together.
 
-A rule is a function of the whole config that raises ConfigError. Most are a `Rule`, a condition with a message and
-a next step. Rules stand in tuples behind the sections that they are about, and `jaxfp8rl.config.rules` puts the
-tuples in the order in which they are checked:
+A rule is a function of the whole config that raises ConfigError. Most are a `Rule`, a condition with a
+message and a next step. Rules stand in tuples behind the sections that they are about, and
+`jaxfp8rl.config.rules` puts the tuples in the order in which they are checked:
 
     LENGTHS = (
         Rule(lambda c: c.loss.overlong_buffer > c.rollout.max_new_tokens,
@@ -12,8 +12,8 @@ tuples in the order in which they are checked:
                   under="loss.overlong_buffer = 0", instead="loss.overlong_buffer"),
     )
 
-In a text, "{loss.kl}" stands for the value of that setting and "{config.updates}" for a property of the config. A
-config is `Any` here: the class imports the sections, which import this module.
+In a text, "{loss.kl}" stands for the value of that setting and "{config.updates}" for a property of the
+config. A config is `Any` here: the class imports the sections, which import this module.
 """
 
 from __future__ import annotations

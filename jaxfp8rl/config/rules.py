@@ -6,17 +6,18 @@ order in which they are checked: the first that a config breaks is the one that 
 
 from __future__ import annotations
 
-from jaxfp8rl.config import learning, sampling, schema
+from jaxfp8rl.config import correction, learning, sampling, schema
 from jaxfp8rl.config.rule import Check
 from jaxfp8rl.config.schema import Config
 
 RULES: tuple[Check, ...] = (
     *sampling.RUN,
     *schema.PRECISION,
+    *correction.CORRECTION,
     *learning.OBJECTIVE,
     *learning.GROUPS,
-    *learning.POLICIES,
-    *learning.UNSCORED,
+    *correction.POLICIES,
+    *correction.UNSCORED,
     *learning.CALIBRATION,
     *learning.OVERLONG,
     *sampling.MODEL,

@@ -1,4 +1,4 @@
-"""The sections that say what is sampled, and where to: [run], [model], [task], [rollout]."""
+"""The sections about the run and its samples: [run], [model], [task], [rollout]. Their rules follow them."""
 
 from __future__ import annotations
 
@@ -20,43 +20,50 @@ class Run(Section):
     """The run as a whole."""
 
     dir: File = Field(min_length=1,
-                      description="run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/")
+        description="run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/")
     steps: int = Field(ge=1, description="GRPO steps; one step is one rollout batch")
-    seed: int = Field(default=0, ge=0, lt=2**31,
-                      description="seed of initialisation, the order of problems, and sampling")
+    seed: int = Field(
+        default=0, ge=0, lt=2**31,
+        description="seed of the initialisation, the order of problems, and sampling")
     eval_every: int = Field(
-        default=20, ge=0, description="steps between evaluations on held-out problems; 0: only first and last")
-    eval_problems: int = Field(default=200, ge=1, description="held-out problems an evaluation scores, once each")
+        default=20, ge=0,
+        description="steps between evaluations on held-out problems; 0: only the first and the last")
+    eval_problems: int = Field(
+        default=200, ge=1, description="held-out problems that an evaluation scores, once each")
     save_every: int = Field(
         default=50, ge=0,
-        description="steps between checkpoints; the first and the last are always saved. 0: none, there is no resuming"
-    )
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+        description="steps between checkpoints; the first and the last are always written. 0: no "
+        "checkpoints, and so no resuming")
+    keep_checkpoints: int = Field(default=2, ge=1, description="how many of the newest checkpoints are kept")
     save_patience_s: float = Field(
         default=600.0, ge=0,
-        description="seconds that a run goes on when no checkpoint can be written (a full disk); then it stops"
-    )
+        description="seconds for which a run goes on when no checkpoint can be written (a full disk); then "
+        "it stops")
     watchdog_s: float = Field(
         default=3600.0, ge=0,
-        description="seconds in one phase of a step after which the run says where it stands, and ends; 0: never"
-    )
+        description="seconds in one phase of a step after which the run reports where it is stuck, and "
+        "ends; 0: never")
     samples_per_step: int = Field(
         default=4, ge=0,
-        description="completions written to samples.jsonl each step, from two on the best and the worst among them"
-    )
+        description="completions written to samples.jsonl each step; from two on, the best and the worst "
+        "are among them")
     samples_top_k: int = Field(
-        default=0, ge=0, description="with the learner's k likeliest tokens in place of each; 0: without")
+        default=0, ge=0,
+        description="write the learner's k most likely tokens at each position, too; 0: do not")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        default=(), strict=False, description='metric sinks besides console and JSONL, for example ["wandb"]'
-    )
+        default=(), strict=False,
+        description='metric sinks besides the console and JSONL, for example ["wandb"]')
 
 
 class Model(Section):
     """Where the policy comes from: an HF folder, or an HF config given inline and initialised at random."""
 
-    path: File = Field(default="", description="HF folder with config.json and safetensors; empty: use `config`")
-    config: dict[str, Any] = Field(default={}, description="an HF config.json as a table, for a model from scratch")
-    tokenizer: File = Field(default="", description='HF folder with tokenizer.json, or "chars:..." ; empty: `path`')
+    path: File = Field(
+        default="", description="HF folder with config.json and safetensors; empty: use `config`")
+    config: dict[str, Any] = Field(
+        default={}, description="an HF config.json as a table, for a model from scratch")
+    tokenizer: File = Field(
+        default="", description='HF folder with tokenizer.json, or "chars:..."; empty: `path`')
 
 
 class RewardSection(Section):
@@ -72,141 +79,148 @@ class Task(Section):
     """The problems and their scorer."""
 
     kind: Literal["arithmetic", "reasoning_gym",
-                  "file"] = Field(description="sums, a generator of reasoning-gym, or your rows")
-    name: str = Field(default="", description="generator of reasoning-gym")
+        "file"] = Field(description="sums, a generator of reasoning-gym, or your own rows")
+    name: str = Field(default="", description="name of the reasoning-gym generator")
     path: File = Field(default="",
-                       description="rows of prompts and answers: a file (JSON Lines, JSON, CSV, Parquet), a folder or a glob")
-    held_out_path: File = Field(default="",
-                                description="held-out rows, as `path`; empty: a seeded fraction of `path`")
-    seed: int = Field(default=0, ge=0, lt=2**31,
-                      description="draws problems and which are held out; run.seed does not")
-    options: dict[str, Any] = Field(default={},
-                                    description="options of the kind of task, checked by it (docs/tasks.md)")
-    system_prompt: str = Field(default="", description="put before a prompt that is rendered with the chat template")
+        description="rows of prompts and answers: a file (JSON Lines, JSON, CSV, Parquet), a folder or a "
+        "glob")
+    held_out_path: File = Field(
+        default="", description="held-out rows, given like `path`; empty: a seeded fraction of `path`")
+    seed: int = Field(
+        default=0, ge=0, lt=2**31,
+        description="seed of the problems, and of which are held out; run.seed changes neither")
+    options: dict[str, Any] = Field(
+        default={}, description="options of the kind of task, which checks them (docs/tasks.md)")
+    system_prompt: str = Field(
+        default="", description="system message before a prompt that is rendered with the chat template")
     chat: bool = Field(default=False, description="render prompts with the tokenizer's chat template")
     date: Annotated[str, pydantic.AfterValidator(day)] = Field(
         default=DATE,
-        description="the day that a chat template prints, whatever day it is: a resumed run has the prompts it began with",
-    )
+        description="the day that a chat template prints as today, so that a resumed run has the prompts "
+        "that it began with")
     chat_template_kwargs: dict[str, Any] = Field(
         default={},
-        description="variables that the chat template reads: enable_thinking, reasoning_effort, tools, ..."
-    )
+        description="variables for the chat template: enable_thinking, reasoning_effort, tools, ...")
     think_tags: tuple[str, ...] = Field(
         default=THINK_TAGS, strict=False,
-        description="what a model's thoughts stand between: the answer is looked for behind them; []: anywhere",
-    )
+        description="opening and closing tag of a model's thoughts; the answer is looked for behind them. "
+        "[]: anywhere")
     scorer: str = Field(
         default="",
-        description='of a file task: exact (also when empty), math_verify, or "module:function" of your own (docs/tasks.md)'
-    )
+        description="scorer of a file task: exact (also when empty), math_verify, or your own "
+        '"module:function" (docs/tasks.md)')
     scorer_folder: File = Field(
         default="",
-        description="where the module of a scorer of your own is looked for first; empty: the folder of the config file"
-    )
+        description="where the module of your own scorer is looked for first; empty: the folder of the "
+        "config file")
     rewards: tuple[RewardSection, ...] = Field(
         default=(), strict=False,
-        description='several scorers, each in the metrics: [[task.rewards]] with name, scorer, weight, extract (docs/tasks.md)',
-    )
-    reward_timeout_s: float = Field(default=5.0, gt=0,
-                                    description="a score that takes longer is undefined, its child is killed")
+        description="several scorers, each with metrics of its own: [[task.rewards]] with name, scorer, "
+        "weight, extract (docs/tasks.md)")
+    reward_timeout_s: float = Field(
+        default=5.0, gt=0,
+        description="seconds after which a score is undefined and the process that computes it is killed")
     reward_workers: int = Field(
         default=0, ge=0,
-        description="processes that score side by side, where the scorer needs one; 0: one a core, at most 8"
-    )
-    max_prompt_tokens: int = Field(ge=1, description="a longer prompt is an error, or is skipped and counted")
+        description="processes that score in parallel, for a scorer that needs them; 0: one per core, at "
+        "most 8")
+    max_prompt_tokens: int = Field(
+        ge=1, description="longest prompt, tokens; a longer one is an error, or is skipped and counted")
     skip_bad_rows: bool = Field(default=False,
                                 description="count malformed rows and unusable prompts instead of stopping")
 
     @property
     def scorers(self) -> list[str]:
-        """The names of all there are."""
+        """The names of all scorers."""
         return [reward.scorer for reward in self.rewards] or [self.scorer or "exact"]
 
     @property
     def has_own_scorer(self) -> bool:
-        """Of a module or a file."""
+        """Whether a scorer comes from a module or a file of the user."""
         return any(":" in scorer and not scorer.startswith(CALLABLE) for scorer in self.scorers)
 
 
 class Rollout(Section):
-    """What is sampled each step, and by which engine."""
+    """How many completions a step samples, how, and by which engine."""
 
-    engine: Literal["jax", "vllm", "remote"] = Field(default="jax",
-                                                     description="remote: vLLM in a process of its own")
-    prompts_per_step: int = Field(ge=1, description="prompts (groups) a step")
-    samples_per_prompt: int = Field(ge=1, description="completions a prompt: the group")
+    engine: Literal["jax", "vllm", "remote"] = Field(
+        default="jax",
+        description="jax: the embedded engine; vllm: vLLM in this process; remote: vLLM in a process of "
+        "its own")
+    prompts_per_step: int = Field(ge=1, description="prompts (groups) per step")
+    samples_per_prompt: int = Field(ge=1, description="completions per prompt: the size of a group")
     max_new_tokens: int = Field(ge=1, description="longest completion, tokens")
     temperature: float = Field(default=1.0, gt=0,
                                description="logits are divided by it, in the engine and in the learner")
-    top_k: int = Field(default=0, ge=0, description="sample from the k likeliest tokens; 0: off")
+    top_k: int = Field(default=0, ge=0, description="sample from the k most likely tokens; 0: off")
     top_p: float = Field(
         default=1.0, gt=0, le=1,
-        description="sample from the likeliest tokens that have this probability, the 128 likeliest at most, or "
-        "top_k, or all of a vocabulary of 1,024; 1: off"
-    )
+        description="sample from the most likely tokens that together have this probability: at most the "
+        "128 most likely, or top_k, or all of a vocabulary of 1,024; 1: off")
     stop_token_ids: Annotated[tuple[int | str, ...], pydantic.BeforeValidator(listed)] = Field(
         default=(), strict=False,
-        description="tokens that end a completion besides the tokenizer's eos and the chat template's end of "
-        'a turn: ids, or tokens as they are written, ["<|im_end|>"]'
-    )
+        description="tokens that end a completion, besides the tokenizer's eos and the chat template's end "
+        'of a turn: ids, or tokens as they are written, ["<|im_end|>"]')
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...],
-                    pydantic.BeforeValidator(listed)] = Field(
+        pydantic.BeforeValidator(listed)] = Field(
         default=(), strict=False,
-        description="strings that end a completion; the token that completes one is its last (docs/tasks.md)"
-    )
-    kv_cache: Literal["auto", "fp8"] = Field(default="auto", description='"fp8": keys and values cached in E4M3')
+        description="strings that end a completion; the token that completes one is the completion's last "
+        "(docs/tasks.md)")
+    kv_cache: Literal["auto", "fp8"] = Field(
+        default="auto", description='"fp8": keys and values are cached in E4M3')
     kv_scales: Literal["one", "calibrated"] = Field(
         default="one",
-        description='scales of an FP8 cache: 1, or a power of two a layer from what the scoring pass saw'
-    )
-    kv_scale_decay: float = Field(default=0.9, ge=0, le=1,
-                                  description="what is left after a step of the largest key or value seen")
-    max_num_seqs: int = Field(default=256, ge=1, description="sequences the engine decodes at once")
-    gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1, description="share of the GPU that vLLM may take")
+        description="scales of an FP8 cache: 1, or a power of two per layer, calibrated in the scoring pass")
+    kv_scale_decay: float = Field(
+        default=0.9, ge=0, le=1,
+        description="calibrated: factor, each step, of the largest key or value seen so far")
+    max_num_seqs: int = Field(default=256, ge=1, description="sequences that the engine decodes at once")
+    gpu_memory_utilization: float = Field(
+        default=0.4, gt=0, lt=1, description="share of the GPU's memory that vLLM may take")
     kv_cache_gib: float | None = Field(
-        default=None, gt=0, description="GiB of vLLM's cache, instead of what gpu_memory_utilization leaves for it"
-    )
+        default=None, gt=0,
+        description="size of vLLM's cache, GiB; absent: as much as gpu_memory_utilization leaves for it")
     fp8_kernel: Literal["native", "deep_gemm", "emulated"] = Field(
         default="native",
-        description="vLLM's FP8 products by CUTLASS; by DeepGEMM, the same numbers sooner, compiled by nvcc; or in "
-        "float32, slowly, on a CPU without AMX"
-    )
+        description="vLLM's FP8 products. native: CUTLASS; deep_gemm: the same numbers, faster, compiled "
+        "by nvcc; emulated: in float32, slow, for a CPU without AMX")
     attention: Literal["auto", "triton"] = Field(
         default="auto",
-        description="vLLM's attention: what it takes, FlashAttention 3 on Hopper, which has queries and probabilities in "
-        "FP8 over an FP8 cache; or its Triton kernels, which have them high"
-    )
+        description="vLLM's attention. auto: vLLM's choice, FlashAttention 3 on Hopper, which rounds "
+        "queries and probabilities to FP8 over an FP8 cache; triton: its Triton kernels, which keep them "
+        "in high precision")
     publish: Literal["auto", "in_place", "reload"] = Field(
         default="auto",
-        description="weights to vLLM: written into its tensors, or by vLLM's own reload; auto: in place where it can"
-    )
+        description="how weights get into vLLM: written into its tensors, or by its own reload; auto: in "
+        "place where possible")
     one_copy: bool = Field(
-        default=False, description="the learner's FP8 forward reads its weights' codes in vLLM's own memory")
+        default=False,
+        description="the learner's FP8 forward pass reads the codes of its weights in vLLM's own memory")
     enforce_eager: bool = Field(default=False, description="vLLM without CUDA graphs and compilation")
     sleep: Literal["off", "keep_weights", "drop_weights"] = Field(
         default="off",
-        description="what vLLM gives up of the GPU while the learner learns: nothing, its cache, or its weights, too"
-    )
+        description="GPU memory that vLLM frees while the learner learns: none, its cache, or its cache "
+        "and its weights")
     link: Literal["file", "shared_memory", "cuda_ipc", "nccl"] = Field(
         default="file",
-        description='way of the weights to engine "remote": cuda_ipc on one GPU, nccl between two (docs/remote_engine.md)'
-    )
+        description='how weights get to engine "remote": cuda_ipc on one GPU, nccl between two '
+        "(docs/remote_engine.md)")
     engines: int = Field(
-        default=1, ge=1, description='servers that engine "remote" starts, which share the requests of a step')
+        default=1, ge=1, description='servers that engine "remote" starts; they share the requests of a step')
     server_gpus: tuple[int, ...] = Field(
         default=(), strict=False,
-        description='GPUs that these servers see, in equal shares (CUDA_VISIBLE_DEVICES); empty: as here'
-    )
+        description="GPUs that these servers see, in equal shares (CUDA_VISIBLE_DEVICES); empty: those "
+        "that this process sees")
     server_url: str = Field(
-        default="", description='a server that runs already, for engine "remote"; empty: one is started')
-    server_token_file: File = Field(default="", description="the file with that server's token")
+        default="",
+        description='address of a server that runs already, for engine "remote"; empty: one is started')
+    server_token_file: File = Field(default="", description="file with that server's token")
     lag: int = Field(
         default=0, ge=0, le=1,
-        description="1: a step's batch is sampled while the step before learns, at weights one version older"
-    )
-    restarts: int = Field(default=3, ge=0,
-                          description='how often a run starts an engine "remote" anew that has died or hangs')
+        description="1: a step's batch is sampled while the step before it learns, at weights one version "
+        "older")
+    restarts: int = Field(
+        default=3, ge=0, description='how often a run restarts an engine "remote" that has died or hangs')
 
 
 # Rules
@@ -245,9 +259,11 @@ ONE_COPY = excludes(
          "it is for weights that are written into vLLM's tensors in this process",
          'set rollout.engine = "vllm" and rollout.publish = "in_place"'),
     Rule(lambda c: not c.precision.resolve().forward_fp8,
-         'the learner of recipe "{precision.recipe}" has no FP8 forward', 'set precision.recipe = "fp8_unified"'),
+         'the learner of recipe "{precision.recipe}" has no FP8 forward',
+         'set precision.recipe = "fp8_unified"'),
     Rule(lambda c: c.optim.master == "float16",
-         'the published weights are quantised from the masters, and optim.master = "float16" keeps these with scales',
+         'the published weights are quantised from the masters, and optim.master = "float16" keeps these '
+         'with scales',
          'set optim.master = "bfloat16" or "float32"'),
     Rule(lambda c: c.train.updates_per_step > 1,
          "nothing is published between the updates of a step, and the later ones would read old weights",
@@ -255,7 +271,8 @@ ONE_COPY = excludes(
     Rule(lambda c: c.rollout.sleep != "off",
          'rollout.sleep = "{rollout.sleep}" takes away what the learner reads', 'set rollout.sleep = "off"'),
     Rule(lambda c: c.rollout.kv_scales != "one",
-         "the first scales are calibrated before there are weights in the engine", 'set rollout.kv_scales = "one"'),
+         "the first scales are calibrated before there are weights in the engine",
+         'set rollout.kv_scales = "one"'),
 )
 
 # The engine samples while the learner learns, so neither may need what the other has then.
@@ -264,10 +281,11 @@ LAG = excludes(
     Rule(lambda c: c.rollout.engine == "vllm", 'engine "vllm" is in the learner\'s process, on its GPU',
          'set rollout.engine = "remote", on GPUs of its own'),
     Rule(lambda c: c.rollout.sleep != "off",
-         'rollout.sleep = "{rollout.sleep}" stops the engine while the learner learns', 'set rollout.sleep = "off"'),
+         'rollout.sleep = "{rollout.sleep}" stops the engine while the learner learns',
+         'set rollout.sleep = "off"'),
     Rule(lambda c: c.rollout.engine == "remote" and c.rollout.restarts and not c.rollout.server_url,
-         "rollout.restarts = {rollout.restarts} gives a new engine the last weights, which an update may have "
-         "overwritten", "set rollout.restarts = 0; a run goes on with --resume"),
+         "rollout.restarts = {rollout.restarts} gives a new engine the last weights, which an update may "
+         "have overwritten", "set rollout.restarts = 0; a run goes on with --resume"),
 )
 
 REMOTE_SETTINGS = ("rollout.link", "rollout.engines", "rollout.server_gpus", "rollout.server_url",
@@ -281,7 +299,8 @@ SERVER_SETTINGS = ("rollout.engines", "rollout.server_gpus", "rollout.max_num_se
 def _a_running_server_has_its_settings(cfg: Any) -> None:
     if cfg.rollout.server_url and (given := changed(cfg, SERVER_SETTINGS)):
         raise ConfigError(
-            f"{', '.join(given)}: the server at {cfg.rollout.server_url} runs already, with settings of its own",
+            f"{', '.join(given)}: the server at {cfg.rollout.server_url} runs already, with settings of its "
+            f"own",
             "leave it out, and give it to the server when that is started")
 
 
@@ -362,6 +381,7 @@ TASK = (
          "leave it out, or set task.scorer"),
     Rule(lambda c: c.task.think_tags and (len(set(c.task.think_tags)) != 2 or len(c.task.think_tags) != 2
                                           or "" in c.task.think_tags),
-         "task.think_tags = {task.think_tags}: give two tags, what opens a block of thoughts and what closes it",
+         "task.think_tags = {task.think_tags}: give two tags, what opens a block of thoughts and what "
+         "closes it",
          'for example ["<think>", "</think>"]; [] if there are none'),
 )

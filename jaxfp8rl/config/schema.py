@@ -1,8 +1,8 @@
 """The configuration: every setting of a run, typed, with its default, its unit and what it does.
 
 Frozen pydantic models that refuse unknown keys. `jaxfp8rl.config.toml` reads them from TOML files and
-command-line overrides and turns a refusal into a line of the file. Checks that span sections stand in
-`jaxfp8rl.config.rules`.
+command-line overrides and turns a refusal into a line of the file. The rules about settings that cannot go
+together follow the sections; `jaxfp8rl.config.rules` has their order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from jaxfp8rl.config.learning import Correction, Loss, Optim, Sft
+from jaxfp8rl.config.correction import Correction
+from jaxfp8rl.config.learning import Loss, Optim, Sft
 from jaxfp8rl.config.rule import Check, Condition, Rule, excludes, no_effect
 from jaxfp8rl.config.sampling import Model, Rollout, Run, Task
 from jaxfp8rl.config.section import File, FloatType, Section
@@ -26,32 +27,35 @@ class PrecisionSection(Section):
 
     recipe: str = Field(default="bf16",
                         description="bf16, fp8_rollout, fp8_unified, fp8_forward or fp16 (docs/precision.md)")
-    compute_dtype: FloatType = Field(default="bfloat16", description="float type of everything that is not FP8")
-    weight_dtype: FloatType = Field(default="bfloat16", description="float type the published weights are rounded to")
-    gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3",
-                                               description="format of gradients in a backward pass in FP8")
+    compute_dtype: FloatType = Field(
+        default="bfloat16", description="float type of everything that is not FP8")
+    weight_dtype: FloatType = Field(
+        default="bfloat16", description="float type to which the published weights are rounded")
+    gradients: Literal["e4m3", "e5m2"] = Field(
+        default="e4m3", description="format of the gradients in an FP8 backward pass")
     saved_activations: Literal["high", "fp8"] = Field(
         default="high",
-        description='what wgrad gets of an FP8 product\'s input: as it was, or the forward\'s codes (Jet-RL)'
-    )
+        description="what wgrad gets as an FP8 product's input: the input in high precision, or the "
+        "forward pass's FP8 codes (Jet-RL)")
     wgrad_inputs: Literal["1x128", "128x128"] = Field(
         default="1x128",
-        description="blocks that an FP8 wgrad quantises a product's input in; 128x128: faster, by a coarser scale"
-    )
+        description="blocks in which an FP8 wgrad quantises a product's input; 128x128 is faster, with "
+        "coarser scales")
     products: Literal["auto", "float32", "tensor_core", "pallas"] = Field(
         default="auto",
-        description="what computes FP8 products; auto: pallas on Hopper, tensor_core on others with FP8 tensor cores"
-    )
+        description="backend of FP8 products; auto: pallas on Hopper, tensor_core on other GPUs with FP8 "
+        "tensor cores")
     attention: Literal["auto", "xla", "pallas"] = Field(
         default="auto",
-        description="what computes the learner's attention; auto: pallas on Hopper, in 16 bits, heads of 64 to 256"
-    )
-    embedded_activations: Literal["fp8", "high"] = Field(default="fp8",
-                                                         description="W8A8 or W8A16 in the embedded engine")
-    first_layers_bf16: int = Field(default=0, ge=0, description="so many layers at the start stay unquantised")
-    last_layers_bf16: int = Field(default=0, ge=0, description="and at the end")
-    exclude: str = Field(default="",
-                         description="regular expression; HF module names it is found in stay unquantised")
+        description="backend of the learner's attention; auto: pallas on Hopper, in 16 bits, for heads of "
+        "64 to 256")
+    embedded_activations: Literal["fp8", "high"] = Field(
+        default="fp8",
+        description="activations of the embedded engine: in FP8 (W8A8), or in high precision (W8A16)")
+    first_layers_bf16: int = Field(default=0, ge=0, description="layers at the start that stay unquantised")
+    last_layers_bf16: int = Field(default=0, ge=0, description="layers at the end that stay unquantised")
+    exclude: str = Field(
+        default="", description="regular expression; modules in whose HF names it is found stay unquantised")
 
     def resolve(self) -> Recipe:
         """Raises ConfigError for an unknown recipe."""
@@ -66,26 +70,28 @@ class Train(Section):
     row_tokens: int = Field(ge=16, description="length of a packed row, tokens")
     rows_per_microbatch: int = Field(default=8, ge=1, description="rows that go through the model at once")
     updates_per_step: int = Field(
-        default=1, ge=1, description="optimiser updates a rollout batch is split into, by whole groups")
+        default=1, ge=1, description="optimiser updates per rollout batch, which is split by whole groups")
     remat: Literal["none", "layer", "products", "mlp"] = Field(
         default="none",
-        description="what of a layer the backward pass computes again: less is faster, for memory (docs/performance.md)"
-    )
+        description="parts of a layer that the backward pass recomputes: slower, for less memory "
+        "(docs/performance.md)")
     compilation_cache: File = Field(
         default="",
-        description="folder where compiled programs are kept for later runs; empty: what JAX_COMPILATION_CACHE_DIR says"
-    )
+        description="folder where compiled programs are kept for later runs; empty: "
+        "JAX_COMPILATION_CACHE_DIR")
     data: int = Field(
-        default=1, ge=1, description="groups of devices that the rows of a micro-batch lie over (docs/sharding.md)")
-    fsdp: int = Field(default=1, ge=1,
-                      description="devices of a group that weights, and the rows of a micro-batch, lie over")
+        default=1, ge=1,
+        description="groups of devices over which the rows of a micro-batch are split (docs/sharding.md)")
+    fsdp: int = Field(
+        default=1, ge=1, description="devices of a group, over which its rows and the weights are split")
     tensor: int = Field(
-        default=1, ge=1, description="devices that share the heads, the MLP's width, the experts and the words")
+        default=1, ge=1,
+        description="devices that share the heads, the MLP's width, the experts and the vocabulary")
 
     processes: int = Field(
         default=1, ge=1,
-        description="processes that the learner runs in, one a host or a GPU, each started by itself (docs/sharding.md)"
-    )
+        description="processes of the learner, for example one per host or GPU, each started separately "
+        "(docs/sharding.md)")
 
     @property
     def devices(self) -> int:
@@ -99,50 +105,55 @@ class Train(Section):
 
     @property
     def over_rows(self) -> int:
-        """Parts that the rows of a micro-batch lie in."""
+        """Parts into which the rows of a micro-batch are split."""
         return self.data * self.fsdp
 
     @property
     def over_weights(self) -> int:
-        """Parts that a weight lies in."""
+        """Parts into which a weight is split."""
         return self.fsdp * self.tensor
 
 
 class Moe(Section):
-    """Mixtures of experts (docs/moe.md). Of a dense model there is nothing to set."""
+    """Mixtures of experts (docs/moe.md). For a dense model there is nothing to set."""
 
     replay: Literal["none", "R2", "R3"] = Field(
         default="none",
-        description="whose experts the learner computes with: its own every time, those of its scoring pass, the engine's"
-    )
+        description="experts that the learner computes with: its own choice every time, that of its "
+        "scoring pass, or the engine's")
     measure_every: int = Field(
-        default=0, ge=0, description="R3: steps between scoring passes without replay, to be compared; 0: never")
-    balance_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss; RL does without")
-    freeze_router: bool = Field(default=False, description="routers are not trained")
+        default=0, ge=0,
+        description="R3: steps between scoring passes without replay, for comparison; 0: never")
+    balance_coef: float = Field(
+        default=0.0, ge=0, description="weight of the load-balancing loss; RL usually does without")
+    freeze_router: bool = Field(default=False, description="do not train the routers")
 
 
 class Gate(Section):
     """The start-up check that learner and engine agree at equal weights.
 
-    The limits part an engine with other weights (a nat and more a token) from FP8's own noise: 0.01 to 0.06
-    nats on average were seen between this learner and vLLM with FP8 weights and FP8 KV.
+    The limits separate an engine with other weights (a nat or more per token) from the noise of FP8: between
+    this learner and vLLM with FP8 weights and FP8 KV, 0.01 to 0.06 nats on average were seen.
     """
 
-    completions: int = Field(default=16, ge=1, description="completions sampled and scored by both")
+    completions: int = Field(default=16, ge=1, description="completions that are sampled, and scored by both")
     max_new_tokens: int = Field(
-        default=256, ge=1, description="their length at most, tokens; rollout.max_new_tokens where that is less")
-    max_mean_gap: float = Field(default=0.2, gt=0,
-                                description="nats: largest mean |learner - engine| log-probability")
-    max_gap: float = Field(default=5.0, gt=0, description="nats: largest single one")
+        default=256, ge=1,
+        description="length of these at most, tokens; rollout.max_new_tokens if that is less")
+    max_mean_gap: float = Field(
+        default=0.2, gt=0, description="largest mean |learner - engine| log-probability, nats")
+    max_gap: float = Field(
+        default=5.0, gt=0, description="largest |learner - engine| log-probability of one token, nats")
 
 
 class Monitor(Section):
-    """What is measured besides the step itself."""
+    """Measurements besides those of the step itself."""
 
     profile_step: int = Field(
-        default=0, ge=0, description="step traced by jax.profiler, for XProf, to run.dir/profile; 0: none")
+        default=0, ge=0, description="step that jax.profiler traces, for XProf, to run.dir/profile; 0: none")
     precision_every: int = Field(
-        default=0, ge=0, description="steps between probes of the FP8 roundings (docs/precision.md); 0: never")
+        default=0, ge=0,
+        description="steps between probes of the FP8 roundings (docs/precision.md); 0: never")
 
 
 class Config(Section):
@@ -169,7 +180,7 @@ class Config(Section):
 
     @property
     def updates(self) -> int:
-        """Of the optimiser, in all steps."""
+        """Updates of the optimiser in all steps together."""
         return self.run.steps * self.train.updates_per_step
 
 
@@ -215,8 +226,8 @@ PRECISION = (
 
 BATCH = (
     Rule(lambda c: c.max_model_len > c.train.row_tokens,
-         "train.row_tokens = {train.row_tokens} cannot hold task.max_prompt_tokens + rollout.max_new_tokens = "
-         "{config.max_model_len}", "set train.row_tokens to at least {config.max_model_len}"),
+         "train.row_tokens = {train.row_tokens} cannot hold task.max_prompt_tokens + rollout.max_new_tokens "
+         "= {config.max_model_len}", "set train.row_tokens to at least {config.max_model_len}"),
     Rule(lambda c: c.rollout.prompts_per_step % c.train.updates_per_step,
          "train.updates_per_step = {train.updates_per_step} does not divide rollout.prompts_per_step = "
          "{rollout.prompts_per_step}: a group stays whole"),
@@ -244,7 +255,8 @@ def _devices_have_whole_rows(cfg: Any) -> None:
     rows, parts = cfg.train.rows_per_microbatch, cfg.train.over_rows
     if rows % parts:
         axes = cfg.train.mesh.partition(" * train.tensor")[0]
-        raise ConfigError(f"{axes} does not divide train.rows_per_microbatch = {rows}: a device has whole rows",
+        raise ConfigError(f"{axes} does not divide train.rows_per_microbatch = {rows}: a device has whole "
+                          f"rows",
                           f"set train.rows_per_microbatch = {-(-rows // parts) * parts}")
 
 
@@ -252,7 +264,8 @@ MESH = excludes(
     "{train.mesh}", lambda c: c.train.devices > 1,
     _is_for("on one device", "rollout.one_copy", lambda c: c.rollout.one_copy),
     _is_for("on one device", "monitor.precision_every", lambda c: c.monitor.precision_every),
-    _is_for("on one device", 'rollout.kv_scales = "calibrated"', lambda c: c.rollout.kv_scales == "calibrated"),
+    _is_for("on one device", 'rollout.kv_scales = "calibrated"',
+    lambda c: c.rollout.kv_scales == "calibrated"),
     _is_for("on one device", "optim.offload", lambda c: c.optim.offload),
 ) + (_devices_have_whole_rows,)
 

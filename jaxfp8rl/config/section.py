@@ -15,18 +15,17 @@ FloatType = Literal["float32", "bfloat16", "float16"]
 
 
 def day(text: str) -> str:
-    """Raises ValueError, which pydantic reports, for what is none."""
+    """The ISO date of `text`. Raises ValueError, which pydantic reports, if it has none."""
     return datetime.date.fromisoformat(text).isoformat()
 
 
 def listed(value: Any) -> Any:
-    """One of a list, given alone."""
+    """A list, of which a single item may be given alone."""
     return (value,) if isinstance(value, int | str) and not isinstance(value, bool) else value
 
 
 def _expanded(path: str) -> str:
-    """With ~ and $NAME, which a shell would have put in, and a file has not. Raises ValueError for a name
-    that is not set."""
+    """The path with ~ and $NAME replaced, as a shell would. Raises ValueError for a name that is not set."""
     if path.startswith(CHARS_PREFIX):
         return path
     found = os.path.expanduser(os.path.expandvars(path))

@@ -1,7 +1,7 @@
 """TOML files and command-line overrides -> `Config`, and back.
 
-A refusal names the file, the line, the key, the problem and the nearest right thing, and all problems of a file
-are listed at once (`jaxfp8rl.config.problems`).
+A refusal names the file, the line, the key, the problem and the nearest right thing, and all problems of a
+file are listed at once (`jaxfp8rl.config.problems`).
 """
 
 from __future__ import annotations

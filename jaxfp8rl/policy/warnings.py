@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridges.api import Capabilities, EngineFormats
-from jaxfp8rl.config.learning import is_uncorrected
+from jaxfp8rl.config.correction import is_uncorrected
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.recipe import FP8_KV

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.common import config
 from benchmarks.step import batch_of, precision_of, rows_of
-from jaxfp8rl.config.learning import Correction, Loss, Optim
+from jaxfp8rl.config.correction import Correction
+from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import make_optimizer

@@ -19,7 +19,8 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.common import config
 from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of
-from jaxfp8rl.config.learning import Correction, Loss, Optim
+from jaxfp8rl.config.correction import Correction
+from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import make_optimizer

@@ -9,7 +9,7 @@ import typing
 import pytest
 from config_files import GOOD, refusal
 
-from jaxfp8rl.config import learning
+from jaxfp8rl.config import correction, learning
 from jaxfp8rl.config.overrides import apply, parse_overrides
 from jaxfp8rl.config.rules import RULES
 from jaxfp8rl.config.sampling import COOLEST, HOTTEST
@@ -28,10 +28,10 @@ def test_the_choices_of_the_loss_are_those_that_exist():
               for name in learning.Loss.model_fields}
     assert fields["objective"] == set(OBJECTIVES) and fields["advantage"] == set(ADVANTAGES)
     assert fields["aggregation"] == set(AGGREGATIONS)
-    assert set(learning.Correction.model_fields) - {"preset",
+    assert set(correction.Correction.model_fields) - {"preset",
                                                   "allow_uncorrected_fp8"} == set(CorrectionConfig._fields)
-    assert learning.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
-    assert set(learning.RejectionSection.model_fields) == set(Rejection._fields)
+    assert correction.AdaptiveSection().model_dump() == AdaptiveMix()._asdict()
+    assert set(correction.RejectionSection.model_fields) == set(Rejection._fields)
     assert set(ObjectiveConfig._fields) - {"kind"} <= set(fields)
 
 

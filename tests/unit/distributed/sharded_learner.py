@@ -9,7 +9,8 @@ import sys
 import jax
 import numpy as np
 
-from jaxfp8rl.config.learning import Correction, Loss, Optim
+from jaxfp8rl.config.correction import Correction
+from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.distributed.mesh import ONE, make_mesh_layout
 from jaxfp8rl.models.config import ModelConfig
