@@ -25,8 +25,7 @@ class Loss(Section):
     pass_at_k: int | None = Field(default=None, ge=1, description='the k of advantage = "pass_at_k"')
     objective: Literal[
         "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce",
-        "prime_rl", "clip_cov",
-        "kl_cov",
+        "prime_rl", "clip_cov", "kl_cov",
     ] = Field(default="ppo_clip", description="see jaxfp8rl/losses/objectives.py")
     clip_low: float | None = Field(
         default=None,
@@ -60,8 +59,9 @@ class Loss(Section):
         "the policy in the step's one update itself; rollout: the engine's log-probabilities (two policies)")
     kl_coef: float = Field(
         default=0.0, ge=0, description="weight of the KL to the policy that the run began with")
-    kl: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k1_score", "k2_score",
-        "k3_score"] = Field(
+    kl: Literal[
+        "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k1_score", "k2_score", "k3_score"
+    ] = Field(
         default="k3+",
         description="estimator of that KL; with a + it has the gradient of k2, with _score also that of "
         "the score function (NeMo RL)")
@@ -117,8 +117,8 @@ class Optim(Section):
 
     lr: float = Field(default=1e-6, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="updates over which the learning rate rises to lr")
-    schedule: Literal["constant", "cosine",
-        "linear"] = Field(default="constant", description="learning rate after the warm-up")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="course of the learning rate after the warm-up")
     total_steps: int | None = Field(
         default=None, ge=1,
         description="cosine, linear: updates, with the warm-up, after which the learning rate has fallen "

@@ -78,8 +78,8 @@ class RewardSection(Section):
 class Task(Section):
     """The problems and their scorer."""
 
-    kind: Literal["arithmetic", "reasoning_gym",
-        "file"] = Field(description="sums, a generator of reasoning-gym, or your own rows")
+    kind: Literal["arithmetic", "reasoning_gym", "file"] = Field(
+        description="sums, a generator of reasoning-gym, or your own rows")
     name: str = Field(default="", description="name of the reasoning-gym generator")
     path: File = Field(default="",
         description="rows of prompts and answers: a file (JSON Lines, JSON, CSV, Parquet), a folder or a "
@@ -161,8 +161,9 @@ class Rollout(Section):
         default=(), strict=False,
         description="tokens that end a completion, besides the tokenizer's eos and the chat template's end "
         'of a turn: ids, or tokens as they are written, ["<|im_end|>"]')
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...],
-        pydantic.BeforeValidator(listed)] = Field(
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], pydantic.BeforeValidator(listed)
+    ] = Field(
         default=(), strict=False,
         description="strings that end a completion; the token that completes one is the completion's last "
         "(docs/tasks.md)")

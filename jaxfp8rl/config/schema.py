@@ -255,9 +255,9 @@ def _devices_have_whole_rows(cfg: Any) -> None:
     rows, parts = cfg.train.rows_per_microbatch, cfg.train.over_rows
     if rows % parts:
         axes = cfg.train.mesh.partition(" * train.tensor")[0]
-        raise ConfigError(f"{axes} does not divide train.rows_per_microbatch = {rows}: a device has whole "
-                          f"rows",
-                          f"set train.rows_per_microbatch = {-(-rows // parts) * parts}")
+        raise ConfigError(
+            f"{axes} does not divide train.rows_per_microbatch = {rows}: a device has whole rows",
+            f"set train.rows_per_microbatch = {-(-rows // parts) * parts}")
 
 
 MESH = excludes(
@@ -265,7 +265,7 @@ MESH = excludes(
     _is_for("on one device", "rollout.one_copy", lambda c: c.rollout.one_copy),
     _is_for("on one device", "monitor.precision_every", lambda c: c.monitor.precision_every),
     _is_for("on one device", 'rollout.kv_scales = "calibrated"',
-    lambda c: c.rollout.kv_scales == "calibrated"),
+            lambda c: c.rollout.kv_scales == "calibrated"),
     _is_for("on one device", "optim.offload", lambda c: c.optim.offload),
 ) + (_devices_have_whole_rows,)
 
