@@ -146,7 +146,7 @@ def test_a_plan_needs_the_model_configuration_alone(cache, tmp_path, capsys):
     assert main(["train", "demo", "--dry-run", *words]) == 2
     out, err = capsys.readouterr()
     assert "master weights" in out and ("with vLLM\n" in out) == (cache == "kv_cache_gib")
-    assert ("takes rollout.gpu_memory_utilization of the GPU" in out) == (cache != "kv_cache_gib")
+    assert ("takes the share rollout.gpu_memory_utilization of the GPU" in out) == (cache != "kv_cache_gib")
     assert f"{tmp_path} holds neither model.safetensors nor" in err
 
 

@@ -346,7 +346,7 @@ def test_what_has_no_score_and_what_the_engine_gave_up_is_said(run, tmp_path, mo
             sum(count for _, count in found["passed"])) == (3, 1, 24 - 2 - 3)
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["completions", "without", "a", "score:", "failed", "3"] in rows
-    assert ["problems", "given", "up:", "failed", "1"] in rows
+    assert ["problems", "rejected:", "failed", "1"] in rows
 
 
 @pytest.mark.slow
