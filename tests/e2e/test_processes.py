@@ -30,7 +30,8 @@ def started(folder: Path, count: int, *more: str, happens: dict[int, tuple[str, 
     # while another process compiles, on two cores
     patience = "--xla_cpu_collective_timeout_seconds=300 --xla_cpu_collective_call_terminate_timeout_seconds=300"
     one_order = "--xla_cpu_multi_thread_eigen=false"  # of sums
-    flags = f"--xla_force_host_platform_device_count={DEVICES // count} {one_order} {patience}"
+    devices = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {devices} {one_order} {patience}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

@@ -15,6 +15,7 @@ from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.quantize import reference as q
 from pallas_kernels.testing import assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 EPS = 1e-6
 BF16, F32 = jnp.bfloat16, jnp.float32
 

@@ -18,6 +18,7 @@ from pallas_kernels.logprob.sm90 import Tiles
 from pallas_kernels.numerics import relative_l2
 from pallas_kernels.plgpu_compat import INTERPRET
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 SIMULATED = {  # name: (M, N, K, tiles): every schedule, more than one tile a block, ragged edges
     "pairs along the tokens": (512, 320, 128, Tiles()),
     "pairs, an odd number of whole tiles": (256, 384, 192, Tiles(n=128, band=2, band_axis=1)),

@@ -19,6 +19,7 @@ from pallas_kernels.numerics import worst_tile
 from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.quantize import reference as q
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 SIMULATED = {  # name: (M, N, K, wgrad, tiles): every schedule, more than one tile a block, ragged edges
     "K of one block": (136, 136, 100, False, Tiles(2, buffers=2)),
     "K of six blocks, fewer stages, two a turn": (72, 72, 700, False, Tiles(2, stages=2, unroll=2)),

@@ -14,6 +14,7 @@ from pallas_kernels.plgpu_compat import INTERPRET
 from pallas_kernels.quantize import api, sm90
 from pallas_kernels.quantize import reference as q
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 quantize_rows = jax.jit(q.quantize_rows, static_argnames=("dtype", "power_of_two", "amax_floor"))
 SIMULATED = functools.partial(dict, backend="pallas", interpret=INTERPRET)
 

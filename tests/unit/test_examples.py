@@ -1,8 +1,10 @@
-"""Every example runs as it stands, in a process of its own, and shows what it promises."""
+"""Every example runs as it stands, in a process of its own (but those with vLLM, which takes long to import:
+they share one), and shows what it promises."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -20,17 +22,33 @@ RUNS = [
     pytest.param("torch_learner_on_vllm.py", "reward", id="torch_learner_on_vllm", marks=NEEDS_VLLM),
     pytest.param("jax_learner_on_vllm.py", "reward", id="jax_learner_on_vllm", marks=NEEDS_VLLM),
 ]
+ON_VLLM = ("torch_learner_on_vllm.py", "jax_learner_on_vllm.py")
+ONE_AFTER_THE_OTHER = """
+import runpy, sys
+sys.path.insert(0, "examples")
+for name in sys.argv[1:]:
+    print("example", name, flush=True)
+    runpy.run_path(f"examples/{name}", run_name="__main__")
+"""
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=EXAMPLES.parent)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=EXAMPLES.parent,
+                          env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def said_on_vllm() -> dict[str, str]:
+    """What each example with vLLM has said."""
+    parts = re.split(r"^example (\S+)\n", run("-c", ONE_AFTER_THE_OTHER, *ON_VLLM), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
 @pytest.mark.parametrize("name, grows", RUNS)
-def test_an_example_runs(name, grows):
-    out = run(f"examples/{name}")
+def test_an_example_runs(name, grows, request):
+    out = request.getfixturevalue("said_on_vllm")[name] if name in ON_VLLM else run(f"examples/{name}")
     if grows:
         numbers = [float(x) for x in re.findall(rf"{grows} ([\d.]+)", out)]
         assert len(numbers) > 3 and numbers[-1] > numbers[0] + 0.1, out
@@ -41,7 +59,7 @@ def test_an_example_runs(name, grows):
         assert len(shares) == 2 and float(shares[0]) > 0, out
 
 
-@pytest.mark.parametrize("name", ["torch_learner_on_vllm.py", "jax_learner_on_vllm.py"])
+@pytest.mark.parametrize("name", ON_VLLM)
 def test_without_vllm_an_example_says_so(name):
     code = "import importlib.util as u, runpy; u.find_spec = lambda *_: None"
     words = [sys.executable, "-c", f"{code}; runpy.run_path('examples/{name}')"]

@@ -158,7 +158,7 @@ for a, b in zip(one, eight):
 def test_the_number_of_devices_does_not_matter():
     """Rows over 8 devices: the mean that normalises, M2's order and every metric are those of the whole
     batch."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu",
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu",
                         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     names = ["slime/mis_sequence", "areal/m2po"]
     done = subprocess.run([sys.executable, "-c", SHARDED, *names], env=env, capture_output=True, text=True,
