@@ -34,16 +34,17 @@ for name, examples in {"default": 10, "thorough": 60}.items():
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-LONG_FILES = (  # a worker takes whole files; long ones come first, so that both workers finish together
-    "e2e/test_train.py", "training/test_train_step.py", "training/test_old_policies.py",
-    "training/test_nothing_to_learn.py", "faults/test_run_faults.py", "e2e/test_train_stops.py",
-    "e2e/test_processes.py", "distributed/test_sharding.py",
+LONG_FILES = (  # a worker takes whole files; the longest come first, so that both workers finish together
+    "e2e/test_train.py", "unit/test_examples.py", "training/test_old_policies.py",
+    "distributed/test_sharding.py", "bridges/test_vllm.py", "e2e/test_processes.py", "e2e/test_train_stops.py",
+    "faults/test_run_faults.py", "bridges/test_one_copy.py", "bridges/test_remote.py",
+    "bridges/test_moe_vllm.py", "models/test_gguf_import.py", "kernels/test_sm90_attention.py",
 )
 
 
 def pytest_collection_modifyitems(items):
-    names = {item.path: "/".join(item.path.parts[-2:]) for item in items}
-    items.sort(key=lambda item: names[item.path] not in LONG_FILES)
+    order = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
 
 
 @pytest.fixture(scope="module")

@@ -203,7 +203,7 @@ def test_perturbed_routers_are_off_by_what_is_said_and_nothing_else_is():
 def test_the_tables_of_the_page_are_the_benchmarks():
     root = Path(__file__).parents[3]
     result = json.loads((root / "benchmarks" / "results" / "moe_learning.json").read_text(encoding="utf-8"))
-    page = (root / "docs" / "moe.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "notebook_moe.md").read_text(encoding="utf-8")
     assert [table for table in moe_tables.tables(result["records"]).split("\n\n")
             if table not in page] == []
 
