@@ -148,7 +148,7 @@ def with_outliers(model: ModelConfig, params: Params) -> Params:
     channel = jnp.where(jnp.arange(model.head_dim // 2) % 8 == 0, LOUD, 1.0)
     factor = jnp.concatenate([channel, channel])
     for name, f in (("q", 1 / factor), ("k", factor)):
-        if model.qk_norm:
+        if model.family.qk_norm:
             attention[f"{name}_norm"]["weight"] *= f
         else:
             heads = attention[f"{name}_proj"]["weight"].shape[1] // model.head_dim

@@ -33,7 +33,7 @@ from benchmarks.grouped import measure
 from benchmarks.step import precision_of
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer
-from jaxfp8rl.models.layers import UnfusedResidual, rope_tables
+from jaxfp8rl.models.layers import UnfusedResidual
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import packed_attention
 from jaxfp8rl.policy.policy import grad_slots, policy_of
@@ -96,9 +96,8 @@ def draw(precision: Precision, tokens: int) -> tuple:
 def forward(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array,
             ids: Array) -> Array:
     weights = jax.tree.map(lambda stack: stack[0], trainable(policy, leaves)["layers"][0])
-    rope = rope_tables(positions_of(ids), MODEL, precision.rope_dtype)
-    attend = attend or packed_attention(ids, precision)
-    return DecoderLayer(MODEL, precision, precision.runs[0], rope, attend)(x, weights)[0]
+    rope, packed = packed_attention(positions_of(ids), ids, MODEL, precision)()
+    return DecoderLayer(MODEL, precision, precision.runs[0], rope, attend or packed)(x, weights)[0]
 
 
 def both(precision: Precision, attend: Callable | None, policy: dict, leaves: dict, x: Array, dy: Array,

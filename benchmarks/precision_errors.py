@@ -38,7 +38,6 @@ from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.losses.logprobs import token_logprobs
-from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer
 from jaxfp8rl.models.hf_names import get_param, linear_shapes, param_table
@@ -169,8 +168,7 @@ def products(subject: Subject) -> dict[str, Product]:
     taps = {name: jnp.zeros((*micro.tokens.shape, n)) for name, n in shapes.items()}
 
     def loss(taps: dict) -> tuple[jax.Array, dict]:
-        rope = nn.rope_tables(micro.positions, model)
-        attend = packed_attention(micro.segment_ids, precision)
+        rope, attend = packed_attention(micro.positions, micro.segment_ids, model, precision)()
 
         def body(x, step):
             w, index = step
@@ -183,7 +181,7 @@ def products(subject: Subject) -> dict[str, Product]:
             return DecoderLayer(model, precision, run, rope, attend, product)(x, w)[0], seen
 
         steps = policy["layers"], jnp.arange(model.num_hidden_layers)
-        x, seen = jax.lax.scan(jax.checkpoint(body), embed(policy, micro.tokens, precision), steps)
+        x, seen = jax.lax.scan(jax.checkpoint(body), embed(policy, micro.tokens, model, precision), steps)
         hidden = final_norm(x, policy, model, precision)
         logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens)
         return -jnp.sum(jnp.where(micro.response_mask, micro.advantages * logp,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.tree_util import DictKey
 
-Kind = Literal["linear", "norm", "embedding", "head", "router"]  # only "linear" is ever quantised
+Kind = Literal["linear", "bias", "norm", "embedding", "head", "router"]  # only "linear" is ever quantised
 
 
 class Role(NamedTuple):
@@ -27,6 +27,7 @@ class Role(NamedTuple):
 
 COLUMN_PARALLEL = Role("linear", "rows")  # Megatron's names refer to the transposed weight [K, N]
 ROW_PARALLEL = Role("linear", "columns")  # takes the partial results of a column-parallel linear
+BIAS = Role("bias", "rows", fsdp=False, decays=False)  # of a column-parallel linear, under the name "bias"
 NORM = Role("norm", "neither", fsdp=False, decays=False)
 ROUTER = Role("router", "neither")  # every device along "tensor" has it, because every device routes
 
@@ -35,7 +36,9 @@ ROLES: dict[str, Role] = {
     "lm_head": Role("head", "rows"),
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), COLUMN_PARALLEL),
     **dict.fromkeys(("o_proj", "down_proj"), ROW_PARALLEL),
-    **dict.fromkeys(("norm", "q_norm", "k_norm", "input_layernorm", "post_attention_layernorm"), NORM),
+    **dict.fromkeys(("norm", "q_norm", "k_norm", "input_layernorm", "post_attention_layernorm",
+                     "pre_feedforward_layernorm", "post_feedforward_layernorm"), NORM),
+    "bias": BIAS,
     "gate": ROUTER,
 }
 

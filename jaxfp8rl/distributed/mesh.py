@@ -208,8 +208,10 @@ def _is_split(path: tuple, leaf: Any) -> bool:
 
 
 def _spec(path: tuple, leaf: Any) -> P:
-    """The spec of a leaf [N, K] or [L, N, K], or of experts [L, E, N, K], each of which is whole on a
-    device."""
+    """The spec of a leaf [N, K] or [L, N, K], of biases [N] or [L, N], or of experts [L, E, N, K], each of
+    which is whole on a device."""
+    if role_of(path).kind == "bias":
+        return P(*(None,) * (leaf.ndim - 1), TENSOR)
     if not _is_split(path, leaf):
         return ALL
     if leaf.ndim == 4:

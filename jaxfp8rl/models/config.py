@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxfp8rl.errors import ModelError
+from jaxfp8rl.models.families import FAMILIES, Family
+from jaxfp8rl.models.families.qwen3 import QWEN3_MOE
+from jaxfp8rl.models.rope import Rope, RopeScaling, read_scaling, scaling_to_hf
 
-MOE = "Qwen3MoeForCausalLM"
-# architecture -> model_type
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama", MOE: "qwen3_moe"}
+MOE = QWEN3_MOE.architecture
 DTYPES = ("bfloat16", "float16", "float32")
-HUB = {"Qwen": "Qwen", "Llama": "meta-llama"}  # how a model's name begins -> who publishes it
 
-# Keys that change the arithmetic, with the values under which it is the arithmetic of
-# `models/transformer.py`.
+# Keys of any family that change the arithmetic, with the values that are implemented.
 _ONLY = {
-    "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "attention_dropout": (0, None),
@@ -36,20 +35,11 @@ _INTEGERS = (
 _EXPERT_INTEGERS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _EXPERT_KEYS = (*_EXPERT_INTEGERS, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
                 "num_local_experts")
+_WINDOW_KEYS = ("sliding_window", "layer_types")
 _READ = {*_INTEGERS, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta",
-         "rope_scaling",
-         "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Rope:
-    """Frequency scaling of Llama 3.1 (Grattafiori et al. 2024, section 3.4.2): slow frequencies are divided
-    by `factor`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+         "rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar", "bos_token_id",
+         "eos_token_id", "pad_token_id", "dtype", "torch_dtype"}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +62,27 @@ class Experts:
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
+class LayerKind(NamedTuple):
+    """How layers of one model differ: by the rotation, and by the number of keys that a query sees, its own
+    included (None: all before it)."""
+
+    rope: Rope
+    window: int | None = None
+
+    def window_within(self, length: int) -> int | None:
+        """The window, or None where a sequence of `length` tokens fits into it."""
+        return self.window if self.window is not None and self.window < length else None
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder, dense or with mixtures of experts. Names are those of config.json; hashable, so it can be a
     static argument of jit.
+
+    local_rope_theta: the RoPE base of layers with a window; None: they rotate as the others do.
+    sliding_window: the number of keys that a query of such a layer sees, its own included.
+    layer_types: "full_attention" or "sliding_attention" of each layer; empty: all are alike.
+    query_pre_attn_scalar: scores are divided by its square root; None: by that of head_dim.
 
     `extra` keeps the keys that do not change the arithmetic, for `to_hf`; it takes no part in equality.
     """
@@ -91,7 +98,11 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    query_pre_attn_scalar: int | None = None
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -101,9 +112,33 @@ class ModelConfig:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def qk_norm(self) -> bool:
-        """Qwen3 normalises each query and key head before RoPE."""
-        return self.architecture in ("Qwen3ForCausalLM", MOE)
+    def family(self) -> Family:
+        """The declaration of the arithmetic."""
+        return FAMILIES[self.architecture]
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention's scores."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers, each once, the first layer's first."""
+        return tuple(dict.fromkeys(self.layer_kinds))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        full, sliding = self._kind(FULL), self._kind(SLIDING)
+        types = self.layer_types or (SLIDING if self.sliding_window else FULL,) * self.num_hidden_layers
+        return tuple(sliding if name == SLIDING else full for name in types)
+
+    def _kind(self, name: str) -> LayerKind:
+        if name == FULL:
+            return LayerKind(Rope(self.rope_theta, self.rope_scaling))
+        if self.local_rope_theta is not None:
+            return LayerKind(Rope(self.local_rope_theta), self.sliding_window)
+        return LayerKind(Rope(self.rope_theta, self.rope_scaling), self.sliding_window)
 
     @property
     def mixture(self) -> Experts:
@@ -126,42 +161,41 @@ class ModelConfig:
         implemented.
         """
         raw, where = (dict(source), "config") if isinstance(source, Mapping) else _read(Path(source))
-        architecture = _architecture(raw, where)
-        _refuse_unsupported(raw, where)
-        theta, scaling = _rope(raw, where)
-        eos = raw.get("eos_token_id")
+        family = _family(raw, where)
+        _refuse_unsupported(raw, where, family)
+        sizes, eos = _integers(raw, where, family), family.default(raw, "eos_token_id")
         return cls(
-            architecture=architecture,
-            **_integers(raw, where, architecture),
+            architecture=family.architecture,
+            **sizes,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            bos_token_id=raw.get("bos_token_id"),
+            **_rope(raw, where, family, sizes["max_position_embeddings"]),
+            **_windows(raw, where, family, sizes["num_hidden_layers"]),
+            query_pre_attn_scalar=family.default(raw, "query_pre_attn_scalar"),
+            tie_word_embeddings=bool(family.default(raw, "tie_word_embeddings")),
+            bos_token_id=family.default(raw, "bos_token_id"),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            pad_token_id=raw.get("pad_token_id"),
+            pad_token_id=family.default(raw, "pad_token_id"),
             dtype=_dtype(raw, where),
-            experts=_experts(raw, where) if architecture == MOE else None,
-            extra={k: v for k, v in raw.items()
-                   if k not in (_READ if architecture != MOE else _READ.union(_EXPERT_KEYS))},
+            experts=_experts(raw, where) if family.experts else None,
+            extra={k: v for k, v in raw.items() if k not in _keys_read(family)},
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json. RoPE is written in both spellings: `rope_parameters` (transformers 5) and the
-        older pair."""
-        scaling = {"rope_type": "llama3",
-                   **dataclasses.asdict(self.rope_scaling)} if self.rope_scaling else None
-        eos = self.eos_token_ids
+        older pair. Where windows have a base of their own the newer one stands alone: transformers would
+        merge the older one into it."""
+        eos, family = self.eos_token_ids, self.family
         return {
             **self.extra,
             "architectures": [self.architecture],
-            "model_type": ARCHITECTURES[self.architecture],
+            "model_type": family.model_type,
             **{key: getattr(self, key) for key in _INTEGERS},
             **(self.experts.to_hf() if self.experts else {}),
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
-            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": self.rope_theta},
+            **self._rope_to_hf(),
+            **({"sliding_window": self.sliding_window} if family.sliding_window else {}),
+            **({"layer_types": list(self.layer_types)} if self.layer_types else {}),
+            **({"query_pre_attn_scalar": self.query_pre_attn_scalar} if self.query_pre_attn_scalar else {}),
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
@@ -169,13 +203,21 @@ class ModelConfig:
             "dtype": self.dtype,
         }
 
+    def _rope_to_hf(self) -> dict[str, Any]:
+        full = self._kind(FULL).rope.to_hf()
+        if self.local_rope_theta is not None:
+            return {"rope_parameters": {FULL: full, SLIDING: self._kind(SLIDING).rope.to_hf()}}
+        return {"rope_theta": self.rope_theta, "rope_scaling": scaling_to_hf(self.rope_scaling) or None,
+                "rope_parameters": full}
+
 
 def how_to_get(path: Path) -> str:
     """The command that makes a model folder, as far as its name tells."""
     folder = path.parent if path.name == "config.json" else path
     if folder.name.lower().startswith("smollm2-135m"):
         return f"`jaxfp8rl import-gguf {folder}` makes it, or name another folder with --model.path"
-    owner = next((owner for start, owner in HUB.items() if folder.name.startswith(start)), "OWNER")
+    publishers = [family.publisher for family in FAMILIES.values() if family.publisher]
+    owner = next((owner for start, owner in publishers if folder.name.startswith(start)), "OWNER")
     return (
         f"`hf download {owner}/{folder.name} --local-dir {folder}`, "
         f"`jaxfp8rl import-gguf {folder} --gguf FILE`, or name another folder with --model.path"
@@ -195,24 +237,47 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     return raw, str(path)
 
 
-def _architecture(raw: Mapping[str, Any], where: str) -> str:
-    by_type = {v: k for k, v in ARCHITECTURES.items()}
+def _family(raw: Mapping[str, Any], where: str) -> Family:
+    by_type = {family.model_type: name for name, family in FAMILIES.items()}
     names = raw.get("architectures") or [by_type.get(str(raw.get("model_type")),
                                                      f"model_type {raw.get('model_type')!r}")]
-    if len(names) == 1 and names[0] in ARCHITECTURES:
-        return names[0]
-    raise ModelError(f"{where}: architectures = {names} is not implemented",
-                     f"use one of: {', '.join(ARCHITECTURES)}")
+    if len(names) == 1 and names[0] in FAMILIES:
+        return FAMILIES[names[0]]
+    stems = {name.removesuffix("ForCausalLM"): name for name in FAMILIES}
+    close = difflib.get_close_matches(str(names[0]).partition("For")[0], stems, 1, 0.7)
+    hint = f'; the nearest is "{stems[close[0]]}"' if close else ""
+    raise ModelError(f"{where}: architectures = {names} is not implemented{hint}",
+                     f"use one of: {', '.join(FAMILIES)}")
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
-    for key, allowed in _ONLY.items():
+def _keys_read(family: Family) -> set[str]:
+    """The keys of config.json that the fields of a ModelConfig hold."""
+    return _READ.union(_EXPERT_KEYS if family.experts else (), _WINDOW_KEYS if family.sliding_window else ())
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], where: str, family: Family) -> None:
+    for key, allowed in {**_ONLY, family.activation_key: (family.activation.value,), **family.only}.items():
         if key in raw and raw[key] not in allowed:
             raise ModelError(f"{where}: {key} = {raw[key]!r} is not implemented, only {allowed[0]!r} is",
                              _next_step(key))
-    odd = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
-    if odd:
-        raise ModelError(f'{where}: layer_types has {", ".join(odd)}, only "full_attention" is implemented')
+
+
+def _windows(raw: Mapping[str, Any], where: str, family: Family, layers: int) -> dict[str, Any]:
+    """The fields `sliding_window` and `layer_types`."""
+    types = tuple(family.default(raw, "layer_types") or ())
+    known = {FULL, SLIDING} if family.sliding_window else {FULL}
+    if odd := sorted(map(str, set(types) - known)):
+        raise ModelError(f"{where}: layer_types has {', '.join(odd)}, only "
+                         + " and ".join(f'"{name}"' for name in sorted(known)) + " is implemented"
+                         f" for {family.architecture}")
+    if types and len(types) != layers:
+        raise ModelError(f"{where}: layer_types names {len(types)} layers, num_hidden_layers is {layers}")
+    if not family.sliding_window:
+        return {}
+    window = family.default(raw, "sliding_window")
+    if window is not None or SLIDING in types:
+        _positive({"sliding_window": window}, where)
+    return {"sliding_window": window, "layer_types": types}
 
 
 def _next_step(key: str) -> str:
@@ -221,14 +286,9 @@ def _next_step(key: str) -> str:
     return "choose a model without it"
 
 
-def _integers(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str, int]:
-    """The sizes. Llama may leave out head_dim and num_key_value_heads, Qwen3-MoE the first; Qwen3's own
-    defaults fit no real model."""
-    values = {key: raw.get(key) for key in _INTEGERS}
-    if architecture != "Qwen3ForCausalLM" and values["num_attention_heads"] and values["hidden_size"]:
-        if architecture == "LlamaForCausalLM":
-            values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
-        values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+def _integers(raw: Mapping[str, Any], where: str, family: Family) -> dict[str, int]:
+    """The sizes. A family says which may be left out; Qwen3's own defaults fit no real model."""
+    values = {key: family.default(raw, key) for key in _INTEGERS}
     values = _positive(values, where)
     if values["num_attention_heads"] % values["num_key_value_heads"]:
         raise ModelError(
@@ -272,35 +332,35 @@ def _experts(raw: Mapping[str, Any], where: str) -> Experts:
     return experts
 
 
-def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
-    """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`; both may be there when
-    they agree."""
-    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    thetas = {float(x) for x in (new.get("rope_theta"), old.get("rope_theta"), raw.get("rope_theta"))
-              if x is not None}
-    if len(thetas) > 1:
-        raise ModelError(f"{where}: rope_theta has two values, {sorted(thetas)}", "keep one of them")
-    found = {_scaling(d, f"{where}: {key}") for key, d in (("rope_parameters", new), ("rope_scaling", old))
-             if d}
+def _rope(raw: Mapping[str, Any], where: str, family: Family, max_positions: int) -> dict[str, Any]:
+    """The fields `rope_theta`, `rope_scaling` and `local_rope_theta`, from `rope_parameters` (transformers 5)
+    or `rope_theta` with `rope_scaling`; both may be there when they agree."""
+    new, old, local = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}, {}
+    if family.local_rope_theta is not None and new:
+        if not new.keys() <= {FULL, SLIDING}:
+            raise ModelError(f'{where}: rope_parameters has no table for each of "{FULL}" and "{SLIDING}"',
+                             "transformers would take the defaults for both: name them")
+        new, local = new.get(FULL) or {}, new.get(SLIDING) or {}
+    found = {read_scaling(d, f"{where}: {key}", max_positions)
+             for key, d in (("rope_parameters", new), ("rope_scaling", old)) if d}
     if len(found) > 1:
         raise ModelError(f"{where}: rope_parameters and rope_scaling disagree", "keep one of them")
-    return (thetas or {10000.0}).pop(), (found or {None}).pop()
+    fields = {"rope_scaling": (found or {None}).pop(),
+              "rope_theta": _one("rope_theta", (new, old, raw), where, family.rope_theta)}
+    if family.local_rope_theta is None:
+        return fields
+    if local and read_scaling(local, f"{where}: rope_parameters.{SLIDING}", max_positions) is not None:
+        raise ModelError(f"{where}: rope_parameters.{SLIDING} has a scaling, which is not implemented")
+    bases = (local, {"rope_theta": raw.get("rope_local_base_freq")})
+    return fields | {"local_rope_theta": _one("rope_theta", bases, where, family.local_rope_theta)}
 
 
-def _scaling(d: Mapping[str, Any], where: str) -> Llama3Rope | None:
-    kind = d.get("rope_type", d.get("type", "default"))
-    if d.get("partial_rotary_factor", 1) != 1:
-        raise ModelError(
-            f"{where}.partial_rotary_factor = {d['partial_rotary_factor']!r} is not implemented, only 1 is")
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ModelError(f'{where}.rope_type = {kind!r} is not implemented, only "default" and "llama3" are')
-    names = [f.name for f in dataclasses.fields(Llama3Rope)]
-    missing = [name for name in names if not isinstance(d.get(name), int | float)]
-    if missing:
-        raise ModelError(f"{where}: rope_type llama3 needs numbers for {', '.join(missing)}")
-    return Llama3Rope(**{name: d[name] for name in names})
+def _one(key: str, tables: Sequence[Mapping[str, Any]], where: str, default: float) -> float:
+    """The number that all tables with that key agree on."""
+    values = {float(table[key]) for table in tables if table.get(key) is not None}
+    if len(values) > 1:
+        raise ModelError(f"{where}: {key} has two values, {sorted(values)}", "keep one of them")
+    return (values or {default}).pop()
 
 
 def _dtype(raw: Mapping[str, Any], where: str) -> str:

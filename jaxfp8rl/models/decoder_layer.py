@@ -17,6 +17,7 @@ from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.families import Activation
 from jaxfp8rl.precision.linear import fused_linears, linear
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.recipe import LayerRun, Precision
@@ -28,7 +29,8 @@ Residual = Array | nn.UnfusedResidual  # the stream between layers, [B, T, D]
 
 @dataclasses.dataclass(frozen=True)
 class DecoderLayer:
-    """`layer(x, weights)` -> (x [B, T, D], the second result of `attend`), pre-norm attention and MLP.
+    """`layer(x, weights)` -> (x [B, T, D], the second result of `attend`): attention and MLP, with the norms,
+    biases and activation that the model's family declares.
 
     run: the run of equal precision that the layer belongs to.
     rope: cosines and sines of the positions (`layers.rope_tables`).
@@ -51,15 +53,21 @@ class DecoderLayer:
 
     def __call__(self, x: Residual, w: Params) -> tuple[Residual, Any]:
         """x as `transformer.embed` makes it; w: the layer's weights, {"self_attn": {"q_proj": ...}, ...}."""
-        o, left = self.attention(self.norm(x, w["input_layernorm"], reader="q_proj"), w["self_attn"])
-        x = nn.add_residual(x, o)
-        y = self.mlp(self.norm(x, w["post_attention_layernorm"], reader="gate_proj"), w)
-        return nn.add_residual(x, y), left
+        norms = self.cfg.family.norms
+        o, left = self.attention(self.norm(x, w[norms.before_attention], reader="q_proj"), w["self_attn"])
+        x = self._add(x, o, w, norms.after_attention)
+        y = self.mlp(self.norm(x, w[norms.before_mlp], reader="gate_proj"), w)
+        return self._add(x, y, w, norms.after_mlp), left
 
-    def norm(self, x: Residual, w: Params, reader: str) -> Array:
+    def _add(self, x: Residual, y: Array, w: Params, norm: str | None) -> Residual:
+        """x + y, or x + norm(y) in families that have a norm there."""
+        return nn.add_residual(x, self.norm(y, w[norm]) if norm else y)
+
+    def norm(self, x: Residual, w: Params, reader: str | None = None) -> Array:
         """RMSNorm of x. `reader`: the linear that reads it, whose quantiser may be fused into the norm."""
         once = self.precision.fused and reader not in self.quantizes
-        return nn.rms_norm(x, w["weight"], self.cfg.rms_norm_eps, self.precision.compute_dtype, once)
+        return nn.rms_norm(x, w["weight"], self.cfg.rms_norm_eps, self.precision.compute_dtype, once,
+                           self.cfg.family.unit_offset)
 
     def attention(self, h: Array, w: Params) -> tuple[Array, Any]:
         """Grouped-query attention with RoPE -> (its output [B, T, D], the second result of `attend`)."""
@@ -70,22 +78,30 @@ class DecoderLayer:
         return _saved(self.layout.reduce_from_tensor_parallel(o_BTD)), left
 
     def mlp(self, h: Array, w: Params) -> Array:
-        """SwiGLU, or the mixture of experts of a sparse layer, [B, T, D]."""
+        """The gated MLP, or the mixture of experts of a sparse layer, [B, T, D]."""
         if self.run.sparse:
             mixture = self.mixture or mixture_of(self.cfg, [])
             return mixture(h, w["moe"], self.precision, "gate_proj" in self.run.fp8)
         h, w = self.layout.copy_to_tensor_parallel(h), w["mlp"]
-        if self.product is None and fuses(self.precision, self.run.fp8):
-            y = swiglu_mlp(h, *(w[name]["weight"] for name in MLP_MODULES), self.precision)
+        activation = self.cfg.family.activation
+        if self.product is None and activation == Activation.SILU and fuses(self.precision, self.run.fp8):
+            gate, up, down = (w[name]["weight"] for name in MLP_MODULES)
+            y = swiglu_mlp(h, gate, up, down, self.precision)
             return self.layout.reduce_from_tensor_parallel(y)
-        h_BTF = nn.swiglu(*self.linears(h, w, "gate_proj", "up_proj"), self.precision.fused)
+        gate, up = self.linears(h, w, "gate_proj", "up_proj")
+        h_BTF = nn.gated(gate, up, self.precision.fused, activation)
         if "down_proj" not in self.quantizes:
             h_BTF = h_BTF.astype(h.dtype)
         (y,) = self.linears(h_BTF, w, "down_proj")
         return self.layout.reduce_from_tensor_parallel(y)
 
     def linears(self, x: Array, w: Params, *names: str) -> Sequence[Array]:
-        """x by the weight of each name."""
+        """x by the weight of each name, plus its bias where it has one. The bias is added to the rounded
+        product, as FP8 engines on a GPU do."""
+        ys = self._products(x, w, *names)
+        return [y + w[name]["bias"].astype(y.dtype) if "bias" in w[name] else y for name, y in zip(names, ys)]
+
+    def _products(self, x: Array, w: Params, *names: str) -> Sequence[Array]:
         weights, fp8 = [w[name]["weight"] for name in names], [name in self.run.fp8 for name in names]
         floors = [FUSED_AMAX_FLOOR if name in self.quantizes else self.precision.amax_floor for name in names]
         if self.product is None and all(fp8):
@@ -102,8 +118,10 @@ class DecoderLayer:
         return self.run.fp8 - unfused if self.precision.fused_quantizer else frozenset()
 
     def _rotated(self, heads: Array, w: Params, norm: str) -> Array:
-        weight = self.layout.copy_to_tensor_parallel(w[norm]["weight"]) if self.cfg.qk_norm else None
-        return nn.apply_rope(heads, *self.rope, weight, self.cfg.rms_norm_eps, self.precision.fused)
+        family = self.cfg.family
+        weight = self.layout.copy_to_tensor_parallel(w[norm]["weight"]) if family.qk_norm else None
+        return nn.apply_rope(heads, *self.rope, weight, self.cfg.rms_norm_eps, self.precision.fused,
+                             family.unit_offset)
 
     def _heads(self, y: Array) -> Array:
         return y.reshape(*y.shape[:2], -1, self.cfg.head_dim)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.roles import ROLES, Role
+from jaxfp8rl.roles import BIAS, ROLES, Role
 
 
 class Entry(NamedTuple):
@@ -31,7 +31,8 @@ class Entry(NamedTuple):
 
     @property
     def role(self) -> Role:
-        return ROLES[self.path[-2]]
+        module, leaf = self.path[-2:]
+        return BIAS if leaf == "bias" else ROLES[module]
 
 
 @functools.cache
@@ -62,46 +63,50 @@ def param_table(cfg: ModelConfig) -> tuple[Entry, ...]:
     table = [Entry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, (V, D))]
     for i in range(cfg.num_hidden_layers):
         rank = sparse[:i].count(sparse[i])  # among the layers whose MLP is of this kind
-        modules = [*_attention(cfg, i), *(_mixture(cfg, rank) if sparse[i] else _mlp(cfg, rank)),
+        tensors = [*_attention(cfg, i), *(_mixture(cfg, rank) if sparse[i] else _mlp(cfg, rank)),
                    *_norms(cfg, i)]
-        table += [
-            Entry(f"model.layers.{i}.{module}.weight", ("layers", *path, "weight"), i, shape, index)
-            for module, path, shape, index in modules
-        ]
+        table += [Entry(f"model.layers.{i}.{name}", ("layers", *path), i, shape, index)
+                  for name, path, shape, index in tensors]
     table.append(Entry("model.norm.weight", ("norm", "weight"), None, (D,)))
     if not cfg.tie_word_embeddings:
         table.append(Entry("lm_head.weight", ("lm_head", "weight"), None, (V, D)))
     return tuple(table)
 
 
-# name, path, shape, index
-Module = tuple[str, tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+# name and path in the layer, shape, index
+Tensor = tuple[str, tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 
 
-def _attention(cfg: ModelConfig, i: int) -> Iterator[Module]:
-    linears = {m: shape for m, shape in linear_shapes(cfg).items() if m.startswith("self_attn.")}
-    qk_norms = {f"self_attn.{name}": (cfg.head_dim,) for name in ("q_norm", "k_norm") if cfg.qk_norm}
-    for module, shape in (linears | qk_norms).items():
-        yield module, tuple(module.split(".")), shape, (i,)
+def _attention(cfg: ModelConfig, i: int) -> Iterator[Tensor]:
+    for module, shape in linear_shapes(cfg).items():
+        if not module.startswith("self_attn."):
+            continue
+        path = tuple(module.split("."))
+        yield f"{module}.weight", (*path, "weight"), shape, (i,)
+        if cfg.family.qkv_bias and path[1] != "o_proj":
+            yield f"{module}.bias", (*path, "bias"), shape[:1], (i,)
+    for name in ("q_norm", "k_norm") if cfg.family.qk_norm else ():
+        yield f"self_attn.{name}.weight", ("self_attn", name, "weight"), (cfg.head_dim,), (i,)
 
 
-def _mlp(cfg: ModelConfig, row: int) -> Iterator[Module]:
+def _mlp(cfg: ModelConfig, row: int) -> Iterator[Tensor]:
     for name, shape in _mlp_shapes(cfg.hidden_size, cfg.intermediate_size).items():
-        yield f"mlp.{name}", ("mlp", name), shape, (row,)
+        yield f"mlp.{name}.weight", ("mlp", name, "weight"), shape, (row,)
 
 
-def _mixture(cfg: ModelConfig, row: int) -> Iterator[Module]:
+def _mixture(cfg: ModelConfig, row: int) -> Iterator[Tensor]:
     """In the tree it is "moe", beside the "mlp" of dense layers, for a stack has rows of one kind."""
     experts, D = cfg.mixture, cfg.hidden_size
-    yield "mlp.gate", ("moe", "gate"), (experts.num_experts, D), (row,)
+    yield "mlp.gate.weight", ("moe", "gate", "weight"), (experts.num_experts, D), (row,)
     for e in range(experts.num_experts):
         for name, shape in _mlp_shapes(D, experts.moe_intermediate_size).items():
-            yield f"mlp.experts.{e}.{name}", ("moe", "experts", name), shape, (row, e)
+            path = "moe", "experts", name, "weight"
+            yield f"mlp.experts.{e}.{name}.weight", path, shape, (row, e)
 
 
-def _norms(cfg: ModelConfig, i: int) -> Iterator[Module]:
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield name, (name,), (cfg.hidden_size,), (i,)
+def _norms(cfg: ModelConfig, i: int) -> Iterator[Tensor]:
+    for name in cfg.family.norms.names:
+        yield f"{name}.weight", (name, "weight"), (cfg.hidden_size,), (i,)
 
 
 def get_param(params: dict[str, Any], entry: Entry) -> Any:

@@ -21,6 +21,19 @@ _LLAMA3 = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
 }
+_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 2,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+}
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "num_key_value_heads": 8,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+}
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "num_key_value_heads": 1, "head_dim": 256,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    "sliding_window": 512,
+}
 _SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
@@ -53,6 +66,15 @@ KNOWN: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 768,
                                                                                      "rope_theta": 1e7},
     "Qwen3-235B-A22B": _QWEN3_MOE | _sizes(4096, 12288, 94, 64) | {"moe_intermediate_size": 1536},
+    "Qwen2.5-0.5B": _QWEN2 | _sizes(896, 4864, 24, 14) | _TIED,
+    "Qwen2.5-1.5B": _QWEN2 | _sizes(1536, 8960, 28, 12) | _TIED,
+    "Qwen2.5-3B": _QWEN2 | _sizes(2048, 11008, 36, 16) | _TIED,
+    "Qwen2.5-7B": _QWEN2 | _sizes(3584, 18944, 28, 28) | {"num_key_value_heads": 4, "vocab_size": 152064},
+    "Qwen2.5-14B": _QWEN2 | _sizes(5120, 13824, 48, 40) | {"num_key_value_heads": 8, "vocab_size": 152064},
+    "Qwen2.5-32B": _QWEN2 | _sizes(5120, 27648, 64, 40) | {"num_key_value_heads": 8, "vocab_size": 152064},
+    "Mistral-7B-v0.3": _MISTRAL | _sizes(4096, 14336, 32, 32),
+    "gemma-3-270m": _GEMMA3 | _sizes(640, 2048, 18, 4),
+    "gemma-3-1b": _GEMMA3 | _sizes(1152, 6912, 26, 4),
     "Llama-3.1-8B": _LLAMA3 | _sizes(4096, 14336, 32, 32) | _llama3_rope(8.0),
     "Llama-3.2-1B": _LLAMA3 | _sizes(2048, 8192, 16, 32) | _TIED | _llama3_rope(32.0),
     "Llama-3.2-3B": _LLAMA3 | _sizes(3072, 8192, 28, 24) | _TIED | _llama3_rope(32.0),
@@ -62,7 +84,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 PLACE = Path("models")  # where the shipped configs have their models, none of which is there in a fresh clone
 _BY_NAME = {name.lower(): name for name in KNOWN}
 # the same shape; a base model of Qwen3 takes fewer positions, which no plan depends on
-VARIANTS = "-instruct", "-base"
+VARIANTS = "-instruct", "-base", "-it", "-pt"
 
 
 def known_shape(path: str | Path) -> ModelConfig | None:

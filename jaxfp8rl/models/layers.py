@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,19 +13,23 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.families import Activation
+from jaxfp8rl.models.rope import Rope
 from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.attention import masked
 from pallas_kernels.quantize.reference import E4M3_MAX
 
 
 def rms_norm(x: Array | UnfusedResidual, weight: Array, eps: float, dtype: DTypeLike | None = None,
-             once: bool = False) -> Array:
+             once: bool = False, unit_offset: bool = False) -> Array:
     """x [..., D] / rms(x) * weight [D] in `dtype`, x's own by default. Rounded to it before and after the
-    weight, as Hugging Face does, or `once`, after it, as compilers do that fuse the two."""
+    weight, as Hugging Face does, or `once`, after it, as compilers do that fuse the two. With `unit_offset`
+    (Gemma) the factor is 1 + weight in float32, and always rounded once."""
     whole = materialize(x)
     x32 = whole.astype(jnp.float32)
     normed, dtype = x32 * inverse_rms(x32, x, eps), dtype or whole.dtype
+    if unit_offset:
+        return (normed * (1 + weight.astype(jnp.float32))).astype(dtype)
     if once:
         return (normed * weight.astype(dtype).astype(jnp.float32)).astype(dtype)
     return _weighted(normed, weight, dtype)
@@ -91,33 +95,18 @@ def add_residual(x: Array | UnfusedResidual, y: Array) -> Array | UnfusedResidua
     return x + y.astype(x.dtype)
 
 
-def rope_frequencies(cfg: ModelConfig) -> np.ndarray:
-    """Radians a position for each rotated pair, [Hd/2] float32, with Llama 3.1's scaling when the config asks
-    for it.
-
-    Every step is rounded to float32, as in transformers and vLLM: positions multiply what differs."""
-    exponents = np.arange(0, cfg.head_dim, 2, dtype=np.float32) / np.float32(cfg.head_dim)
-    freq = 1 / (cfg.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
-    if s := cfg.rope_scaling:
-        length = s.original_max_position_embeddings
-        wave = 1 / freq * np.float32(2 * math.pi)  # positions a turn, as torch divides a number by a tensor
-        smooth = (1 / wave * np.float32(length)
-                  - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-        between = (1 - smooth) * freq / s.factor + smooth * freq
-        slower = np.where(wave > length / s.low_freq_factor, freq / s.factor, between)
-        freq = np.where(wave < length / s.high_freq_factor, freq, slower)
-    return freq
-
-
-def rope_tables(positions_BT: Array, cfg: ModelConfig, dtype: str = "float32") -> tuple[Array, Array]:
+def rope_tables(positions_BT: Array, rope: Rope, head_dim: int,
+                dtype: str = "float32") -> tuple[Array, Array]:
     """Cosine and sine of each position's angles, [B, T, 1, Hd/2] float32, ready to broadcast over heads;
     rounded to `dtype`, the type that the engine keeps its table in."""
-    angles = positions_BT.astype(jnp.float32)[..., None, None] * rope_frequencies(cfg)
-    return round_to(jnp.cos(angles), dtype), round_to(jnp.sin(angles), dtype)
+    angles = positions_BT.astype(jnp.float32)[..., None, None] * rope.frequencies(head_dim)
+    scaled = lambda x: x if rope.amplitude == 1 else x * np.float32(rope.amplitude)
+    return round_to(scaled(jnp.cos(angles)), dtype), round_to(scaled(jnp.sin(angles)), dtype)
 
 
 def apply_rope(
-    x_BTHd: Array, cos: Array, sin: Array, norm: Array | None = None, eps: float = 0.0, fused: bool = False
+    x_BTHd: Array, cos: Array, sin: Array, norm: Array | None = None, eps: float = 0.0, fused: bool = False,
+    unit_offset: bool = False,
 ) -> Array:
     """Rotate the pairs (i, i + Hd/2), Hugging Face's layout of RoPE (Su et al. 2021); before that RMSNorm
     over each head where `norm` [Hd] is its weight, rounded as `rms_norm` is; with no rounding between the two
@@ -128,22 +117,34 @@ def apply_rope(
     if norm is not None:
         inverse = inverse_rms(x32, x_BTHd, eps)
         halves = [(half * inverse, weight) for half, weight in zip((a, b), jnp.split(norm, 2))]
-        a, b = (h * w.astype(jnp.float32) if fused else _weighted(h, w, x_BTHd.dtype).astype(jnp.float32)
-                for h, w in halves)
+        weigh = _head_norm(x_BTHd.dtype, fused, unit_offset)
+        a, b = (weigh(half, weight) for half, weight in halves)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHd.dtype)
 
 
-def packed_mask(segment_ids_BT: Array) -> Array:
-    """[B, T, S] bool: t sees s <= t of its own segment. Padding (segment 0) sees padding, so its softmax is
-    never empty."""
+def _head_norm(dtype: DTypeLike, fused: bool, unit_offset: bool) -> Callable:
+    """weigh(normed half of a head, its weight) -> float32, rounded to `dtype` where `rms_norm` does unless
+    `fused`."""
+    if unit_offset:
+        weighted = lambda h, w: h * (1 + w.astype(jnp.float32))
+        return weighted if fused else lambda h, w: weighted(h, w).astype(dtype).astype(jnp.float32)
+    if fused:
+        return lambda h, w: h * w.astype(jnp.float32)
+    return lambda h, w: _weighted(h, w, dtype).astype(jnp.float32)
+
+
+def packed_mask(segment_ids_BT: Array, window: int | None = None) -> Array:
+    """[B, T, S] bool: t sees s <= t of its own segment, of which at most the last `window`. Padding (segment
+    0) sees padding, so its softmax is never empty."""
     t = jnp.arange(segment_ids_BT.shape[1])
-    return (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & (t[:, None] >= t[None, :])
+    seen = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & (t[:, None] >= t[None, :])
+    return seen if window is None else seen & (t[:, None] - t[None, :] < window)
 
 
 def attention(
     q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array, fp8: bool = False,
     q_scale: Array | float = 1.0,
-    probabilities: DTypeLike | None = None,
+    probabilities: DTypeLike | None = None, scale: float | None = None,
 ) -> Array:
     """Grouped-query attention -> [B, T, H, Hd] in q's dtype. Query head h reads KV head h // (H/K); none is
     repeated.
@@ -152,7 +153,8 @@ def attention(
     with the values in their type and is divided by its float32 sum afterwards. `fp8`: queries and those
     exponentials enter as E4M3, the latter times 2^8, as in FlashAttention 3 (over one block of keys; over
     several, its maximum is the running one), and queries over `q_scale`, a power of two. `probabilities`: the
-    type in which exponentials enter the product, if not the values'.
+    type in which exponentials enter the product, if not the values'. `scale` of the scores: d ** -0.5 if
+    None.
     """
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
@@ -161,7 +163,7 @@ def attention(
     exact = jax.lax.Precision.HIGHEST if v_BSKd.dtype == jnp.float32 else None
     product = {"precision": exact, "preferred_element_type": jnp.float32}
     q_BTKGd = (round_scaled(q_BTHd, q_scale) if fp8 else q_BTHd).reshape(B, T, K, H // K, d)
-    scores = masked.scores(q_BTKGd, k_BSKd, mask_BTS, **product) * d**-0.5
+    scores = masked.scores(q_BTKGd, k_BSKd, mask_BTS, **product) * (d**-0.5 if scale is None else scale)
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     rounded = round_e4m3(exps * 2**8) * 2**-8 if fp8 else exps
@@ -170,11 +172,20 @@ def attention(
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, d).astype(q_BTHd.dtype)
 
 
+def gated(gate: Array, up: Array, fused: bool = False, activation: Activation = Activation.SILU) -> Array:
+    """activation(gate) * up, [..., F] (Shazeer 2020), in gate's dtype, the activation rounded to it first; in
+    float32, unrounded, if `fused`."""
+    active = _ACTIVATIONS[activation](gate.astype(jnp.float32))
+    return active * up.astype(jnp.float32) if fused else active.astype(gate.dtype) * up
+
+
 def swiglu(gate: Array, up: Array, fused: bool = False) -> Array:
-    """silu(gate) * up, [..., F] (Shazeer 2020), in gate's dtype, silu rounded to it first; in float32,
-    unrounded, if `fused`."""
-    silu = jax.nn.silu(gate.astype(jnp.float32))
-    return silu * up.astype(jnp.float32) if fused else silu.astype(gate.dtype) * up
+    """`gated` with SiLU."""
+    return gated(gate, up, fused)
+
+
+_ACTIVATIONS = {Activation.SILU: jax.nn.silu,
+                Activation.GELU_TANH: functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def to_e4m3(x: Array) -> Array:

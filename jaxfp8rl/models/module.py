@@ -15,10 +15,19 @@ from jaxfp8rl.precision.recipe import Precision
 
 
 class Weight(nnx.Module):
-    """One parameter tensor."""
+    """The weight of a module, and its bias where it has one."""
 
-    def __init__(self, value: Array):
+    def __init__(self, value: Array, bias: Array | None = None):
         self.weight = nnx.Param(value)
+        if bias is not None:
+            self.bias = nnx.Param(bias)
+
+
+class Norm(Weight):
+    """Norms of a shape that at first multiply by 1."""
+
+    def __init__(self, cfg: ModelConfig, *shape: int):
+        super().__init__(jnp.zeros(shape) if cfg.family.unit_offset else jnp.ones(shape))
 
 
 class Attention(nnx.Module):
@@ -27,14 +36,16 @@ class Attention(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         L, D, d = cfg.num_hidden_layers, cfg.hidden_size, cfg.head_dim
         q, kv = cfg.num_attention_heads * d, cfg.num_key_value_heads * d
-        self.q_proj, self.k_proj, self.v_proj = (Weight(_normal(rngs, (L, n, D))) for n in (q, kv, kv))
+        bias = lambda n: jnp.zeros((L, n)) if cfg.family.qkv_bias else None
+        self.q_proj, self.k_proj, self.v_proj = (
+            Weight(_normal(rngs, (L, n, D)), bias(n)) for n in (q, kv, kv))
         self.o_proj = Weight(_normal(rngs, (L, D, q), _residual_std(cfg)))
-        if cfg.qk_norm:
-            self.q_norm, self.k_norm = (Weight(jnp.ones((L, d))) for _ in range(2))
+        if cfg.family.qk_norm:
+            self.q_norm, self.k_norm = (Norm(cfg, L, d) for _ in range(2))
 
 
 class MLP(nnx.Module):
-    """The SwiGLU weights of all dense layers, stacked."""
+    """The gated MLPs of all dense layers, stacked."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         L, D, F = cfg.sparse_layers.count(False), cfg.hidden_size, cfg.intermediate_size
@@ -64,8 +75,8 @@ class Layers(nnx.Module):
     """All decoder layers, stacked."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        shape = (cfg.num_hidden_layers, cfg.hidden_size)
-        self.input_layernorm, self.post_attention_layernorm = (Weight(jnp.ones(shape)) for _ in range(2))
+        for name in cfg.family.norms.names:
+            setattr(self, name, Norm(cfg, cfg.num_hidden_layers, cfg.hidden_size))
         self.self_attn = Attention(cfg, rngs)
         if not all(cfg.sparse_layers):
             self.mlp = MLP(cfg, rngs)
@@ -81,7 +92,7 @@ class Transformer(nnx.Module):
         self.cfg = cfg
         self.embed_tokens = Weight(_normal(rngs, (cfg.vocab_size, cfg.hidden_size)))
         self.layers = Layers(cfg, rngs)
-        self.norm = Weight(jnp.ones(cfg.hidden_size))
+        self.norm = Norm(cfg, cfg.hidden_size)
         if not cfg.tie_word_embeddings:
             self.lm_head = Weight(_normal(rngs, (cfg.vocab_size, cfg.hidden_size)))
 

@@ -26,7 +26,7 @@ from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.microbatch import accumulate_grad, start_backward
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.config import LayerKind, ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer, Params, Residual, mixture_of
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.linear import grad_slots_of, trainable
@@ -83,37 +83,40 @@ def forward_with_aux(
 ) -> tuple[Array, KvScales, moe.Routing | None]:
     """`forward_and_amax`, and what the routers of sparse layers said, stacked (None if there are none).
     `routes` [B, T, sparse layers, k]: the experts to take in place of the routers' choice."""
-    rope, attend = nn.rope_tables(positions_BT, cfg,
-                                  precision.rope_dtype), packed_attention(segment_ids_BT, precision)
-    x, seen = embed({"embed_tokens": layout.gather(params["embed_tokens"])}, tokens_BT, precision, layout), []
+    attention = packed_attention(positions_BT, segment_ids_BT, cfg, precision)
+    embedding = {"embed_tokens": layout.gather(params["embed_tokens"])}
+    x, seen = embed(embedding, tokens_BT, cfg, precision, layout), []
     sums, live = params.get("sums", {}), segment_ids_BT > 0
     for run, weights in runs_of(params, cfg, precision):
 
         @functools.partial(_rematerialised, remat=remat)
-        def layer(x: Residual, w: Params, routes: Array | None, run: LayerRun = run) -> tuple[Residual, tuple]:
-            scaled, said = functools.partial(attend, scales=w.get("kv_scales")), []
-            mixture = mixture_of(cfg, said, live, routes, layout)
-            compute = DecoderLayer(cfg, precision, run, rope, scaled, mixture=mixture, layout=layout)
+        def layer(x: Residual, w: Params, kind: Array | None, routes: Array | None,
+                  run: LayerRun = run) -> tuple[Residual, tuple]:
+            (rope, attend), routings = attention(kind), []
+            attend = functools.partial(attend, scales=w.get("kv_scales"))
+            mixture = mixture_of(cfg, routings, live, routes, layout)
+            compute = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture, layout=layout)
             x, amax = compute(x, layout.gather(w))
-            return x, (amax, *said)
+            return x, (amax, *routings)
 
         def body(carry: Any, at: tuple, layer: Callable = layer, run: LayerRun = run) -> tuple:
-            (x, sums), (i, w, routes) = carry, at
+            (x, sums), (i, w, kind, routes) = carry, at
             for name in [name for name in sums if name in w]:
                 row = i - run.start + first_row(run, precision.runs, name)
                 grad_slots, own = accumulate_grad(grad_slots_of(w[name], precision.compute_dtype), sums[name],
                                                   row)
                 w, sums = w | trainable(w, {name: grad_slots}), sums | {name: own}
-            x, said = layer(x, w, routes)
-            return (nn.shared_cotangent(x), sums), said
+            x, aux = layer(x, w, kind, routes)
+            return (nn.shared_cotangent(x), sums), aux
 
         replayed = None if routes is None or not run.sparse else jnp.moveaxis(routes, 2, 0)[
             rows_of(run, precision.runs, "moe")]
-        (x, sums), said = jax.lax.scan(body, (x, sums), (jnp.arange(run.start, run.stop), weights, replayed))
-        seen.append(said)
+        steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run), replayed
+        (x, sums), aux = jax.lax.scan(body, (x, sums), steps)
+        seen.append(aux)
     x = final_norm(start_backward(x, sums), params, cfg, precision)
     join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
-    routings = [routing for _, *said in seen for routing in said]
+    routings = [routing for _, *routings in seen for routing in routings]
     return x, join([amax for amax, *_ in seen]), join(routings) if routings else None
 
 
@@ -123,24 +126,56 @@ def _rematerialised(layer: Callable, remat: Remat) -> Callable:
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*SAVED[remat]))
 
 
-def packed_attention(segment_ids_BT: Array, precision: Precision) -> Callable:
-    """attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v):
-    within segments, keys and values rounded as the engine's cache holds them, over their scales, 1 if None.
+def kinds_of(cfg: ModelConfig, run: LayerRun) -> Array | None:
+    """The index into `cfg.kinds` of each layer of a run, int32; None where all layers are of one kind."""
+    if len(cfg.kinds) == 1:
+        return None
+    return jnp.asarray([cfg.kinds.index(kind) for kind in cfg.layer_kinds[run.start : run.stop]], jnp.int32)
+
+
+def _by_kind(cfg: ModelConfig, make: Callable[[LayerKind], Any]) -> Callable[[Array | None], Any]:
+    """choose(kind) -> make(kind), arrays made once for each kind of layers; `kind` as of `kinds_of`."""
+    made = [make(kind) for kind in cfg.kinds]
+    if len(made) == 1:
+        return lambda kind: made[0]
+    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *made)
+    return lambda kind: jax.tree.map(operator.itemgetter(kind), stacked)
+
+
+def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfig,
+                     precision: Precision) -> Callable:
+    """attention(kind) -> (rope, attend), as a DecoderLayer of that kind (`kinds_of`) takes them.
+
+    attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v):
+    within segments and windows, keys and values rounded as the engine's cache holds them, over their scales,
+    1 if None.
     """
-    tables = packed.tables_of(segment_ids_BT) if precision.attention == AttentionBackend.PALLAS else None
-    mask_BTS = nn.packed_mask(segment_ids_BT) if tables is None else None
+    by_kernels = precision.attention == AttentionBackend.PALLAS
 
-    def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
-        amax, s = amax_of(q, k, v, segment_ids_BT > 0), scales or UNIT
-        if precision.kv_fp8:
-            k, v = (nn.round_scaled(a, s[n], precision.kv_truncated) for n, a in (("k", k), ("v", v)))
-        if tables is not None:
-            q = nn.round_scaled(q, s["q"]) if precision.attention_fp8 else q
-            return packed.attention(q, k, v, tables, fp8=precision.attention_fp8, backend="pallas"), amax
-        assert mask_BTS is not None
-        return nn.attention(q, k, v, mask_BTS, precision.attention_fp8, s["q"], precision.probabilities), amax
+    def make(kind: LayerKind) -> tuple:
+        rope = nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rope_dtype)
+        window = kind.window_within(segment_ids_BT.shape[1])
+        return rope, (packed.tables_of if by_kernels else nn.packed_mask)(segment_ids_BT, window)
 
-    return attend
+    choose = _by_kind(cfg, make)
+
+    def attention(kind: Array | None = None) -> tuple[tuple[Array, Array], Callable]:
+        rope, visible = choose(kind)
+
+        def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
+            amax, s = amax_of(q, k, v, segment_ids_BT > 0), scales or UNIT
+            if precision.kv_fp8:
+                k, v = (nn.round_scaled(a, s[n], precision.kv_truncated) for n, a in (("k", k), ("v", v)))
+            if by_kernels:
+                q = nn.round_scaled(q, s["q"]) if precision.attention_fp8 else q
+                return packed.attention(q, k, v, visible, scale=cfg.attention_scale,
+                                        fp8=precision.attention_fp8, backend="pallas"), amax
+            return nn.attention(q, k, v, visible, precision.attention_fp8, s["q"], precision.probabilities,
+                                cfg.attention_scale), amax
+
+        return rope, attend
+
+    return attention
 
 
 def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) -> KVCache:
@@ -164,27 +199,45 @@ def forward_cached(
 
     A token writes slot `positions_BT` of its row, then sees the slots up to its own. So a right-padded prompt
     is harmless: the slots of its padding are overwritten by decoded tokens before anything may see them.
-    Writes past the end are dropped. With `precision.attention` "pallas" decode goes by the kernel for paged
-    caches; prefill, and FP8 attention, by XLA. The cache is carried through the scan and updated in place
-    when the caller donates it.
+    Writes past the end are dropped. Decode goes by the kernel for paged caches where `decodes_by_kernel` says
+    so; prefill, and all else, by XLA. The cache is carried through the scan and updated in place when the
+    caller donates it.
     """
-    rope = nn.rope_tables(positions_BT, cfg, precision.rope_dtype)
-    mask_BTS = jnp.arange(cache.k.shape[2]) <= positions_BT[:, :, None]
-    x = embed(params, tokens_BT, precision)
+    length = cache.k.shape[2]
+    choose = _by_kind(cfg, lambda kind: (
+        nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rope_dtype),
+        _slots_seen(positions_BT, length, kind.window_within(length))))
+    x = embed(params, tokens_BT, cfg, precision)
     for run, weights in runs_of(params, cfg, precision):
 
-        def body(carry: Any, layer: tuple[Array, Params], run: LayerRun = run) -> tuple[Any, None]:
-            (x, cache), (index, w), said = carry, layer, []
+        def body(carry: Any, layer: tuple, run: LayerRun = run) -> tuple[Any, None]:
+            (x, cache), (index, w, kind), routings = carry, layer, []
+            rope, mask_BTS = choose(kind)
             where = cache, index, positions_BT, mask_BTS
-            attend = functools.partial(_attend_cached, *where, precision, w.get("kv_scales") or UNIT)
-            x, cache = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, said))(x, w)
-            if said:
+            attend = functools.partial(_attend_cached, *where, cfg, precision, w.get("kv_scales") or UNIT)
+            x, cache = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, routings))(x, w)
+            if routings:
                 row = index - run.start + first_row(run, precision.runs, "moe")
-                cache = cache._replace(routes=_store(cache.routes, row, positions_BT, said[0].ids))
+                cache = cache._replace(routes=_store(cache.routes, row, positions_BT, routings[0].ids))
             return (x, cache), None
 
-        (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(run.start, run.stop), weights))
+        steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run)
+        (x, cache), _ = jax.lax.scan(body, (x, cache), steps)
     return final_norm(x, params, cfg, precision), cache
+
+
+def _slots_seen(positions_BT: Array, length: int, window: int | None) -> Array:
+    """[B, T, S] bool: a token sees the slots up to its own, of which at most the last `window`."""
+    slots, own = jnp.arange(length), positions_BT[:, :, None]
+    return slots <= own if window is None else (slots <= own) & (slots > own - window)
+
+
+def decodes_by_kernel(cfg: ModelConfig, precision: Precision, length: int) -> bool:
+    """Whether one new token a row attends to a cache of `length` slots by the kernel for paged caches. It has
+    no FP8 attention, no window, and not every size of heads."""
+    windows = [kind.window_within(length) for kind in cfg.kinds]
+    return (precision.attention == AttentionBackend.PALLAS and not precision.attention_fp8
+            and cfg.head_dim in paged.HEAD_SIZES and windows == [None] * len(windows))
 
 
 def head_weight(params: Params, cfg: ModelConfig) -> Array:
@@ -204,19 +257,20 @@ def split_layers(params: Params, precision: Precision) -> Params:
     return {**params, "layers": tuple(map(stack_of, precision.runs))}
 
 
-def embed(params: Params, tokens_BT: Array, precision: Precision,
-          layout: MeshLayout = ONE) -> Array | nn.UnfusedResidual:
-    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; a Stream where norms see
-    unrounded sums."""
+def embed(params: Params, tokens_BT: Array, cfg: ModelConfig, precision: Precision,
+          layout: MeshLayout = ONE) -> Residual:
+    """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; an UnfusedResidual where
+    norms see unrounded sums."""
     x = layout.lookup(params["embed_tokens"]["weight"], tokens_BT).astype(precision.compute_dtype)
+    if cfg.family.scaled_embedding:  # the factor is rounded, too, as in transformers and vLLM
+        x = x * jnp.asarray(cfg.hidden_size**0.5, x.dtype)
     return nn.UnfusedResidual(x, jnp.zeros_like(x)) if precision.fused or precision.unrounded_sums else x
 
 
-def final_norm(x_BTD: Array | nn.UnfusedResidual, params: Params, cfg: ModelConfig,
-               precision: Precision) -> Array:
+def final_norm(x_BTD: Residual, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
     """The norm after the last layer, [B, T, D] in `precision.compute_dtype`."""
     return nn.rms_norm(x_BTD, params["norm"]["weight"], cfg.rms_norm_eps, precision.compute_dtype,
-                       once=precision.fused)
+                       precision.fused, cfg.family.unit_offset)
 
 
 def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
@@ -239,12 +293,12 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
 
 
 def _attend_cached(
-    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, precision: Precision,
-    scales: KvScales,
+    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, cfg: ModelConfig,
+    precision: Precision, scales: KvScales,
     q: Array, k: Array, v: Array,
 ):
-    """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the row's
-    slots up to the token's -> (o [B, T, H, d], cache)."""
+    """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the slots of
+    the row that `mask_BTS` shows -> (o [B, T, H, d], cache)."""
     is_fp8 = cache.k.dtype == jnp.float8_e4m3fn
 
     def store(into: Array, x: Array, scale: Array) -> Array:
@@ -256,12 +310,13 @@ def _attend_cached(
         return x * jnp.asarray(scale, q.dtype) if is_fp8 else x
 
     cache = cache._replace(k=store(cache.k, k, scales["k"]), v=store(cache.v, v, scales["v"]))
-    if precision.attention == AttentionBackend.PALLAS and q.shape[1] == 1 and not precision.attention_fp8:
-        return _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT,
-                             q[:, 0])[:, None], cache
+    if q.shape[1] == 1 and decodes_by_kernel(cfg, precision, cache.k.shape[2]):
+        o = _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT, q[:, 0],
+                          cfg.attention_scale)
+        return o[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
     return nn.attention(q, keys, values, mask_BTS, precision.attention_fp8, scales["q"],
-                        precision.probabilities), cache
+                        precision.probabilities, cfg.attention_scale), cache
 
 
 def _store(into: Array, layer: Array, positions_BT: Array, x: Array) -> Array:
@@ -270,7 +325,8 @@ def _store(into: Array, layer: Array, positions_BT: Array, x: Array) -> Array:
     return into.at[layer, jnp.arange(x.shape[0])[:, None], positions_BT].set(x, mode="drop")
 
 
-def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvScales, q: Array) -> Array:
+def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvScales, q: Array,
+                  scale: float) -> Array:
     """q [B, H, d] -> o [B, H, d] by the kernel for paged caches, which reads the slots up to the token's and
     no more. A layer's rows are runs of pages in order, so the cache is taken as it lies."""
     L, B, S, K, d = cache.k.shape
@@ -281,4 +337,4 @@ def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvSc
     k_scale, v_scale = (jnp.full(K, scales[n], jnp.float32) for n in ("k", "v"))
     lengths = jnp.minimum(positions_B + 1, S).astype(jnp.int32)
     return paged.decode_attention(q, k, v, table.astype(jnp.int32), lengths, k_scale, v_scale,
-                                  backend="pallas")
+                                  scale=scale, backend="pallas")

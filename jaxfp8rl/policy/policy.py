@@ -36,7 +36,7 @@ def policy_of(params: Params, precision: Precision, codes: bool = True) -> Param
 def _quantize(stack: Params, modules: frozenset[str], quantize: Callable) -> Params:
     """A stack of layers with the weights of the linears in `modules` ("q_proj", ...) quantised."""
     return {
-        name: {"weight": quantize(node["weight"])} if name in modules
+        name: {**node, "weight": quantize(node["weight"])} if name in modules
         else _quantize(node, modules, quantize) if isinstance(node, dict) else node
         for name, node in stack.items()
     }

@@ -38,7 +38,7 @@ def uncorrected_warning(cfg: Config) -> str | None:
 def kv_fp8_warning(model: ModelConfig, formats: EngineFormats, calibrated: bool = False) -> str | None:
     """A warning if the engine caches keys and values in E4M3 for a model without query/key norm. None if
     their scales are `calibrated`, since calibrated scales follow the largest key."""
-    if formats.kv_cache != FP8_KV or model.qk_norm or calibrated:
+    if formats.kv_cache != FP8_KV or model.family.qk_norm or calibrated:
         return None
     return (
         f"{model.architecture} has no query/key norm, and the engine caches keys and values in E4M3 with "

@@ -41,7 +41,7 @@ from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.models.transformer import embed, final_norm, head_weight, packed_attention, runs_of
+from jaxfp8rl.models.transformer import embed, final_norm, head_weight, kinds_of, packed_attention, runs_of
 from jaxfp8rl.policy.policy import as_params, policy_of, scales_in, without_scales
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import UNIT
@@ -184,13 +184,14 @@ def forward_with_hooks(
     [R, T, K, d], and the layer's "output" [R, T, D]. Its results are stacked over layers, [L, ...]. For a
     mixture of experts, "gate_proj" and "up_proj" are its input, and "down_proj" is its output.
     """
-    rope = nn.rope_tables(micro.positions, model, precision.rope_dtype)
-    live, attention = micro.segment_ids > 0, packed_attention(micro.segment_ids, precision)
-    x, stacks = embed(weights, micro.tokens, precision), []
+    live = micro.segment_ids > 0
+    attention = packed_attention(micro.positions, micro.segment_ids, model, precision)
+    x, stacks = embed(weights, micro.tokens, model, precision), []
     for run, stack in runs_of(weights, model, precision):
 
-        def body(x: Any, w: Params, run: LayerRun = run) -> tuple[Any, dict]:
-            seen = {}
+        def body(x: Any, step: tuple, run: LayerRun = run) -> tuple[Any, dict]:
+            (w, kind), seen = step, {}
+            rope, attend_packed = attention(kind)
 
             def product(name: str, x: Array, *rest: Any) -> Array:
                 seen[name] = look(name, x, live)
@@ -200,7 +201,7 @@ def forward_with_hooks(
                 scales = w.get("kv_scales") or UNIT
                 for name, x, scale in (("key", keys, scales["k"]), ("value", values, scales["v"])):
                     seen[name] = look(name, x / jnp.asarray(scale, x.dtype), live)
-                return attention(queries, keys, values, scales)
+                return attend_packed(queries, keys, values, scales)
 
             def mixture(x: Array, weights: Params, precision: Precision, fp8: bool) -> Array:
                 y, _ = moe.moe_block(x, weights, model.mixture, precision, fp8, live)
@@ -211,7 +212,7 @@ def forward_with_hooks(
             x, _ = DecoderLayer(model, precision, run, rope, attend, product, mixture)(x, w)
             return x, seen | {"output": look("output", nn.materialize(x), live)}
 
-        x, seen = jax.lax.scan(body, x, stack)
+        x, seen = jax.lax.scan(body, x, (stack, kinds_of(model, run)))
         stacks.append(seen)
     seen = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
     return final_norm(x, weights, model, precision), seen
@@ -287,22 +288,22 @@ def mixed_forward(
 ) -> Array:
     """Hidden states [R, T, D] with layer l in formats[choice[l]]; choice [L] int32. The formats' runs cover
     the same layers."""
-    rope = nn.rope_tables(micro.positions, model, formats[0].rope_dtype)
 
     def layer_in(precision: Precision, run: LayerRun) -> Callable:
-        attend = packed_attention(micro.segment_ids, precision)
+        attention = packed_attention(micro.positions, micro.segment_ids, model, precision)
 
-        def layer(x: Any, w: Params) -> Any:
+        def layer(x: Any, w: Params, kind: Array | None) -> Any:
+            rope, attend = attention(kind)
             scaled = functools.partial(attend, scales=w.get("kv_scales"))
             return DecoderLayer(model, precision, run, rope, scaled)(x, w)[0]
 
         return layer
 
-    x = embed(weights, micro.tokens, formats[0])
+    x = embed(weights, micro.tokens, model, formats[0])
     for i, (run, stack) in enumerate(runs_of(weights, model, formats[0])):
         branches = [layer_in(f, f.runs[i]) for f in formats]
-        body = lambda x, step, branches=branches: (jax.lax.switch(step[1], branches, x, step[0]), None)
-        x, _ = jax.lax.scan(body, x, (stack, choice[run.start : run.stop]))
+        body = lambda x, step, branches=branches: (jax.lax.switch(step[0], branches, x, *step[1:]), None)
+        x, _ = jax.lax.scan(body, x, (choice[run.start : run.stop], stack, kinds_of(model, run)))
     return final_norm(x, weights, model, formats[0])
 
 

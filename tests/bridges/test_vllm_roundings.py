@@ -103,7 +103,7 @@ def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_confi
     rotary = RotaryEmbedding(HEAD, HEAD, T, 1e4, True, torch.bfloat16)
     query = vllm_norm(weight)(torch_view(x)).reshape(T, -1)
     theirs, _ = rotary.forward_cpu(torch.arange(T), query, query.clone())
-    tables = layers.rope_tables(jnp.arange(T)[None], cfg, "bfloat16")
+    tables = layers.rope_tables(jnp.arange(T)[None], cfg.kinds[0].rope, HEAD, "bfloat16")
 
     def ours(fused: bool) -> jax.Array:
         return rounding_exact_jit(lambda x: layers.apply_rope(x[None], *tables, weight, EPS, fused))(

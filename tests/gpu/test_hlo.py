@@ -91,9 +91,9 @@ def test_a_layer_without_attention_is_that_of_the_tensor_cores_by_xla(args):
     attend = lambda q, k, v: ((q + k * v).astype(q.dtype), None)
 
     def layer(policy, precision, product):
-        weights, rope = jax.tree.map(lambda w: w[0],
-                                     policy["layers"][0]), rope_tables(positions, MODEL, precision.rope_dtype)
-        x = embed(policy, tokens, precision)
+        weights = jax.tree.map(lambda w: w[0], policy["layers"][0])
+        rope = rope_tables(positions, MODEL.kinds[0].rope, MODEL.head_dim, precision.rope_dtype)
+        x = embed(policy, tokens, MODEL, precision)
         return DecoderLayer(MODEL, precision, precision.runs[0], rope, attend, product)(x, weights)[0]
 
     run = rounding_exact_jit(layer, static_argnums=(1, 2))

@@ -53,6 +53,7 @@ def test_it_computes_in_w8a8_and_attends_in_fp8(under_test):
 def test_the_learner_rounds_ropes_table_as_vllm_keeps_it(under_test):
     table = under_test.engine.on_model(lambda m: next(b.float().cpu().numpy() for n, b in m.named_buffers()
                                                       if "cos_sin" in n))
-    cos, sin = rope_tables(jnp.arange(len(table))[None], ModelConfig.from_hf(CONFIG), "bfloat16")
+    model = ModelConfig.from_hf(CONFIG)
+    cos, sin = rope_tables(jnp.arange(len(table))[None], model.kinds[0].rope, model.head_dim, "bfloat16")
     mirrored = np.concatenate([cos[0, :, 0], sin[0, :, 0]], axis=-1)
     assert (mirrored == table).mean() > 0.999  # cosines themselves differ by an ulp between libraries

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models import loading
-from jaxfp8rl.models.config import Llama3Rope, ModelConfig
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.rope import Llama3Rope
 from jaxfp8rl.models.hf_names import empty_params, param_table
 from jaxfp8rl.models.loading import load_params, save_params
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from jaxfp8rl.errors import ModelError
-from jaxfp8rl.models.config import Llama3Rope, ModelConfig
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.rope import Llama3Rope
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -39,7 +40,7 @@ ROPE_KEYS = {"rope_scaling", "rope_theta", "rope_parameters", "torch_dtype"}
 def test_qwen3_is_read():
     cfg = ModelConfig.from_hf(QWEN3_06B)
     assert (cfg.hidden_size, cfg.head_dim, cfg.num_key_value_heads, cfg.rope_theta) == (1024, 128, 8, 1e6)
-    assert cfg.qk_norm and cfg.tie_word_embeddings and cfg.rope_scaling is None
+    assert cfg.family.qk_norm and cfg.tie_word_embeddings and cfg.rope_scaling is None
     assert cfg.eos_token_ids == (151645,) and cfg.pad_token_id is None and cfg.dtype == "bfloat16"
     hash(cfg)  # a static argument of jit
 
@@ -47,7 +48,7 @@ def test_qwen3_is_read():
 def test_llama3_is_read():
     cfg = ModelConfig.from_hf(LLAMA_32_1B)
     assert cfg.rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 8192)
-    assert not cfg.qk_norm and cfg.eos_token_ids == (128001, 128008, 128009)
+    assert not cfg.family.qk_norm and cfg.eos_token_ids == (128001, 128008, 128009)
 
 
 def test_llama_head_dim_and_kv_heads_are_derived():
@@ -88,14 +89,12 @@ def test_transformers_reads_what_we_write(raw, tmp_path, monkeypatch):
     assert ModelConfig.from_hf(theirs.to_dict()) == ModelConfig.from_hf(raw)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-
-
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"architectures": ["MistralForCausalLM"]},
-         r"MistralForCausalLM.*is not implemented.*\n.*Qwen3ForCausalLM"),
+        ({"architectures": ["GPTNeoXForCausalLM"]},
+         r"GPTNeoXForCausalLM'\] is not implemented\n.*Qwen3ForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, 'the nearest is "Gemma3ForCausalLM"'),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
@@ -105,8 +104,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config.*\n.*unquantised"),
-        ({"rope_scaling": YARN}, "rope_scaling.rope_type = 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear'"),
+        ({"layer_types": ["full_attention"]}, "names 1 layers, num_hidden_layers is"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type = 'longrope'"),
+        ({"rope_scaling": {"type": "linears", "factor": 2.0}}, 'did you mean "linear"'),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs numbers for factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
          "needs numbers for low_freq_factor, high_freq_factor"),
         ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta has two values"),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models import layers
-from jaxfp8rl.models.config import Llama3Rope, ModelConfig
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.rope import Llama3Rope, Rope
 
 
 def test_round_e4m3_equals_the_cast_for_every_bfloat16():
@@ -82,8 +83,7 @@ def test_fp8_attention_rounds_queries_and_probabilities_to_e4m3():
 
 
 def test_rope_tables_are_rounded_to_the_engines_type():
-    cfg = ModelConfig("LlamaForCausalLM", 8, 16, 16, 1, 1, 1, 16, 64)
-    for exact, rounded in zip(*(layers.rope_tables(jnp.arange(64)[None], cfg, dtype)
+    for exact, rounded in zip(*(layers.rope_tables(jnp.arange(64)[None], Rope(1e4), 16, dtype)
                                 for dtype in ("float32", "bfloat16"))):
         np.testing.assert_array_equal(rounded,
                                       np.asarray(exact).astype(ml_dtypes.bfloat16).astype(np.float32))
@@ -101,20 +101,17 @@ def test_rope_frequencies_are_those_of_transformers(theta, head_dim, scaled):
     sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
     hf = llama.LlamaConfig(**sizes, rope_parameters={"rope_theta": theta, **kind})
     want = llama.LlamaRotaryEmbedding(hf).inv_freq.numpy()
-    cfg = ModelConfig("LlamaForCausalLM", 8, 16, 16, 1, 1, 1, head_dim, 64, rope_theta=theta,
-                      rope_scaling=Llama3Rope(**scaling) if scaled else None)
-    got = layers.rope_frequencies(cfg)
+    got = Rope(theta, Llama3Rope(**scaling) if scaled else None).frequencies(head_dim)
     assert got.dtype == want.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=3e-7)
     assert (got != want).sum() <= 1
 
 
 def test_rope_scores_depend_on_distance_alone():
-    cfg = ModelConfig("LlamaForCausalLM", 8, 16, 16, 1, 1, 1, 16, 64)
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
     def score(at_q: int, at_k: int) -> float:
-        rotated = [layers.apply_rope(x, *layers.rope_tables(jnp.array([[at]]), cfg))
+        rotated = [layers.apply_rope(x, *layers.rope_tables(jnp.array([[at]]), Rope(1e4), 16))
                    for x, at in ((q, at_q), (k, at_k))]
         return float((rotated[0] * rotated[1]).sum())
 

@@ -325,7 +325,7 @@ def test_runs_must_be_of_one_kind():
 def test_config_round_trip():
     raw = HF | {"mlp_only_layers": [0, 2], "decoder_sparse_step": 2, "router_aux_loss_coef": 0.001}
     cfg = ModelConfig.from_hf(raw)
-    assert cfg.experts == Experts(5, 2, 32, True, 2, (0, 2)) and cfg.qk_norm
+    assert cfg.experts == Experts(5, 2, 32, True, 2, (0, 2)) and cfg.family.qk_norm
     assert ModelConfig.from_hf(cfg.to_hf()) == cfg
     assert cfg.to_hf()["router_aux_loss_coef"] == 0.001  # kept, though ours is in the run's own config
     # as transformers' own config may be

@@ -372,7 +372,7 @@ def test_the_memory_plan_has_the_bytes_of_the_arrays(master, moments):
          '"bfloat16" keeps 8 binary digits'),
         (["--optim.master", "float16", "--rollout.engine", "vllm", "--rollout.publish", "in_place",
           "--rollout.one_copy", "true"],
-         'which optim.master = "float16" keeps with scales'),
+         'optim.master = "float16" keeps these with scales'),
     ],
 )
 def test_what_cannot_work_is_refused(words, message):
