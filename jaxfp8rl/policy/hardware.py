@@ -6,10 +6,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.transformer import decodes_by_kernel
 from jaxfp8rl.precision.recipe import AttentionBackend, Gradients, Precision, Products
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
+from pallas_kernels.decode_attention.api import HEAD_SIZES as DECODE_SIZES
 from pallas_kernels.grouped_matmul import high
 from pallas_kernels.logprob import api as logprob
 from pallas_kernels.plgpu_compat import HOPPER, device
@@ -107,6 +110,18 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
         return kernels
     return (f"{kernels}; the learner computes in {precision.compute_dtype} and does not mirror the rounding "
             f'of the engine, which computes in {engine_dtype} (precision.compute_dtype = "{engine_dtype}")')
+
+
+def decode_note(cfg: Config, precision: Precision, model: ModelConfig) -> str | None:
+    """The note for a run whose embedded engine decodes by XLA although the learner's attention goes by the
+    kernels; None for any other run."""
+    if cfg.rollout.engine != "jax" or precision.attention != AttentionBackend.PALLAS:
+        return None
+    if decodes_by_kernel(model, precision, cfg.max_model_len):
+        return None
+    sizes = " and ".join(map(str, DECODE_SIZES))
+    return (f'embedded engine: decode attention by "xla" ("pallas" has heads of {sizes}, no window that is shorter than a '
+            "sequence, and no FP8 attention)")
 
 
 def _by(operation: str, chosen: str, why: str) -> str:

@@ -26,7 +26,7 @@ from jaxfp8rl.memory.peak import peak_memory_gib
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.end.summary import write_summary
-from jaxfp8rl.policy.hardware import computed_by
+from jaxfp8rl.policy.hardware import computed_by, decode_note
 from jaxfp8rl.policy.policy import with_engine_weights
 from jaxfp8rl.policy.warnings import kv_fp8_warning, uncorrected_warning, untested_warning
 from jaxfp8rl.probes.finite import check_finite
@@ -73,7 +73,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         engine, calibrated = ctx.engine.capabilities(), ctx.kv_scales is not None
         warnings = (
             untested_warning(engine), kv_fp8_warning(ctx.model, engine.formats, calibrated),
-            gloo_warning(ctx.layout),
+            gloo_warning(ctx.layout), decode_note(cfg, ctx.precision, ctx.model),
             uncorrected_warning(cfg), *ctx.stops.notes, support.note(cfg.rollout, ctx.model.vocab_size),
         )
         for warning in filter(None, warnings):

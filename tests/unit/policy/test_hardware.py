@@ -10,10 +10,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from bridges.api import EngineFormats
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.policy import hardware
-from jaxfp8rl.policy.hardware import attention_of, computed_by, products_of
+from jaxfp8rl.policy.hardware import attention_of, computed_by, decode_note, products_of
 from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, resolve
 from pallas_kernels.plgpu_compat import device, multiprocessors, use_kernel
 
@@ -174,3 +175,15 @@ def test_where_a_computation_runs_is_asked_of_its_mesh_and_of_the_default_device
     run = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     jax.jit(run).trace(jax.ShapeDtypeStruct((4,), "float32"))
     assert asked == [(gpu, 114, True)] and not use_kernel("auto")
+
+
+@pytest.mark.parametrize("engine, attention, heads, window, noted", [
+    ("jax", "pallas", 128, None, False), ("jax", "pallas", 256, None, True), ("jax", "pallas", 128, 4, True),
+    ("jax", "pallas", 128, 1000, False), ("jax", "xla", 256, None, False), ("vllm", "pallas", 256, None, False),
+])
+def test_a_run_says_where_its_embedded_engine_decodes_by_xla(engine, attention, heads, window, noted):
+    cfg = load_config("demo", ["--run.dir", "unused", "--rollout.engine", engine])
+    model = dataclasses.replace(MODEL, architecture="MistralForCausalLM", head_dim=heads,
+                                sliding_window=window)
+    note = decode_note(cfg, Precision.uniform(1, "bfloat16", attention=attention), model)
+    assert ("decode attention by" in (note or "")) == noted
