@@ -119,7 +119,7 @@ def fp8_linear(
     """x [..., K] times w [N, K] transposed -> [..., N]: `fp8_dot_general` of a linear layer, differentiable
     in FP8.
 
-    Dtypes, options, errors and source are those of `fp8_dot_general`.
+    The dtypes, options and source are those of `fp8_dot_general`. Raises the same errors.
     """
     if jnp.ndim(x) < 1 or jnp.ndim(w) != 2:
         raise ValueError(

@@ -66,7 +66,7 @@ def quantize_tokens(
     ceil(T/128)] float32. With `square` (E4M3 only) the blocks are 128x128 and the scales [ceil(K/128),
     ceil(T/128)], which `blockwise_matmul` takes for its weight.
 
-    Errors and everything else are as in `quantize_rows`. In its source these are 128x1 tiles of x.
+    Raises the errors of `quantize_rows`, and is otherwise the same. In its source these are 128x1 tiles of x.
     """
     _check(x, dtype, ndim=2)
     if square and jnp.dtype(dtype) != E4M3:
@@ -125,7 +125,8 @@ def quantize_blocks(
     known at trace time. The kernel reads these rows in place, whereas XLA would copy them. transposed: adds a
     third result, the same codes as [K, N], which dgrad contracts over N; their scales are the transpose.
 
-    Errors and everything else are as in `quantize_rows`. Source: DeepSeek-V3 (2024), section 3.3.2.
+    Raises the errors of `quantize_rows`, and is otherwise the same. Source: DeepSeek-V3 (2024), section
+    3.3.2.
     """
     _check(w, E4M3, ndim=2)
     if first is not None and rows is None:
