@@ -56,8 +56,8 @@ def wgrad(
     """dy^T x over the tokens: dy_codes [N, T], x_codes [K, T], both in 1x128 blocks along T -> [N, K] in
     `out_dtype`.
 
-    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as from `quantize_tokens`. Options, errors
-    and source are those of `blockwise_matmul`.
+    dy_scale [N, ceil(T/128)], x_scale [K, ceil(T/128)] float32, as from `quantize_tokens`. Options and source
+    are those of `blockwise_matmul`. Raises the same errors.
     """
     _check(("dy", dy_codes, dy_scale, False), ("x", x_codes, x_scale, False), out_dtype)
     if not use_kernel(backend):
