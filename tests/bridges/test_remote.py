@@ -254,7 +254,7 @@ def test_settings_that_would_be_ignored_are_refused(settings, message, next_step
 @pytest.mark.parametrize(
     "options, message",
     [({"vocab_size": 64}, "a vocabulary of 64, but the model's is 128"),
-     ({"max_model_len": 8}, "max_model_len 8, a prompt and its"),
+     ({"max_model_len": 8}, "max_model_len 8, but a prompt and its"),
      ({}, "a cache in float32, but rollout.kv_cache is")],
     ids=["vocabulary", "length", "cache"],
 )

@@ -121,7 +121,7 @@ def test_a_run_leaves_what_was_promised(straight):
 def test_a_run_makes_a_page(straight, tmp_path):
     assert main(["report", str(straight), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
-    assert "Held-out reward" in page and "of 40 kept completions" in page
+    assert "Held-out reward" in page and "of 40 sampled completions" in page
 
 
 def test_nothing_is_compiled_after_the_third_step(recorded):

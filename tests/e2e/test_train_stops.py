@@ -11,7 +11,7 @@ from tiny_run import config, metrics, saved, words
 from bridges.engines.embedded_engine import JaxEngine
 from bridges.transports.embedded import JaxInprocess
 from jaxfp8rl.cli.main import main
-from jaxfp8rl.config import rules
+from jaxfp8rl.config import rules, sampling
 from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rewards.runner import RewardRunner, Score
@@ -105,7 +105,8 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
                         (loop, "warm_start")):
         recorded(owner, name)
     recorded(JaxInprocess, "publish")
-    monkeypatch.setattr(rules, "_check_server", lambda cfg: None)
+    others = tuple(rule for rule in rules.RULES if rule not in sampling.SERVER)
+    monkeypatch.setattr(rules, "RULES", others)
     loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=1, rollout__sleep="drop_weights"))
     step = ["generate", "sleep", "score", "score", "run_updates", "wake", "publish"]
     assert calls == ["sleep", "warm_start", "wake", "publish", "generate", "generate", *step, *step,
