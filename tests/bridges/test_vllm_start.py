@@ -36,7 +36,7 @@ def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
     with pytest.raises(BridgeError, match="compiles with nvcc, which was not found"):
         VllmEngine(CONFIG, weights=FP8, fp8_kernel="deep_gemm", **SHORT)
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    with pytest.raises(BridgeError, match="'native' beside VLLM_USE_DEEP_GEMM=1"):
+    with pytest.raises(BridgeError, match="'native' contradicts VLLM_USE_DEEP_GEMM=1"):
         VllmEngine(CONFIG, weights=FP8, **SHORT)
     monkeypatch.delenv("VLLM_USE_DEEP_GEMM")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
