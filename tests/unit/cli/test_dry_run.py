@@ -315,6 +315,9 @@ BILLIONS = {  # as their makers count them
     "Qwen3-235B-A22B": 235.1,
     "Llama-3.1-8B": 8.03, "Llama-3.2-1B": 1.24, "Llama-3.2-3B": 3.21, "SmolLM2-135M": 0.1345,
     "SmolLM2-360M": 0.362,
+    "Qwen2.5-0.5B": 0.494, "Qwen2.5-1.5B": 1.544, "Qwen2.5-3B": 3.086, "Qwen2.5-7B": 7.616,
+    "Qwen2.5-14B": 14.77, "Qwen2.5-32B": 32.76, "Mistral-7B-v0.3": 7.248, "gemma-3-270m": 0.268,
+    "gemma-3-1b": 1.0,
 }
 
 
