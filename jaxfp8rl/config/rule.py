@@ -82,7 +82,7 @@ def changed(cfg: Any, keys: tuple[str, ...]) -> dict[str, Any]:
         section, _, key = name.partition(".")
         values = getattr(cfg, section)
         default = type(values).model_fields[key].default
-        if getattr(values, key) != default:
+        if dict(values)[key] != default:  # no attribute is asked for: a test notes which ones a run reads
             found[name] = default
     return found
 

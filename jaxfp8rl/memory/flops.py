@@ -24,10 +24,16 @@ def update_flops(model: ModelConfig, samples: Sequence[Sample]) -> float:
     """
     lengths = [len(s.prompt) + len(s.completion) for s in samples]
     linears = sum(n * k * _uses(model, module) for module, (n, k) in linear_shapes(model).items())
-    seen = sum(n * (n + 1) / 2 for n in lengths)
-    attention = 3.5 * model.num_hidden_layers * 4 * seen * model.num_attention_heads * model.head_dim
+    seen = sum(_pairs(n, kind.window) for kind in model.layer_kinds for n in lengths)
+    attention = 3.5 * 4 * seen * model.num_attention_heads * model.head_dim
     head = model.vocab_size * model.hidden_size * sum(len(s.completion) for s in samples)
     return 6 * (linears * sum(lengths) + head) + attention
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """The pairs of a query and a key that it sees. A query sees at most `window` keys, its own included."""
+    beyond = max(length - window, 0) if window else 0
+    return (length * (length + 1) - beyond * (beyond + 1)) / 2
 
 
 def _uses(model: ModelConfig, module: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.families import FAMILIES, Family
+from jaxfp8rl.models.families.family import FULL, SLIDING
 from jaxfp8rl.models.families.qwen3 import QWEN3_MOE
 from jaxfp8rl.models.rope import Rope, RopeScaling, read_scaling, scaling_to_hf
 
@@ -39,7 +40,6 @@ _WINDOW_KEYS = ("sliding_window", "layer_types")
 _READ = {*_INTEGERS, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta",
          "rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar", "bos_token_id",
          "eos_token_id", "pad_token_id", "dtype", "torch_dtype"}
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True)

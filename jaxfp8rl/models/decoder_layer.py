@@ -38,7 +38,8 @@ class DecoderLayer:
     product(name, x, weight, precision, fp8, amax_floor) -> x @ weight.T: computes every linear of that name
         ("q_proj") in place of `linear`, so that a probe can see its input. Linears of one input are then not
         fused.
-    mixture(x, weights, precision, fp8) -> y: computes the mixture of experts of a sparse layer (`mixture_of`).
+    mixture(x, weights, precision, fp8) -> y: computes the mixture of experts of a sparse layer
+        (`mixture_of`).
     layout: along its "tensor" axis each device has some of the heads and some of the MLP's width.
     """
 
@@ -128,8 +129,8 @@ class DecoderLayer:
 
 
 def mixture_of(
-    cfg: ModelConfig, routings: list[moe.Routing], live_BT: Array | None = None, routes_BTk: Array | None = None,
-    layout: MeshLayout = ONE,
+    cfg: ModelConfig, routings: list[moe.Routing], live_BT: Array | None = None,
+    routes_BTk: Array | None = None, layout: MeshLayout = ONE,
 ) -> Callable:
     """mixture(x, weights, precision, fp8) -> its output; the routing is appended to `routings`."""
 

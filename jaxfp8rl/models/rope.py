@@ -1,9 +1,10 @@
 """Rotary position embeddings: the kinds that are known, read from config.json, and their frequencies.
 
 Each kind is a frozen record with the names of config.json. Its `frequencies(powers, theta)` are radians a
-position, [head_dim / 2], from powers = theta ** exponents, all float32. Sources: RoPE (Su et al. 2021); linear scaling
-(Chen et al. 2023, arXiv 2306.15595); YaRN (Peng et al. 2023, arXiv 2309.00071, sections 3.2 to 3.4);
-llama3 (Grattafiori et al. 2024, section 3.4.2).
+position, [head_dim / 2], from powers = theta ** exponents, all float32.
+
+Sources: RoPE (Su et al. 2021); linear scaling (Chen et al. 2023, arXiv 2306.15595); YaRN (Peng et al. 2023,
+arXiv 2309.00071, sections 3.2 to 3.4); llama3 (Grattafiori et al. 2024, section 3.4.2).
 """
 
 from __future__ import annotations

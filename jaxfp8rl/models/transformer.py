@@ -215,7 +215,8 @@ def forward_cached(
             rope, mask_BTS = choose(kind)
             where = cache, index, positions_BT, mask_BTS
             attend = functools.partial(_attend_cached, *where, cfg, precision, w.get("kv_scales") or UNIT)
-            x, cache = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, routings))(x, w)
+            compute = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, routings))
+            x, cache = compute(x, w)
             if routings:
                 row = index - run.start + first_row(run, precision.runs, "moe")
                 cache = cache._replace(routes=_store(cache.routes, row, positions_BT, routings[0].ids))

@@ -120,8 +120,8 @@ def decode_note(cfg: Config, precision: Precision, model: ModelConfig) -> str | 
     if decodes_by_kernel(model, precision, cfg.max_model_len):
         return None
     sizes = " and ".join(map(str, DECODE_SIZES))
-    return (f'embedded engine: decode attention by "xla" ("pallas" has heads of {sizes}, no window that is shorter than a '
-            "sequence, and no FP8 attention)")
+    return (f'embedded engine: decode attention by "xla" ("pallas" has heads of {sizes}, no window that is '
+            "shorter than a sequence, and no FP8 attention)")
 
 
 def _by(operation: str, chosen: str, why: str) -> str:

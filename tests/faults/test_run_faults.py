@@ -291,7 +291,11 @@ def test_row_35_a_fork_holds_nothing_out_that_was_trained_on(straight, tmp_path)
 # 37: a setting that nobody reads
 
 NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
+    ("loss", "kl"): "loss.kl_coef", ("loss", "kl_weight_cap"): "loss.unbiased_kl",
+    ("loss", "overlong_penalty"): "loss.overlong_buffer",
     ("optim", "max_bad_steps"): "an update that is not finite",
+    ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
+    ("rollout", "restarts"): 'rollout.engine = "remote"',
     ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps",
 }
 

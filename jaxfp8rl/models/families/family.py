@@ -12,6 +12,8 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # the values of `layer_types`
+
 
 class Activation(enum.StrEnum):
     """The activation of the gated MLP, down(act(gate(x)) * up(x)) (Shazeer 2020)."""

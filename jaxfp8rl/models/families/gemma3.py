@@ -7,9 +7,7 @@ and have a RoPE base of their own.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxfp8rl.models.families.family import SANDWICH, Activation, Family
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from jaxfp8rl.models.families.family import FULL, SANDWICH, SLIDING, Activation, Family
 
 
 def _layer_types(raw: Mapping[str, Any]) -> list[str] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -31,6 +33,14 @@ def test_six_a_parameter_and_token_and_attention_by_pairs():
     want = 6 * linears * 27 + 6 * of["lm_head.weight"] * 20 + 3.5 * 4 * pairs * 4 * 64 * 3
     assert flops.update_flops(MODEL, [sample(3, 4), sample(4, 16)]) == pytest.approx(want, rel=1e-12)
     assert flops.update_flops(MODEL, []) == 0
+
+
+def test_attention_counts_the_pairs_inside_a_window():
+    windowed = dataclasses.replace(MODEL, architecture="MistralForCausalLM", sliding_window=5)
+    samples = [sample(3, 4), sample(4, 16), sample(1, 2)]
+    outside = sum(1 for n in (7, 20, 3) for i in range(n) for j in range(n) if j <= i - 5)
+    less = flops.update_flops(MODEL, samples) - flops.update_flops(windowed, samples)
+    assert less == pytest.approx(3.5 * 4 * outside * 4 * 64 * 3, rel=1e-9)
 
 
 def test_utilisation_is_of_a_known_peak_or_unsaid(monkeypatch):

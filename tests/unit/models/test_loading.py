@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models import loading
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.rope import Llama3Rope
 from jaxfp8rl.models.hf_names import empty_params, param_table
 from jaxfp8rl.models.loading import load_params, save_params
+from jaxfp8rl.models.rope import Llama3Rope
 
 QWEN3 = ModelConfig("Qwen3ForCausalLM", 33, 16, 24, 2, 4, 2, 8, 64, eos_token_ids=(2,), dtype="bfloat16")
 TIED = dataclasses.replace(QWEN3, tie_word_embeddings=True)

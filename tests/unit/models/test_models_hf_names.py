@@ -74,7 +74,7 @@ def test_the_leaves_of_a_tree_have_the_roles_of_the_table(cfg):
     """Each by name: none is taken for a linear because nobody knows it."""
     table = {e.path: e.role for e in param_table(cfg)}
     like = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+    for path, _ in jax.tree_util.tree_leaves_with_path(like):
         names = tuple(key.key for key in path)
         role = role_of(path)
         assert names[-2] in ROLES and role == table.pop(names)

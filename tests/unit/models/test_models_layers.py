@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.models import layers
-from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.rope import Llama3Rope, Rope
 
 
