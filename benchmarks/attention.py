@@ -6,20 +6,23 @@ GPU.
 32 query heads and 8 KV heads of 128, or 8 and 4 of 256, bfloat16. TFLOP/s count the necessary operations: 4 d
 H for each pair of a query and a key that it sees, and 2.5 times that backward. The tables made from the
 segment ids, once for all layers of a model, are timed separately, as FlashAttention gets cumulative lengths.
-The yardsticks are cuDNN through `jax.nn.dot_product_attention` and FlashAttention 3 over variable lengths,
-forward only, through vLLM. cuDNN runs over the whole row, with a mask for packed rows (of up to MASK
+The yardsticks are FlashAttention 3 over variable lengths, forward and backward, and cuDNN through
+`jax.nn.dot_product_attention`. cuDNN runs over the whole row, with a mask for packed rows (of up to MASK
 elements) and without (causal over the whole row: less work than with a mask, and a different result). Lengths
-of packed rows are log-normal. Every round times all programs in rotating order; results are medians. --tune
-times the other choices of tiles.
+of packed rows are log-normal. Every round times all programs in rotating order; results are medians. The last
+rows are the geometric means of the ratios to FlashAttention 3, beside the bars BARS. --tune times the other
+choices of tiles.
 
-Needs a Hopper GPU; vLLM for FlashAttention 3.
+Needs a Hopper GPU, and the package `dew-flash-attn-cu13` or `dew-flash-attn-cu12` for FlashAttention 3. Its
+backward pass adds dq in any order; ours adds in a fixed one.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +40,8 @@ from pallas_kernels.attention.segments import tables_of
 
 LONGEST, SPREAD = 16_384, 1.5  # the longest packed segment; the standard deviation of log length
 MASK = 2**29  # elements
+FLASH = "FlashAttention 3"
+BARS = {"forward": 0.95, "backward": 0.85}  # of FlashAttention 3's speed, in the geometric mean of the cases
 Runs = dict[str, Callable[[int], object]]
 
 
@@ -103,20 +108,30 @@ def main() -> None:
                 us = {name: 1e6 * seconds[name] for name in ("tables", "ours")}
                 rows.append(row(case.name, "tables", "us", us["tables"], us["ours"], "our forward",
                                 smaller_is_better=True))
-            write(args.out, "attention", rows, args.plot, lengths={c.name: c.lengths for c in CASES})
+        means = list(geometric_means(rows))
+        write(args.out, "attention", rows + means, args.plot, lengths={c.name: c.lengths for c in CASES})
+
+
+def geometric_means(rows: list[dict]) -> Iterator[dict]:
+    """A row for each direction: the geometric mean of the ratios to FlashAttention 3, beside its bar."""
+    for passed, bar in BARS.items():
+        ratios = [r["ratio"] for r in rows if r["yardstick_name"] == FLASH and r["metric"] == passed]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            yield row(f"geometric mean of {len(ratios)} cases", f"{passed} over {FLASH}", "ratio", mean, bar,
+                      "the bar")
 
 
 def passes(case: Case, tune: bool):
     """(name, operations, runs) of the forward and the backward pass."""
     *qkv, do = draw(case)
     forward, backward = ours(case, qkv, do, tune)
-    theirs = cudnn(case, qkv, do)
+    theirs = cudnn(case, qkv, do) | available({FLASH: lambda: (True, *flash_attention(case, qkv, do))})
     for name, (same, run, pull) in theirs.items():
         if same:
             check(f"{case.name}: ours and {name}", forward["ours"](0), run(0), 6e-3)
             check(f"{case.name}, dq: ours and {name}", backward["ours"](0), pull(0), 1e-2)
-    flash = available({"FlashAttention 3": lambda: flash_attention(case, qkv)})
-    yield "forward", case.flops, forward | {name: run for name, (_, run, _) in theirs.items()} | flash
+    yield "forward", case.flops, forward | {name: run for name, (_, run, _) in theirs.items()}
     yield "backward", 2.5 * case.flops, backward | {name: run for name, (_, _, run) in theirs.items()}
 
 
@@ -171,6 +186,12 @@ def cudnn(case: Case, qkv: list, do: jax.Array) -> dict[str, tuple]:
 
 def _cudnn(qkv: list, do: jax.Array, **options) -> tuple[Callable[[int], object], ...]:
     attend = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **options))
+    return _both_ways(attend, *qkv, do)
+
+
+def _both_ways(attend: Callable, *operands: jax.Array) -> tuple[Callable[[int], object], ...]:
+    """(forward, backward from the forward pass's residuals) of attend(q, k, v), the cotangent last."""
+    *qkv, do = operands
     pull = jax.vjp(attend, *qkv)[1]
     runs = compiled({"forward": (attend, tuple(qkv)),
                      "backward": (jax.jit(lambda pull, do: pull(do)), (pull, do))})
@@ -198,17 +219,15 @@ def available(makes: dict[str, Callable[[], object]]) -> dict[str, object]:
     return found
 
 
-def flash_attention(case: Case, qkv: list) -> Callable[[int], object]:
-    import torch
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+def flash_attention(case: Case, qkv: list, do: jax.Array) -> tuple[Callable[[int], object], ...]:
+    """(forward, backward) of FlashAttention 3 over the segments."""
+    from dew_flash_attn import flash_mha_varlen
 
-    q, k, v = (torch.from_dlpack(x.reshape(-1, *x.shape[2:])) for x in qkv)
-    ends = np.concatenate([[0], np.cumsum(np.tile(case.lengths, case.rows))])
-    ends, longest = torch.tensor(ends, dtype=torch.int32, device="cuda"), max(case.lengths)
-    return lambda i: flash_attn_varlen_func(
-        q, k, v, max_seqlen_q=longest, cu_seqlens_q=ends, max_seqlen_k=longest, cu_seqlens_k=ends,
-        causal=True, fa_version=3, window_size=(-1 if case.window is None else case.window - 1, 0)
-    )
+    ends = np.concatenate([[0], np.cumsum(np.tile(case.lengths, case.rows))]).astype(np.int32)
+    window = (-1, -1) if case.window is None else (case.window - 1, 0)
+    attend = jax.jit(functools.partial(
+        flash_mha_varlen, cu_seqlens=ends, max_seqlen=max(case.lengths), is_causal=True, window_size=window))
+    return _both_ways(attend, *(x.reshape(-1, *x.shape[2:]) for x in (*qkv, do)))
 
 
 if __name__ == "__main__":
